@@ -1,0 +1,5 @@
+"""Attention over stored entries. `reference` is the slow definition; every fast path is tested against it."""
+
+from kvsieve.attention.dense import dense_attention
+
+__all__ = ["dense_attention"]

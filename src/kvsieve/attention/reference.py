@@ -1,0 +1,32 @@
+"""The slow, obviously right definition of attention over stored entries."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def reference_attention(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
+) -> Tensor:
+    """Causal attention of the last L of N entries over all N, one query head at a time, in float64.
+
+    query: [B, Hq, L, D]; keys: [B, H, N, D]; values: [B, H, N, Dv]; valid: bool [B, H or 1, N] or None.
+    Entry j is visible to query i when j <= N - L + i and j is valid; every query sees itself.
+    Returns [B, Hq, L, Dv] in the dtype of `query`.
+    """
+    batch, query_heads, new, _ = query.shape
+    heads, length = keys.shape[1], keys.shape[2]
+    out = torch.empty(batch, query_heads, new, values.shape[-1], dtype=torch.float64, device=query.device)
+    for row in range(batch):
+        for head in range(query_heads):
+            shared = head // (query_heads // heads)
+            logits = query[row, head].double() @ keys[row, shared].double().T * scale
+            for i in range(new):
+                own = length - new + i
+                for j in range(length):
+                    padding = valid is not None and not bool(valid[row, min(shared, valid.shape[1] - 1), j])
+                    if j > own or (padding and j != own):
+                        logits[i, j] = float("-inf")
+            out[row, head] = logits.softmax(-1) @ values[row, shared].double()
+    return out.to(query.dtype)

@@ -1,0 +1,178 @@
+"""Storage of one layer's keys and values, the same number of entries for every KV head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvsieve.types import Selection
+
+_MIN_ROOM = 64
+
+
+class DenseStore:
+    """Preallocated, growing buffers of one layer.
+
+    keys, values: [B, H, capacity, D]; the first `size` entries are in use, appended in place.
+    index: int32 [B, H, capacity], column of each entry in the row as it was fed (padding counted), -1 for filler.
+    valid: bool [B, H or 1, capacity] once anything stored is padding or filler, else None.
+    lengths: real entries of each row, the same for all its heads.
+
+    Reading gives views of the buffers. `keep` moves the entries that stay into new, smaller buffers, so that the
+    memory of the others is really returned.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.lengths: tuple[int, ...] = ()
+        self.valid_buffer: Tensor | None = None
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._index: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._keys is None
+
+    @property
+    def heads(self) -> int:
+        """KV heads stored; more than the model has after a per-query-head selection."""
+        return self._buffers()[0].shape[1]
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, H, size, D], a view."""
+        return self._buffers()[0][:, :, : self.size]
+
+    @property
+    def values(self) -> Tensor:
+        """[B, H, size, D], a view."""
+        return self._buffers()[1][:, :, : self.size]
+
+    @property
+    def index(self) -> Tensor:
+        """int32 [B, H, size], a view."""
+        return self._buffers()[2][:, :, : self.size]
+
+    @property
+    def valid(self) -> Tensor | None:
+        """bool [B, H or 1, size], a view, or None when every stored entry is real."""
+        return None if self.valid_buffer is None else self.valid_buffer[:, :, : self.size]
+
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        columns: Tensor,
+        valid: Tensor | None = None,
+        counts: tuple[int, ...] | None = None,
+        reserve: int = 0,
+    ) -> None:
+        """Store new entries [B, H, L, D] at the end.
+
+        columns: int [1 or B, L], where the tokens stood in the row. valid: bool [B, L], None when all are real;
+        counts: then the number of real ones per row. reserve: room to leave for entries known to follow, when the
+        buffers must grow.
+        """
+        batch, heads, new, _ = keys.shape
+        if self._keys is None:
+            self._allocate(keys, values, new + max(reserve, 0))
+            self.lengths = (0,) * batch
+        elif self.heads != heads:
+            keys, values = (part.repeat_interleave(self.heads // heads, 1) for part in (keys, values))
+        buffers = self._buffers()
+        end = self.size + new
+        if end > buffers[0].shape[2]:
+            self._resize(end + (reserve or max(_MIN_ROOM, end // 8)))
+            buffers = self._buffers()
+        buffers[0][:, :, self.size : end] = keys
+        buffers[1][:, :, self.size : end] = values
+        buffers[2][:, :, self.size : end] = columns[:, None]
+        if valid is not None and self.valid_buffer is None:
+            self.valid_buffer = torch.ones(batch, 1, buffers[0].shape[2], dtype=torch.bool, device=keys.device)
+        if self.valid_buffer is not None:
+            self.valid_buffer[:, :, self.size : end] = True if valid is None else valid[:, None]
+        if counts is None:
+            counts = (new,) * batch if valid is None else tuple(valid.sum(-1).tolist())
+        self.lengths = tuple(old + count for old, count in zip(self.lengths, counts, strict=True))
+        self.size = end
+
+    def keep(self, selection: Selection, reserve: int = 0) -> None:
+        """Keep only the selected slots and free the rest.
+
+        selection.indices: [B, H', K] with H' a multiple of the stored heads: each head's slots, or, for H' larger,
+        a copy per query head. reserve: room to leave for entries known to follow.
+        """
+        indices = selection.indices
+        copies = indices.shape[1] // self.heads
+        kept = indices.shape[2]
+
+        def gather(buffer: Tensor) -> Tensor:
+            source = buffer[:, :, : self.size]
+            if copies > 1:
+                source = source.repeat_interleave(copies, 1)
+            shape = (*indices.shape[:2], kept + reserve, *buffer.shape[3:])
+            fresh = buffer.new_empty(shape)
+            slots = indices if buffer.ndim == 3 else indices[..., None].expand(-1, -1, -1, buffer.shape[3])
+            torch.gather(source, 2, slots, out=fresh[:, :, :kept])
+            return fresh
+
+        self._keys, self._values, self._index = (gather(buffer) for buffer in self._buffers())
+        self.size = kept
+        real = selection.real()
+        if real is None:
+            self.valid_buffer = None
+            self.lengths = (kept,) * indices.shape[0]
+        else:
+            self.valid_buffer = torch.ones(real.shape[0], 1, kept + reserve, dtype=torch.bool, device=indices.device)
+            self.valid_buffer[:, :, :kept] = real[:, None]
+            self._index[:, :, :kept].masked_fill_(~real[:, None], -1)
+            self.lengths = selection.lengths or ()
+
+    def remask(self, mask: Tensor) -> None:
+        """Apply a changed attention mask, bool [B, columns fed], to what is stored."""
+        index = self.index.long()
+        rows = torch.arange(index.shape[0], device=index.device)[:, None, None]
+        valid = mask[rows, index.clamp_min(0)] & (index >= 0)
+        capacity = self._buffers()[0].shape[2]
+        self.valid_buffer = torch.ones(*valid.shape[:2], capacity, dtype=torch.bool, device=valid.device)
+        self.valid_buffer[:, :, : self.size] = valid
+        # Heads may have kept different tokens; budgets speak of a row, so count its fullest head.
+        self.lengths = tuple(valid.sum(-1).amax(-1).tolist())
+
+    def reorder(self, rows: Tensor) -> None:
+        """Make row i a copy of row ``rows[i]`` (int64 [B']): beam search, repetition and row selection."""
+        self._apply(lambda buffer: buffer.index_select(0, rows.to(buffer.device)))
+        if len(set(self.lengths)) > 1 or len(self.lengths) != len(rows):
+            self.lengths = tuple(self.lengths[row] for row in rows.tolist())
+
+    def nbytes(self) -> int:
+        """Bytes of the tensors held, room for further entries included."""
+        held = [self._keys, self._values, self._index, self.valid_buffer]
+        return sum(part.untyped_storage().nbytes() for part in held if part is not None)
+
+    def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self._keys is None or self._values is None or self._index is None:
+            raise RuntimeError("this layer stores nothing yet: run a forward pass with its cache first")
+        return self._keys, self._values, self._index
+
+    def _allocate(self, keys: Tensor, values: Tensor, capacity: int) -> None:
+        batch, heads = keys.shape[:2]
+        self._keys = keys.new_empty(batch, heads, capacity, keys.shape[3])
+        self._values = values.new_empty(batch, heads, capacity, values.shape[3])
+        self._index = torch.empty(batch, heads, capacity, dtype=torch.int32, device=keys.device)
+
+    def _resize(self, capacity: int) -> None:
+        def grow(buffer: Tensor) -> Tensor:
+            fresh = buffer.new_empty(*buffer.shape[:2], capacity, *buffer.shape[3:])
+            fresh[:, :, : self.size] = buffer[:, :, : self.size]
+            return fresh
+
+        self._apply(grow)
+
+    def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._keys, self._values, self._index = (change(buffer) for buffer in self._buffers())
+        if self.valid_buffer is not None:
+            self.valid_buffer = change(self.valid_buffer)

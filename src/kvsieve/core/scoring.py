@@ -1,0 +1,94 @@
+"""Attention mass received by stored entries, its pooling along the sequence and its reduction over query heads."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pool = Literal["avg", "max"]
+
+# Logits of one block: [B, H, G * W, block] in float32 stay under about 128 MiB.
+_BLOCK_ELEMENTS = 1 << 25
+
+
+def score_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float32 for half-precision inputs, else the input's own: scores in bfloat16 are full of ties."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def window_mass(
+    query: Tensor, keys: Tensor, scale: float, *, valid: Tensor | None = None, block: int | None = None
+) -> Tensor:
+    """Softmax attention mass that a window of queries gives to every stored entry, summed over the window.
+
+    query: [B, Hq, W, D], post-RoPE; the queries of the last W of the N entries.
+    keys: [B, H, N, D], post-RoPE.
+    valid: bool [B, H or 1, N]; padding receives no mass, and queries that are padding give none.
+    block: entries scored at a time; None chooses it so that no N x N matrix is ever held.
+
+    Returns [B, Hq, N] in float32 (float64 for float64 inputs). The softmax runs over all N entries with the causal
+    mask inside the window, so a row's mass over the entries sums to W. Source: SnapKV (arXiv 2404.14469), and the
+    observation windows of FastKV, ASL, PyramidKV, Ada-KV and RocketKV, which share it.
+    """
+    batch, query_heads, window, dim = query.shape
+    heads, length = keys.shape[1], keys.shape[2]
+    groups = query_heads // heads
+    dtype = score_dtype(query.dtype)
+    packed = (query.to(dtype) * scale).reshape(batch, heads, groups * window, dim)
+    if block is None:
+        block = max(1024, _BLOCK_ELEMENTS // max(1, batch * query_heads * window))
+    # Slot of each packed query row, for the causal corner: rows run over groups first, then over the window.
+    rows = torch.arange(length - window, length, device=keys.device).repeat(groups)
+
+    def logits(start: int, end: int) -> Tensor:
+        part = packed @ keys[:, :, start:end].to(dtype).transpose(-1, -2)
+        if end > length - window:
+            hidden = torch.arange(start, end, device=keys.device) > rows[:, None]
+            part = part.masked_fill(hidden, float("-inf"))
+        if valid is not None:
+            part = part.masked_fill(~valid[:, :, None, start:end], float("-inf"))
+        return part
+
+    spans = [(start, min(start + block, length)) for start in range(0, length, block)]
+    parts = {}
+    norm = torch.full((batch, heads, groups * window, 1), float("-inf"), dtype=dtype, device=keys.device)
+    for start, end in spans:
+        part = logits(start, end)
+        norm = torch.logaddexp(norm, part.logsumexp(-1, keepdim=True))
+        if len(spans) == 1:
+            parts[start] = part
+    # A row that sees nothing is padding: +inf gives it no mass instead of NaN.
+    norm = norm.masked_fill(norm == float("-inf"), float("inf"))
+    if valid is not None:
+        padding = ~valid[:, :, length - window :].repeat(1, 1, groups).unsqueeze(-1)
+        norm = norm.masked_fill(padding, float("inf"))
+    mass = torch.empty(batch, query_heads, length, dtype=dtype, device=keys.device)
+    for start, end in spans:
+        part = parts.pop(start) if parts else logits(start, end)
+        weights = part.sub_(norm).exp_().view(batch, query_heads, window, end - start)
+        torch.sum(weights, dim=2, out=mass[:, :, start:end])
+    return mass
+
+
+def pool(scores: Tensor, kernel: int, kind: Pool) -> Tensor:
+    """Smooth `scores` [..., N] along the sequence with an odd `kernel`; same length out.
+
+    "avg" divides by the kernel everywhere, counting the zeros beyond the ends; "max" ignores them.
+    """
+    if kernel == 1:
+        return scores
+    flat = scores.reshape(-1, 1, scores.shape[-1])
+    if kind == "avg":
+        pooled = F.avg_pool1d(flat, kernel, stride=1, padding=kernel // 2)
+    else:
+        pooled = F.max_pool1d(flat, kernel, stride=1, padding=kernel // 2)
+    return pooled.reshape(scores.shape)
+
+
+def group_mean(scores: Tensor, heads: int) -> Tensor:
+    """Mean over the query heads that share a KV head: [B, Hq, N] -> [B, H, N]."""
+    batch, query_heads, length = scores.shape
+    return scores.reshape(batch, heads, query_heads // heads, length).mean(2)

@@ -1,0 +1,31 @@
+"""Errors and warnings. Every message names what was got, what was expected and the way out."""
+
+from __future__ import annotations
+
+
+class KvsieveError(Exception):
+    """Base of every error kvsieve raises: its message names what was got, what was expected, and the way out."""
+
+
+class PlanError(KvsieveError, ValueError):
+    """A method, parameter, budget or combination of roles that cannot be honoured."""
+
+
+class InputError(KvsieveError, ValueError):
+    """A prompt, mask or argument of a call that cannot be honoured."""
+
+
+class UnsupportedModelError(KvsieveError, NotImplementedError):
+    """The model's architecture does something kvsieve cannot honour yet."""
+
+
+class UnsupportedOptionError(KvsieveError, NotImplementedError):
+    """An option of ``generate`` or ``forward`` that cannot be honoured under a plan."""
+
+
+class CacheStateError(KvsieveError, RuntimeError):
+    """A cache used outside the session it belongs to, or after a forward pass that failed half-way."""
+
+
+class KvsieveWarning(UserWarning):
+    """A guard changed what was asked for: the message says how."""

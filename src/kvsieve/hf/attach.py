@@ -1,0 +1,186 @@
+"""Attach a plan to a model, and leave the model as it was found."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from kvsieve.errors import InputError, KvsieveError, KvsieveWarning, UnsupportedOptionError
+from kvsieve.hf import session as sessions
+from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.compat import DynamicCache, attention_of, check_version, text_config
+from kvsieve.hf.generate import GenerateResult, generate
+from kvsieve.hf.prefill import prefill
+from kvsieve.hf.probe import check_model
+from kvsieve.methods import TSP
+from kvsieve.plans import Plan
+
+
+class Sieve:
+    """A model with a plan attached. Made by `attach`."""
+
+    def __init__(self, model: Any, plan: Plan) -> None:
+        self.model = model
+        self.plan = plan
+        self.config = text_config(model)
+        self.decoder: nn.Module = model.get_decoder()
+        self.num_layers = len(self.decoder.layers)  # type: ignore[arg-type]
+        self.source = plan.propagate.source(self.num_layers) if plan.propagate is not None else None
+
+    def new_cache(self) -> SieveCache:
+        """An empty cache for one batch of conversations under this plan."""
+        return SieveCache(self.config)
+
+    def prefill(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        cache: SieveCache | None = None,
+        chunk: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> SieveCache:
+        """Read a prompt, apply the plan to it and return the cache, ready for a next turn.
+
+        input_ids: int64 [B, N], left-padded; with a used `cache`, the whole conversation, of which only what is new
+        is read. attention_mask: [B, N], 0 for padding; None when nothing new is padding.
+        chunk: tokens per forward pass, None for all at once. progress: called with (tokens read, tokens in all).
+
+        Raises InputError for an empty, too long or wrongly padded prompt.
+        """
+        cache = self.new_cache() if cache is None else cache
+        prefill(self, input_ids, attention_mask, cache, chunk=chunk, progress=progress, leave_last=False)
+        return cache
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        cache: SieveCache | None = None,
+        chunk: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        **options: Any,
+    ) -> GenerateResult:
+        """``model.generate`` under the plan, with statistics of what really happened.
+
+        input_ids, attention_mask, cache, chunk, progress: as for `prefill`; further `options` are generate's own
+        (sampling, beams, num_return_sequences, stop strings, streamers ...).
+
+        Returns a GenerateResult: `.sequences` int64 [B, N + new], `.stats`, `.cache`, and generate's own `.output`.
+        Raises InputError for a prompt, UnsupportedOptionError for an option that cannot be honoured.
+        """
+        return generate(self, input_ids, attention_mask, cache, chunk=chunk, progress=progress, **options)
+
+
+@contextlib.contextmanager
+def attach(model: Any, plan: Plan) -> Iterator[Sieve]:
+    """Run `model` under `plan` inside the with-block; on exit, also after an error, the model is as it was found.
+
+    model: a causal language model of transformers, unmodified. Inside the block ``sieve.generate`` gives statistics;
+    plain ``model.generate(...)`` and ``model(...)`` follow the plan too, with a cache of their own.
+
+    Raises UnsupportedModelError when the plan cannot run on the model, PlanError when a layer lies outside it, and
+    KvsieveError when the model has a plan attached already.
+    """
+    if not isinstance(plan, Plan):
+        raise KvsieveError(f"attach takes a Plan, got {plan!r}; make one with kvsieve.plan('snapkv', budget='20%')")
+    check_version()
+    found = attention_of(text_config(model)) if hasattr(model, "config") else None
+    if found == sessions.NAME:
+        raise KvsieveError("the model has a plan attached already; leave that `with` block first")
+    check_model(model, plan)
+    sieve = Sieve(model, plan)
+    if isinstance(plan.propagate, TSP) and plan.propagate.layer is None:
+        warnings.warn(
+            f"no tsp_layer given: using layer {sieve.source} of {sieve.num_layers}, the papers' choice for models of "
+            "8B; small models need a deeper one, so compare answers before you rely on it",
+            KvsieveWarning,
+            stacklevel=3,
+        )
+    sessions.register()
+    handles = []
+    try:
+        model.set_attn_implementation(sessions.NAME)
+        if attention_of(sieve.config) != sessions.NAME:
+            raise KvsieveError(f"{type(model).__name__} did not take up the attention implementation; not supported")
+        handles = _hooks(sieve)
+        yield sieve
+    finally:
+        for handle in handles:
+            handle.remove()
+        model.set_attn_implementation(found)
+
+
+def _hooks(sieve: Sieve) -> list[Any]:
+    decoder = sieve.decoder
+    names = list(inspect.signature(decoder.forward).parameters)
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        _check_call(sieve, module, kwargs)
+        cache = kwargs.get("past_key_values")
+        if cache is None or _is_generates_own(cache):
+            cache = kwargs["past_key_values"] = sieve.new_cache()
+        if not isinstance(cache, SieveCache):
+            raise UnsupportedOptionError(
+                f"past_key_values is a {type(cache).__name__}, on which {sieve.plan.name!r} could not run; pass "
+                "sieve.new_cache(), or nothing"
+            )
+        sessions.open_session(sieve.plan, sieve.source, sieve.num_layers, cache, kwargs)
+        return (), kwargs
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        sessions.close_session(finished=output is not None)
+
+    handles = [
+        decoder.register_forward_pre_hook(before, with_kwargs=True),
+        decoder.register_forward_hook(after, always_call=True),
+    ]
+    if sieve.source is None:
+        return handles
+
+    def leave_source(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        session = sessions.current()
+        if session is None or session.step.phase != "prefill":
+            return None
+        if not isinstance(output, tuple):
+            return session.leave_source(output, kwargs)
+        return (session.leave_source(output[0], kwargs), *output[1:])
+
+    def enter_deeper(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        session = sessions.current()
+        if session is None or not session.narrowed:
+            return None
+        return args, {**kwargs, **session.narrowed}
+
+    layers = list(decoder.layers)  # type: ignore[arg-type]
+    handles.append(layers[sieve.source].register_forward_hook(leave_source, with_kwargs=True))
+    handles += [layer.register_forward_pre_hook(enter_deeper, with_kwargs=True) for layer in layers[sieve.source + 1 :]]
+    return handles
+
+
+def _check_call(sieve: Sieve, module: nn.Module, kwargs: dict[str, Any]) -> None:
+    if module.training:
+        raise UnsupportedOptionError("the model is in training mode; kvsieve is for inference: call model.eval()")
+    if kwargs.get("use_cache") is False:
+        raise UnsupportedOptionError("use_cache=False leaves nothing to reduce; leave use_cache unset")
+    if kwargs.get("output_attentions") or getattr(sieve.config, "output_attentions", False):
+        raise UnsupportedOptionError("output_attentions=True is not supported: attention weights are never formed")
+    positions = kwargs.get("position_ids")
+    if positions is not None and positions.ndim != 2:
+        raise InputError(f"position_ids must be [batch, tokens], got shape {tuple(positions.shape)}")
+
+
+def _is_generates_own(cache: Any) -> bool:
+    """True for the empty cache that generate makes when it is given none."""
+    fresh = type(cache) is DynamicCache and not getattr(cache, "_is_user_defined", False)
+    return fresh and cache.get_seq_length() == 0
+
+
+__all__ = ["Sieve", "attach"]

@@ -1,0 +1,234 @@
+"""The cache transformers sees: logical lengths outward, physically small stores inward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache import DenseStore
+from kvsieve.errors import CacheStateError, UnsupportedOptionError
+from kvsieve.hf.compat import Cache, CacheLayerMixin, DynamicSlidingWindowLayer, plain_cache_layers
+
+
+class SieveLayer(CacheLayerMixin):
+    """One full-attention layer's entries.
+
+    `update` only stages new keys and values and returns them untouched; the attention function takes them, stores
+    them and attends. What `update` was given must be what attention receives, or the model is refused.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        self.store = DenseStore()
+        self.state: dict[str, Any] = {}
+        self.num_seen = 0
+        self._staged: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        return not self.store.is_empty
+
+    @property
+    def keys(self) -> Tensor | None:
+        """[B, H, stored, D], a view; None before the first pass."""
+        return None if self.store.is_empty else self.store.keys
+
+    @property
+    def values(self) -> Tensor | None:
+        """[B, H, stored, D], a view; None before the first pass."""
+        return None if self.store.is_empty else self.store.values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the store allocates on first use."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self._staged is not None:
+            raise CacheStateError(
+                "keys and values were staged but never reached kvsieve's attention function: use this cache only "
+                "inside `with kvsieve.attach(model, plan)`, on that model"
+            )
+        self._staged = key_states, value_states
+        return key_states, value_states
+
+    def take(self, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor]:
+        """Hand over what `update` staged; `key` and `value` are what the attention function of `who` was given."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise CacheStateError(f"{who} attends without having stored keys and values through the cache")
+        if staged[0] is not key or staged[1] is not value:
+            raise CacheStateError(
+                f"{who} transforms keys or values between the cache and its attention (latent attention does); "
+                "kvsieve cannot store what it attends to: this architecture is not supported"
+            )
+        return staged
+
+    def get_seq_length(self) -> int:
+        """Logical: tokens seen, whatever was evicted."""
+        return self.num_seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Physical: entries stored, the new ones included."""
+        return (0 if self.store.is_empty else self.store.size) + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def offload(self) -> None:
+        raise UnsupportedOptionError("offloading is not supported by a SieveCache: leave cache_implementation unset")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if not self.store.is_empty:
+            self.store.reorder(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if not self.store.is_empty:
+            self.store.reorder(torch.arange(self.store.keys.shape[0]).repeat_interleave(repeats))
+
+
+@dataclass
+class TurnRecord:
+    """What really happened to the prompt of the current turn.
+
+    kept: entries stored per layer once the prompt was complete. asked: the budget's entries, None without an evictor.
+    evicted: layers that dropped entries. propagated: tokens that went on after the source layer, None if all did.
+    """
+
+    prompt_tokens: int = 0
+    kept: dict[int, int] = field(default_factory=dict)
+    asked: int | None = None
+    evicted: set[int] = field(default_factory=set)
+    propagated: int | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+class SieveCache(Cache):
+    """A conversation's entries under one plan. Made by ``Sieve.new_cache()``.
+
+    Length questions are answered logically (tokens seen), so kept tokens keep their absolute positions and a later
+    turn continues at the right place. Sliding-window layers are left to transformers.
+    """
+
+    def __init__(self, config: Any) -> None:
+        layers = [
+            layer if isinstance(layer, DynamicSlidingWindowLayer) else SieveLayer()
+            for layer in plain_cache_layers(config)
+        ]
+        super().__init__(layers=layers)
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        self.num_seen = 0
+        self.batch = 0
+        # Attention mask of all columns fed so far, bool [B, num_seen]; None while nothing was padding.
+        self.mask: Tensor | None = None
+        self.turn = -1
+        self.turn_start = 0
+        self.awaits_prompt = False
+        self.more_chunks = False
+        self.prompt_end = 0
+        self.new_tokens = 0
+        self.in_flight = False
+        self.record = TurnRecord()
+        # (hidden, cos, sin, position_ids) of the chunks that wait for deferred propagation.
+        self.waiting: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        self.begin_turn()
+
+    def begin_turn(self, prompt_end: int = 0, new_tokens: int = 0) -> None:
+        """The next pass starts a prompt. prompt_end: columns once it is complete; new_tokens: expected after it."""
+        self.turn += 1
+        self.turn_start = self.num_seen
+        self.awaits_prompt = True
+        self.prompt_end, self.new_tokens = prompt_end, new_tokens
+        self.record = TurnRecord()
+        self.waiting.clear()
+
+    def room(self, end: int, size: int) -> int:
+        """Entries to leave room for when a buffer of `size` entries is allocated with `end` columns fed."""
+        return max(self.prompt_end - end, 0) + min(self.new_tokens, max(64, size // 8))
+
+    def advance(self, count: int) -> None:
+        """Commit a finished pass of `count` columns."""
+        self.num_seen += count
+        for layer in self.sieve_layers.values():
+            layer.num_seen = self.num_seen
+
+    @property
+    def sieve_layers(self) -> dict[int, SieveLayer]:
+        """Layers whose entries kvsieve stores, by index."""
+        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, SieveLayer)}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.num_seen
+
+    @property
+    def is_croppable(self) -> bool:
+        return False
+
+    def crop(self, *args: Any, **kwargs: Any) -> None:
+        raise UnsupportedOptionError(
+            "a SieveCache cannot be cropped: assisted and speculative decoding are not supported; call generate "
+            "without assistant_model, prompt_lookup_num_tokens or assistant_early_exit"
+        )
+
+    def activate_past_recording(self) -> None:
+        self.crop()
+
+    def reset(self) -> None:
+        super().reset()
+        self._start_afresh()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._reorder_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._reorder_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._reorder_rows(torch.arange(self.batch).repeat_interleave(repeats))
+
+    def _reorder_rows(self, rows: Tensor) -> None:
+        self.batch = len(rows)
+        if self.mask is not None:
+            self.mask = self.mask.index_select(0, rows.to(self.mask.device))
+        self.waiting = [
+            tuple(part.index_select(0, rows.to(part.device)) if len(part) > 1 else part for part in chunk)  # type: ignore[misc]
+            for chunk in self.waiting
+        ]
+
+    def entries(self) -> list[int]:
+        """Entries stored per layer and KV head now (of the fullest row)."""
+        return [
+            (0 if layer.store.is_empty else max(layer.store.lengths))
+            if isinstance(layer, SieveLayer)
+            else (layer.keys.shape[-2] if layer.is_initialized else 0)
+            for layer in self.layers
+        ]
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors held: keys, values, indices and masks, room for further entries included."""
+        total = 0 if self.mask is None else self.mask.nbytes
+        for layer in self.layers:
+            if isinstance(layer, SieveLayer):
+                total += layer.store.nbytes()
+            elif layer.is_initialized:
+                total += layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes()
+        return total
+
+    def memory_report(self) -> dict[str, Any]:
+        """Tokens seen, entries stored per layer and KV head, and the bytes of all tensors held."""
+        return {"tokens_seen": self.num_seen, "entries": self.entries(), "bytes": self.nbytes()}

@@ -1,0 +1,63 @@
+"""Every fact about transformers' versions and private names, in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvsieve.errors import KvsieveError
+
+MINIMUM = (5, 16)
+
+
+def check_version() -> None:
+    """Raise KvsieveError when the installed transformers is outside the range kvsieve was written for."""
+    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if not MINIMUM <= found < (6, 0):
+        raise KvsieveError(
+            f"transformers {transformers.__version__} is installed, kvsieve needs >= {MINIMUM[0]}.{MINIMUM[1]} and < 6: "
+            f"pip install 'transformers>={MINIMUM[0]}.{MINIMUM[1]},<6'"
+        )
+
+
+def text_config(model: Any) -> Any:
+    """The configuration of the model's decoder."""
+    return model.config.get_text_config(decoder=True)
+
+
+def attention_of(config: Any) -> str | None:
+    """Name of the attention implementation a config dispatches to."""
+    return config._attn_implementation
+
+
+def plain_cache_layers(config: Any) -> list[Any]:
+    """The layers transformers' own dynamic cache would have for this config: they tell each layer's kind."""
+    return DynamicCache(config=config).layers
+
+
+def sdpa_attention(*args: Any, **kwargs: Any) -> Any:
+    """transformers' own sdpa attention function."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+
+
+__all__ = [
+    "AttentionInterface",
+    "AttentionMaskInterface",
+    "Cache",
+    "CacheLayerMixin",
+    "DynamicCache",
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "attention_of",
+    "causal_mask_function",
+    "check_version",
+    "plain_cache_layers",
+    "sdpa_attention",
+    "sdpa_mask",
+    "text_config",
+]

@@ -1,0 +1,159 @@
+"""``generate`` under a plan, and the statistics of what really happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from kvsieve.errors import UnsupportedOptionError
+from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.memory import measure_peak
+from kvsieve.hf.prefill import prefill
+
+if TYPE_CHECKING:
+    from kvsieve.hf.attach import Sieve
+
+_REFUSED = {
+    "assistant_model": "assisted decoding needs to take tokens back out of the cache",
+    "prompt_lookup_num_tokens": "assisted decoding needs to take tokens back out of the cache",
+    "assistant_early_exit": "assisted decoding needs to take tokens back out of the cache",
+    "cache_implementation": "the plan brings its own cache",
+    "prefill_chunk_size": "kvsieve chunks the prompt itself: use chunk=",
+    "past_key_values": "pass it as cache=",
+    "output_attentions": "attention weights are never formed",
+    "custom_generate": "the plan could not tell whether it ran",
+}
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one generate call did. Where rows of a batch differ, numbers are those of the longest row.
+
+    method: the plan's name. applied: True when every role of the plan acted on this prompt (full KV has none).
+    prompt_tokens: true tokens of the conversation when the prompt was complete. deep_tokens: of those of this turn,
+    the ones that went through the deepest layer. kv_entries: entries per layer and KV head once the prompt was
+    complete; kv_asked: the budget's entries, None without one. kv_bytes: bytes of all cache tensors held at the end.
+    ttft_s, tpot_s: seconds to the first token, and per token after it (None with fewer than two). new_tokens: tokens
+    generated per row. peak_bytes: peak memory during the call, weights included (None where unknown). notes: what
+    did not go as asked.
+    """
+
+    method: str
+    applied: bool
+    prompt_tokens: int
+    deep_tokens: int
+    kv_entries: list[int]
+    kv_asked: int | None
+    kv_bytes: int
+    ttft_s: float
+    tpot_s: float | None
+    new_tokens: int
+    peak_bytes: int | None
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class GenerateResult:
+    """sequences: int64 [B, N + new]; output: what ``model.generate`` returned; cache: ready for the next turn."""
+
+    sequences: Tensor
+    stats: Stats
+    cache: SieveCache
+    output: Any
+
+
+class _Clock(StoppingCriteria):
+    """Never stops anything: notes when each token was chosen."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        if input_ids.is_cuda:
+            torch.cuda.synchronize(input_ids.device)
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def generate(
+    sieve: Sieve,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cache: SieveCache | None,
+    *,
+    chunk: int | None,
+    progress: Callable[[int, int], None] | None,
+    **options: Any,
+) -> GenerateResult:
+    """See Sieve.generate."""
+    for name, reason in _REFUSED.items():
+        if options.get(name):
+            raise UnsupportedOptionError(f"generate({name}=...) is not supported under a plan: {reason}")
+    if options.get("use_cache") is False:
+        raise UnsupportedOptionError("generate(use_cache=False) leaves nothing to reduce; leave it unset")
+    cache = sieve.new_cache() if cache is None else cache
+    clock = _Clock()
+    criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or []), clock])
+    config = options.get("generation_config") or sieve.model.generation_config
+    wanted = {
+        name: options.get(name, getattr(config, name, None)) or 1 for name in ("num_beams", "num_return_sequences")
+    }
+    copies = max(wanted.values())
+    with measure_peak(sieve.model.device) as peak:
+        began = time.perf_counter()
+        mask = prefill(
+            sieve,
+            input_ids,
+            attention_mask,
+            cache,
+            chunk=chunk,
+            new_tokens=options.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 0,
+            progress=progress,
+        )
+        # generate repeats rows for beams and samples, so what is cached already must be repeated with them.
+        if copies > 1 and cache.num_seen:
+            cache.batch_repeat_interleave(copies)
+        output = sieve.model.generate(
+            input_ids, attention_mask=mask, past_key_values=cache, stopping_criteria=criteria, **options
+        )
+        if progress is not None:
+            progress(cache.prompt_end - cache.turn_start, cache.prompt_end - cache.turn_start)
+    sequences = output if isinstance(output, Tensor) else output.sequences
+    return GenerateResult(sequences, _stats(sieve, cache, clock, began, peak.bytes), cache, output)
+
+
+def _stats(sieve: Sieve, cache: SieveCache, clock: _Clock, began: float, peak: int | None) -> Stats:
+    record, plan = cache.record, sieve.plan
+    notes = []
+    if plan.evict is not None and not record.evicted:
+        notes.append(f"nothing was evicted: the prompt's {record.prompt_tokens} tokens fit what must or may be kept")
+    if plan.propagate is not None and record.propagated is None:
+        notes.append("every token went through all layers: the prompt is not longer than what may propagate")
+    kept = cache.entries()
+    for index, entries in record.kept.items():
+        kept[index] = entries
+    times = clock.times
+    turn_tokens = record.prompt_tokens
+    return Stats(
+        method=plan.name,
+        applied=not notes,
+        prompt_tokens=record.prompt_tokens,
+        deep_tokens=record.propagated if record.propagated is not None else turn_tokens,
+        kv_entries=kept,
+        kv_asked=record.asked,
+        kv_bytes=cache.nbytes(),
+        ttft_s=times[0] - began,
+        tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+        new_tokens=len(times),
+        peak_bytes=peak,
+        notes=notes,
+    )

@@ -1,0 +1,52 @@
+"""Peak memory of a stretch of code."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Peak:
+    """`bytes` is the peak once the block is left; None where the system does not tell."""
+
+    bytes: int | None = None
+
+
+@contextlib.contextmanager
+def measure_peak(device: torch.device) -> Iterator[Peak]:
+    """Peak memory while the block runs, weights included: allocated on a CUDA device, resident on the CPU (Linux)."""
+    peak = Peak()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        yield peak
+        peak.bytes = torch.cuda.max_memory_allocated(device)
+        return
+    resets = _reset_resident_peak()
+    yield peak
+    peak.bytes = _resident_peak() if resets else None
+
+
+def _reset_resident_peak() -> bool:
+    # Freed memory that malloc still holds would count as this block's.
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _resident_peak() -> int | None:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -1,0 +1,121 @@
+"""Reading a prompt: input checks and our own chunking (``generate(prefill_chunk_size=...)`` is not used)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import InputError, KvsieveWarning
+from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.session import StopForward
+
+if TYPE_CHECKING:
+    from kvsieve.hf.attach import Sieve
+
+
+def prefill(
+    sieve: Sieve,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cache: SieveCache,
+    *,
+    chunk: int | None = None,
+    new_tokens: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+    leave_last: bool = True,
+) -> Tensor | None:
+    """Check a prompt, begin a turn with it and run all chunks but the last (all of them unless `leave_last`).
+
+    Returns the attention mask of the whole conversation, completed from the cache. Raises InputError.
+    """
+    mask = whole_mask(input_ids, attention_mask, cache)
+    check_prompt(sieve, input_ids, mask)
+    start, end = cache.num_seen, input_ids.shape[1]
+    total = end - start
+    cache.begin_turn(prompt_end=end, new_tokens=new_tokens)
+    full_mask = torch.ones_like(input_ids) if mask is None else mask.long()
+    positions = (full_mask.cumsum(-1) - 1).masked_fill(full_mask == 0, 0)
+    ends = chunk_ends(total, chunk, sieve.plan.window)
+    for first, last in zip([0, *ends], ends, strict=False):
+        if leave_last and last == total:
+            break
+        cache.more_chunks = last < total
+        try:
+            with torch.no_grad():
+                sieve.decoder(
+                    input_ids=input_ids[:, start + first : start + last].to(sieve.model.device),
+                    attention_mask=None if mask is None else mask[:, : start + last],
+                    position_ids=positions[:, start + first : start + last].to(sieve.model.device),
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+        except StopForward:
+            pass
+        finally:
+            cache.more_chunks = False
+        if progress is not None:
+            progress(last, total)
+    return mask
+
+
+def chunk_ends(total: int, chunk: int | None, window: int) -> list[int]:
+    """Where chunks of `chunk` tokens end; the last one holds at least `window` tokens when the prompt does."""
+    if chunk is None:
+        return [total]
+    if chunk < 1:
+        raise InputError(f"chunk must be at least 1 token, got {chunk}")
+    return [end for end in range(chunk, total, chunk) if total - end >= min(window, total)] + [total]
+
+
+def whole_mask(input_ids: Tensor, attention_mask: Tensor | None, cache: SieveCache) -> Tensor | None:
+    """Check shapes, and complete the mask of a later turn with the padding the cache knows of."""
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
+        got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
+        raise InputError(f"input_ids must be a tensor [batch, tokens], got {got}; add a batch dimension")
+    if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
+        raise InputError(f"the prompt is empty: input_ids of shape {tuple(input_ids.shape)}; pass at least one token")
+    seen, length = cache.num_seen, input_ids.shape[1]
+    if length <= seen:
+        raise InputError(
+            f"the cache has seen {seen} tokens and input_ids holds {length}: pass the whole conversation, "
+            "torch.cat([what was fed or generated before, the new tokens], dim=1)"
+        )
+    if attention_mask is None and cache.mask is not None:
+        known = cache.mask.to(input_ids.device)
+        attention_mask = torch.cat([known, known.new_ones(len(known), length - seen)], 1).long()
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise InputError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, expected {tuple(input_ids.shape)}, that of "
+            "input_ids"
+        )
+    return attention_mask
+
+
+def check_prompt(sieve: Sieve, input_ids: Tensor, mask: Tensor | None) -> None:
+    """Raise InputError for a prompt without tokens, padded on the right or longer than the context.
+
+    Warns (KvsieveWarning) about one too short for the plan's observation window: nothing is evicted then.
+    """
+    lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
+    if min(lengths) == 0:
+        raise InputError(f"row {lengths.index(0)} of the batch is all padding; drop it or give it a token")
+    if mask is not None and not bool(mask[:, -1].all()):
+        raise InputError("the prompt is padded on the right; pad on the left: tokenizer.padding_side = 'left'")
+    context = getattr(sieve.config, "max_position_embeddings", None)
+    if context is not None and max(lengths) > context:
+        raise InputError(
+            f"the prompt has {max(lengths)} tokens, the model's context ends at {context}; shorten the prompt or use a "
+            "model with a longer context"
+        )
+    window = sieve.plan.window
+    if max(lengths) <= window:
+        warnings.warn(
+            f"the prompt has {max(lengths)} tokens, {sieve.plan.name} needs more than its observation window of "
+            f"{window}: nothing is dropped; use a longer prompt or a smaller window=",
+            KvsieveWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,72 @@
+"""Which models a plan can run on, decided from the model object before anything is changed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from kvsieve.errors import UnsupportedModelError
+from kvsieve.hf.cache import DynamicSlidingWindowLayer
+from kvsieve.hf.compat import DynamicLayer, plain_cache_layers, text_config
+from kvsieve.plans import Plan
+
+# Fields of a decoder's config that announce something attention would have to honour, and why it cannot yet.
+_TELLING_FIELDS = {
+    "attn_logit_softcapping": "it caps attention logits, which attention over a sieved cache does not support yet",
+    "kv_lora_rank": "its latent attention transforms keys and values after they are cached",
+    "attention_chunk_size": "its chunked attention lets layers see different parts of the prompt",
+    "num_kv_shared_layers": "its layers share keys and values with each other",
+}
+
+
+def why_unsupported(model: Any, plan: Plan) -> str | None:
+    """One clause saying why `plan` cannot run on `model`, or None when it can."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder; kvsieve reduces the context of decoder-only models"
+    if not hasattr(model, "generate") or not hasattr(model, "get_decoder"):
+        return "it is not a causal language model; load it with AutoModelForCausalLM"
+    config = text_config(model)
+    if config is not model.config:
+        return "it is a multimodal model; kvsieve runs text-only language models so far"
+    decoder = model.get_decoder()
+    layers = getattr(decoder, "layers", None)
+    if decoder is model or layers is None:
+        return "its decoder keeps its layers where kvsieve does not find them (no .layers)"
+    if not getattr(model, "_supports_attention_backend", False) and not model._can_set_attn_implementation():
+        return "its attention does not go through transformers' AttentionInterface"
+    for name, reason in _TELLING_FIELDS.items():
+        if getattr(config, name, None):
+            return f"{reason} ({name}={getattr(config, name)})"
+    if any(_has_sinks(layer) for layer in layers):
+        return "its heads have learned attention sinks, which attention over a sieved cache does not support yet"
+    kinds = plain_cache_layers(config)
+    for kind in kinds:
+        if type(kind) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return f"it has layers that are not plain attention ({type(kind).__name__}: linear, shared or indexed)"
+    sliding = [index for index, kind in enumerate(kinds) if isinstance(kind, DynamicSlidingWindowLayer)]
+    if plan.roles and len(sliding) == len(kinds):
+        return "all its layers use sliding-window attention, so their cache is small already and nothing is left to do"
+    if plan.propagate is not None:
+        source = plan.propagate.source(len(kinds))
+        deeper = [index for index in sliding if index > source]
+        if deeper:
+            return (
+                f"token propagation cannot cross its sliding-window layers (layer {deeper[0]} lies behind layer "
+                f"{source}); use a plan without propagate="
+            )
+        if "position_embeddings" not in inspect.signature(layers[0].forward).parameters:
+            return "its layers take no position_embeddings, so token propagation cannot move positions along"
+    return None
+
+
+def check_model(model: Any, plan: Plan) -> None:
+    """Raise UnsupportedModelError, naming the model, the reason and the way out, unless `plan` can run on `model`."""
+    reason = why_unsupported(model, plan)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} cannot run {plan.name!r}: {reason}. `kvsieve models` lists what is supported."
+        )
+
+
+def _has_sinks(layer: Any) -> bool:
+    return any(name.rpartition(".")[2] == "sinks" for name, _ in layer.named_parameters())

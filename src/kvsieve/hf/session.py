@@ -1,0 +1,299 @@
+"""One forward pass under a plan: its facts, scoped by a ContextVar, and what happens at each layer."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.attention import dense_attention
+from kvsieve.errors import CacheStateError, InputError, UnsupportedModelError, UnsupportedOptionError
+from kvsieve.hf.cache import SieveCache, SieveLayer
+from kvsieve.hf.compat import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    causal_mask_function,
+    sdpa_attention,
+    sdpa_mask,
+)
+from kvsieve.plans import Plan
+from kvsieve.types import LayerContext, Selection, Step
+
+# transformers tests implementation names for substrings: none of flash, sdpa, flex, paged or "/" may occur in it.
+NAME = "kvsieve"
+
+_ACTIVE: ContextVar[Session | None] = ContextVar("kvsieve_session", default=None)
+
+
+@dataclass
+class Tokens:
+    """The tokens that travel through a layer: columns int [1 or B, L], valid bool [B, L] or None, real ones per row."""
+
+    columns: Tensor
+    valid: Tensor | None
+    counts: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return self.columns.shape[1]
+
+    def narrow(self, selection: Selection) -> Tokens:
+        """Those of a selection [B, K] among them."""
+        rows = selection.indices
+        columns = self.columns.expand(rows.shape[0], -1).gather(1, rows)
+        valid = selection.real()
+        return Tokens(columns, valid, selection.lengths or (rows.shape[1],) * rows.shape[0])
+
+
+@dataclass
+class Session:
+    """State of the forward pass in progress."""
+
+    plan: Plan
+    source: int | None
+    cache: SieveCache
+    step: Step
+    tokens: Tokens
+    num_layers: int
+    reset_token: Token | None = None
+    stopped: bool = False
+    selection: Selection | None = None
+    narrowed: dict[str, Any] = field(default_factory=dict)
+
+    def attend(self, index: int, layer: SieveLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """Store this pass's keys and values, attend over everything stored, then let the plan reduce the layer."""
+        tokens, step, store = self.tokens, self.step, layer.store
+        if query.shape[2] != tokens.size:
+            raise UnsupportedModelError(
+                f"layer {index} attends with {query.shape[2]} queries where {tokens.size} tokens were fed: "
+                "this architecture is not supported"
+            )
+        end = step.start + step.num_new
+        room = self.cache.room(end, tokens.size)
+        store.append(key.detach(), value.detach(), tokens.columns, tokens.valid, tokens.counts, room)
+        out = dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
+        if step.ends_prompt:
+            self._reduce(index, layer, query, scale)
+        return out
+
+    def _reduce(self, index: int, layer: SieveLayer, query: Tensor, scale: float) -> None:
+        plan, store, record = self.plan, layer.store, self.cache.record
+        ctx = LayerContext(
+            layer_idx=index,
+            num_layers=self.num_layers,
+            step=self.step,
+            scale=scale,
+            query=query.detach(),
+            keys=store.keys,
+            values=store.values,
+            index=store.index,
+            valid=store.valid,
+            stored=store.lengths,
+            state=layer.state,
+        )
+        if plan.propagate is not None and index == self.source:
+            self.selection = plan.propagate.select(ctx)
+        if plan.evict is not None:
+            minimum = plan.evict.minimum
+            counts = tuple(plan.evict.budget.entries(length, minimum) for length in self.step.lengths)
+            record.asked = max(plan.evict.budget.entries(length) for length in self.step.lengths)
+            selection = plan.evict.select(ctx, counts)
+            if selection is not None:
+                store.keep(selection, self.cache.room(self.step.start + self.step.num_new, max(counts)))
+                record.evicted.add(index)
+        record.kept[index] = max(store.lengths)
+
+    def leave_source(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Hidden states [B, L, C] as they leave the source layer -> those that go on, [B, K, C].
+
+        Under chunked prefill the leading chunks wait here (StopForward ends their pass), and the last one brings
+        all of the turn's tokens to the choice.
+        """
+        cos, sin = kwargs["position_embeddings"]
+        chunk = (hidden, cos, sin, kwargs["position_ids"])
+        self._check_layer_arguments(kwargs)
+        waiting = self.cache.waiting
+        if not self.step.is_last_chunk:
+            waiting.append(chunk)
+            self.stopped = True
+            raise StopForward
+        if self.selection is None and not waiting:
+            return hidden
+        waiting.append(chunk)
+        hidden, cos, sin, positions = (torch.cat(parts, dim=1) for parts in zip(*waiting, strict=True))
+        waiting.clear()
+        end = self.step.start + self.step.num_new
+        columns = torch.arange(self.step.turn_start, end, device=hidden.device)[None]
+        valid = None if self.cache.mask is None else self.cache.mask[:, self.step.turn_start :]
+        self.tokens = Tokens(columns, valid, self.step.turn_lengths)
+        if self.selection is not None:
+            rows = self.selection.indices.to(hidden.device)
+            hidden, cos, sin = (_gather(part, rows) for part in (hidden, cos, sin))
+            positions = positions.expand(len(rows), -1).gather(1, rows)
+            self.tokens = self.tokens.narrow(self.selection)
+            self.cache.record.propagated = max(self.tokens.counts)
+        self.narrowed = {"position_embeddings": (cos, sin), "position_ids": positions}
+        return hidden
+
+    def _check_layer_arguments(self, kwargs: dict[str, Any]) -> None:
+        known = ("hidden_states", "position_embeddings", "position_ids")
+        for name, value in kwargs.items():
+            per_token = isinstance(value, Tensor) and self.step.num_new in value.shape[1:]
+            if name not in known and per_token and self.step.num_new > 1:
+                raise UnsupportedModelError(
+                    f"its decoder layers take a per-token argument {name!r} that token propagation cannot narrow; "
+                    "use a plan without propagate="
+                )
+
+
+class StopForward(Exception):
+    """Ends a forward pass early on purpose; the driver catches it."""
+
+
+def current() -> Session | None:
+    return _ACTIVE.get()
+
+
+def open_session(plan: Plan, source: int | None, num_layers: int, cache: SieveCache, kwargs: dict[str, Any]) -> None:
+    """Build the facts of the pass that is about to run from the decoder's arguments and make them current."""
+    ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    fed = ids if ids is not None else embeds
+    if fed is None:
+        raise InputError("the model was called with neither input_ids nor inputs_embeds")
+    batch, new = fed.shape[:2]
+    if new == 0 or batch == 0:
+        raise InputError(f"the prompt is empty: input of shape {tuple(fed.shape)}; pass at least one token")
+    if cache.in_flight:
+        raise CacheStateError(
+            "a forward pass with this cache failed half-way, its layers no longer agree; start again with a new one"
+        )
+    if cache.batch not in (0, batch):
+        raise InputError(
+            f"the cache holds {cache.batch} rows and got an input of {batch}; use one cache per batch, or "
+            "cache.batch_repeat_interleave to expand it"
+        )
+    if new > 1 and not cache.awaits_prompt:
+        cache.begin_turn()
+    start = cache.num_seen
+    mask = _checked_mask(kwargs.get("attention_mask"), cache, batch, start, new)
+    prefill = cache.awaits_prompt
+    last = not cache.more_chunks
+    if mask is None:
+        valid = None
+        lengths, turn_lengths = (start + new,) * batch, (start + new - cache.turn_start,) * batch
+    else:
+        valid = None if bool(mask[:, start:].all()) else mask[:, start:]
+        lengths, turn_lengths = (tuple(part.sum(-1).tolist()) for part in (mask, mask[:, cache.turn_start :]))
+        if prefill and last and not bool(mask[:, -1].all()):
+            raise InputError("the prompt is padded on the right; pad on the left: tokenizer.padding_side = 'left'")
+    counts = (new,) * batch if valid is None else tuple(valid.sum(-1).tolist())
+    step = Step(
+        start=start,
+        num_new=new,
+        phase="prefill" if prefill else "decode",
+        is_last_chunk=last,
+        turn=cache.turn,
+        turn_start=cache.turn_start,
+        lengths=lengths,
+        turn_lengths=turn_lengths,
+    )
+    tokens = Tokens(torch.arange(start, start + new, device=fed.device)[None], valid, counts)
+    session = Session(plan, source, cache, step, tokens, num_layers)
+    cache.batch = batch
+    cache.in_flight = True
+    if prefill:
+        cache.record.prompt_tokens = max(lengths)
+    session.reset_token = _ACTIVE.set(session)
+
+
+def close_session(finished: bool) -> None:
+    """Commit the current pass if it ran through (or was stopped on purpose), and leave its scope in any case."""
+    session = _ACTIVE.get()
+    if session is None or session.reset_token is None:
+        return
+    _ACTIVE.reset(session.reset_token)
+    if finished or session.stopped:
+        session.cache.advance(session.step.num_new)
+        session.cache.in_flight = False
+        if session.step.ends_prompt:
+            session.cache.awaits_prompt = False
+
+
+def _checked_mask(mask: Any, cache: SieveCache, batch: int, start: int, new: int) -> Tensor | None:
+    """The attention mask of all columns, bool [B, start + new], or None when nothing is padding."""
+    if mask is None:
+        if cache.mask is not None:
+            raise InputError(
+                "earlier tokens of this cache are padding, so the pass needs the attention_mask of the whole "
+                f"conversation, [{batch}, {start + new}]"
+            )
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        raise UnsupportedOptionError("attention_mask must be 2-D, [batch, tokens seen and new]; others are refused")
+    if mask.shape != (batch, start + new):
+        raise InputError(
+            f"attention_mask has shape {tuple(mask.shape)}, expected ({batch}, {start + new}): "
+            f"{start} tokens seen and {new} new ones"
+        )
+    mask = mask.bool()
+    past = mask[:, :start]
+    changed = not bool(past.all()) if cache.mask is None else not torch.equal(past, cache.mask)
+    if changed:
+        for layer in cache.sieve_layers.values():
+            if layer.is_initialized:
+                layer.store.remask(past)
+    if cache.mask is None and not changed and bool(mask.all()):
+        return None
+    cache.mask = mask
+    return mask
+
+
+def _gather(part: Tensor, rows: Tensor) -> Tensor:
+    """part [1 or B, L, C] at rows [B, K] -> [B, K, C]."""
+    return part.expand(len(rows), -1, -1).gather(1, rows[..., None].expand(-1, -1, part.shape[-1]))
+
+
+def attention_function(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What attention modules call while attached; signature of transformers' AttentionInterface."""
+    session = current()
+    if session is None:
+        raise CacheStateError(f"{type(module).__name__} ran outside its decoder while kvsieve is attached to the model")
+    index = module.layer_idx
+    layer = session.cache.layers[index]
+    if not isinstance(layer, SieveLayer):
+        return sdpa_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    who = f"layer {index} ({type(module).__name__})"
+    for name in ("softcap", "s_aux", "sinks", "position_bias", "sliding_window"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(f"{who} attends with {name}=, which kvsieve does not support yet")
+    if attention_mask is not None:
+        raise UnsupportedOptionError(f"{who} was given a custom attention mask; only padding masks are supported")
+    key, value = layer.take(key, value, who)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = session.attend(index, layer, query, key, value, scale)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def mask_function(*, mask_function: Any = causal_mask_function, **kwargs: Any) -> Tensor | None:
+    """Plain causal layers need no mask (the session knows the padding); sliding-window layers get transformers' own."""
+    if mask_function is causal_mask_function:
+        return None
+    kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(mask_function=mask_function, **kwargs)
+
+
+def register() -> None:
+    """Make the implementation known to transformers. Without the mask half, padding would be dropped silently."""
+    AttentionInterface.register(NAME, attention_function)
+    AttentionMaskInterface.register(NAME, mask_function)

@@ -1,0 +1,89 @@
+"""FastKV: Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding Acceleration
+(arXiv 2502.01068).
+
+Layers up to the TSP layer T read the whole prompt. The hidden states that leave T, after its MLP and residual, are
+gathered at the most salient tokens (eq. 2: pooled window mass, mean over all query heads) and the observation
+window; deeper layers run on those, with their original positions. What every layer stores is decided apart from it:
+group-shared SnapKV with the same window and pooling, `budget` counted on the full prompt in every layer.
+
+Differences from the reference: batches and padding; propagation does not depend on the KV branch; on a later turn
+the new tokens attend to everything stored and only they are propagated (the reference ignores the cache there);
+max pooling as in the reference's evaluation, average pooling by option (the paper does not say which).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import Pool
+from kvsieve.core.selection import select_top
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import check_choice, check_int
+from kvsieve.methods.snapkv import SnapKV, pooled_mass
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext, Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class TSP:
+    """Token-selective propagation: after `layer` only salient tokens go on.
+
+    rate: tokens that go on, window included; a Budget, a share ("30%", 0.3) or a number (2048) of the turn's prompt.
+    layer: T, 0-based; the layer itself still reads everything. None takes the papers' choice, half the depth.
+    window: W, observing queries at the prompt's end, which always go on.
+    kernel: odd width of the pooling. pooling: "avg" or "max".
+    """
+
+    rate: Budget
+    layer: int | None = None
+    window: int = 8
+    kernel: int = 7
+    pooling: Pool = "max"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rate", Budget.parse(self.rate))
+        if self.layer is not None:
+            check_int(self, "layer", self.layer, 0)
+        check_int(self, "window", self.window, 1)
+        check_int(self, "kernel", self.kernel, 1, odd=True)
+        check_choice(self, "pooling", self.pooling, ("avg", "max"))
+
+    def source(self, num_layers: int) -> int:
+        layer = num_layers // 2 - 1 if self.layer is None else self.layer
+        if not 0 <= layer < num_layers - 1:
+            raise PlanError(
+                f"TSP layer {layer} is outside the model: it has {num_layers} layers, so the TSP layer must lie in "
+                f"0..{num_layers - 2} to leave a deeper layer to save on; set tsp_layer="
+            )
+        return layer
+
+    def select(self, ctx: LayerContext) -> Selection | None:
+        offered = ctx.step.turn_lengths
+        counts = tuple(min(n, self.rate.entries(n, self.window)) for n in offered)
+        if counts == offered:
+            return None
+        first = ctx.keys.shape[2] - (ctx.step.start + ctx.step.num_new - ctx.step.turn_start)
+        saliency = pooled_mass(ctx, self.window, self.kernel, self.pooling).mean(1)
+        scores = saliency.new_full((saliency.shape[0], ctx.keys.shape[2] - first), float("inf"))
+        scores[:, : saliency.shape[1] - first] = saliency[:, first:]
+        if ctx.valid is not None:
+            scores = scores.masked_fill(~ctx.valid[:, 0, first:], float("-inf"))
+        return select_top(scores, counts)
+
+
+@register_method("fastkv", title="FastKV", paper="arXiv 2502.01068", phase="prefill, end of prompt", query_aware=True)
+def fastkv(
+    budget: Budget | str | int | float = "10%",
+    tsp_layer: int | None = None,
+    tsp_rate: Budget | str | int | float = 0.2,
+    window: int = 8,
+    kernel: int = 7,
+    pooling: Pool = "max",
+) -> Plan:
+    """Token-selective propagation with SnapKV retention."""
+    return Plan(
+        propagate=TSP(rate=Budget.parse(tsp_rate), layer=tsp_layer, window=window, kernel=kernel, pooling=pooling),
+        evict=SnapKV(budget=Budget.parse(budget), window=window, kernel=kernel, pooling=pooling),
+    )

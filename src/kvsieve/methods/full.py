@@ -1,0 +1,12 @@
+"""Full KV: every entry is kept and read. The reference of every ratio."""
+
+from __future__ import annotations
+
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+
+
+@register_method("full", title="Full KV", paper="the model itself", phase="never", query_aware=False)
+def full() -> Plan:
+    """Keep everything: an empty plan."""
+    return Plan()

@@ -1,0 +1,35 @@
+"""K-norm: A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression (arXiv 2406.11430).
+
+Keys of small norm tend to attract attention: keep the smallest ||k|| per KV head. Needs no queries; nothing is
+protected, since sinks have tiny norms in most models. Rotation preserves the norm, so post-RoPE keys serve.
+
+Differences from the reference: the budget is that of every kvsieve method, so no minimum prompt length
+(`prune_after`) applies; kept entries stay in ascending order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import score_dtype
+from kvsieve.methods.base import ScoredEvictor
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class KNorm(ScoredEvictor):
+    """Keep the entries whose keys have the smallest L2 norm; the paper recommends ``skip_layers=2``."""
+
+    def scores(self, ctx: LayerContext) -> Tensor:
+        return -ctx.keys.to(score_dtype(ctx.keys.dtype)).norm(dim=-1)
+
+
+@register_method("knorm", title="K-norm", paper="arXiv 2406.11430", phase="end of prompt", query_aware=False)
+def knorm(budget: Budget | str | int | float = "20%", skip_layers: int = 0) -> Plan:
+    """Smallest key norms, no queries needed."""
+    return Plan(evict=KNorm(budget=Budget.parse(budget), skip_layers=skip_layers))

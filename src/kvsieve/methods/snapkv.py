@@ -1,0 +1,87 @@
+"""SnapKV: LLM Knows What You Are Looking For Before Generation (arXiv 2404.14469).
+
+The last W queries of the prompt (the observation window) vote for the entries to keep: their softmax mass, summed
+over the window, is pooled along the sequence so that neighbours survive together, then shared by the query heads of
+a group. Kept: the best entries and the window itself, once, after the layer's own attention, so prefill stays exact.
+
+Differences from the reference: one index set per KV head by default (`per_query_head=True` restores one per query
+head, which stores G copies); scores stay float32; kept entries in ascending order, ties to the lower position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import Pool, group_mean, pool, window_mass
+from kvsieve.methods.base import ScoredEvictor, check_choice, check_int, last_real
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext
+
+
+def pooled_mass(ctx: LayerContext, window: int, kernel: int, pooling: Pool) -> Tensor:
+    """[B, Hq, N - w] pooled window mass of the context entries, w = min(window, L) queries of this pass."""
+    window = min(window, ctx.query.shape[2])
+    mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid)
+    return pool(mass[..., :-window], kernel, pooling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapKV(ScoredEvictor):
+    """Keep the entries that the prompt's last `window` queries attend to, and those queries' own entries.
+
+    window: W, the observing queries at the prompt's end, always kept, at least 1.
+    kernel: odd width of the pooling; wider keeps longer passages whole.
+    pooling: "avg" or "max", before the group is shared.
+    per_query_head: one set per query head, stored G times over; for fidelity to the original code only.
+    """
+
+    window: int = 32
+    kernel: int = 7
+    pooling: Pool = "avg"
+    per_query_head: bool = False
+
+    def __post_init__(self) -> None:
+        check_int(self, "window", self.window, 1)
+        check_int(self, "kernel", self.kernel, 1, odd=True)
+        check_choice(self, "pooling", self.pooling, ("avg", "max"))
+        super().__post_init__()
+
+    @property
+    def minimum(self) -> int:
+        return self.window + 1
+
+    @property
+    def why_minimum(self) -> str:
+        return f"the window of {self.window} and one more"
+
+    def scores(self, ctx: LayerContext) -> Tensor:
+        scores = pooled_mass(ctx, self.window, self.kernel, self.pooling)
+        if not self.per_query_head:
+            scores = group_mean(scores, ctx.keys.shape[1])
+        recent = last_real(ctx, self.window)
+        if recent.shape[1] > 1:
+            recent = recent.repeat_interleave(scores.shape[1] // recent.shape[1], 1)
+        unseen = ctx.keys.shape[2] - scores.shape[-1]
+        scores = torch.nn.functional.pad(scores, (0, unseen))
+        return scores.masked_fill(recent, float("inf"))
+
+
+@register_method("snapkv", title="SnapKV", paper="arXiv 2404.14469", phase="end of prompt", query_aware=True)
+def snapkv(
+    budget: Budget | str | int | float = "20%",
+    window: int = 32,
+    kernel: int = 7,
+    pooling: Pool = "avg",
+    per_query_head: bool = False,
+) -> Plan:
+    """Entries the end of the prompt attends to."""
+    return Plan(
+        evict=SnapKV(
+            budget=Budget.parse(budget), window=window, kernel=kernel, pooling=pooling, per_query_head=per_query_head
+        )
+    )

@@ -1,0 +1,60 @@
+"""StreamingLLM: Efficient Streaming Language Models with Attention Sinks (arXiv 2309.17453).
+
+Keeps the first `sinks` tokens and the most recent ones. This is the variant of the KV-compression benchmarks: one
+shot at the end of the prompt, absolute positions, new tokens appended.
+
+Differences from the reference: no rolling eviction while decoding and no cache-relative positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.methods.base import ScoredEvictor, check_int, first_real
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingLLM(ScoredEvictor):
+    """Keep `sinks` first tokens and fill the rest of the budget with the last ones.
+
+    sinks: tokens kept at the start of the row, at least 0.
+    """
+
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        check_int(self, "sinks", self.sinks, 0)
+        super().__post_init__()
+
+    @property
+    def minimum(self) -> int:
+        return self.sinks + 1
+
+    @property
+    def why_minimum(self) -> str:
+        return f"{self.sinks} sinks and one recent token"
+
+    def scores(self, ctx: LayerContext) -> Tensor:
+        batch, heads, length = ctx.keys.shape[:3]
+        recency = torch.arange(length, dtype=torch.float32, device=ctx.keys.device)
+        scores = recency.expand(batch, heads, length)
+        return scores.masked_fill(first_real(ctx, self.sinks), float("inf"))
+
+
+@register_method(
+    "streamingllm",
+    title="StreamingLLM",
+    paper="arXiv 2309.17453",
+    phase="end of prompt",
+    query_aware=False,
+)
+def streaming_llm(budget: Budget | str | int | float = "20%", sinks: int = 4) -> Plan:
+    """Attention sinks and the most recent tokens."""
+    return Plan(evict=StreamingLLM(budget=Budget.parse(budget), sinks=sinks))

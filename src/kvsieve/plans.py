@@ -1,0 +1,100 @@
+"""A plan: at most one object per role. An empty plan is full KV."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from kvsieve.budget import Budget
+from kvsieve.errors import PlanError
+from kvsieve.registry import check_parameters, method_info
+from kvsieve.roles import Evictor, Propagator
+
+_ROLES = ("propagate", "evict", "read", "codec")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do with one model's context.
+
+    propagate: a Propagator, which hidden states go on to deeper layers. evict: an Evictor, which entries stay stored.
+    read, codec: which entries a query reads, and how they are encoded; no method of this version has these roles.
+    name: what reports call it.
+
+    Raises PlanError for an object that does not fill its role, or a combination that cannot work.
+    """
+
+    propagate: Propagator | None = None
+    evict: Evictor | None = None
+    read: None = None
+    codec: None = None
+    name: str = dataclasses.field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for role, protocol in (("propagate", Propagator), ("evict", Evictor)):
+            value = getattr(self, role)
+            if value is not None and (isinstance(value, type) or not isinstance(value, protocol)):
+                raise PlanError(
+                    f"Plan({role}=...) takes a {protocol.__name__}, got {value!r}; "
+                    f"e.g. Plan({'propagate=TSP(rate=0.2)' if role == 'propagate' else 'evict=SnapKV(budget=0.2)'})"
+                )
+        for role in ("read", "codec"):
+            if getattr(self, role) is not None:
+                raise PlanError(f"Plan({role}=...) is not supported by this version of kvsieve: leave it None")
+        if not self.name:
+            parts = [type(getattr(self, role)).__name__ for role in self.roles]
+            object.__setattr__(self, "name", "+".join(parts) or "full")
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles that are filled."""
+        return tuple(role for role in _ROLES if getattr(self, role) is not None)
+
+    @property
+    def window(self) -> int:
+        """Queries of the prompt's end that the plan looks at."""
+        return max((part.window for part in (self.propagate, self.evict) if part is not None), default=0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready description that `Plan.from_dict` reads back."""
+        out: dict[str, Any] = {"name": self.name}
+        for role in self.roles:
+            part = getattr(self, role)
+            fields = {each.name: _plain(getattr(part, each.name)) for each in dataclasses.fields(part)}
+            out[role] = {"type": type(part).__name__, **fields}
+        return out
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Plan:
+        """The inverse of `to_dict`, for the role classes of kvsieve.methods. Raises PlanError for unknown types."""
+        # Imported here because every method's file imports this one.
+        from kvsieve import methods
+
+        parts: dict[str, Any] = {}
+        for key, value in data.items():
+            if key == "name":
+                parts[key] = value
+                continue
+            fields = dict(value)
+            kind = fields.pop("type")
+            role = getattr(methods, kind, None)
+            if key not in _ROLES or not dataclasses.is_dataclass(role):
+                raise PlanError(f"cannot read a plan with {key}={kind!r}: not a role class of this version of kvsieve")
+            parts[key] = role(**fields)
+        return cls(**parts)
+
+
+def plan(method: str, **parameters: Any) -> Plan:
+    """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``.
+
+    Parameters are the method's own (`kvsieve methods` lists them); a budget is a Budget, a share such as "20%" or
+    0.2, or a number of entries. Raises PlanError, with a suggestion, for an unknown method, parameter or bad value.
+    """
+    info = method_info(method)
+    check_parameters(info, parameters)
+    return dataclasses.replace(info.make(**parameters), name=info.name)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Budget) else value

@@ -1,0 +1,93 @@
+"""Names of methods, with their parameters and a "did you mean" for every wrong one."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvsieve.errors import PlanError
+
+if TYPE_CHECKING:
+    from kvsieve.plans import Plan
+
+
+@dataclass(frozen=True)
+class MethodInfo:
+    """A named method: what makes its Plan, and what the tables say about it.
+
+    phase: when it acts. query_aware: whether what it keeps depends on the end of the prompt.
+    """
+
+    name: str
+    title: str
+    paper: str
+    phase: str
+    query_aware: bool
+    make: Callable[..., Plan]
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Parameter names and their defaults."""
+        return {name: each.default for name, each in inspect.signature(self.make).parameters.items()}
+
+    @property
+    def summary(self) -> str:
+        return (inspect.getdoc(self.make) or "").partition("\n")[0]
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return self.make().roles
+
+
+_METHODS: dict[str, MethodInfo] = {}
+
+
+def register_method(
+    name: str, *, title: str, paper: str, phase: str, query_aware: bool
+) -> Callable[[Callable[..., Plan]], Callable[..., Plan]]:
+    """Decorator: make a function that returns a Plan available under `name`."""
+
+    def add(make: Callable[..., Plan]) -> Callable[..., Plan]:
+        key = _canonical(name)
+        if key in _METHODS:
+            raise PlanError(f"a method named {name!r} is registered already, by {_METHODS[key].make.__module__}")
+        _METHODS[key] = MethodInfo(name, title, paper, phase, query_aware, make)
+        return make
+
+    return add
+
+
+def list_methods() -> list[str]:
+    """Names of all methods, in alphabetical order after "full"."""
+    return sorted((info.name for info in _METHODS.values()), key=lambda name: (name != "full", name))
+
+
+def method_info(name: str) -> MethodInfo:
+    """Everything known about a method. Raises PlanError with a suggestion when there is none of that name."""
+    try:
+        return _METHODS[_canonical(name)]
+    except KeyError:
+        raise PlanError(f"unknown method {name!r}{did_you_mean(name, list_methods())}") from None
+
+
+def check_parameters(info: MethodInfo, given: Iterable[str]) -> None:
+    """Raise PlanError with a suggestion for a parameter the method does not have."""
+    for name in given:
+        if name not in info.parameters:
+            raise PlanError(
+                f"{info.name} has no parameter {name!r}{did_you_mean(name, list(info.parameters), 'it takes')}"
+            )
+
+
+def did_you_mean(name: str, known: list[str], lead: str = "known are") -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    suggestion = f"; did you mean {close[0]!r}?" if close else ""
+    listing = f" ({lead} {', '.join(known)})" if known else f" ({lead} no parameters)"
+    return suggestion + listing
+
+
+def _canonical(name: str) -> str:
+    return name.lower().replace("-", "").replace("_", "").replace(" ", "")

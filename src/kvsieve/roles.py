@@ -1,0 +1,60 @@
+"""The roles a plan is made of.
+
+Role objects are frozen dataclasses: the object is the configuration. What belongs to a sequence lives on the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from kvsieve.budget import Budget
+from kvsieve.types import LayerContext, Selection
+
+
+@runtime_checkable
+class Evictor(Protocol):
+    """Chooses which KV entries stay stored once a prompt is complete."""
+
+    budget: Budget
+
+    @property
+    def window(self) -> int:
+        """Queries of the prompt's end it looks at; the last chunk of a chunked prefill holds at least these."""
+        ...
+
+    @property
+    def minimum(self) -> int:
+        """Fewest entries it can keep; a smaller ratio budget is raised to this, a smaller token budget refused."""
+        ...
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        """Slots that stay, [B, H, K] ascending with ``counts[b]`` real ones in row b, or None to keep everything.
+
+        Called per layer, after its attention in the pass that ends a prompt. Must not write to `ctx`.
+        """
+        ...
+
+
+@runtime_checkable
+class Propagator(Protocol):
+    """Chooses which hidden states go on to deeper layers while a prompt is read."""
+
+    @property
+    def window(self) -> int:
+        """Queries of the prompt's end it looks at; see Evictor.window."""
+        ...
+
+    def source(self, num_layers: int) -> int:
+        """Index of the layer after which hidden states are dropped.
+
+        Raises PlanError when the model of `num_layers` layers has no such layer.
+        """
+        ...
+
+    def select(self, ctx: LayerContext) -> Selection | None:
+        """Tokens of this turn's prompt that go on, [B, K] ascending, the last one included; None lets all pass.
+
+        Called at the source layer, after its attention and before its eviction. This turn's tokens are the last
+        ``step.start + step.num_new - step.turn_start`` stored entries; indices count from the first of them.
+        """
+        ...
