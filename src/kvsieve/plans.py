@@ -79,7 +79,7 @@ class Plan:
             fields = dict(value)
             kind = fields.pop("type")
             role = getattr(methods, kind, None)
-            if key not in _ROLES or not dataclasses.is_dataclass(role):
+            if key not in _ROLES or not isinstance(role, type):
                 raise PlanError(f"cannot read a plan with {key}={kind!r}: not a role class of this version of kvsieve")
             parts[key] = role(**fields)
         return cls(**parts)

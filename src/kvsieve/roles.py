@@ -15,7 +15,10 @@ from kvsieve.types import LayerContext, Selection
 class Evictor(Protocol):
     """Chooses which KV entries stay stored once a prompt is complete."""
 
-    budget: Budget
+    @property
+    def budget(self) -> Budget:
+        """Entries kept per layer and KV head."""
+        ...
 
     @property
     def window(self) -> int:

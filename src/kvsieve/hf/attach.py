@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kvsieve.errors import InputError, KvsieveError, KvsieveWarning, UnsupportedOptionError
+from kvsieve.errors import InputError, KvsieveError, KvsieveWarning, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf import session as sessions
 from kvsieve.hf.cache import SieveCache
 from kvsieve.hf.compat import DynamicCache, attention_of, check_version, text_config
@@ -108,7 +108,9 @@ def attach(model: Any, plan: Plan) -> Iterator[Sieve]:
     try:
         model.set_attn_implementation(sessions.NAME)
         if attention_of(sieve.config) != sessions.NAME:
-            raise KvsieveError(f"{type(model).__name__} did not take up the attention implementation; not supported")
+            raise UnsupportedModelError(
+                f"{type(model).__name__} does not take up another attention implementation, so {plan.name!r} cannot run"
+            )
         handles = _hooks(sieve)
         yield sieve
     finally:

@@ -20,7 +20,7 @@ def check_version() -> None:
     found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if not MINIMUM <= found < (6, 0):
         raise KvsieveError(
-            f"transformers {transformers.__version__} is installed, kvsieve needs >= {MINIMUM[0]}.{MINIMUM[1]} and < 6: "
+            f"transformers {transformers.__version__} is installed, kvsieve needs >= {MINIMUM[0]}.{MINIMUM[1]}, < 6: "
             f"pip install 'transformers>={MINIMUM[0]}.{MINIMUM[1]},<6'"
         )
 

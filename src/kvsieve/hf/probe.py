@@ -16,6 +16,14 @@ _TELLING_FIELDS = {
     "kv_lora_rank": "its latent attention transforms keys and values after they are cached",
     "attention_chunk_size": "its chunked attention lets layers see different parts of the prompt",
     "num_kv_shared_layers": "its layers share keys and values with each other",
+    "index_topk": "its indexed attention chooses what to read by itself",
+}
+
+# Architectures that can be told only by name; the guards at run time would catch them too, one pass later.
+_TELLING_TYPES = {
+    "diffllama": "its differential attention attends twice to what is cached once",
+    "doge": "its dynamic masks are computed from cached values",
+    "jetmoe": "its attention repeats keys and values after they are cached",
 }
 
 
@@ -28,31 +36,35 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
     config = text_config(model)
     if config is not model.config:
         return "it is a multimodal model; kvsieve runs text-only language models so far"
+    if config.model_type in _TELLING_TYPES:
+        return _TELLING_TYPES[config.model_type]
+    for name, reason in _TELLING_FIELDS.items():
+        if getattr(config, name, None):
+            return f"{reason} ({name}={getattr(config, name)})"
+    if not model._can_set_attn_implementation():
+        return "its attention does not go through transformers' AttentionInterface"
     decoder = model.get_decoder()
     layers = getattr(decoder, "layers", None)
     if decoder is model or layers is None:
         return "its decoder keeps its layers where kvsieve does not find them (no .layers)"
-    if not getattr(model, "_supports_attention_backend", False) and not model._can_set_attn_implementation():
-        return "its attention does not go through transformers' AttentionInterface"
-    for name, reason in _TELLING_FIELDS.items():
-        if getattr(config, name, None):
-            return f"{reason} ({name}={getattr(config, name)})"
     if any(_has_sinks(layer) for layer in layers):
         return "its heads have learned attention sinks, which attention over a sieved cache does not support yet"
     kinds = plain_cache_layers(config)
     for kind in kinds:
         if type(kind) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return f"it has layers that are not plain attention ({type(kind).__name__}: linear, shared or indexed)"
+    if len(kinds) != len(layers):
+        return f"its {len(layers)} layers do not each have a cache of their own ({len(kinds)} cached)"
     sliding = [index for index, kind in enumerate(kinds) if isinstance(kind, DynamicSlidingWindowLayer)]
     if plan.roles and len(sliding) == len(kinds):
         return "all its layers use sliding-window attention, so their cache is small already and nothing is left to do"
     if plan.propagate is not None:
         source = plan.propagate.source(len(kinds))
-        deeper = [index for index in sliding if index > source]
-        if deeper:
+        crossed = [index for index in sliding if index >= source]
+        if crossed:
             return (
-                f"token propagation cannot cross its sliding-window layers (layer {deeper[0]} lies behind layer "
-                f"{source}); use a plan without propagate="
+                f"token propagation from layer {source} cannot cross its sliding-window layers (layer {crossed[0]} is "
+                "one); use a plan without propagate="
             )
         if "position_embeddings" not in inspect.signature(layers[0].forward).parameters:
             return "its layers take no position_embeddings, so token propagation cannot move positions along"

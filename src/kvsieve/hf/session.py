@@ -25,6 +25,9 @@ from kvsieve.types import LayerContext, Selection, Step
 # transformers tests implementation names for substrings: none of flash, sdpa, flex, paged or "/" may occur in it.
 NAME = "kvsieve"
 
+# Arguments of an attention function that do not change a causal layer's result in inference.
+_HARMLESS = frozenset({"dropout", "position_ids", "is_causal", "use_cache", "output_router_logits", "return_dict"})
+
 _ACTIVE: ContextVar[Session | None] = ContextVar("kvsieve_session", default=None)
 
 
@@ -112,9 +115,14 @@ class Session:
         Under chunked prefill the leading chunks wait here (StopForward ends their pass), and the last one brings
         all of the turn's tokens to the choice.
         """
-        cos, sin = kwargs["position_embeddings"]
-        chunk = (hidden, cos, sin, kwargs["position_ids"])
+        tables = kwargs.get("position_embeddings")
+        if not isinstance(tables, tuple) or len(tables) != 2 or kwargs.get("position_ids") is None:
+            raise UnsupportedModelError(
+                "its decoder layers do not take position_ids and position_embeddings as (cos, sin), so token "
+                "propagation cannot move positions along; use a plan without propagate="
+            )
         self._check_layer_arguments(kwargs)
+        chunk = (hidden, *tables, kwargs["position_ids"])
         waiting = self.cache.waiting
         if not self.step.is_last_chunk:
             waiting.append(chunk)
@@ -274,9 +282,12 @@ def attention_function(
     if not isinstance(layer, SieveLayer):
         return sdpa_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     who = f"layer {index} ({type(module).__name__})"
-    for name in ("softcap", "s_aux", "sinks", "position_bias", "sliding_window"):
-        if kwargs.get(name) is not None:
+    for name, value_given in kwargs.items():
+        # Whatever else attention is told (softcap, sinks, indices ...) would change its result and cannot be dropped.
+        if name not in _HARMLESS and value_given is not None and value_given is not False:
             raise UnsupportedModelError(f"{who} attends with {name}=, which kvsieve does not support yet")
+    if kwargs.get("is_causal") is False:
+        raise UnsupportedModelError(f"{who} attends to later tokens; kvsieve supports causal attention only")
     if attention_mask is not None:
         raise UnsupportedOptionError(f"{who} was given a custom attention mask; only padding masks are supported")
     key, value = layer.take(key, value, who)

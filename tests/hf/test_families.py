@@ -1,0 +1,166 @@
+"""Every family of the matrix: those supported hold the laws, the others are refused with a reason."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from transformers import logging
+
+import kvsieve
+from kvsieve.cache import DenseStore
+from kvsieve.errors import UnsupportedModelError
+from kvsieve.hf.probe import why_unsupported
+from kvsieve.models.families import FAMILIES, build
+from kvsieve.types import Selection
+
+logging.set_verbosity_error()
+
+GENERATE = {
+    "max_new_tokens": 5,
+    "do_sample": False,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+PADDING = 7
+KEEP_ALL = kvsieve.Plan(
+    propagate=kvsieve.methods.TSP(rate=1.0, layer=1, window=4),
+    evict=kvsieve.methods.SnapKV(budget=1.0, window=4),
+)
+SNAPKV = kvsieve.plan("snapkv", budget=16, window=4)
+FASTKV = kvsieve.plan("fastkv", budget=16, tsp_rate=0.5, tsp_layer=1, window=4)
+
+# What issue and docs promise; a family that drops out of the supported ones must fail here.
+PROMISED = (
+    "llama mistral ministral ministral3 qwen2 qwen3 phi3 gemma3_text olmo2 olmo3 cohere2 granite smollm3 glm4 "
+    "starcoder2 mixtral qwen3_moe exaone4"
+).split()
+PROPAGATING = (
+    "llama mistral ministral3 qwen2 qwen3 phi3 olmo2 granite smollm3 glm4 starcoder2 mixtral qwen3_moe".split()
+)
+
+
+@pytest.fixture(params=[family.name for family in FAMILIES], scope="module")
+def model(request: pytest.FixtureRequest):
+    return build(request.param, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    ids = torch.randint(2, 120, (2, 48), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    ids[1, :PADDING], mask[1, :PADDING] = 0, 0
+    return ids, mask
+
+
+def worst(ours, theirs, rows=slice(None)) -> float:
+    return max((a[rows] - b).abs().max().item() for a, b in zip(ours.logits, theirs.logits, strict=True))
+
+
+def runs(model, plan) -> bool:
+    """True when the plan can run on the model; else the refusal itself has been asserted."""
+    reason = why_unsupported(model, plan)
+    if reason is None:
+        return True
+    assert len(reason) > 20
+    with pytest.raises(UnsupportedModelError) as caught, kvsieve.attach(model, plan):
+        pass
+    assert type(model).__name__ in str(caught.value) and reason in str(caught.value)
+    assert not hooks(model)
+    return False
+
+
+def hooks(model) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def tensors_in(thing) -> list[torch.Tensor]:
+    return [value for value in vars(thing).values() if isinstance(value, torch.Tensor)]
+
+
+def test_keeping_everything_is_the_models_own_output(model, prompts):
+    """Laws 1, 3 and 5 with nothing dropped: one shot, in chunks and over two turns."""
+    ids, mask = prompts
+    plan = KEEP_ALL if why_unsupported(model, KEEP_ALL) is None else kvsieve.plan("full")
+    if not runs(model, plan):
+        return
+    reference = model.generate(ids, attention_mask=mask, **GENERATE)
+    with warnings.catch_warnings(), kvsieve.attach(model, plan) as sieve:
+        warnings.simplefilter("error")
+        one_shot = sieve.generate(ids, mask, **GENERATE)
+        chunked = sieve.generate(ids, mask, chunk=16, **GENERATE)
+        cache = sieve.prefill(ids[:, :30], mask[:, :30])
+        two_turns = sieve.generate(ids, mask, cache=cache, **GENERATE)
+    for result in (one_shot, chunked, two_turns):
+        assert worst(result.output, reference) < 1e-5
+        assert torch.equal(result.sequences, reference.sequences)
+
+
+@pytest.mark.parametrize("plan", [SNAPKV, FASTKV], ids=lambda plan: plan.name)
+def test_reducing(model, prompts, plan, monkeypatch):
+    """Laws 2, 3, 4, 7 and 9: evicting == masking, chunked (deferred) == one shot, a padded row == the row alone,
+    detaching leaves no trace, and the bytes held fall."""
+    if not runs(model, plan):
+        return
+    ids, mask = prompts
+    found, before = model.config._attn_implementation, model.generate(ids, attention_mask=mask, **GENERATE)
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        full = sieve.generate(ids, mask, **GENERATE)
+    with kvsieve.attach(model, plan) as sieve:
+        one_shot = sieve.generate(ids, mask, **GENERATE)
+        chunked = sieve.generate(ids, mask, chunk=16, **GENERATE)
+        alone = sieve.generate(ids[1:, PADDING:], **GENERATE)
+        sieved = sieve.new_cache().sieve_layers
+        with monkeypatch.context() as patch:
+            patch.setattr(DenseStore, "keep", mask_instead)
+            masked = sieve.generate(ids, mask, **GENERATE)
+    assert one_shot.stats.applied
+    assert [one_shot.stats.kv_entries[layer] for layer in sieved] == [16] * len(sieved)
+    assert worst(chunked.output, one_shot.output) < 1e-5
+    assert worst(one_shot.output, alone.output, slice(1, None)) < 1e-5
+    assert worst(masked.output, one_shot.output) < 1e-5
+    assert masked.cache.layers[list(sieved)[0]].store.size == 48 + 4
+    assert alone.stats.deep_tokens == (41 if plan is SNAPKV else 20)
+
+    stores = [one_shot.cache.layers[layer].store for layer in sieved]
+    held = sum(part.nbytes for store in stores for part in tensors_in(store))
+    others = [
+        layer for layer in one_shot.cache.layers if layer not in sieved.values() and hasattr(layer, "sliding_window")
+    ]
+    sliding = sum(part.untyped_storage().nbytes() for layer in others for part in (layer.keys, layer.values))
+    assert one_shot.stats.kv_bytes == held + sliding + one_shot.cache.mask.nbytes
+    full_held = sum(part.nbytes for layer in sieved for part in tensors_in(full.cache.layers[layer].store))
+    assert held < 0.45 * full_held
+
+    assert hooks(model) == 0 and model.config._attn_implementation == found
+    assert worst(model.generate(ids, attention_mask=mask, **GENERATE), before) == 0
+
+
+def mask_instead(store: DenseStore, selection: Selection, reserve: int = 0) -> None:
+    """What evicting must equal: the same entries stay, the others are only hidden."""
+    shape = (*selection.indices.shape[:2], store._keys.shape[2])
+    valid = torch.zeros(shape, dtype=torch.bool)
+    real = selection.real()
+    source = torch.ones_like(selection.indices, dtype=torch.bool)
+    source = source if real is None else source & real[:, None]
+    valid.scatter_(2, selection.indices, source)
+    valid[:, :, store.size :] = True
+    store.valid_buffer = valid
+    store.lengths = selection.lengths or (selection.indices.shape[2],) * shape[0]
+
+
+def test_promised_families_are_supported():
+    assert not {name: why_unsupported(build(name), SNAPKV) for name in PROMISED if why_unsupported(build(name), SNAPKV)}
+    assert not {
+        name: why_unsupported(build(name), FASTKV) for name in PROPAGATING if why_unsupported(build(name), FASTKV)
+    }
+
+
+def test_propagation_needs_a_full_attention_source():
+    """A sliding-window source layer would never be asked: refused, not silently skipped."""
+    model = build("gemma3_text")
+    reason = why_unsupported(model, kvsieve.plan("fastkv", tsp_layer=2))
+    assert reason is not None and "sliding-window" in reason
