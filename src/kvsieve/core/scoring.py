@@ -41,36 +41,32 @@ def window_mass(
     if block is None:
         block = max(1024, _BLOCK_ELEMENTS // max(1, batch * query_heads * window))
     # Slot of each packed query row, for the causal corner: rows run over groups first, then over the window.
-    rows = torch.arange(length - window, length, device=keys.device).repeat(groups)
+    corner = length - window
+    rows = torch.arange(corner, length, device=keys.device).repeat(groups)[:, None]
+    padding = None if valid is None else ~valid[:, :, corner:].repeat(1, 1, groups).unsqueeze(-1)
 
     def logits(start: int, end: int) -> Tensor:
         part = packed @ keys[:, :, start:end].to(dtype).transpose(-1, -2)
-        if end > length - window:
-            hidden = torch.arange(start, end, device=keys.device) > rows[:, None]
-            part = part.masked_fill(hidden, float("-inf"))
+        first = max(start, corner)
+        if first < end:
+            hidden = torch.arange(first, end, device=keys.device) > rows
+            part[..., first - start :].masked_fill_(hidden, float("-inf"))
         if valid is not None:
-            part = part.masked_fill(~valid[:, :, None, start:end], float("-inf"))
+            part.masked_fill_(~valid[:, :, None, start:end], float("-inf"))
         return part
 
+    def summed(weights: Tensor) -> Tensor:
+        if padding is not None:
+            weights.masked_fill_(padding, 0)
+        return weights.view(batch, query_heads, window, -1).sum(2)
+
+    if length <= block:
+        return summed(logits(0, length).softmax(-1))
     spans = [(start, min(start + block, length)) for start in range(0, length, block)]
-    parts = {}
     norm = torch.full((batch, heads, groups * window, 1), float("-inf"), dtype=dtype, device=keys.device)
-    for start, end in spans:
-        part = logits(start, end)
-        norm = torch.logaddexp(norm, part.logsumexp(-1, keepdim=True))
-        if len(spans) == 1:
-            parts[start] = part
-    # A row that sees nothing is padding: +inf gives it no mass instead of NaN.
-    norm = norm.masked_fill(norm == float("-inf"), float("inf"))
-    if valid is not None:
-        padding = ~valid[:, :, length - window :].repeat(1, 1, groups).unsqueeze(-1)
-        norm = norm.masked_fill(padding, float("inf"))
-    mass = torch.empty(batch, query_heads, length, dtype=dtype, device=keys.device)
-    for start, end in spans:
-        part = parts.pop(start) if parts else logits(start, end)
-        weights = part.sub_(norm).exp_().view(batch, query_heads, window, end - start)
-        torch.sum(weights, dim=2, out=mass[:, :, start:end])
-    return mass
+    for span in spans:
+        norm = torch.logaddexp(norm, logits(*span).logsumexp(-1, keepdim=True))
+    return torch.cat([summed((logits(*span) - norm).exp_()) for span in spans], -1)
 
 
 def pool(scores: Tensor, kernel: int, kind: Pool) -> Tensor:

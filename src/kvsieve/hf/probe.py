@@ -24,6 +24,7 @@ _TELLING_TYPES = {
     "diffllama": "its differential attention attends twice to what is cached once",
     "doge": "its dynamic masks are computed from cached values",
     "jetmoe": "its attention repeats keys and values after they are cached",
+    "recurrent_gemma": "its recurrent layers keep state outside the cache",
 }
 
 

@@ -1,0 +1,22 @@
+"""The README's example is run as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_ten_lines_run(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert block is not None
+    names: dict = {}
+    exec(compile(block.group(1), "README.md", "exec"), names)
+    stats = names["result"].stats
+    prompt = names["prompt"]["input_ids"].shape[1]
+    assert stats.applied and stats.method == "fastkv"
+    assert stats.kv_entries == [int(prompt * 0.2)] * 30
+    assert stats.deep_tokens == int(prompt * 0.3)
+    assert "make demo" in capsys.readouterr().out
