@@ -101,16 +101,17 @@ class SieveLayer(CacheLayerMixin):
 class TurnRecord:
     """What really happened to the prompt of the current turn.
 
-    kept: entries stored per layer once the prompt was complete. asked: the budget's entries, None without an evictor.
-    evicted: layers that dropped entries. propagated: tokens that went on after the source layer, None if all did.
+    kept: entries stored per layer once the prompt was complete. asked: the budget's entries, None without an evictor;
+    raised_to: the evictor's minimum where that is more. evicted: layers that dropped entries.
+    propagated: tokens that went on after the source layer, None if all did.
     """
 
     prompt_tokens: int = 0
     kept: dict[int, int] = field(default_factory=dict)
     asked: int | None = None
+    raised_to: int | None = None
     evicted: set[int] = field(default_factory=set)
     propagated: int | None = None
-    notes: list[str] = field(default_factory=list)
 
 
 class SieveCache(Cache):

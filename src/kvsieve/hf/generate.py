@@ -117,6 +117,7 @@ def generate(
             cache,
             chunk=chunk,
             new_tokens=options.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 0,
+            pad_token_id=options.get("pad_token_id"),
             progress=progress,
         )
         # generate repeats rows for beams and samples, so what is cached already must be repeated with them.
@@ -133,11 +134,14 @@ def generate(
 
 def _stats(sieve: Sieve, cache: SieveCache, clock: _Clock, began: float, peak: int | None) -> Stats:
     record, plan = cache.record, sieve.plan
-    notes = []
+    idle = []
     if plan.evict is not None and not record.evicted:
-        notes.append(f"nothing was evicted: the prompt's {record.prompt_tokens} tokens fit what must or may be kept")
+        idle.append(f"nothing was evicted: the prompt's {record.prompt_tokens} tokens fit what must or may be kept")
     if plan.propagate is not None and record.propagated is None:
-        notes.append("every token went through all layers: the prompt is not longer than what may propagate")
+        idle.append("every token went through all layers: the prompt is not longer than what may propagate")
+    notes = list(idle)
+    if record.raised_to is not None:
+        notes.append(f"the budget of {record.asked} entries was raised to {record.raised_to}, the least it can keep")
     kept = cache.entries()
     for index, entries in record.kept.items():
         kept[index] = entries
@@ -145,7 +149,7 @@ def _stats(sieve: Sieve, cache: SieveCache, clock: _Clock, began: float, peak: i
     turn_tokens = record.prompt_tokens
     return Stats(
         method=plan.name,
-        applied=not notes,
+        applied=not idle,
         prompt_tokens=record.prompt_tokens,
         deep_tokens=record.propagated if record.propagated is not None else turn_tokens,
         kv_entries=kept,

@@ -25,6 +25,7 @@ def prefill(
     *,
     chunk: int | None = None,
     new_tokens: int = 0,
+    pad_token_id: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     leave_last: bool = True,
 ) -> Tensor | None:
@@ -32,7 +33,9 @@ def prefill(
 
     Returns the attention mask of the whole conversation, completed from the cache. Raises InputError.
     """
-    mask = whole_mask(input_ids, attention_mask, cache)
+    if pad_token_id is None:
+        pad_token_id = sieve.model.generation_config.pad_token_id
+    mask = whole_mask(sieve, input_ids, attention_mask, cache, pad_token_id)
     check_prompt(sieve, input_ids, mask)
     start, end = cache.num_seen, input_ids.shape[1]
     total = end - start
@@ -48,7 +51,7 @@ def prefill(
             with torch.no_grad():
                 sieve.decoder(
                     input_ids=input_ids[:, start + first : start + last].to(sieve.model.device),
-                    attention_mask=None if mask is None else mask[:, : start + last],
+                    attention_mask=None if mask is None else mask[:, : start + last].to(sieve.model.device),
                     position_ids=positions[:, start + first : start + last].to(sieve.model.device),
                     past_key_values=cache,
                     use_cache=True,
@@ -71,7 +74,9 @@ def chunk_ends(total: int, chunk: int | None, window: int) -> list[int]:
     return [end for end in range(chunk, total, chunk) if total - end >= min(window, total)] + [total]
 
 
-def whole_mask(input_ids: Tensor, attention_mask: Tensor | None, cache: SieveCache) -> Tensor | None:
+def whole_mask(
+    sieve: Sieve, input_ids: Tensor, attention_mask: Tensor | None, cache: SieveCache, pad_token_id: int | None
+) -> Tensor | None:
     """Check shapes, and complete the mask of a later turn with the padding the cache knows of."""
     if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
         got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
@@ -84,15 +89,28 @@ def whole_mask(input_ids: Tensor, attention_mask: Tensor | None, cache: SieveCac
             f"the cache has seen {seen} tokens and input_ids holds {length}: pass the whole conversation, "
             "torch.cat([what was fed or generated before, the new tokens], dim=1)"
         )
-    if attention_mask is None and cache.mask is not None:
-        known = cache.mask.to(input_ids.device)
-        attention_mask = torch.cat([known, known.new_ones(len(known), length - seen)], 1).long()
+    if attention_mask is None:
+        attention_mask = _inferred_mask(sieve, input_ids, pad_token_id)
+        if cache.mask is not None:
+            known = torch.cat([cache.mask, cache.mask.new_ones(len(cache.mask), length - seen)], 1)
+            known = known.long().to(input_ids.device)
+            attention_mask = known if attention_mask is None else known * attention_mask
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
         raise InputError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, expected {tuple(input_ids.shape)}, that of "
             "input_ids"
         )
     return attention_mask
+
+
+def _inferred_mask(sieve: Sieve, input_ids: Tensor, pad_token_id: int | None) -> Tensor | None:
+    """What generate would infer: padding is where the pad token stands, unless that also ends a turn."""
+    ends = sieve.model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    if pad_token_id is None or pad_token_id in ends:
+        return None
+    mask = input_ids.ne(pad_token_id)
+    return None if bool(mask.all()) else mask.long()
 
 
 def check_prompt(sieve: Sieve, input_ids: Tensor, mask: Tensor | None) -> None:

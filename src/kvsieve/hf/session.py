@@ -103,6 +103,7 @@ class Session:
             minimum = plan.evict.minimum
             counts = tuple(plan.evict.budget.entries(length, minimum) for length in self.step.lengths)
             record.asked = max(plan.evict.budget.entries(length) for length in self.step.lengths)
+            record.raised_to = max(counts) if max(counts) > record.asked else None
             selection = plan.evict.select(ctx, counts)
             if selection is not None:
                 store.keep(selection, self.cache.room(self.step.start + self.step.num_new, max(counts)))
@@ -186,7 +187,7 @@ def open_session(plan: Plan, source: int | None, num_layers: int, cache: SieveCa
     if new > 1 and not cache.awaits_prompt:
         cache.begin_turn()
     start = cache.num_seen
-    mask = _checked_mask(kwargs.get("attention_mask"), cache, batch, start, new)
+    mask = _checked_mask(kwargs.get("attention_mask"), cache, batch, start, new, fed.device)
     prefill = cache.awaits_prompt
     last = not cache.more_chunks
     if mask is None:
@@ -230,7 +231,9 @@ def close_session(finished: bool) -> None:
             session.cache.awaits_prompt = False
 
 
-def _checked_mask(mask: Any, cache: SieveCache, batch: int, start: int, new: int) -> Tensor | None:
+def _checked_mask(
+    mask: Any, cache: SieveCache, batch: int, start: int, new: int, device: torch.device
+) -> Tensor | None:
     """The attention mask of all columns, bool [B, start + new], or None when nothing is padding."""
     if mask is None:
         if cache.mask is not None:
@@ -246,7 +249,7 @@ def _checked_mask(mask: Any, cache: SieveCache, batch: int, start: int, new: int
             f"attention_mask has shape {tuple(mask.shape)}, expected ({batch}, {start + new}): "
             f"{start} tokens seen and {new} new ones"
         )
-    mask = mask.bool()
+    mask = mask.to(device, torch.bool)
     past = mask[:, :start]
     changed = not bool(past.all()) if cache.mask is None else not torch.equal(past, cache.mask)
     if changed:
