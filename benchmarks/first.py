@@ -1,6 +1,7 @@
 """Time to first token, time per token and KV bytes of the first methods against plain transformers.
 
     python benchmarks/first.py [--lengths 2048,4096,7500] [--rounds 5] [--out benchmarks/results/first.json]
+    python benchmarks/first.py --show benchmarks/results/first.json      # the README's table from saved numbers
 
 Everything runs in one process, bf16, on the demo model. In each round every contender reads the same prompt once, in
 an order that rotates, so that a machine whose speed drifts treats all alike. Ratios are taken within a round, against
@@ -112,12 +113,34 @@ def show(length: int, summary: dict[str, dict[str, dict[str, float]]], console: 
     console.print(table)
 
 
+def markdown(report: dict) -> str:
+    """The README's table: medians, and in brackets the ratio to transformers."""
+    lines = [
+        "| prompt | | time to first token | time per token | KV held | peak memory |",
+        "|---|---|---|---|---|---|",
+    ]
+    for length, entry in report["lengths"].items():
+        for name, row in entry["summary"].items():
+            cells = [
+                f"{row['ttft_s']['median']:.2f} s ({row['ttft_s']['ratio']:.2f})",
+                f"{1e3 * row['tpot_s']['median']:.1f} ms ({row['tpot_s']['ratio']:.2f})",
+                f"{row['kv_bytes']['median'] / 2**20:.1f} MiB ({row['kv_bytes']['ratio']:.3f})",
+                f"{row['peak_bytes']['median'] / 2**20:.0f} MiB" if "peak_bytes" in row else "not known",
+            ]
+            lines.append(f"| {length} | {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--lengths", default="2048,4096,7500")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "first.json")
+    parser.add_argument("--show", type=Path, help="print a saved result as Markdown and measure nothing")
     arguments = parser.parse_args()
+    if arguments.show:
+        print(markdown(json.loads(arguments.show.read_text())))
+        return
     console = Console()
     model, tokenizer = kvsieve.models.load_demo(torch.bfloat16)
     text = "\n".join(topics[name] for name in sorted(topics))

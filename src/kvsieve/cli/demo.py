@@ -1,0 +1,61 @@
+"""`kvsieve demo`: a real model, a long document, one fact to find, three methods side by side."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvsieve.cli import run
+from kvsieve.cli.document import CODE, QUESTION, build_document
+from kvsieve.cli.output import JsonOption, emit_json, say
+from kvsieve.cli.specs import MethodRun, make_run
+
+CHUNK = 1024
+MAX_NEW_TOKENS = 32
+
+
+def demo_runs() -> list[MethodRun]:
+    """Settings that suit this small model: narrow pooling tears a number of seven tokens apart, an early TSP layer
+    drops the fact before the model has understood it, and a window of 8 sees little more than the chat template."""
+    shared = {"budget": "20%", "kernel": 21, "window": 32}
+    return [
+        make_run("full"),
+        make_run("snapkv", **shared),
+        make_run("fastkv", **shared, tsp_layer=22, tsp_rate=0.2, pooling="avg"),
+    ]
+
+
+def demo_command(
+    tokens: Annotated[int, typer.Option(min=200, max=8000, help="Length of the document.")] = 5000,
+    depth: Annotated[float, typer.Option(min=0, max=1, help="Where the fact stands: 0 start, 1 end.")] = 0.5,
+    as_json: JsonOption = False,
+) -> None:
+    """Hide a fact in a long document and ask the demo model for it, under full KV, SnapKV and FastKV."""
+    tell = say if as_json else print
+    runs = demo_runs()
+    model, tokenizer = run.load_model(None, "bfloat16")
+    document = build_document(tokenizer, tokens, depth)
+    prompt = run.encode(tokenizer, f"{document}\n\n{QUESTION}")
+    tell(f"{run_title(model)} reads {prompt.shape[1]} tokens of Python's help texts with one fact at {depth:.0%}.")
+    tell(f"Question: {QUESTION}  (expected: {CODE})")
+    results = run.run_methods(model, tokenizer, prompt, runs, CHUNK, MAX_NEW_TOKENS)
+    for result in results:
+        result["correct"] = CODE in result["answer"]
+    if as_json:
+        facts = {"question": QUESTION, "expected": CODE, "document_tokens": tokens, "depth": depth}
+        emit_json({**facts, **run.report(None, results)})
+    else:
+        print()
+        run.print_answers(results)
+        run.print_stats(results)
+    wrong = [result["method"] for result in results if not result["correct"]]
+    if wrong:
+        say(f"error: expected {CODE} in every answer, {', '.join(wrong)} answered without it")
+        raise typer.Exit(1)
+
+
+def run_title(model: object) -> str:
+    from kvsieve.models.fetch import MODEL_NAME
+
+    return f"{MODEL_NAME} ({str(model.dtype).removeprefix('torch.')}, {model.device})"  # type: ignore[attr-defined]

@@ -1,0 +1,39 @@
+"""The demo's document: text every Python carries, with one fact hidden in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CODE = "7294163"
+FACT = "The special magic number of the lighthouse is {code}."
+QUESTION = "What is the special magic number of the lighthouse mentioned in the text above?"
+
+# English prose never needs fewer characters per token of the demo model's vocabulary than this leaves room for.
+_CHARACTERS_PER_TOKEN = 10
+
+
+def build_document(tokenizer: Any, tokens: int, depth: float, code: str = CODE) -> str:
+    """About `tokens` tokens of Python's own help texts, with the fact as a paragraph of its own at `depth` (0 to 1)."""
+    fact = FACT.format(code=code)
+    text = _first_tokens(tokenizer, _help_texts(), tokens - len(tokenizer(fact)["input_ids"]))
+    at = _paragraph_break(text, int(len(text) * depth))
+    return "\n\n".join(part for part in (text[:at].strip(), fact, text[at:].strip()) if part)
+
+
+def _help_texts() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name].strip() for name in sorted(topics))
+
+
+def _first_tokens(tokenizer: Any, text: str, count: int) -> str:
+    text = text[: count * _CHARACTERS_PER_TOKEN]
+    offsets = tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]
+    return text[: offsets[min(count, len(offsets)) - 1][1]]
+
+
+def _paragraph_break(text: str, near: int) -> int:
+    """The paragraph break closest to `near`; both ends of the text count as one."""
+    before, after = text.rfind("\n\n", 0, near), text.find("\n\n", near)
+    before, after = max(before, 0), len(text) if after < 0 else after
+    return before if near - before < after - near else after

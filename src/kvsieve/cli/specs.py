@@ -1,0 +1,79 @@
+"""Methods as they are written on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvsieve.budget import Budget
+from kvsieve.errors import PlanError
+from kvsieve.plans import Plan, plan
+from kvsieve.registry import check_parameters, method_info
+
+
+@dataclass(frozen=True)
+class MethodRun:
+    """A method to run: its name, the parameters that were given, and the plan they make."""
+
+    name: str
+    given: dict[str, Any]
+    plan: Plan
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """All parameters with their values, JSON-ready."""
+        values = {**method_info(self.name).parameters, **self.given}
+        return {name: str(value) if isinstance(value, Budget) else value for name, value in values.items()}
+
+
+def make_run(method: str, **given: Any) -> MethodRun:
+    """Raises PlanError."""
+    return MethodRun(method_info(method).name, given, plan(method, **given))
+
+
+def chosen_method(method: str, budget: str | None, settings: list[str]) -> MethodRun:
+    """The run that --method, --budget and --set describe. Raises PlanError."""
+    info = method_info(method)
+    given = _settings(settings)
+    if budget is not None:
+        if "budget" not in info.parameters:
+            raise PlanError(f"{info.name} takes no budget, got --budget {budget}; leave the option out")
+        if "budget" in given:
+            raise PlanError(f"the budget is given twice, as --budget {budget} and --set budget={given['budget']}")
+        given["budget"] = budget
+    return make_run(method, **given)
+
+
+def compared_methods(text: str, budget: str | None) -> list[MethodRun]:
+    """The runs that --compare lists: ``full,snapkv:kernel=21;window=16``. Raises PlanError."""
+    runs = []
+    for spec in filter(None, (part.strip() for part in text.split(","))):
+        method, _, settings = spec.partition(":")
+        info = method_info(method.strip())
+        given = _settings([each for each in settings.split(";") if each.strip()])
+        if budget is not None and "budget" in info.parameters:
+            given.setdefault("budget", budget)
+        check_parameters(info, given)
+        runs.append(make_run(info.name, **given))
+    return runs
+
+
+def _settings(pairs: list[str]) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise PlanError(f"a parameter is written name=value, e.g. tsp_rate=0.2, got {pair!r}")
+        given[name.strip().replace("-", "_")] = _value(value.strip())
+    return given
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

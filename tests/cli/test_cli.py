@@ -1,0 +1,340 @@
+"""The command line: answers, JSON, exit codes, and one clear line for everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import kvsieve
+from kvsieve.cli import models_table
+from kvsieve.cli.main import run_cli
+from kvsieve.cli.specs import chosen_method, compared_methods
+from kvsieve.errors import PlanError
+from kvsieve.models.families import FAMILIES, build
+
+WORDS = ["[PAD]", "[BOS]", "[UNK]", *(f"w{i}" for i in range(124)), "[EOS]"]
+
+
+def save_tokenizer(folder, chat_template=None):
+    words = tokenizers.models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "[PAD]", "bos_token": "[BOS]", "unk_token": "[UNK]", "eos_token": "[EOS]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **special).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    build("llama").save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def gemma_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gemma2")
+    build("gemma2").save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def prompt_file(tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text(" ".join(f"w{i % 120}" for i in range(200)))
+    return str(file)
+
+
+@pytest.fixture
+def cli(capsys):
+    """Run the command line in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            run_cli([str(each) for each in arguments])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        return left.value.code, captured.out, captured.err
+
+    return call
+
+
+def lines(text: str, kind: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith(f"{kind}:")]
+
+
+def only_error(result, code: int) -> str:
+    """The one error line of a call that must have failed with `code`."""
+    got, out, err = result
+    assert got == code, err
+    assert len(lines(err, "error")) == 1 and len(err.splitlines()) == 1, err
+    assert out == ""
+    return err
+
+
+# run
+
+
+def test_run_compares_methods(cli, model_dir, prompt_file):
+    options = ["--prompt-file", prompt_file, "--set", "tsp_layer=1", "--set", "tsp_rate=0.3", "--budget", "20%"]
+    code, out, err = cli("run", model_dir, *options, "--compare", "full,snapkv:window=16;kernel=5", "--json")
+    assert code == 0 and err == ""
+    data = json.loads(out)
+    assert [each["method"] for each in data["results"]] == ["full", "snapkv", "fastkv"]
+    full, snapkv, fastkv = (each["stats"] for each in data["results"])
+    assert full["kv_entries"] == [200] * 4 and full["kv_asked"] is None
+    assert snapkv["kv_entries"] == [40] * 4 and fastkv["kv_entries"] == [40] * 4
+    assert fastkv["deep_tokens"] == 60 and full["deep_tokens"] == snapkv["deep_tokens"] == 200
+    assert data["results"][1]["parameters"] == {
+        "budget": "20%",
+        "window": 16,
+        "kernel": 5,
+        "pooling": "avg",
+        "per_query_head": False,
+    }
+    assert data["model"] == model_dir and data["environment"]["kvsieve"] == kvsieve.__version__
+
+
+def test_run_prints_answers_and_one_table(cli, model_dir, prompt_file):
+    code, out, err = cli("run", model_dir, "--prompt-file", prompt_file, "--method", "snapkv", "--compare", "full")
+    assert code == 0 and err == ""
+    assert out.startswith("full: ") and "\nsnapkv: " in out
+    assert [line.split()[0] for line in out.splitlines() if line.rstrip().endswith("yes")] == ["full", "snapkv"]
+
+
+def test_run_answers_what_generate_answers(cli, model_dir, prompt_file):
+    _, out, _ = cli("run", model_dir, "--prompt-file", prompt_file, "--method", "full", "--dtype", "float32", "--json")
+    model, tokenizer = kvsieve.models.load(model_dir, "auto")
+    with open(prompt_file) as file:
+        ids = tokenizer(file.read(), return_tensors="pt")["input_ids"]
+    ids = ids.to(model.device)
+    expected = model.generate(ids, attention_mask=ids.new_ones(ids.shape), max_new_tokens=64, do_sample=False)
+    answer = tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True).strip()
+    assert json.loads(out)["results"][0]["answer"] == answer
+
+
+def test_run_uses_the_chat_template_once(cli, tmp_path, prompt_file):
+    build("llama").save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, "[BOS]{% for m in messages %} {{ m['content'] }}{% endfor %} w1 w2")
+    options = ["--prompt-file", prompt_file, "--question", "w5 w6", "--system", "w7", "--method", "full"]
+    _, out, _ = cli("run", tmp_path, *options, "--json")
+    assert json.loads(out)["results"][0]["stats"]["prompt_tokens"] == 1 + 1 + 200 + 2 + 2
+
+
+def test_a_template_that_refuses_is_bad_input(cli, tmp_path, prompt_file):
+    build("llama").save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, "{{ raise_exception('no system role') }}")
+    error = only_error(cli("run", tmp_path, "--prompt-file", prompt_file, "--system", "w1"), 2)
+    assert "no system role" in error
+
+
+def test_run_reads_stdin(cli, model_dir, monkeypatch):
+    monkeypatch.setattr("sys.stdin", open(os.devnull))
+    assert "the prompt is empty: stdin" in only_error(cli("run", model_dir, "--prompt-file", "-"), 2)
+
+
+def test_a_prompt_shorter_than_the_window_warns_and_says_it_did_not_run(cli, model_dir, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("w1 w2 w3 w4 w5")
+    code, out, err = cli("run", model_dir, "--prompt-file", short, "--method", "snapkv")
+    assert code == 0
+    assert len(lines(err, "warning")) == 1 == len(err.splitlines())
+    assert "5 tokens" in err and "window of 32" in err
+    row = next(line.split() for line in out.splitlines() if line.split()[:2] == ["snapkv", "5"])
+    assert row[-1] == "no" and "note: snapkv: nothing was evicted" in out
+    _, out, _ = cli("run", model_dir, "--prompt-file", short, "--method", "snapkv", "--json")
+    assert json.loads(out)["results"][0]["stats"]["applied"] is False
+
+
+# bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--method", "snapkv", "--budget", "5"], ["budget of 5 entries", "at least 33"]),
+        (["--method", "snapkv", "--budget", "150%"], ["(0, 1]", "1.5"]),
+        (["--method", "snapkv", "--budget", "0"], ["at least 1", "got 0"]),
+        (["--method", "snapkv", "--budget", "plenty"], ["'plenty'", "20%"]),
+        (["--method", "full", "--budget", "20%"], ["full takes no budget"]),
+        (["--budget", "20%", "--set", "budget=10%"], ["given twice"]),
+        (["--method", "snapvk"], ["'snapvk'", "did you mean 'snapkv'?"]),
+        (["--compare", "fulll"], ["'fulll'", "did you mean 'full'?"]),
+        (["--set", "tsp_rat=0.2"], ["'tsp_rat'", "did you mean 'tsp_rate'?"]),
+        (["--compare", "snapkv:kernle=3"], ["'kernle'", "did you mean 'kernel'?"]),
+        (["--set", "kernel=4"], ["kernel", "odd", "got 4"]),
+        (["--set", "kernel"], ["name=value", "'kernel'"]),
+        (["--dtype", "int8"], ["bfloat16", "'int8'"]),
+        (["--max-new-tokens", "0"], ["--max-new-tokens must be at least 1, got 0"]),
+        (["--chunk", "many"], ["--chunk", "integer"]),
+        (["--colour"], ["--colour"]),
+    ],
+)
+def test_bad_options_fail_before_a_model_is_loaded(cli, prompt_file, monkeypatch, options, told):
+    monkeypatch.setattr(kvsieve.models, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+    error = only_error(cli("run", "nowhere", "--prompt-file", prompt_file, *options), 2)
+    for part in told:
+        assert part in error
+
+
+def test_bad_prompt_files_fail_before_a_model_is_loaded(cli, tmp_path, monkeypatch):
+    monkeypatch.setattr(kvsieve.models, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+    empty, binary = tmp_path / "empty.txt", tmp_path / "binary.txt"
+    empty.write_text(" \n")
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "the prompt is empty" in only_error(cli("run", "--prompt-file", empty), 2)
+    assert "not UTF-8" in only_error(cli("run", "--prompt-file", binary), 2)
+    assert "No such file" in only_error(cli("run", "--prompt-file", tmp_path / "none.txt"), 2)
+    assert "cannot read" in only_error(cli("run", "--prompt-file", tmp_path), 2)
+    assert "--prompt-file" in only_error(cli("run"), 2)
+
+
+def test_a_tsp_layer_outside_the_model(cli, model_dir, prompt_file):
+    error = only_error(cli("run", model_dir, "--prompt-file", prompt_file, "--set", "tsp_layer=99"), 2)
+    assert "TSP layer 99" in error and "4 layers" in error and "0..2" in error
+
+
+def test_a_prompt_longer_than_the_context(cli, model_dir, tmp_path):
+    file = tmp_path / "long.txt"
+    file.write_text("w1 " * 600)
+    error = only_error(cli("run", model_dir, "--prompt-file", file, "--method", "snapkv"), 2)
+    assert "600 tokens" in error and "512" in error
+
+
+def test_an_unsupported_model(cli, gemma_dir, prompt_file):
+    error = only_error(cli("run", gemma_dir, "--prompt-file", prompt_file, "--method", "snapkv"), 1)
+    assert "Gemma2ForCausalLM cannot run 'snapkv'" in error and "softcapping" in error
+
+
+def test_what_is_no_model_directory(cli, tmp_path, prompt_file):
+    assert "config.json" in only_error(cli("run", tmp_path, "--prompt-file", prompt_file), 1)
+    assert "is not a directory" in only_error(cli("run", "./no/such/model", "--prompt-file", prompt_file), 1)
+
+
+def test_errors_are_json_too(cli):
+    code, out, err = cli("run", "--prompt-file", "no-such-file", "--json")
+    assert code == 2 and len(lines(err, "error")) == 1
+    assert "No such file" in json.loads(out)["error"]
+
+
+def test_unexpected_errors_have_a_traceback_only_on_request(monkeypatch, capsys):
+    monkeypatch.setattr(kvsieve, "list_methods", lambda: 1 / 0)
+    for arguments, shown in ((["methods"], False), (["--debug", "methods"], True), (["methods", "--debug"], True)):
+        with pytest.raises(SystemExit) as left:
+            run_cli(arguments)
+        err = capsys.readouterr().err
+        assert left.value.code == 1 and ("Traceback" in err) == shown
+        assert "error: unexpected ZeroDivisionError: division by zero" in err
+
+
+def test_an_interrupt_exits_with_130(monkeypatch, cli):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kvsieve, "list_methods", interrupt)
+    assert cli("methods")[0] == 130
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--version"], 0), (["run", "--prompt-file", "none", "--method", "snapvk"], 2), (["nonsense"], 2)],
+)
+def test_exit_codes_of_the_process(arguments, code):
+    done = subprocess.run([sys.executable, "-m", "kvsieve.cli.main", *arguments], capture_output=True, text=True)
+    assert done.returncode == code
+    assert "Traceback" not in done.stdout + done.stderr
+    assert len(lines(done.stderr, "error")) == (code != 0)
+
+
+# specs
+
+
+def test_compared_methods_take_the_budget_unless_they_have_their_own():
+    runs = compared_methods("full, snapkv ,knorm:budget=64", "10%")
+    assert [(run.name, run.given) for run in runs] == [
+        ("full", {}),
+        ("snapkv", {"budget": "10%"}),
+        ("knorm", {"budget": 64}),
+    ]
+
+
+def test_values_of_parameters():
+    given = chosen_method("snapkv", None, ["per-query-head=true", "budget=0.5", "window=16", "pooling=max"]).given
+    assert given == {"per_query_head": True, "budget": 0.5, "window": 16, "pooling": "max"}
+    with pytest.raises(PlanError, match="pooling must be one of"):
+        chosen_method("snapkv", None, ["pooling=3"])
+
+
+# the other commands
+
+
+def test_methods(cli):
+    code, out, _ = cli("methods", "--json")
+    assert code == 0 and [each["name"] for each in json.loads(out)] == kvsieve.list_methods()
+    code, out, _ = cli("methods", "--markdown")
+    assert code == 0 and out.startswith("# Methods\n") and "kvsieve methods --markdown" in out
+    assert out.count("\n| `") == len(kvsieve.list_methods())
+    assert cli("methods")[0] == 0
+
+
+def test_models(cli, monkeypatch):
+    wanted = {"llama", "gemma3_text", "gemma2", "t5"}
+    some = tuple(family for family in FAMILIES if family.name in wanted)
+    monkeypatch.setattr("kvsieve.models.families.FAMILIES", some)
+    code, out, err = cli("models", "--json")
+    assert code == 0 and err == ""
+    status = {each["family"]: each["status"] for each in json.loads(out)["models"]}
+    assert status == {"llama": "supported", "gemma3_text": "eviction only", "gemma2": "refused", "t5": "refused"}
+    code, out, _ = cli("models", "--markdown")
+    assert code == 0 and out.startswith("# Supported models\n") and "1 supported, 1 eviction only, 2 refused" in out
+    assert cli("models")[0] == 0
+
+
+def test_a_family_this_transformers_cannot_build(monkeypatch):
+    def fail(name):
+        raise ValueError("unrecognized model\nwith a long list")
+
+    monkeypatch.setattr("kvsieve.models.families.build", fail)
+    row = models_table._examine(FAMILIES[0])
+    assert (row.status, row.reason) == (models_table.NOT_BUILT, "not in this transformers: unrecognized model")
+
+
+def test_doctor_says_what_is_missing_and_the_command(cli, monkeypatch, tmp_path):
+    monkeypatch.setenv("KVSIEVE_CACHE", str(tmp_path))
+    monkeypatch.setattr("kvsieve.models.fetch.package_gguf", lambda: None)
+    code, out, err = cli("doctor", "--json")
+    data = json.loads(out)
+    assert code == 1 and data["cache_directory"] == str(tmp_path)
+    assert len(data["problems"]) == 1 and "kvsieve fetch-demo" in data["problems"][0]
+    assert len(lines(err, "error")) == 1
+
+
+def test_fetch_demo_prints_the_path(cli, monkeypatch, tmp_path):
+    monkeypatch.setattr(kvsieve.models, "fetch_demo", lambda: tmp_path / "model.gguf")
+    assert json.loads(cli("fetch-demo", "--json")[1]) == {"path": str(tmp_path / "model.gguf")}
+
+
+# the real model
+
+
+def test_demo_answers_right_three_ways(cli):
+    code, out, _ = cli("demo", "--json")
+    data = json.loads(out)
+    assert [each["method"] for each in data["results"]] == ["full", "snapkv", "fastkv"]
+    for result in data["results"]:
+        assert data["expected"] in result["answer"] and result["correct"]
+    full, snapkv, fastkv = (each["stats"] for each in data["results"])
+    prompt = full["prompt_tokens"]
+    assert code == 0 and 4000 < prompt < 6200
+    assert set(full["kv_entries"]) == {prompt}
+    assert set(snapkv["kv_entries"]) == set(fastkv["kv_entries"]) == {int(0.2 * prompt)}
+    assert fastkv["deep_tokens"] == int(0.3 * prompt) and snapkv["deep_tokens"] == prompt
+    assert fastkv["kv_bytes"] < 0.25 * full["kv_bytes"]
