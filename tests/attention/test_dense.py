@@ -1,0 +1,28 @@
+"""The fast attention equals the reference on every path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvsieve.attention import dense
+from kvsieve.attention.reference import reference_attention
+
+
+@pytest.mark.parametrize("new", [1, 6, 19], ids=lambda n: f"L{n}")
+@pytest.mark.parametrize("groups", [1, 3, 4], ids=lambda g: f"G{g}")
+@pytest.mark.parametrize("padding", [None, "rows", "heads"])
+@pytest.mark.parametrize("limit", [1 << 25, 700], ids=["one-block", "blocks"])
+def test_equals_the_reference(new, groups, padding, limit, monkeypatch):
+    monkeypatch.setattr(dense, "_MASK_ELEMENTS", limit)
+    torch.manual_seed(new * 10 + groups)
+    query = torch.randn(2, 2 * groups, new, 8, dtype=torch.float64)
+    keys, values = torch.randn(2, 2, 2, 19, 8, dtype=torch.float64)
+    valid = None
+    if padding is not None:
+        valid = torch.rand(2, 1 if padding == "rows" else 2, 19) > 0.3
+        valid[1, :, :4] = False
+    ours = dense.dense_attention(query, keys, values, scale=0.3, valid=valid)
+    theirs = reference_attention(query, keys, values, scale=0.3, valid=valid)
+    assert ours.isfinite().all()
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
