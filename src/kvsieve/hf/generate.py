@@ -96,7 +96,7 @@ def generate(
 ) -> GenerateResult:
     """See Sieve.generate."""
     for name, reason in _REFUSED.items():
-        if options.get(name):
+        if options.get(name) not in (None, False):
             raise UnsupportedOptionError(f"generate({name}=...) is not supported under a plan: {reason}")
     if options.get("use_cache") is False:
         raise UnsupportedOptionError("generate(use_cache=False) leaves nothing to reduce; leave it unset")

@@ -83,6 +83,11 @@ def whole_mask(
         raise InputError(f"input_ids must be a tensor [batch, tokens], got {got}; add a batch dimension")
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         raise InputError(f"the prompt is empty: input_ids of shape {tuple(input_ids.shape)}; pass at least one token")
+    if cache.batch not in (0, len(input_ids)):
+        raise InputError(
+            f"the cache holds {cache.batch} rows and got an input of {len(input_ids)}; use one cache per batch, or "
+            "cache.batch_repeat_interleave to expand it"
+        )
     seen, length = cache.num_seen, input_ids.shape[1]
     if length <= seen:
         raise InputError(
