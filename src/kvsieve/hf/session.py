@@ -26,7 +26,7 @@ from kvsieve.types import LayerContext, Selection, Step
 NAME = "kvsieve"
 
 # Arguments of an attention function that do not change a causal layer's result in inference.
-_HARMLESS = frozenset({"dropout", "position_ids", "is_causal", "use_cache", "output_router_logits", "return_dict"})
+_HARMLESS = frozenset({"dropout", "position_ids"})
 
 _ACTIVE: ContextVar[Session | None] = ContextVar("kvsieve_session", default=None)
 
@@ -285,9 +285,11 @@ def attention_function(
     if not isinstance(layer, SieveLayer):
         return sdpa_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     who = f"layer {index} ({type(module).__name__})"
-    for name, value_given in kwargs.items():
-        # Whatever else attention is told (softcap, sinks, indices ...) would change its result and cannot be dropped.
-        if name not in _HARMLESS and value_given is not None and value_given is not False:
+    for name, given in kwargs.items():
+        # Whatever else attention is told (softcap, sinks, indices ...) would change its result and cannot be dropped;
+        # flags and objects, such as generate's tokenizer, only pass through.
+        telling = isinstance(given, (Tensor, int, float, list, tuple)) and not isinstance(given, bool)
+        if telling and name not in _HARMLESS:
             raise UnsupportedModelError(f"{who} attends with {name}=, which kvsieve does not support yet")
     if kwargs.get("is_causal") is False:
         raise UnsupportedModelError(f"{who} attends to later tokens; kvsieve supports causal attention only")
