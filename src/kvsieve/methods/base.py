@@ -72,10 +72,10 @@ def check_int(owner: object, name: str, value: object, minimum: int, *, odd: boo
         raise PlanError(f"{type(owner).__name__}: {name} must be {wanted}, got {value!r}")
 
 
-def check_choice(owner: object, name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(owner: object, name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raise PlanError unless `value` is one of `choices`."""
     if value not in choices:
-        raise PlanError(f"{type(owner).__name__}: {name} must be one of {', '.join(choices)}; got {value!r}")
+        raise PlanError(f"{type(owner).__name__}: {name} must be one of {', '.join(map(str, choices))}; got {value!r}")
 
 
 def last_real(ctx: LayerContext, count: int) -> Tensor:

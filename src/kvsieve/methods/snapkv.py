@@ -49,6 +49,7 @@ class SnapKV(ScoredEvictor):
         check_int(self, "window", self.window, 1)
         check_int(self, "kernel", self.kernel, 1, odd=True)
         check_choice(self, "pooling", self.pooling, ("avg", "max"))
+        check_choice(self, "per_query_head", self.per_query_head, (False, True))
         super().__post_init__()
 
     @property

@@ -1,0 +1,63 @@
+"""How often the settings that `first.py` times, and those the demo uses, find a number hidden in a long text.
+
+    python benchmarks/first_answers.py [--tokens 3000] [--samples 8] [--out benchmarks/results/first_answers.json]
+
+Speed means nothing without this. Each sample hides another seven-digit number at another depth of Python's help texts;
+an answer is right when it contains the number. Greedy, bf16, the demo model; every plan reads the same prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+import torch
+
+import kvsieve
+from first import PLANS
+from kvsieve.bench import environment
+from kvsieve.cli.demo import demo_runs
+from kvsieve.cli.document import QUESTION, build_document
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--tokens", type=int, default=3000)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "first_answers.json")
+    arguments = parser.parse_args()
+    model, tokenizer = kvsieve.models.load_demo(torch.bfloat16)
+    plans = {**PLANS, **{f"demo {run.name}": run.plan for run in demo_runs() if run.plan.roles}}
+    chance = random.Random(0)
+    rows: dict[str, list[dict]] = {name: [] for name in plans}
+    for sample in range(arguments.samples):
+        code, depth = str(chance.randrange(10**6, 10**7)), (sample + 0.5) / arguments.samples
+        text = f"{build_document(tokenizer, arguments.tokens, depth, code)}\n\n{QUESTION}"
+        chat = [{"role": "user", "content": text}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        for name, plan in plans.items():
+            with kvsieve.attach(model, plan) as sieve:
+                result = sieve.generate(ids["input_ids"], max_new_tokens=28, do_sample=False)
+            answer = tokenizer.decode(result.sequences[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
+            rows[name].append({"depth": depth, "expected": code, "right": code in answer, "answer": answer})
+        print(
+            f"{sample + 1} of {arguments.samples}", {name: sum(r["right"] for r in each) for name, each in rows.items()}
+        )
+    report = {
+        "environment": environment(),
+        "model": "SmolLM2-135M-Instruct (demo model), bf16",
+        "tokens": arguments.tokens,
+        "plans": {name: plan.to_dict() for name, plan in plans.items()},
+        "right": {name: f"{sum(r['right'] for r in each)} of {len(each)}" for name, each in rows.items()},
+        "samples": rows,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    for name, right in report["right"].items():
+        print(f"| {name} | {right} |")
+
+
+if __name__ == "__main__":
+    main()
