@@ -22,7 +22,7 @@ def demo_runs() -> list[MethodRun]:
     return [
         make_run("full"),
         make_run("snapkv", **shared),
-        make_run("fastkv", **shared, tsp_layer=22, tsp_rate=0.2, pooling="avg"),
+        make_run("fastkv", **shared, tsp_layer=22, tsp_rate=0.3, pooling="avg"),
     ]
 
 
