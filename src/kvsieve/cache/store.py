@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -147,6 +148,40 @@ class DenseStore:
         self._apply(lambda buffer: buffer.index_select(0, rows.to(buffer.device)))
         if len(set(self.lengths)) > 1 or len(self.lengths) != len(rows):
             self.lengths = tuple(self.lengths[row] for row in rows.tolist())
+
+    def clone(self) -> DenseStore:
+        """A copy that shares no memory with this one."""
+        copied = copy.copy(self)
+        if not self.is_empty:
+            copied._apply(Tensor.clone)
+        return copied
+
+    @classmethod
+    def stack(cls, stores: Sequence[DenseStore], reserve: int = 0) -> DenseStore:
+        """One store whose rows are those of `stores`, which stay as they are; shorter ones get filler on the left.
+
+        All must have as many heads. reserve: room to leave for entries known to follow.
+        """
+        size, rows = max(store.size for store in stores), sum(len(store.lengths) for store in stores)
+        out = cls()
+        keys, values = stores[0].keys, stores[0].values
+        out._keys, out._values = (
+            part.new_zeros(rows, part.shape[1], size + reserve, part.shape[3]) for part in (keys, values)
+        )
+        out._index = stores[0].index.new_full((rows, keys.shape[1], size + reserve), -1)
+        heads = max(1 if store.valid is None else store.valid.shape[1] for store in stores)
+        if any(store.valid is not None or store.size < size for store in stores):
+            out.valid_buffer = torch.zeros(rows, heads, size + reserve, dtype=torch.bool, device=keys.device)
+        row = 0
+        for store in stores:
+            to, left = slice(row, row + len(store.lengths)), slice(size - store.size, size)
+            out._keys[to, :, left], out._values[to, :, left] = store.keys, store.values
+            out._index[to, :, left] = store.index
+            if out.valid_buffer is not None:
+                out.valid_buffer[to, :, left] = True if store.valid is None else store.valid
+            row = to.stop
+        out.size, out.lengths = size, tuple(length for store in stores for length in store.lengths)
+        return out
 
     def nbytes(self) -> int:
         """Bytes of the tensors held, room for further entries included."""

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import kvsieve
-from kvsieve.cli import demo, info, models_table, run
+from kvsieve.cli import demo, estimate, evaluate, info, models_table, report, run
 from kvsieve.cli.output import emit_json, one_line, printed_warnings
 from kvsieve.errors import InputError, KvsieveError, PlanError
 
@@ -24,10 +24,14 @@ app = typer.Typer(
 )
 app.command("run")(run.run_command)
 app.command("demo")(demo.demo_command)
+app.command("estimate")(estimate.estimate_command)
 app.command("methods")(info.methods_command)
 app.command("models")(models_table.models_command)
 app.command("doctor")(info.doctor_command)
 app.command("fetch-demo")(info.fetch_demo_command)
+app.command("eval")(evaluate.eval_command)
+app.command("tasks")(evaluate.tasks_command)
+app.command("report")(report.report_command)
 
 
 def _show_version(wanted: bool) -> None:

@@ -47,15 +47,23 @@ def chosen_method(method: str, budget: str | None, settings: list[str]) -> Metho
 def compared_methods(text: str, budget: str | None) -> list[MethodRun]:
     """The runs that --compare lists: ``full,snapkv:kernel=21;window=16``. Raises PlanError."""
     runs = []
+    for method, given in method_specs(text):
+        if budget is not None and "budget" in method_info(method).parameters:
+            given.setdefault("budget", budget)
+        runs.append(make_run(method, **given))
+    return runs
+
+
+def method_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Names and parameters of a list like ``full,snapkv:kernel=21;window=16``. Raises PlanError."""
+    specs = []
     for spec in filter(None, (part.strip() for part in text.split(","))):
         method, _, settings = spec.partition(":")
         info = method_info(method.strip())
         given = _settings([each for each in settings.split(";") if each.strip()])
-        if budget is not None and "budget" in info.parameters:
-            given.setdefault("budget", budget)
         check_parameters(info, given)
-        runs.append(make_run(info.name, **given))
-    return runs
+        specs.append((info.name, given))
+    return specs
 
 
 def _settings(pairs: list[str]) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,6 +83,13 @@ class SieveLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.__init__()  # type: ignore[misc]
+
+    def fork(self, share: bool = False) -> SieveLayer:
+        """A copy; see SieveCache.fork."""
+        other = copy.copy(self)
+        other.store = copy.copy(self.store) if share else self.store.clone()
+        other.state = copy.deepcopy(self.state)
+        return other
 
     def offload(self) -> None:
         raise UnsupportedOptionError("offloading is not supported by a SieveCache: leave cache_implementation unset")
@@ -210,6 +219,24 @@ class SieveCache(Cache):
             tuple(part.index_select(0, rows.to(part.device)) if len(part) > 1 else part for part in chunk)  # type: ignore[misc]
             for chunk in self.waiting
         ]
+
+    def fork(self, *, share: bool = False) -> SieveCache:
+        """A copy that goes its own way: for several questions on one context, or several answers to one.
+
+        share: keys and values are shared with this cache until one of the two writes to them; only right where every
+        layer of the copy is evicted before anything is appended to either.
+
+        Raises CacheStateError while a prompt is half-read.
+        """
+        if self.in_flight or self.waiting or self.more_chunks:
+            raise CacheStateError("the cache is in the middle of a prompt and cannot be forked; finish it first")
+        other = copy.copy(self)
+        other.record = dataclasses.replace(self.record, kept=dict(self.record.kept), evicted=set(self.record.evicted))
+        other.waiting = []
+        other.layers = [
+            layer.fork(share) if isinstance(layer, SieveLayer) else copy.deepcopy(layer) for layer in self.layers
+        ]
+        return other
 
     def entries(self) -> list[int]:
         """Entries stored per layer and KV head now (of the fullest row)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -12,9 +13,10 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvsieve.errors import UnsupportedOptionError
-from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.cache import SieveCache, TurnRecord
 from kvsieve.hf.memory import measure_peak
 from kvsieve.hf.prefill import prefill
+from kvsieve.plans import Plan
 
 if TYPE_CHECKING:
     from kvsieve.hf.attach import Sieve
@@ -63,12 +65,16 @@ class Stats:
 
 @dataclass
 class GenerateResult:
-    """sequences: int64 [B, N + new]; output: what ``model.generate`` returned; cache: ready for the next turn."""
+    """sequences: int64 [B, N + new]; output: what ``model.generate`` returned; cache: ready for the next turn.
+
+    token_s: seconds of every token after the first, in order; stats.tpot_s is their mean.
+    """
 
     sequences: Tensor
     stats: Stats
     cache: SieveCache
     output: Any
+    token_s: list[float]
 
 
 class _Clock(StoppingCriteria):
@@ -129,19 +135,27 @@ def generate(
         if progress is not None:
             progress(cache.prompt_end - cache.turn_start, cache.prompt_end - cache.turn_start)
     sequences = output if isinstance(output, Tensor) else output.sequences
-    return GenerateResult(sequences, _stats(sieve, cache, clock, began, peak.bytes), cache, output)
+    stats = _stats(sieve, cache, clock, began, peak.bytes)
+    token_s = [after - before for before, after in itertools.pairwise(clock.times)]
+    return GenerateResult(sequences, stats, cache, output, token_s)
+
+
+def what_ran(plan: Plan, record: TurnRecord) -> tuple[bool, list[str]]:
+    """Whether every role of the plan acted on the turn's prompt, and what did not go as asked."""
+    notes = []
+    if plan.evict is not None and not record.evicted:
+        notes.append(f"nothing was evicted: the prompt's {record.prompt_tokens} tokens fit what must or may be kept")
+    if plan.propagate is not None and record.propagated is None:
+        notes.append("every token went through all layers: the prompt is not longer than what may propagate")
+    applied = not notes
+    if record.raised_to is not None:
+        notes.append(f"the budget of {record.asked} entries was raised to {record.raised_to}, the least it can keep")
+    return applied, notes
 
 
 def _stats(sieve: Sieve, cache: SieveCache, clock: _Clock, began: float, peak: int | None) -> Stats:
     record, plan = cache.record, sieve.plan
-    idle = []
-    if plan.evict is not None and not record.evicted:
-        idle.append(f"nothing was evicted: the prompt's {record.prompt_tokens} tokens fit what must or may be kept")
-    if plan.propagate is not None and record.propagated is None:
-        idle.append("every token went through all layers: the prompt is not longer than what may propagate")
-    notes = list(idle)
-    if record.raised_to is not None:
-        notes.append(f"the budget of {record.asked} entries was raised to {record.raised_to}, the least it can keep")
+    applied, notes = what_ran(plan, record)
     kept = cache.entries()
     for index, entries in record.kept.items():
         kept[index] = entries
@@ -149,7 +163,7 @@ def _stats(sieve: Sieve, cache: SieveCache, clock: _Clock, began: float, peak: i
     turn_tokens = record.prompt_tokens
     return Stats(
         method=plan.name,
-        applied=not idle,
+        applied=applied,
         prompt_tokens=record.prompt_tokens,
         deep_tokens=record.propagated if record.propagated is not None else turn_tokens,
         kv_entries=kept,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.attention import dense_attention
+from kvsieve.cache import DenseStore
 from kvsieve.errors import CacheStateError, InputError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache import SieveCache, SieveLayer
 from kvsieve.hf.compat import (
@@ -20,6 +21,7 @@ from kvsieve.hf.compat import (
     sdpa_mask,
 )
 from kvsieve.plans import Plan
+from kvsieve.roles import Evictor
 from kvsieve.types import LayerContext, Selection, Step
 
 # transformers tests implementation names for substrings: none of flash, sdpa, flex, paged or "/" may occur in it.
@@ -100,14 +102,7 @@ class Session:
         if plan.propagate is not None and index == self.source:
             self.selection = plan.propagate.select(ctx)
         if plan.evict is not None:
-            minimum = plan.evict.minimum
-            counts = tuple(plan.evict.budget.entries(length, minimum) for length in self.step.lengths)
-            record.asked = max(plan.evict.budget.entries(length) for length in self.step.lengths)
-            record.raised_to = max(counts) if max(counts) > record.asked else None
-            selection = plan.evict.select(ctx, counts)
-            if selection is not None:
-                store.keep(selection, self.cache.room(self.step.start + self.step.num_new, max(counts)))
-                record.evicted.add(index)
+            evict(plan.evict, ctx, store, self.cache)
         record.kept[index] = max(store.lengths)
 
     def leave_source(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
@@ -156,6 +151,18 @@ class Session:
                     f"its decoder layers take a per-token argument {name!r} that token propagation cannot narrow; "
                     "use a plan without propagate="
                 )
+
+
+def evict(evictor: Evictor, ctx: LayerContext, store: DenseStore, cache: SieveCache) -> None:
+    """Let `evictor` reduce what one layer stores, at the end of a prompt, and record what it did."""
+    step, record = ctx.step, cache.record
+    counts = tuple(evictor.budget.entries(length, evictor.minimum) for length in step.lengths)
+    record.asked = max(evictor.budget.entries(length) for length in step.lengths)
+    record.raised_to = max(counts) if max(counts) > record.asked else None
+    selection = evictor.select(ctx, counts)
+    if selection is not None:
+        store.keep(selection, cache.room(step.start + step.num_new, max(counts)))
+        record.evicted.add(ctx.layer_idx)
 
 
 class StopForward(Exception):

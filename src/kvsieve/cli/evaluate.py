@@ -1,0 +1,170 @@
+"""`kvsieve eval`: tasks x lengths x methods x budgets, into a results directory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsieve.cli.output import JsonOption, emit_json, say
+from kvsieve.cli.report import aggregated, print_means
+from kvsieve.cli.run import DTYPES, load_model
+from kvsieve.cli.specs import method_specs
+from kvsieve.errors import InputError, PlanError
+
+if TYPE_CHECKING:
+    from kvsieve.eval.types import Task
+
+
+def eval_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id or directory of a checkpoint; the demo model if left out.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Results directory.")] = ...,  # type: ignore[assignment]
+    tasks: Annotated[str, typer.Option(help="Names, or ruler, or all; see `kvsieve tasks`.")] = "needle,ruler,kv",
+    lengths: Annotated[str, typer.Option(help="Prompt tokens, the question and chat template included.")] = "2048",
+    methods: Annotated[str, typer.Option(help="snapkv,fastkv:tsp_rate=0.3;window=32; full always runs.")] = "snapkv",
+    budgets: Annotated[str, typer.Option(help="Entries kept per layer and KV head: 5%,10% or 512,1024.")] = "10%,20%",
+    samples: Annotated[int, typer.Option(help="Per task, length and question mode.")] = 25,
+    question: Annotated[
+        str, typer.Option(help="Do methods see the question when they choose? visible, hidden or both.")
+    ] = "visible",
+    resume: Annotated[bool, typer.Option("--resume", help="Continue or extend the results in --out.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the generated samples.")] = 0,
+    haystack: Annotated[
+        str, typer.Option(help="topics (Python's help texts), noise, or a folder of texts.")
+    ] = "topics",
+    cost_samples: Annotated[int, typer.Option(help="Runs per method that measure time and memory alone.")] = 3,
+    batch: Annotated[int, typer.Option(help="Answers decoded together at most.")] = 8,
+    chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward pass; all at once if left out.")] = None,
+    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "bfloat16",
+    scbench: Annotated[str | None, typer.Option(help="Local copy of SCBench's rows; the hub if left out.")] = None,
+    scbench_mode: Annotated[str, typer.Option(help="multi-turn or shared.")] = "multi-turn",
+    as_json: JsonOption = False,
+) -> None:
+    """Score methods on long-context tasks, with their time and memory; `kvsieve report` draws the results."""
+    if dtype not in DTYPES:
+        raise PlanError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    for option, value, least in (("--samples", samples, 1), ("--cost-samples", cost_samples, 0), ("--batch", batch, 1)):
+        if value < least:
+            raise InputError(f"{option} must be at least {least}, got {value}")
+    if question not in ("visible", "hidden", "both"):
+        raise InputError(f"--question must be visible, hidden or both, got {question!r}")
+
+    from kvsieve.eval.cells import settings
+    from kvsieve.eval.engine import Engine
+    from kvsieve.eval.results import load
+    from kvsieve.eval.runner import QUESTIONS, Grid, run_grid
+    from kvsieve.eval.store import writing
+    from kvsieve.hf.probe import check_model
+    from kvsieve.models.fetch import MODEL_NAME
+
+    grid = Grid(
+        tasks=_tasks(_names(tasks), haystack, scbench, scbench_mode),
+        lengths=_lengths(lengths),
+        questions=QUESTIONS if question == "both" else (question,),
+        samples=samples,
+        settings=settings(method_specs(methods), _names(budgets)),
+        seed=seed,
+        cost_samples=cost_samples,
+    )
+    grid.check(None)
+    run = {
+        "model": model or MODEL_NAME,
+        "dtype": dtype,
+        "seed": seed,
+        "haystack": haystack,
+        "tasks": {task.name: task.title for task in grid.tasks},
+    }
+    # Opened before the model is loaded: a directory that cannot be written to should not cost a wait.
+    with writing(out.expanduser(), run, resume=resume) as writer:
+        loaded, tokenizer = load_model(model, dtype)
+        for each in grid.settings:
+            check_model(loaded, each.plan)
+        grid.check(getattr(loaded.config.get_text_config(), "max_position_embeddings", None))
+        with _progress() as progress:
+            run_grid(grid, Engine(loaded, tokenizer, batch=batch, chunk=chunk), writer, progress)
+    results = load(out)
+    if as_json:
+        emit_json(aggregated(results))
+        return
+    print_means(results)
+    print(f"results are in {out}; `kvsieve report {out}` makes tables and pictures of them")
+
+
+def tasks_command(as_json: JsonOption = False) -> None:
+    """List the tasks of `kvsieve eval`."""
+    from kvsieve.cli.output import print_table
+    from kvsieve.eval.scbench import SUBSETS
+    from kvsieve.eval.tasks import all_tasks
+
+    rows = [(task.name, task.title, " or ".join(task.modes)) for task in all_tasks().values()]
+    rows += [(name, "SCBench, from the hub or --scbench", "visible or hidden") for name in SUBSETS]
+    if as_json:
+        emit_json([dict(zip(("name", "title", "question"), row, strict=True)) for row in rows])
+        return
+    print_table(["task", "what it is", "question"], [list(row) for row in rows], left=3)
+
+
+def _tasks(names: list[str], haystack: str, scbench: str | None, mode: str) -> list[Task]:
+    from kvsieve.eval.scbench import SCBench
+    from kvsieve.eval.tasks import chosen_tasks
+
+    public = [name for name in names if name.startswith("scbench")]
+    built_in = [name for name in names if name not in public]
+    if scbench is not None and not public:
+        raise InputError("--scbench names rows of SCBench, but --tasks names no scbench_... task; add one")
+    made: list[Task] = chosen_tasks(built_in, haystack) if built_in or not public else []
+    return [*made, *(SCBench(name, scbench, mode) for name in public)]  # type: ignore[arg-type]
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(each) for each in _names(text)]
+    except ValueError:
+        raise InputError(f"--lengths must be numbers of tokens like 2048,4096, got {text!r}") from None
+    if not lengths or min(lengths) < 1:
+        raise InputError(f"--lengths must be numbers of tokens like 2048,4096, got {text!r}")
+    return lengths
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar with the time left on stderr; a line now and then where nobody watches."""
+    import time
+
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        began, last = time.monotonic(), [time.monotonic()]
+
+        def note(done: int, total: int, what: str) -> None:
+            now = time.monotonic()
+            if now - last[0] > 60 and done:
+                last[0] = now
+                say(f"{done} of {total} done, about {(now - began) / done * (total - done) / 60:.0f} minutes left")
+
+        yield note
+        return
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
+    # The last minutes say more about what is left than all of it: samples differ a lot.
+    with Progress(*columns, console=console, speed_estimate_period=300) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda done, total, what: progress.update(task, completed=done, total=total, description=what)

@@ -1,0 +1,114 @@
+"""What each setting costs, measured alone: one prompt, one method, one after another in rotated order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvsieve.eval.cells import Setting
+from kvsieve.eval.haystack import load_haystack
+from kvsieve.eval.store import ResultsWriter, Row
+from kvsieve.eval.tasks.needle import Needle
+from kvsieve.hf.attach import attach
+from kvsieve.hf.cache import SieveCache, SieveLayer
+
+if TYPE_CHECKING:
+    from kvsieve.eval.engine import Engine
+    from kvsieve.eval.runner import Grid
+
+NEW_TOKENS = 32
+WARM_UP = 64
+BINS = 64
+
+
+def measure_costs(grid: Grid, engine: Engine, writer: ResultsWriter) -> None:
+    """Add what is missing of the cost rows: every setting `grid.cost_samples` times at every length.
+
+    The prompts are needle prompts; `NEW_TOKENS` tokens are generated, whatever they say. When a setting is added
+    later, full KV is measured again beside it, so that ratios are taken within one run.
+    """
+    needle = Needle(load_haystack("topics"))
+    full = grid.settings[0]
+    for length in grid.lengths:
+        missing = [
+            each
+            for each in grid.settings
+            if any((length, each.label, each.budget, r) not in writer.costs.done for r in range(grid.cost_samples))
+        ]
+        if not missing:
+            continue
+        measured = missing if full in missing else [full, *missing]
+        prompts = [
+            engine.prompter.encode(needle.sample(r, length, grid.seed, engine.prompter.count)).prompt
+            for r in range(grid.cost_samples)
+        ]
+        measure_one(engine, full, prompts[0][:, :WARM_UP])
+        for repeat, ids in enumerate(prompts):
+            turned = repeat % len(measured)
+            rows = []
+            for each in measured[turned:] + measured[:turned]:
+                row = {"length": length, "repeat": repeat, "seed": grid.seed, "env": writer.env}
+                rows.append(row | measure_one(engine, each, ids))
+            # A repeat at once: its ratios must not come from two moments.
+            writer.costs.add(sorted(rows, key=lambda row: row["label"] != full.label))
+
+
+def measure_one(engine: Engine, setting: Setting, ids: Tensor) -> Row:
+    """One prompt [1, N] under one setting, read and answered alone."""
+    ids = ids.to(engine.model.device)
+    with attach(engine.model, setting.plan) as sieve:
+        result = sieve.generate(
+            ids,
+            ids.new_ones(ids.shape),
+            chunk=engine.chunk,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            do_sample=False,
+        )
+    stats = result.stats
+    return {
+        "method": setting.method,
+        "label": setting.label,
+        "parameters": setting.parameters,
+        "budget": setting.budget,
+        "prompt_tokens": stats.prompt_tokens,
+        "new_tokens": stats.new_tokens,
+        "ttft_s": stats.ttft_s,
+        "tpot_s": stats.tpot_s,
+        "token_s": [round(each, 6) for each in result.token_s],
+        "kv_bytes": stats.kv_bytes,
+        "kv_read_bytes": _read_bytes(result.cache, stats.kv_entries),
+        "peak_bytes": stats.peak_bytes,
+        "deep_tokens": stats.deep_tokens,
+        "kv_entries": stats.kv_entries,
+        "kept": kept_map(result.cache, ids.shape[1]),
+    }
+
+
+def _read_bytes(cache: SieveCache, entries: list[int]) -> int:
+    """Bytes of keys and values that the step after the prompt reads: all that is stored."""
+    total = 0
+    for layer, count in zip(cache.layers, entries, strict=True):
+        keys, values = layer.keys, layer.values
+        total += count * keys.shape[1] * (keys.shape[3] * keys.element_size() + values.shape[3] * values.element_size())
+    return total
+
+
+def kept_map(cache: SieveCache, length: int) -> list[list[float]]:
+    """[layers][BINS]: the share of the prompt's tokens that are still stored, mean over KV heads, by position."""
+    bins = torch.arange(length) * BINS // length
+    size = torch.bincount(bins, minlength=BINS).clamp_min(1)
+    out = []
+    for layer in cache.layers:
+        if isinstance(layer, SieveLayer):
+            index = layer.store.index[0].long().cpu()
+            kept = index[(index >= 0) & (index < length)]
+            heads = len(index)
+        else:  # transformers' own sliding window: the newest tokens
+            stored = layer.keys.shape[-2]
+            kept, heads = torch.arange(cache.num_seen - stored, length), 1
+        share = torch.bincount(bins[kept.clamp_min(0)], minlength=BINS) / (size * heads)
+        out.append([round(each, 4) for each in share.tolist()])
+    return out

@@ -1,0 +1,197 @@
+"""One sample under many plans: prompts read once where that changes nothing, answers decoded together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.eval.prompts import Prompter
+from kvsieve.eval.types import Sample, Turn
+from kvsieve.hf.attach import attach
+from kvsieve.hf.cache import SieveCache, TurnRecord
+from kvsieve.hf.generate import what_ran
+from kvsieve.hf.shared import next_logits, read_shared
+from kvsieve.hf.stack import can_stack, stack
+from kvsieve.plans import Plan
+
+# Answer tokens of full KV over which other plans' distributions are compared with it.
+_COMPARED = 32
+
+
+@dataclass
+class Outcome:
+    """What one plan made of one sample. Metrics as in docs/results.md."""
+
+    answers: list[str]
+    metrics: dict[str, float]
+    record: TurnRecord
+    applied: bool
+    notes: list[str]
+    kl: float = 0.0
+    kl_last: float = 0.0
+    top1: float = 1.0
+
+
+@dataclass
+class _State:
+    """Conversations so far, one per row, each under its plan.
+
+    cache: theirs; fed: int64 [1, N], the tokens fed to all of them; logits: [rows, V] after the last of these.
+    """
+
+    plans: list[Plan]
+    cache: SieveCache
+    fed: Tensor
+    logits: Tensor
+
+
+class Engine:
+    """Runs samples on one model, greedily.
+
+    batch: answers decoded together at most. chunk: prompt tokens per forward pass, None for all at once.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, batch: int = 8, chunk: int | None = None) -> None:
+        self.model, self.batch, self.chunk = model, batch, chunk
+        self.prompter = Prompter(tokenizer, model.generation_config.eos_token_id)
+
+    def run(self, sample: Sample, plans: Sequence[Plan], question: str) -> list[Outcome]:
+        """Outcomes of `plans`, the first of which must be full KV, the reference of the distances.
+
+        question: "visible" when plans act on context and question together; "hidden" when they act on the context
+        alone and the questions follow, kept whole.
+        """
+        encoded = self.prompter.encode(sample)
+        visible = question == "visible"
+        states = self._read(plans, encoded.prompt if visible else encoded.context)
+        outcomes = []
+        for state in states:
+            applied, notes = what_ran(state.plans[0], state.cache.record)
+            outcomes.append(Outcome([], {}, state.cache.record, applied, notes))
+        scores: list[list[dict[str, float]]] = [[] for _ in plans]
+        # Without a further turn's eviction to come the rows can stay together.
+        held = states if visible else self._stacked(states)
+        new = (None if visible else encoded.question, *encoded.followups)
+        for turn, ids in zip(sample.turns, new, strict=True):
+            asked = held
+            if ids is not None:
+                asked = [self._continue(state, ids, fork=sample.independent, act=visible) for state in held]
+            if not sample.independent:
+                held = asked
+            answers, distances = self._answer(self._stacked(asked) if visible else asked, turn)
+            for outcome, answer, distance, per_turn in zip(outcomes, answers, distances, scores, strict=True):
+                outcome.answers.append(answer)
+                per_turn.append(turn.score(answer, turn.answers))
+                if turn is sample.turns[0]:
+                    outcome.kl, outcome.kl_last, outcome.top1 = distance
+        for outcome, per_turn in zip(outcomes, scores, strict=True):
+            outcome.metrics = {name: _mean([each[name] for each in per_turn]) for name in per_turn[0]}
+            if len(per_turn) > 1:
+                outcome.metrics |= {f"turn_{i + 1}": each["score"] for i, each in enumerate(per_turn)}
+        return outcomes
+
+    def _read(self, plans: Sequence[Plan], ids: Tensor) -> list[_State]:
+        """The first prompt under every plan; plans that propagate alike share one reading of it."""
+        states: dict[int, _State] = {}
+        for propagate in dict.fromkeys(plan.propagate for plan in plans):
+            mine = [(i, plan) for i, plan in enumerate(plans) if plan.propagate == propagate]
+            window = max(plan.window for _, plan in mine)
+            shared = read_shared(self.model, propagate, ids, window=window, chunk=self.chunk)
+            for i, plan in mine:
+                states[i] = _State([plan], shared.reduced(plan.evict), ids, shared.logits)
+        return [states[i] for i in range(len(plans))]
+
+    def _continue(self, state: _State, ids: Tensor, *, fork: bool, act: bool) -> _State:
+        """Feed `ids` to conversations (to a copy of them with `fork`); with `act` their plan acts on them as well."""
+        cache = state.cache.fork() if fork else state.cache
+        fed = torch.cat([state.fed, ids], 1)
+        plan = state.plans[0] if act else _full(state.plans[0])
+        with attach(self.model, plan), torch.no_grad():
+            logits = next_logits(self.model, cache, fed.expand(cache.batch, -1))[:, -1]
+        return _State(state.plans, cache, fed, logits)
+
+    def _stacked(self, states: Sequence[_State]) -> list[_State]:
+        """Neighbours as rows of one cache where they are alike; the reference, which comes first, stays alone."""
+        groups: list[list[_State]] = []
+        for i, state in enumerate(states):
+            last = groups[-1] if i > 1 else []
+            if last and len(last) < self.batch and _alike(last[0], state):
+                last.append(state)
+            else:
+                groups.append([state])
+        return [
+            _State(
+                [state.plans[0] for state in group],
+                stack([state.cache for state in group]) if len(group) > 1 else group[0].cache,
+                group[0].fed,
+                torch.cat([state.logits for state in group]),
+            )
+            for group in groups
+        ]
+
+    def _answer(self, states: Sequence[_State], turn: Turn) -> tuple[list[str], list[tuple[float, float, float]]]:
+        """Greedy answers, and each one's distance to the first row's: mean KL, KL of the first token, agreement."""
+        answers: list[str] = []
+        distances: list[tuple[float, float, float]] = []
+        reference: list[int] = []
+        truth = torch.empty(0)
+        for state in states:
+            tokens = self._decode(state, turn.max_new_tokens)
+            used = [self.prompter.answer(row) for row in tokens]
+            answers += [text for text, _ in used]
+            if not reference:
+                reference = tokens[0][: min(used[0][1], _COMPARED)]
+            given = self._distributions(state, reference)
+            truth = truth if len(truth) else given
+            kl = (truth.exp() * (truth - given)).sum(-1).clamp_min(0)
+            same = (truth.argmax(-1) == given.argmax(-1)).float()
+            for mine, agreed in zip(kl, same, strict=True):
+                distances.append((mine.mean().item(), mine[0].item(), agreed.mean().item()))
+        return answers, distances
+
+    def _decode(self, state: _State, limit: int) -> list[list[int]]:
+        """Tokens of each row up to the end of the turn, at most `limit`; the state stays as it is."""
+        logits = state.logits
+        rows: list[list[int]] = [[] for _ in logits]
+        going = list(range(len(rows)))
+        with attach(self.model, _full(state.plans[0])), torch.no_grad():
+            cache = state.cache.fork()
+            for step in range(limit):
+                chosen = logits.argmax(-1)
+                for row in going:
+                    rows[row].append(int(chosen[row]))
+                going = [row for row in going if rows[row][-1] not in self.prompter.stops]
+                if not going or step + 1 == limit:
+                    break
+                logits = self.model(input_ids=chosen[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+        return rows
+
+    def _distributions(self, state: _State, reference: list[int]) -> Tensor:
+        """Log-probabilities float32 [rows, T, V] of the tokens of `reference`, given those before them."""
+        parts = [state.logits[:, None].float().log_softmax(-1)]
+        if len(reference) > 1:
+            with attach(self.model, _full(state.plans[0])), torch.no_grad():
+                ids = torch.tensor([reference[:-1]], device=self.model.device).expand(len(state.logits), -1)
+                logits = self.model(input_ids=ids, past_key_values=state.cache.fork(), use_cache=True).logits
+            parts.append(logits.float().log_softmax(-1))
+        return torch.cat(parts, 1)
+
+
+def _full(plan: Plan) -> Plan:
+    """The plan once nothing more is to be dropped."""
+    return Plan(read=plan.read, codec=plan.codec, name="full")
+
+
+def _alike(one: _State, other: _State) -> bool:
+    """Stacking costs what the largest costs, so rows should be about as long."""
+    sizes = sum(one.cache.entries()), sum(other.cache.entries())
+    same = one.plans[0].read == other.plans[0].read and can_stack([one.cache, other.cache])
+    return same and max(sizes) <= 1.5 * min(sizes)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

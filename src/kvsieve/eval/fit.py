@@ -1,0 +1,47 @@
+"""Making a prompt as long as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvsieve.errors import InputError
+from kvsieve.eval.haystack import noise_words
+from kvsieve.eval.types import Sample
+
+Count = Callable[[Sample], int]
+
+
+def fit(make: Callable[[int], Sample], count: Count, length: int, name: str) -> tuple[Sample, int]:
+    """The longest ``make(n)`` of at most `length` tokens, and its n. ``make`` must grow with n.
+
+    Raises InputError when even ``make(0)`` is longer.
+    """
+    low, low_tokens = 0, count(make(0))
+    if low_tokens > length:
+        raise InputError(f"{name} needs prompts of at least {low_tokens} tokens, got a length of {length}; raise it")
+    high, step = None, 16
+    while high is None or high - low > 1:
+        if high is None:
+            guess = low + step
+        else:
+            # Between the two by the rule of three, but never at an end, so that the search always advances.
+            share = (length - low_tokens) / max(high_tokens - low_tokens, 1)
+            guess = min(max(low + round(share * (high - low)), low + 1), high - 1)
+        tokens = count(make(guess))
+        if tokens <= length:
+            if high is None:
+                per_unit = max((tokens - low_tokens) / (guess - low), 0.1)
+                step = max(int((length - tokens) / per_unit * 1.02) + 1, step)
+            low, low_tokens = guess, tokens
+        else:
+            high, high_tokens = guess, tokens
+    return make(low), low
+
+
+def fit_padded(make: Callable[[int, str], Sample], count: Count, length: int, name: str) -> Sample:
+    """The same for units too long to hit a length: what is missing is filled with noise.
+
+    make: (units, filler text) -> sample.
+    """
+    _, units = fit(lambda n: make(n, ""), count, length, name)
+    return fit(lambda n: make(units, noise_words(n)), count, length, name)[0]

@@ -1,0 +1,103 @@
+"""Long texts to hide things in: repeated noise, text every Python carries, or the files of a folder."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvsieve.errors import InputError
+
+NOISE = (
+    "The river is wide. The hills are green. The road goes on and on. Here we turn, and there we turn back again.",
+)
+SUFFIXES = (".txt", ".md", ".rst")
+
+
+def load_haystack(source: str) -> str:
+    """The text that `source` names: "topics" (Python's own help), "noise", or a folder or file of the user's.
+
+    A folder's .txt, .md and .rst files are read in the order of their names. Raises InputError when there is nothing.
+    """
+    if source == "noise":
+        return NOISE[0] + " "
+    if source == "topics":
+        return _topics()
+    path = Path(source).expanduser()
+    if not path.exists():
+        raise InputError(
+            f"haystack {source!r} is neither 'topics' nor 'noise' nor an existing folder or text file; check the path"
+        )
+    files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix in SUFFIXES)
+    try:
+        text = "\n\n".join(each.read_text(encoding="utf-8").strip() for each in files)
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the haystack {source!r} as UTF-8 text: {error}") from error
+    if len(text.split()) < 50:
+        raise InputError(
+            f"the haystack {source!r} has {len(text.split())} words in {len(files)} {'/'.join(SUFFIXES)} files, at "
+            "least 50 are needed; put text there"
+        )
+    return text
+
+
+@functools.cache
+def _topics() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name].strip() for name in sorted(topics))
+
+
+@functools.lru_cache(maxsize=4)
+def _pieces(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Words with the white space after them, and the indices that begin a paragraph."""
+    words = tuple(re.findall(r"\S+\s*", text.strip() + "\n\n"))
+    starts = (0, *(i + 1 for i, word in enumerate(words[:-1]) if "\n\n" in word))
+    return words, starts
+
+
+def passage(text: str, start: float, count: int) -> list[str]:
+    """`count` words, with the white space after each, from the paragraph nearest to the share `start` of the text on.
+
+    Where the text ends it begins again.
+    """
+    words, starts = _pieces(text)
+    first = starts[min(int(start * len(starts)), len(starts) - 1)]
+    return [words[(first + i) % len(words)] for i in range(count)]
+
+
+def hide(words: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> str:
+    """The words as text, with each needle as a sentence of its own behind the sentence end nearest to its depth.
+
+    depths: shares of the words, 0 the beginning, 1 the end; one per needle.
+    """
+    ends = [0, *(i + 1 for i, word in enumerate(words) if _ends_sentence(word)), len(words)]
+    places = [min(ends, key=lambda end, depth=depth: abs(end - depth * len(words))) for depth in depths]
+    parts, last = [], 0
+    for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
+        parts += ["".join(words[last:place]).rstrip(" "), needle]
+        last = place
+    parts.append("".join(words[last:]))
+    text = ""
+    for part in parts:
+        if not part.strip():
+            continue
+        joint = "" if not text or text.endswith("\n") else " "
+        text += joint + (part if not joint else part.lstrip(" "))
+    return text.strip()
+
+
+def _ends_sentence(word: str) -> bool:
+    return "\n\n" in word or word.rstrip().endswith((".", "!", "?"))
+
+
+def noise_words(count: int) -> str:
+    """`count` words of noise, to fill a prompt up to its length."""
+    return "".join(passage(NOISE[0], 0, count)).strip()
+
+
+def draw(seed: int, task: str, length: int, index: int) -> random.Random:
+    """A source of random numbers for one sample, the same everywhere."""
+    return random.Random(f"{seed}/{task}/{length}/{index}")

@@ -1,0 +1,197 @@
+"""lm-evaluation-harness runs its tasks under a kvsieve plan: ``--model kvsieve``.
+
+    kvsieve-lm-eval --model kvsieve --model_args pretrained=DIR,method=snapkv,budget=20%,kernel=21 --tasks ...
+
+Importing this module registers the model. A harness that loads the entry-point group ``lm_eval.models`` finds it by
+itself; release 0.4.13 does not, so `main` (the command ``kvsieve-lm-eval``) imports it and hands over to the harness.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+try:
+    from lm_eval.api.registry import register_model
+
+    # From here and not from where it is defined: that file moved between releases.
+    from lm_eval.models.huggingface import HFLM, get_dtype, stop_sequences_criteria
+except ImportError as error:
+    raise ImportError(
+        f"lm-evaluation-harness and its Hugging Face extra are needed ({error}); pip install 'kvsieve[lm-eval]'"
+    ) from error
+
+import kvsieve
+from kvsieve.errors import KvsieveWarning, PlanError, UnsupportedOptionError
+from kvsieve.hf.attach import Sieve, attach
+from kvsieve.hf.generate import Stats
+from kvsieve.hf.probe import check_model
+from kvsieve.registry import did_you_mean, list_methods, method_info
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
+_log = logging.getLogger(__name__)
+_CACHE_KEY = "kvsieve_plan"
+
+
+@register_model("kvsieve")
+class KvsieveLM(HFLM):
+    """The harness's own Hugging Face model, with every ``generate_until`` request answered under a plan.
+
+    pretrained: as for ``--model hf`` (a directory, a hub id, a loaded model), or "demo", kvsieve's demo model.
+    method, and the method's parameters: as in ``kvsieve.plan("snapkv", budget="20%", kernel=21)``.
+    chunk: prompt tokens per forward pass, None for all at once. Everything else goes to HFLM.
+
+    Raises PlanError for a missing or unknown method and for an argument that neither the method nor HFLM has, and
+    UnsupportedModelError, before anything runs, for a model the plan cannot run on.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any = "demo",
+        method: str | None = None,
+        chunk: int | None = None,
+        **arguments: Any,
+    ) -> None:
+        self.plan, arguments = _split(method, arguments)
+        self.chunk = chunk
+        self.calls: list[Stats] = []
+        self._sieve: Sieve | None = None
+        if pretrained == "demo":
+            dtype = get_dtype(arguments.pop("dtype", None) or "auto")
+            pretrained, tokenizer = kvsieve.models.load(None, dtype, arguments.pop("device", None))
+            arguments.setdefault("tokenizer", tokenizer)
+        super().__init__(pretrained=pretrained, **arguments)
+        check_model(self.model, self.plan)
+        _log.info("kvsieve plan: %s", json.dumps(self.plan.to_dict()))
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """As HFLM's. Warns (KvsieveWarning) when the plan acted on no prompt, or not on all."""
+        before = len(self.calls)
+        with attach(self.model, self.plan) as sieve:
+            self._sieve = sieve
+            try:
+                answers = super().generate_until(requests, disable_tqdm=disable_tqdm)
+            finally:
+                self._sieve = None
+        self._report(self.calls[before:])
+        return answers
+
+    def _model_generate(
+        self, context: Tensor, max_length: int, stop: list[str], attention_mask: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        if self._sieve is None:
+            raise UnsupportedOptionError("kvsieve generates inside generate_until only, where the plan is attached")
+        temperature = options.pop("temperature", 0.0)
+        if options.setdefault("do_sample", temperature > 0):
+            options["temperature"] = temperature
+        mixed = self.mixed_precision_dtype
+        with torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None):
+            result = self._sieve.generate(
+                context,
+                attention_mask,
+                chunk=self.chunk,
+                max_new_tokens=max_length - context.shape[1],
+                stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], context.shape[0]),
+                pad_token_id=self.tokenizer.pad_token_id,
+                **options,
+            )
+        self.calls.append(result.stats)
+        return result.sequences
+
+    def _report(self, calls: list[Stats]) -> None:
+        idle = [call for call in calls if not call.applied]
+        if not idle:
+            return
+        longest = max(call.prompt_tokens for call in idle)
+        which = "on none" if len(idle) == len(calls) else f"on {len(calls) - len(idle)}"
+        warnings.warn(
+            f"{self.plan.name} acted {which} of {len(calls)} batches, so the others' answers are full KV's: "
+            f"{idle[-1].notes[0]} (longest such prompt: {longest} tokens); use longer prompts or a smaller budget",
+            KvsieveWarning,
+            stacklevel=3,
+        )
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """HFLM's under full KV. Raises UnsupportedOptionError under any other plan."""
+        self._refuse_scoring(requests, "loglikelihood")
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
+        """HFLM's under full KV. Raises UnsupportedOptionError under any other plan."""
+        self._refuse_scoring(requests, "loglikelihood_rolling")
+        return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+
+    def _refuse_scoring(self, requests: list[Instance], kind: str) -> None:
+        if self.plan.roles:
+            tasks = sorted({name for each in requests if (name := getattr(each, "task_name", None))})
+            raise UnsupportedOptionError(
+                f"{', '.join(tasks) or 'the task'} asks for {kind}, which is one forward pass over prompt and answer: "
+                f"{self.plan.name!r} acts once a prompt is complete, so the numbers would not be its own. Take a "
+                "generate_until task, or method=full"
+            )
+
+    def set_cache_hook(self, cache_hook: Any) -> None:
+        """As HFLM's. Raises UnsupportedOptionError for a ``--use_cache`` file with answers of another plan."""
+        answers = cache_hook.dbdict
+        if answers is not None:
+            mine = json.dumps(self.plan.to_dict(), sort_keys=True)
+            if len(answers) and answers.get(_CACHE_KEY) != mine:
+                raise UnsupportedOptionError(
+                    "the --use_cache file holds answers of another plan or model type "
+                    f"({answers.get(_CACHE_KEY) or 'not written by kvsieve'}), and the harness would return them as "
+                    f"those of {self.plan.name!r}; use one file per plan"
+                )
+            answers[_CACHE_KEY] = mine
+        super().set_cache_hook(cache_hook)
+
+    def get_model_info(self) -> dict[str, Any]:
+        """As HFLM's, and under "kvsieve" the plan and what it did: this goes into the result file's "config"."""
+        calls = self.calls
+        shares = [sum(call.kv_entries) / len(call.kv_entries) / call.prompt_tokens for call in calls]
+        return super().get_model_info() | {
+            "kvsieve": {
+                "version": kvsieve.__version__,
+                "plan": self.plan.to_dict(),
+                "chunk": self.chunk,
+                "batches": len(calls),
+                "batches_applied": sum(call.applied for call in calls),
+                "longest_prompt_tokens": max((call.prompt_tokens for call in calls), default=0),
+                "mean_kv_share": sum(shares) / len(shares) if shares else None,
+            }
+        }
+
+
+def _split(method: str | None, arguments: dict[str, Any]) -> tuple[kvsieve.Plan, dict[str, Any]]:
+    """The plan that --model_args describe, and the arguments that are left for HFLM."""
+    if method is None:
+        raise PlanError(f"--model_args names no method; add method=..., one of {', '.join(list_methods())}")
+    info = method_info(method)
+    known = [name for name in inspect.signature(HFLM.__init__).parameters if name not in ("self", "kwargs")]
+    given = {name: value for name, value in arguments.items() if name in info.parameters}
+    rest = {name: value for name, value in arguments.items() if name not in given}
+    for name in rest:
+        if name not in known:
+            # HFLM would hand it to from_pretrained, where a misspelt parameter of the method goes unnoticed.
+            close = did_you_mean(name, [*info.parameters, "chunk", *known]).partition(" (")[0]
+            takes = ", ".join([*info.parameters, "chunk"])
+            raise PlanError(
+                f"neither {info.name} nor the harness's Hugging Face model has an argument {name!r}{close} "
+                f"({info.name} takes {takes}); for other options of from_pretrained, load the model yourself and pass "
+                "it as KvsieveLM(pretrained=model, tokenizer=tokenizer)"
+            )
+    return kvsieve.plan(info.name, **given), rest
+
+
+def main() -> None:
+    """The harness's own command line, with ``--model kvsieve`` known to it."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()

@@ -1,0 +1,119 @@
+"""From samples to token ids: the chat template, where the context ends, what ends an answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import InputError
+from kvsieve.eval.types import Sample
+
+_MARK = "kvsieve-mark-of-the-answer"
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """context, question: int64 [1, N]; together the prompt of the first turn. The split falls between tokens, so both
+    ways of asking feed the same ids. followups: what each later turn adds to the conversation, the right answer to
+    the turn before it included; with independent turns, each turn's own question."""
+
+    context: Tensor
+    question: Tensor
+    followups: tuple[Tensor, ...] = ()
+
+    @property
+    def prompt(self) -> Tensor:
+        return torch.cat([self.context, self.question], 1)
+
+
+class Prompter:
+    """Renders samples for one model."""
+
+    def __init__(self, tokenizer: Any, stops: Any = None) -> None:
+        """stops: the model's own end tokens (an id, a list or None); the template's end of turn is added."""
+        self.tokenizer = tokenizer
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        ends = {tokenizer.eos_token_id, *(stops if isinstance(stops, (list, tuple)) else [stops]), self._end_of_turn()}
+        self.stops = frozenset(end for end in ends if end is not None)
+
+    def encode(self, sample: Sample) -> Encoded:
+        """Raises InputError when the chat template changes the context or rewrites earlier turns."""
+        context, question = self._split(sample, 0)
+        if sample.independent:
+            others = [self._split(sample, turn)[1] for turn in range(1, len(sample.turns))]
+            return Encoded(self._ids(context), self._ids(question), tuple(map(self._ids, others)))
+        known, followups = context + question, []
+        for turn in range(1, len(sample.turns)):
+            whole = self._render(self._messages(sample, turn)) + self._lead(sample.turns[turn].prefix)
+            # The prefix of the answer before stands in the conversation as the beginning of the right answer.
+            if not whole.startswith(known):
+                raise InputError("the model's chat template rewrites earlier turns, so a conversation cannot go on")
+            followups.append(self._ids(whole[len(known) :]))
+            known = whole
+        return Encoded(self._ids(context), self._ids(question), tuple(followups))
+
+    def count(self, sample: Sample) -> int:
+        """Tokens of the prompt up to the first answer."""
+        return sum(len(self._tokens(part)) for part in self._split(sample, 0))
+
+    def answer(self, tokens: list[int]) -> tuple[str, int]:
+        """The text up to the end of the turn, and how many tokens that are, the end included."""
+        for used, token in enumerate(tokens):
+            if token in self.stops:
+                return self.decode(tokens[:used]), used + 1
+        return self.decode(tokens), len(tokens)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+
+    def _split(self, sample: Sample, turn: int) -> tuple[str, str]:
+        """The rendered prompt of a turn asked first, cut behind the context."""
+        asked = sample.turns[turn]
+        text = self._render(self._first(sample, turn))
+        at = text.find(sample.context)
+        if at < 0:
+            raise InputError("the model's chat template changes the text of a message, so the context cannot be found")
+        at += len(sample.context)
+        return text[:at], text[at:] + self._lead(asked.prefix)
+
+    def _first(self, sample: Sample, turn: int) -> list[dict[str, str]]:
+        user = {"role": "user", "content": f"{sample.context}\n\n{sample.turns[turn].question}"}
+        return [{"role": "system", "content": sample.system}, user] if sample.system else [user]
+
+    def _messages(self, sample: Sample, last: int) -> list[dict[str, str]]:
+        messages = self._first(sample, 0)
+        for before, turn in zip(sample.turns[:last], sample.turns[1 : last + 1], strict=True):
+            messages.append({"role": "assistant", "content": before.reply})
+            messages.append({"role": "user", "content": turn.question})
+        return messages
+
+    def _lead(self, prefix: str) -> str:
+        """A template's generation prompt ends a line or a header, so the prefix needs no space before it."""
+        return prefix if self.has_template or not prefix else f" {prefix}"
+
+    def _render(self, messages: list[dict[str, str]], ask: bool = True) -> str:
+        if not self.has_template:
+            text = "\n\n".join(message["content"] for message in messages)
+            return f"{text}\nAnswer:" if ask else text
+        try:
+            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=ask, tokenize=False)
+        except Exception as error:  # templates raise what they like
+            raise InputError(f"the model's chat template refuses the prompt: {error}") from error
+
+    def _tokens(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _ids(self, text: str) -> Tensor:
+        return torch.tensor([self._tokens(text)], dtype=torch.int64)
+
+    def _end_of_turn(self) -> int | None:
+        """The special token that the template writes behind an answer, whatever the model's config calls its end."""
+        if not self.has_template:
+            return None
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        tail = self._render(chat, ask=False).rpartition(_MARK)[2]
+        special = set(self.tokenizer.all_special_ids)
+        return next((token for token in self._tokens(tail) if token in special), None)

@@ -1,0 +1,232 @@
+"""The report of a results directory: one HTML file that needs nothing else, pictures, and Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvsieve.cli.output import markdown_table
+from kvsieve.errors import InputError
+from kvsieve.eval import report_html as h
+from kvsieve.eval.pictures import Picture, draw
+from kvsieve.eval.results import FULL, Results, Row, distinct
+from kvsieve.eval.tables import Table, Tables, bounds, budget_name, make_tables, plus_minus
+
+FORMATS = ("png", "svg")
+_ANSWER_LENGTH = 300
+_GUIDE = (
+    "Each method reads the same prompts as full KV, under a budget of KV entries per layer and head; “visible” means "
+    "that it could see the question when it chose what to keep, “hidden” that the question came afterwards. "
+    "Look at the summary for what an answer's quality costs at each budget, then at the intervals before you believe "
+    "a difference: where they overlap widely, there are too few samples to tell."
+)
+_GLOSSARY = (
+    ("score", "What a task's scoring gives an answer, 0 to 100%; the mean over tasks gives each the same weight."),
+    ("95% interval", "Wilson's interval for a share seen in n samples; for a mean over tasks, of all samples."),
+    ("±", "Half the width of the 95% interval, which is not quite symmetric around the score."),
+    ("budget", "KV entries kept per layer and KV head: a share of the prompt, or a number; all: no budget."),
+    ("KV kept", "Entries stored per KV head once the prompt was complete, mean over layers, as a share of the prompt."),
+    ("KL", "Kullback-Leibler divergence of the next-token distribution from full KV's, mean over the tokens of full "
+     "KV's answer, in nats; 0 is the same distribution."),
+    ("KL at the last prompt token", "The same for the distribution of the answer's first token."),
+    ("same top-1", "Share of those tokens for which the most likely token is full KV's."),
+    ("TTFT", "Time to first token: from the start of the prefill to the first token of the answer."),
+    ("TPOT", "Time per output token after the first."),
+    ("p95, p99", "95 or 99 of 100 measured values were at most this: repeats for TTFT, single tokens for TPOT."),
+    ("tokens/s", "New tokens divided by the time of the whole answer, prefill included."),
+    ("KV MiB", "Memory that the stored KV entries take once the prompt was complete."),
+    ("KV read MiB/token", "KV bytes that attention reads for each decoded token."),
+    ("peak MiB", "Most memory in use during the run, where the device can tell."),
+    ("deep tokens", "Prompt tokens that the last layers computed; fewer than the prompt with prefill reduction."),
+    ("×", "Ratio to full KV of the same repeat, the median of the repeats; below 1 is less."),
+    ("full", "The model as it is: the whole cache, no method."),
+)  # fmt: skip
+
+
+def write_report(results: Results, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Write report.html, tables.md and plots/ into the results directory. Returns the files written.
+
+    Raises InputError for a format it does not know, KvsieveError where matplotlib is missing.
+    """
+    unknown = [each for each in formats if each not in FORMATS]
+    if unknown or not formats:
+        raise InputError(f"--formats must name some of {', '.join(FORMATS)}, got {', '.join(unknown) or 'nothing'}")
+    pictures = draw(results, png="png" in formats)
+    folder = results.folder
+    (folder / "plots").mkdir(exist_ok=True)
+    written = [_write(folder / "report.html", html_report(results, pictures)),
+               _write(folder / "tables.md", markdown_report(results))]  # fmt: skip
+    for picture in pictures:
+        for kind, content in (("png", picture.png), ("svg", picture.svg)):
+            if kind in formats and content is not None:
+                file = folder / "plots" / f"{picture.name}.{kind}"
+                file.write_bytes(content)
+                written.append(file)
+    return written
+
+
+def _write(file: Path, content: str) -> Path:
+    # A model's answer may hold half a character, which UTF-8 cannot write.
+    file.write_bytes(content.encode("utf-8", "replace"))
+    return file
+
+
+def markdown_report(results: Results) -> str:
+    """Tables for papers: percent with ± half of the 95% interval."""
+    tables = make_tables(results, plus_minus)
+    groups = (("Summary", tables.summary), ("Scores per task", tables.tasks), ("Distance to full KV", tables.fidelity),
+              ("Costs", tables.costs))  # fmt: skip
+    parts = [f"# {_title(results)}"]
+    for title, found in groups:
+        parts += [f"## {title}"] * bool(found)
+        for table in found:
+            parts += [f"### {table.title}", markdown_table(table.headers, _plain(table)), table.note]
+    return "\n\n".join(parts) + "\n"
+
+
+def _plain(table: Table) -> list[list[str]]:
+    return [[f"**{entry.text}**" if entry.best else entry.text for entry in row] for row in table.rows]
+
+
+def html_report(results: Results, pictures: Sequence[Picture]) -> str:
+    tables = make_tables(results, bounds)
+    shown = {kind: h.figures([each for each in pictures if each.kind == kind]) for kind in
+             ("accuracy", "tradeoff", "fidelity", "needle", "latency", "kept")}  # fmt: skip
+    first = "\n".join(h.table(table, f"summary-{index}") for index, table in enumerate(tables.summary))
+    sections = [
+        ("summary", "Summary", first),
+        ("accuracy", "Score by budget", shown["accuracy"]),
+        ("tradeoff", "Score against cost", shown["tradeoff"]),
+        ("costs", "Costs", _unfolding(tables.costs) + shown["latency"]),
+        ("fidelity", "Distance to full KV", _unfolding(tables.fidelity) + shown["fidelity"]),
+        ("needle", "Needle by depth", shown["needle"]),
+        ("kept", "Which tokens are kept", shown["kept"]),
+        ("tasks", "Scores per task", _scores(tables)),
+        ("not-run", "What did not run as asked", _not_run(results)),
+        ("answers", "Example answers", _examples(results)),
+        ("setup", "What was run", _setup(results)),
+        ("glossary", "Glossary", h.definitions(_GLOSSARY)),
+    ]
+    intro = f"{_facts(results)}\n{h.paragraph(_GUIDE)}\n{_warnings(results)}"
+    return h.page(_title(results), [section for section in sections if section[2]], intro)
+
+
+def _title(results: Results) -> str:
+    return f"kvsieve evaluation: {results.run.get('model', 'unknown model')}"
+
+
+def _unfolding(tables: Sequence[Table]) -> str:
+    """The first one, and the others on request."""
+    parts = [h.table(each) for each in tables[:1]] + [h.details(each.title, h.table(each)) for each in tables[1:]]
+    return "\n".join(parts)
+
+
+def _scores(tables: Tables) -> str:
+    others = [h.details(each.title, h.table(each)) for each in tables.metrics]
+    return "\n".join([_unfolding(tables.tasks), *others])
+
+
+def _facts(results: Results) -> str:
+    run, machines = results.run, _machines(results)
+    commits = distinct(str(machine.get("commit") or "unknown") for machine in machines)
+    lengths = ", ".join(str(length) for length in sorted(distinct(row["length"] for row in results.samples)))
+    facts = (
+        f"{run.get('dtype', 'unknown dtype')}, seed {run.get('seed', 'unknown')}, {len(results.tasks)} tasks, "
+        f"{len(results.samples)} answers, prompts of {lengths or 'unknown'} tokens, {len(results.costs)} timed runs, "
+        f"{_duration(run.get('seconds'))}; commit {', '.join(commits) or 'unknown'}."
+    )
+    return h.paragraph(facts, "quiet")
+
+
+def _duration(seconds: Any) -> str:
+    if not isinstance(seconds, (int, float)):
+        return "unknown wall time"
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s wall time"
+    return f"{minutes // 60} h {minutes % 60} min wall time" if minutes >= 60 else f"{minutes} min wall time"
+
+
+def _machines(results: Results) -> list[Row]:
+    """The environments, without repetitions that differ in nothing but the time."""
+    found: dict[str, Row] = {}
+    for each in results.run.get("environments") or []:
+        found.setdefault(str({key: value for key, value in each.items() if key != "time"}), each)
+    return list(found.values())
+
+
+def _warnings(results: Results) -> str:
+    texts = []
+    failed = [row for row in results.samples if row.get("applied") is False]
+    if failed:
+        names = ", ".join(distinct(row["label"] for row in failed))
+        texts.append(f"In {len(failed)} of {len(results.samples)} answers the method did not run as asked ({names}); "
+                     "they are listed below, and count in the means.")  # fmt: skip
+    environments = results.run.get("environments") or []
+    used = {row.get("env") for row in results.costs}
+    same = ("processor", "device", "threads", "torch", "kvsieve", "commit")
+    kinds = {str([environments[i].get(key) for key in same]) for i in used
+             if isinstance(i, int) and 0 <= i < len(environments)}  # fmt: skip
+    if len(kinds) > 1:
+        texts.append("The costs were measured in environments that differ; compare times with care.")
+    if results.costs and not any(row["label"] == FULL for row in results.costs):
+        texts.append("Full KV was not timed: there are no ratios to it.")
+    return "\n".join(h.paragraph(each, "warn") for each in texts)
+
+
+def _setup(results: Results) -> str:
+    run = results.run
+    facts = [("model", run.get("model")), ("dtype", run.get("dtype")), ("seed", run.get("seed")),
+             ("haystack", run.get("haystack")), ("wall time", _duration(run.get("seconds"))),
+             ("tasks", ", ".join(f"{title} ({name})" for name, title in results.tasks.items())),
+             ("methods", "\n".join(results.labels))]  # fmt: skip
+    parts = [h.text_table("Run", ["", "value"], [(name, str(value)) for name, value in facts if value is not None])]
+    for number, machine in enumerate(_machines(results), 1):
+        rows = [(str(name), str(value)) for name, value in machine.items()]
+        parts.append(h.text_table(f"Environment {number}", ["", "value"], rows))
+    return "\n".join(parts)
+
+
+def _not_run(results: Results) -> str:
+    counts: dict[tuple[str, ...], int] = {}
+    for row in results.samples:
+        notes = [str(note) for note in row.get("notes") or []]
+        if row.get("applied") is False or notes:
+            ran = "no" if row.get("applied") is False else "yes"
+            key = (row["label"], budget_name(row["budget"]), results.tasks[row["task"]], str(row["length"]),
+                   row["question"], ran, "; ".join(notes) or "no reason given")  # fmt: skip
+            counts[key] = counts.get(key, 0) + 1
+    if not counts:
+        return h.paragraph("Every method ran as asked in every sample, and left no notes.")
+    headers = ["method", "budget", "task", "length", "question", "ran", "note", "samples"]
+    listed = h.text_table("Samples with notes", headers, [(*key, str(count)) for key, count in counts.items()])
+    return listed if len(counts) <= 12 else h.details(f"{len(counts)} kinds of notes", listed)
+
+
+def _examples(results: Results) -> str:
+    """The first sample of every task at the longest length: what was expected, and every answer."""
+    parts = []
+    for task, title in results.tasks.items():
+        mine = [row for row in results.samples if row["task"] == task]
+        length, first = max(row["length"] for row in mine), min(row["sample"] for row in mine)
+        for question in sorted(distinct(row["question"] for row in mine), reverse=True):
+            rows = [r for r in mine if (r["length"], r["sample"], r["question"]) == (length, first, question)]
+            rows.sort(key=lambda row: results.labels.index(row["label"]))
+            if rows:
+                name = f"{title}: sample {first}, {length} tokens, question {question}"
+                parts.append(h.details(name, _example(name, rows)))
+    return "\n".join(parts)
+
+
+def _example(name: str, rows: Sequence[Row]) -> str:
+    expected = "\n".join(", ".join(map(str, turn)) for turn in rows[0].get("expected") or [])
+    lines = [("expected", "", "", _short(expected))]
+    for row in rows:
+        answers = "\n".join(_short(str(answer)) for answer in row.get("answers") or [])
+        lines.append((row["label"], budget_name(row["budget"]), f"{100 * row['score']:.0f}", answers))
+    return h.text_table(name, ["method", "budget", "score %", "answer"], lines)
+
+
+def _short(answer: str) -> str:
+    return answer if len(answer) <= _ANSWER_LENGTH else answer[:_ANSWER_LENGTH] + " …"

@@ -1,0 +1,159 @@
+"""The grid of an evaluation: which samples remain to be run, and the rows they give."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvsieve.errors import InputError
+from kvsieve.eval.cells import Setting
+from kvsieve.eval.costs import measure_costs
+from kvsieve.eval.engine import Engine, Outcome
+from kvsieve.eval.store import ResultsWriter, Row
+from kvsieve.eval.types import Sample, Task
+
+QUESTIONS = ("visible", "hidden")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One sample asked in one way: what is computed and written together."""
+
+    task: Task
+    length: int
+    question: str
+    index: int
+
+    @property
+    def key(self) -> tuple[str, int, str, int]:
+        return self.task.name, self.length, self.question, self.index
+
+
+@dataclass(frozen=True)
+class Grid:
+    """tasks x lengths x question modes (those a task has) x samples, under every setting; the first setting is full KV."""
+
+    tasks: Sequence[Task]
+    lengths: Sequence[int]
+    questions: Sequence[str]
+    samples: int
+    settings: Sequence[Setting]
+    seed: int = 0
+    cost_samples: int = 3
+
+    def units(self) -> Iterator[Unit]:
+        """Sample by sample, so that a run that is stopped early has something of everything."""
+        for index in range(self.samples):
+            for length in self.lengths:
+                for task in self.tasks:
+                    if index >= (len(task) if hasattr(task, "__len__") else self.samples):
+                        continue
+                    for question in self.questions:
+                        if question in task.modes:
+                            yield Unit(task, length, question, index)
+
+    def check(self, context: int | None) -> None:
+        """Raises InputError for a grid without samples, or lengths the model's context has no room for."""
+        if not any(question in task.modes for task in self.tasks for question in self.questions):
+            names = ", ".join(task.name for task in self.tasks)
+            raise InputError(
+                f"{names}: no such task is asked with the question {'/'.join(self.questions)}; see --question"
+            )
+        for length in self.lengths:
+            if length < 1 or (context is not None and length > context):
+                raise InputError(
+                    f"a length of {length} tokens is outside the model's context of {context}; change --lengths"
+                )
+
+
+Progress = Callable[[int, int, str], None]
+
+
+def run_grid(grid: Grid, engine: Engine, writer: ResultsWriter, progress: Progress | None = None) -> None:
+    """Run what `writer` does not hold yet. progress: called with (units done, units in all, what comes next).
+
+    Raises InputError for a task that a length does not suit, before or while samples run; what was finished stays.
+    """
+    began = time.perf_counter()
+    todo = [(unit, pending) for unit in grid.units() if (pending := _pending(grid, unit, writer))]
+    context = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
+    total = len(todo) + (grid.cost_samples > 0)
+    sample: Sample | None = None
+    made: tuple[Any, ...] = ()
+    for number, (unit, pending) in enumerate(todo):
+        if progress is not None:
+            progress(number, total, f"{unit.task.name}, {unit.length} tokens")
+        if made != (unit.task.name, unit.length, unit.index) or sample is None:
+            sample = unit.task.sample(unit.index, unit.length, grid.seed, engine.prompter.count)
+            _check_room(engine, sample, unit, context)
+            made = (unit.task.name, unit.length, unit.index)
+        outcomes = engine.run(sample, [grid.settings[0].plan, *(each.plan for each in pending)], unit.question)
+        # The reference runs first in any case; it is in `pending` only while its row is missing.
+        rows = [
+            _row(unit, sample, setting, outcome, grid.seed, writer.env)
+            for setting, outcome in zip([grid.settings[0], *pending], outcomes, strict=True)
+            if (*unit.key, setting.label, setting.budget) not in writer.samples.done
+        ]
+        writer.samples.add(rows)
+        writer.save(time.perf_counter() - began)
+    if grid.cost_samples:
+        if progress is not None:
+            progress(total - 1, total, "costs")
+        measure_costs(grid, engine, writer)
+    writer.save(time.perf_counter() - began)
+    if progress is not None:
+        progress(total, total, "done")
+
+
+def _pending(grid: Grid, unit: Unit, writer: ResultsWriter) -> list[Setting] | None:
+    """Settings other than full KV whose rows are missing; None when nothing is."""
+    missing = [each for each in grid.settings if (*unit.key, each.label, each.budget) not in writer.samples.done]
+    return [each for each in missing if each is not grid.settings[0]] if missing else None
+
+
+def _check_room(engine: Engine, sample: Sample, unit: Unit, context: int | None) -> None:
+    if context is None:
+        return
+    encoded = engine.prompter.encode(sample)
+    follow = [ids.shape[1] for ids in encoded.followups]
+    more = max(follow, default=0) if sample.independent else sum(follow)
+    need = encoded.prompt.shape[1] + more + max(turn.max_new_tokens for turn in sample.turns)
+    if need > context:
+        raise InputError(
+            f"{unit.task.name} at {unit.length} tokens needs {need} with its answers and later turns, the model's "
+            f"context ends at {context}; choose a smaller length"
+        )
+
+
+def _row(unit: Unit, sample: Sample, setting: Setting, outcome: Outcome, seed: int, env: int) -> Row:
+    record = outcome.record
+    entries = sum(record.kept.values()) / max(len(record.kept), 1)
+    deep = record.prompt_tokens if record.propagated is None else record.propagated
+    return {
+        "task": unit.task.name,
+        "length": unit.length,
+        "question": unit.question,
+        "sample": unit.index,
+        "method": setting.method,
+        "label": setting.label,
+        "parameters": setting.parameters,
+        "budget": setting.budget,
+        "score": outcome.metrics["score"],
+        "metrics": outcome.metrics,
+        "answers": outcome.answers,
+        "expected": [list(turn.answers) for turn in sample.turns],
+        "prompt_tokens": record.prompt_tokens,
+        "kv_entries": entries,
+        "kv_share": entries / record.prompt_tokens,
+        "deep_tokens": deep,
+        "applied": outcome.applied,
+        "kl": outcome.kl,
+        "top1": outcome.top1,
+        "kl_last": outcome.kl_last,
+        "meta": dict(sample.meta),
+        "seed": seed,
+        "env": env,
+        "notes": outcome.notes,
+    }

@@ -1,0 +1,347 @@
+"""SCBench (arXiv 2412.10319, hub id microsoft/SCBench): several questions on one long context.
+
+Rows come from the hub through `datasets`, or from a local copy. Instructions and scores are written for kvsieve after
+the benchmark's public definitions: numbers are comparable between methods here, not with published ones to the digit.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import string
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from kvsieve.errors import InputError
+from kvsieve.eval.scoring import match_all
+from kvsieve.eval.types import Sample, Score, Turn
+from kvsieve.registry import did_you_mean
+
+HUB_ID = "microsoft/SCBench"
+_GAP = "\n...\n"
+
+
+# Scores: (answer, expected) -> metrics
+
+
+def contains(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when one of `expected` stands in the answer, letter by letter."""
+    return {"score": float(any(each in answer for each in expected))}
+
+
+def first_number(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the first number of the answer is the expected one."""
+    got = re.search(r"-?\d+(?:\.\d+)?", answer)
+    return {"score": float(got is not None and float(got.group()) == float(expected[0]))}
+
+
+def choice_letter(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the answer's letter is the expected one: after "answer is" or "option", else the first on its own."""
+    announced = re.search(r"(?i:answer(?: is)?|option(?: is)?)\s*[:*(\s]*([A-D])\b", answer)
+    alone = re.search(r"(?<![\w'])([B-D]|A(?!\s+[a-z]))(?![\w'])", answer)
+    got = announced or alone
+    return {"score": float(got is not None and got.group(1) == expected[0])}
+
+
+def label_match(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the answer begins with the expected label; for a label such as (B), when it is the first one named."""
+    label = expected[0].strip().lower()
+    if re.fullmatch(r"\([a-z]\)", label):
+        got = re.search(r"\([a-z]\)", answer.lower())
+        return {"score": float(got is not None and got.group() == label)}
+    return {"score": float(re.match(rf"\W*{re.escape(label)}(?!\w)", answer.lower()) is not None)}
+
+
+def english_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """Best word F1 over `expected`, articles and punctuation aside; `contains` is the looser match of the authors."""
+    best = max(_f1(_words(answer), _words(each)) for each in expected)
+    return {"score": best, "contains": float(any(each.lower() in answer.lower() for each in expected))}
+
+
+def chinese_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """Best character F1 over `expected`, punctuation and spaces aside."""
+    return {"score": max(_f1(_characters(answer), _characters(each)) for each in expected)}
+
+
+def rouge_l(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """Best ROUGE-L F-measure over `expected`: longest common subsequence of lower-case words, without stemming."""
+    return {"score": max(_rouge_l(_tokens(answer), _tokens(each)) for each in expected)}
+
+
+def same_function(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the answer's code is at least 0.8 like expected[0], and no other of `expected` is more alike.
+
+    An approximation: likeness is difflib's ratio over words, where RepoQA parses the code and takes BLEU; the other
+    functions asked for in the same row stand for all of the repository's.
+    """
+    block = re.search(r"```[^\n]*\n(.*?)(?:```|\Z)", answer, re.DOTALL)
+    code = (block.group(1) if block else answer).split()
+    likeness = [difflib.SequenceMatcher(None, code, each.split(), autojunk=False).ratio() for each in expected]
+    return {"score": float(likeness[0] >= 0.8 and likeness[0] == max(likeness)), "similarity": likeness[0]}
+
+
+def _words(text: str) -> list[str]:
+    bare = "".join(each for each in text.lower() if each not in string.punctuation)
+    return [each for each in bare.split() if each not in ("a", "an", "the")]
+
+
+def _characters(text: str) -> list[str]:
+    return [each for each in text.lower() if each.isalnum()]
+
+
+def _tokens(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def _f1(got: list[str], wanted: list[str]) -> float:
+    same = sum((Counter(got) & Counter(wanted)).values())
+    return 2 * same / (len(got) + len(wanted)) if same else 0.0
+
+
+def _rouge_l(got: list[str], wanted: list[str]) -> float:
+    row = [0] * (len(wanted) + 1)
+    for word in got:
+        diagonal = 0
+        for column, other in enumerate(wanted, start=1):
+            above = row[column]
+            row[column] = diagonal + 1 if word == other else max(above, row[column - 1])
+            diagonal = above
+    return 2 * row[-1] / (len(got) + len(wanted)) if row[-1] else 0.0
+
+
+# Subsets
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How one kind of question is asked and scored."""
+
+    title: str
+    score: Score
+    max_new_tokens: int
+    instruction: str = ""
+    question: str = "{input}"
+
+
+_KV = _Kind("key-value retrieval", contains, 150, "Here is a JSON object. Give the value of the key you are asked for.")
+_REPO = _Kind(
+    "function retrieval",
+    same_function,
+    1024,
+    "Here is code of a repository. Find the function that is described and repeat it exactly, in a ``` block.",
+)
+_SUMMARY = _Kind("summary", rouge_l, 200)
+_QA = "Read this book. Answer questions about it as briefly as you can."
+
+_KINDS = {
+    "scbench_kv": _KV,
+    "scbench_prefix_suffix": _Kind("retrieval by prefix and suffix", contains, 150),
+    "scbench_vt": _Kind("variable tracking", match_all, 30),
+    "scbench_repoqa": _REPO,
+    "scbench_qa_eng": _Kind("English questions", english_f1, 40, _QA, "Question: {input}"),
+    "scbench_qa_chn": _Kind(
+        "Chinese questions", chinese_f1, 40, "请阅读下面的书，然后尽量简短地回答问题。", "问题：{input}"
+    ),
+    "scbench_choice_eng": _Kind(
+        "multiple choice", choice_letter, 40, _QA, "Question: {input}\n{options}\nAnswer with the letter only."
+    ),
+    "scbench_many_shot": _Kind("many-shot classification", label_match, 10),
+    "scbench_summary": _SUMMARY,
+    "scbench_mf": _Kind("numbers in a list", first_number, 16, "Here is a list of numbers."),
+    "scbench_summary_with_needles": replace(_SUMMARY, title="summary and passkeys", max_new_tokens=800),
+    "scbench_repoqa_and_kv": replace(_REPO, title="functions and key-value pairs", instruction=""),
+}
+# What the turns of a mixed subset name as their own task.
+_MIXED = {
+    "scbench_summary_with_needles": {
+        "scbench_summary": _KINDS["scbench_summary_with_needles"],
+        "scbench_passkey": _Kind("passkey", first_number, 15),
+    },
+    "scbench_repoqa_and_kv": {"scbench_repoqa": _REPO, "scbench_kv": replace(_KV, max_new_tokens=80)},
+}
+SUBSETS = tuple(_KINDS)
+
+
+class SCBench:
+    """One of SCBench's subsets as a task.
+
+    subset: one of SUBSETS. source: a JSONL file of its rows, or a directory with ``SUBSET.jsonl`` in it or in its
+    ``data``; None for the hub. mode: "multi-turn" asks a row's questions one after another in one conversation,
+    "shared" each on its own copy of the context. truncate: cut the middle out of a context that is too long, and say
+    so in the sample's meta, instead of refusing it.
+
+    Raises InputError for an unknown subset or mode, and for rows that cannot be had or are not of SCBench's schema.
+    """
+
+    modes = ("visible", "hidden")
+
+    def __init__(
+        self,
+        subset: str,
+        source: str | Path | None = None,
+        mode: Literal["multi-turn", "shared"] = "multi-turn",
+        truncate: bool = False,
+    ) -> None:
+        if subset not in _KINDS:
+            raise InputError(f"SCBench has no subset {subset!r}{did_you_mean(subset, list(SUBSETS))}")
+        if mode not in ("multi-turn", "shared"):
+            raise InputError(f"SCBench's mode is 'multi-turn' or 'shared', got {mode!r}")
+        self.name = subset
+        self.title = f"SCBench, {_KINDS[subset].title}"
+        self.shared = mode == "shared"
+        self.truncate = truncate
+        self.rows = _hub_rows(subset) if source is None else _local_rows(subset, Path(source).expanduser())
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sample(self, index: int, length: int, seed: int, count: Callable[[Sample], int]) -> Sample:
+        """Row `index`, as long as it is: SCBench's contexts have lengths of their own, and `seed` changes nothing.
+
+        Raises InputError for an index past the last row, a row that lacks a field, and a prompt of more than `length`
+        tokens (with `truncate`: when the questions alone are too long).
+        """
+        if not 0 <= index < len(self.rows):
+            raise InputError(f"{self.name} has {len(self.rows)} rows, got index {index}; ask for fewer samples")
+        row = self.rows[index]
+        context = row.get("context", row.get("input")) if isinstance(row, dict) else None
+        if context is None:
+            raise InputError(f"row {index} of {self.name} has no 'context'; {_SCHEMA}")
+        text = (context if isinstance(context, str) else json.dumps(context, ensure_ascii=False)).strip()
+        instruction = _KINDS[self.name].instruction
+        meta = {"row": index, "id": row.get("id"), "mode": "shared" if self.shared else "multi-turn"}
+        turns = tuple(self._turns(row, index))
+
+        def build(body: str, **more: Any) -> Sample:
+            whole = f"{instruction}\n\n{body}" if instruction else body
+            return Sample(whole, turns, independent=self.shared, meta={**meta, **more})
+
+        sample = build(text)
+        tokens = count(sample)
+        if tokens <= length:
+            return sample
+        if not self.truncate:
+            raise InputError(
+                f"row {index} of {self.name} makes a prompt of {tokens} tokens, more than the length of {length}; raise"
+                " the length, or pass truncate=True to cut the middle out of its context"
+            )
+        kept = _most(len(text), lambda size: count(build(_cut(text, size))) <= length)
+        if kept is None:
+            raise InputError(
+                f"the questions of row {index} of {self.name} alone are longer than {length} tokens; raise the length"
+            )
+        cut = _cut(text, kept)
+        return build(cut, truncated=tokens - count(build(cut)))
+
+    def _turns(self, row: dict[str, Any], index: int) -> list[Turn]:
+        raw = row.get("multi_turns")
+        if not isinstance(raw, list) or not raw:
+            raise InputError(f"row {index} of {self.name} has no 'multi_turns'; {_SCHEMA}")
+        kinds = [self._kind(turn, f"turn {number} of row {index} of {self.name}") for number, turn in enumerate(raw)]
+        functions = [
+            answer
+            for turn, kind in zip(raw, kinds, strict=True)
+            if kind.score is same_function
+            for answer in _answers(turn)
+        ]
+        turns = []
+        for turn, kind in zip(raw, kinds, strict=True):
+            answers, options = _answers(turn), [str(each) for each in turn.get("options") or ()]
+            if kind.score is choice_letter:
+                answers = (_letter(answers, options, index),)
+            golden = ", ".join(answers) if kind.score is match_all else answers[0]
+            if kind.score is same_function:
+                answers = (*answers[:1], *(each for each in functions if each != answers[0]))
+            listed = "\n".join(f"{letter}. {text}" for letter, text in zip("ABCD", options, strict=False))
+            question = kind.question.replace("{options}", listed).replace("{input}", str(turn["input"]))
+            turns.append(Turn(question, answers, kind.score, kind.max_new_tokens, golden=golden))
+        return turns
+
+    def _kind(self, turn: Any, where: str) -> _Kind:
+        missing = [name for name in ("input", "answer") if not isinstance(turn, dict) or turn.get(name) is None]
+        if missing or not _answers(turn):
+            raise InputError(f"{where} has no {' and no '.join(missing) or 'answer'}; {_SCHEMA}")
+        if self.name not in _MIXED:
+            return _KINDS[self.name]
+        kinds = _MIXED[self.name]
+        if turn.get("task") not in kinds:
+            raise InputError(f"{where} must name its task, one of {', '.join(kinds)}; got {turn.get('task')!r}")
+        return kinds[turn["task"]]
+
+
+_SCHEMA = "expected rows {'id', 'context', 'multi_turns': [{'input', 'answer', ...}, ...]}"
+
+
+def _answers(turn: dict[str, Any]) -> tuple[str, ...]:
+    answer = turn["answer"]
+    return tuple(str(each) for each in (answer if isinstance(answer, list) else [answer]))
+
+
+def _letter(answers: tuple[str, ...], options: list[str], index: int) -> str:
+    for answer in answers:
+        if answer in tuple("ABCD")[: len(options)]:
+            return answer
+        if answer in options:
+            return "ABCD"[options.index(answer)]
+    raise InputError(f"row {index}: the answer {answers!r} is neither a letter nor one of the options {options!r}")
+
+
+def _cut(text: str, size: int) -> str:
+    """`text` with its middle left out, so that `size` of its characters stay."""
+    return text[: size - size // 2] + _GAP + text[len(text) - size // 2 :]
+
+
+def _most(upper: int, fits: Callable[[int], bool]) -> int | None:
+    """The largest size below `upper` that fits, None when not even 0 does."""
+    if not fits(0):
+        return None
+    low, high = 0, upper
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def _local_rows(subset: str, source: Path) -> list[Any]:
+    places = [source] if not source.is_dir() else [source / f"{subset}.jsonl", source / "data" / f"{subset}.jsonl"]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        raise InputError(
+            f"no rows of {subset} at {source}: looked for {' and '.join(map(str, places))}; download them from "
+            f"https://huggingface.co/datasets/{HUB_ID} (data/{subset}.jsonl)"
+        )
+    try:
+        # Not splitlines: texts may hold line separators that JSON leaves as they are.
+        lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {file}: {error}; expected JSON lines in UTF-8") from error
+    rows: list[Any] = []
+    try:
+        rows.extend(map(json.loads, lines))
+    except json.JSONDecodeError as error:
+        raise InputError(f"row {len(rows)} of {file} is not JSON ({error.msg}); {_SCHEMA}, one a line") from error
+    if not rows:
+        raise InputError(f"{file} has no rows; {_SCHEMA}, one a line")
+    return rows
+
+
+def _hub_rows(subset: str) -> Any:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise InputError(
+            "SCBench from the hub needs the package `datasets`: pip install kvsieve[scbench], or pass a local copy"
+        ) from error
+    try:
+        splits = load_dataset(HUB_ID, subset)
+    except Exception as error:  # the hub, its cache and datasets each raise their own
+        cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise InputError(
+            f"cannot load {subset} of {HUB_ID} from the hub: {cause}; pass a local copy instead, the file "
+            f"{subset}.jsonl or its directory (--scbench PATH, SCBench({subset!r}, source=PATH))"
+        ) from error
+    return splits["test"] if "test" in splits else next(iter(splits.values()))

@@ -1,0 +1,60 @@
+"""Scoring functions: (answer, expected) -> metrics in [0, 1]. "score" is the one that tables show."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+
+def match_all(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """Share of the expected strings that occur in the answer, case ignored (RULER, its "string match all")."""
+    text = answer.lower()
+    return {"score": sum(each.lower() in text for each in expected) / len(expected)}
+
+
+def match_any(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when any of the expected strings occurs in the answer, case ignored (RULER, its "string match part")."""
+    text = answer.lower()
+    return {"score": float(any(each.lower() in text for each in expected))}
+
+
+def digits(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """A long number: the share of its digits that stand at their place in the answer's first number ("partial", the
+    score, after LagKV section 5), all of them right ("exact"), and the first one right ("first_digit")."""
+    wanted = expected[0]
+    found = re.search(r"\d+", answer)
+    got = found.group() if found else ""
+    right = [mine == theirs for mine, theirs in zip(got, wanted, strict=False)]
+    partial = sum(right) / len(wanted)
+    return {
+        "score": partial,
+        "partial": partial,
+        "exact": float(wanted in answer),
+        "first_digit": float(bool(right) and right[0]),
+    }
+
+
+def first_word(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the answer's first word is one of those expected, case and punctuation ignored."""
+    words = re.findall(r"\w+", answer.lower())
+    return {"score": float(bool(words) and words[0] in {each.lower() for each in expected})}
+
+
+def first_number(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the first whole number in the answer is the one expected."""
+    found = re.search(r"-?\d+", answer.replace(",", ""))
+    return {"score": float(found is not None and int(found.group()) == int(expected[0]))}
+
+
+Check = Callable[[str], bool]
+
+
+def instructions(checks: dict[str, Check]) -> Callable[[str, tuple[str, ...]], dict[str, float]]:
+    """Per-instruction pass rates and their mean (IFEval's instruction level); "all" is its prompt level."""
+
+    def score(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+        passed = {name: float(check(answer)) for name, check in checks.items()}
+        values = list(passed.values())
+        return {"score": sum(values) / len(values), "all": float(all(values)), **passed}
+
+    return score

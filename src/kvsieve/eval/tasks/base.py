@@ -1,0 +1,32 @@
+"""What generated tasks share."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvsieve.eval.fit import Count
+from kvsieve.eval.haystack import draw
+from kvsieve.eval.types import Sample
+
+BOTH = ("visible", "hidden")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A task whose samples are made, not downloaded. Subclasses give `build`.
+
+    text: the haystack's text. modes: see Task.
+    """
+
+    text: str
+    name: str = ""
+    title: str = ""
+    modes: tuple[str, ...] = BOTH
+
+    def sample(self, index: int, length: int, seed: int, count: Count) -> Sample:
+        """See Task.sample. Raises InputError for a length the task cannot be fitted to."""
+        return self.build(draw(seed, self.name, length, index), index, length, count)
+
+    def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
+        raise NotImplementedError

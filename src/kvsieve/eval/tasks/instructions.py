@@ -1,0 +1,42 @@
+"""Do instructions survive eviction? They stand far from the question and nothing else points at them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvsieve.eval.fit import Count, fit
+from kvsieve.eval.haystack import passage
+from kvsieve.eval.scoring import Check, instructions
+from kvsieve.eval.tasks.base import Generated
+from kvsieve.eval.types import Sample, Turn
+from kvsieve.eval.words import FIRST_NAMES, TOWNS
+
+
+@dataclass(frozen=True)
+class Instructions(Generated):
+    """Two instructions before a long text, to be followed in the answer to a question after it.
+
+    where: "user", at the beginning of the message, or "system", in the system prompt.
+    """
+
+    where: str = "user"
+
+    def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
+        name, town, start = rng.choice(FIRST_NAMES), rng.choice(TOWNS), rng.random()
+        rules = (
+            f"Your name is {name}. You live in {town}. Always answer in one sentence that says your name and where you "
+            "live."
+        )
+        checks: dict[str, Check] = {
+            "name": lambda answer: name.lower() in answer.lower(),
+            "town": lambda answer: town.lower() in answer.lower(),
+        }
+        turn = Turn("What is your name, and where do you live?", (name, town), instructions(checks), 28)
+        system = rules if self.where == "system" else None
+        lead = "Here is a text to keep at hand." if system else f"{rules}\n\nHere is a text to keep at hand."
+
+        def make(words: int) -> Sample:
+            return Sample(f"{lead}\n\n{''.join(passage(self.text, start, words)).strip()}", (turn,), system=system)
+
+        return fit(make, count, length, self.name)[0]

@@ -1,0 +1,54 @@
+"""One sentence in a long text: the needle grid, and a number of 64 digits (LagKV, section 5)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvsieve.eval.fit import Count, fit
+from kvsieve.eval.haystack import hide, passage
+from kvsieve.eval.scoring import digits, match_all
+from kvsieve.eval.tasks.base import Generated
+from kvsieve.eval.types import Sample, Turn
+
+DEPTHS = 11
+
+
+@dataclass(frozen=True)
+class Needle(Generated):
+    """A seven-digit number at depths 0, 10, ... 100%, one after another."""
+
+    name: str = "needle"
+    title: str = "Needle in a haystack"
+
+    def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
+        depth, start = index % DEPTHS / (DEPTHS - 1), rng.random()
+        code = str(rng.randrange(10**6, 10**7))
+        turn = Turn(
+            "What is the special magic number of the lighthouse mentioned in the text above?", (code,), match_all, 28
+        )
+
+        def make(words: int) -> Sample:
+            fact = f"The special magic number of the lighthouse is {code}."
+            return Sample(hide(passage(self.text, start, words), [fact], [depth]), (turn,), meta={"depth": depth})
+
+        return fit(make, count, length, self.name)[0]
+
+
+@dataclass(frozen=True)
+class PassKey(Generated):
+    """A number of 64 digits, said twice: long enough that eviction shows in it."""
+
+    name: str = "passkey64"
+    title: str = "64-digit passkey"
+
+    def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
+        depth, start = index % DEPTHS / (DEPTHS - 1), rng.random()
+        key = str(rng.randrange(1, 10)) + "".join(str(rng.randrange(10)) for _ in range(63))
+        turn = Turn("What is the pass key mentioned in the text above?", (key,), digits, 80, prefix="The pass key is")
+
+        def make(words: int) -> Sample:
+            fact = f"The pass key is {key}. Remember it: {key} is the pass key."
+            return Sample(hide(passage(self.text, start, words), [fact], [depth]), (turn,), meta={"depth": depth})
+
+        return fit(make, count, length, self.name)[0]

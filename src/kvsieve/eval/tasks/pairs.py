@@ -1,0 +1,70 @@
+"""Key-value retrieval, one question or several: after InfiniteBench's Retr.KV and SCBench (arXiv 2412.10319)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from kvsieve.eval.fit import Count, fit, fit_padded
+from kvsieve.eval.haystack import hide, passage
+from kvsieve.eval.scoring import match_all
+from kvsieve.eval.tasks.base import Generated
+from kvsieve.eval.tasks.ruler import spread
+from kvsieve.eval.types import Sample, Turn
+from kvsieve.eval.words import numbers, word_keys
+
+
+@dataclass(frozen=True)
+class KeyValue(Generated):
+    """A JSON object of word keys and seven-digit values; asked: the value of one key."""
+
+    name: str = "kv"
+    title: str = "Key-value retrieval"
+
+    def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
+        key, value = word_keys(rng, 1)[0], numbers(rng, 1)[0]
+        depth, more = rng.random(), rng.getrandbits(32)
+        turn = Turn(f'What is the value of the key "{key}"?', (value,), match_all, 20, prefix=f'"{key}": "')
+
+        def make(pairs: int, filler: str) -> Sample:
+            fresh = random.Random(more)
+            drawn = ((word_keys(fresh, 1)[0], numbers(fresh, 1)[0]) for _ in range(pairs))
+            lines = [f'"{other}": "{number}"' for other, number in drawn if other != key and number != value]
+            lines.insert(round(depth * len(lines)), f'"{key}": "{value}"')
+            intro = f"Extract the value of the key that is asked for from the JSON object below. {filler}".strip()
+            return Sample(f"{intro}\n\n{{{', '.join(lines)}}}", (turn,), meta={"depth": depth})
+
+        return fit_padded(make, count, length, self.name)
+
+
+@dataclass(frozen=True)
+class Facts(Generated):
+    """Several facts in one text and one question for each: in one conversation, or each on its own (shared context)."""
+
+    independent: bool = False
+    questions: int = 4
+
+    def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
+        keys = word_keys(rng, self.questions)
+        values = numbers(rng, len(keys))
+        sentences = [
+            f"The special magic number of the {key} is {value}." for key, value in zip(keys, values, strict=True)
+        ]
+        depths, start = spread(rng, len(keys)), rng.random()
+        order = rng.sample(range(len(keys)), len(keys))
+        turns = tuple(
+            Turn(
+                f"What is the special magic number of the {keys[i]} mentioned in the text above?",
+                (values[i],),
+                match_all,
+                20,
+                prefix=f"The special magic number of the {keys[i]} is",
+            )
+            for i in order
+        )
+
+        def make(words: int) -> Sample:
+            context = hide(passage(self.text, start, words), sentences, depths)
+            return Sample(context, turns, independent=self.independent, meta={"depths": [depths[i] for i in order]})
+
+        return fit(make, count, length, self.name)[0]

@@ -1,0 +1,121 @@
+"""One reading of a prompt for many evictors.
+
+Evictors that act once a prompt is complete change nothing while it is read, so all of them can start from the same
+full cache. What they would have been shown is recorded per layer and handed to each in turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.errors import CacheStateError
+from kvsieve.hf.attach import attach
+from kvsieve.hf.cache import SieveCache, SieveLayer
+from kvsieve.hf.prefill import prefill
+from kvsieve.hf.session import evict
+from kvsieve.plans import Plan
+from kvsieve.types import LayerContext, Selection
+
+if TYPE_CHECKING:
+    from kvsieve.roles import Evictor, Propagator
+
+
+@dataclass(frozen=True)
+class _Recorder:
+    """An evictor that keeps everything and remembers what each layer was shown."""
+
+    window: int
+    seen: dict[int, LayerContext] = field(default_factory=dict, compare=False)
+    budget: Budget = Budget(ratio=1.0)
+    minimum: int = 1
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        # The window's queries are all an evictor may look at; the rest of them would be as large as the cache.
+        query = ctx.query[:, :, -max(self.window, 1) :].clone()
+        self.seen[ctx.layer_idx] = dataclasses.replace(ctx, query=query)
+        return None
+
+
+@dataclass
+class SharedPrompt:
+    """A prompt that was read once, in full, ready to be reduced by any evictor.
+
+    cache: everything the layers saw. logits: [B, V] after the prompt's last token, which evictors do not change.
+    """
+
+    cache: SieveCache
+    logits: Tensor
+    seen: dict[int, LayerContext]
+    window: int
+
+    def reduced(self, evictor: Evictor | None) -> SieveCache:
+        """A cache of its own, as if the prompt had been read under a plan with this evictor.
+
+        Raises CacheStateError for an evictor that looks at more queries than were recorded.
+        """
+        if evictor is None:
+            return self.cache.fork()
+        if evictor.window > self.window:
+            raise CacheStateError(
+                f"the evictor looks at {evictor.window} queries and {self.window} were recorded; raise window="
+            )
+        cache = self.cache.fork(share=True)
+        for index, ctx in self.seen.items():
+            layer = cache.layers[index]
+            assert isinstance(layer, SieveLayer)
+            shown = dataclasses.replace(ctx, state=layer.state)
+            shared = layer.store.keys.data_ptr()
+            evict(evictor, shown, layer.store, cache)
+            cache.record.kept[index] = max(layer.store.lengths)
+            if layer.store.keys.data_ptr() == shared:
+                layer.store = layer.store.clone()
+        return cache
+
+
+def read_shared(
+    model: Any,
+    propagate: Propagator | None,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    window: int,
+    chunk: int | None = None,
+) -> SharedPrompt:
+    """Read a prompt once, under `propagate` alone, for evictors that look at its last `window` queries at most.
+
+    input_ids: int64 [B, N]. Raises what `attach` and `Sieve.prefill` raise.
+    """
+    recorder = _Recorder(window)
+    plan = Plan(propagate=propagate, evict=recorder, name="shared")
+    with attach(model, plan) as sieve, torch.no_grad():
+        cache = sieve.new_cache()
+        mask = prefill(sieve, input_ids, attention_mask, cache, chunk=chunk)
+        logits = next_logits(model, cache, input_ids, mask)
+    return SharedPrompt(cache, logits[:, -1], recorder.seen, window)
+
+
+def next_logits(model: Any, cache: SieveCache, input_ids: Tensor, mask: Tensor | None = None, keep: int = 1) -> Tensor:
+    """Feed what of the whole conversation [B, N] the cache has not seen; logits [B, keep, V] of the last tokens.
+
+    Call it inside ``attach``. `mask`: [B, N], needed where anything is padding.
+    """
+    device = model.device
+    positions = None
+    if mask is not None:
+        positions = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, cache.num_seen :].to(device)
+        mask = mask.to(device)
+    out = model(
+        input_ids=input_ids[:, cache.num_seen :].to(device),
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=keep,
+    )
+    return out.logits

@@ -1,0 +1,156 @@
+"""Reading results directories and bringing samples down to cells."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from kvsieve.errors import InputError
+from kvsieve.eval.results import budgets_of, cells, cost_cells, load, task_means, wilson
+
+_SPEC = importlib.util.spec_from_file_location("fake_results", Path(__file__).with_name("fake_results.py"))
+fake = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(fake)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return fake.write_results(tmp_path, tasks=2, labels=3, budgets=("10%",), lengths=(2048,), samples=2, repeats=2)
+
+
+def sample(score, index=0, **changes):
+    row = {"task": "needle", "length": 1024, "question": "visible", "sample": index, "label": "snapkv", "budget": "10%"}
+    return {**row, "score": score, **changes}
+
+
+def cost(label, repeat, ttft, tokens, **changes):
+    row = {"length": 1024, "label": label, "budget": None if label == "full" else "10%", "repeat": repeat}
+    return {**row, "new_tokens": len(tokens) + 1, "ttft_s": ttft, "token_s": tokens, "kv_bytes": 100, **changes}
+
+
+@pytest.mark.parametrize(
+    ("mean", "n", "low", "high"),
+    # The first three are in every table of Wilson intervals.
+    [(0.5, 10, 0.2366, 0.7634), (0.0, 10, 0.0, 0.2775), (1.0, 10, 0.7225, 1.0), (0.9, 100, 0.8256, 0.9448)],
+)
+def test_wilson_interval(mean, n, low, high):
+    assert wilson(mean, n) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_fractional_scores_have_an_interval_around_them():
+    low, high = wilson(0.625, 4)
+    assert 0 < low < 0.625 < high < 1
+
+
+def test_cells_take_means_of_what_is_there():
+    rows = [
+        sample(1.0, 0, metrics={"score": 1.0, "exact": 1.0}, kl=0.2, top1=1.0, kv_share=0.1),
+        sample(0.5, 1, metrics={"score": 0.5, "exact": 0.0, "partial": 0.5}, kl=None, top1=0.5, applied=False),
+        sample(0.0, 0, task="other"),
+    ]
+    first, second = cells(rows)
+    assert (first.task, first.n, first.score, first.not_applied) == ("needle", 2, 0.75, 1)
+    assert first.metrics == {"exact": 0.5, "partial": 0.5}
+    assert (first.kl, first.top1, first.kv_share, first.kl_last) == (0.2, 0.75, 0.1, None)
+    assert (first.low, first.high) == wilson(0.75, 2)
+    assert second.n == 1
+
+
+def test_tasks_weigh_the_same_in_their_mean():
+    rows = [sample(1.0, index) for index in range(9)] + [sample(0.0, 0, task="other")]
+    (mean,) = task_means(cells(rows))
+    assert (mean.score, mean.n, mean.tasks) == (0.5, 10, 2)
+    assert (mean.low, mean.high) == wilson(0.5, 10)
+
+
+def test_costs_are_medians_and_ratios_are_taken_within_a_repeat():
+    rows = [
+        cost("full", 0, 1.0, [0.1, 0.1]),
+        cost("full", 1, 10.0, [0.1, 0.1]),
+        cost("full", 2, 4.0, [0.1, 0.1]),
+        cost("snapkv", 0, 0.5, [0.1, 0.2], kv_bytes=25),
+        cost("snapkv", 1, 2.0, [0.1, 0.3], kv_bytes=25),
+        cost("snapkv", 2, 3.0, [0.1, 0.4], kv_bytes=25),
+        cost("snapkv", 3, 9.0, [0.1, 0.5], kv_bytes=25),
+    ]
+    full, ours = cost_cells(rows)
+    assert full.ratios["ttft_s"] == 1.0
+    assert ours.ratios["ttft_s"] == 0.5  # of 0.5, 0.2 and 0.75; the fourth repeat has no partner
+    assert ours.ratios["kv_bytes"] == 0.25
+    assert ours.repeats == 4
+    assert ours.median("ttft_s") == 2.5
+    assert ours.spreads["tpot_s"].median == pytest.approx(0.15)  # over all single tokens
+    assert ours.spreads["tpot_s"].p99 == pytest.approx(0.493)
+    assert ours.spreads["ttft_s"].p95 == pytest.approx(8.1)
+    speeds = sorted(3 / (ttft + sum(tokens)) for ttft, tokens in ((0.5, [0.3]), (2, [0.4]), (3, [0.5]), (9, [0.6])))
+    assert ours.median("tokens_per_s") == pytest.approx((speeds[1] + speeds[2]) / 2)
+    assert ours.median("peak_bytes") is None and "peak_bytes" not in ours.ratios
+
+
+def test_load_orders_labels_and_tasks(folder):
+    results = load(folder)
+    assert results.labels[0] == "full" and len(results.labels) == 3
+    assert list(results.tasks) == ["needle", "ruler_niah_single_1"]
+    assert len(cells(results.samples)) == 2 * 2 * 3
+    assert len(cost_cells(results.costs)) == 3
+    assert all(math.isfinite(cell.kl) for cell in cells(results.samples))
+
+
+def test_budgets_are_sorted_by_their_size():
+    parts = cells(sample(1.0, budget=budget) for budget in ("64", "20%", "5%", None, "1024"))
+    assert budgets_of(parts) == [None, "5%", "20%", "64", "1024"]
+
+
+def test_a_half_written_last_line_is_ignored(folder):
+    before = load(folder)
+    for name in ("samples.jsonl", "costs.jsonl"):
+        with (folder / name).open("a") as file:
+            file.write('{"task": "needle", "len')
+    after = load(folder)
+    assert (after.samples, after.costs) == (before.samples, before.costs)
+
+
+def test_duplicates_keep_the_first(folder):
+    before = load(folder).samples
+    with (folder / "samples.jsonl").open("a") as file:
+        file.write(json.dumps({**before[0], "score": 0.123}) + "\n")
+    assert load(folder).samples == before
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{half", "not JSON"),
+        ("[1]", "expected an object, got list"),
+        ("{}", "'task' is missing"),
+        (json.dumps(sample("good")), "'score' is 'good', expected a number"),
+        (json.dumps(sample(7)), "'score' is 7, expected 0 to 1"),
+    ],
+)
+def test_a_broken_line_is_named(folder, line, message):
+    file = folder / "samples.jsonl"
+    lines = file.read_text().splitlines()
+    lines[2] = line
+    file.write_text("\n".join(lines))
+    with pytest.raises(InputError, match="line 3") as error:
+        load(folder)
+    assert message in str(error.value) and "samples.jsonl" in str(error.value)
+
+
+def test_what_is_missing_is_said(folder, tmp_path):
+    with pytest.raises(InputError, match="not a directory.*kvsieve eval --out"):
+        load(tmp_path / "nothing")
+    (folder / "samples.jsonl").write_text("")
+    (folder / "costs.jsonl").unlink()
+    with pytest.raises(InputError, match="no finished sample"):
+        load(folder)
+    (folder / "run.json").write_text('{"format": 2}')
+    with pytest.raises(InputError, match="expected format 1, got 2"):
+        load(folder)
+    (folder / "run.json").unlink()
+    with pytest.raises(InputError, match="no run.json.*kvsieve eval --out"):
+        load(folder)
