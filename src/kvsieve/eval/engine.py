@@ -100,7 +100,8 @@ class Engine:
         for propagate in dict.fromkeys(plan.propagate for plan in plans):
             mine = [(i, plan) for i, plan in enumerate(plans) if plan.propagate == propagate]
             window = max(plan.window for _, plan in mine)
-            shared = read_shared(self.model, propagate, ids, window=window, chunk=self.chunk)
+            name = " and ".join(dict.fromkeys(plan.name for _, plan in mine if plan.window == window))
+            shared = read_shared(self.model, propagate, ids, window=window, chunk=self.chunk, name=name)
             for i, plan in mine:
                 states[i] = _State([plan], shared.reduced(plan.evict), ids, shared.logits)
         return [states[i] for i in range(len(plans))]

@@ -19,22 +19,22 @@ def fit(make: Callable[[int], Sample], count: Count, length: int, name: str) -> 
     low, low_tokens = 0, count(make(0))
     if low_tokens > length:
         raise InputError(f"{name} needs prompts of at least {low_tokens} tokens, got a length of {length}; raise it")
-    high, step = None, 16
-    while high is None or high - low > 1:
-        if high is None:
-            guess = low + step
-        else:
-            # Between the two by the rule of three, but never at an end, so that the search always advances.
-            share = (length - low_tokens) / max(high_tokens - low_tokens, 1)
-            guess = min(max(low + round(share * (high - low)), low + 1), high - 1)
-        tokens = count(make(guess))
+    step, high, high_tokens = 16, 0, low_tokens
+    while high_tokens <= length:
+        low, low_tokens = high, high_tokens
+        high = low + step
+        high_tokens = count(make(high))
+        per_unit = max((high_tokens - low_tokens) / step, 0.1)
+        step = max(int((length - high_tokens) / per_unit * 1.02) + 1, step)
+    while high - low > 1:
+        # Between the two by the rule of three, but never at an end, so that the search always advances.
+        share = (length - low_tokens) / max(high_tokens - low_tokens, 1)
+        middle = min(max(low + round(share * (high - low)), low + 1), high - 1)
+        tokens = count(make(middle))
         if tokens <= length:
-            if high is None:
-                per_unit = max((tokens - low_tokens) / (guess - low), 0.1)
-                step = max(int((length - tokens) / per_unit * 1.02) + 1, step)
-            low, low_tokens = guess, tokens
+            low, low_tokens = middle, tokens
         else:
-            high, high_tokens = guess, tokens
+            high, high_tokens = middle, tokens
     return make(low), low
 
 

@@ -36,6 +36,9 @@ class Prompter:
         """stops: the model's own end tokens (an id, a list or None); the template's end of turn is added."""
         self.tokenizer = tokenizer
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        # A template writes its own; plain text gets what the tokenizer puts before any text.
+        starts = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+        self.bos = tokenizer.bos_token if starts and not self.has_template else ""
         ends = {tokenizer.eos_token_id, *(stops if isinstance(stops, (list, tuple)) else [stops]), self._end_of_turn()}
         self.stops = frozenset(end for end in ends if end is not None)
 
@@ -96,8 +99,9 @@ class Prompter:
 
     def _render(self, messages: list[dict[str, str]], ask: bool = True) -> str:
         if not self.has_template:
-            text = "\n\n".join(message["content"] for message in messages)
-            return f"{text}\nAnswer:" if ask else text
+            layout = {"system": "{}\n\n", "user": "{}\nAnswer:", "assistant": " {}\n\n"}
+            parts = (layout[message["role"]].replace("{}", message["content"]) for message in messages)
+            return self.bos + "".join(parts)
         try:
             return self.tokenizer.apply_chat_template(messages, add_generation_prompt=ask, tokenize=False)
         except Exception as error:  # templates raise what they like
@@ -115,5 +119,6 @@ class Prompter:
             return None
         chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         tail = self._render(chat, ask=False).rpartition(_MARK)[2]
-        special = set(self.tokenizer.all_special_ids)
+        added = self.tokenizer.added_tokens_decoder.items()
+        special = {*self.tokenizer.all_special_ids, *(token for token, text in added if text.special)}
         return next((token for token in self._tokens(tail) if token in special), None)

@@ -33,7 +33,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Grid:
-    """tasks x lengths x question modes (those a task has) x samples, under every setting; the first setting is full KV."""
+    """tasks x lengths x question modes (those a task has) x samples, under every setting, the first of them full KV."""
 
     tasks: Sequence[Task]
     lengths: Sequence[int]

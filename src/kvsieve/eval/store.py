@@ -57,7 +57,7 @@ class ResultsWriter:
             return {}
         if not resume:
             raise InputError(
-                f"'{self.folder}' holds results already; add --resume to continue or extend them, or choose another --out"
+                f"'{self.folder}' holds results already; add --resume to continue or extend them, or give another --out"
             )
         try:
             known = json.loads(file.read_bytes())

@@ -8,18 +8,20 @@ ADJECTIVES = tuple(
     "amber ancient brave bright calm clever cold copper crimson curious distant eager early empty faint famous fierce "
     "frozen gentle giant glad golden grand green happy hidden hollow honest humble icy idle ivory jolly keen kind late "
     "lively lonely lucky mellow mighty misty modern narrow noble odd pale patient plain proud purple quick quiet rapid "
-    "rare rusty sharp shiny silent silver simple sleepy smooth solid stormy strange sunny swift tall tiny warm wild wise".split()
+    "rare rusty sharp shiny silent silver simple sleepy smooth solid stormy strange sunny swift tall tiny "
+    "warm wild wise".split()
 )
 NOUNS = tuple(
     "anchor apple arrow badge bakery barrel basket beacon bell bottle bridge bucket button cabin camera candle canyon "
     "castle cellar chapel circus cloud compass corner cottage desert dragon engine falcon farm feather ferry forest "
     "fountain garden glacier guitar hammer harbor helmet island jacket kettle kitchen ladder lantern library lion "
     "market meadow mirror mountain museum needle ocean orchard palace parrot pencil piano pillow pocket puppet rabbit "
-    "ribbon saddle school shadow spoon station statue temple theatre ticket tower tunnel valley violin wagon window".split()
+    "ribbon saddle school shadow spoon station statue temple theatre ticket tower tunnel "
+    "valley violin wagon window".split()
 )
 FIRST_NAMES = tuple(
-    "Alma Bruno Clara Dario Edith Felix Greta Hugo Irene Jonas Klara Leon Marta Nils Olga Pavel Rosa Simon Tilda Viktor "
-    "Wanda Yusuf Zora Anton Berta Cyril Doris Emil Flora Georg".split()
+    "Alma Bruno Clara Dario Edith Felix Greta Hugo Irene Jonas Klara Leon Marta Nils Olga Pavel Rosa Simon Tilda "
+    "Viktor Wanda Yusuf Zora Anton Berta Cyril Doris Emil Flora Georg".split()
 )
 LAST_NAMES = tuple(
     "Abelin Brandt Corvin Dressel Eklund Farkas Gorski Hallen Ilves Jansky Kestrel Lindqvist Moravec Norling Ostrow "

@@ -86,13 +86,14 @@ def read_shared(
     *,
     window: int,
     chunk: int | None = None,
+    name: str = "shared",
 ) -> SharedPrompt:
     """Read a prompt once, under `propagate` alone, for evictors that look at its last `window` queries at most.
 
-    input_ids: int64 [B, N]. Raises what `attach` and `Sieve.prefill` raise.
+    input_ids: int64 [B, N]. name: who reads, for messages. Raises what `attach` and `Sieve.prefill` raise.
     """
     recorder = _Recorder(window)
-    plan = Plan(propagate=propagate, evict=recorder, name="shared")
+    plan = Plan(propagate=propagate, evict=recorder, name=name)
     with attach(model, plan) as sieve, torch.no_grad():
         cache = sieve.new_cache()
         mask = prefill(sieve, input_ids, attention_mask, cache, chunk=chunk)

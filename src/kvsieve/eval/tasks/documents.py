@@ -12,6 +12,7 @@ from kvsieve.eval.types import Sample, Turn
 from kvsieve.eval.words import COUNTRIES, FIRST_NAMES, LAST_NAMES, TOWNS
 
 _JOBS = "baker clockmaker botanist pilot sculptor chemist carpenter librarian violinist geologist".split()
+_SIGHTS = ("bridge", "harbor", "market", "tower", "park")
 _PRIZES = "medal of the academy,silver compass,state prize,golden feather,city cup".split(",")
 
 
@@ -70,5 +71,5 @@ def _person(rng: random.Random, name: str, town: str) -> str:
 def _town(rng: random.Random, town: str, country: str) -> str:
     return (
         f"{town}\n{town} is a town in {country} with {rng.randrange(2, 90)} thousand inhabitants. It was founded in "
-        f"{rng.randrange(900, 1700)} and is known for its {rng.choice(['bridge', 'harbor', 'market', 'tower', 'park'])}."
+        f"{rng.randrange(900, 1700)} and is known for its {rng.choice(_SIGHTS)}."
     )

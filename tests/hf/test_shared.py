@@ -1,0 +1,136 @@
+"""One reading for many evictors, forks, and caches that become rows of one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvsieve
+from kvsieve.errors import CacheStateError
+from kvsieve.hf.cache import SieveLayer
+from kvsieve.hf.shared import next_logits, read_shared
+from kvsieve.hf.stack import can_stack, stack
+from kvsieve.models.families import build
+
+PLANS = {
+    "streamingllm": kvsieve.plan("streamingllm", budget="40%"),
+    "knorm": kvsieve.plan("knorm", budget=11, skip_layers=1),
+    "snapkv": kvsieve.plan("snapkv", budget="40%", window=4, kernel=3),
+    "fastkv": kvsieve.plan("fastkv", budget="30%", tsp_layer=0, tsp_rate=0.5, window=6, kernel=3),
+}
+FULL = kvsieve.plan("full")
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(2, 120, (1, 45), generator=torch.Generator().manual_seed(7))
+
+
+def greedy(model, cache, logits, steps=6):
+    """[rows, steps] tokens and [rows, steps, V] the logits that chose them."""
+    chosen, seen = [], []
+    with kvsieve.attach(model, FULL), torch.no_grad():
+        for _ in range(steps):
+            seen.append(logits)
+            chosen.append(logits.argmax(-1))
+            logits = model(input_ids=chosen[-1][:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+    return torch.stack(chosen, 1), torch.stack(seen, 1)
+
+
+def stored(cache):
+    return [(layer.store.index, layer.store.keys, layer.store.values) for layer in cache.sieve_layers.values()]
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("chunk", [None, 17])
+def test_reduced_is_what_the_plan_itself_keeps(model, ids, name, chunk):
+    plan = PLANS[name]
+    shared = read_shared(model, plan.propagate, ids, window=plan.window + 3, chunk=chunk)
+    cache = shared.reduced(plan.evict)
+    with kvsieve.attach(model, plan) as sieve:
+        own = sieve.prefill(ids, chunk=chunk)
+        wanted = sieve.generate(ids, max_new_tokens=6, do_sample=False, chunk=chunk).sequences[0, ids.shape[1] :]
+    for ours, theirs in zip(stored(cache), stored(own), strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other)
+    assert cache.record == own.record
+    assert greedy(model, cache, shared.logits)[0][0].tolist()[: len(wanted)] == wanted.tolist()
+
+
+def test_the_shared_cache_stays_whole_and_every_copy_is_its_own(model, ids):
+    shared = read_shared(model, None, ids, window=8)
+    before = [tuple(part.clone() for part in layer) for layer in stored(shared.cache)]
+    for plan in (PLANS["snapkv"], FULL, kvsieve.plan("knorm", budget="100%")):
+        greedy(model, shared.reduced(plan.evict), shared.logits)
+    for was, now in zip(before, stored(shared.cache), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(was, now, strict=True))
+    held = {part.data_ptr() for layer in stored(shared.cache) for part in layer}
+    for evictor in (None, PLANS["knorm"].evict):
+        assert not held & {part.data_ptr() for layer in stored(shared.reduced(evictor)) for part in layer}
+
+
+def test_an_evictor_that_looks_further_back_is_refused(model, ids):
+    shared = read_shared(model, None, ids, window=3)
+    with pytest.raises(CacheStateError, match="4 queries and 3 were recorded"):
+        shared.reduced(PLANS["snapkv"].evict)
+
+
+def test_sliding_window_layers_are_shared_too():
+    model = build("gemma3_text", dtype=torch.float64)
+    ids = torch.randint(2, 120, (1, 45), generator=torch.Generator().manual_seed(7))
+    plan = PLANS["snapkv"]
+    shared = read_shared(model, None, ids, window=plan.window)
+    with kvsieve.attach(model, plan) as sieve:
+        wanted = sieve.generate(ids, max_new_tokens=6, do_sample=False).sequences[0, ids.shape[1] :].tolist()
+    cache = shared.reduced(plan.evict)
+    assert any(not isinstance(layer, SieveLayer) for layer in cache.layers)
+    for _ in range(2):
+        assert greedy(model, cache.fork(), shared.logits)[0][0].tolist()[: len(wanted)] == wanted
+    assert not can_stack([cache, cache])
+
+
+def test_a_fork_answers_as_its_origin_and_leaves_it_alone(model, ids):
+    with kvsieve.attach(model, PLANS["snapkv"]) as sieve:
+        cache = sieve.prefill(ids)
+    with kvsieve.attach(model, FULL), torch.no_grad():
+        more = torch.cat([ids, torch.tensor([[5, 9, 11]])], 1)
+        first = next_logits(model, cache.fork(), more)
+        second = next_logits(model, cache.fork(), more)
+        last = next_logits(model, cache, more)
+    assert torch.equal(first, second) and torch.equal(first, last)
+    assert cache.num_seen == 48
+
+
+def test_a_cache_in_mid_prompt_is_not_forked(model, ids):
+    cache = kvsieve.hf.cache.SieveCache(model.config)
+    cache.in_flight = True
+    with pytest.raises(CacheStateError, match="middle of a prompt"):
+        cache.fork()
+
+
+def test_stacked_rows_decode_as_they_do_alone(model, ids):
+    shared = read_shared(model, None, ids, window=8)
+    evictors = [None, PLANS["snapkv"].evict, PLANS["knorm"].evict, PLANS["streamingllm"].evict]
+    alone = [greedy(model, shared.reduced(evictor), shared.logits) for evictor in evictors]
+    caches = [shared.reduced(evictor) for evictor in evictors]
+    rows = stack(caches, reserve=3)
+    assert rows.batch == 4 and rows.num_seen == ids.shape[1]
+    assert len({cache.entries()[0] for cache in caches}) > 1, "rows of unequal length are what this is about"
+    tokens, logits = greedy(model, rows, shared.logits.expand(4, -1))
+    for row, (wanted, scores) in enumerate(alone):
+        assert torch.equal(tokens[row], wanted[0])
+        torch.testing.assert_close(logits[row], scores[0], rtol=0, atol=1e-10)
+    # Where they came from, nothing moved.
+    assert [cache.num_seen for cache in caches] == [45] * 4
+
+
+def test_heads_of_another_number_are_not_stacked(model, ids):
+    shared = read_shared(model, None, ids, window=8)
+    wide = kvsieve.plan("snapkv", budget="40%", window=4, kernel=3, per_query_head=True)
+    caches = [shared.reduced(PLANS["snapkv"].evict), shared.reduced(wide.evict)]
+    assert can_stack(caches[:1] * 2) and not can_stack(caches)
