@@ -8,8 +8,6 @@ import subprocess
 import sys
 
 import pytest
-import tokenizers
-from transformers import PreTrainedTokenizerFast
 
 import kvsieve
 from kvsieve.cli import models_table
@@ -17,16 +15,11 @@ from kvsieve.cli.main import run_cli
 from kvsieve.cli.specs import chosen_method, compared_methods
 from kvsieve.errors import PlanError
 from kvsieve.models.families import FAMILIES, build
-
-WORDS = ["[PAD]", "[BOS]", "[UNK]", *(f"w{i}" for i in range(124)), "[EOS]"]
+from toy_words import word_tokenizer
 
 
 def save_tokenizer(folder, chat_template=None):
-    words = tokenizers.models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    special = {"pad_token": "[PAD]", "bos_token": "[BOS]", "unk_token": "[UNK]", "eos_token": "[EOS]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **special).save_pretrained(folder)
+    word_tokenizer(chat_template).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests_words import WORDS, word_tokenizer
 
 import kvsieve
 from kvsieve.eval.engine import Engine
 from kvsieve.eval.types import Sample, Turn
 from kvsieve.hf.shared import next_logits
 from kvsieve.models.families import build
+from toy_words import WORDS, word_tokenizer
 
 PLANS = [
     kvsieve.plan("full"),

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+import fake_results as fake
 from kvsieve.cli.main import run_cli
 from kvsieve.errors import KvsieveError
 from kvsieve.eval.plots import frontier
@@ -22,10 +21,6 @@ from kvsieve.eval.results import cells, cost_cells, load, task_means
 from kvsieve.eval.tables import significant
 
 pytest.importorskip("matplotlib")
-
-_SPEC = importlib.util.spec_from_file_location("fake_results", Path(__file__).with_name("fake_results.py"))
-fake = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(fake)
 
 
 @pytest.fixture(scope="module")

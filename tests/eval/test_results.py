@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
-from pathlib import Path
 
 import pytest
 
+import fake_results as fake
 from kvsieve.errors import InputError
 from kvsieve.eval.results import budgets_of, cells, cost_cells, load, task_means, wilson
-
-_SPEC = importlib.util.spec_from_file_location("fake_results", Path(__file__).with_name("fake_results.py"))
-fake = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(fake)
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import sys
 import time
 
 import pytest
-from tests_words import word_tokenizer
 
 from kvsieve.cli.main import run_cli
 from kvsieve.models.families import build
+from toy_words import word_tokenizer
 
 GRID = [
     "--tasks",

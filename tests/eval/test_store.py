@@ -12,6 +12,7 @@ from kvsieve.eval.cells import settings
 from kvsieve.eval.store import ResultsWriter, writing
 
 RUN = {"model": "toy", "dtype": "float32", "seed": 0, "haystack": "noise", "tasks": {"needle": "Needle"}}
+RUN["settings"] = [{"label": "full", "budget": None, "method": "full", "parameters": {}}]
 
 
 def row(task="needle", sample=0, label="full", budget=None, **more):
@@ -36,6 +37,7 @@ def test_rows_and_run_are_written_and_found_again(tmp_path):
         writer.save(3.0)
     run = json.loads((tmp_path / "out" / "run.json").read_text())
     assert run["seconds"] == 5.0 and run["tasks"] == {"needle": "Needle", "kv": "KV"}
+    assert not (tmp_path / "out" / ".lock").exists()
     assert len(run["environments"]) == 2 and run["environments"][0]["torch"]
 
 
@@ -56,6 +58,20 @@ def test_another_run_does_not_continue_these(tmp_path, changed):
     with pytest.raises(InputError) as refused, writing(tmp_path, {**RUN, **changed}, resume=True):
         pass
     assert repr(RUN[name]) in str(refused.value) and repr(value) in str(refused.value)
+
+
+def test_parameters_that_changed_do_not_continue_the_old_ones(tmp_path):
+    def run(kernel):
+        given = {"label": "snapkv", "budget": "10%", "method": "snapkv", "parameters": {"kernel": kernel}}
+        return {**RUN, "settings": [given]}
+
+    with writing(tmp_path, RUN, resume=False):
+        pass
+    with writing(tmp_path, run(7), resume=True):
+        pass
+    assert [each["label"] for each in json.loads((tmp_path / "run.json").read_text())["settings"]] == ["full", "snapkv"]
+    with pytest.raises(InputError, match="'kernel': 7.*'kernel': 21"), writing(tmp_path, run(21), resume=True):
+        pass
 
 
 def test_a_folder_with_other_things_is_left_alone(tmp_path):

@@ -10,8 +10,9 @@ from collections import Counter
 import pytest
 
 from kvsieve.errors import InputError
+from kvsieve.eval import words as lists
 from kvsieve.eval.prompts import Prompter
-from kvsieve.eval.tasks import all_tasks, chosen_tasks
+from kvsieve.eval.tasks import all_tasks, chosen_tasks, shots
 from kvsieve.eval.words import COUNTRIES, TOWNS
 
 TASKS = all_tasks()
@@ -355,6 +356,24 @@ def test_sums_are_right_and_the_one_asked_is_not_shown():
             assert shown_term == f"{first} {'+' if verb.endswith('gets') else '-'} {second}"
             assert value_of(shown_term) == int(result) >= 0
     assert signs == {"+", "-"}
+
+
+@pytest.mark.parametrize("name", ["ruler_niah_multikey_2", "kv"])
+def test_no_distractor_has_the_key_asked_for(monkeypatch, name):
+    monkeypatch.setattr(lists, "ADJECTIVES", ("red", "blue", "pink"))
+    monkeypatch.setattr(lists, "NOUNS", ("cat", "dog", "cow"))
+    for index in INDICES:
+        sample = TASKS[name].sample(index, 500, 0, words)
+        (key,) = re.findall(r"\b(?:red|blue|pink)-(?:cat|dog|cow)\b", sample.turns[0].question)
+        assert len(re.findall(rf"{key}\b", sample.context)) == 1
+
+
+def test_the_sum_asked_for_is_no_example(monkeypatch):
+    monkeypatch.setattr(shots, "FIRST_NAMES", ("Ann",))
+    monkeypatch.setattr(shots, "_THINGS", ("nuts",))
+    for index in INDICES:
+        sample = TASKS["arithmetic"].sample(index, 3000, 0, words)
+        assert sample.turns[0].question not in sample.context
 
 
 @pytest.mark.parametrize("name", ["instructions", "system"])

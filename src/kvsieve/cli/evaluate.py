@@ -78,6 +78,7 @@ def eval_command(
         "seed": seed,
         "haystack": haystack,
         "tasks": {task.name: task.title for task in grid.tasks},
+        "settings": [each.described() for each in grid.settings],
     }
     # Opened before the model is loaded: a directory that cannot be written to should not cost a wait.
     with writing(out.expanduser(), run, resume=resume) as writer:

@@ -29,6 +29,11 @@ class Setting:
     parameters: dict[str, Any]
     plan: Plan
 
+    def described(self) -> dict[str, Any]:
+        """What a results directory says of it."""
+        names = ("label", "budget", "method", "parameters")
+        return {name: getattr(self, name) for name in names}
+
 
 def setting(method: str, given: dict[str, Any]) -> Setting:
     """Raises PlanError."""

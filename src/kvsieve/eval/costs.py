@@ -71,7 +71,6 @@ def measure_one(engine: Engine, setting: Setting, ids: Tensor) -> Row:
     return {
         "method": setting.method,
         "label": setting.label,
-        "parameters": setting.parameters,
         "budget": setting.budget,
         "prompt_tokens": stats.prompt_tokens,
         "new_tokens": stats.new_tokens,

@@ -15,6 +15,7 @@ from kvsieve.eval.results import FORMAT, finite
 
 SAMPLE_KEY = ("task", "length", "question", "sample", "label", "budget")
 COST_KEY = ("length", "label", "budget", "repeat")
+_LOCK = ".lock"
 _FIXED = ("model", "dtype", "seed", "haystack")
 
 Row = dict[str, Any]
@@ -23,8 +24,9 @@ Row = dict[str, Any]
 class ResultsWriter:
     """Appends to DIR/samples.jsonl and DIR/costs.jsonl and keeps DIR/run.json.
 
-    run: what identifies the evaluation: model, dtype, seed, haystack, and the titles of its tasks. A directory that
-    holds results already is only continued with `resume`, and only by a run that agrees in these.
+    run: what identifies the evaluation: model, dtype, seed, haystack; the titles of its tasks, and its settings, each
+    with all parameters. A directory that holds results already is only continued with `resume`, and only by a run that
+    agrees in these.
 
     Raises InputError otherwise, or when another process is writing there.
     """
@@ -42,6 +44,7 @@ class ResultsWriter:
         self._lock = _lock(folder)
         self.run = {"format": FORMAT, **run, "environments": [], "seconds": 0.0, **known}
         self.run["tasks"] = {**known.get("tasks", {}), **run["tasks"]}
+        self.run["settings"] = self._merged(known.get("settings", []), run["settings"])
         self.run["environments"] = [*self.run["environments"], environment()]
         self.env = len(self.run["environments"]) - 1
         self.samples = _Lines(folder / "samples.jsonl", SAMPLE_KEY, SAMPLE_KEY[:4])
@@ -67,6 +70,18 @@ class ResultsWriter:
             raise InputError(f"{file} was written by another version of kvsieve; choose another --out")
         return known
 
+    def _merged(self, known: list[Row], new: list[Row]) -> list[Row]:
+        """Settings of both; where parameters (a default, say) have changed, rows must not be mixed."""
+        held = {(each["label"], each["budget"]): each for each in known}
+        for each in new:
+            before = held.setdefault((each["label"], each["budget"]), each)
+            if before["parameters"] != each["parameters"]:
+                raise InputError(
+                    f"'{self.folder}' holds {each['label']!r} with parameters {before['parameters']}, now they are "
+                    f"{each['parameters']}; name them as they were, or write to another --out"
+                )
+        return list(held.values())
+
     def save(self, seconds: float) -> None:
         """Write run.json; seconds: wall time of this invocation so far."""
         self.run["seconds"] = round(self._before + seconds, 1)
@@ -76,6 +91,7 @@ class ResultsWriter:
         os.replace(draft, file)
 
     def close(self) -> None:
+        (self.folder / _LOCK).unlink(missing_ok=True)
         self._lock.close()
 
 
@@ -122,7 +138,7 @@ class _Lines:
 
 def _lock(folder: Path) -> Any:
     """Hold the directory while this process lives; where the system has no such locks, nobody is kept out."""
-    handle = open(folder / ".lock", "w")  # noqa: SIM115
+    handle = open(folder / _LOCK, "w")  # noqa: SIM115
     with contextlib.suppress(ImportError):
         import fcntl
 

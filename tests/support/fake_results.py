@@ -72,7 +72,7 @@ def _sample(chance, length, question, index, task, run):
     answers = [f"It is {7421 if right else 1234}."] if index else [f"{HOSTILE} 7421 {'long ' * 80}"]
     return {
         "task": task, "length": length, "question": question, "sample": index, "method": label.split()[0],
-        "label": label, "parameters": {}, "budget": budget, "score": float(right),
+        "label": label, "budget": budget, "score": float(right),
         "metrics": {"score": float(right), "exact": float(right and index % 2), "first_token": float(right)},
         "answers": answers, "expected": [["7421"]], "prompt_tokens": length - 8, "kv_entries": share * (length - 8),
         "kv_share": share, "deep_tokens": length - 8, "applied": ran, "kl": loss * chance.uniform(0.1, 0.6),
@@ -91,7 +91,7 @@ def _cost(chance, length, repeat, run):
     kept = [[min(1.0, share * chance.uniform(0.2, 1.8) + (spot > 61) + (spot < 1 < layer)) for spot in range(BINS)]
             for layer in range(LAYERS)]  # fmt: skip
     return {
-        "length": length, "method": label.split()[0], "label": label, "parameters": {}, "budget": budget,
+        "length": length, "method": label.split()[0], "label": label, "budget": budget,
         "repeat": repeat, "prompt_tokens": length - 8, "new_tokens": 32,
         "ttft_s": length / 1100 * faster * chance.uniform(0.97, 1.05), "tpot_s": sorted(tokens)[15], "token_s": tokens,
         "kv_bytes": kv, "kv_read_bytes": kv, "peak_bytes": kv + 4 * 10**8, "deep_tokens": int((length - 8) * faster),

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerFast
 WORDS = ["[PAD]", "[BOS]", "[UNK]", *(f"w{i}" for i in range(124)), "[EOS]"]
 
 
-def word_tokenizer() -> PreTrainedTokenizerFast:
+def word_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast:
     """Splits at white space; what is not one of WORDS is unknown."""
     words = tokenizers.models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]")
     tokenizer = tokenizers.Tokenizer(words)
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "[PAD]", "bos_token": "[BOS]", "unk_token": "[UNK]", "eos_token": "[EOS]"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **special)
