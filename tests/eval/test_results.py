@@ -23,7 +23,7 @@ def sample(score, index=0, **changes):
 
 
 def cost(label, repeat, ttft, tokens, **changes):
-    row = {"length": 1024, "label": label, "budget": None if label == "full" else "10%", "repeat": repeat}
+    row = {"length": 1024, "label": label, "budget": None if label == "full" else "10%", "repeat": repeat, "env": 0}
     return {**row, "new_tokens": len(tokens) + 1, "ttft_s": ttft, "token_s": tokens, "kv_bytes": 100, **changes}
 
 
@@ -149,3 +149,11 @@ def test_what_is_missing_is_said(folder, tmp_path):
     (folder / "run.json").unlink()
     with pytest.raises(InputError, match="no run.json.*kvsieve eval --out"):
         load(folder)
+
+
+def test_ratios_are_taken_within_one_invocation():
+    rows = [cost("full", 0, 2.0, [0.2]), cost("knorm", 0, 1.0, [0.1])]
+    rows += [cost("full", 0, 8.0, [0.8], env=1), cost("snapkv", 0, 2.0, [0.4], env=1)]
+    found = {cell.label: cell for cell in cost_cells(rows)}
+    assert found["knorm"].ratios["ttft_s"] == 0.5 and found["snapkv"].ratios["ttft_s"] == 0.25
+    assert found["full"].repeats == 2 and found["full"].median("ttft_s") == 5.0

@@ -40,10 +40,11 @@ def test_match_all_is_the_share_found():
         (KEY[:20], 20 / 64, 0, 1),
         ("9" + KEY[1:], 63 / 64, 0, 0),
         (KEY + "99", 1, 1, 1),
+        (f"Of 2 numbers: {KEY}", 1, 1, 1),
         ("I do not know.", 0, 0, 0),
         ("", 0, 0, 0),
     ],
-    ids=["right", "after text", "wrong in the middle", "one dropped", "cut", "wrong first", "longer", "none", "empty"],
+    ids=["right", "after text", "wrong in the middle", "one dropped", "cut", "wrong first", "longer", "another before", "none", "empty"],
 )
 def test_digits(answer, partial, exact, first):
     got = scoring.digits(answer, (KEY,))
@@ -71,6 +72,7 @@ def test_first_word(answer, score):
         ("3", "-3", 0),
         ("1,234,567 coins", "1234567", 1),
         ("007", "7", 1),
+        ("3,4", "3", 1),
         ("twelve", "12", 0),
         ("", "0", 0),
     ],

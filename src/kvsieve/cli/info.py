@@ -14,6 +14,10 @@ from kvsieve.cli.output import JsonOption, emit_json, markdown_table, one_line, 
 from kvsieve.errors import KvsieveError
 
 
+# Packages of the extras, and the extra each belongs to.
+_EXTRAS = {"gguf": "demo", "matplotlib": "eval", "datasets": "scbench", "lm_eval": "lm-eval"}
+
+
 def methods_command(
     as_json: JsonOption = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the document docs/methods.md.")] = False,
@@ -74,7 +78,8 @@ def doctor_command(as_json: JsonOption = False) -> None:
         emit_json({**{key.replace(" ", "_"): value for key, value in facts.items()}, "problems": problems})
     else:
         for key, value in facts.items():
-            print(f"{key + ':':<17}{'missing' if value is None else value}")
+            missing = f"not installed; pip install 'kvsieve[{_EXTRAS.get(key)}]' if you want it"
+            print(f"{key + ':':<17}{missing if value is None else value}")
         print("nothing is missing" if not problems else "")
     for problem in problems:
         say(f"error: {problem}")
@@ -91,7 +96,7 @@ def _versions() -> dict[str, Any]:
         "kvsieve": kvsieve.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "gguf": _installed("gguf"),
+        **{package: _installed(package) for package in _EXTRAS},
     }
 
 

@@ -31,16 +31,20 @@ def load_haystack(source: str) -> str:
             f"haystack {source!r} is neither 'topics' nor 'noise' nor an existing folder or text file; check the path"
         )
     files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.suffix in SUFFIXES)
-    try:
-        text = "\n\n".join(each.read_text(encoding="utf-8").strip() for each in files)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read the haystack {source!r} as UTF-8 text: {error}") from error
+    text = "\n\n".join(map(_read, files))
     if len(text.split()) < 50:
         raise InputError(
             f"the haystack {source!r} has {len(text.split())} words in {len(files)} {'/'.join(SUFFIXES)} files, at "
             "least 50 are needed; put text there"
         )
     return text
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {file} of the haystack as UTF-8 text: {error}; mend it or move it away") from error
 
 
 @functools.cache

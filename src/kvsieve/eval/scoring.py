@@ -19,11 +19,10 @@ def match_any(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 
 def digits(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """A long number: the share of its digits that stand at their place in the answer's first number ("partial", the
+    """A long number: the share of its digits that stand at their place in the answer's longest number ("partial", the
     score, after LagKV section 5), all of them right ("exact"), and the first one right ("first_digit")."""
     wanted = expected[0]
-    found = re.search(r"\d+", answer)
-    got = found.group() if found else ""
+    got = max(re.findall(r"\d+", answer), key=len, default="")
     right = [mine == theirs for mine, theirs in zip(got, wanted, strict=False)]
     partial = sum(right) / len(wanted)
     return {
@@ -42,7 +41,7 @@ def first_word(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 def first_number(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """1 when the first whole number in the answer is the one expected."""
-    found = re.search(r"-?\d+", answer.replace(",", ""))
+    found = re.search(r"-?\d+", re.sub(r"(?<=\d),(?=\d{3})", "", answer))
     return {"score": float(found is not None and int(found.group()) == int(expected[0]))}
 
 

@@ -155,14 +155,16 @@ class CommonWords(Generated):
     seldom: int = 3
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
-        vocabulary = sorted({word.lower() for word in re.findall(r"\b[A-Za-z]{4,9}\b", self.text)})
+        asked = f"What are the {self.common} most common words in the list above?"
+        found = {word.lower() for word in re.findall(r"\b[A-Za-z]{4,9}\b", self.text)}
+        vocabulary = sorted(found - set(re.findall(r"\w+", asked.lower())))
         rng.shuffle(vocabulary)
         if len(vocabulary) < self.common + 20:
             vocabulary += word_keys(rng, 4000)
         words, others = vocabulary[: self.common], vocabulary[self.common :]
         order = rng.getrandbits(32)
         turn = Turn(
-            f"What are the {self.common} most common words in the list above?",
+            asked,
             tuple(words),
             match_all,
             80,
