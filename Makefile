@@ -4,7 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint bench docs clean
+# The committed results: `make results` completes them, `make results METHODS=new,new:parameter=7` extends them.
+RESULTS := benchmarks/results/smollm2
+TASKS := needle,passkey64,ruler_niah_single_1,ruler_niah_single_2,ruler_niah_multikey_1,ruler_fwe,ruler_qa_1,multiturn,shared,manyshot,arithmetic,instructions
+METHODS := streamingllm,knorm,snapkv,snapkv:kernel=21,snapkv:kernel=63,fastkv:tsp_layer=22;tsp_rate=0.3;window=32;kernel=21;pooling=avg
+
+.PHONY: demo test bench results docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/kvsieve demo
@@ -17,6 +22,11 @@ test: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/first.py
+
+results: $(VENV)/.ready
+	$(BIN)/kvsieve eval --tasks $(TASKS) --lengths 1024 --methods "$(METHODS)" --budgets 10%,25%,50% --samples 25 \
+		--question both --out $(RESULTS) --resume
+	$(BIN)/kvsieve report $(RESULTS) --formats png
 
 docs: $(VENV)/.ready
 	$(BIN)/kvsieve models --markdown > docs/supported_models.md
