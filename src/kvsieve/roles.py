@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from kvsieve.budget import Budget
-from kvsieve.types import LayerContext, Selection
+from kvsieve.types import LayerContext, Selection, When
 
 
 @runtime_checkable
 class Evictor(Protocol):
-    """Chooses which KV entries stay stored once a prompt is complete."""
+    """Chooses which KV entries stay stored: once a prompt is complete, and at other times if `when` says so."""
 
     @property
     def budget(self) -> Budget:
@@ -30,10 +30,15 @@ class Evictor(Protocol):
         """Fewest entries it can keep; a smaller ratio budget is raised to this, a smaller token budget refused."""
         ...
 
+    @property
+    def when(self) -> When:
+        """When it acts besides the end of a prompt."""
+        ...
+
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         """Slots that stay, [B, H, K] ascending with ``counts[b]`` real ones in row b, or None to keep everything.
 
-        Called per layer, after its attention in the pass that ends a prompt. Must not write to `ctx`.
+        Called per layer, after its attention. Must not write to `ctx`, except to ``ctx.state``.
         """
         ...
 

@@ -80,9 +80,30 @@ class Session:
         room = self.cache.room(end, tokens.size)
         store.append(key.detach(), value.detach(), tokens.columns, tokens.valid, tokens.counts, room)
         out = dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
-        if step.ends_prompt:
+        evictor = self.plan.evict
+        if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
+            query = self._recent(layer, query, evictor.window)
+        if step.ends_prompt or self._acts_in_between():
             self._reduce(index, layer, query, scale)
         return out
+
+    def _acts_in_between(self) -> bool:
+        if self.plan.evict is None or self.step.ends_prompt:
+            return False
+        when = self.plan.evict.when
+        if self.step.phase == "prefill":
+            return when.chunks
+        return when.steps is not None and (self.cache.decoded + self.step.num_new) % when.steps == 0
+
+    @staticmethod
+    def _recent(layer: SieveLayer, query: Tensor, window: int) -> Tensor:
+        """The queries [B, Hq, <= window, D] of the last tokens, this pass's among them."""
+        before = layer.state.get("recent")
+        if before is not None and query.shape[2] < window:
+            query = torch.cat([before, query], 2)
+        # A copy, so that a whole prompt's queries are not held on to.
+        layer.state["recent"] = query[:, :, -window:].clone()
+        return query
 
     def _reduce(self, index: int, layer: SieveLayer, query: Tensor, scale: float) -> None:
         plan, store, record = self.plan, layer.store, self.cache.record
@@ -99,11 +120,12 @@ class Session:
             stored=store.lengths,
             state=layer.state,
         )
-        if plan.propagate is not None and index == self.source:
+        if plan.propagate is not None and index == self.source and self.step.ends_prompt:
             self.selection = plan.propagate.select(ctx)
         if plan.evict is not None:
             evict(plan.evict, ctx, store, self.cache)
-        record.kept[index] = max(store.lengths)
+        if self.step.phase == "prefill":
+            record.kept[index] = max(store.lengths)
 
     def leave_source(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Hidden states [B, L, C] as they leave the source layer -> those that go on, [B, K, C].
@@ -154,11 +176,14 @@ class Session:
 
 
 def evict(evictor: Evictor, ctx: LayerContext, store: DenseStore, cache: SieveCache) -> None:
-    """Let `evictor` reduce what one layer stores, at the end of a prompt, and record what it did."""
+    """Let `evictor` reduce what one layer stores, and record what it did to the prompt."""
     step, record = ctx.step, cache.record
-    counts = tuple(evictor.budget.entries(length, evictor.minimum) for length in step.lengths)
-    record.asked = max(evictor.budget.entries(length) for length in step.lengths)
-    record.raised_to = max(counts) if max(counts) > record.asked else None
+    # While decoding, a share stays that of the prompt: otherwise nothing would bound the memory.
+    lengths = step.lengths if step.phase == "prefill" else cache.prompt_lengths
+    counts = tuple(evictor.budget.entries(length, evictor.minimum) for length in lengths)
+    if step.phase == "prefill":
+        record.asked = max(evictor.budget.entries(length) for length in lengths)
+        record.raised_to = max(counts) if max(counts) > record.asked else None
     selection = evictor.select(ctx, counts)
     if selection is not None:
         store.keep(selection, cache.room(step.start + step.num_new, max(counts)))
@@ -234,8 +259,11 @@ def close_session(finished: bool) -> None:
     if finished or session.stopped:
         session.cache.advance(session.step.num_new)
         session.cache.in_flight = False
+        if session.step.phase == "decode":
+            session.cache.decoded += session.step.num_new
         if session.step.ends_prompt:
             session.cache.awaits_prompt = False
+            session.cache.prompt_lengths = session.step.lengths
 
 
 def _checked_mask(
