@@ -53,16 +53,17 @@ class Propagator(Protocol):
         ...
 
     def source(self, num_layers: int) -> int:
-        """Index of the layer after which hidden states are dropped.
+        """Index of the first layer after which hidden states may be dropped.
 
         Raises PlanError when the model of `num_layers` layers has no such layer.
         """
         ...
 
     def select(self, ctx: LayerContext) -> Selection | None:
-        """Tokens of this turn's prompt that go on, [B, K] ascending, the last one included; None lets all pass.
+        """Tokens that go on to the next layer, [B, K] ascending, the last one included; None lets all pass.
 
-        Called at the source layer, after its attention and before its eviction. This turn's tokens are the last
-        ``step.start + step.num_new - step.turn_start`` stored entries; indices count from the first of them.
+        Called at every layer in the pass that ends a prompt, after its attention and before its eviction; before
+        ``source(num_layers)`` only to look. Offered are the last ``ctx.offered`` stored entries; indices count from
+        the first of them.
         """
         ...

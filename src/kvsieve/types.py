@@ -71,6 +71,9 @@ class LayerContext:
     stored: real entries of each row.
     scale: the factor the model multiplies query-key products with.
     state: scratch of this layer that lives as long as the cache; tensors in it have a row per row of the batch.
+    offered: tokens of this turn that have come to this layer, the last `offered` stored entries; offered_counts: real
+        ones among them per row. What a propagator chooses from.
+    shared: scratch of this pass, the same for all layers; what is put under "report" goes into the statistics.
     """
 
     layer_idx: int
@@ -84,6 +87,9 @@ class LayerContext:
     valid: Tensor | None
     stored: tuple[int, ...]
     state: dict[str, Any] = field(default_factory=dict)
+    offered: int = 0
+    offered_counts: tuple[int, ...] = ()
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def test_snapkv_shares_a_group_or_keeps_one_set_per_query_head():
     ],
 )
 def test_golden_retention_and_propagation(pooling, expected):
-    ctx = context(**GOLDEN)
+    ctx = context(**GOLDEN, layer_idx=1)
     window = [20, 21, 22, 23]
     assert kept(SnapKV(budget=10, window=4, kernel=3, pooling=pooling), ctx) == [each + window for each in expected]
     chosen = TSP(rate=10, layer=1, window=4, kernel=3, pooling=pooling).select(ctx)

@@ -7,7 +7,9 @@ import torch
 from kvsieve.types import LayerContext, Step
 
 
-def context(query, keys, *, values=None, padding=None, scale=None, layer_idx=0) -> LayerContext:
+def context(
+    query, keys, *, values=None, padding=None, scale=None, layer_idx=0, num_layers=4, shared=None
+) -> LayerContext:
     """A one-shot prompt of N tokens; padding: left padding of each row."""
     batch, heads, length, dim = keys.shape
     padding = padding or [0] * batch
@@ -15,7 +17,7 @@ def context(query, keys, *, values=None, padding=None, scale=None, layer_idx=0) 
     lengths = tuple(length - pad for pad in padding)
     return LayerContext(
         layer_idx=layer_idx,
-        num_layers=4,
+        num_layers=num_layers,
         step=Step(0, length, "prefill", True, 0, 0, lengths, lengths),
         scale=dim**-0.5 if scale is None else scale,
         query=query,
@@ -24,6 +26,9 @@ def context(query, keys, *, values=None, padding=None, scale=None, layer_idx=0) 
         index=torch.arange(length, dtype=torch.int32).expand(batch, heads, length),
         valid=valid[:, None] if any(padding) else None,
         stored=lengths,
+        offered=length,
+        offered_counts=lengths,
+        shared={} if shared is None else shared,
     )
 
 

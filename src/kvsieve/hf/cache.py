@@ -115,7 +115,7 @@ class TurnRecord:
 
     kept: entries stored per layer once the prompt was complete. asked: the budget's entries, None without an evictor;
     raised_to: the evictor's minimum where that is more. evicted: layers that dropped entries.
-    propagated: tokens that went on after the source layer, None if all did.
+    propagated: tokens that reached the deepest layer, None if all did. report: what the propagator told of its choice.
     """
 
     prompt_tokens: int = 0
@@ -124,6 +124,7 @@ class TurnRecord:
     raised_to: int | None = None
     evicted: set[int] = field(default_factory=set)
     propagated: int | None = None
+    report: dict[str, Any] = field(default_factory=dict)
 
 
 class SieveCache(Cache):

@@ -67,6 +67,7 @@ class Session:
     stopped: bool = False
     selection: Selection | None = None
     narrowed: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
 
     def attend(self, index: int, layer: SieveLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Store this pass's keys and values, attend over everything stored, then let the plan reduce the layer."""
@@ -119,19 +120,26 @@ class Session:
             valid=store.valid,
             stored=store.lengths,
             state=layer.state,
+            shared=self.shared,
         )
-        if plan.propagate is not None and index == self.source and self.step.ends_prompt:
-            self.selection = plan.propagate.select(ctx)
+        if plan.propagate is not None and self.source is not None and self.step.ends_prompt:
+            # Up to the source layer all of the turn's tokens are there, in this pass or in earlier chunks.
+            deeper = index > self.source
+            ctx.offered = self.tokens.size if deeper else self.step.start + self.step.num_new - self.step.turn_start
+            ctx.offered_counts = self.tokens.counts if deeper else self.step.turn_lengths
+            selection = plan.propagate.select(ctx)
+            self.selection = selection if self.source <= index < self.num_layers - 1 else None
+            record.report = self.shared.get("report", {})
         if plan.evict is not None:
             evict(plan.evict, ctx, store, self.cache)
         if self.step.phase == "prefill":
             record.kept[index] = max(store.lengths)
 
-    def leave_source(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """Hidden states [B, L, C] as they leave the source layer -> those that go on, [B, K, C].
+    def leave(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Hidden states [B, L, C] as they leave layer `index` -> those that go on, [B, K, C].
 
-        Under chunked prefill the leading chunks wait here (StopForward ends their pass), and the last one brings
-        all of the turn's tokens to the choice.
+        Under chunked prefill the leading chunks wait at the source layer, the first that may drop tokens (StopForward
+        ends their pass), and the last chunk brings all of the turn's tokens to the layers behind it.
         """
         tables = kwargs.get("position_embeddings")
         if not isinstance(tables, tuple) or len(tables) != 2 or kwargs.get("position_ids") is None:
@@ -140,28 +148,30 @@ class Session:
                 "propagation cannot move positions along; use a plan without propagate="
             )
         self._check_layer_arguments(kwargs)
-        chunk = (hidden, *tables, kwargs["position_ids"])
-        waiting = self.cache.waiting
-        if not self.step.is_last_chunk:
-            waiting.append(chunk)
-            self.stopped = True
-            raise StopForward
-        if self.selection is None and not waiting:
-            return hidden
-        waiting.append(chunk)
-        hidden, cos, sin, positions = (torch.cat(parts, dim=1) for parts in zip(*waiting, strict=True))
-        waiting.clear()
-        end = self.step.start + self.step.num_new
-        columns = torch.arange(self.step.turn_start, end, device=hidden.device)[None]
-        valid = None if self.cache.mask is None else self.cache.mask[:, self.step.turn_start :]
-        self.tokens = Tokens(columns, valid, self.step.turn_lengths)
-        if self.selection is not None:
-            rows = self.selection.indices.to(hidden.device)
+        cos, sin, positions = *tables, kwargs["position_ids"]
+        if index == self.source:
+            waiting = self.cache.waiting
+            if not self.step.is_last_chunk:
+                waiting.append((hidden, cos, sin, positions))
+                self.stopped = True
+                raise StopForward
+            if waiting:
+                waiting.append((hidden, cos, sin, positions))
+                hidden, cos, sin, positions = (torch.cat(parts, dim=1) for parts in zip(*waiting, strict=True))
+                waiting.clear()
+                end = self.step.start + self.step.num_new
+                columns = torch.arange(self.step.turn_start, end, device=hidden.device)[None]
+                valid = None if self.cache.mask is None else self.cache.mask[:, self.step.turn_start :]
+                self.tokens = Tokens(columns, valid, self.step.turn_lengths)
+                self.narrowed = {"position_embeddings": (cos, sin), "position_ids": positions}
+        selection, self.selection = self.selection, None
+        if selection is not None:
+            rows = selection.indices.to(hidden.device)
             hidden, cos, sin = (_gather(part, rows) for part in (hidden, cos, sin))
             positions = positions.expand(len(rows), -1).gather(1, rows)
-            self.tokens = self.tokens.narrow(self.selection)
+            self.tokens = self.tokens.narrow(selection)
             self.cache.record.propagated = max(self.tokens.counts)
-        self.narrowed = {"position_embeddings": (cos, sin), "position_ids": positions}
+            self.narrowed = {"position_embeddings": (cos, sin), "position_ids": positions}
         return hidden
 
     def _check_layer_arguments(self, kwargs: dict[str, Any]) -> None:

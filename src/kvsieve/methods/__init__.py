@@ -1,6 +1,7 @@
 """One file per paper. Importing this package registers every method."""
 
-from kvsieve.methods import fastkv, full, h2o, knorm, lagkv, snapkv, streaming_llm, tova
+from kvsieve.methods import asl, fastkv, full, h2o, knorm, lagkv, snapkv, streaming_llm, tova
+from kvsieve.methods.asl import AdaptiveTSP
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.methods.fastkv import TSP
 from kvsieve.methods.h2o import H2O
@@ -14,11 +15,13 @@ __all__ = [
     "H2O",
     "TOVA",
     "TSP",
+    "AdaptiveTSP",
     "KNorm",
     "LagKV",
     "ScoredEvictor",
     "SnapKV",
     "StreamingLLM",
+    "asl",
     "fastkv",
     "full",
     "h2o",
