@@ -10,6 +10,7 @@ from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.registry import check_parameters, method_info
 from kvsieve.roles import Evictor, Propagator
+from kvsieve.types import END_OF_PROMPT
 
 _ROLES = ("propagate", "evict", "read", "codec")
 
@@ -39,6 +40,11 @@ class Plan:
                     f"Plan({role}=...) takes a {protocol.__name__}, got {value!r}; "
                     f"e.g. Plan({'propagate=TSP(rate=0.2)' if role == 'propagate' else 'evict=SnapKV(budget=0.2)'})"
                 )
+        if self.propagate is not None and self.evict is not None and self.evict.when.chunks:
+            raise PlanError(
+                f"{type(self.evict).__name__} acts on every chunk of a prompt, {type(self.propagate).__name__} on the "
+                "whole of it: they cannot be combined"
+            )
         for role in ("read", "codec"):
             if getattr(self, role) is not None:
                 raise PlanError(f"Plan({role}=...) is not supported by this version of kvsieve: leave it None")
@@ -50,6 +56,11 @@ class Plan:
     def roles(self) -> tuple[str, ...]:
         """Roles that are filled."""
         return tuple(role for role in _ROLES if getattr(self, role) is not None)
+
+    @property
+    def acts_once(self) -> bool:
+        """True when nothing is dropped before a prompt is complete or while decoding."""
+        return self.evict is None or self.evict.when == END_OF_PROMPT
 
     @property
     def window(self) -> int:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from kvsieve.budget import Budget
-from kvsieve.types import LayerContext, Selection
+from kvsieve.types import LayerContext, Selection, When
 
 
 @runtime_checkable
 class Evictor(Protocol):
-    """Chooses which KV entries stay stored once a prompt is complete."""
+    """Chooses which KV entries stay stored: once a prompt is complete, and at other times if `when` says so."""
 
     @property
     def budget(self) -> Budget:
@@ -30,10 +30,15 @@ class Evictor(Protocol):
         """Fewest entries it can keep; a smaller ratio budget is raised to this, a smaller token budget refused."""
         ...
 
+    @property
+    def when(self) -> When:
+        """When it acts besides the end of a prompt."""
+        ...
+
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         """Slots that stay, [B, H, K] ascending with ``counts[b]`` real ones in row b, or None to keep everything.
 
-        Called per layer, after its attention in the pass that ends a prompt. Must not write to `ctx`.
+        Called per layer, after its attention. Must not write to `ctx`, except to ``ctx.state``.
         """
         ...
 
@@ -48,16 +53,17 @@ class Propagator(Protocol):
         ...
 
     def source(self, num_layers: int) -> int:
-        """Index of the layer after which hidden states are dropped.
+        """Index of the first layer after which hidden states may be dropped.
 
         Raises PlanError when the model of `num_layers` layers has no such layer.
         """
         ...
 
     def select(self, ctx: LayerContext) -> Selection | None:
-        """Tokens of this turn's prompt that go on, [B, K] ascending, the last one included; None lets all pass.
+        """Tokens that go on to the next layer, [B, K] ascending, the last one included; None lets all pass.
 
-        Called at the source layer, after its attention and before its eviction. This turn's tokens are the last
-        ``step.start + step.num_new - step.turn_start`` stored entries; indices count from the first of them.
+        Called at every layer in the pass that ends a prompt, after its attention and before its eviction; before
+        ``source(num_layers)`` only to look. Offered are the last ``ctx.offered`` stored entries; indices count from
+        the first of them.
         """
         ...

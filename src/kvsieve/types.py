@@ -39,17 +39,41 @@ class Step:
         return self.phase == "prefill" and self.is_last_chunk
 
 
+@dataclass(frozen=True)
+class When:
+    """When an evictor acts besides the end of every prompt.
+
+    chunks: also after each earlier chunk of a chunked prefill. steps: also while decoding, whenever this many tokens
+    have been generated since it acted last; None for never.
+    """
+
+    chunks: bool = False
+    steps: int | None = None
+
+
+END_OF_PROMPT = When()
+
+
+def every(steps: int) -> When:
+    """At the end of a prompt, and again after every `steps` generated tokens."""
+    return When(steps=steps)
+
+
 @dataclass
 class LayerContext:
     """What one layer sees right after its attention, with this pass's keys and values already stored.
 
-    query: [B, Hq, L, D], post-RoPE, this pass's queries. They belong to the last L of the N stored entries.
+    query: [B, Hq, L, D], post-RoPE. They belong to the last L of the N stored entries: this pass's queries, or, where
+        an evictor acts while decoding, those of its `window` last tokens.
     keys, values: [B, H, N, D], post-RoPE; views of the store, not to be written to.
     index: int32 [B, H, N], column of each entry in the row as it was fed (padding counted), -1 for filler.
     valid: bool [B, H or 1, N], False for padding and filler; None when every entry is real.
     stored: real entries of each row.
     scale: the factor the model multiplies query-key products with.
-    state: scratch of this layer that lives as long as the cache.
+    state: scratch of this layer that lives as long as the cache; tensors in it have a row per row of the batch.
+    offered: tokens of this turn that have come to this layer, the last `offered` stored entries; offered_counts: real
+        ones among them per row. What a propagator chooses from.
+    shared: scratch of this pass, the same for all layers; what is put under "report" goes into the statistics.
     """
 
     layer_idx: int
@@ -63,6 +87,9 @@ class LayerContext:
     valid: Tensor | None
     stored: tuple[int, ...]
     state: dict[str, Any] = field(default_factory=dict)
+    offered: int = 0
+    offered_counts: tuple[int, ...] = ()
+    shared: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

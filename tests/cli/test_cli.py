@@ -92,6 +92,7 @@ def test_run_compares_methods(cli, model_dir, prompt_file):
         "kernel": 5,
         "pooling": "avg",
         "per_query_head": False,
+        "every": None,
     }
     assert data["model"] == model_dir and data["environment"]["kvsieve"] == kvsieve.__version__
 

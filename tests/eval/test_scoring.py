@@ -44,7 +44,18 @@ def test_match_all_is_the_share_found():
         ("I do not know.", 0, 0, 0),
         ("", 0, 0, 0),
     ],
-    ids=["right", "after text", "wrong in the middle", "one dropped", "cut", "wrong first", "longer", "another before", "none", "empty"],
+    ids=[
+        "right",
+        "after text",
+        "wrong in the middle",
+        "one dropped",
+        "cut",
+        "wrong first",
+        "longer",
+        "another before",
+        "none",
+        "empty",
+    ],
 )
 def test_digits(answer, partial, exact, first):
     got = scoring.digits(answer, (KEY,))

@@ -9,40 +9,7 @@ import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.methods import TSP, KNorm, SnapKV, StreamingLLM
 from kvsieve.models.families import build
-from kvsieve.types import LayerContext, Step
-
-
-def context(query, keys, *, padding=None, scale=None, layer_idx=0) -> LayerContext:
-    """A one-shot prompt of N tokens; padding: left padding of each row."""
-    batch, heads, length, dim = keys.shape
-    padding = padding or [0] * batch
-    valid = torch.arange(length) >= torch.tensor(padding)[:, None]
-    lengths = tuple(length - pad for pad in padding)
-    return LayerContext(
-        layer_idx=layer_idx,
-        num_layers=4,
-        step=Step(0, length, "prefill", True, 0, 0, lengths, lengths),
-        scale=dim**-0.5 if scale is None else scale,
-        query=query,
-        keys=keys,
-        values=keys,
-        index=torch.arange(length, dtype=torch.int32).expand(batch, heads, length),
-        valid=valid[:, None] if any(padding) else None,
-        stored=lengths,
-    )
-
-
-def kept(evictor, ctx, row=0):
-    counts = tuple(evictor.budget.entries(n, evictor.minimum) for n in ctx.step.lengths)
-    selection = evictor.select(ctx, counts)
-    real = selection.indices.shape[-1] if selection.lengths is None else selection.lengths[row]
-    return selection.indices[row, ..., -real:].tolist()
-
-
-def golden(shape, seed):
-    index = torch.arange(torch.Size(shape).numel(), dtype=torch.int64)
-    return (((index * 2654435761 + seed * 40503 + 12345) % 2**32).double() / 2**31 - 1).view(shape)
-
+from layers import context, golden, kept
 
 GOLDEN = {"query": 3 * golden((1, 4, 24, 4), 1), "keys": 3 * golden((1, 2, 24, 4), 2)}
 
@@ -93,7 +60,7 @@ def test_snapkv_shares_a_group_or_keeps_one_set_per_query_head():
     ],
 )
 def test_golden_retention_and_propagation(pooling, expected):
-    ctx = context(**GOLDEN)
+    ctx = context(**GOLDEN, layer_idx=1)
     window = [20, 21, 22, 23]
     assert kept(SnapKV(budget=10, window=4, kernel=3, pooling=pooling), ctx) == [each + window for each in expected]
     chosen = TSP(rate=10, layer=1, window=4, kernel=3, pooling=pooling).select(ctx)

@@ -27,6 +27,7 @@ class DenseStore:
 
     def __init__(self) -> None:
         self.size = 0
+        self._shared = False
         self.lengths: tuple[int, ...] = ()
         self.valid_buffer: Tensor | None = None
         self._keys: Tensor | None = None
@@ -109,25 +110,32 @@ class DenseStore:
         indices = selection.indices
         copies = indices.shape[1] // self.heads
         kept = indices.shape[2]
+        capacity = self._buffers()[0].shape[2]
+        # Eviction while decoding drops few entries at a time: then the buffers serve on.
+        in_place = copies == 1 and not self._shared and kept + reserve <= capacity <= (kept + reserve) * 5 // 4
 
         def gather(buffer: Tensor) -> Tensor:
             source = buffer[:, :, : self.size]
             if copies > 1:
                 source = source.repeat_interleave(copies, 1)
-            shape = (*indices.shape[:2], kept + reserve, *buffer.shape[3:])
-            fresh = buffer.new_empty(shape)
             slots = indices if buffer.ndim == 3 else indices[..., None].expand(-1, -1, -1, buffer.shape[3])
+            if in_place:
+                buffer[:, :, :kept] = source.gather(2, slots)
+                return buffer
+            fresh = buffer.new_empty((*indices.shape[:2], kept + reserve, *buffer.shape[3:]))
             torch.gather(source, 2, slots, out=fresh[:, :, :kept])
             return fresh
 
         self._keys, self._values, self._index = (gather(buffer) for buffer in self._buffers())
+        self._shared = False
         self.size = kept
+        capacity = self._keys.shape[2]
         real = selection.real()
         if real is None:
             self.valid_buffer = None
             self.lengths = (kept,) * indices.shape[0]
         else:
-            self.valid_buffer = torch.ones(real.shape[0], 1, kept + reserve, dtype=torch.bool, device=indices.device)
+            self.valid_buffer = torch.ones(real.shape[0], 1, capacity, dtype=torch.bool, device=indices.device)
             self.valid_buffer[:, :, :kept] = real[:, None]
             self._index[:, :, :kept].masked_fill_(~real[:, None], -1)
             self.lengths = selection.lengths or ()
@@ -149,11 +157,18 @@ class DenseStore:
         if len(set(self.lengths)) > 1 or len(self.lengths) != len(rows):
             self.lengths = tuple(self.lengths[row] for row in rows.tolist())
 
+    def share(self) -> DenseStore:
+        """A copy on the same buffers, for as long as neither appends; `keep` gives the copy buffers of its own."""
+        shared = copy.copy(self)
+        shared._shared = True
+        return shared
+
     def clone(self) -> DenseStore:
         """A copy that shares no memory with this one."""
         copied = copy.copy(self)
         if not self.is_empty:
             copied._apply(Tensor.clone)
+        copied._shared = False
         return copied
 
     @classmethod

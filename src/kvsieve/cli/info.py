@@ -13,7 +13,6 @@ from kvsieve.budget import Budget
 from kvsieve.cli.output import JsonOption, emit_json, markdown_table, one_line, print_table, say
 from kvsieve.errors import KvsieveError
 
-
 # Packages of the extras, and the extra each belongs to.
 _EXTRAS = {"gguf": "demo", "matplotlib": "eval", "datasets": "scbench", "lm_eval": "lm-eval"}
 

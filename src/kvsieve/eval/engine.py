@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from kvsieve.eval.types import Sample, Turn
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache import SieveCache, TurnRecord
 from kvsieve.hf.generate import what_ran
-from kvsieve.hf.shared import next_logits, read_shared
+from kvsieve.hf.shared import next_logits, read_alone, read_shared
 from kvsieve.hf.stack import can_stack, stack
 from kvsieve.plans import Plan
 
@@ -40,13 +41,13 @@ class Outcome:
 class _State:
     """Conversations so far, one per row, each under its plan.
 
-    cache: theirs; fed: int64 [1, N], the tokens fed to all of them; logits: [rows, V] after the last of these.
+    cache: theirs; logits: [rows, V] after the last token fed; fed: int64 [1, N], the tokens fed to all of them.
     """
 
     plans: list[Plan]
     cache: SieveCache
-    fed: Tensor
     logits: Tensor
+    fed: Tensor
 
 
 class Engine:
@@ -97,23 +98,26 @@ class Engine:
     def _read(self, plans: Sequence[Plan], ids: Tensor) -> list[_State]:
         """The first prompt under every plan; plans that propagate alike share one reading of it."""
         states: dict[int, _State] = {}
-        for propagate in dict.fromkeys(plan.propagate for plan in plans):
-            mine = [(i, plan) for i, plan in enumerate(plans) if plan.propagate == propagate]
+        for i, plan in enumerate(plans):
+            if not plan.acts_once:
+                states[i] = _State([plan], *read_alone(self.model, plan, ids, chunk=self.chunk), ids)
+        for propagate in dict.fromkeys(plan.propagate for plan in plans if plan.acts_once):
+            mine = [(i, plan) for i, plan in enumerate(plans) if plan.acts_once and plan.propagate == propagate]
             window = max(plan.window for _, plan in mine)
             name = " and ".join(dict.fromkeys(plan.name for _, plan in mine if plan.window == window))
             shared = read_shared(self.model, propagate, ids, window=window, chunk=self.chunk, name=name)
             for i, plan in mine:
-                states[i] = _State([plan], shared.reduced(plan.evict), ids, shared.logits)
+                states[i] = _State([plan], shared.reduced(plan.evict), shared.logits, ids)
         return [states[i] for i in range(len(plans))]
 
     def _continue(self, state: _State, ids: Tensor, *, fork: bool, act: bool) -> _State:
         """Feed `ids` to conversations (to a copy of them with `fork`); with `act` their plan acts on them as well."""
         cache = state.cache.fork() if fork else state.cache
         fed = torch.cat([state.fed, ids], 1)
-        plan = state.plans[0] if act else _full(state.plans[0])
+        plan = state.plans[0] if act else _later(state.plans[0])
         with attach(self.model, plan), torch.no_grad():
             logits = next_logits(self.model, cache, fed.expand(cache.batch, -1))[:, -1]
-        return _State(state.plans, cache, fed, logits)
+        return _State(state.plans, cache, logits, fed)
 
     def _stacked(self, states: Sequence[_State]) -> list[_State]:
         """Neighbours as rows of one cache where they are alike; the reference, which comes first, stays alone."""
@@ -128,8 +132,8 @@ class Engine:
             _State(
                 [state.plans[0] for state in group],
                 stack([state.cache for state in group]) if len(group) > 1 else group[0].cache,
-                group[0].fed,
                 torch.cat([state.logits for state in group]),
+                group[0].fed,
             )
             for group in groups
         ]
@@ -159,7 +163,7 @@ class Engine:
         logits = state.logits
         rows: list[list[int]] = [[] for _ in logits]
         going = list(range(len(rows)))
-        with attach(self.model, _full(state.plans[0])), torch.no_grad():
+        with attach(self.model, _later(state.plans[0])), torch.no_grad():
             cache = state.cache.fork()
             for step in range(limit):
                 chosen = logits.argmax(-1)
@@ -175,22 +179,26 @@ class Engine:
         """Log-probabilities float32 [rows, T, V] of the tokens of `reference`, given those before them."""
         parts = [state.logits[:, None].float().log_softmax(-1)]
         if len(reference) > 1:
-            with attach(self.model, _full(state.plans[0])), torch.no_grad():
+            with attach(self.model, _later(state.plans[0])), torch.no_grad():
                 ids = torch.tensor([reference[:-1]], device=self.model.device).expand(len(state.logits), -1)
                 logits = self.model(input_ids=ids, past_key_values=state.cache.fork(), use_cache=True).logits
             parts.append(logits.float().log_softmax(-1))
         return torch.cat(parts, 1)
 
 
-def _full(plan: Plan) -> Plan:
-    """The plan once nothing more is to be dropped."""
+def _later(plan: Plan) -> Plan:
+    """What remains of a plan once the prompt is complete."""
+    if not plan.acts_once:
+        return dataclasses.replace(plan, propagate=None)
     return Plan(read=plan.read, codec=plan.codec, name="full")
 
 
 def _alike(one: _State, other: _State) -> bool:
     """Stacking costs what the largest costs, so rows should be about as long."""
     sizes = sum(one.cache.entries()), sum(other.cache.entries())
-    same = one.plans[0].read == other.plans[0].read and can_stack([one.cache, other.cache])
+    plans = one.plans[0], other.plans[0]
+    same = plans[0].read == plans[1].read and all(plan.acts_once for plan in plans)
+    same = same and can_stack([one.cache, other.cache])
     return same and max(sizes) <= 1.5 * min(sizes)
 
 

@@ -44,7 +44,9 @@ def _read(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {file} of the haystack as UTF-8 text: {error}; mend it or move it away") from error
+        raise InputError(
+            f"cannot read {file} of the haystack as UTF-8 text: {error}; mend it or move it away"
+        ) from error
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -147,13 +148,13 @@ def _hooks(sieve: Sieve) -> list[Any]:
     if sieve.source is None:
         return handles
 
-    def leave_source(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    def leave(index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         session = sessions.current()
         if session is None or session.step.phase != "prefill":
             return None
         if not isinstance(output, tuple):
-            return session.leave_source(output, kwargs)
-        return (session.leave_source(output[0], kwargs), *output[1:])
+            return session.leave(index, output, kwargs)
+        return (session.leave(index, output[0], kwargs), *output[1:])
 
     def enter_deeper(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         session = sessions.current()
@@ -162,8 +163,10 @@ def _hooks(sieve: Sieve) -> list[Any]:
         return args, {**kwargs, **session.narrowed}
 
     layers = list(decoder.layers)  # type: ignore[arg-type]
-    handles.append(layers[sieve.source].register_forward_hook(leave_source, with_kwargs=True))
-    handles += [layer.register_forward_pre_hook(enter_deeper, with_kwargs=True) for layer in layers[sieve.source + 1 :]]
+    for index in range(sieve.source, len(layers) - 1):
+        hook = functools.partial(leave, index)
+        handles.append(layers[index].register_forward_hook(hook, with_kwargs=True))
+        handles.append(layers[index + 1].register_forward_pre_hook(enter_deeper, with_kwargs=True))
     return handles
 
 

@@ -87,7 +87,7 @@ class SieveLayer(CacheLayerMixin):
     def fork(self, share: bool = False) -> SieveLayer:
         """A copy; see SieveCache.fork."""
         other = copy.copy(self)
-        other.store = copy.copy(self.store) if share else self.store.clone()
+        other.store = self.store.share() if share else self.store.clone()
         other.state = copy.deepcopy(self.state)
         return other
 
@@ -97,13 +97,16 @@ class SieveLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if not self.store.is_empty:
             self.store.reorder(beam_idx)
+        for name, part in self.state.items():
+            if isinstance(part, Tensor):
+                self.state[name] = part.index_select(0, beam_idx.to(part.device))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if not self.store.is_empty:
-            self.store.reorder(torch.arange(self.store.keys.shape[0]).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(self.store.keys.shape[0]).repeat_interleave(repeats))
 
 
 @dataclass
@@ -112,7 +115,7 @@ class TurnRecord:
 
     kept: entries stored per layer once the prompt was complete. asked: the budget's entries, None without an evictor;
     raised_to: the evictor's minimum where that is more. evicted: layers that dropped entries.
-    propagated: tokens that went on after the source layer, None if all did.
+    propagated: tokens that reached the deepest layer, None if all did. report: what the propagator told of its choice.
     """
 
     prompt_tokens: int = 0
@@ -121,6 +124,7 @@ class TurnRecord:
     raised_to: int | None = None
     evicted: set[int] = field(default_factory=set)
     propagated: int | None = None
+    report: dict[str, Any] = field(default_factory=dict)
 
 
 class SieveCache(Cache):
@@ -150,6 +154,9 @@ class SieveCache(Cache):
         self.prompt_end = 0
         self.new_tokens = 0
         self.in_flight = False
+        # Tokens generated since the prompt was complete, and the prompt's true tokens per row.
+        self.decoded = 0
+        self.prompt_lengths: tuple[int, ...] = ()
         self.record = TurnRecord()
         # (hidden, cos, sin, position_ids) of the chunks that wait for deferred propagation.
         self.waiting: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -161,6 +168,7 @@ class SieveCache(Cache):
         self.turn_start = self.num_seen
         self.awaits_prompt = True
         self.prompt_end, self.new_tokens = prompt_end, new_tokens
+        self.decoded = 0
         self.record = TurnRecord()
         self.waiting.clear()
 
@@ -213,6 +221,8 @@ class SieveCache(Cache):
 
     def _reorder_rows(self, rows: Tensor) -> None:
         self.batch = len(rows)
+        if self.prompt_lengths:
+            self.prompt_lengths = tuple(self.prompt_lengths[row] for row in rows.tolist())
         if self.mask is not None:
             self.mask = self.mask.index_select(0, rows.to(self.mask.device))
         self.waiting = [

@@ -33,6 +33,9 @@ _REFUSED = {
 }
 
 
+_ALL_WENT_ON = "every token went through all layers: the prompt is not longer than what may propagate"
+
+
 @dataclass(frozen=True)
 class Stats:
     """What one generate call did. Where rows of a batch differ, numbers are those of the longest row.
@@ -43,7 +46,7 @@ class Stats:
     complete; kv_asked: the budget's entries, None without one. kv_bytes: bytes of all cache tensors held at the end.
     ttft_s, tpot_s: seconds to the first token, and per token after it (None with fewer than two). new_tokens: tokens
     generated per row. peak_bytes: peak memory during the call, weights included (None where unknown). notes: what
-    did not go as asked.
+    did not go as asked. report: what a method tells of its choice, such as ASL's layer.
     """
 
     method: str
@@ -58,6 +61,7 @@ class Stats:
     new_tokens: int
     peak_bytes: int | None
     notes: list[str] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -146,7 +150,7 @@ def what_ran(plan: Plan, record: TurnRecord) -> tuple[bool, list[str]]:
     if plan.evict is not None and not record.evicted:
         notes.append(f"nothing was evicted: the prompt's {record.prompt_tokens} tokens fit what must or may be kept")
     if plan.propagate is not None and record.propagated is None:
-        notes.append("every token went through all layers: the prompt is not longer than what may propagate")
+        notes.append(record.report.get("idle") or _ALL_WENT_ON)
     applied = not notes
     if record.raised_to is not None:
         notes.append(f"the budget of {record.asked} entries was raised to {record.raised_to}, the least it can keep")
@@ -174,4 +178,5 @@ def _stats(sieve: Sieve, cache: SieveCache, clock: _Clock, began: float, peak: i
         new_tokens=len(times),
         peak_bytes=peak,
         notes=notes,
+        report=record.report,
     )

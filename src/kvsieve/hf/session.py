@@ -67,6 +67,7 @@ class Session:
     stopped: bool = False
     selection: Selection | None = None
     narrowed: dict[str, Any] = field(default_factory=dict)
+    shared: dict[str, Any] = field(default_factory=dict)
 
     def attend(self, index: int, layer: SieveLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Store this pass's keys and values, attend over everything stored, then let the plan reduce the layer."""
@@ -80,9 +81,30 @@ class Session:
         room = self.cache.room(end, tokens.size)
         store.append(key.detach(), value.detach(), tokens.columns, tokens.valid, tokens.counts, room)
         out = dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
-        if step.ends_prompt:
+        evictor = self.plan.evict
+        if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
+            query = self._recent(layer, query, evictor.window)
+        if step.ends_prompt or self._acts_in_between():
             self._reduce(index, layer, query, scale)
         return out
+
+    def _acts_in_between(self) -> bool:
+        if self.plan.evict is None or self.step.ends_prompt:
+            return False
+        when = self.plan.evict.when
+        if self.step.phase == "prefill":
+            return when.chunks
+        return when.steps is not None and (self.cache.decoded + self.step.num_new) % when.steps == 0
+
+    @staticmethod
+    def _recent(layer: SieveLayer, query: Tensor, window: int) -> Tensor:
+        """The queries [B, Hq, <= window, D] of the last tokens, this pass's among them."""
+        before = layer.state.get("recent")
+        if before is not None and query.shape[2] < window:
+            query = torch.cat([before, query], 2)
+        # A copy, so that a whole prompt's queries are not held on to.
+        layer.state["recent"] = query[:, :, -window:].clone()
+        return query
 
     def _reduce(self, index: int, layer: SieveLayer, query: Tensor, scale: float) -> None:
         plan, store, record = self.plan, layer.store, self.cache.record
@@ -98,18 +120,26 @@ class Session:
             valid=store.valid,
             stored=store.lengths,
             state=layer.state,
+            shared=self.shared,
         )
-        if plan.propagate is not None and index == self.source:
-            self.selection = plan.propagate.select(ctx)
+        if plan.propagate is not None and self.source is not None and self.step.ends_prompt:
+            # Up to the source layer all of the turn's tokens are there, in this pass or in earlier chunks.
+            deeper = index > self.source
+            ctx.offered = self.tokens.size if deeper else self.step.start + self.step.num_new - self.step.turn_start
+            ctx.offered_counts = self.tokens.counts if deeper else self.step.turn_lengths
+            selection = plan.propagate.select(ctx)
+            self.selection = selection if self.source <= index < self.num_layers - 1 else None
+            record.report = self.shared.get("report", {})
         if plan.evict is not None:
             evict(plan.evict, ctx, store, self.cache)
-        record.kept[index] = max(store.lengths)
+        if self.step.phase == "prefill":
+            record.kept[index] = max(store.lengths)
 
-    def leave_source(self, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """Hidden states [B, L, C] as they leave the source layer -> those that go on, [B, K, C].
+    def leave(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+        """Hidden states [B, L, C] as they leave layer `index` -> those that go on, [B, K, C].
 
-        Under chunked prefill the leading chunks wait here (StopForward ends their pass), and the last one brings
-        all of the turn's tokens to the choice.
+        Under chunked prefill the leading chunks wait at the source layer, the first that may drop tokens (StopForward
+        ends their pass), and the last chunk brings all of the turn's tokens to the layers behind it.
         """
         tables = kwargs.get("position_embeddings")
         if not isinstance(tables, tuple) or len(tables) != 2 or kwargs.get("position_ids") is None:
@@ -118,28 +148,30 @@ class Session:
                 "propagation cannot move positions along; use a plan without propagate="
             )
         self._check_layer_arguments(kwargs)
-        chunk = (hidden, *tables, kwargs["position_ids"])
-        waiting = self.cache.waiting
-        if not self.step.is_last_chunk:
-            waiting.append(chunk)
-            self.stopped = True
-            raise StopForward
-        if self.selection is None and not waiting:
-            return hidden
-        waiting.append(chunk)
-        hidden, cos, sin, positions = (torch.cat(parts, dim=1) for parts in zip(*waiting, strict=True))
-        waiting.clear()
-        end = self.step.start + self.step.num_new
-        columns = torch.arange(self.step.turn_start, end, device=hidden.device)[None]
-        valid = None if self.cache.mask is None else self.cache.mask[:, self.step.turn_start :]
-        self.tokens = Tokens(columns, valid, self.step.turn_lengths)
-        if self.selection is not None:
-            rows = self.selection.indices.to(hidden.device)
+        cos, sin, positions = *tables, kwargs["position_ids"]
+        if index == self.source:
+            waiting = self.cache.waiting
+            if not self.step.is_last_chunk:
+                waiting.append((hidden, cos, sin, positions))
+                self.stopped = True
+                raise StopForward
+            if waiting:
+                waiting.append((hidden, cos, sin, positions))
+                hidden, cos, sin, positions = (torch.cat(parts, dim=1) for parts in zip(*waiting, strict=True))
+                waiting.clear()
+                end = self.step.start + self.step.num_new
+                columns = torch.arange(self.step.turn_start, end, device=hidden.device)[None]
+                valid = None if self.cache.mask is None else self.cache.mask[:, self.step.turn_start :]
+                self.tokens = Tokens(columns, valid, self.step.turn_lengths)
+                self.narrowed = {"position_embeddings": (cos, sin), "position_ids": positions}
+        selection, self.selection = self.selection, None
+        if selection is not None:
+            rows = selection.indices.to(hidden.device)
             hidden, cos, sin = (_gather(part, rows) for part in (hidden, cos, sin))
             positions = positions.expand(len(rows), -1).gather(1, rows)
-            self.tokens = self.tokens.narrow(self.selection)
+            self.tokens = self.tokens.narrow(selection)
             self.cache.record.propagated = max(self.tokens.counts)
-        self.narrowed = {"position_embeddings": (cos, sin), "position_ids": positions}
+            self.narrowed = {"position_embeddings": (cos, sin), "position_ids": positions}
         return hidden
 
     def _check_layer_arguments(self, kwargs: dict[str, Any]) -> None:
@@ -154,11 +186,14 @@ class Session:
 
 
 def evict(evictor: Evictor, ctx: LayerContext, store: DenseStore, cache: SieveCache) -> None:
-    """Let `evictor` reduce what one layer stores, at the end of a prompt, and record what it did."""
+    """Let `evictor` reduce what one layer stores, and record what it did to the prompt."""
     step, record = ctx.step, cache.record
-    counts = tuple(evictor.budget.entries(length, evictor.minimum) for length in step.lengths)
-    record.asked = max(evictor.budget.entries(length) for length in step.lengths)
-    record.raised_to = max(counts) if max(counts) > record.asked else None
+    # While decoding, a share stays that of the prompt: otherwise nothing would bound the memory.
+    lengths = step.lengths if step.phase == "prefill" else cache.prompt_lengths
+    counts = tuple(evictor.budget.entries(length, evictor.minimum) for length in lengths)
+    if step.phase == "prefill":
+        record.asked = max(evictor.budget.entries(length) for length in lengths)
+        record.raised_to = max(counts) if max(counts) > record.asked else None
     selection = evictor.select(ctx, counts)
     if selection is not None:
         store.keep(selection, cache.room(step.start + step.num_new, max(counts)))
@@ -234,8 +269,11 @@ def close_session(finished: bool) -> None:
     if finished or session.stopped:
         session.cache.advance(session.step.num_new)
         session.cache.in_flight = False
+        if session.step.phase == "decode":
+            session.cache.decoded += session.step.num_new
         if session.step.ends_prompt:
             session.cache.awaits_prompt = False
+            session.cache.prompt_lengths = session.step.lengths
 
 
 def _checked_mask(

@@ -20,7 +20,7 @@ from kvsieve.hf.cache import SieveCache, SieveLayer
 from kvsieve.hf.prefill import prefill
 from kvsieve.hf.session import evict
 from kvsieve.plans import Plan
-from kvsieve.types import LayerContext, Selection
+from kvsieve.types import END_OF_PROMPT, LayerContext, Selection, When
 
 if TYPE_CHECKING:
     from kvsieve.roles import Evictor, Propagator
@@ -34,6 +34,7 @@ class _Recorder:
     seen: dict[int, LayerContext] = field(default_factory=dict, compare=False)
     budget: Budget = Budget(ratio=1.0)
     minimum: int = 1
+    when: When = END_OF_PROMPT
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         # The window's queries are all an evictor may look at; the rest of them would be as large as the cache.
@@ -94,11 +95,18 @@ def read_shared(
     """
     recorder = _Recorder(window)
     plan = Plan(propagate=propagate, evict=recorder, name=name)
+    cache, logits = read_alone(model, plan, input_ids, attention_mask, chunk=chunk)
+    return SharedPrompt(cache, logits, recorder.seen, window)
+
+
+def read_alone(
+    model: Any, plan: Plan, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk: int | None = None
+) -> tuple[SieveCache, Tensor]:
+    """Read a prompt under a plan: its cache, and the logits [B, V] after its last token."""
     with attach(model, plan) as sieve, torch.no_grad():
         cache = sieve.new_cache()
         mask = prefill(sieve, input_ids, attention_mask, cache, chunk=chunk)
-        logits = next_logits(model, cache, input_ids, mask)
-    return SharedPrompt(cache, logits[:, -1], recorder.seen, window)
+        return cache, next_logits(model, cache, input_ids, mask)[:, -1]
 
 
 def next_logits(model: Any, cache: SieveCache, input_ids: Tensor, mask: Tensor | None = None, keep: int = 1) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from kvsieve.budget import Budget
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
-from kvsieve.types import LayerContext, Selection
+from kvsieve.types import LayerContext, Selection, When
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +18,18 @@ class ScoredEvictor:
     """An evictor that ranks entries: subclasses give `scores`, this class keeps the best within the budget.
 
     budget: entries kept per layer and KV head, protected ones included; a Budget or its text ("20%", 2048).
-    skip_layers: first layers that keep everything.
+    skip_layers: first layers that keep everything. every: evict again whenever this many tokens have been generated,
+    down to what the prompt's length allowed, so that memory stays bounded; None for the end of prompts only.
     """
 
     budget: Budget
     skip_layers: int = 0
+    every: int | None = None
 
     def __post_init__(self) -> None:
         check_int(self, "skip_layers", self.skip_layers, 0)
+        if self.every is not None:
+            check_int(self, "every", self.every, 1)
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         if self.budget.tokens is not None and self.budget.tokens < self.minimum:
             raise PlanError(
@@ -36,6 +40,10 @@ class ScoredEvictor:
     @property
     def window(self) -> int:
         return 0
+
+    @property
+    def when(self) -> When:
+        return When(steps=self.every)
 
     @property
     def minimum(self) -> int:

@@ -60,11 +60,13 @@ class TSP:
         return layer
 
     def select(self, ctx: LayerContext) -> Selection | None:
-        offered = ctx.step.turn_lengths
+        if ctx.layer_idx != self.source(ctx.num_layers):
+            return None
+        offered = ctx.offered_counts
         counts = tuple(min(n, self.rate.entries(n, self.window)) for n in offered)
         if counts == offered:
             return None
-        first = ctx.keys.shape[2] - (ctx.step.start + ctx.step.num_new - ctx.step.turn_start)
+        first = ctx.keys.shape[2] - ctx.offered
         saliency = pooled_mass(ctx, self.window, self.kernel, self.pooling).mean(1)
         scores = saliency.new_full((saliency.shape[0], ctx.keys.shape[2] - first), float("inf"))
         scores[:, : saliency.shape[1] - first] = saliency[:, first:]

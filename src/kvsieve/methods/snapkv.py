@@ -79,10 +79,16 @@ def snapkv(
     kernel: int = 7,
     pooling: Pool = "avg",
     per_query_head: bool = False,
+    every: int | None = None,
 ) -> Plan:
     """Entries the end of the prompt attends to."""
     return Plan(
         evict=SnapKV(
-            budget=Budget.parse(budget), window=window, kernel=kernel, pooling=pooling, per_query_head=per_query_head
+            budget=Budget.parse(budget),
+            window=window,
+            kernel=kernel,
+            pooling=pooling,
+            per_query_head=per_query_head,
+            every=every,
         )
     )

@@ -1,9 +1,9 @@
 """StreamingLLM: Efficient Streaming Language Models with Attention Sinks (arXiv 2309.17453).
 
-Keeps the first `sinks` tokens and the most recent ones. This is the variant of the KV-compression benchmarks: one
-shot at the end of the prompt, absolute positions, new tokens appended.
+Keeps the first `sinks` tokens and the most recent ones. By default the variant of the KV-compression benchmarks: one
+shot at the end of the prompt, new tokens appended. `every=1` is the paper's rolling window.
 
-Differences from the reference: no rolling eviction while decoding and no cache-relative positions.
+Differences from the reference: absolute positions, none relative to the cache.
 """
 
 from __future__ import annotations
@@ -55,6 +55,6 @@ class StreamingLLM(ScoredEvictor):
     phase="end of prompt",
     query_aware=False,
 )
-def streaming_llm(budget: Budget | str | int | float = "20%", sinks: int = 4) -> Plan:
-    """Attention sinks and the most recent tokens."""
-    return Plan(evict=StreamingLLM(budget=Budget.parse(budget), sinks=sinks))
+def streaming_llm(budget: Budget | str | int | float = "20%", sinks: int = 4, every: int | None = None) -> Plan:
+    """Attention sinks and the most recent tokens; with `every`, a window that rolls while decoding."""
+    return Plan(evict=StreamingLLM(budget=Budget.parse(budget), sinks=sinks, every=every))

@@ -1,0 +1,100 @@
+"""H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models (arXiv 2306.14048).
+
+Kept: the most recent entries, and those that all queries so far have attended to most ("heavy hitters"), by the
+softmax mass a KV head's entries received, summed over every query of the prompt and every generated token. The sums
+travel with the entries that stay.
+
+Differences from the reference: exact causal mass in blocks of queries, never N x N; group queries are summed; padded
+batches; `every` may evict in blocks. Sums favour early entries, which more queries have seen, as in the paper.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import group_mean, window_mass
+from kvsieve.core.selection import select_top
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import ScoredEvictor, last_real
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext, Selection, When
+
+_BLOCK = 256
+
+
+def received_mass(ctx: LayerContext) -> Tensor:
+    """[B, H, N] mass that each entry received from this pass's queries, group mean, causal."""
+    length, new = ctx.keys.shape[2], ctx.query.shape[2]
+    total: Tensor | None = None
+    for start in range(0, new, _BLOCK):
+        stop = min(start + _BLOCK, new)
+        seen = length - new + stop
+        valid = None if ctx.valid is None else ctx.valid[:, :, :seen]
+        mass = window_mass(ctx.query[:, :, start:stop], ctx.keys[:, :, :seen], ctx.scale, valid=valid)
+        if total is None:
+            total = mass.new_zeros(*mass.shape[:2], length)
+        total[..., :seen] += mass
+    assert total is not None
+    return group_mean(total, ctx.keys.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2O(ScoredEvictor):
+    """Keep recent entries and heavy hitters.
+
+    recent: share of the budget for the most recent entries, in [0, 1]; the paper takes half.
+    """
+
+    every: int | None = 1
+    recent: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.recent <= 1:
+            raise PlanError(f"H2O: recent must be a share in [0, 1], got {self.recent!r}")
+        super().__post_init__()
+
+    @property
+    def when(self) -> When:
+        # Every pass is looked at, to add up its mass; entries go at the end of the prompt and after `every` tokens.
+        return When(chunks=True, steps=None if self.every is None else 1)
+
+    @property
+    def minimum(self) -> int:
+        return 2
+
+    @property
+    def why_minimum(self) -> str:
+        return "a recent entry and a heavy hitter"
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        if ctx.layer_idx < self.skip_layers:
+            return None
+        mass, before = received_mass(ctx), ctx.state.get("mass")
+        if before is not None:
+            mass[..., : before.shape[-1]] += before
+        ctx.state["mass"] = mass
+        over = max(stored - count for stored, count in zip(ctx.stored, counts, strict=True))
+        if not (ctx.step.ends_prompt or (ctx.step.phase == "decode" and over >= (self.every or 1))):
+            return None
+        kept = tuple(min(count, stored) for count, stored in zip(counts, ctx.stored, strict=True))
+        if kept == ctx.stored:
+            return None
+        scores = mass.clone()
+        for row, count in enumerate(kept):
+            recent = last_real(ctx, int(count * self.recent))
+            scores[row].masked_fill_(recent[row if len(recent) > 1 else 0], float("inf"))
+        if ctx.valid is not None:
+            scores.masked_fill_(~ctx.valid, float("-inf"))
+        selection = select_top(scores, kept)
+        ctx.state["mass"] = mass.gather(-1, selection.indices)
+        return selection
+
+
+@register_method("h2o", title="H2O", paper="arXiv 2306.14048", phase="end of prompt, decode", query_aware=True)
+def h2o(budget: Budget | str | int | float = "20%", recent: float = 0.5, every: int | None = 1) -> Plan:
+    """Recent entries and those with the most attention so far."""
+    return Plan(evict=H2O(budget=Budget.parse(budget), recent=recent, every=every))

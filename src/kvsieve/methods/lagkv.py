@@ -1,0 +1,152 @@
+"""LagKV: Lag-Relative Information of the KV Cache Tells Which Tokens Are Important (arXiv 2504.04704), eqs. 7-13.
+
+After S sinks the entries are cut into partitions of L. Each is judged once, against the next one: keys and values are
+scaled, channel by channel, to the range they have there (eqs. 7-9), a token's score is the softmax, over its
+partition, of the spread over channels (eqs. 10-11), keys and values added. The best floor(r L) of every KV head stay.
+The last partition and the remainder always stay, so it runs again whenever another partition has filled: after the
+prompt, after its chunks, and while decoding. No queries and no attention weights are needed.
+
+Variants: "local" takes the range from the partition itself (eqs. 14-15); "l2" ranks by the smallest key norm, on the
+same frame, all of `skip_layers=2` first layers kept.
+
+Differences from the reference: scores in float32; channels that are constant in the next partition have a range of
+1e-6 instead of dividing by zero; kept entries ascending; rows of a batch have partitions of their own. The budget is
+what is stored right after the prompt, r solved from it (eq. 13), rounded down to whole tokens per partition.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import score_dtype
+from kvsieve.core.selection import pack, top_mask
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import check_choice, check_int
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext, Selection, When
+
+Variant = Literal["lag", "local", "l2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LagKV:
+    """Judge each partition of `lag` entries against the next, and keep its best per KV head.
+
+    budget: entries left after the prompt, sinks, last partition and remainder included. sinks: S first tokens, never
+    judged. lag: L, entries per partition. variant: see the module. chunks: also between the chunks of a chunked
+    prompt, which then attend to what is left; r is then the budget's share itself. decode: also while decoding.
+    skip_layers: first layers that keep all.
+    """
+
+    budget: Budget
+    sinks: int = 16
+    lag: int = 128
+    variant: Variant = "lag"
+    chunks: bool = False
+    decode: bool = True
+    skip_layers: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", Budget.parse(self.budget))
+        check_int(self, "sinks", self.sinks, 0)
+        check_int(self, "lag", self.lag, 2)
+        check_int(self, "skip_layers", self.skip_layers, 0)
+        check_choice(self, "variant", self.variant, ("lag", "local", "l2"))
+        if self.chunks and self.budget.ratio is None:
+            raise PlanError(
+                f"LagKV(chunks=True) judges chunks before the prompt's length is known, so its budget must be a share "
+                f"like '25%', got {self.budget} entries"
+            )
+
+    @property
+    def when(self) -> When:
+        return When(chunks=self.chunks, steps=1 if self.decode else None)
+
+    @property
+    def window(self) -> int:
+        return 0
+
+    @property
+    def minimum(self) -> int:
+        return self.sinks + 2 * self.lag
+
+    def kept_per_partition(self, length: int, budget: int) -> int:
+        """floor(r L), from eq. 13: most entries a partition may keep so that a row of `length` has `budget` left."""
+        judged = (length - self.sinks) // self.lag - 1
+        rest = self.sinks + self.lag + (length - self.sinks) % self.lag
+        return max(0, min(self.lag, (budget - rest) // judged)) if judged > 0 else self.lag
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        if ctx.layer_idx < self.skip_layers:
+            return None
+        # Per row: entries that are done with, sinks first, and how many of each partition stay.
+        done = ctx.state.setdefault("done", torch.full((len(counts),), self.sinks))
+        if "keep" not in ctx.state:
+            if self.chunks:
+                # The prompt's length is not known yet: r is the budget's share itself.
+                kept = [int(self.lag * (self.budget.ratio or 0))] * len(counts)
+            else:
+                kept = [self.kept_per_partition(n, count) for n, count in zip(ctx.step.lengths, counts, strict=True)]
+            ctx.state["keep"] = torch.tensor(kept)
+        size = ctx.keys.shape[2]
+        mask = torch.ones(*ctx.keys.shape[:2], size, dtype=torch.bool, device=ctx.keys.device)
+        lengths = list(ctx.stored)
+        for row, stored in enumerate(ctx.stored):
+            judged = (stored - int(done[row])) // self.lag - 1
+            keep = int(ctx.state["keep"][row])
+            mask[row, :, : size - stored] = False
+            if judged < 1 or keep >= self.lag:
+                continue
+            first = size - stored + int(done[row])
+            end = first + judged * self.lag
+            scores = self._scores(ctx.keys[row, :, first : end + self.lag], ctx.values[row, :, first : end + self.lag])
+            best = top_mask(scores, (keep,) * len(scores))
+            mask[row, :, first:end] = best.flatten(1)
+            done[row] += judged * keep
+            lengths[row] -= judged * (self.lag - keep)
+        return None if lengths == list(ctx.stored) else pack(mask, tuple(lengths))
+
+    def _scores(self, keys: Tensor, values: Tensor) -> Tensor:
+        """[H, (P + 1) L, D] each -> [H, P, L] scores of the first P partitions."""
+        dtype = score_dtype(keys.dtype)
+        parts = [each.to(dtype).unflatten(1, (-1, self.lag)) for each in (keys, values)]
+        if self.variant == "l2":
+            return -parts[0][:, :-1].norm(dim=-1)
+        return sum(self._spread(part) for part in parts)  # type: ignore[return-value]
+
+    def _spread(self, part: Tensor) -> Tensor:
+        own = part[:, :-1]
+        reference = own if self.variant == "local" else part[:, 1:]
+        low, high = reference.amin(2, keepdim=True), reference.amax(2, keepdim=True)
+        scaled = (own - low) / (high - low).clamp_min(1e-6)
+        return scaled.std(-1).softmax(-1)
+
+
+@register_method("lagkv", title="LagKV", paper="arXiv 2504.04704", phase="end of prompt, decode", query_aware=False)
+def lagkv(
+    budget: Budget | str | int | float = "25%",
+    sinks: int = 16,
+    lag: int = 128,
+    variant: Variant = "lag",
+    chunks: bool = False,
+    decode: bool = True,
+    skip_layers: int = 0,
+) -> Plan:
+    """Entries that stand out from the range of those that follow, no queries needed."""
+    return Plan(
+        evict=LagKV(
+            budget=Budget.parse(budget),
+            sinks=sinks,
+            lag=lag,
+            variant=variant,
+            chunks=chunks,
+            decode=decode,
+            skip_layers=skip_layers,
+        )
+    )

@@ -1,0 +1,41 @@
+"""TOVA: Transformers are Multi-State RNNs (arXiv 2401.06104).
+
+After the prompt and after every generated token the entries with the least attention from the newest token go: one
+set per layer, by the mass averaged over all query heads. The newest entry competes like the others.
+
+Differences from the reference: `every` may be raised to evict in blocks, or None to act at the end of prompts only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import window_mass
+from kvsieve.methods.base import ScoredEvictor
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class TOVA(ScoredEvictor):
+    """Keep, per layer, the entries that the newest token attends to."""
+
+    every: int | None = 1
+
+    @property
+    def window(self) -> int:
+        return 1
+
+    def scores(self, ctx: LayerContext) -> Tensor:
+        mass = window_mass(ctx.query[:, :, -1:], ctx.keys, ctx.scale, valid=ctx.valid)
+        return mass.mean(1, keepdim=True).expand(-1, ctx.keys.shape[1], -1)
+
+
+@register_method("tova", title="TOVA", paper="arXiv 2401.06104", phase="end of prompt, decode", query_aware=True)
+def tova(budget: Budget | str | int | float = "20%", every: int | None = 1) -> Plan:
+    """Entries the newest token attends to, one set per layer, while decoding too."""
+    return Plan(evict=TOVA(budget=Budget.parse(budget), every=every))
