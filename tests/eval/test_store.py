@@ -61,14 +61,15 @@ def test_another_run_does_not_continue_these(tmp_path, changed):
 
 
 def test_parameters_that_changed_do_not_continue_the_old_ones(tmp_path):
-    def run(kernel):
-        given = {"label": "snapkv", "budget": "10%", "method": "snapkv", "parameters": {"kernel": kernel}}
+    def run(kernel, **more):
+        given = {"label": "snapkv", "budget": "10%", "method": "snapkv", "parameters": {"kernel": kernel, **more}}
         return {**RUN, "settings": [given]}
 
     with writing(tmp_path, RUN, resume=False):
         pass
-    with writing(tmp_path, run(7), resume=True):
-        pass
+    for gained in ({}, {"every": None}):
+        with writing(tmp_path, run(7, **gained), resume=True):
+            pass
     assert [each["label"] for each in json.loads((tmp_path / "run.json").read_text())["settings"]] == ["full", "snapkv"]
     with pytest.raises(InputError, match="'kernel': 7.*'kernel': 21"), writing(tmp_path, run(21), resume=True):
         pass

@@ -74,8 +74,10 @@ class ResultsWriter:
         """Settings of both; where parameters (a default, say) have changed, rows must not be mixed."""
         held = {(each["label"], each["budget"]): each for each in known}
         for each in new:
-            before = held.setdefault((each["label"], each["budget"]), each)
-            if before["parameters"] != each["parameters"]:
+            before = held.get((each["label"], each["budget"]), each)
+            held[each["label"], each["budget"]] = each
+            # A parameter that a method has gained since stands at its default here: given ones are in the label.
+            if any(each["parameters"].get(name) != value for name, value in before["parameters"].items()):
                 raise InputError(
                     f"'{self.folder}' holds {each['label']!r} with parameters {before['parameters']}, now they are "
                     f"{each['parameters']}; name them as they were, or write to another --out"
