@@ -184,7 +184,7 @@ def test_a_plan_that_did_not_act_is_reported(model_dir):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("device=cpu", "names no method; add method=..., one of full, fastkv"),
+        ("device=cpu", "names no method; add method=..., one of full, "),
         ("method=snapvk", "did you mean 'snapkv'"),
         ("method=snapkv,kernal=5", "'kernal'; did you mean 'kernel'.*snapkv takes budget, window"),
         ("method=full,budget=20%", "neither full nor .* 'budget'"),
