@@ -63,7 +63,7 @@ class Propagator(Protocol):
         """Tokens that go on to the next layer, [B, K] ascending, the last one included; None lets all pass.
 
         Called at every layer in the pass that ends a prompt, after its attention and before its eviction; before
-        ``source(num_layers)`` only to look. Offered are the last ``ctx.offered`` stored entries; indices count from
-        the first of them.
+        ``source(num_layers)`` only to look. What it has seen goes into ``ctx.shared``. Offered are the last
+        ``ctx.offered`` stored entries; indices count from the first of them.
         """
         ...

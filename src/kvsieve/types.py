@@ -54,11 +54,6 @@ class When:
 END_OF_PROMPT = When()
 
 
-def every(steps: int) -> When:
-    """At the end of a prompt, and again after every `steps` generated tokens."""
-    return When(steps=steps)
-
-
 @dataclass
 class LayerContext:
     """What one layer sees right after its attention, with this pass's keys and values already stored.

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvsieve
+from kvsieve.errors import InputError
 from kvsieve.eval.engine import Engine
 from kvsieve.eval.types import Sample, Turn
 from kvsieve.hf.shared import next_logits
@@ -117,6 +118,11 @@ def test_independent_questions_do_not_see_each_other(engine):
     for number, one in enumerate(turns):
         alone = engine.run(Sample(CONTEXT, (one,)), PLANS, "hidden")
         assert [each.answers[number] for each in together] == [each.answers[0] for each in alone]
+
+
+def test_independent_questions_are_not_asked_visibly(engine):
+    with pytest.raises(InputError, match="hidden only"):
+        engine.run(Sample(CONTEXT, (turn(5), turn(6)), independent=True), PLANS, "visible")
 
 
 def test_decoding_together_changes_nothing(model, engine):

@@ -131,6 +131,24 @@ def test_a_method_is_added_without_running_the_rest_again(model_dir, tmp_path, c
     assert cli("report", tmp_path / "out")[0] == 0
 
 
+def test_full_kv_runs_alone(model_dir, tmp_path, cli):
+    grid = [
+        "--tasks",
+        "needle",
+        "--lengths",
+        "150",
+        "--samples",
+        "2",
+        "--dtype",
+        "float32",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    code, _, err = cli("eval", model_dir, *grid, "--methods", "full", "--cost-samples", "0")
+    assert code == 0, err
+    assert [row["label"] for row in rows(tmp_path / "out").values()] == ["full", "full"]
+
+
 def test_rows_carry_what_happened(model_dir, tmp_path, cli):
     grid = [
         "--tasks",

@@ -94,6 +94,15 @@ def test_a_long_generation_stays_within_its_budget(model, ids, name):
 
 
 @pytest.mark.parametrize("name", PLANS)
+def test_a_share_is_one_of_the_prompt(model, ids, name):
+    plan = kvsieve.plan(name, **{**PLANS[name], "budget": "50%"})
+    with kvsieve.attach(model, plan) as sieve:
+        cache = sieve.generate(ids[:1], max_new_tokens=61, min_new_tokens=61, do_sample=False).cache
+    # 60 generated tokens are stored, a multiple of every `every`.
+    assert set(cache.entries()) == {20}
+
+
+@pytest.mark.parametrize("name", PLANS)
 def test_rows_of_a_batch_go_their_own_way(model, ids, name):
     ids, mask = ids.clone(), torch.ones_like(ids)
     ids[1, :9], mask[1, :9] = 0, 0

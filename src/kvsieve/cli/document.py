@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvsieve.eval.haystack import load_haystack
+
 CODE = "7294163"
 FACT = "The special magic number of the lighthouse is {code}."
 QUESTION = "What is the special magic number of the lighthouse mentioned in the text above?"
@@ -15,15 +17,9 @@ _CHARACTERS_PER_TOKEN = 10
 def build_document(tokenizer: Any, tokens: int, depth: float, code: str = CODE) -> str:
     """About `tokens` tokens of Python's own help texts, with the fact as a paragraph of its own at `depth` (0 to 1)."""
     fact = FACT.format(code=code)
-    text = _first_tokens(tokenizer, _help_texts(), tokens - len(tokenizer(fact)["input_ids"]))
+    text = _first_tokens(tokenizer, load_haystack("topics"), tokens - len(tokenizer(fact)["input_ids"]))
     at = _paragraph_break(text, int(len(text) * depth))
     return "\n\n".join(part for part in (text[:at].strip(), fact, text[at:].strip()) if part)
-
-
-def _help_texts() -> str:
-    from pydoc_data.topics import topics
-
-    return "\n\n".join(topics[name].strip() for name in sorted(topics))
 
 
 def _first_tokens(tokenizer: Any, text: str, count: int) -> str:

@@ -9,10 +9,9 @@ from typing import Any
 
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
+from kvsieve.eval.results import FULL
 from kvsieve.plans import Plan, plan
 from kvsieve.registry import method_info
-
-FULL = "full"
 
 
 @dataclass(frozen=True)

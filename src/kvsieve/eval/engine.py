@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsieve.errors import InputError
 from kvsieve.eval.prompts import Prompter
 from kvsieve.eval.types import Sample, Turn
 from kvsieve.hf.attach import attach
@@ -25,7 +26,7 @@ _COMPARED = 32
 
 @dataclass
 class Outcome:
-    """What one plan made of one sample. Metrics as in docs/results.md."""
+    """What one plan made of one sample. Metrics as in docs/evaluation.md."""
 
     answers: list[str]
     metrics: dict[str, float]
@@ -64,8 +65,11 @@ class Engine:
         """Outcomes of `plans`, the first of which must be full KV, the reference of the distances.
 
         question: "visible" when plans act on context and question together; "hidden" when they act on the context
-        alone and the questions follow, kept whole.
+        alone and the questions follow, kept whole. Raises InputError for independent questions asked visibly: then
+        there is no context that they could share.
         """
+        if sample.independent and question == "visible":
+            raise InputError("questions on copies of one context are asked hidden only; see --question")
         encoded = self.prompter.encode(sample)
         visible = question == "visible"
         states = self._read(plans, encoded.prompt if visible else encoded.context)

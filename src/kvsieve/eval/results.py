@@ -36,7 +36,7 @@ _COST_FIELDS: dict[str, Any] = {
     "ttft_s": _NUMBER,
     "token_s": list,
 }
-_SAMPLE_KEY = ("task", "length", "question", "sample", "label", "budget")
+SAMPLE_KEY = ("task", "length", "question", "sample", "label", "budget")
 _COST_KEY = ("env", "length", "label", "budget", "repeat")
 
 Row = dict[str, Any]
@@ -147,7 +147,7 @@ def load(folder: str | Path) -> Results:
     if not isinstance(run, dict) or run.get("format") != FORMAT:
         got = run.get("format") if isinstance(run, dict) else type(run).__name__
         raise InputError(f"{file}: expected format {FORMAT}, got {got!r}; use the kvsieve that wrote it")
-    samples = _unique(_read_lines(folder / "samples.jsonl", _SAMPLE_FIELDS), _SAMPLE_KEY)
+    samples = _unique(_read_lines(folder / "samples.jsonl", _SAMPLE_FIELDS), SAMPLE_KEY)
     costs = _unique(_read_lines(folder / "costs.jsonl", _COST_FIELDS), _COST_KEY)
     if not samples and not costs:
         raise InputError(f"'{folder}' has no finished sample yet; run `kvsieve eval --out {folder}` to the end")

@@ -77,7 +77,7 @@ def run_grid(grid: Grid, engine: Engine, writer: ResultsWriter, progress: Progre
     Raises InputError for a task that a length does not suit, before or while samples run; what was finished stays.
     """
     began = time.perf_counter()
-    todo = [(unit, pending) for unit in grid.units() if (pending := _pending(grid, unit, writer))]
+    todo = [(unit, pending) for unit in grid.units() if (pending := _pending(grid, unit, writer)) is not None]
     context = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
     total = len(todo) + (grid.cost_samples > 0)
     sample: Sample | None = None

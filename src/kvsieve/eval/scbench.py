@@ -177,8 +177,6 @@ class SCBench:
     Raises InputError for an unknown subset or mode, and for rows that cannot be had or are not of SCBench's schema.
     """
 
-    modes = ("visible", "hidden")
-
     def __init__(
         self,
         subset: str,
@@ -193,6 +191,8 @@ class SCBench:
         self.name = subset
         self.title = f"SCBench, {_KINDS[subset].title}"
         self.shared = mode == "shared"
+        # On copies of one context a question cannot be seen when the context is reduced.
+        self.modes = ("hidden",) if self.shared else ("visible", "hidden")
         self.truncate = truncate
         self.rows = _hub_rows(subset) if source is None else _local_rows(subset, Path(source).expanduser())
 

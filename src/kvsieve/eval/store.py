@@ -11,14 +11,11 @@ from typing import Any
 
 from kvsieve.bench.environment import environment
 from kvsieve.errors import InputError
-from kvsieve.eval.results import FORMAT, finite
+from kvsieve.eval.results import FORMAT, SAMPLE_KEY, Row, finite
 
-SAMPLE_KEY = ("task", "length", "question", "sample", "label", "budget")
 COST_KEY = ("length", "label", "budget", "repeat")
 _LOCK = ".lock"
 _FIXED = ("model", "dtype", "seed", "haystack")
-
-Row = dict[str, Any]
 
 
 class ResultsWriter:
