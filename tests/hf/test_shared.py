@@ -65,7 +65,7 @@ def test_reduced_is_what_the_plan_itself_keeps(model, ids, name, chunk):
 def test_the_shared_cache_stays_whole_and_every_copy_is_its_own(model, ids):
     shared = read_shared(model, None, ids, window=8)
     before = [tuple(part.clone() for part in layer) for layer in stored(shared.cache)]
-    for plan in (PLANS["snapkv"], FULL, kvsieve.plan("knorm", budget="100%")):
+    for plan in (PLANS["snapkv"], FULL, *(kvsieve.plan("knorm", budget=share) for share in ("90%", "100%"))):
         greedy(model, shared.reduced(plan.evict), shared.logits)
     for was, now in zip(before, stored(shared.cache), strict=True):
         assert all(torch.equal(one, other) for one, other in zip(was, now, strict=True))
