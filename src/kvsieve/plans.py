@@ -9,8 +9,7 @@ from typing import Any
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.registry import check_parameters, method_info
-from kvsieve.roles import Evictor, Propagator
-from kvsieve.types import END_OF_PROMPT
+from kvsieve.roles import Evictor, Looker, Propagator
 
 _ROLES = ("propagate", "evict", "read", "codec")
 
@@ -35,6 +34,8 @@ class Plan:
     def __post_init__(self) -> None:
         for role, protocol in (("propagate", Propagator), ("evict", Evictor)):
             value = getattr(self, role)
+            if isinstance(value, (tuple, list)):
+                raise PlanError(f"Plan({role}=...) takes one {protocol.__name__}, got {len(value)}: a role is filled once")
             if value is not None and (isinstance(value, type) or not isinstance(value, protocol)):
                 raise PlanError(
                     f"Plan({role}=...) takes a {protocol.__name__}, got {value!r}; "
@@ -45,7 +46,14 @@ class Plan:
                 f"{type(self.evict).__name__} acts on every chunk of a prompt, {type(self.propagate).__name__} on the "
                 "whole of it: they cannot be combined"
             )
+        if self.evict is not None and self.evict.when.looks and not isinstance(self.evict, Looker):
+            raise PlanError(f"{type(self.evict).__name__} has When(looks=True) and no method look(ctx); add one")
         for role in ("read", "codec"):
+            if getattr(self, role) is not None and self.restarts:
+                raise PlanError(
+                    f"{type(self.propagate).__name__} reads a shorter prompt again, which a {role}= could not tell from "
+                    f"the whole one: they cannot be combined; leave {role}= None"
+                )
             if getattr(self, role) is not None:
                 raise PlanError(f"Plan({role}=...) is not supported by this version of kvsieve: leave it None")
         if not self.name:
@@ -60,7 +68,7 @@ class Plan:
     @property
     def acts_once(self) -> bool:
         """True when nothing is dropped before a prompt is complete or while decoding."""
-        return self.evict is None or self.evict.when == END_OF_PROMPT
+        return self.evict is None or not (self.evict.when.chunks or self.evict.when.steps)
 
     @property
     def window(self) -> int:
@@ -71,28 +79,20 @@ class Plan:
         """A JSON-ready description that `Plan.from_dict` reads back."""
         out: dict[str, Any] = {"name": self.name}
         for role in self.roles:
-            part = getattr(self, role)
-            fields = {each.name: _plain(getattr(part, each.name)) for each in dataclasses.fields(part)}
-            out[role] = {"type": type(part).__name__, **fields}
+            out[role] = _plain(getattr(self, role))
         return out
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """The inverse of `to_dict`, for the role classes of kvsieve.methods. Raises PlanError for unknown types."""
-        # Imported here because every method's file imports this one.
-        from kvsieve import methods
-
         parts: dict[str, Any] = {}
         for key, value in data.items():
             if key == "name":
                 parts[key] = value
                 continue
-            fields = dict(value)
-            kind = fields.pop("type")
-            role = getattr(methods, kind, None)
-            if key not in _ROLES or not isinstance(role, type):
-                raise PlanError(f"cannot read a plan with {key}={kind!r}: not a role class of this version of kvsieve")
-            parts[key] = role(**fields)
+            if key not in _ROLES:
+                raise PlanError(f"cannot read a plan with {key}=: it is none of its roles, {', '.join(_ROLES)}")
+            parts[key] = _made(key, value)
         return cls(**parts)
 
 
@@ -104,8 +104,32 @@ def plan(method: str, **parameters: Any) -> Plan:
     """
     info = method_info(method)
     check_parameters(info, parameters)
-    return dataclasses.replace(info.make(**parameters), name=info.name)
+    shared = {name: parameters.pop(name) for name in info.shared_options if name in parameters}
+    made = info.make(**parameters)
+    if shared:
+        made = dataclasses.replace(made, evict=dataclasses.replace(made.evict, **shared))  # type: ignore[type-var]
+    return dataclasses.replace(made, name=info.name)
 
 
 def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Budget) else value
+    """A role, its class under "type", or a field of one, as JSON has it."""
+    if isinstance(value, Budget):
+        return str(value)
+    if dataclasses.is_dataclass(value):
+        fields = {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        return {"type": type(value).__name__, **fields}
+    return value
+
+
+def _made(name: str, value: Any) -> Any:
+    """The inverse of `_plain`, for the value of field `name`."""
+    # Imported here because every method's file imports this one.
+    from kvsieve import methods
+
+    if not isinstance(value, dict):
+        return value
+    kind = value.get("type")
+    role = getattr(methods, str(kind), None)
+    if not isinstance(role, type):
+        raise PlanError(f"cannot read a plan with {name}={kind!r}: not a role class of this version of kvsieve")
+    return role(**{each: _made(each, given) for each, given in value.items() if each != "type"})

@@ -30,8 +30,16 @@ class MethodInfo:
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Parameter names and their defaults."""
-        return {name: each.default for name, each in inspect.signature(self.make).parameters.items()}
+        """Parameter names and their defaults, options that all evictors share included."""
+        own = {name: each.default for name, each in inspect.signature(self.make).parameters.items()}
+        return {**own, **self.shared_options}
+
+    @property
+    def shared_options(self) -> dict[str, Any]:
+        """Options of the plan's evictor that need not be named in the function that makes the plan."""
+        evictor = self.make().evict
+        taken = inspect.signature(self.make).parameters
+        return {name: getattr(evictor, name) for name in _SHARED if name not in taken and hasattr(evictor, name)}
 
     @property
     def summary(self) -> str:
@@ -43,6 +51,9 @@ class MethodInfo:
 
 
 _METHODS: dict[str, MethodInfo] = {}
+
+# Fields of evictors that every method with such an evictor takes as parameters.
+_SHARED = ("skip_layers", "every")
 
 
 def register_method(

@@ -4,7 +4,7 @@ N stored entries, K kept entries, D head dimension, W observation window."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -44,14 +44,49 @@ class When:
     """When an evictor acts besides the end of every prompt.
 
     chunks: also after each earlier chunk of a chunked prefill. steps: also while decoding, whenever this many tokens
-    have been generated since it acted last; None for never.
+    have been generated since it acted last; None for never. looks: it has a `look` as well (roles.Looker), called in
+    every pass of a prompt, and of the decoding where `steps` is set, before it acts; looking drops nothing.
     """
 
     chunks: bool = False
     steps: int | None = None
+    looks: bool = False
 
 
 END_OF_PROMPT = When()
+
+
+@dataclass(frozen=True)
+class Quotas:
+    """Parts of the prompt of which a number of entries must stay, per layer and head.
+
+    segment: int32 [B, H, N], the part of each entry from 1 on, 0 for none. counts: int64 [B, S], entries of each part.
+    """
+
+    segment: Tensor
+    counts: Tensor
+
+
+class ModelFacts(Protocol):
+    """What some methods need of the model beyond queries, keys and values; worked out when first asked for.
+
+    Both raise UnsupportedModelError, with the reason, where the model does not give it.
+    """
+
+    def output_weight(self, layer_idx: int) -> Tensor:
+        """[Hq, D, C] view of the attention's output projection: what each query head's D channels become of C.
+
+        In the model's dtype. Gates and norms between attention and projection, which a few models have, are left out.
+        """
+        ...
+
+    def rotate(self, layer_idx: int, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
+        """Turn x [B, heads, L, D] as the layer turns its queries and keys at `positions`, int64 [B or 1, L].
+
+        A pure rotation (a factor such as YaRN's is left out), the identity in a layer without positions. float32, or
+        float64 for float64 `x`. inverse: turn back.
+        """
+        ...
 
 
 @dataclass
@@ -69,6 +104,10 @@ class LayerContext:
     offered: tokens of this turn that have come to this layer, the last `offered` stored entries; offered_counts: real
         ones among them per row. What a propagator chooses from.
     shared: scratch of this pass, the same for all layers; what is put under "report" goes into the statistics.
+    protected: bool [B, H, N], entries that the caller wants kept whatever their score; None for none. A row's are the
+        same tokens in every layer and head.
+    quotas: parts of which so many must stay; None for none.
+    model: facts about the model; there for an evictor that names what it needs in `needs` (see roles.Evictor).
     """
 
     layer_idx: int
@@ -85,6 +124,9 @@ class LayerContext:
     offered: int = 0
     offered_counts: tuple[int, ...] = ()
     shared: dict[str, Any] = field(default_factory=dict)
+    protected: Tensor | None = None
+    quotas: Quotas | None = None
+    model: ModelFacts | None = None
 
 
 @dataclass(frozen=True)
@@ -92,16 +134,19 @@ class Selection:
     """Entries that stay, per KV head (indices [B, H, K]) or per row (indices [B, K]), as slots of what was offered.
 
     indices: int64, ascending. Rows that keep fewer than K carry filler on the left, as left padding does.
-    lengths: real entries of each row, at the right end; None when all K are real in every row.
+    lengths: real entries of each row (of its fullest head), at the right end; None when all K are real in every row.
+    head_lengths: real entries of each row and head, where heads keep different numbers; then they are stored ragged.
     """
 
     indices: Tensor
     lengths: tuple[int, ...] | None = None
+    head_lengths: tuple[tuple[int, ...], ...] | None = None
 
     def real(self) -> Tensor | None:
-        """bool [B, K]: False for filler; None when there is none."""
-        if self.lengths is None:
+        """bool [B, K], or [B, H, K] for a ragged selection: False for filler; None when there is none."""
+        counts = self.lengths if self.head_lengths is None else self.head_lengths
+        if counts is None:
             return None
         size = self.indices.shape[-1]
-        lengths = torch.tensor(self.lengths, device=self.indices.device)
-        return torch.arange(size, device=self.indices.device) >= size - lengths[:, None]
+        lengths = torch.tensor(counts, device=self.indices.device)
+        return torch.arange(size, device=self.indices.device) >= size - lengths[..., None]

@@ -1,5 +1,6 @@
 """Attention over stored entries. `reference` is the slow definition; every fast path is tested against it."""
 
 from kvsieve.attention.dense import dense_attention
+from kvsieve.attention.ragged import ragged_attention
 
-__all__ = ["dense_attention"]
+__all__ = ["dense_attention", "ragged_attention"]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kvsieve.cache.base import MIN_ROOM, Store, grown
 from kvsieve.types import Selection
 
-_MIN_ROOM = 64
 
-
-class DenseStore:
+class DenseStore(Store):
     """Preallocated, growing buffers of one layer.
 
     keys, values: [B, H, capacity, D]; the first `size` entries are in use, appended in place.
@@ -24,19 +22,6 @@ class DenseStore:
     Reading gives views of the buffers. `keep` moves the entries that stay into new, smaller buffers, so that the
     memory of the others is really returned.
     """
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._shared = False
-        self.lengths: tuple[int, ...] = ()
-        self.valid_buffer: Tensor | None = None
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-        self._index: Tensor | None = None
-
-    @property
-    def is_empty(self) -> bool:
-        return self._keys is None
 
     @property
     def heads(self) -> int:
@@ -87,7 +72,7 @@ class DenseStore:
         buffers = self._buffers()
         end = self.size + new
         if end > buffers[0].shape[2]:
-            self._resize(end + (reserve or max(_MIN_ROOM, end // 8)))
+            self._resize(end + (reserve or max(MIN_ROOM, end // 8)))
             buffers = self._buffers()
         buffers[0][:, :, self.size : end] = keys
         buffers[1][:, :, self.size : end] = values
@@ -151,26 +136,6 @@ class DenseStore:
         # Heads may have kept different tokens; budgets speak of a row, so count its fullest head.
         self.lengths = tuple(valid.sum(-1).amax(-1).tolist())
 
-    def reorder(self, rows: Tensor) -> None:
-        """Make row i a copy of row ``rows[i]`` (int64 [B']): beam search, repetition and row selection."""
-        self._apply(lambda buffer: buffer.index_select(0, rows.to(buffer.device)))
-        if len(set(self.lengths)) > 1 or len(self.lengths) != len(rows):
-            self.lengths = tuple(self.lengths[row] for row in rows.tolist())
-
-    def share(self) -> DenseStore:
-        """A copy on the same buffers, for as long as neither appends; `keep` gives the copy buffers of its own."""
-        shared = copy.copy(self)
-        shared._shared = True
-        return shared
-
-    def clone(self) -> DenseStore:
-        """A copy that shares no memory with this one."""
-        copied = copy.copy(self)
-        if not self.is_empty:
-            copied._apply(Tensor.clone)
-        copied._shared = False
-        return copied
-
     @classmethod
     def stack(cls, stores: Sequence[DenseStore], reserve: int = 0) -> DenseStore:
         """One store whose rows are those of `stores`, which stay as they are; shorter ones get filler on the left.
@@ -198,16 +163,6 @@ class DenseStore:
         out.size, out.lengths = size, tuple(length for store in stores for length in store.lengths)
         return out
 
-    def nbytes(self) -> int:
-        """Bytes of the tensors held, room for further entries included."""
-        held = [self._keys, self._values, self._index, self.valid_buffer]
-        return sum(part.untyped_storage().nbytes() for part in held if part is not None)
-
-    def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
-        if self._keys is None or self._values is None or self._index is None:
-            raise RuntimeError("this layer stores nothing yet: run a forward pass with its cache first")
-        return self._keys, self._values, self._index
-
     def _allocate(self, keys: Tensor, values: Tensor, capacity: int) -> None:
         batch, heads = keys.shape[:2]
         self._keys = keys.new_empty(batch, heads, capacity, keys.shape[3])
@@ -215,14 +170,5 @@ class DenseStore:
         self._index = torch.empty(batch, heads, capacity, dtype=torch.int32, device=keys.device)
 
     def _resize(self, capacity: int) -> None:
-        def grow(buffer: Tensor) -> Tensor:
-            fresh = buffer.new_empty(*buffer.shape[:2], capacity, *buffer.shape[3:])
-            fresh[:, :, : self.size] = buffer[:, :, : self.size]
-            return fresh
-
-        self._apply(grow)
-
-    def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
-        self._keys, self._values, self._index = (change(buffer) for buffer in self._buffers())
-        if self.valid_buffer is not None:
-            self.valid_buffer = change(self.valid_buffer)
+        self._apply(lambda buffer: grown(buffer, 2, self.size, capacity))
+        self._shared = False

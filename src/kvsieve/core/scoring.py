@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvsieve.types import LayerContext
+
 Pool = Literal["avg", "max"]
 
 # Logits of one block: [B, H, G * W, block] in float32 stay under about 128 MiB.
@@ -88,3 +90,10 @@ def group_mean(scores: Tensor, heads: int) -> Tensor:
     """Mean over the query heads that share a KV head: [B, Hq, N] -> [B, H, N]."""
     batch, query_heads, length = scores.shape
     return scores.reshape(batch, heads, query_heads // heads, length).mean(2)
+
+
+def pooled_mass(ctx: LayerContext, window: int, kernel: int, pooling: Pool) -> Tensor:
+    """[B, Hq, N - w] pooled mass that the last w = min(window, L) queries of this pass give to the entries before."""
+    window = min(window, ctx.query.shape[2])
+    mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid)
+    return pool(mass[..., :-window], kernel, pooling)

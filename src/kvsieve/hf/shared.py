@@ -16,7 +16,7 @@ from torch import Tensor
 from kvsieve.budget import Budget
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.attach import attach
-from kvsieve.hf.cache import SieveCache, SieveLayer
+from kvsieve.hf.cache import SieveCache
 from kvsieve.hf.prefill import prefill
 from kvsieve.hf.session import evict
 from kvsieve.plans import Plan
@@ -67,14 +67,13 @@ class SharedPrompt:
                 f"the evictor looks at {evictor.window} queries and {self.window} were recorded; raise window="
             )
         cache = self.cache.fork(share=True)
+        notes: dict[str, Any] = {}
         for index, ctx in self.seen.items():
-            layer = cache.layers[index]
-            assert isinstance(layer, SieveLayer)
-            shown = dataclasses.replace(ctx, state=layer.state)
-            shared = layer.store.keys.data_ptr()
-            evict(evictor, shown, layer.store, cache)
-            cache.record.kept[index] = max(layer.store.lengths)
-            if layer.store.keys.data_ptr() == shared:
+            evict(evictor, dataclasses.replace(ctx, state=cache.sieve_layers[index].state, shared=notes), cache)
+        for index in self.seen:
+            layer = cache.sieve_layers[index]
+            cache.record.kept[index] = layer.store.entries
+            if index not in cache.record.evicted:
                 layer.store = layer.store.clone()
         return cache
 

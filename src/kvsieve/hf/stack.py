@@ -12,13 +12,13 @@ from kvsieve.hf.cache import SieveCache, SieveLayer
 
 
 def can_stack(caches: Sequence[SieveCache]) -> bool:
-    """Whether `stack` takes them: the same tokens seen, as many stored heads, no layers of transformers' own."""
+    """Whether `stack` takes them: the same tokens seen, as many heads, none ragged, no layers of transformers' own."""
     first = caches[0]
     return all(
         cache.num_seen == first.num_seen
         and len(cache.sieve_layers) == len(cache.layers)
         and all(
-            mine.store.heads == theirs.store.heads
+            not mine.store.is_ragged and mine.store.heads == theirs.store.heads
             for mine, theirs in zip(cache.sieve_layers.values(), first.sieve_layers.values(), strict=True)
         )
         for cache in caches

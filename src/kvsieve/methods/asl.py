@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import Pool
+from kvsieve.core.scoring import Pool, pooled_mass
 from kvsieve.core.selection import pack
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_choice, check_int
-from kvsieve.methods.snapkv import SnapKV, pooled_mass
+from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection

@@ -30,6 +30,6 @@ class KNorm(ScoredEvictor):
 
 
 @register_method("knorm", title="K-norm", paper="arXiv 2406.11430", phase="end of prompt", query_aware=False)
-def knorm(budget: Budget | str | int | float = "20%", skip_layers: int = 0, every: int | None = None) -> Plan:
+def knorm(budget: Budget | str | int | float = "20%") -> Plan:
     """Smallest key norms, no queries needed."""
-    return Plan(evict=KNorm(budget=Budget.parse(budget), skip_layers=skip_layers, every=every))
+    return Plan(evict=KNorm(budget=Budget.parse(budget)))

@@ -16,18 +16,11 @@ import torch
 from torch import Tensor
 
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import Pool, group_mean, pool, window_mass
+from kvsieve.core.scoring import Pool, group_mean, pooled_mass
 from kvsieve.methods.base import ScoredEvictor, check_choice, check_int, last_real
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext
-
-
-def pooled_mass(ctx: LayerContext, window: int, kernel: int, pooling: Pool) -> Tensor:
-    """[B, Hq, N - w] pooled window mass of the context entries, w = min(window, L) queries of this pass."""
-    window = min(window, ctx.query.shape[2])
-    mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid)
-    return pool(mass[..., :-window], kernel, pooling)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +72,6 @@ def snapkv(
     kernel: int = 7,
     pooling: Pool = "avg",
     per_query_head: bool = False,
-    every: int | None = None,
 ) -> Plan:
     """Entries the end of the prompt attends to."""
     return Plan(
@@ -89,6 +81,5 @@ def snapkv(
             kernel=kernel,
             pooling=pooling,
             per_query_head=per_query_head,
-            every=every,
         )
     )

@@ -55,6 +55,6 @@ class StreamingLLM(ScoredEvictor):
     phase="end of prompt",
     query_aware=False,
 )
-def streaming_llm(budget: Budget | str | int | float = "20%", sinks: int = 4, every: int | None = None) -> Plan:
+def streaming_llm(budget: Budget | str | int | float = "20%", sinks: int = 4) -> Plan:
     """Attention sinks and the most recent tokens; with `every`, a window that rolls while decoding."""
-    return Plan(evict=StreamingLLM(budget=Budget.parse(budget), sinks=sinks, every=every))
+    return Plan(evict=StreamingLLM(budget=Budget.parse(budget), sinks=sinks))

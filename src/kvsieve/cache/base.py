@@ -1,0 +1,85 @@
+"""What the stores have in common: growing buffers of one layer, and copies of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor
+
+MIN_ROOM = 64
+
+
+class Store:
+    """Buffers of one layer's entries, of which the first `size` slots are in use.
+
+    lengths: real entries of each row, of its fullest head. valid_buffer: bool, False for padding and filler; None while
+    every entry is real. Subclasses say how the slots are laid out.
+    """
+
+    is_ragged = False
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.lengths: tuple[int, ...] = ()
+        self.valid_buffer: Tensor | None = None
+        self._shared = False
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._index: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._keys is None
+
+    @property
+    def entries(self) -> int:
+        """Real entries per KV head of the fullest row; the mean where heads differ, rounded up."""
+        return max(self.lengths, default=0)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Make row i a copy of row ``rows[i]`` (int64 [B']): beam search, repetition and row selection."""
+        self._apply(lambda buffer: buffer.index_select(0, rows.to(buffer.device)))
+        self._shared = False
+        if len(set(self.lengths)) > 1 or len(self.lengths) != len(rows):
+            self.lengths = tuple(self.lengths[row] for row in rows.tolist())
+
+    def share(self) -> Self:
+        """A copy on the same buffers, right while only one of the two appends; what either drops, the other keeps."""
+        self._shared = True
+        return copy.copy(self)
+
+    def clone(self) -> Self:
+        """A copy that shares no memory with this one."""
+        copied = copy.copy(self)
+        if not self.is_empty:
+            copied._apply(Tensor.clone)
+        copied._shared = False
+        return copied
+
+    def nbytes(self) -> int:
+        """Bytes of the tensors held, room for further entries included."""
+        held = [self._keys, self._values, self._index, self.valid_buffer]
+        return sum(part.untyped_storage().nbytes() for part in held if part is not None)
+
+    def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        if self._keys is None or self._values is None or self._index is None:
+            raise RuntimeError("this layer stores nothing yet: run a forward pass with its cache first")
+        return self._keys, self._values, self._index
+
+    def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
+        self._keys, self._values, self._index = (change(buffer) for buffer in self._buffers())
+        if self.valid_buffer is not None:
+            self.valid_buffer = change(self.valid_buffer)
+
+
+def grown(buffer: Tensor, dim: int, used: int, capacity: int) -> Tensor:
+    """A buffer with `capacity` slots along `dim` that starts with the `used` slots of this one."""
+    shape = list(buffer.shape)
+    shape[dim] = capacity
+    fresh = torch.zeros(shape, dtype=buffer.dtype, device=buffer.device) if buffer.dtype is torch.bool else None
+    fresh = buffer.new_empty(shape) if fresh is None else fresh
+    fresh.narrow(dim, 0, used).copy_(buffer.narrow(dim, 0, used))
+    return fresh

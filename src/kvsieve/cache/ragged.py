@@ -1,0 +1,177 @@
+"""Storage of one layer whose KV heads keep different numbers of entries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache.base import MIN_ROOM, Store, grown
+from kvsieve.cache.store import DenseStore
+from kvsieve.types import Selection
+
+
+class RaggedStore(Store):
+    """The entries of all heads in one flat buffer: those kept, head by head, then a slot per head for each new token.
+
+    Flat buffers [B, capacity, ...] of keys, values and index; rows that kept less have filler before the new tokens.
+    valid_buffer: bool [B, H, capacity], True where a slot holds a real entry of the head. Attention needs no more than
+    that, so nothing is padded to the fullest head. `keys`, `values`, `index` and `valid` are padded copies
+    [B, H, N, ...], right-aligned, made on every reading: for evictors and later turns only.
+    """
+
+    is_ragged = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Flat slots of what was kept, and how many of them each head has: int64 [B, H].
+        self._body = 0
+        self._counts = torch.zeros(0, 0, dtype=torch.int64)
+
+    @classmethod
+    def build(cls, keys: Tensor, values: Tensor, index: Tensor, selection: Selection, reserve: int = 0) -> Self:
+        """What a selection [B, H', K] keeps of [B, H, N, D] keys and values and [B, H, N] index.
+
+        H' a multiple of H stores a copy per query head. reserve: tokens to leave room for.
+        """
+        slots, real = selection.indices, selection.real()
+        batch, heads, size = slots.shape
+        copies = heads // keys.shape[1]
+        if real is None:
+            real = torch.ones(1, 1, 1, dtype=torch.bool, device=slots.device)
+        real = (real[:, None] if real.ndim == 2 else real).expand(batch, heads, size)
+        counts = real.sum(-1)
+        totals = counts.sum(-1)
+        used = int(totals.max())
+        out = cls()
+        capacity = used + max(reserve, 1) * heads
+        out._keys, out._values = (part.new_zeros(batch, capacity, part.shape[-1]) for part in (keys, values))
+        out._index = index.new_full((batch, capacity), -1)
+        out.valid_buffer = torch.zeros(batch, heads, capacity, dtype=torch.bool, device=slots.device)
+        for row in range(batch):
+            head, kept = real[row].nonzero(as_tuple=True)
+            slot, mine = slots[row, head, kept], slice(0, len(head))
+            for to, part in ((out._keys, keys), (out._values, values), (out._index, index)):
+                to[row, mine] = part[row, head // copies, slot]
+            out.valid_buffer[row, head, torch.arange(len(head), device=head.device)] = True
+        out.size = out._body = used
+        out._counts, out.lengths = counts, tuple(counts.amax(-1).tolist())
+        return out
+
+    @property
+    def heads(self) -> int:
+        return self._visible().shape[1]
+
+    @property
+    def entries(self) -> int:
+        return -(-int(self._visible()[:, :, : self.size].sum((1, 2)).max()) // self.heads)
+
+    @property
+    def flat(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Views: keys [B, T, D], values [B, T, Dv] and which of them are each head's, bool [B, H, T]."""
+        keys, values, _ = self._buffers()
+        return keys[:, : self.size], values[:, : self.size], self._visible()[:, :, : self.size]
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, H, N, D], a padded copy."""
+        return self._padded(self._buffers()[0])
+
+    @property
+    def values(self) -> Tensor:
+        """[B, H, N, Dv], a padded copy."""
+        return self._padded(self._buffers()[1])
+
+    @property
+    def index(self) -> Tensor:
+        """int32 [B, H, N], a padded copy, -1 for filler."""
+        padded = self._padded(self._buffers()[2][..., None])[..., 0]
+        filler = torch.arange(padded.shape[-1], device=padded.device) < self._counts.amax() - self._counts[..., None]
+        return padded.masked_fill_(filler, -1)
+
+    @property
+    def valid(self) -> Tensor:
+        """bool [B, H, N]: False for filler and padding."""
+        real = self._visible()[:, :, : self.size].any(1)
+        padded = self._padded(real[..., None])[..., 0]
+        filler = torch.arange(padded.shape[-1], device=padded.device) < self._counts.amax() - self._counts[..., None]
+        return padded.masked_fill_(filler, False)
+
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        columns: Tensor,
+        valid: Tensor | None = None,
+        counts: tuple[int, ...] | None = None,
+        reserve: int = 0,
+    ) -> None:
+        """Store new entries [B, H, L, D] at the end; see DenseStore.append."""
+        batch, _, new, _ = keys.shape
+        heads = self.heads
+        if keys.shape[1] != heads:
+            keys, values = (part.repeat_interleave(heads // part.shape[1], 1) for part in (keys, values))
+        end = self.size + new * heads
+        if end > self._buffers()[0].shape[1]:
+            capacity = end + (reserve or max(MIN_ROOM, end // heads // 8)) * heads
+            visible = grown(self._visible(), 2, self.size, capacity)
+            self._keys, self._values, self._index = (grown(part, 1, self.size, capacity) for part in self._buffers())
+            self.valid_buffer, self._shared = visible, False
+        slots = slice(self.size, end)
+        for to, part in zip(self._buffers()[:2], (keys, values), strict=True):
+            to[:, slots].unflatten(1, (new, heads)).copy_(part.transpose(1, 2))
+        self._buffers()[2][:, slots].unflatten(1, (new, heads)).copy_(columns[:, :, None].expand(batch, -1, heads))
+        own = torch.eye(heads, dtype=torch.bool, device=keys.device).repeat(1, new)[None]
+        if valid is not None:
+            own = own & valid.repeat_interleave(heads, 1)[:, None]
+        self._visible()[:, :, slots] = own
+        counts = ((new,) * batch if valid is None else tuple(valid.sum(-1).tolist())) if counts is None else counts
+        self.lengths = tuple(old + count for old, count in zip(self.lengths, counts, strict=True))
+        self.size = end
+
+    def remask(self, mask: Tensor) -> None:
+        """Apply a changed attention mask, bool [B, columns fed], to what is stored."""
+        index = self._buffers()[2][:, : self.size].long()
+        real = mask.gather(1, index.clamp_min(0)) & (index >= 0)
+        visible = torch.zeros_like(self._visible())
+        visible[:, :, : self.size] = self._owned() & real[:, None]
+        self.valid_buffer = visible
+        self.lengths = tuple(visible.sum(-1).amax(-1).tolist())
+
+    def _visible(self) -> Tensor:
+        if self.valid_buffer is None:
+            raise RuntimeError("this layer stores nothing yet: run a forward pass with its cache first")
+        return self.valid_buffer
+
+    def _owned(self) -> Tensor:
+        """bool [B, H, size]: the slots of each head, real or not."""
+        ends = self._counts.cumsum(-1)[..., None]
+        slots = torch.arange(self._body, device=ends.device)
+        body = (slots >= ends - self._counts[..., None]) & (slots < ends)
+        heads = ends.shape[1]
+        own = torch.eye(heads, dtype=torch.bool, device=ends.device).repeat(1, (self.size - self._body) // heads)
+        return torch.cat([body, own.expand(len(body), -1, -1)], -1)
+
+    def _padded(self, buffer: Tensor) -> Tensor:
+        """[B, capacity, X] -> [B, H, N, X], each head's entries at the right end, in their order."""
+        batch, heads = self._counts.shape
+        most, width = int(self._counts.max()), buffer.shape[-1]
+        slots = self._counts.cumsum(-1)[..., None] - most + torch.arange(most, device=buffer.device)
+        rows = slots.clamp_min(0).view(batch, heads * most, 1).expand(-1, -1, width)
+        body = buffer.gather(1, rows).view(batch, heads, most, width)
+        tail = buffer[:, self._body : self.size].unflatten(1, (-1, heads)).transpose(1, 2)
+        return torch.cat([body, tail], 2)
+
+    def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._apply(change)
+        self._counts = change(self._counts)
+
+
+def keep(store: DenseStore | RaggedStore, selection: Selection, reserve: int = 0) -> DenseStore | RaggedStore:
+    """What `selection` leaves of a store, freed of the rest: the store itself, or a ragged one. See DenseStore.keep."""
+    if isinstance(store, DenseStore) and selection.head_lengths is None:
+        store.keep(selection, reserve)
+        return store
+    return RaggedStore.build(store.keys, store.values, store.index, selection, reserve)
