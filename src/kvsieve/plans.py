@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
-from kvsieve.registry import check_parameters, method_info
-from kvsieve.roles import Evictor, Looker, Propagator
+from kvsieve.profiles import Fingerprint, Profile, load_profile
+from kvsieve.registry import MethodInfo, check_parameters, method_info
+from kvsieve.roles import Condensing, Evictor, Looker, Propagator, Rehearsing
 
 _ROLES = ("propagate", "evict", "read", "codec")
 
@@ -20,6 +22,7 @@ class Plan:
 
     propagate: a Propagator, which hidden states go on to deeper layers. evict: an Evictor, which entries stay stored.
     read, codec: which entries a query reads, and how they are encoded; no method of this version has these roles.
+    profile: the model whose profile gave the parameters, if one did; `attach` refuses another.
     name: what reports call it.
 
     Raises PlanError for an object that does not fill its role, or a combination that cannot work.
@@ -29,13 +32,14 @@ class Plan:
     evict: Evictor | None = None
     read: None = None
     codec: None = None
+    profile: Fingerprint | None = None
     name: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for role, protocol in (("propagate", Propagator), ("evict", Evictor)):
             value = getattr(self, role)
             if isinstance(value, (tuple, list)):
-                raise PlanError(f"Plan({role}=...) takes one {protocol.__name__}, got {len(value)}: a role is filled once")
+                raise PlanError(f"Plan({role}=...) takes one {protocol.__name__}, got {len(value)}; choose one of them")
             if value is not None and (isinstance(value, type) or not isinstance(value, protocol)):
                 raise PlanError(
                     f"Plan({role}=...) takes a {protocol.__name__}, got {value!r}; "
@@ -48,11 +52,16 @@ class Plan:
             )
         if self.evict is not None and self.evict.when.looks and not isinstance(self.evict, Looker):
             raise PlanError(f"{type(self.evict).__name__} has When(looks=True) and no method look(ctx); add one")
+        if self.propagate is not None and isinstance(self.evict, (Rehearsing, Condensing)):
+            raise PlanError(
+                f"{type(self.evict).__name__} needs passes of its own over the prompt, of which "
+                f"{type(self.propagate).__name__} drops tokens: they cannot be combined"
+            )
         for role in ("read", "codec"):
             if getattr(self, role) is not None and self.restarts:
                 raise PlanError(
-                    f"{type(self.propagate).__name__} reads a shorter prompt again, which a {role}= could not tell from "
-                    f"the whole one: they cannot be combined; leave {role}= None"
+                    f"{type(self.propagate).__name__} reads a short prompt again, in full, and is not combined with "
+                    f"{role}=; leave it None"
                 )
             if getattr(self, role) is not None:
                 raise PlanError(f"Plan({role}=...) is not supported by this version of kvsieve: leave it None")
@@ -67,19 +76,48 @@ class Plan:
 
     @property
     def acts_once(self) -> bool:
-        """True when nothing is dropped before a prompt is complete or while decoding."""
+        """True when nothing is dropped before a prompt is complete or while decoding, and one reading is enough."""
+        if self.restarts or self.rehearses:
+            return False
         return self.evict is None or not (self.evict.when.chunks or self.evict.when.steps)
+
+    @property
+    def restarts(self) -> bool:
+        """True when the cache holds a shorter prompt in place of the one given, which was read to find it."""
+        return bool(getattr(self.propagate, "restarts", False)) or isinstance(self.evict, Condensing)
+
+    @property
+    def rehearses(self) -> bool:
+        """True when the evictor needs passes of its own before a prompt is complete; see roles.Rehearsing."""
+        return isinstance(self.evict, Rehearsing)
 
     @property
     def window(self) -> int:
         """Queries of the prompt's end that the plan looks at."""
         return max((part.window for part in (self.propagate, self.evict) if part is not None), default=0)
 
+    def queries(self, length: int) -> int:
+        """The same for a prompt of `length` tokens; the last chunk of a chunked prefill holds at least these."""
+        asked = getattr(self.propagate, "queries", None)
+        return max(self.window, 0 if asked is None else asked(length))
+
+    def caution(self, num_layers: int) -> str | None:
+        """What to warn of before the plan runs on a model of `num_layers` layers."""
+        said = getattr(self.propagate, "caution", None)
+        return None if said is None else said(num_layers)
+
+    def for_tokenizer(self, tokenizer: Any) -> Plan:
+        """This plan, with what its evictor leaves to the tokenizer filled in: token ids of texts that it feeds."""
+        fill = getattr(self.evict, "for_tokenizer", None)
+        return self if fill is None else dataclasses.replace(self, evict=fill(tokenizer))
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description that `Plan.from_dict` reads back."""
         out: dict[str, Any] = {"name": self.name}
         for role in self.roles:
             out[role] = _plain(getattr(self, role))
+        if self.profile is not None:
+            out["profile"] = dataclasses.asdict(self.profile)
         return out
 
     @classmethod
@@ -87,8 +125,8 @@ class Plan:
         """The inverse of `to_dict`, for the role classes of kvsieve.methods. Raises PlanError for unknown types."""
         parts: dict[str, Any] = {}
         for key, value in data.items():
-            if key == "name":
-                parts[key] = value
+            if key in ("name", "profile"):
+                parts[key] = value if key == "name" else Fingerprint(**value)
                 continue
             if key not in _ROLES:
                 raise PlanError(f"cannot read a plan with {key}=: it is none of its roles, {', '.join(_ROLES)}")
@@ -100,15 +138,41 @@ def plan(method: str, **parameters: Any) -> Plan:
     """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``.
 
     Parameters are the method's own (`kvsieve methods` lists them); a budget is a Budget, a share such as "20%" or
-    0.2, or a number of entries. Raises PlanError, with a suggestion, for an unknown method, parameter or bad value.
+    0.2, or a number of entries. ``profile=``, where the method takes it, is a Profile, its file or the name of one that
+    is shipped: it gives the parameters that were not given here. Raises PlanError, with a suggestion, for an unknown
+    method, parameter or bad value, and for a profile that cannot be read or holds nothing for the method.
     """
     info = method_info(method)
     check_parameters(info, parameters)
+    parameters, profile = _profiled(info, parameters)
     shared = {name: parameters.pop(name) for name in info.shared_options if name in parameters}
     made = info.make(**parameters)
     if shared:
         made = dataclasses.replace(made, evict=dataclasses.replace(made.evict, **shared))  # type: ignore[type-var]
-    return dataclasses.replace(made, name=info.name)
+    return dataclasses.replace(made, name=info.name, profile=profile.fingerprint if profile else made.profile)
+
+
+def all_parameters(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Every parameter that `plan(method, **given)` uses: given, from the profile, or the default. JSON-ready."""
+    info = method_info(method)
+    values = {**info.parameters, **_profiled(info, given)[0], **given}
+    if isinstance(values.get("profile"), Profile):
+        values["profile"] = values["profile"].name
+    return {name: str(value) if isinstance(value, Budget) else value for name, value in values.items()}
+
+
+def _profiled(info: MethodInfo, given: Mapping[str, Any]) -> tuple[dict[str, Any], Profile | None]:
+    """What to call the method with, a profile's parameters among it, and the profile."""
+    parameters = dict(given)
+    source = parameters.pop("profile", None)
+    if source is None:
+        return parameters, None
+    profile = load_profile(source)
+    if info.takes_profile:
+        return {**parameters, "profile": profile}, profile
+    found = profile.for_method(info.name)
+    check_parameters(info, found)
+    return {**found, **parameters}, profile
 
 
 def _plain(value: Any) -> Any:
@@ -126,7 +190,7 @@ def _made(name: str, value: Any) -> Any:
     # Imported here because every method's file imports this one.
     from kvsieve import methods
 
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or ("type" not in value and name not in _ROLES):
         return value
     kind = value.get("type")
     role = getattr(methods, str(kind), None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvsieve.errors import PlanError
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class MethodInfo:
     """A named method: what makes its Plan, and what the tables say about it.
 
-    phase: when it acts. query_aware: whether what it keeps depends on the end of the prompt.
+    phase: when it acts. query_aware: whether what it keeps depends on the end of the prompt. example: what `make` must
+    be given to make a plan at all.
     """
 
     name: str
@@ -27,17 +28,24 @@ class MethodInfo:
     phase: str
     query_aware: bool
     make: Callable[..., Plan]
+    example: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Parameter names and their defaults, options that all evictors share included."""
+        """Parameter names and their defaults, options that all evictors share and `profile` included."""
         own = {name: each.default for name, each in inspect.signature(self.make).parameters.items()}
-        return {**own, **self.shared_options}
+        profile = {"profile": None} if _CALIBRATED.intersection(own) and "profile" not in own else {}
+        return {**own, **self.shared_options, **profile}
+
+    @property
+    def takes_profile(self) -> bool:
+        """True for a method that reads a profile itself; others get parameters from one."""
+        return "profile" in inspect.signature(self.make).parameters
 
     @property
     def shared_options(self) -> dict[str, Any]:
         """Options of the plan's evictor that need not be named in the function that makes the plan."""
-        evictor = self.make().evict
+        evictor = self.make(**self.example).evict
         taken = inspect.signature(self.make).parameters
         return {name: getattr(evictor, name) for name in _SHARED if name not in taken and hasattr(evictor, name)}
 
@@ -46,26 +54,34 @@ class MethodInfo:
         return (inspect.getdoc(self.make) or "").partition("\n")[0]
 
     @property
+    def storage(self) -> str:
+        """How entries are stored: "ragged" where KV heads may keep different numbers of them, else "uniform"."""
+        return "ragged" if getattr(self.make(**self.example).evict, "ragged", False) else "uniform"
+
+    @property
     def roles(self) -> tuple[str, ...]:
-        return self.make().roles
+        return self.make(**self.example).roles
 
 
 _METHODS: dict[str, MethodInfo] = {}
+
+# Parameters that calibration finds for a model: a method with one of them also takes `profile`.
+_CALIBRATED = frozenset({"tsp_layer", "window", "kernel", "pooling", "tau"})
 
 # Fields of evictors that every method with such an evictor takes as parameters.
 _SHARED = ("skip_layers", "every")
 
 
 def register_method(
-    name: str, *, title: str, paper: str, phase: str, query_aware: bool
+    name: str, *, title: str, paper: str, phase: str, query_aware: bool, example: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[..., Plan]], Callable[..., Plan]]:
-    """Decorator: make a function that returns a Plan available under `name`."""
+    """Decorator: make a function that returns a Plan available under `name`. example: see MethodInfo."""
 
     def add(make: Callable[..., Plan]) -> Callable[..., Plan]:
         key = _canonical(name)
         if key in _METHODS:
             raise PlanError(f"a method named {name!r} is registered already, by {_METHODS[key].make.__module__}")
-        _METHODS[key] = MethodInfo(name, title, paper, phase, query_aware, make)
+        _METHODS[key] = MethodInfo(name, title, paper, phase, query_aware, make, example or {})
         return make
 
     return add

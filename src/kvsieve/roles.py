@@ -5,10 +5,15 @@ Role objects are frozen dataclasses: the object is the configuration. What belon
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.types import LayerContext, Selection, When
+
+Look = Callable[[LayerContext], None]
 
 
 @runtime_checkable
@@ -16,7 +21,9 @@ class Evictor(Protocol):
     """Chooses which KV entries stay stored: once a prompt is complete, and at other times if `when` says so.
 
     One that uses ``ctx.model`` says of what in an attribute ``needs: tuple[str, ...]``, "rotary" or "output_weight";
-    a model that cannot give it is then refused. One whose ``when.looks`` is set is a Looker as well.
+    a model that cannot give it is then refused. "hidden" among them gives a Looker ``ctx.hidden`` and ``ctx.output``. A
+    method ``check(num_layers: int)`` may raise PlanError for a model that it does not fit. One whose ``when.looks`` is
+    set is a Looker as well. ``ragged = True`` tells tables that its heads may keep different numbers of entries.
     """
 
     @property
@@ -61,6 +68,85 @@ class Looker(Protocol):
         What it learns goes into ``ctx.state`` and must not depend on where the chunks end.
         """
         ...
+
+
+class Branch(Protocol):
+    """A copy of a half-read conversation that passes are fed to; nothing of it survives the rehearsal."""
+
+    def read_rest(
+        self, *, look: Look | None = None, evict: Evictor | None = None, logits: bool = False
+    ) -> Tensor | None:
+        """Read what is left of the prompt; then `evict`, if given, reduces the branch. See `feed`."""
+        ...
+
+    def feed(
+        self, ids: Tensor, real: Tensor | None = None, *, look: Look | None = None, logits: bool = False
+    ) -> Tensor | None:
+        """A pass of ids int64 [B, L] after what the branch holds; real: bool [B, L], False for padding.
+
+        look: called per layer with what it sees; its last L entries are this pass's. Returns the logits [B, V] after
+        the last column if `logits` asks for them, else None.
+        """
+        ...
+
+    def branch(self) -> Branch:
+        """A branch of this branch. Nothing may be fed to this one while that one is in use."""
+        ...
+
+
+class Rehearsal(Protocol):
+    """What `Rehearsing.rehearse` is given: the conversation, of which only the prompt's last tokens are unread.
+
+    ids: int64 [B, N]; real: bool [B, N], False for padding. ends: tokens that end an answer.
+    """
+
+    ids: Tensor
+    real: Tensor
+    ends: frozenset[int]
+
+    def branch(self) -> Branch:
+        """A new branch of the conversation. Only one may be in use at a time."""
+        ...
+
+    def state(self, layer_idx: int) -> dict[str, Any]:
+        """The layer's ``ctx.state``, which `select` reads once the prompt is complete."""
+        ...
+
+
+@runtime_checkable
+class Rehearsing(Protocol):
+    """The part of an evictor that needs passes of its own, which are then forgotten, before a prompt is complete.
+
+    They come when all but the prompt's last ``max(1, window)`` tokens are read, and only where something must go: a
+    select without what a rehearsal left keeps everything. Such a plan needs a driver (``sieve.generate``,
+    ``sieve.prefill``) and does not go with propagation. rehearsed: tokens it feeds at once, which room is left for.
+    """
+
+    @property
+    def rehearsed(self) -> int: ...
+
+    def rehearse(self, rehearsal: Rehearsal) -> None: ...
+
+
+@runtime_checkable
+class Condensing(Protocol):
+    """The part of an evictor that reduces the prompt while it is read, chunk by chunk, in the light of its question.
+
+    Each pass reads [what is kept | chunk | question]; then ``select(ctx, counts)`` chooses, per head, ``counts[b]``
+    entries of row b among all but the question's; the question is forgotten, and what is kept moves together: its keys
+    are turned to the positions 0, 1, ... At the end the question is read for good, and the conversation goes on there.
+
+    restarts: True. question: last tokens of the prompt that are its question. chunk: tokens of a chunk.
+    """
+
+    @property
+    def restarts(self) -> bool: ...
+
+    @property
+    def question(self) -> int: ...
+
+    @property
+    def chunk(self) -> int: ...
 
 
 @runtime_checkable

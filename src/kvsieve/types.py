@@ -108,6 +108,9 @@ class LayerContext:
         same tokens in every layer and head.
     quotas: parts of which so many must stay; None for none.
     model: facts about the model; there for an evictor that names what it needs in `needs` (see roles.Evictor).
+    layers: indices of the layers whose entries the plan may reduce, in order; () for all `num_layers`.
+    hidden: [B, L, C], the hidden states of this pass's tokens as they enter the layer, and output: [B, Hq, L, Dv], what
+        each head's attention made of them; only while a Looker that names "hidden" in `needs` looks.
     """
 
     layer_idx: int
@@ -127,6 +130,9 @@ class LayerContext:
     protected: Tensor | None = None
     quotas: Quotas | None = None
     model: ModelFacts | None = None
+    layers: tuple[int, ...] = ()
+    hidden: Tensor | None = None
+    output: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,9 @@ def test_run_compares_methods(cli, model_dir, prompt_file):
         "kernel": 5,
         "pooling": "avg",
         "per_query_head": False,
+        "skip_layers": 0,
         "every": None,
+        "profile": None,
     }
     assert data["model"] == model_dir and data["environment"]["kvsieve"] == kvsieve.__version__
 

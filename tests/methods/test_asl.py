@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import kvsieve
+from kvsieve.core.scoring import pooled_mass
+from kvsieve.core.selection import top_mask
 from kvsieve.errors import PlanError
-from kvsieve.methods import TSP, AdaptiveTSP, SnapKV
+from kvsieve.methods import TSP, AdaptiveTSP, GemFilter, SnapKV
 from kvsieve.methods.asl import _Row
 from kvsieve.models.families import build
 from layers import context, golden
@@ -169,3 +171,94 @@ def test_a_model_without_room_is_refused(model):
     with pytest.raises(PlanError, match="8 is outside the model: it has 9 layers"):
         with kvsieve.attach(model, kvsieve.plan("asl", budget=40, first=8)):
             pass
+
+
+class Look:
+    """A propagator that only remembers what it was shown."""
+
+    window = 4
+
+    def __init__(self):
+        self.seen = {}
+
+    def source(self, num_layers):
+        return 0
+
+    def select(self, ctx):
+        self.seen[ctx.layer_idx] = ctx
+
+
+def read_again(result, row=0):
+    columns = result.cache.restart.columns[row]
+    return columns[columns >= 0].tolist()
+
+
+def generated(model, plan, *inputs, **options):
+    options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False, **options}
+    with kvsieve.attach(model, plan) as sieve:
+        return sieve.generate(*inputs, return_dict_in_generate=True, output_logits=True, **options)
+
+
+@pytest.mark.parametrize("rule", ["asl", "gemfilter"])
+@pytest.mark.parametrize("tau", [0.0, 0.95, 2.0])
+def test_two_passes_read_the_selected_tokens_again(model, ids, tau, rule):
+    ids = ids[:1]
+    one = generated(model, kvsieve.Plan(propagate=adaptive(tau)), ids)
+    two = generated(model, kvsieve.Plan(propagate=adaptive(tau, two_pass=True, rule=rule)), ids)
+    (found,), (settled,) = two.stats.report["selection_layer"], two.stats.report["settled"]
+    assert one.stats.report["selection_layer"] == [found if settled else None]
+    traces = one.stats.report["relative_variance"][0], two.stats.report["relative_variance"][0]
+    assert traces[1][: len(traces[0])] == traces[0]
+    look = Look()
+    with kvsieve.attach(model, kvsieve.Plan(propagate=look)) as sieve:
+        sieve.prefill(ids)
+    if rule == "gemfilter":
+        wanted = GemFilter(budget=20).best(look.seen[found], (20,))[0][0].nonzero()[:, 0].tolist()
+    else:
+        mass = pooled_mass(look.seen[found], 4, 3, "avg").mean(1)
+        wanted = [*top_mask(mass, (16,))[0].nonzero()[:, 0].tolist(), *range(56, 60)]
+    assert read_again(two) == wanted
+    if settled and rule == "asl":
+        assert one.cache.layers[-1].store.index[0, 0, :20].tolist() == wanted
+    assert (found == LAYERS - 1 and tau == 0) if not settled else found == 2 + len(traces[0])
+    assert two.stats.applied and two.stats.deep_tokens == 20 and two.stats.kv_entries == [20] * LAYERS
+    plain = generated(model, kvsieve.plan("full"), ids[:, wanted])
+    assert all(torch.equal(*pair) for pair in zip(two.output.logits, plain.output.logits, strict=True))
+
+
+@pytest.mark.parametrize("rule", ["asl", "gemfilter"])
+def test_two_passes_of_rows_that_part_ways(model, ids, rule):
+    ids, mask = ids.clone(), torch.ones_like(ids)
+    ids[1, :11], mask[1, :11] = 0, 0
+    single = ids[:1], ids[1:, 11:]
+    traces = []
+    for row in single:
+        report = generated(model, kvsieve.Plan(propagate=adaptive(0.0)), row).stats.report
+        traces += report["relative_variance"]
+    low, high = sorted(min(trace) for trace in traces)
+    for rate in (20, "40%"):
+        plan = kvsieve.Plan(propagate=adaptive((low + high) / 2, two_pass=True, rule=rule, rate=rate))
+        alone = [generated(model, plan, row) for row in single]
+        for chunk in (None, 9):
+            together = generated(model, plan, ids, mask, chunk=chunk)
+            for row, (result, pad) in enumerate(zip(alone, (0, 11), strict=True)):
+                assert read_again(together, row) == [pad + column for column in read_again(result)]
+                assert torch.equal(together.sequences[row, 60:], result.sequences[0, 60 - pad :])
+                assert together.stats.report["selection_layer"][row] == result.stats.report["selection_layer"][0]
+        assert len(set(together.stats.report["selection_layer"])) == 2
+        assert sorted(together.stats.report["settled"]) == [False, True]
+
+
+def test_two_passes_of_a_prompt_that_fits_are_one(model, ids):
+    plan = kvsieve.Plan(propagate=adaptive(0.5, two_pass=True, rate=60))
+    result, full = generated(model, plan, ids), generated(model, kvsieve.plan("full"), ids)
+    assert torch.equal(result.sequences, full.sequences) and not result.stats.applied
+
+
+def test_two_pass_plans():
+    plan = kvsieve.plan("asl", two_pass=True, budget=64)
+    assert plan.evict is None and plan.restarts and not plan.acts_once
+    assert not kvsieve.plan("asl").restarts and kvsieve.Plan.from_dict(plan.to_dict()) == plan
+    for bad in ({"rule": "gemfilter"}, {"two_pass": True, "rule": "best"}, {"two_pass": True, "full_before": True}):
+        with pytest.raises(PlanError, match="rule|full_before"):
+            kvsieve.plan("asl", **bad)

@@ -63,11 +63,11 @@ def eval_command(
     from kvsieve.models.fetch import MODEL_NAME
 
     grid = Grid(
-        tasks=_tasks(_names(tasks), haystack, scbench, scbench_mode),
-        lengths=_lengths(lengths),
+        tasks=_tasks(names_of(tasks), haystack, scbench, scbench_mode),
+        lengths=lengths_of(lengths),
         questions=QUESTIONS if question == "both" else (question,),
         samples=samples,
-        settings=settings(method_specs(methods), _names(budgets)),
+        settings=settings(method_specs(methods), names_of(budgets)),
         seed=seed,
         cost_samples=cost_samples,
     )
@@ -86,7 +86,7 @@ def eval_command(
         for each in grid.settings:
             check_model(loaded, each.plan)
         grid.check(getattr(loaded.config.get_text_config(), "max_position_embeddings", None))
-        with _progress() as progress:
+        with progress_bar() as progress:
             run_grid(grid, Engine(loaded, tokenizer, batch=batch, chunk=chunk), writer, progress)
     results = load(out)
     if as_json:
@@ -122,13 +122,13 @@ def _tasks(names: list[str], haystack: str, scbench: str | None, mode: str) -> l
     return [*made, *(SCBench(name, scbench, mode) for name in public)]  # type: ignore[arg-type]
 
 
-def _names(text: str) -> list[str]:
+def names_of(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def _lengths(text: str) -> list[int]:
+def lengths_of(text: str) -> list[int]:
     try:
-        lengths = [int(each) for each in _names(text)]
+        lengths = [int(each) for each in names_of(text)]
     except ValueError:
         raise InputError(f"--lengths must be numbers of tokens like 2048,4096, got {text!r}") from None
     if not lengths or min(lengths) < 1:
@@ -137,7 +137,7 @@ def _lengths(text: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int, str], None]]:
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
     """A bar with the time left on stderr; a line now and then where nobody watches."""
     import time
 

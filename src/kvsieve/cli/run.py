@@ -44,6 +44,9 @@ def run_command(
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the method; repeatable.")
     ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Parameters that `kvsieve calibrate` found: a file, or a shipped profile's name.")
+    ] = None,
     compare: Annotated[
         str, typer.Option(help="Methods to run before it: full,snapkv or snapkv:kernel=21;window=16,full.")
     ] = "",
@@ -60,7 +63,7 @@ def run_command(
     for option, value in (("--max-new-tokens", max_new_tokens), ("--chunk", chunk)):
         if value < 1:
             raise InputError(f"{option} must be at least 1, got {value}")
-    runs = [*compared_methods(compare, budget), chosen_method(method, budget, settings or [])]
+    runs = [*compared_methods(compare, budget, profile), chosen_method(method, budget, settings or [], profile)]
     text = read_prompt(prompt_file, question)
     loaded, tokenizer = load_model(model, dtype)
     prompt = encode(tokenizer, text, system)
@@ -148,7 +151,7 @@ def _run_one(
     import kvsieve
 
     ids = prompt.to(model.device)
-    with kvsieve.attach(model, run.plan) as sieve, prefill_progress(run.name) as progress:
+    with kvsieve.attach(model, run.plan.for_tokenizer(tokenizer)) as sieve, prefill_progress(run.name) as progress:
         # The mask is given because a pad token in the prompt's text is no padding.
         result = sieve.generate(
             ids, ids.new_ones(ids.shape), chunk=chunk, progress=progress, max_new_tokens=max_new_tokens, do_sample=False

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
-from kvsieve.plans import Plan, plan
+from kvsieve.plans import Plan, all_parameters, plan
+from kvsieve.profiles import load_profile
 from kvsieve.registry import check_parameters, method_info
 
 
@@ -22,8 +22,7 @@ class MethodRun:
     @property
     def parameters(self) -> dict[str, Any]:
         """All parameters with their values, JSON-ready."""
-        values = {**method_info(self.name).parameters, **self.given}
-        return {name: str(value) if isinstance(value, Budget) else value for name, value in values.items()}
+        return all_parameters(self.name, self.given)
 
 
 def make_run(method: str, **given: Any) -> MethodRun:
@@ -31,8 +30,8 @@ def make_run(method: str, **given: Any) -> MethodRun:
     return MethodRun(method_info(method).name, given, plan(method, **given))
 
 
-def chosen_method(method: str, budget: str | None, settings: list[str]) -> MethodRun:
-    """The run that --method, --budget and --set describe. Raises PlanError."""
+def chosen_method(method: str, budget: str | None, settings: list[str], profile: str | None = None) -> MethodRun:
+    """The run that --method, --budget, --set and --profile describe. Raises PlanError."""
     info = method_info(method)
     given = _settings(settings)
     if budget is not None:
@@ -41,15 +40,24 @@ def chosen_method(method: str, budget: str | None, settings: list[str]) -> Metho
         if "budget" in given:
             raise PlanError(f"the budget is given twice, as --budget {budget} and --set budget={given['budget']}")
         given["budget"] = budget
+    if profile is not None:
+        if "profile" not in info.parameters:
+            raise PlanError(f"{info.name} takes no profile, got --profile {profile}; leave the option out")
+        given.setdefault("profile", profile)
     return make_run(method, **given)
 
 
-def compared_methods(text: str, budget: str | None) -> list[MethodRun]:
-    """The runs that --compare lists: ``full,snapkv:kernel=21;window=16``. Raises PlanError."""
+def compared_methods(text: str, budget: str | None, profile: str | None = None) -> list[MethodRun]:
+    """The runs that --compare lists: ``full,snapkv:kernel=21;window=16``, with the budget and the profile where they
+    take one and were not given their own. Raises PlanError."""
     runs = []
     for method, given in method_specs(text):
-        if budget is not None and "budget" in method_info(method).parameters:
+        info = method_info(method)
+        if budget is not None and "budget" in info.parameters:
             given.setdefault("budget", budget)
+        if profile is not None and "profile" in info.parameters:
+            if info.takes_profile or info.name in load_profile(profile).parameters:
+                given.setdefault("profile", profile)
         runs.append(make_run(method, **given))
     return runs
 

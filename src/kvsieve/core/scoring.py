@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -35,6 +36,17 @@ def window_mass(
     mask inside the window, so a row's mass over the entries sums to W. Source: SnapKV (arXiv 2404.14469), and the
     observation windows of FastKV, ASL, PyramidKV, Ada-KV and RocketKV, which share it.
     """
+    parts = [weights.sum(2) for weights in window_weights(query, keys, scale, valid=valid, block=block)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def window_weights(
+    query: Tensor, keys: Tensor, scale: float, *, valid: Tensor | None = None, block: int | None = None
+) -> Iterator[Tensor]:
+    """The softmax weights behind `window_mass`, [B, Hq, W, block] for one block of consecutive entries after another.
+
+    Zero for queries that are padding. Arguments as there.
+    """
     batch, query_heads, window, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
     groups = query_heads // heads
@@ -57,18 +69,20 @@ def window_mass(
             part.masked_fill_(~valid[:, :, None, start:end], float("-inf"))
         return part
 
-    def summed(weights: Tensor) -> Tensor:
+    def per_query(weights: Tensor) -> Tensor:
         if padding is not None:
             weights.masked_fill_(padding, 0)
-        return weights.view(batch, query_heads, window, -1).sum(2)
+        return weights.view(batch, query_heads, window, -1)
 
     if length <= block:
-        return summed(logits(0, length).softmax(-1))
+        yield per_query(logits(0, length).softmax(-1))
+        return
     spans = [(start, min(start + block, length)) for start in range(0, length, block)]
     norm = torch.full((batch, heads, groups * window, 1), float("-inf"), dtype=dtype, device=keys.device)
     for span in spans:
         norm = torch.logaddexp(norm, logits(*span).logsumexp(-1, keepdim=True))
-    return torch.cat([summed((logits(*span) - norm).exp_()) for span in spans], -1)
+    for span in spans:
+        yield per_query((logits(*span) - norm).exp_())
 
 
 def pool(scores: Tensor, kernel: int, kind: Pool) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.eval.results import FULL
-from kvsieve.plans import Plan, plan
+from kvsieve.plans import Plan, all_parameters, plan
 from kvsieve.registry import method_info
 
 
@@ -38,10 +38,9 @@ def setting(method: str, given: dict[str, Any]) -> Setting:
     """Raises PlanError."""
     info = method_info(method)
     made = plan(method, **given)
-    values = {**info.parameters, **given}
-    shown = {name: str(value) if isinstance(value, Budget) else value for name, value in values.items()}
+    shown = all_parameters(method, given)
     if "budget" in shown:
-        shown["budget"] = str(Budget.parse(values["budget"]))
+        shown["budget"] = str(Budget.parse(shown["budget"]))
     named = " ".join(f"{name}={value}" for name, value in given.items() if name != "budget")
     label = f"{info.name} {named}".strip()
     return Setting(info.name, label, shown.get("budget"), shown, dataclasses.replace(made, name=label))

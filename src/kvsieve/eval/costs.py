@@ -58,7 +58,7 @@ def measure_costs(grid: Grid, engine: Engine, writer: ResultsWriter) -> None:
 def measure_one(engine: Engine, setting: Setting, ids: Tensor) -> Row:
     """One prompt [1, N] under one setting, read and answered alone."""
     ids = ids.to(engine.model.device)
-    with attach(engine.model, setting.plan) as sieve:
+    with attach(engine.model, setting.plan.for_tokenizer(engine.prompter.tokenizer)) as sieve:
         result = sieve.generate(
             ids,
             ids.new_ones(ids.shape),
@@ -100,9 +100,10 @@ def kept_map(cache: SieveCache, length: int) -> list[list[float]]:
     bins = torch.arange(length) * BINS // length
     size = torch.bincount(bins, minlength=BINS).clamp_min(1)
     out = []
-    for layer in cache.layers:
+    for number, layer in enumerate(cache.layers):
         if isinstance(layer, SieveLayer):
-            index = layer.store.index[0].long().cpu()
+            index = layer.store.index if cache.restart is None else cache.restart.as_given(layer.store.index, number)
+            index = index[0].long().cpu()
             kept = index[(index >= 0) & (index < length)]
             heads = len(index)
         else:  # transformers' own sliding window: the newest tokens

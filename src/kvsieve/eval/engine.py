@@ -16,6 +16,7 @@ from kvsieve.eval.types import Sample, Turn
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache import SieveCache, TurnRecord
 from kvsieve.hf.generate import what_ran
+from kvsieve.hf.restart import read_prompt
 from kvsieve.hf.shared import next_logits, read_alone, read_shared
 from kvsieve.hf.stack import can_stack, stack
 from kvsieve.plans import Plan
@@ -42,13 +43,15 @@ class Outcome:
 class _State:
     """Conversations so far, one per row, each under its plan.
 
-    cache: theirs; logits: [rows, V] after the last token fed; fed: int64 [1, N], the tokens fed to all of them.
+    cache: theirs; logits: [rows, V] after the last token fed; fed: int64 [1, N], the tokens fed to all of them;
+    given: the conversation they stand for, which is longer where a plan reads only some of its tokens.
     """
 
     plans: list[Plan]
     cache: SieveCache
     logits: Tensor
     fed: Tensor
+    given: Tensor
 
 
 class Engine:
@@ -71,6 +74,7 @@ class Engine:
         if sample.independent and question == "visible":
             raise InputError("questions on copies of one context are asked hidden only; see --question")
         encoded = self.prompter.encode(sample)
+        plans = [plan.for_tokenizer(self.prompter.tokenizer) for plan in plans]
         visible = question == "visible"
         states = self._read(plans, encoded.prompt if visible else encoded.context)
         outcomes = []
@@ -104,24 +108,32 @@ class Engine:
         states: dict[int, _State] = {}
         for i, plan in enumerate(plans):
             if not plan.acts_once:
-                states[i] = _State([plan], *read_alone(self.model, plan, ids, chunk=self.chunk), ids)
+                states[i] = _State([plan], *read_alone(self.model, plan, ids, chunk=self.chunk), given=ids)
         for propagate in dict.fromkeys(plan.propagate for plan in plans if plan.acts_once):
             mine = [(i, plan) for i, plan in enumerate(plans) if plan.acts_once and plan.propagate == propagate]
             window = max(plan.window for _, plan in mine)
             name = " and ".join(dict.fromkeys(plan.name for _, plan in mine if plan.window == window))
-            shared = read_shared(self.model, propagate, ids, window=window, chunk=self.chunk, name=name)
+            evictors = [plan.evict for _, plan in mine]
+            shared = read_shared(
+                self.model, propagate, ids, window=window, evictors=evictors, chunk=self.chunk, name=name
+            )
             for i, plan in mine:
-                states[i] = _State([plan], shared.reduced(plan.evict), shared.logits, ids)
+                states[i] = _State([plan], shared.reduced(plan.evict), shared.logits, ids, ids)
         return [states[i] for i in range(len(plans))]
 
     def _continue(self, state: _State, ids: Tensor, *, fork: bool, act: bool) -> _State:
         """Feed `ids` to conversations (to a copy of them with `fork`); with `act` their plan acts on them as well."""
+        given = torch.cat([state.given, ids], 1)
+        plan = state.plans[0] if act else _later(state.plans[0])
+        if plan.restarts:
+            return _State(state.plans, *read_alone(self.model, plan, given, chunk=self.chunk), given=given)
         cache = state.cache.fork() if fork else state.cache
         fed = torch.cat([state.fed, ids], 1)
-        plan = state.plans[0] if act else _later(state.plans[0])
-        with attach(self.model, plan), torch.no_grad():
+        with attach(self.model, plan) as sieve, torch.no_grad():
+            if plan.rehearses:
+                read_prompt(sieve, fed, torch.ones_like(fed), cache, chunk=self.chunk)
             logits = next_logits(self.model, cache, fed.expand(cache.batch, -1))[:, -1]
-        return _State(state.plans, cache, logits, fed)
+        return _State(state.plans, cache, logits, fed, given)
 
     def _stacked(self, states: Sequence[_State]) -> list[_State]:
         """Neighbours as rows of one cache where they are alike; the reference, which comes first, stays alone."""
@@ -138,6 +150,7 @@ class Engine:
                 stack([state.cache for state in group]) if len(group) > 1 else group[0].cache,
                 torch.cat([state.logits for state in group]),
                 group[0].fed,
+                group[0].given,
             )
             for group in groups
         ]
@@ -192,8 +205,9 @@ class Engine:
 
 def _later(plan: Plan) -> Plan:
     """What remains of a plan once the prompt is complete."""
-    if not plan.acts_once:
-        return dataclasses.replace(plan, propagate=None)
+    rest = dataclasses.replace(plan, propagate=None)
+    if rest.evict is not None and (rest.evict.when.chunks or rest.evict.when.steps):
+        return rest
     return Plan(read=plan.read, codec=plan.codec, name="full")
 
 

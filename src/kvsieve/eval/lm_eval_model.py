@@ -75,7 +75,7 @@ class KvsieveLM(HFLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """As HFLM's. Warns (KvsieveWarning) when the plan acted on no prompt, or not on all."""
         before = len(self.calls)
-        with attach(self.model, self.plan) as sieve:
+        with attach(self.model, self.plan.for_tokenizer(self.tokenizer)) as sieve:
             self._sieve = sieve
             try:
                 answers = super().generate_until(requests, disable_tqdm=disable_tqdm)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,10 +15,11 @@ from kvsieve.errors import InputError, KvsieveError, KvsieveWarning, Unsupported
 from kvsieve.hf import session as sessions
 from kvsieve.hf.cache import SieveCache
 from kvsieve.hf.compat import DynamicCache, attention_of, check_version, text_config
+from kvsieve.hf.facts import Facts
 from kvsieve.hf.generate import GenerateResult, generate
-from kvsieve.hf.prefill import prefill
 from kvsieve.hf.probe import check_model
-from kvsieve.methods import TSP
+from kvsieve.hf.restart import read_prompt
+from kvsieve.hf.wishes import Wishes
 from kvsieve.plans import Plan
 
 
@@ -32,6 +33,10 @@ class Sieve:
         self.decoder: nn.Module = model.get_decoder()
         self.num_layers = len(self.decoder.layers)  # type: ignore[arg-type]
         self.source = plan.propagate.source(self.num_layers) if plan.propagate is not None else None
+        self.facts = Facts(model)
+        check = getattr(plan.evict, "check", None)
+        if check is not None:
+            check(self.num_layers)
 
     def new_cache(self) -> SieveCache:
         """An empty cache for one batch of conversations under this plan."""
@@ -45,6 +50,9 @@ class Sieve:
         cache: SieveCache | None = None,
         chunk: int | None = None,
         progress: Callable[[int, int], None] | None = None,
+        protect: Sequence[Any] | None = None,
+        quotas: Sequence[Any] | None = None,
+        reduce: bool = True,
     ) -> SieveCache:
         """Read a prompt, apply the plan to it and return the cache, ready for a next turn.
 
@@ -52,10 +60,19 @@ class Sieve:
         is read. attention_mask: [B, N], 0 for padding; None when nothing new is padding.
         chunk: tokens per forward pass, None for all at once. progress: called with (tokens read, tokens in all).
 
-        Raises InputError for an empty, too long or wrongly padded prompt.
+        protect: spans of the conversation that are never evicted, ``[(0, 40), (100, 120)]``: half-open, counted in a
+        row's true tokens, one list for all rows or one per row. quotas: spans of which so many entries must stay, the
+        best of each per layer and head, ``[((0, 40), 10), ((40, 90), "20%")]``. Both are counted in the budget and hold
+        for as long as the cache is used. reduce: False keeps this turn's prompt whole: the plan does not act on it.
+
+        Raises InputError for an empty, too long or wrongly padded prompt, for spans outside it, and for more than the
+        budget allows.
         """
         cache = self.new_cache() if cache is None else cache
-        prefill(self, input_ids, attention_mask, cache, chunk=chunk, progress=progress, leave_last=False)
+        wishes = Wishes(protect, quotas, None, reduce)
+        read_prompt(
+            self, input_ids, attention_mask, cache, chunk=chunk, progress=progress, leave_last=False, wishes=wishes
+        )
         return cache
 
     def generate(
@@ -66,16 +83,24 @@ class Sieve:
         cache: SieveCache | None = None,
         chunk: int | None = None,
         progress: Callable[[int, int], None] | None = None,
+        protect: Sequence[Any] | None = None,
+        quotas: Sequence[Any] | None = None,
+        question: int | None = None,
+        reduce: bool = True,
         **options: Any,
     ) -> GenerateResult:
         """``model.generate`` under the plan, with statistics of what really happened.
 
-        input_ids, attention_mask, cache, chunk, progress: as for `prefill`; further `options` are generate's own
-        (sampling, beams, num_return_sequences, stop strings, streamers ...).
+        input_ids, attention_mask, cache, chunk, progress, protect, quotas, reduce: as for `prefill`; further `options`
+        are generate's own (sampling, beams, num_return_sequences, stop strings, streamers ...).
+
+        question: the last so many tokens are a question that the plan is not to see: what comes before them is read and
+        reduced, then they are read, attend to what is left, and are kept whole.
 
         Returns a GenerateResult: `.sequences` int64 [B, N + new], `.stats`, `.cache`, and generate's own `.output`.
         Raises InputError for a prompt, UnsupportedOptionError for an option that cannot be honoured.
         """
+        options["wishes"] = Wishes(protect, quotas, question, reduce)
         return generate(self, input_ids, attention_mask, cache, chunk=chunk, progress=progress, **options)
 
 
@@ -97,13 +122,9 @@ def attach(model: Any, plan: Plan) -> Iterator[Sieve]:
         raise KvsieveError("the model has a plan attached already; leave that `with` block first")
     check_model(model, plan)
     sieve = Sieve(model, plan)
-    if isinstance(plan.propagate, TSP) and plan.propagate.layer is None:
-        warnings.warn(
-            f"no tsp_layer given: using layer {sieve.source} of {sieve.num_layers}, the papers' choice for models of "
-            "8B; small models need a deeper one, so compare answers before you rely on it",
-            KvsieveWarning,
-            stacklevel=3,
-        )
+    caution = plan.caution(sieve.num_layers)
+    if caution is not None:
+        warnings.warn(caution, KvsieveWarning, stacklevel=3)
     sessions.register()
     handles = []
     try:
@@ -135,7 +156,7 @@ def _hooks(sieve: Sieve) -> list[Any]:
                 f"past_key_values is a {type(cache).__name__}, on which {sieve.plan.name!r} could not run; pass "
                 "sieve.new_cache(), or nothing"
             )
-        sessions.open_session(sieve.plan, sieve.source, sieve.num_layers, cache, kwargs)
+        sessions.open_session(sieve.plan, sieve.source, sieve.num_layers, cache, kwargs, sieve.facts)
         return (), kwargs
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -145,6 +166,8 @@ def _hooks(sieve: Sieve) -> list[Any]:
         decoder.register_forward_pre_hook(before, with_kwargs=True),
         decoder.register_forward_hook(after, always_call=True),
     ]
+    if "hidden" in getattr(sieve.plan.evict, "needs", ()):
+        handles += [layer.register_forward_pre_hook(_enter, with_kwargs=True) for layer in decoder.layers]  # type: ignore[union-attr]
     if sieve.source is None:
         return handles
 
@@ -168,6 +191,19 @@ def _hooks(sieve: Sieve) -> list[Any]:
         handles.append(layers[index].register_forward_hook(hook, with_kwargs=True))
         handles.append(layers[index + 1].register_forward_pre_hook(enter_deeper, with_kwargs=True))
     return handles
+
+
+def _enter(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    """Keep what enters a decoder layer for the evictor that asked for it."""
+    session = sessions.current()
+    if session is not None:
+        hidden = args[0] if args else kwargs.get("hidden_states")
+        if not isinstance(hidden, Tensor) or hidden.ndim != 3:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} is not given hidden states [batch, tokens, channels] as its first argument, "
+                f"which {session.plan.name!r} needs to see"
+            )
+        session.hidden = hidden
 
 
 def _check_call(sieve: Sieve, module: nn.Module, kwargs: dict[str, Any]) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvsieve.cache import DenseStore
+from kvsieve.cache import DenseStore, RaggedStore
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.compat import Cache, CacheLayerMixin, DynamicSlidingWindowLayer, plain_cache_layers
+
+if TYPE_CHECKING:
+    from kvsieve.hf.restart import Restart
+    from kvsieve.plans import Plan
+    from kvsieve.segments import Held
 
 
 class SieveLayer(CacheLayerMixin):
@@ -27,7 +33,7 @@ class SieveLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self) -> None:
-        self.store = DenseStore()
+        self.store: DenseStore | RaggedStore = DenseStore()
         self.state: dict[str, Any] = {}
         self.num_seen = 0
         self._staged: tuple[Tensor, Tensor] | None = None
@@ -116,6 +122,8 @@ class TurnRecord:
     kept: entries stored per layer once the prompt was complete. asked: the budget's entries, None without an evictor;
     raised_to: the evictor's minimum where that is more. evicted: layers that dropped entries.
     propagated: tokens that reached the deepest layer, None if all did. report: what the propagator told of its choice.
+    reduced: False when the plan was told not to act on the prompt. question: its last tokens, which were read after the
+    plan had acted, and kept whole; `asked`, `raised_to`, `evicted` and `propagated` are about those before them.
     """
 
     prompt_tokens: int = 0
@@ -125,6 +133,20 @@ class TurnRecord:
     evicted: set[int] = field(default_factory=set)
     propagated: int | None = None
     report: dict[str, Any] = field(default_factory=dict)
+    reduced: bool = True
+    question: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Snapshot:
+    """A conversation at one moment; see SieveCache.snapshot. Shares the buffers that the cache had then.
+
+    fields: what the cache knew. layers: per layer, a SieveLayer or transformers' own.
+    """
+
+    cache: weakref.ref[SieveCache]
+    fields: dict[str, Any]
+    layers: list[Any]
 
 
 class SieveCache(Cache):
@@ -140,6 +162,7 @@ class SieveCache(Cache):
             for layer in plain_cache_layers(config)
         ]
         super().__init__(layers=layers)
+        self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -158,19 +181,38 @@ class SieveCache(Cache):
         self.decoded = 0
         self.prompt_lengths: tuple[int, ...] = ()
         self.record = TurnRecord()
+        # What the prompt was before it was read again, under a plan that restarts.
+        self.restart: Restart | None = None
+        # A driver reads this turn's prompt for a plan that rehearses; and the plan of passes of its own.
+        self.rehearsed = False
+        self.own_plan: Plan | None = None
+        # What the caller wants kept, whatever the plan drops; and whether the plan acts on this turn's prompt.
+        self.held: Held | None = None
+        self.reduces = True
         # (hidden, cos, sin, position_ids) of the chunks that wait for deferred propagation.
         self.waiting: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
         self.begin_turn()
 
-    def begin_turn(self, prompt_end: int = 0, new_tokens: int = 0) -> None:
-        """The next pass starts a prompt. prompt_end: columns once it is complete; new_tokens: expected after it."""
+    def begin_turn(self, prompt_end: int = 0, new_tokens: int = 0, reduce: bool = True) -> None:
+        """The next pass starts a prompt. prompt_end: columns once it is complete; new_tokens: expected after it.
+
+        reduce: False for a prompt that the plan leaves whole.
+        """
         self.turn += 1
         self.turn_start = self.num_seen
         self.awaits_prompt = True
+        self.rehearsed = False
         self.prompt_end, self.new_tokens = prompt_end, new_tokens
         self.decoded = 0
-        self.record = TurnRecord()
+        self.record = TurnRecord(reduced=reduce)
+        self.reduces = reduce
         self.waiting.clear()
+
+    def begin_question(self, tokens: int) -> None:
+        """The next pass goes on with the turn's prompt, whose last `tokens` the plan leaves whole."""
+        self.awaits_prompt = True
+        self.reduces = False
+        self.record.question = tokens
 
     def room(self, end: int, size: int) -> int:
         """Entries to leave room for when a buffer of `size` entries is allocated with `end` columns fed."""
@@ -225,6 +267,10 @@ class SieveCache(Cache):
             self.prompt_lengths = tuple(self.prompt_lengths[row] for row in rows.tolist())
         if self.mask is not None:
             self.mask = self.mask.index_select(0, rows.to(self.mask.device))
+        if self.restart is not None:
+            self.restart = self.restart.rows(rows)
+        if self.held is not None:
+            self.held = self.held.rows(rows)
         self.waiting = [
             tuple(part.index_select(0, rows.to(part.device)) if len(part) > 1 else part for part in chunk)  # type: ignore[misc]
             for chunk in self.waiting
@@ -243,15 +289,50 @@ class SieveCache(Cache):
         other = copy.copy(self)
         other.record = dataclasses.replace(self.record, kept=dict(self.record.kept), evicted=set(self.record.evicted))
         other.waiting = []
+        other._snapshots = weakref.WeakSet()
         other.layers = [
             layer.fork(share) if isinstance(layer, SieveLayer) else copy.deepcopy(layer) for layer in self.layers
         ]
         return other
 
+    def snapshot(self) -> Snapshot:
+        """What `rollback` brings back, any number of times. Costs next to nothing: entries are shared, not copied.
+
+        The memory of what is evicted later is returned only once the snapshot is gone. Raises CacheStateError while a
+        prompt is half-read.
+        """
+        half_read = self.awaits_prompt and self.num_seen > self.turn_start
+        if self.in_flight or self.waiting or self.more_chunks or half_read:
+            raise CacheStateError("the cache is in the middle of a prompt and cannot be kept so; finish it first")
+        fields = {name: part for name, part in vars(self).items() if name not in ("layers", "waiting", "_snapshots")}
+        fields["record"] = copy.deepcopy(self.record)
+        taken = Snapshot(weakref.ref(self), fields, [_same(layer) for layer in self.layers])
+        self._snapshots.add(taken)
+        return taken
+
+    def rollback(self, snapshot: Snapshot) -> None:
+        """Make this cache what it was when `snapshot` was taken of it, also after a pass that failed.
+
+        Raises CacheStateError for a snapshot of another cache; a fork is another.
+        """
+        if snapshot.cache() is not self:
+            raise CacheStateError("the snapshot was taken of another cache; roll that one back, or fork it")
+        # What follows is written behind the entries of the snapshot: where a later one has its own, into a copy.
+        seen = snapshot.fields["num_seen"]
+        later = any(other.fields["num_seen"] > seen for other in self._snapshots)
+        vars(self).update(snapshot.fields)
+        self.record = copy.deepcopy(self.record)
+        self.waiting = []
+        self.layers = [_same(layer, own=later) for layer in snapshot.layers]
+
+    def told(self) -> tuple[int, Tensor | None]:
+        """Columns of the conversation as its caller knows it, and their mask [B, columns], None without padding."""
+        return (self.num_seen, self.mask) if self.restart is None else self.restart.told(self.num_seen)
+
     def entries(self) -> list[int]:
-        """Entries stored per layer and KV head now (of the fullest row)."""
+        """Entries stored per layer and KV head now, of the fullest row; the mean where heads differ."""
         return [
-            (0 if layer.store.is_empty else max(layer.store.lengths))
+            layer.store.entries
             if isinstance(layer, SieveLayer)
             else (layer.keys.shape[-2] if layer.is_initialized else 0)
             for layer in self.layers
@@ -260,6 +341,8 @@ class SieveCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all tensors held: keys, values, indices and masks, room for further entries included."""
         total = 0 if self.mask is None else self.mask.nbytes
+        total += 0 if self.restart is None else self.restart.nbytes()
+        total += 0 if self.held is None else self.held.nbytes()
         for layer in self.layers:
             if isinstance(layer, SieveLayer):
                 total += layer.store.nbytes()
@@ -270,3 +353,12 @@ class SieveCache(Cache):
     def memory_report(self) -> dict[str, Any]:
         """Tokens seen, entries stored per layer and KV head, and the bytes of all tensors held."""
         return {"tokens_seen": self.num_seen, "entries": self.entries(), "bytes": self.nbytes()}
+
+
+def _same(layer: Any, own: bool = False) -> Any:
+    """A copy of a layer on the same entries; transformers' own replace theirs and never write to them."""
+    if not isinstance(layer, SieveLayer):
+        return copy.copy(layer)
+    other = layer.fork(share=not own)
+    other._staged = None
+    return other

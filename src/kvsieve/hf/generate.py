@@ -15,7 +15,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.cache import SieveCache, TurnRecord
 from kvsieve.hf.memory import measure_peak
-from kvsieve.hf.prefill import prefill
+from kvsieve.hf.restart import AsGiven, read_prompt
+from kvsieve.hf.wishes import Wishes
 from kvsieve.plans import Plan
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def generate(
     *,
     chunk: int | None,
     progress: Callable[[int, int], None] | None,
+    wishes: Wishes,
     **options: Any,
 ) -> GenerateResult:
     """See Sieve.generate."""
@@ -112,7 +114,7 @@ def generate(
         raise UnsupportedOptionError("generate(use_cache=False) leaves nothing to reduce; leave it unset")
     cache = sieve.new_cache() if cache is None else cache
     clock = _Clock()
-    criteria = StoppingCriteriaList([*(options.pop("stopping_criteria", None) or []), clock])
+    criteria = list(options.pop("stopping_criteria", None) or [])
     config = options.get("generation_config") or sieve.model.generation_config
     wanted = {
         name: options.get(name, getattr(config, name, None)) or 1 for name in ("num_beams", "num_return_sequences")
@@ -120,7 +122,7 @@ def generate(
     copies = max(wanted.values())
     with measure_peak(sieve.model.device) as peak:
         began = time.perf_counter()
-        mask = prefill(
+        ids, mask = read_prompt(
             sieve,
             input_ids,
             attention_mask,
@@ -129,15 +131,30 @@ def generate(
             new_tokens=options.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 0,
             pad_token_id=options.get("pad_token_id"),
             progress=progress,
+            wishes=wishes,
         )
         # generate repeats rows for beams and samples, so what is cached already must be repeated with them.
         if copies > 1 and cache.num_seen:
             cache.batch_repeat_interleave(copies)
+        elif copies > 1 and cache.held is not None:
+            cache.held = cache.held.rows(torch.arange(len(ids)).repeat_interleave(copies))
+        given = AsGiven(input_ids, ids.shape[1]) if cache.restart is not None else None
+        if given is not None:
+            options = given.options(options, config, sieve.model.generation_config)
+            criteria = given.criteria(criteria)
+            if copies > 1 and not cache.num_seen:
+                cache.restart = cache.restart.rows(torch.arange(len(ids)).repeat_interleave(copies))
         output = sieve.model.generate(
-            input_ids, attention_mask=mask, past_key_values=cache, stopping_criteria=criteria, **options
+            ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            stopping_criteria=StoppingCriteriaList([*criteria, clock]),
+            **options,
         )
+        output = output if given is None else given.output(output)
         if progress is not None:
-            progress(cache.prompt_end - cache.turn_start, cache.prompt_end - cache.turn_start)
+            total = cache.prompt_end - cache.turn_start + (0 if given is None else input_ids.shape[1])
+            progress(total, total)
     sequences = output if isinstance(output, Tensor) else output.sequences
     stats = _stats(sieve, cache, clock, began, peak.bytes)
     token_s = [after - before for before, after in itertools.pairwise(clock.times)]
@@ -146,9 +163,12 @@ def generate(
 
 def what_ran(plan: Plan, record: TurnRecord) -> tuple[bool, list[str]]:
     """Whether every role of the plan acted on the turn's prompt, and what did not go as asked."""
+    if plan.roles and not record.reduced:
+        return False, ["the plan did not act on this turn's prompt, as asked (reduce=False)"]
     notes = []
     if plan.evict is not None and not record.evicted:
-        notes.append(f"nothing was evicted: the prompt's {record.prompt_tokens} tokens fit what must or may be kept")
+        tokens = record.prompt_tokens - record.question
+        notes.append(f"nothing was evicted: the prompt's {tokens} tokens fit what must or may be kept")
     if plan.propagate is not None and record.propagated is None:
         notes.append(record.report.get("idle") or _ALL_WENT_ON)
     applied = not notes
@@ -169,7 +189,7 @@ def _stats(sieve: Sieve, cache: SieveCache, clock: _Clock, began: float, peak: i
         method=plan.name,
         applied=applied,
         prompt_tokens=record.prompt_tokens,
-        deep_tokens=record.propagated if record.propagated is not None else turn_tokens,
+        deep_tokens=record.propagated + record.question if record.propagated is not None else turn_tokens,
         kv_entries=kept,
         kv_asked=record.asked,
         kv_bytes=cache.nbytes(),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsieve.errors import InputError, KvsieveWarning
 from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.rehearse import rehearsal_tokens, rehearse
 from kvsieve.hf.session import StopForward
 
 if TYPE_CHECKING:
@@ -28,22 +29,42 @@ def prefill(
     pad_token_id: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     leave_last: bool = True,
+    checked: bool = False,
+    prompt_end: int | None = None,
+    reduce: bool = True,
+    question: int = 0,
 ) -> Tensor | None:
     """Check a prompt, begin a turn with it and run all chunks but the last (all of them unless `leave_last`).
 
-    Returns the attention mask of the whole conversation, completed from the cache. Raises InputError.
+    checked: the prompt is known to be fine and the mask complete. prompt_end: columns of the turn's prompt, where that
+    goes on after these. reduce: False where the plan is not to act on it. question: last tokens that go on with the
+    turn's prompt, which the plan has acted on. Returns the attention mask of the whole conversation,
+    completed from the cache. Raises InputError.
     """
-    if pad_token_id is None:
-        pad_token_id = sieve.model.generation_config.pad_token_id
-    mask = whole_mask(sieve, input_ids, attention_mask, cache, pad_token_id)
-    check_prompt(sieve, input_ids, mask)
+    mask = attention_mask
+    if not checked:
+        mask = whole_mask(sieve, input_ids, attention_mask, cache, pad_token_id)
+        check_prompt(sieve, input_ids, mask)
+    plan = sieve.plan if cache.restart is None else cache.restart.plan
     start, end = cache.num_seen, input_ids.shape[1]
     total = end - start
-    cache.begin_turn(prompt_end=end, new_tokens=new_tokens)
     full_mask = torch.ones_like(input_ids) if mask is None else mask.long()
     positions = (full_mask.cumsum(-1) - 1).masked_fill(full_mask == 0, 0)
-    ends = chunk_ends(total, chunk, sieve.plan.window)
+    ends = chunk_ends(total, chunk, plan.queries(total))
+    rehearsed = 0
+    if plan.rehearses and reduce and not question:
+        rehearsed = rehearsal_tokens(sieve, cache, full_mask)
+        ends = rehearsed_ends(total, chunk, plan.queries(total)) if rehearsed else ends
+    prompt_end = max(end, prompt_end or 0)
+    if question:
+        cache.begin_question(question)
+    else:
+        cache.begin_turn(prompt_end=prompt_end + rehearsed, new_tokens=new_tokens, reduce=reduce)
+    cache.rehearsed = plan.rehearses
     for first, last in zip([0, *ends], ends, strict=False):
+        if rehearsed and last == total:
+            rehearse(sieve, cache, input_ids, full_mask)
+            cache.prompt_end = prompt_end
         if leave_last and last == total:
             break
         cache.more_chunks = last < total
@@ -74,6 +95,12 @@ def chunk_ends(total: int, chunk: int | None, window: int) -> list[int]:
     return [end for end in range(chunk, total, chunk) if total - end >= min(window, total)] + [total]
 
 
+def rehearsed_ends(total: int, chunk: int | None, window: int) -> list[int]:
+    """The same where the last chunk holds just the window, one token at least: the rehearsal comes before it."""
+    before = total - max(1, window)
+    return [*chunk_ends(before, chunk, 0), total] if before > 0 else [total]
+
+
 def whole_mask(
     sieve: Sieve, input_ids: Tensor, attention_mask: Tensor | None, cache: SieveCache, pad_token_id: int | None
 ) -> Tensor | None:
@@ -88,7 +115,15 @@ def whole_mask(
             f"the cache holds {cache.batch} rows and got an input of {len(input_ids)}; use one cache per batch, or "
             "cache.batch_repeat_interleave to expand it"
         )
-    seen, length = cache.num_seen, input_ids.shape[1]
+    if cache.restart is not None and not sieve.plan.restarts:
+        raise InputError(
+            f"the cache holds a shorter reading of its prompt, made under {cache.restart.plan.name!r}; go on under "
+            "that plan, or start with a new cache"
+        )
+    if pad_token_id is None:
+        pad_token_id = sieve.model.generation_config.pad_token_id
+    seen, known_mask = cache.told()
+    length = input_ids.shape[1]
     if length <= seen:
         raise InputError(
             f"the cache has seen {seen} tokens and input_ids holds {length}: pass the whole conversation, "
@@ -96,8 +131,8 @@ def whole_mask(
         )
     if attention_mask is None:
         attention_mask = _inferred_mask(sieve, input_ids, pad_token_id)
-        if cache.mask is not None:
-            known = torch.cat([cache.mask, cache.mask.new_ones(len(cache.mask), length - seen)], 1)
+        if known_mask is not None:
+            known = torch.cat([known_mask, known_mask.new_ones(len(known_mask), length - seen)], 1)
             known = known.long().to(input_ids.device)
             attention_mask = known if attention_mask is None else known * attention_mask
     if attention_mask is not None and attention_mask.shape != input_ids.shape:
@@ -118,10 +153,13 @@ def _inferred_mask(sieve: Sieve, input_ids: Tensor, pad_token_id: int | None) ->
     return None if bool(mask.all()) else mask.long()
 
 
-def check_prompt(sieve: Sieve, input_ids: Tensor, mask: Tensor | None) -> None:
+def check_prompt(
+    sieve: Sieve, input_ids: Tensor, mask: Tensor | None, *, question: int = 0, reduce: bool = True
+) -> None:
     """Raise InputError for a prompt without tokens, padded on the right or longer than the context.
 
-    Warns (KvsieveWarning) about one too short for the plan's observation window: nothing is evicted then.
+    Warns (KvsieveWarning) about one too short for the plan's observation window: nothing is evicted then. question:
+    last tokens that the plan does not act on; reduce: False if it acts on none.
     """
     lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
     if min(lengths) == 0:
@@ -134,10 +172,10 @@ def check_prompt(sieve: Sieve, input_ids: Tensor, mask: Tensor | None) -> None:
             f"the prompt has {max(lengths)} tokens, the model's context ends at {context}; shorten the prompt or use a "
             "model with a longer context"
         )
-    window = sieve.plan.window
-    if max(lengths) <= window:
+    window, reduced = sieve.plan.window, max(lengths) - question
+    if reduce and reduced <= window:
         warnings.warn(
-            f"the prompt has {max(lengths)} tokens, {sieve.plan.name} needs more than its observation window of "
+            f"the prompt has {reduced} tokens, {sieve.plan.name} needs more than its observation window of "
             f"{window}: nothing is dropped; use a longer prompt or a smaller window=",
             KvsieveWarning,
             stacklevel=4,

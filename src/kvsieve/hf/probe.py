@@ -5,10 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from kvsieve.errors import UnsupportedModelError
+from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.cache import DynamicSlidingWindowLayer
 from kvsieve.hf.compat import DynamicLayer, plain_cache_layers, text_config
+from kvsieve.hf.facts import Facts
+from kvsieve.methods.base import check_layers
 from kvsieve.plans import Plan
+from kvsieve.profiles import Fingerprint
 
 # Fields of a decoder's config that announce something attention would have to honour, and why it cannot yet.
 _TELLING_FIELDS = {
@@ -69,15 +72,26 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
             )
         if "position_embeddings" not in inspect.signature(layers[0].forward).parameters:
             return "its layers take no position_embeddings, so token propagation cannot move positions along"
-    return None
+    full = [index for index in range(len(kinds)) if index not in sliding]
+    return Facts(model).why_missing(getattr(plan.evict, "needs", ()), full)
 
 
 def check_model(model: Any, plan: Plan) -> None:
-    """Raise UnsupportedModelError, naming the model, the reason and the way out, unless `plan` can run on `model`."""
+    """Raise UnsupportedModelError, naming the model, the reason and the way out, unless `plan` can run on `model`.
+
+    Raises PlanError for a plan whose profile was made for another model, or that skips layers it does not have.
+    """
     reason = why_unsupported(model, plan)
     if reason is not None:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot run {plan.name!r}: {reason}. `kvsieve models` lists what is supported."
+        )
+    check_layers(plan.evict, len(model.get_decoder().layers))
+    found = Fingerprint.of(model) if plan.profile is not None else None
+    if found is not None and plan.profile is not None and found != plan.profile:
+        raise PlanError(
+            f"{plan.name!r} uses a profile made for {plan.profile}, and this model is {found}: they differ in "
+            f"{', '.join(plan.profile.differences(found))}; make one for it with `kvsieve calibrate MODEL --out FILE`"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.attention import dense_attention
-from kvsieve.cache import DenseStore
-from kvsieve.errors import CacheStateError, InputError, UnsupportedModelError, UnsupportedOptionError
+from kvsieve.attention import dense_attention, ragged_attention
+from kvsieve.cache import keep
+from kvsieve.errors import CacheStateError, InputError, PlanError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache import SieveCache, SieveLayer
 from kvsieve.hf.compat import (
     AttentionInterface,
@@ -21,8 +22,9 @@ from kvsieve.hf.compat import (
     sdpa_mask,
 )
 from kvsieve.plans import Plan
-from kvsieve.roles import Evictor
-from kvsieve.types import LayerContext, Selection, Step
+from kvsieve.roles import Evictor, Looker
+from kvsieve.segments import lost
+from kvsieve.types import LayerContext, ModelFacts, Selection, Step, When
 
 # transformers tests implementation names for substrings: none of flash, sdpa, flex, paged or "/" may occur in it.
 NAME = "kvsieve"
@@ -68,6 +70,9 @@ class Session:
     selection: Selection | None = None
     narrowed: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
+    facts: ModelFacts | None = None
+    # What enters the layer that runs, [B, L, C]; kept for evictors that need it only.
+    hidden: Tensor | None = None
 
     def attend(self, index: int, layer: SieveLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """Store this pass's keys and values, attend over everything stored, then let the plan reduce the layer."""
@@ -80,8 +85,16 @@ class Session:
         end = step.start + step.num_new
         room = self.cache.room(end, tokens.size)
         store.append(key.detach(), value.detach(), tokens.columns, tokens.valid, tokens.counts, room)
-        out = dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
+        if store.is_ragged and tokens.size == 1:
+            out = ragged_attention(query, *store.flat, scale=scale)
+        else:
+            out = dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
         evictor = self.plan.evict
+        if isinstance(evictor, Looker) and self._looks(evictor.when):
+            shown = self._context(index, layer, query, scale)
+            if self.hidden is not None:
+                shown.hidden, shown.output = self.hidden.detach(), out.detach()
+            evictor.look(shown)
         if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
             query = self._recent(layer, query, evictor.window)
         if step.ends_prompt or self._acts_in_between():
@@ -93,8 +106,11 @@ class Session:
             return False
         when = self.plan.evict.when
         if self.step.phase == "prefill":
-            return when.chunks
+            return when.chunks and self.cache.reduces
         return when.steps is not None and (self.cache.decoded + self.step.num_new) % when.steps == 0
+
+    def _looks(self, when: When) -> bool:
+        return when.looks and (self.step.phase == "prefill" or when.steps is not None)
 
     @staticmethod
     def _recent(layer: SieveLayer, query: Tensor, window: int) -> Tensor:
@@ -106,9 +122,10 @@ class Session:
         layer.state["recent"] = query[:, :, -window:].clone()
         return query
 
-    def _reduce(self, index: int, layer: SieveLayer, query: Tensor, scale: float) -> None:
-        plan, store, record = self.plan, layer.store, self.cache.record
-        ctx = LayerContext(
+    def _context(self, index: int, layer: SieveLayer, query: Tensor, scale: float) -> LayerContext:
+        store, held = layer.store, self.cache.held
+        protected, quotas = (None, None) if held is None else held.at(store.index, store.valid)
+        return LayerContext(
             layer_idx=index,
             num_layers=self.num_layers,
             step=self.step,
@@ -121,19 +138,32 @@ class Session:
             stored=store.lengths,
             state=layer.state,
             shared=self.shared,
+            protected=protected,
+            quotas=quotas,
+            model=self.facts,
+            layers=tuple(self.cache.sieve_layers),
         )
+
+    def _reduce(self, index: int, layer: SieveLayer, query: Tensor, scale: float) -> None:
+        plan, record = self.plan, self.cache.record
+        if self.step.phase == "prefill" and not self.cache.reduces:
+            record.kept[index] = layer.store.entries
+            return
+        ctx = self._context(index, layer, query, scale)
         if plan.propagate is not None and self.source is not None and self.step.ends_prompt:
             # Up to the source layer all of the turn's tokens are there, in this pass or in earlier chunks.
             deeper = index > self.source
             ctx.offered = self.tokens.size if deeper else self.step.start + self.step.num_new - self.step.turn_start
             ctx.offered_counts = self.tokens.counts if deeper else self.step.turn_lengths
             selection = plan.propagate.select(ctx)
+            if selection is not None:
+                check_held(plan.propagate, ctx, selection, ctx.offered)
             self.selection = selection if self.source <= index < self.num_layers - 1 else None
             record.report = self.shared.get("report", {})
         if plan.evict is not None:
-            evict(plan.evict, ctx, store, self.cache)
+            evict(plan.evict, ctx, self.cache)
         if self.step.phase == "prefill":
-            record.kept[index] = max(store.lengths)
+            record.kept[index] = layer.store.entries
 
     def leave(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """Hidden states [B, L, C] as they leave layer `index` -> those that go on, [B, K, C].
@@ -185,19 +215,49 @@ class Session:
                 )
 
 
-def evict(evictor: Evictor, ctx: LayerContext, store: DenseStore, cache: SieveCache) -> None:
-    """Let `evictor` reduce what one layer stores, and record what it did to the prompt."""
+def evict(evictor: Evictor, ctx: LayerContext, cache: SieveCache) -> None:
+    """Let `evictor` reduce what one layer stores, or several layers, and record what it did to the prompt."""
     step, record = ctx.step, cache.record
     # While decoding, a share stays that of the prompt: otherwise nothing would bound the memory.
     lengths = step.lengths if step.phase == "prefill" else cache.prompt_lengths
+    if cache.restart is not None:
+        lengths = cache.restart.lengths
     counts = tuple(evictor.budget.entries(length, evictor.minimum) for length in lengths)
     if step.phase == "prefill":
         record.asked = max(evictor.budget.entries(length) for length in lengths)
         record.raised_to = max(counts) if max(counts) > record.asked else None
-    selection = evictor.select(ctx, counts)
-    if selection is not None:
-        store.keep(selection, cache.room(step.start + step.num_new, max(counts)))
-        record.evicted.add(ctx.layer_idx)
+    chosen = evictor.select(ctx, counts)
+    per_layer = chosen if isinstance(chosen, dict) else {ctx.layer_idx: chosen}
+    for index, selection in per_layer.items():
+        if selection is None:
+            continue
+        layer = cache.sieve_layers[index]
+        if cache.held is not None:
+            protected, quotas = cache.held.at(layer.store.index, layer.store.valid)
+            check_held(evictor, dataclasses.replace(ctx, protected=protected, quotas=quotas), selection)
+        layer.store = keep(layer.store, selection, cache.room(step.start + step.num_new, max(counts)))
+        record.evicted.add(index)
+        if step.phase == "prefill":
+            record.kept[index] = layer.store.entries
+
+
+def check_held(part: object, ctx: LayerContext, selection: Selection, offered: int | None = None) -> None:
+    """Raise PlanError when `part` drops what the caller wants kept; offered: of the last so many stored entries."""
+    if ctx.protected is None and ctx.quotas is None:
+        return
+    indices, real = selection.indices, selection.real()
+    if indices.ndim == 2:
+        indices = indices[:, None]
+    if real is not None and real.ndim == 2:
+        real = real[:, None]
+    protected, quotas = ctx.protected, ctx.quotas
+    if offered is not None:
+        # Tokens that travel are chosen for all heads alike.
+        protected = None if protected is None else protected[:, :1, -offered:]
+        quotas = None if quotas is None else dataclasses.replace(quotas, segment=quotas.segment[:, :1, -offered:])
+    reason = lost(protected, quotas, indices, real)
+    if reason is not None:
+        raise PlanError(f"{type(part).__name__} at layer {ctx.layer_idx}: {reason}; leave that out, or use another")
 
 
 class StopForward(Exception):
@@ -208,7 +268,14 @@ def current() -> Session | None:
     return _ACTIVE.get()
 
 
-def open_session(plan: Plan, source: int | None, num_layers: int, cache: SieveCache, kwargs: dict[str, Any]) -> None:
+def open_session(
+    plan: Plan,
+    source: int | None,
+    num_layers: int,
+    cache: SieveCache,
+    kwargs: dict[str, Any],
+    facts: ModelFacts | None = None,
+) -> None:
     """Build the facts of the pass that is about to run from the decoder's arguments and make them current."""
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     fed = ids if ids is not None else embeds
@@ -226,8 +293,25 @@ def open_session(plan: Plan, source: int | None, num_layers: int, cache: SieveCa
             f"the cache holds {cache.batch} rows and got an input of {batch}; use one cache per batch, or "
             "cache.batch_repeat_interleave to expand it"
         )
+    if cache.own_plan is not None:
+        plan = cache.own_plan
+    elif plan.restarts:
+        if cache.restart is None or (new > 1 and not cache.awaits_prompt):
+            how = "every prompt twice" if plan.propagate is not None else "a prompt in steps of its own"
+            raise UnsupportedOptionError(
+                f"{plan.name!r} reads {how}, which a plain call of the model cannot do: use "
+                "sieve.generate(...) or sieve.prefill(...), with the whole conversation"
+            )
+        plan = cache.restart.plan
+    if plan.propagate is None:
+        source = None
     if new > 1 and not cache.awaits_prompt:
         cache.begin_turn()
+    if plan.rehearses and cache.awaits_prompt and not cache.rehearsed:
+        raise UnsupportedOptionError(
+            f"{plan.name!r} feeds tokens of its own before a prompt is complete, which a plain call of the model "
+            "cannot do: use sieve.generate(...) or sieve.prefill(...), with the whole conversation"
+        )
     start = cache.num_seen
     mask = _checked_mask(kwargs.get("attention_mask"), cache, batch, start, new, fed.device)
     prefill = cache.awaits_prompt
@@ -252,11 +336,11 @@ def open_session(plan: Plan, source: int | None, num_layers: int, cache: SieveCa
         turn_lengths=turn_lengths,
     )
     tokens = Tokens(torch.arange(start, start + new, device=fed.device)[None], valid, counts)
-    session = Session(plan, source, cache, step, tokens, num_layers)
+    session = Session(plan, source if cache.reduces else None, cache, step, tokens, num_layers, facts=facts)
     cache.batch = batch
     cache.in_flight = True
     if prefill:
-        cache.record.prompt_tokens = max(lengths)
+        cache.record.prompt_tokens = max(lengths if cache.restart is None else cache.restart.lengths)
     session.reset_token = _ACTIVE.set(session)
 
 

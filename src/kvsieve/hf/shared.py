@@ -6,7 +6,9 @@ full cache. What they would have been shown is recorded per layer and handed to 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +19,11 @@ from kvsieve.budget import Budget
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache import SieveCache
-from kvsieve.hf.prefill import prefill
+from kvsieve.hf.restart import read_prompt
 from kvsieve.hf.session import evict
 from kvsieve.plans import Plan
-from kvsieve.types import END_OF_PROMPT, LayerContext, Selection, When
+from kvsieve.roles import Looker
+from kvsieve.types import LayerContext, Selection, When
 
 if TYPE_CHECKING:
     from kvsieve.roles import Evictor, Propagator
@@ -28,13 +31,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Recorder:
-    """An evictor that keeps everything and remembers what each layer was shown."""
+    """An evictor that keeps everything and remembers what each layer was shown.
+
+    learned: what those of `evictors` that look at every pass have put into their state, per layer and evictor.
+    """
 
     window: int
+    evictors: tuple[Evictor, ...] = ()
     seen: dict[int, LayerContext] = field(default_factory=dict, compare=False)
+    learned: dict[tuple[int, Evictor], dict[str, Any]] = field(default_factory=dict, compare=False)
     budget: Budget = Budget(ratio=1.0)
     minimum: int = 1
-    when: When = END_OF_PROMPT
+
+    @property
+    def when(self) -> When:
+        return When(looks=any(each.when.looks for each in self.evictors))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(need for each in self.evictors for need in getattr(each, "needs", ()))
+
+    def look(self, ctx: LayerContext) -> None:
+        for each in dict.fromkeys(each for each in self.evictors if each.when.looks):
+            assert isinstance(each, Looker)
+            each.look(dataclasses.replace(ctx, state=self.learned.setdefault((ctx.layer_idx, each), {})))
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         # The window's queries are all an evictor may look at; the rest of them would be as large as the cache.
@@ -54,11 +74,13 @@ class SharedPrompt:
     logits: Tensor
     seen: dict[int, LayerContext]
     window: int
+    learned: dict[tuple[int, Evictor], dict[str, Any]] = field(default_factory=dict)
 
     def reduced(self, evictor: Evictor | None) -> SieveCache:
         """A cache of its own, as if the prompt had been read under a plan with this evictor.
 
-        Raises CacheStateError for an evictor that looks at more queries than were recorded.
+        Raises CacheStateError for an evictor that looks at more queries than were recorded, or at every pass of the
+        prompt without having been named when it was read.
         """
         if evictor is None:
             return self.cache.fork()
@@ -67,6 +89,13 @@ class SharedPrompt:
                 f"the evictor looks at {evictor.window} queries and {self.window} were recorded; raise window="
             )
         cache = self.cache.fork(share=True)
+        for index in self.seen if evictor.when.looks else ():
+            learned = self.learned.get((index, evictor))
+            if learned is None:
+                raise CacheStateError(
+                    f"{type(evictor).__name__} looks at every pass of a prompt and was not there; name it in evictors="
+                )
+            cache.sieve_layers[index].state.update(copy.deepcopy(learned))
         notes: dict[str, Any] = {}
         for index, ctx in self.seen.items():
             evict(evictor, dataclasses.replace(ctx, state=cache.sieve_layers[index].state, shared=notes), cache)
@@ -85,27 +114,32 @@ def read_shared(
     attention_mask: Tensor | None = None,
     *,
     window: int,
+    evictors: Iterable[Evictor | None] = (),
     chunk: int | None = None,
     name: str = "shared",
 ) -> SharedPrompt:
     """Read a prompt once, under `propagate` alone, for evictors that look at its last `window` queries at most.
 
-    input_ids: int64 [B, N]. name: who reads, for messages. Raises what `attach` and `Sieve.prefill` raise.
+    input_ids: int64 [B, N]. evictors: those to come; those that look at every pass must be there. name: who reads, for
+    messages. Raises what `attach` and `Sieve.prefill` raise.
     """
-    recorder = _Recorder(window)
+    recorder = _Recorder(window, tuple(each for each in evictors if each is not None))
     plan = Plan(propagate=propagate, evict=recorder, name=name)
-    cache, logits = read_alone(model, plan, input_ids, attention_mask, chunk=chunk)
-    return SharedPrompt(cache, logits, recorder.seen, window)
+    cache, logits, _ = read_alone(model, plan, input_ids, attention_mask, chunk=chunk)
+    return SharedPrompt(cache, logits, recorder.seen, window, recorder.learned)
 
 
 def read_alone(
     model: Any, plan: Plan, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk: int | None = None
-) -> tuple[SieveCache, Tensor]:
-    """Read a prompt under a plan: its cache, and the logits [B, V] after its last token."""
+) -> tuple[SieveCache, Tensor, Tensor]:
+    """Read a prompt under a plan: its cache, the logits [B, V] after its last token, and the ids that were fed.
+
+    These are `input_ids`, or the ids that were read again under a plan that restarts: what follows is appended to them.
+    """
     with attach(model, plan) as sieve, torch.no_grad():
         cache = sieve.new_cache()
-        mask = prefill(sieve, input_ids, attention_mask, cache, chunk=chunk)
-        return cache, next_logits(model, cache, input_ids, mask)[:, -1]
+        ids, mask = read_prompt(sieve, input_ids, attention_mask, cache, chunk=chunk)
+        return cache, next_logits(model, cache, ids, mask)[:, -1], ids
 
 
 def next_logits(model: Any, cache: SieveCache, input_ids: Tensor, mask: Tensor | None = None, keep: int = 1) -> Tensor:

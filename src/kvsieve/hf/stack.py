@@ -16,6 +16,7 @@ def can_stack(caches: Sequence[SieveCache]) -> bool:
     first = caches[0]
     return all(
         cache.num_seen == first.num_seen
+        and cache.held is None
         and len(cache.sieve_layers) == len(cache.layers)
         and all(
             not mine.store.is_ragged and mine.store.heads == theirs.store.heads

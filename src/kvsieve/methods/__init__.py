@@ -1,33 +1,121 @@
 """One file per paper. Importing this package registers every method."""
 
-from kvsieve.methods import asl, fastkv, full, h2o, knorm, lagkv, snapkv, streaming_llm, tova
+from kvsieve.methods import (
+    adakv,
+    asl,
+    cake,
+    chunkkv,
+    criticalkv,
+    duoattention,
+    dynamickv,
+    expected_attention,
+    fastkv,
+    finch,
+    full,
+    gemfilter,
+    h2o,
+    keydiff,
+    knorm,
+    kvzip,
+    lagkv,
+    lookahead,
+    pyramidinfer,
+    pyramidkv,
+    qfilters,
+    sage_kv,
+    schedule,
+    snapkv,
+    squeezeattention,
+    streaming_llm,
+    tova,
+    zigzagkv,
+)
+from kvsieve.methods.adakv import AdaKV, GroupedSnapKV
 from kvsieve.methods.asl import AdaptiveTSP
 from kvsieve.methods.base import ScoredEvictor
+from kvsieve.methods.cake import CAKE, CakeScores
+from kvsieve.methods.chunkkv import ChunkKV
+from kvsieve.methods.criticalkv import CriticalKV
+from kvsieve.methods.duoattention import DuoAttention
+from kvsieve.methods.dynamickv import DynamicKV
+from kvsieve.methods.expected_attention import ExpectedAttention
 from kvsieve.methods.fastkv import TSP
+from kvsieve.methods.finch import Finch
+from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.h2o import H2O
+from kvsieve.methods.keydiff import KeyDiff
 from kvsieve.methods.knorm import KNorm
+from kvsieve.methods.kvzip import KVzip
 from kvsieve.methods.lagkv import LagKV
+from kvsieve.methods.lookahead import Lookahead
+from kvsieve.methods.pyramidinfer import PyramidInfer
+from kvsieve.methods.pyramidkv import PyramidKV
+from kvsieve.methods.qfilters import QFilters
+from kvsieve.methods.sage_kv import SageKV
+from kvsieve.methods.schedule import PerLayer
 from kvsieve.methods.snapkv import SnapKV
+from kvsieve.methods.squeezeattention import SqueezeAttention
 from kvsieve.methods.streaming_llm import StreamingLLM
 from kvsieve.methods.tova import TOVA
+from kvsieve.methods.zigzagkv import ZigZagKV
 
 __all__ = [
-    "H2O",
-    "TOVA",
-    "TSP",
+    "AdaKV",
     "AdaptiveTSP",
+    "CAKE",
+    "CakeScores",
+    "ChunkKV",
+    "CriticalKV",
+    "DuoAttention",
+    "DynamicKV",
+    "ExpectedAttention",
+    "Finch",
+    "GemFilter",
+    "GroupedSnapKV",
+    "H2O",
     "KNorm",
+    "KVzip",
+    "KeyDiff",
     "LagKV",
+    "Lookahead",
+    "PerLayer",
+    "PyramidInfer",
+    "PyramidKV",
+    "QFilters",
+    "SageKV",
     "ScoredEvictor",
     "SnapKV",
+    "SqueezeAttention",
     "StreamingLLM",
+    "TOVA",
+    "TSP",
+    "ZigZagKV",
+    "adakv",
     "asl",
+    "cake",
+    "chunkkv",
+    "criticalkv",
+    "duoattention",
+    "dynamickv",
+    "expected_attention",
     "fastkv",
+    "finch",
     "full",
+    "gemfilter",
     "h2o",
+    "keydiff",
     "knorm",
+    "kvzip",
     "lagkv",
+    "lookahead",
+    "pyramidinfer",
+    "pyramidkv",
+    "qfilters",
+    "sage_kv",
+    "schedule",
     "snapkv",
+    "squeezeattention",
     "streaming_llm",
     "tova",
+    "zigzagkv",
 ]

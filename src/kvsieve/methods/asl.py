@@ -8,26 +8,35 @@ falls below tau is the selection layer. Its own top tokens and the window go on;
 Every layer keeps `budget` entries (group-shared SnapKV with the same window), so that deep layers hold what they saw;
 `full_before=True` evicts nothing ("full before selection").
 
+`two_pass=True` is the variant in which the first pass ends at the selection layer, or the last layer if none settles,
+and the selected ids are read again as a fresh prompt, in full, as GemFilter does; `rule="gemfilter"` also takes the
+selection layer's tokens by GemFilter's rule.
+
 Differences from the reference: rows of a batch decide alone, and one that has selected waits with filler for the
-others; variance zero at L_min selects where it stays zero; only L_obs rank vectors are kept.
+others; variance zero at L_min selects where it stays zero; only L_obs rank vectors are kept; GemFilter's rule always
+keeps the last token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import Pool, pooled_mass
-from kvsieve.core.selection import pack
+from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_choice, check_int
+from kvsieve.methods.base import check_choice, check_int, hold
+from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection
+
+Rule = Literal["asl", "gemfilter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +45,8 @@ class AdaptiveTSP:
 
     rate: tokens that go on, window included; a Budget, a share or a number of the turn's prompt. tau: relative variance
     below which a layer selects. observed: L_obs, layers whose ranks are compared. first: L_min, None for a third of
-    the depth, at least ``observed - 1``. window, kernel, pooling: as SnapKV's.
+    the depth, at least ``observed - 1``. window, kernel, pooling: as SnapKV's. two_pass: the tokens that would go on
+    are read again as a prompt of their own. rule: which these are, with two passes: "asl" or "gemfilter".
     """
 
     rate: Budget
@@ -46,9 +56,13 @@ class AdaptiveTSP:
     window: int = 32
     kernel: int = 7
     pooling: Pool = "avg"
+    two_pass: bool = False
+    rule: Rule = "asl"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rate", Budget.parse(self.rate))
+        check_choice(self, "two_pass", self.two_pass, (False, True))
+        check_choice(self, "rule", self.rule, ("asl", "gemfilter") if self.two_pass else ("asl",))
         if not self.tau >= 0:
             raise PlanError(f"AdaptiveTSP: tau must be at least 0, got {self.tau!r}")
         check_int(self, "observed", self.observed, 2)
@@ -69,54 +83,81 @@ class AdaptiveTSP:
             )
         return first
 
+    @property
+    def restarts(self) -> bool:
+        return self.two_pass
+
+    def keeps(self, length: int) -> int:
+        """Tokens of a prompt of `length` that go on, or are read again."""
+        return min(length, self.rate.entries(length, self.window))
+
     def select(self, ctx: LayerContext) -> Selection | None:
         offered = ctx.offered_counts
-        rows = ctx.shared.setdefault("asl", [_Row(n, min(n, self.rate.entries(n, self.window))) for n in offered])
+        rows = ctx.shared.setdefault("asl", [_Row(n, self.keeps(n)) for n in offered])
         open_rows = [row for row in rows if row.layer is None and row.kept < row.length]
-        if not open_rows or ctx.layer_idx == ctx.num_layers - 1:
+        last = ctx.layer_idx == ctx.num_layers - 1
+        if not open_rows or (last and not self.two_pass):
             return None
         saliency = pooled_mass(ctx, self.window, self.kernel, self.pooling).mean(1)
         window = ctx.keys.shape[2] - saliency.shape[1]
-        chosen: dict[int, Tensor] = {}
+        chosen = []
         for index, row in enumerate(rows):
             if row in open_rows:
                 scores = saliency[index, saliency.shape[1] - (row.length - window) :]
-                top = self._observe(row, scores, row.kept - window, ctx)
-                if top is not None:
-                    chosen[index] = top
-        ctx.shared["report"] = _report(rows, self.tau)
+                if self._observe(row, scores, row.kept - window, ctx):
+                    chosen.append(index)
+                elif last:
+                    # Reading again needs a choice even where ranks have not settled.
+                    row.layer = ctx.layer_idx
+                    chosen.append(index)
+        ctx.shared["report"] = _report(rows, self)
         if not chosen:
             return None
         mask = torch.zeros(len(rows), ctx.offered, dtype=torch.bool, device=ctx.keys.device)
         for index, count in enumerate(offered):
             mask[index, ctx.offered - count :] = True
-            if index in chosen:
-                mask[index, ctx.offered - count : ctx.offered - window] = chosen[index]
-        lengths = tuple(rows[i].kept if rows[i].layer is not None else n for i, n in enumerate(offered))
+        kept = tuple(row.kept for row in rows)
+        if self.rule == "gemfilter":
+            best, counts = GemFilter(budget=self.rate).best(ctx, kept)
+        else:
+            ranked = torch.nn.functional.pad(saliency[:, -(ctx.offered - window) :], (0, window), value=float("inf"))
+            # What the caller wants kept goes on as well, beyond `rate` if need be.
+            held, counts = hold(ctx, ranked.masked_fill(~mask, float("-inf"))[:, None], kept, insist=True)
+            best = top_mask(held[:, 0], counts)
+        for index in chosen:
+            rows[index].tokens, rows[index].kept = best[index], counts[index]
+        if self.two_pass and any(row.layer is None and row.kept < row.length for row in rows):
+            return None
+        # Columns are those of this layer: with two passes of the prompt, else a row's that selects here.
+        for index in range(len(rows)) if self.two_pass else chosen:
+            tokens = rows[index].tokens
+            mask[index] = mask[index] if tokens is None else tokens
+        lengths = tuple(row.kept if row.layer is not None else n for row, n in zip(rows, offered, strict=True))
         return pack(mask, lengths)
 
-    def _observe(self, row: _Row, scores: Tensor, top: int, ctx: LayerContext) -> Tensor | None:
-        """Note a layer's ranks; the mask of the context tokens that go on, if this layer selects."""
+    def _observe(self, row: _Row, scores: Tensor, top: int, ctx: LayerContext) -> bool:
+        """Note a layer's ranks; whether this layer selects."""
         ranks = torch.empty(len(scores), dtype=torch.float32, device=scores.device)
         order = scores.argsort(descending=True, stable=True)
         ranks[order] = torch.arange(1.0, len(scores) + 1, device=scores.device)
         row.ranks = [*row.ranks, ranks][-self.observed :]
         if ctx.layer_idx < self.source(ctx.num_layers) or len(row.ranks) < self.observed:
-            return None
+            return False
         recent = torch.stack(row.ranks)
         variance = recent[:, (recent <= top).any(0)].double().var(0, correction=0).mean().item()
         row.base = variance if row.base is None else row.base
         relative = variance / row.base if row.base else (0.0 if variance == 0 else float("inf"))
         row.trace.append(relative)
         if relative >= self.tau:
-            return None
-        row.layer, row.ranks = ctx.layer_idx, []
-        return ranks <= top
+            return False
+        row.layer, row.settled, row.ranks = ctx.layer_idx, True, []
+        return True
 
 
 @dataclass(eq=False)
 class _Row:
-    """One sequence's bookkeeping: true tokens, tokens that will go on, ranks of the last layers, relative variances."""
+    """One sequence's bookkeeping: true tokens, tokens that will go on, ranks of the last layers, relative variances,
+    the layer that selected and whether ranks had settled there; for two passes, bool [length], which tokens."""
 
     length: int
     kept: int
@@ -124,15 +165,19 @@ class _Row:
     base: float | None = None
     trace: list[float] = field(default_factory=list)
     layer: int | None = None
+    settled: bool = False
+    tokens: Tensor | None = None
 
 
-def _report(rows: list[_Row], tau: float) -> dict[str, object]:
+def _report(rows: list[_Row], method: AdaptiveTSP) -> dict[str, object]:
     report: dict[str, object] = {
         "selection_layer": [row.layer for row in rows],
         "relative_variance": [row.trace for row in rows],
     }
-    if all(row.layer is None for row in rows):
-        report["idle"] = f"every token went through all layers: the relative variance never fell below tau={tau}"
+    if method.two_pass:
+        report["settled"] = [row.settled for row in rows]
+    elif all(row.layer is None for row in rows):
+        report["idle"] = f"every token went through all layers: the relative variance never fell below tau={method.tau}"
     return report
 
 
@@ -152,13 +197,27 @@ def asl(
     kernel: int = 7,
     pooling: Pool = "avg",
     full_before: bool = False,
+    two_pass: bool = False,
+    rule: Rule = "asl",
 ) -> Plan:
     """FastKV whose layer is found per input, from the variance of token ranks."""
     check_choice(AdaptiveTSP, "full_before", full_before, (False, True))
+    if two_pass and full_before:
+        raise PlanError("ASL: full_before=True keeps what two_pass=True does not store; leave one of them out")
     rate = Budget.parse(budget)
+    propagate = AdaptiveTSP(
+        rate=rate,
+        tau=tau,
+        observed=observed,
+        first=first,
+        window=window,
+        kernel=kernel,
+        pooling=pooling,
+        two_pass=two_pass,
+        rule=rule,
+    )
+    whole = full_before or two_pass
     return Plan(
-        propagate=AdaptiveTSP(
-            rate=rate, tau=tau, observed=observed, first=first, window=window, kernel=kernel, pooling=pooling
-        ),
-        evict=None if full_before else SnapKV(budget=rate, window=window, kernel=kernel, pooling=pooling),
+        propagate=propagate,
+        evict=None if whole else SnapKV(budget=rate, window=window, kernel=kernel, pooling=pooling),
     )

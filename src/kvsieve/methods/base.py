@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvsieve.budget import Budget
-from kvsieve.core.selection import select_top
-from kvsieve.errors import PlanError
-from kvsieve.types import LayerContext, Selection, When
+from kvsieve.core.selection import select_top, top_mask
+from kvsieve.errors import PlanError, UnsupportedModelError
+from kvsieve.plans import plan
+from kvsieve.roles import Looker
+from kvsieve.types import LayerContext, ModelFacts, Selection, When
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,16 +21,20 @@ class ScoredEvictor:
     """An evictor that ranks entries: subclasses give `scores`, this class keeps the best within the budget.
 
     budget: entries kept per layer and KV head, protected ones included; a Budget or its text ("20%", 2048).
-    skip_layers: first layers that keep everything. every: evict again whenever this many tokens have been generated,
-    down to what the prompt's length allowed, so that memory stays bounded; None for the end of prompts only.
+    skip_layers: layers that keep everything: how many at the start, or which, e.g. (0, 1, -1), as text "0/1/-1".
+    every: evict again whenever this many tokens have been generated, down to what the prompt's length allowed, so that
+    memory stays bounded; None for the end of prompts only.
     """
 
+    # Whether `quotas=` can be asked of it; what is protected every evictor must keep.
+    takes_quotas: ClassVar[bool] = True
+
     budget: Budget
-    skip_layers: int = 0
+    skip_layers: int | tuple[int, ...] = 0
     every: int | None = None
 
     def __post_init__(self) -> None:
-        check_int(self, "skip_layers", self.skip_layers, 0)
+        object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
         if self.every is not None:
             check_int(self, "every", self.every, 1)
         object.__setattr__(self, "budget", Budget.parse(self.budget))
@@ -54,22 +61,177 @@ class ScoredEvictor:
         """The reason of `minimum`, for messages."""
         return "one entry"
 
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """What it asks of ``ctx.model``; see roles.Evictor."""
+        return ()
+
     def scores(self, ctx: LayerContext) -> Tensor:
         """[B, H, N], or [B, Hq, N] to keep one set per query head. Higher stays; +inf protects an entry."""
         raise NotImplementedError
 
+    def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
+        """What `select` ranks by: `scores`, unless they depend on how many entries stay, ``kept[b]`` in row b."""
+        return self.scores(ctx)
+
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
-        kept = tuple(min(count, stored) for count, stored in zip(counts, ctx.stored, strict=True))
-        if ctx.layer_idx < self.skip_layers or kept == ctx.stored:
-            return None
-        scores = self.scores(ctx)
-        if ctx.valid is not None:
-            scores = scores.masked_fill(~_per_head(ctx.valid, scores.shape[1]), float("-inf"))
-        return select_top(scores, kept)
+        return keep_best(self, ctx, counts)
 
 
-def _per_head(valid: Tensor, heads: int) -> Tensor:
-    return valid if valid.shape[1] == 1 else valid.repeat_interleave(heads // valid.shape[1], 1)
+@dataclass(frozen=True, kw_only=True)
+class Wrapper:
+    """An evictor that changes what the scores of another one, `base`, lead to: subclasses give `ranks`.
+
+    base: an evictor that ranks entries by `scores` alone, such as SnapKV. Budget, skipped layers, `every` and all else
+    are the base's. Raises PlanError for another kind of evictor.
+    """
+
+    base: ScoredEvictor
+
+    def __post_init__(self) -> None:
+        kind = type(self.base)
+        fine = isinstance(self.base, ScoredEvictor) and kind.scores is not ScoredEvictor.scores
+        if not fine or kind.select is not ScoredEvictor.select or kind.ranks is not ScoredEvictor.ranks:
+            raise PlanError(
+                f"{type(self).__name__}: base must be an evictor that ranks entries by scores alone, such as "
+                f"SnapKV(budget=0.2) or KNorm(budget=0.2), got {self.base!r}"
+            )
+
+    @property
+    def takes_quotas(self) -> bool:
+        return self.base.takes_quotas
+
+    @property
+    def budget(self) -> Budget:
+        return self.base.budget
+
+    @property
+    def skip_layers(self) -> int | tuple[int, ...]:
+        return self.base.skip_layers
+
+    @property
+    def every(self) -> int | None:
+        return self.base.every
+
+    @property
+    def window(self) -> int:
+        return self.base.window
+
+    @property
+    def when(self) -> When:
+        return self.base.when
+
+    @property
+    def minimum(self) -> int:
+        return self.base.minimum
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return self.base.needs
+
+    def look(self, ctx: LayerContext) -> None:
+        if isinstance(self.base, Looker):
+            self.base.look(ctx)
+
+    def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
+        """[B, H, N], or [B, Hq, N]: what `select` ranks by, where ``kept[b]`` entries of row b stay."""
+        raise NotImplementedError
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        return keep_best(self, ctx, counts)
+
+
+def keep_best(evictor: ScoredEvictor | Wrapper, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+    """`select` of an evictor that ranks."""
+    kept = tuple(min(count, stored) for count, stored in zip(counts, ctx.stored, strict=True))
+    if skips(evictor.skip_layers, ctx) or kept == ctx.stored:
+        return None
+    return select_top(*hold(ctx, hide_padding(ctx, evictor.ranks(ctx, kept)), kept))
+
+
+def hide_padding(ctx: LayerContext, scores: Tensor) -> Tensor:
+    """Scores [B, H or Hq, N] with -inf for padding."""
+    return scores if ctx.valid is None else scores.masked_fill(~_per_head(ctx.valid, scores.shape[1]), float("-inf"))
+
+
+def scored_by_name(
+    owner: str, name: str, budget: Any, skip_layers: int | tuple[int, ...] | str, every: int | None
+) -> ScoredEvictor:
+    """The evictor of the named method at its defaults, for a wrapper's `base`. Raises PlanError for another kind."""
+    made = plan(name, budget=budget)
+    if made.roles != ("evict",) or not isinstance(made.evict, ScoredEvictor):
+        raise PlanError(f"{owner}: base must name a method that ranks entries by scores, e.g. snapkv; got {name!r}")
+    return replace(made.evict, skip_layers=parse_layers(made.evict, skip_layers), every=every)
+
+
+def hold(
+    ctx: LayerContext, scores: Tensor, kept: tuple[int, ...], *, insist: bool = False
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Scores [B, X, M] of the last M entries (padding -inf) and counts per row, so that what the caller wants stays.
+
+    What is protected and the best of each quota get +inf, and counts are raised where more must stay. The +inf of the
+    method itself comes right behind; with `insist` it is as firm. X is the number of heads, a multiple of it, or 1 for
+    scores that all heads share.
+    """
+    if ctx.protected is None and ctx.quotas is None:
+        return scores, kept
+    heads, size = scores.shape[1:]
+    most = torch.finfo(scores.dtype).max
+    if not insist:
+        scores = scores.clamp(max=most)
+    if ctx.protected is not None:
+        scores = scores.masked_fill(_per_head(ctx.protected[:, :heads, -size:], heads), float("inf"))
+    if ctx.quotas is not None:
+        segment = _per_head(ctx.quotas.segment[:, :heads, -size:], heads)
+        for part, count in enumerate(ctx.quotas.counts.T, 1):
+            inside = segment == part
+            own = scores.clamp(min=-most).masked_fill(~inside, float("-inf"))
+            scores = scores.masked_fill(top_mask(own, count) & inside, float("inf"))
+    must = scores.isposinf().sum(-1).amax(-1).tolist()
+    return scores, tuple(map(max, kept, must))
+
+
+def _per_head(part: Tensor, heads: int) -> Tensor:
+    return part if part.shape[1] == 1 else part.repeat_interleave(heads // part.shape[1], 1)
+
+
+def parse_layers(owner: object, value: Any) -> int | tuple[int, ...]:
+    """`skip_layers` as it is kept: how many first layers, or which. Raises PlanError."""
+    try:
+        if isinstance(value, str):
+            value = [int(layer) for layer in value.split("/") if layer.strip()]
+        if isinstance(value, (list, tuple)) and all(type(layer) is int for layer in value):
+            return tuple(value)
+    except ValueError:
+        pass
+    else:
+        if type(value) is int and value >= 0:
+            return value
+    raise PlanError(
+        f"{type(owner).__name__}: skip_layers must be a number of first layers, at least 0, or layers such as "
+        f"(0, 1, -1), as text '0/1/-1'; got {value!r}"
+    )
+
+
+def skips(layers: int | tuple[int, ...], ctx: LayerContext) -> bool:
+    """Whether `skip_layers` names this layer."""
+    return skipped(layers, ctx.layer_idx, ctx.num_layers)
+
+
+def skipped(layers: int | tuple[int, ...], index: int, num_layers: int) -> bool:
+    """Whether `skip_layers` names layer `index`."""
+    return index < layers if isinstance(layers, int) else index in layers or index - num_layers in layers
+
+
+def check_layers(evictor: object, num_layers: int) -> None:
+    """Raise PlanError when an evictor's `skip_layers` names a layer that the model does not have."""
+    layers = getattr(evictor, "skip_layers", 0)
+    bad = [layer for layer in layers if not -num_layers <= layer < num_layers] if isinstance(layers, tuple) else []
+    if bad or (isinstance(layers, int) and layers > num_layers):
+        raise PlanError(
+            f"{type(evictor).__name__}: skip_layers={layers} lies outside the model, which has {num_layers} layers"
+            + (f": layers are {-num_layers}..{num_layers - 1}" if bad else "")
+        )
 
 
 def check_int(owner: object, name: str, value: object, minimum: int, *, odd: bool = False) -> None:
@@ -86,13 +248,14 @@ def check_choice(owner: object, name: str, value: object, choices: tuple[object,
         raise PlanError(f"{type(owner).__name__}: {name} must be one of {', '.join(map(str, choices))}; got {value!r}")
 
 
-def last_real(ctx: LayerContext, count: int) -> Tensor:
-    """bool [B or 1, 1 or H, N]: True for the last `count` real entries of each row."""
+def last_real(ctx: LayerContext, count: int | tuple[int, ...]) -> Tensor:
+    """bool [B or 1, 1 or H, N]: True for the last `count` real entries of each row; a tuple holds one per row."""
     length = ctx.keys.shape[2]
+    last = torch.tensor(count, device=ctx.keys.device).view(-1, 1, 1)
     if ctx.valid is None:
-        return (torch.arange(length, device=ctx.keys.device) >= length - count)[None, None]
+        return torch.arange(length, device=ctx.keys.device) >= length - last
     from_end = ctx.valid.flip(-1).cumsum(-1).flip(-1)
-    return ctx.valid & (from_end <= count)
+    return ctx.valid & (from_end <= last)
 
 
 def first_real(ctx: LayerContext, count: int) -> Tensor:
@@ -100,3 +263,20 @@ def first_real(ctx: LayerContext, count: int) -> Tensor:
     if ctx.valid is None:
         return (torch.arange(ctx.keys.shape[2], device=ctx.keys.device) < count)[None, None]
     return ctx.valid & (ctx.valid.cumsum(-1) <= count)
+
+
+def positions(ctx: LayerContext) -> Tensor:
+    """int64 [B, H, N]: position of each stored entry in its row, padding not counted, 0 for filler.
+
+    Exact for this pass's tokens; for earlier ones as well, unless a later turn brought further padding.
+    """
+    fed = ctx.step.start + ctx.step.num_new
+    padding = torch.tensor([fed - length for length in ctx.step.lengths], device=ctx.index.device)
+    return (ctx.index.long() - padding[:, None, None]).clamp_min(0)
+
+
+def model_facts(ctx: LayerContext) -> ModelFacts:
+    """``ctx.model``. Raises UnsupportedModelError where there is none: the evictor runs outside kvsieve.attach."""
+    if ctx.model is None:
+        raise UnsupportedModelError("the evictor needs facts about the model, which kvsieve.attach provides")
+    return ctx.model

@@ -19,7 +19,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.scoring import Pool, pooled_mass
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_choice, check_int
+from kvsieve.methods.base import check_choice, check_int, hold
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
@@ -59,6 +59,14 @@ class TSP:
             )
         return layer
 
+    def caution(self, num_layers: int) -> str | None:
+        if self.layer is not None:
+            return None
+        return (
+            f"no tsp_layer given: using layer {self.source(num_layers)} of {num_layers}, the papers' choice for models "
+            "of 8B; small models need a deeper one, so compare answers before you rely on it"
+        )
+
     def select(self, ctx: LayerContext) -> Selection | None:
         if ctx.layer_idx != self.source(ctx.num_layers):
             return None
@@ -72,7 +80,9 @@ class TSP:
         scores[:, : saliency.shape[1] - first] = saliency[:, first:]
         if ctx.valid is not None:
             scores = scores.masked_fill(~ctx.valid[:, 0, first:], float("-inf"))
-        return select_top(scores, counts)
+        # What the caller wants kept goes on as well, beyond `rate` if need be.
+        held, counts = hold(ctx, scores[:, None], counts, insist=True)
+        return select_top(held[:, 0], counts)
 
 
 @register_method("fastkv", title="FastKV", paper="arXiv 2502.01068", phase="prefill, end of prompt", query_aware=True)

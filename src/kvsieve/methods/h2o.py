@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import group_mean, window_mass
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import ScoredEvictor, last_real
+from kvsieve.methods.base import ScoredEvictor, hold, last_real, skips
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection, When
@@ -46,7 +47,8 @@ def received_mass(ctx: LayerContext) -> Tensor:
 class H2O(ScoredEvictor):
     """Keep recent entries and heavy hitters.
 
-    recent: share of the budget for the most recent entries, in [0, 1]; the paper takes half.
+    recent: share of the budget, less what the caller protects, for the most recent entries, in [0, 1]; the paper takes
+    half.
     """
 
     every: int | None = 1
@@ -60,7 +62,7 @@ class H2O(ScoredEvictor):
     @property
     def when(self) -> When:
         # Every pass is looked at, to add up its mass; entries go at the end of the prompt and after `every` tokens.
-        return When(chunks=True, steps=None if self.every is None else 1)
+        return When(steps=None if self.every is None else 1, looks=True)
 
     @property
     def minimum(self) -> int:
@@ -71,27 +73,36 @@ class H2O(ScoredEvictor):
         return "a recent entry and a heavy hitter"
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
-        if ctx.layer_idx < self.skip_layers:
+        if skips(self.skip_layers, ctx):
             return None
-        mass, before = received_mass(ctx), ctx.state.get("mass")
-        if before is not None:
-            mass[..., : before.shape[-1]] += before
-        ctx.state["mass"] = mass
+        if "mass" not in ctx.state:
+            self.look(ctx)
+        mass = ctx.state["mass"]
         over = max(stored - count for stored, count in zip(ctx.stored, counts, strict=True))
-        if not (ctx.step.ends_prompt or (ctx.step.phase == "decode" and over >= (self.every or 1))):
+        if ctx.step.phase == "decode" and over < (self.every or 1):
             return None
         kept = tuple(min(count, stored) for count, stored in zip(counts, ctx.stored, strict=True))
         if kept == ctx.stored:
             return None
-        scores = mass.clone()
+        scores = mass if ctx.valid is None else mass.masked_fill(~ctx.valid, float("-inf"))
+        scores, kept = hold(ctx, scores, kept)
+        must = scores.isposinf().sum(-1).amax(-1).tolist()
+        scores, most = scores.clone(), torch.finfo(scores.dtype).max
         for row, count in enumerate(kept):
-            recent = last_real(ctx, int(count * self.recent))
-            scores[row].masked_fill_(recent[row if len(recent) > 1 else 0], float("inf"))
-        if ctx.valid is not None:
-            scores.masked_fill_(~ctx.valid, float("-inf"))
+            recent = last_real(ctx, int((count - must[row]) * self.recent))
+            scores[row].masked_fill_(recent[row if len(recent) > 1 else 0] & ~scores[row].isposinf(), most)
         selection = select_top(scores, kept)
         ctx.state["mass"] = mass.gather(-1, selection.indices)
         return selection
+
+    def look(self, ctx: LayerContext) -> None:
+        """Add this pass's mass to that of the passes before, [B, H, N] in the layer's state."""
+        if skips(self.skip_layers, ctx):
+            return
+        mass, before = received_mass(ctx), ctx.state.get("mass")
+        if before is not None:
+            mass[..., : before.shape[-1]] += before
+        ctx.state["mass"] = mass
 
 
 @register_method("h2o", title="H2O", paper="arXiv 2306.14048", phase="end of prompt, decode", query_aware=True)

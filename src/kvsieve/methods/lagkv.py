@@ -16,6 +16,7 @@ what is stored right after the prompt, r solved from it (eq. 13), rounded down t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,7 +27,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_choice, check_int
+from kvsieve.methods.base import check_choice, check_int, parse_layers, skips
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection, When
@@ -41,7 +42,9 @@ class LagKV:
     budget: entries left after the prompt, sinks, last partition and remainder included. sinks: S first tokens, never
     judged. lag: L, entries per partition. variant: see the module. chunks: also between the chunks of a chunked
     prompt, which then attend to what is left; r is then the budget's share itself. decode: also while decoding.
-    skip_layers: first layers that keep all.
+    skip_layers: layers that keep all: how many at the start, or which.
+
+    A partition with more protected entries than its share keeps those; the others then keep less, unless ``chunks``.
     """
 
     budget: Budget
@@ -50,13 +53,13 @@ class LagKV:
     variant: Variant = "lag"
     chunks: bool = False
     decode: bool = True
-    skip_layers: int = 0
+    skip_layers: int | tuple[int, ...] = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         check_int(self, "sinks", self.sinks, 0)
         check_int(self, "lag", self.lag, 2)
-        check_int(self, "skip_layers", self.skip_layers, 0)
+        object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
         check_choice(self, "variant", self.variant, ("lag", "local", "l2"))
         if self.chunks and self.budget.ratio is None:
             raise PlanError(
@@ -76,40 +79,63 @@ class LagKV:
     def minimum(self) -> int:
         return self.sinks + 2 * self.lag
 
-    def kept_per_partition(self, length: int, budget: int) -> int:
-        """floor(r L), from eq. 13: most entries a partition may keep so that a row of `length` has `budget` left."""
+    def kept_per_partition(self, length: int, budget: int, protected: Sequence[int] = ()) -> int:
+        """floor(r L), from eq. 13: most entries a partition may keep so that a row of `length` has `budget` left.
+
+        protected: how many must stay of the first partitions.
+        """
         judged = (length - self.sinks) // self.lag - 1
-        rest = self.sinks + self.lag + (length - self.sinks) % self.lag
-        return max(0, min(self.lag, (budget - rest) // judged)) if judged > 0 else self.lag
+        if judged <= 0:
+            return self.lag
+        room = budget - self.sinks - self.lag - (length - self.sinks) % self.lag
+        keep = max(0, min(self.lag, room // judged))
+        while keep and sum(max(keep, held) for held in protected) + (judged - len(protected)) * keep > room:
+            keep -= 1
+        return keep
+
+    def _protected(self, ctx: LayerContext, row: int, first: int, judged: int) -> list[int]:
+        """How many entries are protected in each of the partitions from slot `first` on."""
+        if ctx.protected is None or judged < 1:
+            return [0] * max(judged, 0)
+        # What was not judged yet is the same in all heads.
+        part: Tensor = ctx.protected[row, 0, first : first + judged * self.lag]
+        return part.unflatten(0, (judged, self.lag)).sum(-1).tolist()
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
-        if ctx.layer_idx < self.skip_layers:
+        if skips(self.skip_layers, ctx):
             return None
         # Per row: entries that are done with, sinks first, and how many of each partition stay.
         done = ctx.state.setdefault("done", torch.full((len(counts),), self.sinks))
+        size = ctx.keys.shape[2]
+        starts = [size - stored + int(skip) for stored, skip in zip(ctx.stored, done, strict=True)]
+        parts = [(size - start) // self.lag - 1 for start in starts]
+        held = [self._protected(ctx, row, *where) for row, where in enumerate(zip(starts, parts, strict=True))]
         if "keep" not in ctx.state:
             if self.chunks:
                 # The prompt's length is not known yet: r is the budget's share itself.
                 kept = [int(self.lag * (self.budget.ratio or 0))] * len(counts)
             else:
-                kept = [self.kept_per_partition(n, count) for n, count in zip(ctx.step.lengths, counts, strict=True)]
+                rows = zip(ctx.step.lengths, counts, held, strict=True)
+                kept = [self.kept_per_partition(*row) for row in rows]
             ctx.state["keep"] = torch.tensor(kept)
-        size = ctx.keys.shape[2]
         mask = torch.ones(*ctx.keys.shape[:2], size, dtype=torch.bool, device=ctx.keys.device)
         lengths = list(ctx.stored)
         for row, stored in enumerate(ctx.stored):
-            judged = (stored - int(done[row])) // self.lag - 1
+            first, judged = starts[row], parts[row]
             keep = int(ctx.state["keep"][row])
             mask[row, :, : size - stored] = False
             if judged < 1 or keep >= self.lag:
                 continue
-            first = size - stored + int(done[row])
             end = first + judged * self.lag
             scores = self._scores(ctx.keys[row, :, first : end + self.lag], ctx.values[row, :, first : end + self.lag])
-            best = top_mask(scores, (keep,) * len(scores))
+            if ctx.protected is not None:
+                must = ctx.protected[row, :, first:end].unflatten(1, (judged, self.lag))
+                scores = scores.masked_fill(must, float("inf"))
+            stay = [max(keep, protected) for protected in held[row]]
+            best = top_mask(scores, torch.tensor([stay] * len(scores)))
             mask[row, :, first:end] = best.flatten(1)
-            done[row] += judged * keep
-            lengths[row] -= judged * (self.lag - keep)
+            done[row] += sum(stay)
+            lengths[row] -= judged * self.lag - sum(stay)
         return None if lengths == list(ctx.stored) else pack(mask, tuple(lengths))
 
     def _scores(self, keys: Tensor, values: Tensor) -> Tensor:
@@ -136,7 +162,7 @@ def lagkv(
     variant: Variant = "lag",
     chunks: bool = False,
     decode: bool = True,
-    skip_layers: int = 0,
+    skip_layers: int | tuple[int, ...] = 0,
 ) -> Plan:
     """Entries that stand out from the range of those that follow, no queries needed."""
     return Plan(

@@ -53,10 +53,13 @@ class SnapKV(ScoredEvictor):
     def why_minimum(self) -> str:
         return f"the window of {self.window} and one more"
 
-    def scores(self, ctx: LayerContext) -> Tensor:
+    def context_scores(self, ctx: LayerContext) -> Tensor:
+        """[B, H or Hq, M]: scores of the entries before the observing queries' own."""
         scores = pooled_mass(ctx, self.window, self.kernel, self.pooling)
-        if not self.per_query_head:
-            scores = group_mean(scores, ctx.keys.shape[1])
+        return scores if self.per_query_head else group_mean(scores, ctx.keys.shape[1])
+
+    def scores(self, ctx: LayerContext) -> Tensor:
+        scores = self.context_scores(ctx)
         recent = last_real(ctx, self.window)
         if recent.shape[1] > 1:
             recent = recent.repeat_interleave(scores.shape[1] // recent.shape[1], 1)

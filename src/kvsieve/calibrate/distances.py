@@ -1,0 +1,83 @@
+"""Which layer FastKV may drop tokens after: its distance to full context at every layer (eq. 3), and a choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvsieve.calibrate.reading import divergence, following, read
+from kvsieve.hf.probe import why_unsupported
+from kvsieve.methods import TSP, SnapKV
+from kvsieve.plans import Plan
+
+TOLERANCE = 0.03
+KL_BOUND = 0.1
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far propagation after one layer is from full context, on one prompt or as a mean over several.
+
+    last: squared L2 distance of the last prompt token's hidden state after the final norm; window: mean over the
+    window's tokens; relative: `last` as a share of the squared norm under full context. kl: of the answer's tokens
+    but the first, mean.
+    """
+
+    last: float
+    window: float
+    norm: float
+    kl: float
+
+    @property
+    def relative(self) -> float:
+        return self.last / self.norm if self.norm else 0.0
+
+
+def candidates(model: Any, num_layers: int, rate: Any, max_layer: int | None) -> tuple[list[int], str | None]:
+    """Layers after which tokens can be dropped, up to `max_layer`; and why others cannot, if there are none."""
+    last = num_layers - 2 if max_layer is None else min(max_layer, num_layers - 2)
+    reasons = {layer: why_unsupported(model, Plan(propagate=TSP(rate=rate, layer=layer))) for layer in range(last + 1)}
+    found = [layer for layer, reason in reasons.items() if reason is None]
+    return found, None if found else next(iter(reasons.values()), "it has too few layers")
+
+
+def distance(
+    model: Any, ids: Tensor, layer: int, rate: Any, pooled: SnapKV, hidden: Tensor, answer: Tensor, truth: Tensor
+) -> Distance:
+    """Propagation after `layer`, ranked as `pooled` does, against full context.
+
+    hidden: [1, >= window, C] final hidden states of the last prompt tokens under full context. truth: log-probabilities
+    [1, T - 1, V] of answer [1, T].
+    """
+    part = TSP(rate=rate, layer=layer, window=pooled.window, kernel=pooled.kernel, pooling=pooled.pooling)
+    ours, cache = read(model, Plan(propagate=part), ids)
+    full, ours = (each[0, -pooled.window :].double() for each in (hidden, ours))
+    squared = (full - ours).square().sum(-1)
+    kl = divergence(truth, following(model, cache, answer))[0] if answer.shape[1] > 1 else 0.0
+    return Distance(squared[-1].item(), squared.mean().item(), full[-1].square().sum().item(), kl)
+
+
+def mean(of: Sequence[Distance]) -> Distance:
+    """FastKV's eq. 3 for `last`."""
+    return Distance(*(sum(getattr(each, name) for each in of) / len(of) for name in ("last", "window", "norm", "kl")))
+
+
+def choose_layer(found: Sequence[Distance], rule: str, tolerance: float | None) -> tuple[int, bool]:
+    """Index of the candidate to take, and whether the rule was met.
+
+    "settled": the earliest from which on every one has a relative distance of at most `tolerance` (0.03) and a KL of at
+    most 0.1. If not even the last is so near, the one of the smallest distance.
+    "argmin": eq. 3, the smallest distance; with a `tolerance` (0) the earliest within (1 + tolerance) of it.
+    """
+    least = min(range(len(found)), key=lambda index: found[index].last)
+    if rule == "argmin":
+        bound = (1 + (tolerance or 0.0)) * found[least].last
+        return next(index for index, each in enumerate(found) if each.last <= bound), True
+    bound = TOLERANCE if tolerance is None else tolerance
+    near = [each.relative <= bound and each.kl <= KL_BOUND for each in found]
+    if not near[-1]:
+        return least, False
+    return max((index + 1 for index, fine in enumerate(near) if not fine), default=0), True

@@ -1,0 +1,77 @@
+"""Q-Filters' directions (arXiv 2503.02812), and how well they foretell attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvsieve.core.scoring import group_mean, window_mass
+from kvsieve.types import LayerContext
+
+# Last queries whose attention the check compares with.
+CHECKED = 64
+
+
+@dataclass
+class QuerySums:
+    """Second moments and sums of the queries of every layer and query head, from which the directions follow.
+
+    The principal right-singular vector of all queries, stacked, is the first eigenvector of their second moment.
+    """
+
+    moments: dict[int, Tensor] = field(default_factory=dict)
+    sums: dict[int, Tensor] = field(default_factory=dict)
+    kv_heads: dict[int, int] = field(default_factory=dict)
+
+    def see(self, ctx: LayerContext) -> None:
+        queries = ctx.query[0].to("cpu", torch.float64)
+        moment, total = queries.transpose(1, 2) @ queries, queries.sum(1)
+        layer = ctx.layer_idx
+        self.moments[layer] = self.moments.get(layer, torch.zeros_like(moment)) + moment
+        self.sums[layer] = self.sums.get(layer, torch.zeros_like(total)) + total
+        self.kv_heads[layer] = ctx.keys.shape[1]
+
+    def result(self, layers: int, kv_heads: int, dim: int) -> list[Tensor]:
+        """Unit vectors float64 [KV heads, D] per layer; zeros in layers whose attention is local anyway."""
+        nothing = torch.zeros(kv_heads, dim, dtype=torch.float64)
+        return [
+            directions(self.moments[layer], self.sums[layer], self.kv_heads[layer])
+            if layer in self.moments
+            else nothing
+            for layer in range(layers)
+        ]
+
+
+def directions(moments: Tensor, sums: Tensor, kv_heads: int) -> Tensor:
+    """From second moments [Hq, D, D] and sums [Hq, D] of the queries of each query head, unit vectors [H, D].
+
+    Each query head's principal direction, signed so that its mean query projects on it positively; averaged over the
+    query heads that share a KV head, and made a unit vector again.
+    """
+    principal = torch.linalg.eigh(moments).eigenvectors[..., -1]
+    sign = torch.where((principal * sums).sum(-1, keepdim=True) < 0, -1.0, 1.0)
+    shared = (principal * sign).unflatten(0, (kv_heads, -1)).mean(1)
+    return shared / shared.norm(dim=-1, keepdim=True).clamp_min(torch.finfo(shared.dtype).tiny)
+
+
+def correlation(ctx: LayerContext, filters: Tensor) -> list[float]:
+    """Rank correlation (Spearman) per KV head, over the entries before the last 64 queries, of their keys' projections
+    on filters [H, D] with the attention mass those queries give them."""
+    window = min(CHECKED, ctx.query.shape[2] // 2)
+    mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid)
+    mass = group_mean(mass, ctx.keys.shape[1])[0, :, :-window].double().cpu()
+    keys = ctx.keys[0, :, :-window].to("cpu", torch.float64)
+    scores = (keys @ filters[:, :, None]).squeeze(-1)
+    return [_pearson(_ranks(one), _ranks(other)) for one, other in zip(scores, mass, strict=True)]
+
+
+def _ranks(values: Tensor) -> Tensor:
+    return values.argsort(stable=True).argsort().double()
+
+
+def _pearson(one: Tensor, other: Tensor) -> float:
+    one, other = one - one.mean(), other - other.mean()
+    scale = (one.norm() * other.norm()).item()
+    return (one @ other).item() / scale if scale else 0.0

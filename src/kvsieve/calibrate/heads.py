@@ -1,0 +1,62 @@
+"""Which heads fetch an answer from far back in the prompt: measured, after HeadKV and DuoAttention, not trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvsieve.core.scoring import score_dtype
+from kvsieve.types import LayerContext
+
+
+def kept_by_streaming(length: int) -> tuple[int, int]:
+    """Sinks and recent tokens of a prompt that are not far back: DuoAttention's 128 and 256, or an eighth and a quarter
+    of a prompt of less than 1024 tokens."""
+    return min(128, length // 8), min(256, length // 4)
+
+
+@dataclass
+class RetrievalScores:
+    """Per KV head, the attention of the queries that give an answer, to the middle of the prompt.
+
+    Queries: those that predict the answer's T tokens, the last T of prompt + answer without its last token. Middle: the
+    prompt's tokens but its first `sinks` and last `recent`. `beyond` is the share of attention that goes to the middle.
+    The score is the part of it that goes to where the middle holds the very token that is predicted, or to the token
+    before that: what is copied from. Both are means over the T queries, the query heads that share the KV head, and
+    prompts; in [0, 1].
+    """
+
+    scores: dict[int, Tensor] = field(default_factory=dict)
+    beyond: dict[int, Tensor] = field(default_factory=dict)
+    prompts: int = 0
+
+    def see(self, ctx: LayerContext, ids: Tensor, answer: Tensor) -> None:
+        """ctx: the reading of ids [1, N] and answer [1, T] without its last token, one row, nothing padded."""
+        middle, copied = _places(ids[0], answer[0])
+        count, size = answer.shape[1], ctx.keys.shape[2]
+        dtype = score_dtype(ctx.query.dtype)
+        query = ctx.query[0, :, -count:].to(dtype).unflatten(0, (ctx.keys.shape[1], -1))
+        logits = query @ ctx.keys[0, :, None].to(dtype).transpose(-1, -2) * ctx.scale
+        later = torch.ones(count, size, dtype=torch.bool, device=logits.device).triu(size - count + 1)
+        weights = logits.masked_fill(later, float("-inf")).softmax(-1)[..., middle]
+        for sums, part in ((self.beyond, weights), (self.scores, weights * copied.to(weights.device))):
+            share = part.sum(-1).mean((1, 2)).double().cpu()
+            sums[ctx.layer_idx] = sums.get(ctx.layer_idx, torch.zeros_like(share)) + share
+
+    def result(self, sums: dict[int, Tensor], layers: int, kv_heads: int) -> list[list[float]]:
+        """`scores` or `beyond` as [layers][KV heads], to 4 digits; 0 in layers whose attention is local anyway."""
+        nothing = torch.zeros(kv_heads, dtype=torch.float64)
+        means = [sums.get(layer, nothing) / max(self.prompts, 1) for layer in range(layers)]
+        return [[round(min(max(value, 0.0), 1.0), 4) for value in each.tolist()] for each in means]
+
+
+def _places(ids: Tensor, answer: Tensor) -> tuple[slice, Tensor]:
+    """The middle of a prompt [N], and bool [T, M]: where in it each token of answer [T] could be copied from."""
+    sinks, recent = kept_by_streaming(len(ids))
+    middle = slice(sinks, len(ids) - recent)
+    here = ids[None, middle] == answer[:, None]
+    # The token before one at the middle's end may be followed by a recent one; that is too near to count.
+    before = torch.nn.functional.pad(here[:, 1:], (0, 1))
+    return middle, here | before

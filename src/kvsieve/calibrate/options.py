@@ -1,0 +1,47 @@
+"""What is calibrated, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvsieve.budget import Budget
+from kvsieve.errors import PlanError
+from kvsieve.registry import did_you_mean
+
+PARTS = ("pooling", "tsp", "asl", "heads", "q_filters")
+RULES = ("settled", "argmin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """parts: which of PARTS. budget: entries kept where pooling is compared. tsp_rate: tokens that go on under
+    FastKV and ASL.
+
+    rule, tolerance, max_layer: how the TSP layer is chosen, see `distances.choose_layer`. kernels, windows, poolings:
+    SnapKV's settings that are compared.
+    """
+
+    parts: tuple[str, ...] = PARTS
+    budget: Budget | str | int | float = "20%"
+    tsp_rate: Budget | str | int | float = "20%"
+    rule: str = "settled"
+    tolerance: float | None = None
+    max_layer: int | None = None
+    kernels: tuple[int, ...] = (5, 7, 13, 21, 31, 63)
+    windows: tuple[int, ...] = (8, 16, 32, 64)
+    poolings: tuple[str, ...] = ("avg", "max")
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if part not in PARTS:
+                raise PlanError(f"unknown part {part!r} of a calibration{did_you_mean(part, list(PARTS))}")
+        if not self.parts:
+            raise PlanError(f"no part to calibrate was named; give some of {', '.join(PARTS)}")
+        if self.rule not in RULES:
+            raise PlanError(f"rule must be one of {', '.join(RULES)}, got {self.rule!r}")
+        if self.tolerance is not None and not self.tolerance >= 0:
+            raise PlanError(f"tolerance must be at least 0, got {self.tolerance!r}")
+        if self.max_layer is not None and self.max_layer < 0:
+            raise PlanError(f"max_layer must be a layer's index, at least 0, got {self.max_layer!r}")
+        object.__setattr__(self, "budget", Budget.parse(self.budget))
+        object.__setattr__(self, "tsp_rate", Budget.parse(self.tsp_rate))

@@ -1,0 +1,59 @@
+"""Which window and pooling SnapKV needs on a model: those that stay closest to full KV."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvsieve.calibrate.options import Options
+from kvsieve.calibrate.reading import divergence, following
+from kvsieve.errors import InputError
+from kvsieve.hf.shared import SharedPrompt
+from kvsieve.hf.stack import can_stack, stack
+from kvsieve.methods import SnapKV
+
+# Settings whose answers are computed together.
+_ROWS = 8
+
+_ALIKE = 1.1
+
+
+def settings(options: Options, length: int) -> list[SnapKV]:
+    """The settings to compare, window by window from the narrowest kernel on. Raises InputError if none fits."""
+    grid = itertools.product(options.windows, options.poolings, options.kernels)
+    least = options.budget.entries(length)  # type: ignore[union-attr]
+    made = [
+        SnapKV(budget=options.budget, window=window, kernel=kernel, pooling=pooling)  # type: ignore[arg-type]
+        for window, pooling, kernel in grid
+        if window < least
+    ]
+    if not made:
+        raise InputError(
+            f"a budget of {options.budget} keeps {least} entries of a prompt of {length}, no more than the narrowest "
+            f"window of {min(options.windows)}; take longer prompts or a larger budget"
+        )
+    return made
+
+
+def distances(model: Any, shared: SharedPrompt, evictors: Sequence[SnapKV], answer: Tensor) -> list[float]:
+    """KL of each setting's answer to that of full KV, mean over the tokens of answer [1, T] but the first."""
+    truth = following(model, shared.reduced(None), answer)
+    found: list[float] = []
+    for first in range(0, len(evictors), _ROWS):
+        caches = [shared.reduced(evictor) for evictor in evictors[first : first + _ROWS]]
+        together = [stack(caches)] if can_stack(caches) else caches
+        for cache in together:
+            found += divergence(truth, following(model, cache, answer))
+    return found
+
+
+def choose(evictors: Sequence[SnapKV], kl: Sequence[float]) -> int:
+    """Index of the narrowest kernel whose distance is within a tenth of the smallest, the nearest of its settings.
+
+    Of kernels that serve alike the narrow one is better: at a smaller budget more of its pieces fit.
+    """
+    near = [index for index, value in enumerate(kl) if value <= _ALIKE * min(kl)]
+    return min(near, key=lambda index: (evictors[index].kernel, kl[index], index))

@@ -1,0 +1,61 @@
+"""What a model is calibrated on: generated prompts with facts to find, or windows of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import InputError
+from kvsieve.eval.prompts import Prompter
+from kvsieve.eval.tasks import chosen_tasks
+
+# Digits and sentences to be found in prose, by a question at the end.
+TASKS = ("needle", "ruler_niah_multikey_1", "passkey64", "ruler_niah_single_2")
+CONTINUATION = 32
+
+# Evaluation draws its samples with small seeds; a model should not be calibrated on what it is tested with.
+_SEED = 10**6
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """ids: int64 [1, N]. answer: int64 [1, T], what follows; None for the model's own greedy answer under full KV."""
+
+    ids: Tensor
+    answer: Tensor | None = None
+
+
+def built_in_prompts(prompter: Prompter, lengths: Sequence[int], count: int, seed: int = 0) -> list[Prompt]:
+    """`count` prompts of each of `lengths` tokens, the tasks in turn. Raises InputError for a length too short."""
+    tasks = chosen_tasks(TASKS)
+    made = []
+    for length in lengths:
+        for index in range(count):
+            # Needles stand at depths 0.3, 0.4 ...: sinks and recent tokens would be found by any method.
+            sample = tasks[index % len(tasks)].sample(index + 3, length, _SEED + seed, prompter.count)
+            made.append(Prompt(prompter.encode(sample).prompt))
+    return made
+
+
+def text_prompts(prompter: Prompter, text: str, lengths: Sequence[int], count: int) -> list[Prompt]:
+    """`count` windows of each of `lengths` tokens, evenly spread over the text; the last 32 tokens are the answer.
+
+    Raises InputError for a text or length too short.
+    """
+    tokens = prompter.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    start = prompter.tokenizer(prompter.bos or "", add_special_tokens=False)["input_ids"]
+    made = []
+    for length in lengths:
+        inside = length - len(start)
+        if inside < 2 * CONTINUATION:
+            raise InputError(f"a window of {length} tokens is too short; at least {2 * CONTINUATION + 1} are needed")
+        if len(tokens) < inside:
+            raise InputError(f"the text has {len(tokens)} tokens, windows of {length} are wanted; give a longer one")
+        for index in range(count):
+            first = (len(tokens) - inside) * index // max(count - 1, 1)
+            ids = torch.tensor([start + tokens[first : first + inside]])
+            made.append(Prompt(ids[:, :-CONTINUATION], ids[:, -CONTINUATION:]))
+    return made

@@ -1,0 +1,65 @@
+"""Forward passes that calibration is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.hf.attach import attach
+from kvsieve.hf.cache import SieveCache
+from kvsieve.plans import Plan
+from kvsieve.types import END_OF_PROMPT, LayerContext, Selection, When
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """An evictor that keeps everything and shows each layer's context to a function."""
+
+    see: Callable[[LayerContext], None] = field(compare=False)
+    window: int = 0
+    budget: Budget = Budget(ratio=1.0)
+    minimum: int = 1
+    when: When = END_OF_PROMPT
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        self.see(ctx)
+        return None
+
+
+def read(model: Any, plan: Plan, ids: Tensor) -> tuple[Tensor, SieveCache]:
+    """One pass over ids [1, N] under a plan: the final hidden states, after the final norm, float32 [1, K, C] of the
+    tokens that came through, and the cache."""
+    with attach(model, plan) as sieve, torch.no_grad():
+        cache = sieve.new_cache()
+        out = sieve.decoder(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
+    return out[0].float(), cache
+
+
+def greedy(model: Any, cache: SieveCache, logits: Tensor, stops: Collection[int], limit: int) -> Tensor:
+    """At most `limit` tokens that follow, int64 [1, T]; the cache stays as it is. logits: [1, V], the next token's."""
+    tokens: list[int] = []
+    with attach(model, Plan(name="full")), torch.no_grad():
+        cache = cache.fork()
+        while True:
+            chosen = logits.argmax(-1)
+            tokens.append(int(chosen))
+            if len(tokens) == limit or tokens[-1] in stops:
+                return torch.tensor([tokens])
+            logits = model(input_ids=chosen[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+
+
+def following(model: Any, cache: SieveCache, answer: Tensor) -> Tensor:
+    """Log-probabilities float32 [rows, T - 1, V] of all tokens of answer [1, T] but the first. The cache is used up."""
+    with attach(model, Plan(name="full")), torch.no_grad():
+        ids = answer[:, :-1].to(model.device).expand(cache.batch, -1)
+        return model(input_ids=ids, past_key_values=cache, use_cache=True).logits.float().log_softmax(-1)
+
+
+def divergence(truth: Tensor, given: Tensor) -> list[float]:
+    """Mean KL(truth || given) over tokens, per row of `given` [rows, T, V]; truth [1, T, V]; both log-probabilities."""
+    return (truth.exp() * (truth - given)).sum(-1).clamp_min(0).mean(-1).tolist()

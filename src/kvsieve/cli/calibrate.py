@@ -1,0 +1,150 @@
+"""`kvsieve calibrate`: what a model needs of its methods' parameters, measured once, into a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsieve.cli.evaluate import lengths_of, names_of, progress_bar
+from kvsieve.cli.output import JsonOption, emit_json, print_table
+from kvsieve.cli.run import DTYPES, load_model
+from kvsieve.errors import InputError, PlanError
+
+if TYPE_CHECKING:
+    from kvsieve.profiles import Profile
+
+_PARTS = "pooling,tsp,asl,heads,q_filters"
+
+
+def calibrate_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id or directory of a checkpoint; the demo model if left out.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The profile's file; one that is there is replaced.")] = ...,  # type: ignore[assignment]
+    text: Annotated[
+        Path | None, typer.Option(help="A text to read, in windows; prompts with facts to find if left out.")
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Tokens per prompt: 2048 or 1024,4096.")] = "2048",
+    prompts: Annotated[int, typer.Option(help="How many of each length.")] = 4,
+    parts: Annotated[str, typer.Option(help="What to measure.")] = _PARTS,
+    budget: Annotated[str, typer.Option(help="Entries kept where windows and kernels are compared.")] = "20%",
+    tsp_rate: Annotated[str, typer.Option(help="Tokens that go on where layers are compared.")] = "20%",
+    rule: Annotated[
+        str, typer.Option(help="How the TSP layer is chosen: settled, or argmin (FastKV's eq. 3).")
+    ] = "settled",
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="settled: largest share of the squared norm (0.03). argmin: what may be lost (0)."),
+    ] = None,
+    max_layer: Annotated[int | None, typer.Option(help="Deepest TSP layer; the last but one if left out.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the distances of all layers into this PNG file.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the generated prompts.")] = 0,
+    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "bfloat16",
+    as_json: JsonOption = False,
+) -> None:
+    """Find a model's TSP layer, windows and kernels, ASL's threshold, retrieval heads and Q-Filters."""
+    if dtype not in DTYPES:
+        raise PlanError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+    from kvsieve.calibrate import Options, calibrate
+    from kvsieve.models.fetch import MODEL_NAME
+
+    options = Options(
+        parts=tuple(names_of(parts)),
+        budget=budget,
+        tsp_rate=tsp_rate,
+        rule=rule,
+        tolerance=tolerance,
+        max_layer=max_layer,
+    )
+    wanted = lengths_of(lengths)
+    # Minutes of work should not end with a file that cannot be written.
+    out = _writable(out, "--out")
+    if plot is not None:
+        from kvsieve.eval.plot_style import require_matplotlib
+
+        plot = _writable(plot, "--plot")
+        require_matplotlib()
+        if "tsp" not in options.parts:
+            raise InputError("--plot draws the distances of the part tsp, which --parts leaves out; add it")
+    words = None if text is None else _text(text)
+    loaded, tokenizer = load_model(model, dtype)
+    with progress_bar() as progress:
+        profile = calibrate(
+            loaded,
+            tokenizer,
+            name=model or MODEL_NAME,
+            text=words,
+            source="" if text is None else text.name,
+            lengths=wanted,
+            prompts=prompts,
+            seed=seed,
+            options=options,
+            progress=progress,
+        )
+    profile.save(out)
+    if plot is not None and "tsp" in profile.measured:
+        from kvsieve.calibrate.plot import distances_png
+
+        plot.write_bytes(distances_png(profile))
+    if as_json:
+        arrays = ("heads", "q_filters")
+        emit_json({name: each for name, each in profile.to_dict().items() if name not in arrays} | {"out": str(out)})
+        return
+    print_profile(profile)
+    print(f"the profile is in {out}; use it with `kvsieve run --profile {out}` or plan(..., profile={str(out)!r})")
+
+
+def print_profile(profile: Profile) -> None:
+    """What was found, part by part."""
+    print_table(["part", "found", "by"], [list(row) for row in _rows(profile.measured)], left=3)
+    for part, reason in profile.measured.get("left_out", {}).items():
+        print(f"note: {part} was left out: {reason}")
+    if not profile.measured.get("tsp", {}).get("settled", True):
+        print("note: no layer is near enough to full context; the nearest was taken")
+
+
+def _rows(measured: dict[str, Any]) -> list[tuple[str, str, str]]:
+    rows = []
+    if "pooling" in measured:
+        one = measured["pooling"]
+        found = f"window {one['window']}, kernel {one['kernel']}, {one['pooling']}"
+        kls = [each["kl"] for each in one["grid"]]
+        rows.append(("pooling", found, f"KL {one['kl']:.3g} at {one['budget']} (worst setting {max(kls):.3g})"))
+    if "tsp" in measured:
+        one = measured["tsp"]
+        at = one["layers"].index(one["layer"])
+        by = f"distance {one['relative'][at]:.3g} of the norm, KL {one['kl'][at]:.3g} at {one['rate']}, {one['rule']}"
+        rows.append(("tsp", f"layer {one['layer']} of {one['layers'][0]}..{one['layers'][-1]}", by))
+    if "asl" in measured:
+        one = measured["asl"]
+        never = sum(each is None for each in one["selects_at"])
+        where = sorted({each for each in one["selects_at"] if each is not None})
+        by = f"selects at {', '.join(map(str, where)) or 'none'}" + (f", never on {never} prompts" if never else "")
+        rows.append(
+            ("asl", f"first {one['first']}, tau {one['tau']:g}", by if one["adapts"] else f"{by}: a fixed layer")
+        )
+    if "heads" in measured:
+        one = measured["heads"]
+        rows.append(("heads", f"highest score {one['highest']:.2f}", f"median {one['median']:.3f}"))
+    if "q_filters" in measured:
+        one = measured["q_filters"]
+        rows.append(("q_filters", f"rank correlation {one['correlation']:.2f}", f"negative in {one['negative']} heads"))
+    return rows
+
+
+def _writable(path: Path, option: str) -> Path:
+    path = path.expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        raise InputError(f"{option} must name a file in a folder that exists, got {str(path)!r}")
+    return path
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise InputError(f"cannot read the text {str(path)!r}: {why}") from error

@@ -1,0 +1,52 @@
+"""Attention that any queries give to any entries, for methods that look at more than a prompt's last tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvsieve.core.scoring import score_dtype
+
+# Logits of one block of queries, [B, Hq, T', N] in float32, stay under about 128 MiB.
+_BLOCK_ELEMENTS = 1 << 25
+_KEYS = 1 << 14
+
+
+def query_mass(
+    query: Tensor,
+    keys: Tensor,
+    scale: float,
+    visible: Tensor,
+    *,
+    weights: Tensor | None = None,
+    reduce: Literal["sum", "max"] = "sum",
+    block: int | None = None,
+) -> Tensor:
+    """Softmax attention of T queries over N entries, reduced over the queries.
+
+    query: [B, Hq, T, D]; keys: [B, H, N, D], both post-RoPE. visible: bool, broadcastable to [B, H, T, N], the entries
+    each query's softmax runs over; a query that sees none gives nothing. weights: broadcastable to [B, H, T], factors
+    of the queries. block: queries at a time; None keeps memory within bounds.
+
+    Returns [B, Hq, N] in float32 (float64 for float64 inputs).
+    """
+    batch, query_heads, count, _ = query.shape
+    heads, length = keys.shape[1], keys.shape[2]
+    groups = query_heads // heads
+    dtype = score_dtype(query.dtype)
+    block = block or max(1, _BLOCK_ELEMENTS // max(1, batch * query_heads * length))
+    out = torch.zeros(batch, heads, groups, length, dtype=dtype, device=keys.device)
+    grouped = query.unflatten(1, (heads, groups))
+    for first in range(0, count, block):
+        part = (grouped[:, :, :, first : first + block].to(dtype) * scale).flatten(2, 3)
+        spans = (keys[:, :, start : start + _KEYS] for start in range(0, length, _KEYS))
+        logits = torch.cat([part @ span.to(dtype).transpose(-1, -2) for span in spans], -1).unflatten(2, (groups, -1))
+        seen = visible[:, :, None, first : first + block]
+        mass = logits.masked_fill_(~seen, float("-inf")).softmax(-1)
+        mass = mass.masked_fill_(~seen.any(-1, keepdim=True), 0)
+        if weights is not None:
+            mass = mass * weights[:, :, None, first : first + block, None]
+        out = torch.maximum(out, mass.amax(3)) if reduce == "max" else out + mass.sum(3)
+    return out.flatten(1, 2)

@@ -1,0 +1,197 @@
+"""Facts about a model that some methods need: its output projections, and how its layers rotate by position.
+
+Nothing is told by a model's name. What a layer does to its keys is found by giving its attention one and the same
+hidden state at several positions and stopping it where it hands over the keys: either they are alike, or turning them
+back must make them alike.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvsieve.errors import PlanError, UnsupportedModelError
+from kvsieve.hf.compat import text_config
+
+_PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
+_POSITIONS = (0, 1, 6, 41, 160)
+_MOVED = 23
+
+
+class Facts:
+    """The facts of one model: a `kvsieve.types.ModelFacts`."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.config = text_config(model)
+        # Per layer: what applies its rotary tables, None where it has none, or why that is not known.
+        self._rotations: dict[int, Callable[..., Any] | str | None] = {}
+
+    def why_missing(self, needs: Iterable[str], layers: Iterable[int]) -> str | None:
+        """One clause saying which of `needs` ("rotary", "output_weight") `layers` cannot give, or None."""
+        layers = list(layers)
+        for need in needs:
+            if need == "hidden":
+                # Seen while the model runs.
+                continue
+            if need not in ("rotary", "output_weight"):
+                raise PlanError(f"an evictor needs {need!r} of the model; known are rotary, output_weight and hidden")
+            for index in layers:
+                found = self._rotation(index) if need == "rotary" else self._projection(index)
+                if isinstance(found, str):
+                    return found
+        return None
+
+    def output_weight(self, layer_idx: int) -> Tensor:
+        """See ModelFacts.output_weight."""
+        found = self._projection(layer_idx)
+        if isinstance(found, str):
+            raise UnsupportedModelError(f"{type(self.model).__name__}: {found}")
+        return found
+
+    def rotate(self, layer_idx: int, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
+        """See ModelFacts.rotate."""
+        found = self._rotation(layer_idx)
+        if isinstance(found, str):
+            raise UnsupportedModelError(f"{type(self.model).__name__}: {found}")
+        x = x if x.dtype == torch.float64 else x.float()
+        return x if found is None else self._turned(layer_idx, found, x, positions, inverse)
+
+    def _attention(self, layer_idx: int) -> nn.Module | None:
+        layer = self.model.get_decoder().layers[layer_idx]
+        for module in layer.modules():
+            if getattr(module, "layer_idx", None) == layer_idx and any(hasattr(module, name) for name in _PROJECTIONS):
+                return module
+        return None
+
+    def _projection(self, layer_idx: int) -> Tensor | str:
+        attention = self._attention(layer_idx)
+        linear = next((getattr(attention, name) for name in _PROJECTIONS if hasattr(attention, name)), None)
+        weight = getattr(linear, "weight", None)
+        heads = self.config.num_attention_heads
+        size = getattr(attention, "head_dim", None) or self.config.hidden_size // heads
+        plain = isinstance(linear, nn.Linear) and isinstance(weight, Tensor) and weight.is_floating_point()
+        if not plain or weight.ndim != 2 or weight.shape[1] != heads * size:  # type: ignore[union-attr]
+            return (
+                f"the plan needs the output projection of every head, and layer {layer_idx} has no plain linear one of "
+                f"{heads} heads with {size} channels"
+            )
+        return weight.detach().view(-1, heads, size).permute(1, 2, 0)  # type: ignore[union-attr, operator]
+
+    def _rotation(self, layer_idx: int) -> Callable[..., Any] | str | None:
+        if layer_idx not in self._rotations:
+            self._rotations[layer_idx] = self._find_rotation(layer_idx)
+        return self._rotations[layer_idx]
+
+    def _find_rotation(self, layer_idx: int) -> Callable[..., Any] | str | None:
+        unknown = f"the plan needs the model's rotary embedding, and layer {layer_idx} applies it in an unknown way"
+        attention = self._attention(layer_idx)
+        if attention is None:
+            return unknown
+        rotary = getattr(self.model.get_decoder(), "rotary_emb", None)
+        kinds = getattr(rotary, "rope_type", None)
+        kind = kinds.get(self._layer_type(layer_idx)) if isinstance(kinds, dict) else kinds
+        if kind in ("dynamic", "longrope"):
+            return (
+                f"the plan needs the model's rotary embedding, which changes with the prompt's length (rope {kind!r})"
+            )
+        apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+        if self.model.device.type == "meta":
+            # Nothing can be computed; whoever loads the weights asks again.
+            return apply
+        try:
+            with torch.no_grad():
+                keys, positions = self._keys(layer_idx, attention)
+                loose = 0.05 if keys.dtype in (torch.float16, torch.bfloat16) else 1e-3
+                keys = keys if keys.dtype == torch.float64 else keys.float()
+                if _spread(keys) < loose:
+                    return None
+                if apply is None:
+                    return unknown
+                back = self._turned(layer_idx, apply, keys, positions, inverse=True)
+                if _spread(back) < loose and self._is_rotation(layer_idx, apply, keys, positions):
+                    return apply
+        except Exception:  # a layer that is called in another way, or tables of another kind
+            pass
+        return unknown
+
+    def _is_rotation(self, layer_idx: int, apply: Callable[..., Any], x: Tensor, positions: Tensor) -> bool:
+        """Whether turning there and back changes nothing, and products depend on distances alone."""
+        x = x.double()
+        there = self._turned(layer_idx, apply, x, positions, inverse=False)
+        back = self._turned(layer_idx, apply, there, positions, inverse=True)
+        moved = self._turned(layer_idx, apply, x, positions + _MOVED, inverse=False)
+        products, others = there @ there.transpose(-1, -2), moved @ moved.transpose(-1, -2)
+        near = (there.norm() * 1e-4) ** 2, products.norm() * 1e-3
+        return bool((back - x).norm() ** 2 <= near[0]) and bool((products - others).norm() <= near[1])
+
+    def _keys(self, layer_idx: int, attention: nn.Module) -> tuple[Tensor, Tensor]:
+        """[1, H, P, D] keys that the layer makes of one hidden state at the positions int64 [1, P]."""
+        device, dtype = next(attention.parameters()).device, self.model.dtype
+        # Where the weights are brought in for each call, they stand nowhere now.
+        device = self.model.device if device.type == "meta" else device
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(self.config.hidden_size, generator=generator).to(device, dtype)
+        positions = torch.tensor([_POSITIONS], device=device)
+        hidden = hidden.expand(1, len(_POSITIONS), -1)
+        known: dict[str, Any] = {"hidden_states": hidden, "position_ids": positions, "attention_mask": None}
+        known |= dict.fromkeys(("past_key_values", "past_key_value", "layer_past"), _Catch())
+        if hasattr(self.model.get_decoder(), "rotary_emb"):
+            known["position_embeddings"] = self._tables(layer_idx, hidden, positions)
+        taken = inspect.signature(attention.forward).parameters
+        try:
+            attention(**{name: value for name, value in known.items() if name in taken})
+        except _Caught as caught:
+            return caught.keys, positions
+        raise LookupError("the attention stored no keys")
+
+    def _layer_type(self, layer_idx: int) -> str | None:
+        types = getattr(self.config, "layer_types", None)
+        return types[layer_idx] if types else None
+
+    def _tables(self, layer_idx: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's own tables (cos, sin), [B or 1, L, R] each, in the dtype of x."""
+        rotary = self.model.get_decoder().rotary_emb
+        if "layer_type" in inspect.signature(rotary.forward).parameters:
+            return rotary(x, positions, self._layer_type(layer_idx))
+        return rotary(x, positions)
+
+    def _turned(self, layer_idx: int, apply: Callable[..., Any], x: Tensor, positions: Tensor, inverse: bool) -> Tensor:
+        cos, sin = self._tables(layer_idx, x, positions.to(x.device))
+        # Tables may carry a factor, as YaRN's do: without it they are of length one.
+        length = torch.hypot(cos, sin)
+        cos, sin = cos / length, (-sin if inverse else sin) / length
+        size = cos.shape[-1]
+        part = x[..., :size]
+        turned = apply(part, part, cos, sin)[0]
+        return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
+
+
+def _spread(keys: Tensor) -> float:
+    """How far the keys [1, H, P, D] at the positions are from those at the first, relative to their size."""
+    return ((keys - keys[:, :, :1]).norm(dim=-1).amax() / keys.norm(dim=-1).amax().clamp_min(1e-30)).item()
+
+
+class _Caught(Exception):
+    """Ends an attention's forward pass where it stores its keys."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+class _Catch:
+    """A cache that takes nothing."""
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> None:
+        raise _Caught(keys)
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+
+__all__ = ["Facts"]

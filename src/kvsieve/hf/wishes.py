@@ -1,0 +1,123 @@
+"""What a caller asks of one prompt, whatever the plan: what must stay, and what the plan is not to act on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import InputError
+from kvsieve.hf.cache import SieveCache
+from kvsieve.plans import Plan
+from kvsieve.segments import Held, protected_columns, quota_columns, token_numbers
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """See Sieve.generate."""
+
+    protect: Any = None
+    quotas: Any = None
+    question: int | None = None
+    reduce: bool = True
+
+    def question_tokens(self, seen: int, mask: Tensor | None, length: int) -> int:
+        """Last tokens of the prompt that the plan does not see; seen: columns that were read before this turn.
+
+        Raises InputError for a question that leaves a row nothing new to reduce.
+        """
+        if self.question is None:
+            return 0
+        if not isinstance(self.question, int) or isinstance(self.question, bool) or self.question < 1:
+            raise InputError(f"question is the number of tokens at the prompt's end, at least 1; got {self.question!r}")
+        if not self.reduce:
+            raise InputError("reduce=False keeps the whole prompt, so question= has no meaning; leave one of them out")
+        new = length - seen if mask is None else int(mask[:, seen:].sum(-1).min())
+        if self.question >= new:
+            raise InputError(
+                f"question={self.question} leaves nothing of a row's {new} new tokens to reduce; give the context "
+                "before it, or pass reduce=False to keep the whole turn"
+            )
+        return self.question
+
+    def held(self, plan: Plan, cache: SieveCache, mask: Tensor | None, shape: torch.Size, question: int) -> Held | None:
+        """What must stay of the conversation [B, N], earlier turns' wishes included, by its columns as given.
+
+        Raises InputError for a span outside the prompt, for tokens that are gone already, and for more than the plan's
+        budget allows.
+        """
+        known = cache.held if cache.restart is None else cache.restart.held
+        new = self._asked(token_numbers(mask, *shape))
+        if new is not None and cache.num_seen and not (plan.restarts and self.reduce):
+            _check_stored(cache, new)
+        held = new
+        if known is not None:
+            known = known.to(torch.device("cpu"))
+            held = known if new is None else known.joined(new)
+        if held is not None:
+            self._check_plan(plan, held, mask, shape, question)
+        return held
+
+    def _asked(self, numbers: Tensor) -> Held | None:
+        protected, segments, counts = None, None, None
+        if self.protect is not None:
+            protected = protected_columns(self.protect, numbers)
+        if self.quotas is not None:
+            segments, counts = quota_columns(self.quotas, numbers)
+        if protected is not None and not bool(protected.any()):
+            protected = None
+        if counts is not None and not counts.shape[1]:
+            segments, counts = None, None
+        return None if protected is None and segments is None else Held(protected, segments, counts)
+
+    def _check_plan(self, plan: Plan, held: Held, mask: Tensor | None, shape: torch.Size, question: int) -> None:
+        evictor = plan.evict
+        if held.segments is not None and evictor is not None and not getattr(evictor, "takes_quotas", False):
+            raise InputError(
+                f"quotas= needs an evictor that ranks entries by scores, which {type(evictor).__name__} does not; use "
+                "protect=, or another method"
+            )
+        parts = [shape[1] - question] if self.reduce else []
+        decodes = evictor is not None and evictor.when.steps is not None
+        for width in dict.fromkeys([*parts, *([shape[1]] if decodes else [])]):
+            lengths = [width] * shape[0] if mask is None else mask[:, :width].sum(-1).tolist()
+            for row, (length, needed) in enumerate(zip(lengths, held.needed(width), strict=True)):
+                where = f" of row {row}" if shape[0] > 1 else ""
+                read = length
+                if plan.restarts and plan.propagate is not None and self.reduce:
+                    read = min(length, plan.propagate.keeps(length))  # type: ignore[attr-defined]
+                if needed > read:
+                    raise InputError(
+                        f"protect= and quotas= hold {needed} of the {length} tokens{where}, and {plan.name!r} reads "
+                        f"only {read} of them again; raise its budget, or hold fewer"
+                    )
+                if evictor is None:
+                    continue
+                allowed, own = evictor.budget.entries(length, evictor.minimum), evictor.minimum
+                # Where nothing is dropped afterwards, no more than all can be needed.
+                if allowed < needed + own and (decodes or allowed < length):
+                    raise InputError(
+                        f"protect= and quotas= hold {needed} of the {length} tokens{where}; with the {own} that "
+                        f"{type(evictor).__name__} needs itself that is over its budget of {allowed} entries: raise "
+                        f"budget= to {needed + own}, or hold fewer"
+                    )
+
+
+def _check_stored(cache: SieveCache, new: Held) -> None:
+    """Tokens of earlier turns can be held only while every layer and head still has them."""
+    if cache.restart is not None:
+        given, read = new.needed(cache.restart.length), cache.restart.columns.cpu()
+        if given != new.columns(read).needed(read.shape[1]):
+            raise InputError(
+                "protect= and quotas= ask for tokens of an earlier turn, which were not read again; ask in the call "
+                "that feeds them"
+            )
+        return
+    for index, layer in cache.sieve_layers.items():
+        if new.is_missing(cache.num_seen, layer.store.index, layer.store.valid):
+            raise InputError(
+                f"protect= and quotas= ask for tokens of an earlier turn, which layer {index} no longer holds; ask in "
+                "the call that feeds them"
+            )

@@ -1,0 +1,185 @@
+"""Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation (arXiv 2407.11550).
+
+A layer's budget is divided among its heads by where the layer's best entries are: each head wins as many as it has
+among the best of all heads together. Every head gets a floor, `alpha` of the uniform budget, and its part of the rest
+in proportion to its wins; then it keeps its own best. With `normalize` a head's scores are first scaled by the part of
+them that the uniform budget would catch. Heads store different numbers of entries. `pyramid=True` is Ada-PyramidKV:
+layers have PyramidKV's budgets.
+
+`rule="kvpress"`: no scaling; each head's best ``alpha * budget`` stay, the window among them, then the best of all.
+
+Differences from the reference: one set per KV head, the group's mean taken before pooling; a layer's total is met to
+the entry by largest remainders (the original rounds every head and its floor by itself, and loses entries); what is
+evicted is really gone, not masked; a base other than SnapKV may be given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.allocation import allocate, winners
+from kvsieve.core.scoring import Pool, group_mean, pool, pooled_mass
+from kvsieve.core.selection import pack_ragged, top_mask
+from kvsieve.errors import PlanError
+from kvsieve.methods.allocators import LayerAllocator
+from kvsieve.methods.base import ScoredEvictor, check_choice, check_int, hide_padding, hold, skips
+from kvsieve.methods.pyramidkv import pyramid_shares
+from kvsieve.methods.snapkv import SnapKV
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext, Selection
+
+Rule = Literal["paper", "kvpress"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedSnapKV(SnapKV):
+    """SnapKV whose query heads share their scores before these are pooled; max-pooled, unless told otherwise."""
+
+    pooling: Pool = "max"
+
+    def context_scores(self, ctx: LayerContext) -> Tensor:
+        mass = pooled_mass(ctx, self.window, 1, self.pooling)
+        return pool(mass if self.per_query_head else group_mean(mass, ctx.keys.shape[1]), self.kernel, self.pooling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaKV(LayerAllocator):
+    """Divide each layer's budget among its heads by their scores: ``AdaKV(base=SnapKV(budget=0.2))``.
+
+    base: what ranks entries and holds the budget, which is the average over heads; its scores should mean the same in
+    every head, as attention does. alpha: part of the budget that every head gets, in [0, 1]; 1 is uniform. normalize:
+    scale scores by what a head's budget catches of them. rule: "paper" or "kvpress". pyramid, beta: budgets per layer
+    as PyramidKV has them.
+    """
+
+    base: ScoredEvictor = GroupedSnapKV(budget=Budget(ratio=0.2))
+    alpha: float = 0.2
+    normalize: bool = True
+    rule: Rule = "paper"
+    pyramid: bool = False
+    beta: int = 20
+
+    ragged: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.alpha <= 1:
+            raise PlanError(f"AdaKV: alpha must be a share in [0, 1], got {self.alpha!r}")
+        check_choice(self, "normalize", self.normalize, (False, True))
+        check_choice(self, "rule", self.rule, ("paper", "kvpress"))
+        check_choice(self, "pyramid", self.pyramid, (False, True))
+        check_int(self, "beta", self.beta, 1)
+
+    def divide(self, layers: Sequence[int], length: int, count: int, floor: int) -> list[int]:
+        if not self.pyramid:
+            return [count] * len(layers)
+        return pyramid_shares(length, count, floor, self.spare, len(layers), self.beta)
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        if skips(self.skip_layers, ctx):
+            return None
+        if ctx.step.phase == "decode":
+            return self._select_again(ctx, counts)
+        fits = torch.tensor([length <= count for length, count in zip(ctx.step.lengths, counts, strict=True)])
+        counts = self.layer_counts(ctx, counts)
+        # What a prompt that fits leaves over is for what is generated, the same in every head.
+        later = ctx.state.pop("allocated")[:, None].expand(-1, ctx.keys.shape[1])
+        selection = None
+        if any(count < stored for count, stored in zip(counts, ctx.stored, strict=True)):
+            scores, counts = hold(ctx, hide_padding(ctx, self.base.scores(ctx)), counts)
+            budgets = self.head_budgets(scores, counts)
+            later = _match(later, budgets.shape[1]).where(fits[:, None], budgets.cpu())
+            selection = pack_ragged(top_mask(scores, budgets) & ~scores.isneginf())
+        ctx.state["heads"] = later.clone()
+        return selection
+
+    def _select_again(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        """While decoding: down to what the prompt gave each head."""
+        heads = ctx.state.get("heads", torch.tensor(counts)[:, None]).to(ctx.keys.device)
+        stored = ctx.valid if ctx.valid is not None else torch.ones_like(ctx.index, dtype=torch.bool)
+        if bool((stored.sum(-1) <= heads).all()):
+            return None
+        scores, _ = hold(ctx, hide_padding(ctx, self.base.scores(ctx)), counts)
+        heads = torch.maximum(_match(heads, scores.shape[1]), scores.isposinf().sum(-1))
+        return pack_ragged(top_mask(scores, heads) & ~scores.isneginf())
+
+    def head_budgets(self, scores: Tensor, counts: tuple[int, ...]) -> Tensor:
+        """int64 [B, H] entries of each head, ``counts[b]`` on average; scores [B, H, N], +inf for what stays."""
+        heads = scores.shape[1]
+        stored = (~scores.isneginf()).sum(-1)
+        totals = [min(count * heads, have) for count, have in zip(counts, stored.sum(-1).tolist(), strict=True)]
+        if self.rule == "kvpress":
+            safe = top_mask(scores, tuple(int(count * self.alpha) for count in counts)) & ~scores.isneginf()
+            return winners(scores.masked_fill(safe, float("inf")), totals)
+        held = scores >= torch.finfo(scores.dtype).max
+        free = scores.masked_fill(held, float("-inf"))
+        pinned = held.sum(-1).tolist()
+        rests = [max(total - sum(each), 0) for total, each in zip(totals, pinned, strict=True)]
+        if self.normalize:
+            free = self._normalized(free, [rest // heads for rest in rests])
+        won = winners(free, rests).tolist()
+        must = scores.isposinf().sum(-1).tolist()
+        out = []
+        for row, (total, rest, have, wins) in enumerate(zip(totals, rests, stored.tolist(), won, strict=True)):
+            if rest == 0:
+                # What the caller protects leaves no room, maybe not even for what the base would always keep.
+                out.append(allocate([1] * heads, total, must[row], have))
+                continue
+            floor = int(rest // heads * self.alpha)
+            sure = [min(each + floor, most) for each, most in zip(pinned[row], have, strict=True)]
+            room = [most - each for most, each in zip(have, sure, strict=True)]
+            needed = [min(int(each == 0), most) for each, most in zip(sure, room, strict=True)]
+            parts = allocate(wins, total - sum(sure), needed, room)
+            out.append([each + part for each, part in zip(sure, parts, strict=True)])
+        return torch.tensor(out, device=scores.device)
+
+    def _normalized(self, scores: Tensor, budgets: list[int]) -> Tensor:
+        """Scores [B, H, N] times the part of their sum that the best ``budgets[b]`` of each head hold."""
+        absent = scores.isneginf()
+        mass = scores.masked_fill(absent, 0)
+        if bool((mass < 0).any()):
+            raise PlanError(
+                f"AdaKV: {type(self.base).__name__} ranks by scores that can be negative, of which no head can catch a "
+                "part; set normalize=False, or choose a base that ranks by attention"
+            )
+        caught = mass.masked_fill(~top_mask(scores, tuple(budgets)), 0).sum(-1, keepdim=True)
+        weight = caught / mass.sum(-1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
+        return (mass * weight).masked_fill(absent, float("-inf"))
+
+
+def _match(per_head: Tensor, heads: int) -> Tensor:
+    """[B, 1 or H] -> [B, heads], where the base ranks per query head and the store holds KV heads."""
+    return per_head.repeat_interleave(heads // per_head.shape[1], 1)
+
+
+@register_method("adakv", title="Ada-KV", paper="arXiv 2407.11550", phase="end of prompt", query_aware=True)
+def adakv(
+    budget: Budget | str | int | float = "20%",
+    alpha: float = 0.2,
+    normalize: bool = True,
+    rule: Rule = "paper",
+    pyramid: bool = False,
+    beta: int = 20,
+    window: int = 32,
+    kernel: int = 7,
+    pooling: Pool = "max",
+    skip_layers: int | tuple[int, ...] | str = 0,
+    every: int | None = None,
+) -> Plan:
+    """SnapKV whose heads share a layer's budget by where its best entries are."""
+    base = GroupedSnapKV(
+        budget=Budget.parse(budget),
+        window=window,
+        kernel=kernel,
+        pooling=pooling,
+        skip_layers=skip_layers,  # type: ignore[arg-type]
+        every=every,
+    )
+    return Plan(evict=AdaKV(base=base, alpha=alpha, normalize=normalize, rule=rule, pyramid=pyramid, beta=beta))

@@ -1,0 +1,204 @@
+"""What the methods share that divide a budget among layers instead of giving each the same.
+
+Whatever they weigh layers by, the total stays what it was: the budget times the layers that evict, of each row, to the
+entry. No layer gets less than its base needs, nor more than it stores; what it cannot take goes to the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsieve.core.allocation import allocate, water_fill
+from kvsieve.core.selection import pack_ragged, top_mask
+from kvsieve.methods.base import ScoredEvictor, Wrapper, hide_padding, hold, keep_best, skipped, skips
+from kvsieve.types import LayerContext, Selection
+
+_ENDLESS = 1 << 60
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocator(Wrapper):
+    """A Wrapper that changes how many entries `base` keeps where; what a prompt decided holds while decoding too."""
+
+    @property
+    def spare(self) -> int:
+        """Entries that every layer keeps anyway, such as a window or sinks, and that are not shared out."""
+        return self.base.minimum - 1
+
+    def acting(self, ctx: LayerContext) -> list[int]:
+        """Indices of the layers that evict."""
+        layers = ctx.layers or range(ctx.num_layers)
+        return [index for index in layers if not skipped(self.skip_layers, index, ctx.num_layers)]
+
+    def remembered(self, ctx: LayerContext, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Entries that this layer was given when the prompt was complete; `counts` if nothing was allocated."""
+        given = ctx.state.get("allocated")
+        return counts if given is None else tuple(given.tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAllocator(Allocator):
+    """An Allocator that knows every layer's share beforehand, so that each layer evicts by itself."""
+
+    def divide(self, layers: Sequence[int], length: int, count: int, floor: int) -> list[int]:
+        """Entries of each of `layers`, `count` on average and at least `floor`, for a row of `length` tokens."""
+        raise NotImplementedError
+
+    def layer_counts(self, ctx: LayerContext, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """Entries this layer keeps per row. What earlier layers had no use for, storing less, comes on top."""
+        if ctx.step.phase == "decode":
+            return self.remembered(ctx, counts)
+        acting = self.acting(ctx)
+        place = acting.index(ctx.layer_idx)
+        owed = ctx.shared.setdefault("owed", [0] * len(counts))
+        wanted, later = [], []
+        for row, (count, length, must) in enumerate(zip(counts, ctx.step.lengths, _asked(ctx), strict=True)):
+            floor = min(count, max(self.minimum, must))
+            share = self.divide(acting, length, count, floor)[place]
+            taken = min(share + owed[row], ctx.stored[row])
+            wanted.append(share + owed[row])
+            owed[row] += share - taken
+            # A prompt that fits leaves its room to what is generated.
+            later.append(taken if length > count else share)
+        ctx.state["allocated"] = torch.tensor(later)
+        return tuple(wanted)
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        if skips(self.skip_layers, ctx):
+            return None
+        return keep_best(self.base, ctx, self.layer_counts(ctx, counts))
+
+
+@dataclass
+class Seen:
+    """A layer of this pass, as it is now.
+
+    scores: [B, X, n] of what it stores, +inf for what must stay, -inf for filler. Per row: counts, entries asked for;
+    floors, fewest to keep; stored, how many there are; weights, what it is weighed by. state: the layer's own.
+    """
+
+    index: int
+    scores: Tensor
+    counts: list[int]
+    floors: list[int]
+    stored: list[int]
+    weights: list[float]
+    state: dict[str, Any]
+
+    def cut(self, kept: list[int]) -> Selection:
+        """The best ``kept[b]`` of each row, which is all that is here from now on."""
+        chosen = pack_ragged(top_mask(self.scores, tuple(kept)) & ~self.scores.isneginf())
+        scores, real = self.scores.gather(-1, chosen.indices), chosen.real()
+        if real is not None:
+            scores = scores.masked_fill(~(real[:, None] if real.ndim == 2 else real), float("-inf"))
+        self.scores, self.stored = scores, kept
+        return chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cascade(Allocator):
+    """An Allocator that weighs layers as they come, and takes back from those before what later ones are due.
+
+    After each layer the whole total is shared out anew among the layers so far: no more than that is stored at any
+    time, besides the layer that attends and an entry per layer and head for rounding. A later layer only lowers the
+    shares of the others, so what remains is what sharing out once, after the last layer, would leave. Rows that store
+    no more than the budget in a layer keep all of it there.
+    """
+
+    # Whether everything is held until the last layer has been seen.
+    waits: ClassVar[bool] = False
+
+    def weigh(self, ctx: LayerContext) -> list[float]:
+        """What this layer is weighed by, per row."""
+        raise NotImplementedError
+
+    def weights(self, seen: Sequence[Seen], row: int) -> list[float]:
+        """Weights of the layers so far, in proportion to which a row's budget is shared out."""
+        return [layer.weights[row] for layer in seen]
+
+    def least(self, budget: int) -> int:
+        """How much of a layer's `budget`, `spare` not counted, it keeps whatever it weighs."""
+        return 0
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | dict[int, Selection] | None:  # type: ignore[override]
+        if skips(self.skip_layers, ctx):
+            return None
+        if ctx.step.phase == "decode":
+            return keep_best(self.base, ctx, self.remembered(ctx, counts))
+        seen: list[Seen] = ctx.shared.setdefault("seen", [])
+        seen.append(self._look_at(ctx, counts))
+        ahead = len(self.acting(ctx)) - len(seen)
+        rows = [self.targets(seen, row, count * ahead, last=ahead == 0) for row, count in enumerate(counts)]
+        if ahead == 0:
+            self._remember(seen, rows)
+        per_layer = [list(each) for each in zip(*rows, strict=True)]
+        return {
+            layer.index: layer.cut(kept) for layer, kept in zip(seen, per_layer, strict=True) if kept != layer.stored
+        }
+
+    def targets(self, seen: Sequence[Seen], row: int, ahead: int, *, last: bool) -> list[int]:
+        """Entries of each layer so far that stay in one row; ahead: what the layers to come are asked for."""
+        stored = [layer.stored[row] for layer in seen]
+        if not last and self.waits:
+            return stored
+        given = [min(layer.stored[row], self._given(layer.counts[row])) for layer in seen]
+        total = sum(layer.counts[row] for layer in seen) + ahead - sum(given)
+        bounds = self._less(given, [layer.floors[row] for layer in seen]), self._less(given, stored)
+        if last:
+            shares = allocate(self.weights(seen, row), total, *bounds)
+        else:
+            # Rounded up, since the last word may be either way.
+            shares = [math.ceil(share) for share in water_fill(self.weights(seen, row), total, *bounds)]
+        return [each + share for each, share in zip(given, shares, strict=True)]
+
+    def _given(self, count: int) -> int:
+        return min(count, self.spare + self.least(max(count - self.spare, 0)))
+
+    @staticmethod
+    def _less(given: Sequence[int], bounds: Sequence[int]) -> list[int]:
+        return [max(bound - each, 0) for each, bound in zip(given, bounds, strict=True)]
+
+    def _look_at(self, ctx: LayerContext, counts: tuple[int, ...]) -> Seen:
+        kept = tuple(map(min, counts, ctx.stored))
+        if kept == ctx.stored:
+            # All of it stays, and its queries may be too few to rank it by.
+            scores = hide_padding(ctx, torch.zeros(ctx.keys.shape[:3], device=ctx.keys.device))
+        else:
+            scores, kept = hold(ctx, hide_padding(ctx, self.base.scores(ctx)), kept)
+        asked = list(map(max, counts, kept))
+        must = scores.isposinf().sum(-1).amax(-1).tolist()
+        floors = [
+            min(stored, max(stored if count >= stored else self.minimum, held))
+            for count, stored, held in zip(asked, ctx.stored, must, strict=True)
+        ]
+        return Seen(ctx.layer_idx, scores, asked, floors, list(ctx.stored), self.weigh(ctx), ctx.state)
+
+    def _remember(self, seen: Sequence[Seen], rows: Sequence[Sequence[int]]) -> None:
+        """Note what each layer may hold while decoding: what it got, and its part of what the prompt had no use for."""
+        later = []
+        for row, kept in enumerate(rows):
+            total = sum(layer.counts[row] for layer in seen)
+            later.append(allocate(self.weights(seen, row), total, kept, [_ENDLESS] * len(seen)))
+        for layer, given in zip(seen, zip(*later, strict=True), strict=True):
+            layer.state["allocated"] = torch.tensor(given)
+
+
+def observed(base: ScoredEvictor) -> int:
+    """Queries of the prompt's end by which a layer is weighed: the base's window, if it has one."""
+    return base.window if base.window > 1 else 32
+
+
+def _asked(ctx: LayerContext) -> list[int]:
+    """How many entries per row the caller wants kept, at most."""
+    asked = torch.zeros(len(ctx.stored), dtype=torch.int64)
+    if ctx.protected is not None:
+        asked = ctx.protected.sum(-1).amax(-1).cpu()
+    if ctx.quotas is not None:
+        asked = asked + ctx.quotas.counts.sum(-1).cpu()
+    return asked.tolist()

@@ -1,0 +1,138 @@
+"""CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences (arXiv 2503.12491).
+
+Of the last W queries' attention to the context, a layer's entropy H (how spread out it is) and its variance V over the
+queries (how it shifts), both summed over heads and entries, give its preference H^(1/tau1) V^(1/tau2). Layers share the
+total in proportion to it, the window besides; entries are ranked by their mean attention plus gamma times its variance,
+pooled. Layers are cut as later ones come, so that the whole prompt is never held.
+
+Differences from the reference: what a short prompt or a floor cannot take goes to the other layers by preference, until
+the total is met to the entry; the exponents, tuned per model and budget there (1.6 and 0.4 for Llama-3.1-8B at 1024),
+are 1; while decoding, `every` cuts each layer to its own size again; a prompt up to the budget is left whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import Pool, group_mean, pool, score_dtype, window_weights
+from kvsieve.errors import PlanError
+from kvsieve.methods.allocators import Cascade, observed
+from kvsieve.methods.base import ScoredEvictor
+from kvsieve.methods.snapkv import SnapKV
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext
+
+
+@dataclass
+class _Statistics:
+    """Of the window's attention to the M entries before it: mean and variance over queries [B, Hq, M], unbiased; its
+    entropy, and the variance, summed over heads and entries, [B]."""
+
+    mean: Tensor
+    variance: Tensor
+    entropy: Tensor
+    spread: Tensor
+
+
+def _statistics(ctx: LayerContext, window: int) -> _Statistics:
+    """Worked out in blocks of entries, and once for both who ask for the same layer's."""
+    asked = ctx.layer_idx, window
+    if ctx.shared.get("cake", (None,))[0] == asked:
+        return ctx.shared["cake"][1]
+    query = ctx.query[:, :, -window:]
+    before = ctx.keys.shape[2] - query.shape[2]
+    real = torch.ones(1, 1, query.shape[2], 1, dtype=score_dtype(query.dtype), device=query.device)
+    if ctx.valid is not None:
+        real = ctx.valid[:, :1, before:, None].to(real.dtype)
+    number = real.sum(2)
+    entropy = real.new_zeros(query.shape[0])
+    means, variances, start = [real.new_zeros(*query.shape[:2], 0)], [real.new_zeros(*query.shape[:2], 0)], 0
+    for weights in window_weights(query, ctx.keys, ctx.scale, valid=ctx.valid):
+        part = weights[..., : max(before - start, 0)]
+        start += weights.shape[-1]
+        means.append(part.sum(2) / number.clamp_min(1))
+        variances.append((((part - means[-1][:, :, None]) * real) ** 2).sum(2) / (number - 1).clamp_min(1))
+        entropy -= (part * (part + 1e-10).log()).sum((1, 2, 3))
+    variance = torch.cat(variances, -1)
+    out = _Statistics(torch.cat(means, -1), variance, entropy, variance.sum((1, 2)))
+    ctx.shared["cake"] = asked, out
+    return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class CakeScores(SnapKV):
+    """Rank entries by the mean of the window's attention and `gamma` times its variance over the window's queries.
+
+    gamma: at least 0. The rest as in SnapKV.
+    """
+
+    kernel: int = 5
+    gamma: float = 200.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.gamma >= 0:
+            raise PlanError(f"CakeScores: gamma must be at least 0, got {self.gamma!r}")
+
+    def context_scores(self, ctx: LayerContext) -> Tensor:
+        found = _statistics(ctx, self.window)
+        scores = pool(found.mean + self.gamma * found.variance, self.kernel, self.pooling)
+        return scores if self.per_query_head else group_mean(scores, ctx.keys.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class CAKE(Cascade):
+    """Divide the budget among layers by how spread out and how shifting their attention is: ``CAKE()``.
+
+    base: what ranks entries and holds the budget, which is the average; its window, or the last 32 queries, are looked
+    at. tau1, tau2: of entropy and variance, above 0; larger ones make layers more alike.
+    """
+
+    base: ScoredEvictor = CakeScores(budget=Budget(ratio=0.2))
+    tau1: float = 1.0
+    tau2: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("tau1", "tau2"):
+            if not getattr(self, name) > 0:
+                raise PlanError(f"CAKE: {name} must be above 0, got {getattr(self, name)!r}")
+
+    @property
+    def window(self) -> int:
+        return observed(self.base)
+
+    def weigh(self, ctx: LayerContext) -> list[float]:
+        found = _statistics(ctx, self.window)
+        pairs = zip(found.entropy.tolist(), found.spread.tolist(), strict=True)
+        return [max(entropy, 0.0) ** (1 / self.tau1) * spread ** (1 / self.tau2) for entropy, spread in pairs]
+
+
+@register_method("cake", title="CAKE", paper="arXiv 2503.12491", phase="end of prompt", query_aware=True)
+def cake(
+    budget: Budget | str | int | float = "20%",
+    tau1: float = 1.0,
+    tau2: float = 1.0,
+    gamma: float = 200.0,
+    window: int = 32,
+    kernel: int = 5,
+    pooling: Pool = "avg",
+    skip_layers: int | tuple[int, ...] | str = 0,
+    every: int | None = None,
+) -> Plan:
+    """Budgets per layer by how spread out and how shifting its attention is, cut as layers come."""
+    base = CakeScores(
+        budget=Budget.parse(budget),
+        window=window,
+        kernel=kernel,
+        pooling=pooling,
+        gamma=gamma,
+        skip_layers=skip_layers,  # type: ignore[arg-type]
+        every=every,
+    )
+    return Plan(evict=CAKE(base=base, tau1=tau1, tau2=tau2))

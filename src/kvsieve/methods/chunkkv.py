@@ -1,0 +1,70 @@
+"""ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference (arXiv 2502.00299).
+
+Tokens stay in chunks of neighbours rather than one by one. Any method's scores per token are summed over the KV
+heads; a chunk of `chunk` tokens scores their mean; the best chunks stay, the same ones for all heads of a layer.
+
+Differences from the reference: the budget is met to the entry, so of the last chunk that fits only the first tokens
+stay; what `base` protects, such as SnapKV's window, stays by itself and does not count to its chunk's mean; chunks
+start at each row's own first token; no indices are shared between layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.methods.base import Wrapper, check_int, hide_padding, scored_by_name
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkKV(Wrapper):
+    """Keep whole chunks of consecutive tokens, by the mean of `base`'s scores: ``ChunkKV(base=SnapKV(budget=0.2))``.
+
+    chunk: tokens per chunk, counted over what is stored of a row.
+    """
+
+    chunk: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int(self, "chunk", self.chunk, 1)
+
+    def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
+        heads, length = ctx.keys.shape[1:3]
+        scores = hide_padding(ctx, self.base.scores(ctx))
+        protected = scores.isposinf().any(1)
+        real = torch.ones_like(protected) if ctx.valid is None else ctx.valid.any(1).expand_as(protected)
+        judged = real & ~protected
+        total = scores.sum(1).masked_fill(~judged, 0)
+        # Chunks count real entries, so that those of a padded row are those of the row alone.
+        place = (real.cumsum(-1) - 1).clamp_min(0) // self.chunk
+        real_first = (~real).to(torch.uint8).argsort(dim=-1, stable=True)
+        room = -length % self.chunk
+        sums, sizes = (
+            F.pad(part.gather(1, real_first), (0, room)).unflatten(1, (-1, self.chunk)).sum(-1)
+            for part in (total, judged.to(total.dtype))
+        )
+        means = (sums / sizes).masked_fill(sizes == 0, float("-inf"))
+        # The place of each chunk among all, so that the tokens of one stay together; NaN must show.
+        order = means.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        order = -order.to(total.dtype).masked_fill(means.isnan(), float("nan"))
+        return order.gather(1, place).masked_fill(protected, float("inf"))[:, None].expand(-1, heads, -1)
+
+
+@register_method("chunkkv", title="ChunkKV", paper="arXiv 2502.00299", phase="end of prompt", query_aware=True)
+def chunkkv(
+    budget: Budget | str | int | float = "20%",
+    base: str = "snapkv",
+    chunk: int = 10,
+    skip_layers: int | tuple[int, ...] | str = 0,
+    every: int | None = None,
+) -> Plan:
+    """Whole chunks of neighbours, by the mean score of another method, `base`."""
+    return Plan(evict=ChunkKV(base=scored_by_name("chunkkv", base, budget, skip_layers, every), chunk=chunk))

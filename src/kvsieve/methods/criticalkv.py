@@ -1,0 +1,83 @@
+"""CriticalKV: Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective (arXiv 2502.03805).
+
+What an entry changes in a layer's output depends on its value too, as the output projection sees it. Of a budget b,
+half goes to the best by `base`'s scores s; the rest to the largest (s + 1e-4) w, where w is the L1 norm of the value
+after the output projection of a query head, averaged over the heads of the group.
+
+Differences from the reference: what `base` protects comes before both; scores that can be negative (K-norm's,
+KeyDiff's) are first raised so that a row's lowest is 0, or a large w would count against an entry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import group_mean, score_dtype
+from kvsieve.core.selection import top_mask
+from kvsieve.errors import UnsupportedModelError
+from kvsieve.methods.base import Wrapper, hide_padding, model_facts, scored_by_name
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext
+
+# Projected values of one block, [B, entries, C] in float32, stay under about 64 MiB.
+_BLOCK_ELEMENTS = 1 << 24
+_FLOOR = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticalKV(Wrapper):
+    """Half of the budget by `base`'s scores, half by scores times the size of what the values put out.
+
+    The model must have a plain output projection. A base that weighs values itself should not: for ExpectedAttention
+    set ``use_vnorm=False``.
+    """
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("output_weight", *self.base.needs)
+
+    def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
+        scores = hide_padding(ctx, self.base.scores(ctx))
+        first = top_mask(scores, tuple(count // 2 for count in kept)) | scores.isposinf()
+        lowest = scores.masked_fill(scores.isinf(), 0).amin(-1, keepdim=True).clamp_max(0)
+        weight = projected_norm(ctx)
+        if scores.shape[1] != weight.shape[1]:
+            weight = group_mean(weight, scores.shape[1])
+        return ((scores - lowest + _FLOOR) * weight).masked_fill(first, float("inf"))
+
+
+def projected_norm(ctx: LayerContext) -> Tensor:
+    """[B, Hq, N]: L1 norm of each stored value after the output projection of each query head."""
+    projection = model_facts(ctx).output_weight(ctx.layer_idx)
+    batch, heads, length, size = ctx.values.shape
+    query_heads, dtype = ctx.query.shape[1], score_dtype(ctx.values.dtype)
+    if projection.shape[:2] != (query_heads, size):
+        raise UnsupportedModelError(
+            f"layer {ctx.layer_idx} has an output projection for heads of {tuple(projection.shape[:2])}, its attention "
+            f"puts out {(query_heads, size)}"
+        )
+    block = max(1, _BLOCK_ELEMENTS // (batch * projection.shape[2]))
+    out = torch.empty(batch, query_heads, length, dtype=dtype, device=ctx.values.device)
+    for head in range(query_heads):
+        own = projection[head].to(ctx.values.device, dtype)
+        values = ctx.values[:, head * heads // query_heads]
+        for start in range(0, length, block):
+            part = values[:, start : start + block].to(dtype) @ own
+            out[:, head, start : start + block] = part.abs().sum(-1)
+    return out
+
+
+@register_method("criticalkv", title="CriticalKV", paper="arXiv 2502.03805", phase="end of prompt", query_aware=True)
+def criticalkv(
+    budget: Budget | str | int | float = "20%",
+    base: str = "snapkv",
+    skip_layers: int | tuple[int, ...] | str = 0,
+    every: int | None = None,
+) -> Plan:
+    """Scores of another method, `base`, half of them weighed by what the values put out."""
+    return Plan(evict=CriticalKV(base=scored_by_name("criticalkv", base, budget, skip_layers, every)))

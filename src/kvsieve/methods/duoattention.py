@@ -1,0 +1,129 @@
+"""DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads (arXiv 2410.10819).
+
+Retrieval heads keep every entry; streaming heads keep the first `sinks` and the most recent ones. Which head is which
+comes from scores per head, measured once per model (`kvsieve calibrate` writes them into a profile). The prompt is
+attended in full by all heads. The budget sets how many heads retrieve: as many of the best as can keep everything while
+the others keep at least sinks + recent; what is left of the total goes to the recent entries of the streaming heads. A
+budget below sinks + recent makes all heads stream, a fifth of it at most as sinks (as in RocketKV's comparison).
+
+Differences from the reference: scores are measured, not trained with gates; the budget is met exactly instead of a
+share of heads; heads keep their order, since storage is ragged; `every=n` rolls the streaming heads while decoding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.selection import pack_ragged, top_mask
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import ScoredEvictor, check_int, first_real, hold, skips
+from kvsieve.plans import Plan
+from kvsieve.profiles import Fingerprint, Heads, Profile, load_profile, numbers, shipped_profiles
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext, Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class DuoAttention(ScoredEvictor):
+    """Keep everything in retrieval heads, sinks and recent entries in the others.
+
+    heads: a score per layer and KV head, higher for heads that retrieve. sinks, recent: entries of streaming heads, at
+    least, where the budget allows it.
+    """
+
+    heads: Heads = field(repr=False)
+    sinks: int = 128
+    recent: int = 256
+
+    ragged: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_int(self, "sinks", self.sinks, 0)
+        check_int(self, "recent", self.recent, 1)
+        try:
+            object.__setattr__(self, "heads", numbers(self.heads, 2))
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"DuoAttention: heads must be numbers, [layers][KV heads]: {error}") from error
+        super().__post_init__()
+
+    def head_counts(self, layers: list[int], layer: int, stored: int, budget: int) -> list[int]:
+        """Entries that each head of `layer` keeps of `stored` ones; `budget` on average over the heads of `layers`."""
+        order = sorted((-score, i, j) for i in layers for j, score in enumerate(self.heads[i]))
+        least = self.sinks + self.recent
+        room = (budget - least) / (stored - least) if budget > least and stored > least else 0.0
+        retrieving = int(room * len(order)) if budget < stored else len(order)
+        streaming = len(order) - retrieving
+        each, more = divmod(budget * len(order) - retrieving * stored, max(streaming, 1))
+        ranks = {(i, j): rank for rank, (_, i, j) in enumerate(order)}
+        mine = [ranks[layer, head] for head in range(len(self.heads[layer]))]
+        return [stored if rank < retrieving else each + (rank - retrieving < more) for rank in mine]
+
+    def scores(self, ctx: LayerContext) -> Tensor:
+        batch, heads, length = ctx.keys.shape[:3]
+        return torch.arange(length, dtype=torch.float32, device=ctx.keys.device).expand(batch, heads, length)
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        heads = ctx.keys.shape[1]
+        if len(self.heads) != ctx.num_layers or any(len(layer) != heads for layer in self.heads):
+            raise PlanError(
+                f"DuoAttention has scores of {len(self.heads)} layers with {len(self.heads[0])} KV heads each, the "
+                f"model has {ctx.num_layers} with {heads}: calibrate this model"
+            )
+        if skips(self.skip_layers, ctx):
+            return None
+        if ctx.step.phase == "prefill":
+            all_layers = range(ctx.num_layers)
+            layers = [i for i in all_layers if not skips(self.skip_layers, dataclasses.replace(ctx, layer_idx=i))]
+            rows = zip(ctx.stored, counts, strict=True)
+            kept = torch.tensor([self.head_counts(layers, ctx.layer_idx, n, min(c, n)) for n, c in rows])
+            # Retrieval heads grow with every token that is generated; the others stay what they are.
+            full = kept >= torch.tensor(ctx.stored)[:, None]
+            ctx.state["streaming"] = kept.masked_fill(full, torch.iinfo(torch.int64).max)
+        kept = ctx.state["streaming"].to(ctx.keys.device)
+        scores = self.scores(ctx)
+        for row, count in enumerate(counts):
+            sinks = first_real(ctx, min(self.sinks, count // 5 if count <= self.sinks + self.recent else self.sinks))
+            scores = scores.clone() if row == 0 else scores
+            scores[row].masked_fill_(sinks[row if len(sinks) > 1 else 0], float("inf"))
+        if ctx.valid is not None:
+            scores = scores.masked_fill(~ctx.valid, float("-inf"))
+        scores, _ = hold(ctx, scores, counts)
+        kept = torch.maximum(kept, scores.isposinf().sum(-1))
+        mask = top_mask(scores, kept)
+        return pack_ragged(mask if ctx.valid is None else mask & ctx.valid)
+
+
+_ONE_HEAD = Profile(Fingerprint("example", 1, 1, 1, 1, 1, 1), heads=((1.0,),))
+
+
+@register_method(
+    "duoattention",
+    title="DuoAttention",
+    paper="arXiv 2410.10819",
+    phase="end of prompt",
+    query_aware=False,
+    example={"profile": _ONE_HEAD},
+)
+def duoattention(
+    budget: Budget | str | int | float = "50%",
+    profile: Profile | str | os.PathLike[str] | None = None,
+    sinks: int = 128,
+    recent: int = 256,
+) -> Plan:
+    """All entries in retrieval heads, sinks and recent ones in the others; takes a model's profile."""
+    how = "`kvsieve calibrate MODEL --parts heads --out profile.json` makes one"
+    if profile is None:
+        shipped = ", ".join(shipped_profiles()) or "none is shipped"
+        raise PlanError(f"duoattention needs profile=, a file or the name of one that is shipped ({shipped}); {how}")
+    loaded = load_profile(profile)
+    if loaded.heads is None:
+        raise PlanError(f"the profile of {loaded.name or 'the model'} holds no scores of heads; {how}")
+    evictor = DuoAttention(budget=Budget.parse(budget), heads=loaded.heads, sinks=sinks, recent=recent)
+    return Plan(evict=evictor, profile=loaded.fingerprint)

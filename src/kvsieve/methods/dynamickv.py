@@ -1,0 +1,102 @@
+"""DynamicKV: Task-Aware Adaptive KV Cache Compression for Long Context LLMs (arXiv 2412.14838).
+
+A new layer first keeps up to `most` times the budget, its best by pooled window attention. After every `interval`
+layers the best of all layers so far are found together, as many as their budgets allow; each layer is cut to its part
+of them. The same again after the last layer.
+
+Differences from the reference: parts are rounded so that the total is met to the entry; no layer keeps less than its
+base needs; a layer that was cut cannot grow again, as there, and what it would be due goes to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvsieve.budget import Budget
+from kvsieve.core.allocation import allocate
+from kvsieve.core.scoring import Pool
+from kvsieve.core.selection import top_mask
+from kvsieve.errors import PlanError
+from kvsieve.methods.allocators import Cascade, Seen
+from kvsieve.methods.base import ScoredEvictor, check_int
+from kvsieve.methods.snapkv import SnapKV
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicKV(Cascade):
+    """Divide the budget among layers by where the best entries of all are: ``DynamicKV(base=SnapKV(budget=0.2))``.
+
+    base: what ranks entries and holds the budget, which is the average; its scores should mean the same in every layer,
+    as attention does. most: times the budget that a layer may keep, at least 1, the window besides. interval: layers
+    after which those so far are compared.
+    """
+
+    base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2), window=8)
+    most: float = 5.0
+    interval: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.most >= 1:
+            raise PlanError(f"DynamicKV: most must be at least 1, got {self.most!r}")
+        check_int(self, "interval", self.interval, 1)
+
+    def weigh(self, ctx: LayerContext) -> list[float]:
+        return [0.0] * len(ctx.stored)
+
+    def weights(self, seen: Sequence[Seen], row: int) -> list[float]:
+        """How many of the best entries of all layers so far each of them has."""
+        lines, budget = [], 0
+        for layer in seen:
+            scores = layer.scores[row]
+            top = top_mask(scores[None], (self._most(layer, row),))[0]
+            held = scores >= torch.finfo(scores.dtype).max
+            lines.append(scores.masked_fill(held | ~top, float("-inf")).flatten())
+            budget += scores.shape[0] * max(layer.counts[row] - self.spare, 0)
+        scores = torch.cat(lines)
+        best = top_mask(scores[None], (budget,))[0] & ~scores.isneginf()
+        return [float(part.sum()) for part in best.split([len(line) for line in lines])]
+
+    def targets(self, seen: Sequence[Seen], row: int, ahead: int, *, last: bool) -> list[int]:
+        most = [self._most(layer, row) for layer in seen]
+        if not last and len(seen) % self.interval:
+            return most
+        given = [min(layer.stored[row], self.spare) for layer in seen]
+        total = sum(layer.counts[row] for layer in seen) - sum(given)
+        bounds = self._less(given, [layer.floors[row] for layer in seen]), self._less(given, most)
+        parts = allocate(self.weights(seen, row), total, *bounds)
+        return [each + part for each, part in zip(given, parts, strict=True)]
+
+    def _most(self, layer: Seen, row: int) -> int:
+        count = layer.counts[row]
+        most = self.spare + int(self.most * (count - self.spare))
+        return min(layer.stored[row], max(layer.floors[row], most))
+
+
+@register_method("dynamickv", title="DynamicKV", paper="arXiv 2412.14838", phase="end of prompt", query_aware=True)
+def dynamickv(
+    budget: Budget | str | int | float = "20%",
+    most: float = 5.0,
+    interval: int = 4,
+    window: int = 8,
+    kernel: int = 7,
+    pooling: Pool = "avg",
+    skip_layers: int | tuple[int, ...] | str = 0,
+    every: int | None = None,
+) -> Plan:
+    """Budgets per layer by where the best entries of all layers are."""
+    base = SnapKV(
+        budget=Budget.parse(budget),
+        window=window,
+        kernel=kernel,
+        pooling=pooling,
+        skip_layers=skip_layers,  # type: ignore[arg-type]
+        every=every,
+    )
+    return Plan(evict=DynamicKV(base=base, most=most, interval=interval))

@@ -1,0 +1,171 @@
+"""Expected Attention: KV Cache Compression by Estimating Attention from Future Queries Distribution (arXiv 2510.00636).
+
+Future queries are taken to be distributed as the prompt's, before rotation: mean mu and covariance Sigma per query
+head, the first S tokens left out. Rbar is the rotation averaged over the next `n_future` positions, mu' = Rbar mu and
+Sigma' = Rbar Sigma Rbar^T. With the model's scale s, the logit that a key k can expect is
+z = s mu'.k + s^2 k^T Sigma' k / 2. The score is the softmax of z over all entries but the first S, averaged over the
+group, times ||v||_2. The first S stay.
+
+Differences from the reference: queries are turned back from their positions instead of projected again; statistics
+cover all queries of all chunks, merged in float32; each row of a padded batch has its own positions and statistics;
+`every` goes on counting generated tokens' queries; layers without positions rotate by nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import group_mean, score_dtype
+from kvsieve.methods.base import ScoredEvictor, check_choice, check_int, first_real, model_facts, positions, skips
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext, When
+
+# Queries turned back at a time, positions averaged at a time, and elements of k^T Sigma' formed at a time.
+_QUERIES = 1024
+_FUTURE = 64
+_BLOCK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpectedAttention(ScoredEvictor):
+    """Keep the entries that future queries can be expected to attend to.
+
+    sinks: S first tokens, always kept, whose queries do not count. n_future: positions after the end that the rotation
+    is averaged over. use_covariance: False for the mean alone. use_vnorm: weigh by the values' norms.
+    """
+
+    sinks: int = 4
+    n_future: int = 512
+    use_covariance: bool = True
+    use_vnorm: bool = True
+
+    def __post_init__(self) -> None:
+        check_int(self, "sinks", self.sinks, 0)
+        check_int(self, "n_future", self.n_future, 1)
+        for name in ("use_covariance", "use_vnorm"):
+            check_choice(self, name, getattr(self, name), (False, True))
+        super().__post_init__()
+
+    @property
+    def when(self) -> When:
+        return When(steps=self.every, looks=True)
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return ("rotary",)
+
+    @property
+    def minimum(self) -> int:
+        return self.sinks + 1
+
+    @property
+    def why_minimum(self) -> str:
+        return f"{self.sinks} sinks and one more"
+
+    def look(self, ctx: LayerContext) -> None:
+        """Add this pass's queries to the count, mean and scatter that the layer's state holds."""
+        if skips(self.skip_layers, ctx):
+            return
+        new = ctx.query.shape[2]
+        place = positions(ctx)[:, 0, -new:]
+        counted = place >= self.sinks
+        if ctx.valid is not None:
+            counted &= ctx.valid[:, 0, -new:]
+        for start in range(0, new, _QUERIES):
+            part = slice(start, start + _QUERIES)
+            facts = model_facts(ctx)
+            self._add(
+                ctx, facts.rotate(ctx.layer_idx, ctx.query[:, :, part], place[:, part], inverse=True), counted[:, part]
+            )
+
+    def _add(self, ctx: LayerContext, query: Tensor, counted: Tensor) -> None:
+        """Merge queries [B, Hq, L, D], those `counted` [B, L], into the statistics (Chan, Golub and LeVeque)."""
+        batch, heads, _, size = query.shape
+        state, weight = ctx.state, counted.to(query.dtype)[:, None, :, None]
+        if "queries" not in state:
+            state["queries"] = query.new_zeros(batch)
+            state["mean"] = query.new_zeros(batch, heads, size)
+            if self.use_covariance:
+                state["scatter"] = query.new_zeros(batch, heads, size, size)
+        before, added = state["queries"], counted.sum(-1).to(query.dtype)
+        total = before + added
+        mean = (query * weight).sum(2) / added.clamp_min(1)[:, None, None]
+        moved = mean - state["mean"]
+        share = (added / total.clamp_min(1))[:, None, None]
+        if self.use_covariance:
+            centred = (query - mean[:, :, None]) * weight
+            between = (before[:, None, None] * share)[..., None] * moved[..., None] * moved[..., None, :]
+            state["scatter"] = state["scatter"] + centred.transpose(-1, -2) @ centred + between
+        state["mean"] = state["mean"] + moved * share
+        state["queries"] = total
+
+    def scores(self, ctx: LayerContext) -> Tensor:
+        batch, heads, length, size = ctx.keys.shape
+        dtype = score_dtype(ctx.keys.dtype)
+        turn = self._average_turn(ctx, dtype)
+        mean = (ctx.state["mean"].to(dtype) @ turn).view(batch, heads, -1, size) * ctx.scale
+        spread = None
+        if self.use_covariance:
+            count = ctx.state["queries"].to(dtype).clamp_min(1)[:, None, None, None]
+            spread = turn[:, None].transpose(-1, -2) @ (ctx.state["scatter"].to(dtype) / count) @ turn[:, None]
+            spread = spread.view(batch, heads, -1, size, size) * (ctx.scale**2 / 2)
+        block = max(1, _BLOCK_ELEMENTS // (mean.numel()))
+        parts = []
+        for start in range(0, length, block):
+            keys = ctx.keys[:, :, start : start + block].to(dtype)
+            logits = mean @ keys.transpose(-1, -2)
+            if spread is not None:
+                logits += ((keys[:, :, None] @ spread) * keys[:, :, None]).sum(-1)
+            parts.append(logits)
+        sinks = first_real(ctx, self.sinks)
+        hidden = sinks if ctx.valid is None else sinks | ~ctx.valid
+        expected = torch.cat(parts, -1).masked_fill(hidden[:, :, None], float("-inf")).softmax(-1)
+        scores = group_mean(expected.flatten(1, 2), heads)
+        if self.use_vnorm:
+            scores = scores * ctx.values.to(dtype).norm(dim=-1)
+        return scores.masked_fill(sinks, float("inf"))
+
+    def _average_turn(self, ctx: LayerContext, dtype: torch.dtype) -> Tensor:
+        """[B, D, D]: what a row vector is multiplied with to be rotated on average over each row's next positions."""
+        size, device = ctx.keys.shape[3], ctx.keys.device
+        basis = torch.eye(size, dtype=dtype, device=device)[None, :, None]
+        average: dict[int, Tensor] = {}
+        for length in dict.fromkeys(ctx.step.lengths):
+            total = basis.new_zeros(size, size)
+            for start in range(0, self.n_future, _FUTURE):
+                place = torch.arange(start, min(start + _FUTURE, self.n_future), device=device)[None] + length
+                vectors = basis.expand(-1, -1, place.shape[1], -1)
+                total += model_facts(ctx).rotate(ctx.layer_idx, vectors, place)[0].sum(1)
+            average[length] = total / self.n_future
+        return torch.stack([average[length] for length in ctx.step.lengths])
+
+
+@register_method(
+    "expectedattention",
+    title="Expected Attention",
+    paper="arXiv 2510.00636",
+    phase="end of prompt",
+    query_aware=False,
+)
+def expected_attention(
+    budget: Budget | str | int | float = "20%",
+    sinks: int = 4,
+    n_future: int = 512,
+    use_covariance: bool = True,
+    use_vnorm: bool = True,
+) -> Plan:
+    """Entries that queries like the prompt's can be expected to attend to later."""
+    return Plan(
+        evict=ExpectedAttention(
+            budget=Budget.parse(budget),
+            sinks=sinks,
+            n_future=n_future,
+            use_covariance=use_covariance,
+            use_vnorm=use_vnorm,
+        )
+    )

@@ -1,0 +1,105 @@
+"""Finch: Prompt-guided Key-Value Cache Compression (arXiv 2408.00167).
+
+A prompt is a context and its question, the last tokens. The context is read chunk by chunk, each time as [what is kept
+so far | chunk | question]. The question's queries score what is kept and the chunk: softmax over all they see, each
+query's row times the number of entries it sees, so that later rows count as much as earlier ones, mean over the queries
+and the query heads of a group. The best of every KV head stay, as many as the budget's share of what has been read;
+the question is forgotten, and the keys kept are turned to the positions 0, 1, ... without gaps, after which the next
+chunk follows. So neither memory nor positions ever exceed budget, chunk and question. At the end the question is read
+for good, and the conversation goes on behind it.
+
+On a later turn the whole conversation is read afresh in the light of its new end. Where a question is yet to come, as
+in evaluations that hide it, the context's own last tokens stand for it.
+
+Differences from the reference: what is dropped in an earlier chunk is gone; the share of a budget is exact at the end
+and rounded down before; rows of a batch have chunks and shares of their own; keys turn in float32, ties to the lower
+slot. Models with sliding windows are refused: their layers cannot move what they hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.queries import query_mass
+from kvsieve.core.scoring import group_mean
+from kvsieve.core.selection import select_top
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import check_int, hide_padding, hold
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import END_OF_PROMPT, LayerContext, Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finch:
+    """Read a context in the light of its question, keeping of each chunk what the question attends to.
+
+    budget: entries stored once the prompt is complete, the question's included. question: last tokens of the prompt
+    that are its question, at least 1, always kept. chunk: tokens of the context per step.
+    """
+
+    budget: Budget
+    question: int
+    chunk: int = 1024
+
+    restarts = True
+    takes_quotas = True
+    needs = ("rotary",)
+    when = END_OF_PROMPT
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", Budget.parse(self.budget))
+        check_int(self, "question", self.question, 1)
+        check_int(self, "chunk", self.chunk, 1)
+        if self.budget.tokens is not None and self.budget.tokens < self.minimum:
+            raise PlanError(
+                f"Finch: a budget of {self.budget.tokens} entries is too small, at least {self.minimum} are needed "
+                f"(the question of {self.question} and one more); raise budget="
+            )
+
+    @property
+    def window(self) -> int:
+        return self.question
+
+    @property
+    def minimum(self) -> int:
+        return self.question + 1
+
+    def scores(self, ctx: LayerContext) -> Tensor:
+        """[B, H, N - question]: what the last `question` queries make of the entries before theirs."""
+        count, length = self.question, ctx.keys.shape[2]
+        slots = torch.arange(length, device=ctx.keys.device)
+        visible = (slots <= slots[-count:, None])[None, None]
+        if ctx.valid is not None:
+            visible = visible & ctx.valid[:, :, None] & ctx.valid[:, :, -count:, None]
+        asking = visible.any(-1)
+        weights = visible.sum(-1) / asking.sum(-1, keepdim=True).clamp_min(1)
+        mass = query_mass(ctx.query[:, :, -count:], ctx.keys, ctx.scale, visible, weights=weights)
+        return group_mean(mass, ctx.keys.shape[1])[..., :-count]
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection:
+        """The ``counts[b]`` best entries of each head of row b before the question's; see roles.Condensing."""
+        scores = torch.nn.functional.pad(self.scores(ctx), (0, self.question), value=float("-inf"))
+        return select_top(*hold(ctx, hide_padding(ctx, scores), counts))
+
+
+@register_method(
+    "finch",
+    title="Finch",
+    paper="arXiv 2408.00167",
+    phase="while reading",
+    query_aware=True,
+    example={"question": 32},
+)
+def finch(budget: Budget | str | int | float = "25%", question: int | None = None, chunk: int = 1024) -> Plan:
+    """Chunk by chunk, entries the prompt's question attends to, moved together."""
+    if question is None:
+        raise PlanError(
+            "finch reads a context in the light of its question: say how many of the prompt's last tokens it is, e.g. "
+            "question=32"
+        )
+    return Plan(evict=Finch(budget=Budget.parse(budget), question=question, chunk=chunk))

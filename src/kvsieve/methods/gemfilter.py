@@ -1,0 +1,114 @@
+"""GemFilter: Discovering the Gems in Early Layers: Accelerating Long-Context LLMs with 1000x Input Token Reduction
+(arXiv 2409.17422), algorithm 1.
+
+The prompt is read up to a filter layer only. There each token's score is the dot product of its key with the prompt's
+last query, unscaled and without softmax, summed over all query heads and average-pooled along the sequence. The ids
+of the best k tokens, in order, are a fresh prompt at positions 0..k-1, read in full; decoding goes on at k. So one
+budget sets the cost of reading and what is stored, and nothing of the first pass survives.
+
+Differences from the reference: the prompt's last token always goes on (`keep_last=0` restores the reference, whose
+answers may then start from a wrong token); batches and padding; on a later turn the whole conversation is filtered
+afresh; the filter layer's published depths are 13 of 32 (Llama), 17 of 36 (Ministral) and 14 of 28 (Qwen2.5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import pool, score_dtype
+from kvsieve.core.selection import pack, top_mask
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import check_int, hold
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext, Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemFilter:
+    """Read again only the tokens that the prompt's last query points to at `layer`.
+
+    budget: k, tokens that are read again; a Budget, a share ("20%", 0.2) or a number (1024) of the whole prompt.
+    layer: the filter layer, 0-based, the last one of the first pass. None for 13/32 of the depth.
+    kernel: odd width of the average pooling.
+    keep_last: last tokens that always go on, within the budget.
+    """
+
+    budget: Budget
+    layer: int | None = None
+    kernel: int = 5
+    keep_last: int = 1
+
+    restarts = True
+    window = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", Budget.parse(self.budget))
+        if self.layer is not None:
+            check_int(self, "layer", self.layer, 0)
+        check_int(self, "kernel", self.kernel, 1, odd=True)
+        check_int(self, "keep_last", self.keep_last, 0)
+        if self.budget.tokens is not None and self.budget.tokens < self.keep_last:
+            raise PlanError(
+                f"GemFilter: a budget of {self.budget.tokens} tokens is too small for keep_last={self.keep_last}; "
+                "raise budget="
+            )
+
+    def source(self, num_layers: int) -> int:
+        layer = num_layers * 13 // 32 if self.layer is None else self.layer
+        if layer >= num_layers:
+            raise PlanError(
+                f"filter layer {layer} is outside the model: it has {num_layers} layers, so the filter layer must lie "
+                f"in 0..{num_layers - 1}; set layer="
+            )
+        return layer
+
+    def caution(self, num_layers: int) -> str | None:
+        if self.layer is not None:
+            return None
+        return (
+            f"no filter layer given: using layer {self.source(num_layers)} of {num_layers}, the depth published for a "
+            "model of 8B; small models need a deeper one, so compare answers before you rely on it"
+        )
+
+    def keeps(self, length: int) -> int:
+        """Tokens of a prompt of `length` that are read again."""
+        return min(length, self.budget.entries(length, max(self.keep_last, 1)))
+
+    def select(self, ctx: LayerContext) -> Selection | None:
+        if ctx.layer_idx != self.source(ctx.num_layers):
+            return None
+        ctx.shared["report"] = {"filter_layer": ctx.layer_idx}
+        counts = tuple(self.keeps(length) for length in ctx.offered_counts)
+        return pack(*self.best(ctx, counts))
+
+    def best(self, ctx: LayerContext, counts: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
+        """bool [B, N], the ``counts[b]`` tokens of each row that are read again; and how many, if more must be."""
+        dtype = score_dtype(ctx.keys.dtype)
+        batch, heads, length, dim = ctx.keys.shape
+        # Dot products are linear, so the query heads of a group can be summed before.
+        query = ctx.query[:, :, -1].to(dtype).view(batch, heads, -1, dim).sum(2)
+        scores = torch.zeros(batch, length, dtype=dtype, device=ctx.keys.device)
+        for head in range(heads):
+            scores += (ctx.keys[:, head].to(dtype) @ query[:, head, :, None])[..., 0]
+        real = None if ctx.valid is None else ctx.valid[:, 0]
+        # Pooling counts zeros beyond the ends, and so it must at a row's own start.
+        scores = pool(scores if real is None else scores.masked_fill(~real, 0), self.kernel, "avg")
+        if real is not None:
+            scores = scores.masked_fill(~real, float("-inf"))
+        if self.keep_last:
+            scores[:, -self.keep_last :] = float("inf")
+        held, counts = hold(ctx, scores[:, None], counts, insist=True)
+        return top_mask(held[:, 0], counts), counts
+
+
+@register_method("gemfilter", title="GemFilter", paper="arXiv 2409.17422", phase="prefill", query_aware=True)
+def gemfilter(
+    budget: Budget | str | int | float = 1024, layer: int | None = None, kernel: int = 5, keep_last: int = 1
+) -> Plan:
+    """Tokens that an early layer's last query points to, read again as a short prompt."""
+    return Plan(propagate=GemFilter(budget=Budget.parse(budget), layer=layer, kernel=kernel, keep_last=keep_last))

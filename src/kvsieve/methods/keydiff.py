@@ -1,0 +1,59 @@
+"""KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference (arXiv 2504.15364).
+
+Keys that resemble all others tend to be attended to little. The anchor of a KV head is the mean of its normalised
+keys; an entry's score is minus the cosine of its key with the anchor, and the most distinct stay. Needs no queries.
+
+`chunks=True` is the paper's block-wise form: after every chunk of a chunked prefill (``chunk=128`` is its block) what
+is stored, the new chunk included, is judged against an anchor of its own and reduced to the budget, so that memory is
+bounded while the prompt is read. Then a share of the budget is one of what has been read so far.
+
+Differences from the reference: by default once, at the end of the prompt; no recent entries are set aside; keys as
+stored, after rotation; padded batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import score_dtype
+from kvsieve.methods.base import ScoredEvictor, check_choice
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext, When
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyDiff(ScoredEvictor):
+    """Keep the entries whose keys are least like the mean key.
+
+    chunks: also after each chunk of a chunked prompt, whose next chunks then attend to what is left.
+    """
+
+    chunks: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice(self, "chunks", self.chunks, (False, True))
+        super().__post_init__()
+
+    @property
+    def when(self) -> When:
+        return When(chunks=self.chunks, steps=self.every)
+
+    def scores(self, ctx: LayerContext) -> Tensor:
+        keys = F.normalize(ctx.keys.to(score_dtype(ctx.keys.dtype)), dim=-1)
+        if ctx.valid is None:
+            anchor = keys.mean(2, keepdim=True)
+        else:
+            real = ctx.valid[:, :, None].to(keys.dtype)
+            anchor = (real @ keys) / real.sum(-1, keepdim=True).clamp_min(1)
+        return -(keys @ F.normalize(anchor, dim=-1).transpose(-1, -2)).squeeze(-1)
+
+
+@register_method("keydiff", title="KeyDiff", paper="arXiv 2504.15364", phase="end of prompt", query_aware=False)
+def keydiff(budget: Budget | str | int | float = "20%", chunks: bool = False) -> Plan:
+    """Keys least like the mean key, no queries needed; with `chunks`, while the prompt is read too."""
+    return Plan(evict=KeyDiff(budget=Budget.parse(budget), chunks=chunks))

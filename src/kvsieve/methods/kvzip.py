@@ -1,0 +1,228 @@
+"""KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction (arXiv 2505.23416).
+
+The model is made to repeat its context: once it is read, every chunk of it is fed once more, after a request to repeat
+it, and from the second on after the last 8 tokens of the chunk before. An entry's score is the largest attention it
+gets from any of the tokens fed and any query head of its group, in a softmax over the prefix, the chunk and the tokens
+fed. Nothing fed stays. The best entries of all layers and heads together stay, so heads keep different numbers; or the
+best of each head (`uniform=True`). What follows the prompt plays no part, so what is kept serves any question.
+
+Chunks are of the whole conversation: on a later turn it is repeated again, and what was dropped stays dropped. The
+prompt is read as ever; repeating it costs about as much again, or twice that.
+
+Differences from the reference: the prefix is protected whatever its length; the total is exact, ties go to the lower
+layer, head and slot; each row of a batch has chunks of its own tokens; the end of a prompt is repeated with it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.queries import query_mass
+from kvsieve.core.selection import pack_ragged, select_top, top_mask
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import check_choice, check_int, first_real, hide_padding, hold, parse_layers, skips
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.roles import Rehearsal
+from kvsieve.types import END_OF_PROMPT, LayerContext, Selection
+
+# Tokens of the chunk before that lead to a chunk.
+_LEAD = 8
+_STATE = "kvzip"
+_REQUESTS = ("repeat_ids", "go_on_ids", "answer_ids")
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVzip:
+    """Keep the entries that the model needs to repeat its context.
+
+    budget: entries per layer and KV head, on average over layers and heads unless ``uniform``, prefix included.
+    prefix: first tokens that always stay, such as a system prompt, at least 1. chunk: tokens repeated at once.
+    uniform: as many in every head. repeat_ids, go_on_ids: token ids that ask to repeat, before the first chunk and
+    before later ones, which follow with the last 8 tokens of the chunk before; answer_ids: what a chat template writes
+    before the answer. `repeat_requests` makes all three; the command line and evaluations do so where they are None,
+    which else feeds nothing. skip_layers: layers that keep all, not counted.
+    """
+
+    budget: Budget
+    prefix: int = 4
+    chunk: int = 2048
+    uniform: bool = False
+    repeat_ids: tuple[int, ...] | None = None
+    go_on_ids: tuple[int, ...] | None = None
+    answer_ids: tuple[int, ...] | None = None
+    skip_layers: int | tuple[int, ...] = 0
+
+    window = 0
+    when = END_OF_PROMPT
+    takes_quotas = True
+
+    @property
+    def ragged(self) -> bool:
+        return not self.uniform
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", Budget.parse(self.budget))
+        check_int(self, "prefix", self.prefix, 1)
+        check_int(self, "chunk", self.chunk, 1)
+        check_choice(self, "uniform", self.uniform, (False, True))
+        for name in _REQUESTS:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _ids(name, getattr(self, name)))
+        object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
+        if self.budget.tokens is not None and self.budget.tokens < self.minimum:
+            raise PlanError(
+                f"KVzip: a budget of {self.budget.tokens} entries is too small, at least {self.minimum} are needed "
+                f"(the prefix of {self.prefix} and one more); raise budget="
+            )
+
+    @property
+    def minimum(self) -> int:
+        return self.prefix + 1
+
+    @property
+    def rehearsed(self) -> int:
+        asked = max(len(self.repeat_ids or ()), len(self.go_on_ids or ()) + _LEAD)
+        return asked + len(self.answer_ids or ()) + self.chunk
+
+    def for_tokenizer(self, tokenizer: Any) -> KVzip:
+        """See Plan.for_tokenizer."""
+        missing = [name for name in _REQUESTS if getattr(self, name) is None]
+        made: dict[str, Any] = {**repeat_requests(tokenizer)} if missing else {}
+        return replace(self, **{name: made[name] for name in missing})
+
+    def rehearse(self, rehearsal: Rehearsal) -> None:
+        numbers = (rehearsal.real.long().cumsum(-1) - 1).masked_fill(~rehearsal.real, -1)
+        whole = rehearsal.branch()
+        whole.read_rest()
+        scores: dict[int, Tensor] = {}
+        for start in range(0, int(numbers.max()) + 1, self.chunk):
+            rows = [self.fed(ids[real], start) for ids, real in zip(rehearsal.ids, rehearsal.real, strict=True)]
+            size = max(map(len, rows))
+            ids, real = rehearsal.ids.new_zeros(len(rows), size), rehearsal.real.new_zeros(len(rows), size)
+            # Filler comes last: between a row and what is fed, it would count as part of sliding windows.
+            for row, fed in enumerate(rows):
+                ids[row, : len(fed)], real[row, : len(fed)] = fed, True
+            look = functools.partial(self._score, scores, numbers, start)
+            whole.branch().feed(ids, real, look=look)
+        for index, mine in scores.items():
+            rehearsal.state(index)[_STATE] = mine
+            rehearsal.state(index)["kvzip_closes"] = index == max(scores)
+
+    def fed(self, tokens: Tensor, start: int) -> Tensor:
+        """What is fed to repeat the chunk of a row's true `tokens` [n] from `start` on; nothing when there is none."""
+        chunk = tokens[start : start + self.chunk]
+        if not len(chunk):
+            return chunk
+        asked = (self.go_on_ids if start else self.repeat_ids) or ()
+        before = [*asked, *tokens[max(0, start - _LEAD) : start].tolist(), *(self.answer_ids or ())]
+        return torch.cat([chunk.new_tensor(before), chunk])
+
+    def _score(self, scores: dict[int, Tensor], numbers: Tensor, start: int, ctx: LayerContext) -> None:
+        """Raise the scores [B, H, N] of a layer's entries in the chunk from token `start` on to what they get here."""
+        if skips(self.skip_layers, ctx):
+            return
+        fed = ctx.query.shape[2]
+        stored = ctx.keys.shape[2] - fed
+        index = ctx.index[:, :, :stored].long()
+        # The number of each entry's token in its row, -1 for padding and filler.
+        token = numbers.to(index.device)[:, None].expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0))
+        real = torch.ones_like(ctx.index, dtype=torch.bool) if ctx.valid is None else ctx.valid.expand_as(ctx.index)
+        token = token.masked_fill((index < 0) | ~real[:, :, :stored], -1)
+        inside = (token >= start) & (token < start + self.chunk)
+        shown = inside | ((token >= 0) & (token < self.prefix))
+        # Only these are attended to: their slots, in order, at the right end.
+        slots = shown.to(torch.uint8).argsort(dim=-1, stable=True)[..., stored - int(shown.sum(-1).max()) :]
+        keys = ctx.keys[:, :, :stored].gather(2, slots[..., None].expand(-1, -1, -1, ctx.keys.shape[-1]))
+        causal = torch.ones(fed, fed, dtype=torch.bool, device=keys.device).tril()
+        own = real[:, :, None, stored:]
+        visible = torch.cat([shown.gather(2, slots)[:, :, None].expand(-1, -1, fed, -1), causal & own], -1)
+        visible = visible & own.transpose(2, 3)
+        mass = query_mass(ctx.query, torch.cat([keys, ctx.keys[:, :, stored:]], 2), ctx.scale, visible, reduce="max")
+        best = mass[..., : slots.shape[-1]].unflatten(1, (keys.shape[1], -1)).amax(2)
+        best = best.masked_fill(~inside.gather(2, slots), 0)
+        mine = scores.setdefault(ctx.layer_idx, best.new_zeros(index.shape))
+        mine.scatter_reduce_(2, slots, best, "amax")
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | dict[int, Selection] | None:
+        scores, closes = ctx.state.pop(_STATE, None), ctx.state.pop("kvzip_closes", False)
+        if scores is None:
+            return None
+        scores = scores.masked_fill(first_real(ctx, self.prefix), float("inf"))
+        kept = tuple(min(count, stored) for count, stored in zip(counts, ctx.stored, strict=True))
+        if self.uniform:
+            return None if kept == ctx.stored else select_top(*hold(ctx, hide_padding(ctx, scores), kept))
+        layers: dict[int, Tensor] = ctx.shared.setdefault(_STATE, {})
+        layers[ctx.layer_idx] = hold(ctx, hide_padding(ctx, scores), kept)[0]
+        return self._threshold(layers, counts) if closes else None
+
+    def _threshold(self, layers: dict[int, Tensor], counts: tuple[int, ...]) -> dict[int, Selection]:
+        """The best entries of all layers and heads together: scores [B, H, N] per layer -> what each layer keeps."""
+        device = next(iter(layers.values())).device
+        every = torch.cat([scores.flatten(1).to(device) for scores in layers.values()], 1)
+        heads = sum(scores.shape[1] for scores in layers.values())
+        total = torch.tensor(counts, device=device) * heads
+        total = total.clamp(min=every.isposinf().sum(-1), max=(~every.isneginf()).sum(-1))
+        masks = top_mask(every, total).split([scores[0].numel() for scores in layers.values()], 1)
+        chosen = {}
+        for (index, scores), mask in zip(layers.items(), masks, strict=True):
+            if not bool(mask.all()):
+                chosen[index] = pack_ragged(mask.view(scores.shape).to(scores.device))
+        return chosen
+
+
+def repeat_requests(tokenizer: Any) -> dict[str, tuple[int, ...]]:
+    """What to feed with a tokenizer of transformers: ``plan("kvzip", **repeat_requests(tokenizer))``.
+
+    Right for a prompt that is a user's message still open, or plain text.
+    """
+    answer = ""
+    if getattr(tokenizer, "chat_template", None):
+        mark = "kvsieve-mark-of-the-message"
+        message = [{"role": "user", "content": mark}]
+        answer = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False).rpartition(mark)[2]
+    texts = {
+        "repeat_ids": "\n\nRepeat the previous context exactly.",
+        "go_on_ids": "\n\nRepeat the part of the previous context exactly, starting with",
+        "answer_ids": answer or "\n",
+    }
+    return {name: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for name, text in texts.items()}
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, Sequence) and all(type(each) is int and each >= 0 for each in value):
+        return tuple(value)
+    raise PlanError(f"KVzip: {name} must be token ids such as (12, 7), got {value!r}; see repeat_requests")
+
+
+@register_method("kvzip", title="KVzip", paper="arXiv 2505.23416", phase="end of prompt", query_aware=False)
+def kvzip(
+    budget: Budget | str | int | float = "30%",
+    prefix: int = 4,
+    chunk: int = 2048,
+    uniform: bool = False,
+    repeat_ids: tuple[int, ...] | None = None,
+    go_on_ids: tuple[int, ...] | None = None,
+    answer_ids: tuple[int, ...] | None = None,
+    skip_layers: int | tuple[int, ...] = 0,
+) -> Plan:
+    """Entries the model needs to repeat its context, whatever the question."""
+    return Plan(
+        evict=KVzip(
+            budget=Budget.parse(budget),
+            prefix=prefix,
+            chunk=chunk,
+            uniform=uniform,
+            repeat_ids=repeat_ids,
+            go_on_ids=go_on_ids,
+            answer_ids=answer_ids,
+            skip_layers=skip_layers,
+        )
+    )

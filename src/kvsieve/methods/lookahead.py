@@ -1,0 +1,143 @@
+"""Lookahead Q-Cache: Achieving More Consistent KV Cache Eviction via Pseudo Query (arXiv 2505.20334).
+
+What the answer will attend to is asked of a draft of it. Once the prompt is read, SnapKV cuts a copy of the cache down
+and a few tokens are generated from that, greedily. Their queries then score all of the prompt, as SnapKV's window
+does: softmax mass over the prompt's entries, pooled along the sequence, shared by the query heads of a group. The
+drafted tokens and the copy are forgotten. The local window's queries vote as well ("LAQ++"); `local=False` leaves the
+votes to the drafted ones. The window's own entries stay in either case.
+
+On a later turn the draft follows the whole conversation so far.
+
+Differences from the reference: drafted tokens are no keys of the scoring softmax; a row whose draft ends sooner votes
+with fewer queries; one index set per KV head; scores in float32, ties to the lower slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.queries import query_mass
+from kvsieve.core.scoring import Pool, group_mean, pool
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import check_choice, check_int
+from kvsieve.methods.snapkv import SnapKV
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.roles import Rehearsal
+from kvsieve.types import LayerContext, Selection
+
+_STATE, _REAL = "lookahead", "lookahead_real"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookahead(SnapKV):
+    """Keep the entries that a draft of the answer attends to, and the prompt's last `window`.
+
+    lookahead: tokens drafted, at least 1. draft: entries of the cut-down copy they are drafted from, a Budget, a share
+    or a number; None for `budget`. local: the prompt's last `window` queries vote too. window, kernel, pooling: as
+    SnapKV's, for the draft and for the real thing.
+    """
+
+    lookahead: int = 8
+    draft: Budget | None = None
+    local: bool = True
+
+    def __post_init__(self) -> None:
+        check_int(self, "lookahead", self.lookahead, 1)
+        check_choice(self, "local", self.local, (False, True))
+        if self.draft is not None:
+            object.__setattr__(self, "draft", Budget.parse(self.draft))
+        super().__post_init__()
+        if self.every is not None:
+            raise PlanError("Lookahead drafts once a prompt is complete, not while decoding: leave every= out")
+        if self.per_query_head:
+            raise PlanError("Lookahead keeps one set per KV head: leave per_query_head out")
+        self._drafter()
+
+    @property
+    def rehearsed(self) -> int:
+        return self.window + self.lookahead
+
+    def _drafter(self) -> SnapKV:
+        return SnapKV(
+            budget=self.draft or self.budget,
+            window=self.window,
+            kernel=self.kernel,
+            pooling=self.pooling,
+            skip_layers=self.skip_layers,
+        )
+
+    def rehearse(self, rehearsal: Rehearsal) -> None:
+        branch = rehearsal.branch()
+        logits = branch.read_rest(evict=self._drafter(), logits=True)
+        queries: dict[int, list[Tensor]] = {}
+        real = []
+        going = torch.ones(len(rehearsal.ids), dtype=torch.bool, device=rehearsal.ids.device)
+        ends = torch.tensor(sorted(rehearsal.ends), dtype=torch.int64, device=going.device)
+        for left in reversed(range(self.lookahead)):
+            assert logits is not None
+            token = logits.argmax(-1)
+            real.append(going)
+            going = going & ~torch.isin(token, ends)
+            logits = branch.feed(
+                token[:, None],
+                look=lambda ctx: queries.setdefault(ctx.layer_idx, []).append(ctx.query),
+                logits=left > 0,
+            )
+        for index, parts in queries.items():
+            rehearsal.state(index)[_STATE] = torch.cat(parts, 2)
+            rehearsal.state(index)[_REAL] = torch.stack(real, 1)
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        selection = super().select(ctx, counts)
+        ctx.state.pop(_STATE, None), ctx.state.pop(_REAL, None)
+        return selection
+
+    def context_scores(self, ctx: LayerContext) -> Tensor:
+        drafted = ctx.state.get(_STATE)
+        if drafted is None:
+            return super().context_scores(ctx)
+        length, heads = ctx.keys.shape[2], ctx.keys.shape[1]
+        window = min(self.window, ctx.query.shape[2])
+        slots = torch.arange(length, device=ctx.keys.device)
+        valid = torch.ones(1, 1, length, dtype=torch.bool, device=slots.device) if ctx.valid is None else ctx.valid
+        visible = (valid[:, :, None] & ctx.state[_REAL].to(slots.device)[:, None, :, None]).expand(
+            -1, valid.shape[1], -1, -1
+        )
+        query = drafted
+        if self.local:
+            causal = valid[:, :, None] & valid[:, :, -window:, None] & (slots <= slots[-window:, None])
+            visible = torch.cat([causal.expand(len(visible), -1, -1, -1), visible], 2)
+            query = torch.cat([ctx.query[:, :, -window:], drafted.to(ctx.query.dtype)], 2)
+        mass = query_mass(query, ctx.keys, ctx.scale, visible)[..., :-window]
+        return group_mean(pool(mass, self.kernel, self.pooling), heads)
+
+
+@register_method(
+    "lookahead", title="Lookahead Q-Cache", paper="arXiv 2505.20334", phase="end of prompt", query_aware=True
+)
+def lookahead(
+    budget: Budget | str | int | float = "20%",
+    lookahead: int = 8,
+    draft: Budget | str | int | float | None = None,
+    local: bool = True,
+    window: int = 32,
+    kernel: int = 7,
+    pooling: Pool = "avg",
+) -> Plan:
+    """Entries that a draft of the answer attends to."""
+    return Plan(
+        evict=Lookahead(
+            budget=Budget.parse(budget),
+            lookahead=lookahead,
+            draft=None if draft is None else Budget.parse(draft),
+            local=local,
+            window=window,
+            kernel=kernel,
+            pooling=pooling,
+        )
+    )

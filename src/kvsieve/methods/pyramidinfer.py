@@ -1,0 +1,178 @@
+"""PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference (arXiv 2405.12532), section 4, prefill.
+
+Every layer passes on fewer hidden states than it got. The last R+1 tokens, R a share of the prompt, and the sinks
+always go on; the context before them is ranked by the attention it gets from those R+1 queries, averaged over all
+heads, later queries weighted a little more. The share of its context that a layer passes on falls with depth, from 1 at
+layer 0 to about `rate`; the shares of all layers multiply. A layer stores what it got, so one number sets the cost of
+reading and what is stored; `budget=` evicts on top of it, as FastKV does.
+
+Differences from the reference: the tail's rows of attention are computed in blocks, never the N x N map (the same
+numbers); the linear schedule falls with depth (the reference's would rise, and is never used); batches and padding;
+on a later turn the new tokens attend to everything stored and only they are dropped; nothing is dropped while
+decoding (the reference re-ranks generated tokens in blocks of 16; compose an evictor with `every=` instead). The last
+chunk of a chunked prompt is made to hold the whole tail.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import score_dtype
+from kvsieve.core.selection import select_top
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import check_choice, check_int, hold
+from kvsieve.methods.snapkv import SnapKV
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext, Selection
+
+Strategy = Literal["cosine", "linear"]
+
+# Attention weights of one block of queries, [B, Hq, block, N] in float32, stay under about 128 MiB.
+_BLOCK_ELEMENTS = 1 << 25
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyramidInfer:
+    """Drop hidden states layer by layer.
+
+    rate: share of its context, in (0, 1], that the deepest layer would pass on. It is a share per layer and the
+    shares multiply, so it is not the share of the prompt that is left: with recent=0.2 and 32 layers, 0.9 leaves 77%
+    of all tokens on average over the layers, 0.7 leaves 60% and 0.3 half.
+    recent: R as a share of the prompt, in [0, 1). strategy: how the share falls, "cosine" or "linear".
+    interval: layers between two drops. min_context: a layer's context is never cut down to this many tokens or fewer.
+    sinks: first tokens of the conversation, always passed on. distance_weight: weight of the last query; the first of
+    the tail has 1.
+    """
+
+    rate: float = 0.9
+    recent: float = 0.2
+    strategy: Strategy = "cosine"
+    interval: int = 1
+    min_context: int = 64
+    sinks: int = 4
+    distance_weight: float = 1.2
+
+    window = 1
+
+    def __post_init__(self) -> None:
+        for name, fine, range_ in (
+            ("rate", 0 < self.rate <= 1, "(0, 1]"),
+            ("recent", 0 <= self.recent < 1, "[0, 1)"),
+            ("distance_weight", 0 < self.distance_weight < math.inf, "(0, inf)"),
+        ):
+            if not fine:
+                raise PlanError(f"PyramidInfer: {name} must lie in {range_}, got {getattr(self, name)!r}")
+        check_choice(self, "strategy", self.strategy, ("cosine", "linear"))
+        check_int(self, "interval", self.interval, 1)
+        check_int(self, "sinks", self.sinks, 0)
+        check_int(self, "min_context", self.min_context, self.sinks)
+
+    def source(self, num_layers: int) -> int:
+        # Layer 0 passes everything on.
+        if self.interval >= num_layers - 1:
+            raise PlanError(
+                f"PyramidInfer first drops after layer {self.interval}, the model has {num_layers} layers: interval "
+                f"must lie in 1..{num_layers - 2}"
+            )
+        return self.interval
+
+    def queries(self, length: int) -> int:
+        """R + 1 of a prompt of `length` tokens."""
+        return int(length * self.recent) + 1
+
+    def share(self, layer: int, num_layers: int) -> float:
+        """Share of its context that a layer passes on."""
+        if layer == 0 or layer % self.interval or layer == num_layers - 1:
+            return 1.0
+        depth = layer / num_layers
+        left = (1 + math.cos(math.pi * depth)) / 2 if self.strategy == "cosine" else 1 - depth
+        return (1 - self.rate) * left + self.rate
+
+    def keeps(self, length: int, tail: int, share: float) -> int:
+        """Of the `length` tokens that a layer got, how many it passes on."""
+        kept = int((length - tail) * share)
+        return tail + kept if kept > self.min_context else length
+
+    def select(self, ctx: LayerContext) -> Selection | None:
+        offered, share = ctx.offered_counts, self.share(ctx.layer_idx, ctx.num_layers)
+        ctx.shared.setdefault("report", {}).setdefault("layer_tokens", []).append(max(offered))
+        tails = [self.queries(length) for length in ctx.step.turn_lengths]
+        counts = tuple(self.keeps(length, tail, share) for length, tail in zip(offered, tails, strict=True))
+        if counts == offered:
+            return None
+        # Columns of the offered tokens, counted from the right end: a row's own are the first of them.
+        from_end = torch.arange(ctx.offered, 0, -1, device=ctx.keys.device)
+        dtype = score_dtype(ctx.query.dtype)
+        tail, length = (torch.tensor(each, dtype=dtype, device=ctx.keys.device)[:, None] for each in (tails, offered))
+        weights = 1 + (self.distance_weight - 1) * (tail - from_end) / (tail - 1).clamp_min(1)
+        weights = weights.masked_fill(from_end > tail, 0)[:, -max(tails) :]
+        always = from_end <= tail
+        if ctx.step.turn_start == 0:
+            always = always | (from_end > length - self.sinks)
+        scores = _tail_mass(ctx, weights)[:, -ctx.offered :].masked_fill(always, float("inf"))
+        held, counts = hold(ctx, scores.masked_fill(from_end > length, float("-inf"))[:, None], counts, insist=True)
+        return select_top(held[:, 0], counts)
+
+
+def _tail_mass(ctx: LayerContext, weights: Tensor) -> Tensor:
+    """[B, N] attention mass, mean over all heads, that the last T queries give to the entries; weights: theirs [B, T].
+
+    Queries of weight 0 may be padding.
+    """
+    dtype = score_dtype(ctx.query.dtype)
+    batch, query_heads, _, dim = ctx.query.shape
+    heads, length = ctx.keys.shape[1:3]
+    first = length - weights.shape[1]
+    keys = ctx.keys.to(dtype).transpose(-1, -2)
+    out = torch.zeros(batch, length, dtype=dtype, device=keys.device)
+    block = max(1, _BLOCK_ELEMENTS // (batch * query_heads * length))
+    for start in range(first, length, block):
+        end = min(start + block, length)
+        rows = ctx.query[:, :, start - length :][:, :, : end - start].to(dtype) * ctx.scale
+        logits = rows.reshape(batch, heads, -1, dim) @ keys[..., :end]
+        slots = torch.arange(start, end, device=keys.device)
+        groups = query_heads // heads
+        logits[..., start:].masked_fill_(slots > slots.repeat(groups)[:, None], float("-inf"))
+        if ctx.valid is not None:
+            logits.masked_fill_(~ctx.valid[:, :, None, :end], float("-inf"))
+        weight = weights[:, start - first : end - first].repeat(1, groups)[:, None, :, None]
+        mass = logits.softmax(-1).masked_fill_(weight == 0, 0)
+        out[:, :end] += (weight.transpose(-1, -2) @ mass)[:, :, 0].sum(1) / query_heads
+    return out
+
+
+@register_method(
+    "pyramidinfer", title="PyramidInfer", paper="arXiv 2405.12532", phase="prefill, end of prompt", query_aware=True
+)
+def pyramidinfer(
+    rate: float = 0.9,
+    recent: float = 0.2,
+    strategy: Strategy = "cosine",
+    interval: int = 1,
+    min_context: int = 64,
+    sinks: int = 4,
+    distance_weight: float = 1.2,
+    budget: Budget | str | int | float | None = None,
+    window: int = 32,
+    kernel: int = 7,
+) -> Plan:
+    """Every layer passes on fewer tokens than it got; with `budget`, SnapKV retention as well."""
+    return Plan(
+        propagate=PyramidInfer(
+            rate=rate,
+            recent=recent,
+            strategy=strategy,
+            interval=interval,
+            min_context=min_context,
+            sinks=sinks,
+            distance_weight=distance_weight,
+        ),
+        evict=None if budget is None else SnapKV(budget=Budget.parse(budget), window=window, kernel=kernel),
+    )

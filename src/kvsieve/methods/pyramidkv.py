@@ -1,0 +1,72 @@
+"""PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling (arXiv 2406.02069).
+
+Attention narrows with depth, so budgets fall linearly from the first layer to the last, which gets a beta-th of the
+average. What each layer keeps is its base's choice, SnapKV's by default; windows and sinks count besides the pyramid,
+the same in every layer. A prompt shorter than twice the budget gives all layers alike.
+
+Differences from the reference: steps from layer to layer are not floored, so that the total is exactly the budget's
+(the original exceeds it by half an entry per layer and step, at most); one set per KV head; every prompt, a later
+turn's too, has a pyramid of its own; no layer keeps less than its base needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvsieve.budget import Budget
+from kvsieve.core.allocation import allocate, pyramid
+from kvsieve.core.scoring import Pool
+from kvsieve.methods.allocators import LayerAllocator
+from kvsieve.methods.base import ScoredEvictor, check_int
+from kvsieve.methods.snapkv import SnapKV
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+
+
+@dataclass(frozen=True, kw_only=True)
+class PyramidKV(LayerAllocator):
+    """Give early layers more of the budget than late ones: ``PyramidKV(base=SnapKV(budget=0.2))``.
+
+    base: what ranks entries and holds the budget, which is the average. beta: how many times the last layer's share
+    goes into the average, at least 1; 1 gives all layers alike.
+    """
+
+    base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2), kernel=5)
+    beta: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_int(self, "beta", self.beta, 1)
+
+    def divide(self, layers: Sequence[int], length: int, count: int, floor: int) -> list[int]:
+        return pyramid_shares(length, count, floor, self.spare, len(layers), self.beta)
+
+
+def pyramid_shares(length: int, count: int, floor: int, spare: int, layers: int, beta: int) -> list[int]:
+    """Entries of each layer, `spare` of which are none of the pyramid's; see LayerAllocator.divide."""
+    line = pyramid(length, spare, count - spare, layers, beta)
+    bounds = [max(floor - spare, 0)] * layers, [max(length, count) - spare] * layers
+    return [spare + each for each in allocate(line, (count - spare) * layers, *bounds)]
+
+
+@register_method("pyramidkv", title="PyramidKV", paper="arXiv 2406.02069", phase="end of prompt", query_aware=True)
+def pyramidkv(
+    budget: Budget | str | int | float = "20%",
+    beta: int = 20,
+    window: int = 32,
+    kernel: int = 5,
+    pooling: Pool = "avg",
+    skip_layers: int | tuple[int, ...] | str = 0,
+    every: int | None = None,
+) -> Plan:
+    """SnapKV with budgets that fall from the first layer to the last."""
+    base = SnapKV(
+        budget=Budget.parse(budget),
+        window=window,
+        kernel=kernel,
+        pooling=pooling,
+        skip_layers=skip_layers,  # type: ignore[arg-type]
+        every=every,
+    )
+    return Plan(evict=PyramidKV(base=base, beta=beta))

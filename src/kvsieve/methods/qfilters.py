@@ -1,0 +1,97 @@
+"""Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression (arXiv 2503.02812).
+
+Queries of a head mostly point one way. That direction, the principal right-singular vector of queries sampled once
+per model, signed so that the mean query projects on it positively, is the head's filter; the filters of a group's
+query heads are averaged. An entry's score is its key's projection on the filter of its KV head: no queries and no
+attention weights are needed when a prompt is read. The filters come from a profile (`kvsieve calibrate --parts
+q_filters`), made of queries as attention sees them, after rotary embedding, since keys are stored so.
+
+Differences from the reference: the averaged filters are made unit vectors again; `recent` may protect the newest
+entries; filters were published with the opposite sign and scores as -(f . k).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import score_dtype
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import ScoredEvictor, check_int, last_real
+from kvsieve.plans import Plan
+from kvsieve.profiles import Filters, Fingerprint, Profile, load_profile, numbers, shipped_profiles
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class QFilters(ScoredEvictor):
+    """Keep the entries whose keys project furthest on their head's filter.
+
+    filters: [layers][KV heads][D], as numbers in tuples or lists. recent: newest entries that always stay, none by
+    default as in the paper; a question at the end of a prompt needs them.
+    """
+
+    filters: Filters = field(repr=False)
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "filters", numbers(self.filters, 3))
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"QFilters: filters must be numbers, [layers][KV heads][D]: {error}") from error
+        check_int(self, "recent", self.recent, 0)
+        super().__post_init__()
+
+    @property
+    def minimum(self) -> int:
+        return self.recent + 1
+
+    @property
+    def why_minimum(self) -> str:
+        return f"{self.recent} recent ones and one more"
+
+    def scores(self, ctx: LayerContext) -> Tensor:
+        heads, dim = ctx.keys.shape[1], ctx.keys.shape[3]
+        mine = self.filters[ctx.layer_idx] if len(self.filters) == ctx.num_layers else ()
+        if [len(each) for each in mine] != [dim] * heads:
+            raise PlanError(
+                f"QFilters: the filters are of {len(self.filters)} layers and do not fit layer {ctx.layer_idx} of "
+                f"{ctx.num_layers} with {heads} KV heads of {dim}; make those of this model with `kvsieve calibrate`"
+            )
+        keys = ctx.keys.to(score_dtype(ctx.keys.dtype))
+        filters = torch.tensor(mine, dtype=keys.dtype, device=keys.device)
+        scores = (keys @ filters[:, :, None]).squeeze(-1)
+        return scores.masked_fill(last_real(ctx, self.recent), float("inf")) if self.recent else scores
+
+
+_ONE_HEAD = Profile(Fingerprint("example", 1, 1, 1, 1, 1, 1), q_filters=(((1.0,),),))
+
+
+@register_method(
+    "qfilters",
+    title="Q-Filters",
+    paper="arXiv 2503.02812",
+    phase="end of prompt",
+    query_aware=False,
+    example={"profile": _ONE_HEAD},
+)
+def qfilters(
+    budget: Budget | str | int | float = "20%",
+    profile: Profile | str | os.PathLike[str] | None = None,
+    recent: int = 0,
+) -> Plan:
+    """Keys along the direction queries of their head share, no queries needed; takes a model's profile."""
+    how = "`kvsieve calibrate MODEL --parts q_filters --out profile.json` makes one"
+    if profile is None:
+        shipped = ", ".join(shipped_profiles()) or "none is shipped"
+        raise PlanError(f"qfilters needs profile=, a file or the name of one that is shipped ({shipped}); {how}")
+    loaded = load_profile(profile)
+    if loaded.q_filters is None:
+        raise PlanError(f"the profile of {loaded.name or 'the model'} holds no q_filters; {how}")
+    evictor = QFilters(budget=Budget.parse(budget), filters=loaded.q_filters, recent=recent)
+    return Plan(evict=evictor, profile=loaded.fingerprint)

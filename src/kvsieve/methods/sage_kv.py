@@ -1,0 +1,85 @@
+"""SAGE-KV: LLMs Know What to Drop: Self-Attention Guided KV Cache Eviction (arXiv 2503.08879).
+
+The prompt is cut into sinks, an evictable middle, and a recent window that ends with the last token. The last token's
+query ranks the middle, once: its softmax mass, per KV head, group mean. Sinks, window and the best of the middle stay.
+With `every` the window rolls while decoding: sinks and chosen entries stay, the window's oldest go, memory is fixed.
+
+Differences from the reference: its split between window and middle is not known to us, `recent` takes half of the
+budget; the last token counts to the window; ties to the lower position; padded batches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import group_mean, window_mass
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import ScoredEvictor, check_int, first_real, keep_best, last_real, skips
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext, Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class SageKV(ScoredEvictor):
+    """Keep sinks, a recent window, and what the last token attends to in between.
+
+    sinks: first tokens, always kept, at least 0. recent: share of the budget for the most recent entries, in [0, 1];
+    the last token stays in any case. every: roll the window whenever this many tokens have been generated.
+    """
+
+    sinks: int = 4
+    recent: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_int(self, "sinks", self.sinks, 0)
+        if not 0 <= self.recent <= 1:
+            raise PlanError(f"SageKV: recent must be a share in [0, 1], got {self.recent!r}")
+        super().__post_init__()
+
+    @property
+    def window(self) -> int:
+        return 1
+
+    @property
+    def minimum(self) -> int:
+        return self.sinks + 2
+
+    @property
+    def why_minimum(self) -> str:
+        return f"{self.sinks} sinks, one entry and the last token"
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
+        if self.every is not None and ctx.step.ends_prompt and not skips(self.skip_layers, ctx):
+            outside = ~self._window(ctx, counts)
+            # Columns of the window's first entries, [B, H]: what lies before them is kept for good.
+            columns = ctx.index.long().masked_fill(outside, torch.iinfo(torch.int64).max)
+            ctx.state["window_start"] = columns.amin(-1)
+        return keep_best(self, ctx, counts)
+
+    def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
+        length, heads = ctx.keys.shape[2], ctx.keys.shape[1]
+        # From 2 on, later is more: above any mass.
+        age = 2 + torch.arange(length, device=ctx.keys.device, dtype=torch.float32) / length
+        start = None if ctx.step.ends_prompt else ctx.state.get("window_start")
+        if start is not None:
+            scores = age.masked_fill(ctx.index < start[..., None], float("inf"))
+        else:
+            mass = window_mass(ctx.query[:, :, -1:], ctx.keys, ctx.scale, valid=ctx.valid)
+            scores = group_mean(mass, heads)
+            scores = torch.where(self._window(ctx, kept), age.to(scores.dtype), scores)
+        return scores.masked_fill(first_real(ctx, self.sinks), float("inf"))
+
+    def _window(self, ctx: LayerContext, counts: tuple[int, ...]) -> Tensor:
+        """bool [B or 1, 1 or H, N]: the recent window of each row."""
+        return last_real(ctx, tuple(max(1, min(int(count * self.recent), count - self.sinks)) for count in counts))
+
+
+@register_method("sagekv", title="SAGE-KV", paper="arXiv 2503.08879", phase="end of prompt", query_aware=True)
+def sage_kv(budget: Budget | str | int | float = "20%", sinks: int = 4, recent: float = 0.5) -> Plan:
+    """Sinks, recent tokens, and what the last token attends to; with `every`, a window that rolls while decoding."""
+    return Plan(evict=SageKV(budget=Budget.parse(budget), sinks=sinks, recent=recent))

@@ -1,0 +1,81 @@
+"""Budgets per layer that the user gives. No paper: for what a search has found, and for experiments.
+
+Every layer gets its share of the total, any method choosing which entries. Shares need not sum to anything: numbers of
+entries are shares too. Where one is below what the method needs, or above the prompt, the others make it up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvsieve.budget import Budget
+from kvsieve.core.allocation import allocate
+from kvsieve.errors import PlanError
+from kvsieve.methods.allocators import LayerAllocator
+from kvsieve.methods.base import ScoredEvictor, scored_by_name
+from kvsieve.methods.snapkv import SnapKV
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerLayer(LayerAllocator):
+    """Divide the budget among layers as told: ``PerLayer(base=SnapKV(budget=0.2), shares=(2, 2, 1, 1))``.
+
+    base: what ranks entries and holds the budget, which is the average. shares: a number per layer of the model, at
+    least 0, or their text "2/2/1/1"; those of layers that do not evict count for nothing. Raises PlanError for other
+    values, and when attached to a model with another number of layers.
+    """
+
+    base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2))
+    shares: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.shares.split("/") if isinstance(self.shares, str) else self.shares
+        try:
+            shares = tuple(float(share) for share in given)
+        except (TypeError, ValueError):
+            shares = ()
+        if not any(shares) or not all(0 <= share < math.inf for share in shares):
+            raise PlanError(
+                "PerLayer: shares must be a number of at least 0 for every layer, one of them above 0, such as "
+                f"(2, 2, 1, 1) or '2/2/1/1'; got {self.shares!r}"
+            )
+        object.__setattr__(self, "shares", shares)
+
+    def check(self, num_layers: int) -> None:
+        if len(self.shares) != num_layers:
+            raise PlanError(
+                f"PerLayer has {len(self.shares)} shares and the model {num_layers} layers: give one for every layer"
+            )
+
+    def layer_counts(self, ctx: LayerContext, counts: tuple[int, ...]) -> tuple[int, ...]:
+        self.check(ctx.num_layers)
+        return super().layer_counts(ctx, counts)
+
+    def divide(self, layers: Sequence[int], length: int, count: int, floor: int) -> list[int]:
+        weights = [self.shares[layer] for layer in layers]
+        return allocate(weights, count * len(layers), [floor] * len(layers), [max(length, count)] * len(layers))
+
+
+@register_method(
+    "per-layer",
+    title="Budgets per layer",
+    paper="none",
+    phase="end of prompt",
+    query_aware=True,
+    example={"shares": "1"},
+)
+def per_layer(
+    shares: tuple[float, ...] | str,
+    budget: Budget | str | int | float = "20%",
+    base: str = "snapkv",
+    skip_layers: int | tuple[int, ...] | str = 0,
+    every: int | None = None,
+) -> Plan:
+    """Another method, `base`, with a share of the budget for every layer as given."""
+    return Plan(evict=PerLayer(base=scored_by_name("per-layer", base, budget, skip_layers, every), shares=shares))  # type: ignore[arg-type]

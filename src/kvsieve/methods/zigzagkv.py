@@ -1,0 +1,70 @@
+"""ZigZagKV: Dynamic KV Cache Compression for Long-context Modeling based on Layer Uncertainty (arXiv 2412.09036).
+
+A layer's uncertainty is the fewest entries that hold `target` of the last W queries' attention, the mean over its
+heads. Every layer keeps a least budget; what is left of the total is shared out in proportion to uncertainty. What
+stays in a layer is its base's choice, SnapKV's by default. Layers are cut as later ones come.
+
+Differences from the reference: attention is summed over the window before it is sorted, and the window's own entries
+are among those counted; the least budget is our choice, half of the uniform one, the window besides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvsieve.budget import Budget
+from kvsieve.core.allocation import tokens_reaching
+from kvsieve.core.scoring import window_mass
+from kvsieve.errors import PlanError
+from kvsieve.methods.allocators import Cascade, observed
+from kvsieve.methods.base import ScoredEvictor, scored_by_name
+from kvsieve.methods.snapkv import SnapKV
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.types import LayerContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZigZagKV(Cascade):
+    """Divide the budget among layers by how many entries their attention needs: ``ZigZagKV(base=SnapKV(budget=0.2))``.
+
+    base: what ranks entries and holds the budget, which is the average; its window, or the last 32 queries, are looked
+    at. target: the part of the attention, in (0, 1]. floor: the part of the budget that every layer keeps, in [0, 1].
+    """
+
+    base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2))
+    target: float = 0.9
+    floor: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.target <= 1:
+            raise PlanError(f"ZigZagKV: target must be a share in (0, 1], got {self.target!r}")
+        if not 0 <= self.floor <= 1:
+            raise PlanError(f"ZigZagKV: floor must be a share in [0, 1], got {self.floor!r}")
+
+    @property
+    def window(self) -> int:
+        return observed(self.base)
+
+    def least(self, budget: int) -> int:
+        return int(budget * self.floor)
+
+    def weigh(self, ctx: LayerContext) -> list[float]:
+        mass = window_mass(ctx.query[:, :, -self.window :], ctx.keys, ctx.scale, valid=ctx.valid)
+        return tokens_reaching(mass, self.target).tolist()
+
+
+@register_method("zigzagkv", title="ZigZagKV", paper="arXiv 2412.09036", phase="end of prompt", query_aware=True)
+def zigzagkv(
+    budget: Budget | str | int | float = "20%",
+    base: str = "snapkv",
+    target: float = 0.9,
+    floor: float = 0.5,
+    skip_layers: int | tuple[int, ...] | str = 0,
+    every: int | None = None,
+) -> Plan:
+    """Budgets per layer by how many entries hold most of its attention."""
+    return Plan(
+        evict=ZigZagKV(base=scored_by_name("zigzagkv", base, budget, skip_layers, every), target=target, floor=floor)
+    )

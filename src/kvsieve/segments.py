@@ -1,0 +1,302 @@
+"""Spans of a prompt's tokens: what is protected, what has a quota, and where a chat's messages stand.
+
+A span ``(start, end)`` is half-open and counts the true tokens of a row from its first one, padding excluded, so that
+it means the same tokens alone and in a padded batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.errors import InputError, PlanError
+from kvsieve.types import Quotas
+
+Span = tuple[int, int]
+Quota = tuple[Span, int | float | str]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What of a conversation must stay stored, by column as fed; columns from W on are free.
+
+    protected: bool [B, W], or None. segments: int32 [B, W], the part with a quota that a column belongs to, from 1 on,
+    0 for none, or None; counts: int64 [B, S], entries of each part that must stay.
+    """
+
+    protected: Tensor | None = None
+    segments: Tensor | None = None
+    counts: Tensor | None = None
+
+    def at(self, index: Tensor, valid: Tensor | None) -> tuple[Tensor | None, Quotas | None]:
+        """The same for stored entries: index int [B, H, N] their columns, valid bool [B, H or 1, N] or None."""
+        protected, quotas = _looked_up(self.protected, index, valid), None
+        if self.segments is not None and self.counts is not None:
+            segment = _looked_up(self.segments, index, valid)
+            assert segment is not None
+            quotas = Quotas(segment, self.counts.to(index.device))
+        return protected, quotas
+
+    def needed(self, among: int | Tensor) -> list[int]:
+        """Entries per row that must stay of the first so many columns, or of those where a bool [B, W] is True."""
+        protected, segments, counts = (None if part is None else part.cpu() for part in self._parts())
+        if segments is None or counts is None:
+            assert protected is not None
+            return _part(protected, among).sum(-1).tolist()
+        protected = torch.zeros_like(segments, dtype=torch.bool) if protected is None else protected
+        protected, segments = _part(_wider(protected, segments.shape[1]), among), _part(segments, among)
+        total = protected.sum(-1)
+        for part, count in enumerate(counts.T, 1):
+            inside = segments == part
+            asked = torch.minimum(count, inside.sum(-1))
+            total = total + (asked - (inside & protected).sum(-1)).clamp_min(0)
+        return total.tolist()
+
+    def is_missing(self, width: int, index: Tensor, valid: Tensor | None) -> bool:
+        """Whether a layer that has seen `width` columns lacks some of this in a head; index, valid: see `at`."""
+        protected, quotas = self.at(index, valid)
+        if protected is not None and self.protected is not None:
+            asked = self.protected[:, :width].sum(-1, keepdim=True).to(index.device)
+            if bool((protected.sum(-1) < asked).any()):
+                return True
+        if quotas is None or self.segments is None:
+            return False
+        parts = quotas.counts.shape[1]
+        to_come = _sizes(self.segments[:, None, width:], parts).to(index.device)
+        return bool((_sizes(quotas.segment, parts) + to_come < quotas.counts[:, None]).any())
+
+    def joined(self, other: Held) -> Held:
+        """Both; `other` speaks of at least as many columns. Raises InputError where quotas overlap."""
+        protected = _both(self.protected, other.protected, torch.logical_or)
+        if self.segments is None or other.segments is None:
+            mine = self if other.segments is None else other
+            return Held(protected, _both(self.segments, other.segments, torch.add), mine.counts)
+        assert self.counts is not None and other.counts is not None
+        old = _wider(self.segments, other.segments.shape[1])
+        if bool(((old > 0) & (other.segments > 0)).any()):
+            raise InputError("quotas: a span overlaps one of an earlier turn; make them disjoint")
+        shifted = other.segments + (other.segments > 0).int() * self.counts.shape[1]
+        return Held(protected, old + shifted, torch.cat([self.counts, other.counts], 1))
+
+    def columns(self, columns: Tensor) -> Held:
+        """The same for a prompt made of these columns, int64 [B, K], -1 for filler."""
+        parts = (_looked_up(part, columns[:, None], None) for part in (self.protected, self.segments))
+        protected, segments = (None if part is None else part[:, 0] for part in parts)
+        return dataclasses.replace(self, protected=protected, segments=segments)
+
+    def rows(self, rows: Tensor) -> Held:
+        """The same with row ``rows[i]`` as row i."""
+        return Held(*(None if part is None else part.index_select(0, rows.to(part.device)) for part in self._parts()))
+
+    def to(self, device: torch.device) -> Held:
+        return Held(*(None if part is None else part.to(device) for part in self._parts()))
+
+    def nbytes(self) -> int:
+        return sum(0 if part is None else part.nbytes for part in self._parts())
+
+    def _parts(self) -> tuple[Tensor | None, ...]:
+        return self.protected, self.segments, self.counts
+
+
+def lost(protected: Tensor | None, quotas: Quotas | None, indices: Tensor, real: Tensor | None) -> str | None:
+    """What a selection of slots drops of what must stay, as a clause; None if nothing.
+
+    protected, quotas: of the M entries it chooses from. indices: int64 [B, X, K], X a multiple of their heads; real:
+    bool [B, X, K], False for filler, None for none.
+    """
+    if protected is not None:
+        held = _chosen(protected, indices, real).sum(-1)
+        before = protected.sum(-1).repeat_interleave(indices.shape[1] // protected.shape[1], 1)
+        gone = int((before - held).max())
+        if gone > 0:
+            return f"it drops {gone} protected entries of a head: it does not honour protect="
+    if quotas is not None:
+        parts = quotas.counts.shape[1]
+        before = _sizes(quotas.segment, parts).repeat_interleave(indices.shape[1] // quotas.segment.shape[1], 1)
+        left = _sizes(_chosen(quotas.segment, indices, real), parts)
+        short = torch.minimum(before, quotas.counts[:, None]) - left
+        if int(short.max()) > 0:
+            return f"it leaves a quota {int(short.max())} entries short in a head: it does not honour quotas="
+    return None
+
+
+def _sizes(segment: Tensor, parts: int) -> Tensor:
+    """int64 [B, H, S]: entries of each part."""
+    flat = torch.zeros(*segment.shape[:2], parts + 1, dtype=torch.int64, device=segment.device)
+    return flat.scatter_add_(2, segment.long(), torch.ones_like(segment, dtype=torch.int64))[..., 1:]
+
+
+def _chosen(part: Tensor, indices: Tensor, real: Tensor | None) -> Tensor:
+    picked = part.repeat_interleave(indices.shape[1] // part.shape[1], 1).gather(2, indices)
+    return picked if real is None else picked.masked_fill(~real, 0)
+
+
+def _looked_up(part: Tensor | None, index: Tensor, valid: Tensor | None) -> Tensor | None:
+    """part [B, W] at the columns `index` [B, H, N]; 0 for filler, padding and later columns."""
+    if part is None:
+        return None
+    width = part.shape[1]
+    columns = index.long().clamp(0, width - 1)
+    found = part.to(index.device)[:, None].expand(-1, index.shape[1], -1).gather(2, columns)
+    outside = (index < 0) | (index >= width)
+    return found.masked_fill(outside if valid is None else outside | ~valid, 0)
+
+
+def _part(part: Tensor, among: int | Tensor) -> Tensor:
+    return part[:, :among] if isinstance(among, int) else part * among.cpu()
+
+
+def _wider(part: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(part, (0, width - part.shape[1]))
+
+
+def _both(one: Tensor | None, other: Tensor | None, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return join(_wider(one, other.shape[1]), other)
+
+
+def token_numbers(mask: Tensor | None, batch: int, length: int) -> Tensor:
+    """int64 [B, N]: the number of each column's token in its row, -1 for padding. mask: [B, N], None for no padding."""
+    if mask is None:
+        return torch.arange(length).expand(batch, length)
+    real = mask.cpu().bool()
+    return (real.long().cumsum(-1) - 1).masked_fill(~real, -1)
+
+
+def protected_columns(protect: Sequence[Any], numbers: Tensor) -> Tensor:
+    """bool [B, N]: True for the columns that `protect` covers, a list of spans or one such list per row.
+
+    numbers: see `token_numbers`. Raises InputError for a span outside the prompt.
+    """
+    out = torch.zeros_like(numbers, dtype=torch.bool)
+    for row, spans in enumerate(_per_row(protect, len(numbers), _is_span, "protect", "[(0, 40), (100, 120)]")):
+        for span in spans:
+            out[row] |= _inside(span, numbers[row], row, "protect")
+    return out
+
+
+def quota_columns(quotas: Sequence[Any], numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """int32 [B, N], the segment of each column from 1 on (0 for none), and int64 [B, S], the entries each must keep.
+
+    quotas: ``(span, n)`` with n a number of entries or a share of the segment, in a list or one list per row.
+    Raises InputError for a span outside the prompt, one that overlaps another, or a quota of more than its tokens.
+    """
+    rows = _per_row(quotas, len(numbers), _is_quota, "quotas", "[((0, 40), 10), ((40, 90), '20%')]")
+    segments = torch.zeros_like(numbers, dtype=torch.int32)
+    counts = torch.zeros(len(rows), max(map(len, rows), default=0), dtype=torch.int64)
+    for row, given in enumerate(rows):
+        for place, (span, asked) in enumerate(given):
+            inside = _inside(span, numbers[row], row, "quotas")
+            if bool((segments[row][inside] > 0).any()):
+                raise InputError(f"quotas: the span {tuple(span)} of row {row} overlaps another; make them disjoint")
+            try:
+                count = Budget.parse(asked).entries(span[1] - span[0])
+            except PlanError as error:
+                raise InputError(f"quotas: {tuple(span)} of row {row}: {error}") from None
+            if count > span[1] - span[0]:
+                raise InputError(
+                    f"quotas: {count} entries are asked of the span {tuple(span)} of row {row}, which has "
+                    f"{span[1] - span[0]} tokens; ask for fewer, or for a share"
+                )
+            segments[row][inside] = place + 1
+            counts[row, place] = count
+    return segments, counts
+
+
+def role_spans(
+    tokenizer: Any,
+    messages: Sequence[dict[str, Any]],
+    roles: Sequence[str] = ("system",),
+    *,
+    add_generation_prompt: bool = True,
+) -> tuple[Tensor, list[Span]]:
+    """A chat's token ids, int64 [1, N], and the spans of the messages whose role is among `roles`, for ``protect=``.
+
+    A message's span is all that the tokenizer's chat template writes for it, its header and end included.
+
+    Raises InputError without a template, without such a message, and where a message's tokens cannot be told from
+    what follows: the template refuses or rewrites the conversation up to there, or a token reaches across.
+    """
+    if isinstance(roles, str):
+        roles = (roles,)
+    if not getattr(tokenizer, "chat_template", None):
+        raise InputError(f"roles {', '.join(roles)}: the tokenizer has no chat template; give token spans instead")
+    wanted = [place for place, message in enumerate(messages) if message.get("role") in roles]
+    if not wanted:
+        found = ", ".join(dict.fromkeys(str(message.get("role")) for message in messages)) or "none"
+        raise InputError(f"no message has a role among {', '.join(roles)}: the roles are {found}")
+    whole = _render(tokenizer, messages, add_generation_prompt)
+    ids = _tokens(tokenizer, whole)
+
+    def end_of(count: int) -> int:
+        """Tokens of the first `count` messages."""
+        if count == 0:
+            return 0
+        text = _render(tokenizer, messages[:count], False)
+        part = _tokens(tokenizer, text)
+        if not whole.startswith(text) or ids[: len(part)] != part:
+            raise InputError(
+                f"the chat template or tokenizer writes the first {count} messages differently when others follow, so "
+                f"the tokens of a {messages[count - 1].get('role')} message cannot be found; give token spans instead"
+            )
+        return len(part)
+
+    spans = [(end_of(place), end_of(place + 1)) for place in wanted]
+    return torch.tensor([ids], dtype=torch.int64), spans
+
+
+def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], ask: bool) -> str:
+    try:
+        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=ask, tokenize=False)
+    except Exception as error:  # templates raise what they like
+        raise InputError(
+            f"the chat template refuses the first {len(messages)} messages: {error}; give token spans instead"
+        ) from error
+
+
+def _tokens(tokenizer: Any, text: str) -> list[int]:
+    # The template has written the special tokens already.
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _inside(span: Span, numbers: Tensor, row: int, name: str) -> Tensor:
+    length = int(numbers.max()) + 1
+    start, end = (operator.index(edge) for edge in span)
+    if not 0 <= start < end <= length:
+        raise InputError(
+            f"{name}: the span {(start, end)} lies outside row {row}, whose prompt has {length} tokens; spans are "
+            f"(start, end) with 0 <= start < end <= {length}, padding not counted"
+        )
+    return (numbers >= start) & (numbers < end)
+
+
+def _per_row(given: Any, batch: int, is_one: Callable[[Any], bool], name: str, example: str) -> list[list[Any]]:
+    """A list for each row, whether one was given for all or one per row."""
+    if isinstance(given, (list, tuple)):
+        if all(is_one(each) for each in given):
+            return [list(given)] * batch
+        if all(isinstance(each, (list, tuple)) and all(is_one(one) for one in each) for each in given):
+            if len(given) != batch:
+                raise InputError(f"{name} has lists for {len(given)} rows, the prompt has {batch}: give one per row")
+            return [list(each) for each in given]
+    raise InputError(f"{name} is a list like {example}, or one such list per row; got {given!r}")
+
+
+def _is_whole(value: Any) -> bool:
+    return hasattr(type(value), "__index__") and not isinstance(value, bool)
+
+
+def _is_span(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_whole, value))
+
+
+def _is_quota(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) == 2 and _is_span(value[0]) and not _is_span(value[1])

@@ -1,0 +1,220 @@
+"""A calibration as a whole: prompts, profile, command line, picture."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import kvsieve
+from kvsieve.calibrate import Options, Prompt, built_in_prompts, calibrate, measure, text_prompts
+from kvsieve.cli.main import run_cli
+from kvsieve.errors import InputError
+from kvsieve.eval import plot_style
+from kvsieve.eval.prompts import Prompter
+from kvsieve.models.families import build
+from kvsieve.profiles import Fingerprint, load_profile
+from toy_words import word_tokenizer
+
+SMALL = Options(kernels=(3, 5), windows=(4, 8))
+
+
+def some_prompts(count, length=90, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [Prompt(torch.randint(2, 120, (1, length), generator=generator)) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", dtype=torch.float64, num_hidden_layers=6)
+
+
+@pytest.fixture(scope="module")
+def profile(model):
+    return measure(model, some_prompts(2), some_prompts(1, seed=2)[0], (127,), SMALL, "tiny")
+
+
+def test_a_profile_serves_its_methods(model, profile, tmp_path):
+    assert profile.fingerprint == Fingerprint.of(model) and profile.name == "tiny" and profile.text["tokens"] == 180
+    best = profile.measured["pooling"]
+    assert best["kl"] <= 1.1 * min(each["kl"] for each in best["grid"]) and len(best["grid"]) == 8
+    chosen = {name: best[name] for name in ("window", "kernel", "pooling")}
+    found = profile.measured["tsp"]
+    assert found["layers"] == [0, 1, 2, 3, 4] and {name: found[name] for name in chosen} == chosen
+    assert profile.parameters["fastkv"] == {"tsp_layer": found["layer"], "tsp_rate": "20%", **chosen}
+    assert profile.parameters["snapkv"] == chosen
+    asl = profile.measured["asl"]
+    assert profile.parameters["asl"] == {"first": asl["first"], "tau": asl["tau"], "observed": 3, **chosen}
+    assert asl["not_before"] == found["layer"] and all(
+        each is None or each >= found["layer"] for each in asl["selects_at"]
+    )
+    assert [len(layer) for layer in profile.heads] == [2] * 6
+    assert torch.tensor(profile.q_filters).shape == (6, 2, 16)
+    file = tmp_path / "tiny.json"
+    profile.save(file)
+    ids = some_prompts(1, seed=3)[0].ids
+    for method in ("fastkv", "snapkv", "asl", "qfilters"):
+        with kvsieve.attach(model, kvsieve.plan(method, profile=file, budget="30%")) as sieve:
+            stats = sieve.generate(ids, max_new_tokens=2, do_sample=False).stats
+        assert stats.applied or method == "asl"
+
+
+def test_the_same_again(model, profile):
+    again = measure(model, some_prompts(2), some_prompts(1, seed=2)[0], (127,), SMALL, "tiny")
+    for part in ("parameters", "heads", "q_filters", "measured"):
+        assert getattr(again, part) == getattr(profile, part)
+
+
+def test_steps_are_counted_to_the_end(model):
+    steps = []
+    measure(model, some_prompts(1), some_prompts(1)[0], options=SMALL, progress=lambda *each: steps.append(each))
+    assert [done for done, _, _ in steps] == list(range(len(steps))) and {total for _, total, _ in steps} == {
+        len(steps) - 1
+    }
+
+
+@pytest.mark.parametrize("part", ["pooling", "tsp", "asl", "heads", "q_filters"])
+def test_parts_can_be_measured_alone(model, part):
+    options = Options(parts=(part,), kernels=(3,), windows=(4,), rule="argmin", max_layer=3, tsp_rate="50%")
+    profile = measure(model, some_prompts(1), some_prompts(1, seed=2)[0], options=options)
+    assert set(profile.measured) == {part}
+    assert (profile.heads is not None, profile.q_filters is not None) == (part == "heads", part == "q_filters")
+    expected = {"pooling": {"snapkv", "fastkv", "asl"}, "tsp": {"fastkv"}, "asl": {"asl"}}.get(part, set())
+    assert expected <= set(profile.parameters) and bool(expected) == bool(profile.parameters)
+    if part == "tsp":
+        # FastKV's eq. 3 with a bound; SnapKV's own window and pooling, which were not looked for.
+        assert profile.measured["tsp"]["layers"] == [0, 1, 2, 3]
+        assert profile.parameters["fastkv"]["window"] == 32
+
+
+def test_ranks_of_nothing_are_left_out(model):
+    options = Options(parts=("asl",), tsp_rate="20%")
+    profile = measure(model, some_prompts(1), some_prompts(1)[0], options=options)
+    assert "a window of 32 leave nothing to rank" in profile.measured["left_out"]["asl"] and not profile.parameters
+
+
+def test_what_a_model_cannot_do_is_left_out():
+    layers = ["full_attention", "full_attention", "full_attention", "sliding_attention"]
+    model = build("qwen2", use_sliding_window=True, sliding_window=16, layer_types=layers)
+    profile = measure(model, some_prompts(1), some_prompts(1)[0], options=SMALL)
+    assert set(profile.measured["left_out"]) == {"tsp", "asl"} and "sliding" in profile.measured["left_out"]["tsp"]
+    assert profile.heads[3] == (0.0, 0.0) and min(profile.heads[0]) > 0 and "fastkv" in profile.parameters
+    assert "tsp_layer" not in profile.parameters["fastkv"]
+
+
+def test_built_in_prompts_hold_facts_and_are_not_those_of_an_evaluation():
+    prompter = Prompter(kvsieve.models.load_demo()[1], None)
+    made = built_in_prompts(prompter, [400, 500], 4)
+    assert [400 >= each.ids.shape[1] > 330 for each in made[:4]] == [True] * 4 and made[4].ids.shape[1] > 430
+    texts = [prompter.decode(each.ids[0].tolist()) for each in made]
+    assert "lighthouse" in texts[0] and "pass key" in texts[2] and len(set(texts)) == 8
+    assert texts == [prompter.decode(each.ids[0].tolist()) for each in built_in_prompts(prompter, [400, 500], 4)]
+    other = [prompter.decode(each.ids[0].tolist()) for each in built_in_prompts(prompter, [400], 4, seed=1)]
+    assert not set(other) & set(texts)
+
+
+def test_windows_of_a_text():
+    prompter = Prompter(word_tokenizer(), 127)
+    text = " ".join(f"w{i % 120}" for i in range(500))
+    made = text_prompts(prompter, text, [100], 3)
+    assert [each.ids.shape[1] for each in made] == [68] * 3 and [each.answer.shape[1] for each in made] == [32] * 3
+    assert [int(each.ids[0, 0]) - 3 for each in made] == [0, 200 % 120, 400 % 120]
+    assert int(made[0].answer[0, 0]) - 3 == 68
+    with pytest.raises(InputError, match="the text has 500 tokens, windows of 600"):
+        text_prompts(prompter, text, [600], 1)
+    with pytest.raises(InputError, match="window of 40 tokens is too short"):
+        text_prompts(prompter, text, [40], 1)
+
+
+def test_lengths_must_suit_the_model(model):
+    with pytest.raises(InputError, match="prompts of 500 tokens and answers of 32.*context of 512"):
+        calibrate(model, word_tokenizer(), lengths=(100, 500))
+    with pytest.raises(InputError, match="at least 1 prompt"):
+        calibrate(model, word_tokenizer(), prompts=0)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    build("llama").save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(" ".join(f"w{i * i % 120}" for i in range(600)))
+    return str(file)
+
+
+def call(capsys, *arguments):
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        run_cli([str(each) for each in arguments])
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.out + captured.err
+    return left.value.code, captured.out, captured.err
+
+
+def test_the_command_writes_a_profile_that_run_takes(capsys, model_dir, text_file, tmp_path):
+    out, plot = tmp_path / "p.json", tmp_path / "p.png"
+    given = ("--text", text_file, "--lengths", "150", "--prompts", "1", "--dtype", "float32", "--out", out)
+    code, printed, errors = call(capsys, "calibrate", model_dir, *given, "--plot", plot, "--tsp-rate", "30%")
+    assert code == 0, errors
+    profile = load_profile(out)
+    assert f"layer {profile.measured['tsp']['layer']} of 0..2" in printed and "the profile is in" in printed
+    assert profile.name == model_dir and profile.text["source"] == "text.txt"
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size < 100_000
+    run = ("run", model_dir, "--prompt-file", text_file, "--max-new-tokens", "2", "--json", "--profile", out)
+    cut = tmp_path / "cut.txt"
+    cut.write_text(" ".join(f"w{i}" for i in range(100)) + " w1" * 60)
+    run = ("run", model_dir, "--prompt-file", cut, "--max-new-tokens", "2", "--json", "--profile", out)
+    code, printed, errors = call(capsys, *run, "--budget", "50%", "--compare", "full,knorm,snapkv,fastkv:window=9")
+    assert code == 0, errors
+    full, knorm, snapkv, compared, fastkv = json.loads(printed)["results"]
+    assert (
+        fastkv["parameters"]["tsp_layer"] == profile.measured["tsp"]["layer"] and "profile" not in knorm["parameters"]
+    )
+    assert snapkv["parameters"]["kernel"] == profile.measured["pooling"]["kernel"]
+    assert (compared["parameters"]["window"], compared["parameters"]["tsp_rate"]) == (9, "30%")
+    code, _, errors = call(capsys, *run, "--method", "knorm")
+    assert code == 2 and "knorm takes no profile" in errors
+    code, printed, _ = call(capsys, "calibrate", model_dir, *given, "--parts", "tsp", "--json")
+    assert code == 0 and json.loads(printed)["measured"]["tsp"]["rate"] == "20%"
+
+
+def test_a_profile_of_another_model_is_refused_before_anything_runs(capsys, model_dir, profile, tmp_path):
+    file, prompt = tmp_path / "p.json", tmp_path / "prompt.txt"
+    profile.save(file)
+    prompt.write_text("w1 " * 80)
+    code, _, errors = call(capsys, "run", model_dir, "--prompt-file", prompt, "--method", "snapkv", "--profile", file)
+    assert code == 2 and "made for tiny (llama, 6 layers" in errors and "differ in layers" in errors
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--out", "nowhere/p.json"), "--out must name a file in a folder that exists"),
+        (("--out", "p.json", "--parts", "tps"), "unknown part 'tps'"),
+        (("--out", "p.json", "--lengths", "many"), "--lengths must be numbers"),
+        (("--out", "p.json", "--text", "none.txt"), "cannot read the text 'none.txt'"),
+        (("--out", "p.json", "--plot", "p.png", "--parts", "heads"), "--plot draws the distances of the part tsp"),
+        (("--out", "p.json", "--dtype", "int3"), "--dtype must be one of"),
+    ],
+    ids=lambda given: given[-1] if isinstance(given, tuple) else "",
+)
+def test_bad_input_is_one_line(capsys, given, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = call(capsys, "calibrate", *given)
+    assert code == 2 and message in errors and errors.count("\n") == 1
+
+
+def test_a_missing_matplotlib_is_told_before_the_work(capsys, tmp_path, monkeypatch):
+    def missing():
+        raise kvsieve.KvsieveError("pictures need matplotlib, which is missing; run `pip install 'kvsieve[eval]'`")
+
+    monkeypatch.setattr(plot_style, "require_matplotlib", missing)
+    code, _, errors = call(capsys, "calibrate", "--out", tmp_path / "p.json", "--plot", tmp_path / "p.png")
+    assert code == 1 and "pip install 'kvsieve[eval]'" in errors

@@ -1,0 +1,236 @@
+"""Rehearsals: what is fed sees what it should, leaves no trace, and the plans that rehearse hold the usual laws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+import kvsieve
+from kvsieve.errors import PlanError, UnsupportedOptionError
+from kvsieve.eval.engine import Engine
+from kvsieve.eval.types import Sample, Turn
+from kvsieve.methods import TSP, KVzip, Lookahead
+from kvsieve.models.families import build
+from kvsieve.types import END_OF_PROMPT
+from toy_words import WORDS, word_tokenizer
+
+PADDING = 7
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+LOGITS = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+KVZIP = {"chunk": 16, "repeat_ids": (5, 6), "go_on_ids": (7,)}
+LAQ = {"window": 4, "kernel": 3, "lookahead": 3}
+PLANS = {
+    "kvzip": kvsieve.plan("kvzip", budget="50%", **KVZIP),
+    "kvzip-uniform": kvsieve.plan("kvzip", budget="50%", uniform=True, **KVZIP),
+    "lookahead": kvsieve.plan("lookahead", budget="50%", **LAQ),
+}
+
+
+@dataclass(frozen=True)
+class Spy:
+    """Rehearses, and then keeps everything all the same."""
+
+    action: object
+    budget: kvsieve.Budget = kvsieve.Budget(ratio=0.5)
+    window: int = 0
+    minimum: int = 1
+    when: object = END_OF_PROMPT
+    rehearsed: int = 1
+    seen: list = field(default_factory=list, compare=False)
+
+    def rehearse(self, rehearsal):
+        self.seen.append(self.action(rehearsal))
+
+    def select(self, ctx, counts):
+        return None
+
+
+def rehearsed_by(action, **options):
+    return kvsieve.Plan(evict=Spy(action, **options))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return build("llama", dtype=torch.float64)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma3_text", "qwen3_moe", "glm4"])
+def model(request):
+    return build(request.param, dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    ids = torch.randint(2, 120, (2, 48), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    ids[1, :PADDING], mask[1, :PADDING] = 0, 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_a_rehearsal_sees_the_conversation_and_leaves_no_trace(model, prompts, window):
+    ids, mask = prompts
+    fed, real = torch.tensor([[9, 8, 7], [0, 0, 6]]), torch.tensor([[True] * 3, [False, False, True]])
+
+    def action(rehearsal):
+        shapes, out = [], []
+        branch = rehearsal.branch()
+        out.append(branch.read_rest(logits=True))
+        out.append(branch.feed(fed, real, look=lambda ctx: shapes.append(ctx.keys.shape[2]), logits=True))
+        out.append(branch.branch().feed(fed[:, -1:], logits=True))
+        # What was fed to the branch's branch is gone.
+        out.append(branch.feed(torch.tensor([[4], [3]]), logits=True))
+        assert torch.equal(rehearsal.real, mask.bool()) and set(shapes) == {51}
+        return out
+
+    plan = rehearsed_by(action, window=window)
+    with kvsieve.attach(model, plan) as sieve:
+        result = sieve.generate(ids, mask, chunk=13, **LOGITS)
+    rest = [
+        torch.empty(2, 0).long(),
+        fed,
+        torch.cat([fed, fed[:, -1:]], 1),
+        torch.cat([fed, torch.tensor([[4], [3]])], 1),
+    ]
+    for ours, tail in zip(plan.evict.seen[0], rest, strict=True):
+        whole = torch.cat([mask, real.long(), torch.ones(2, 4).long()], 1)[:, : 48 + tail.shape[1]]
+        positions = (whole.cumsum(-1) - 1).clamp_min(0)
+        with torch.no_grad():
+            theirs = model(torch.cat([ids, tail], 1), attention_mask=whole, position_ids=positions).logits[:, -1]
+        assert torch.allclose(ours, theirs, atol=1e-10)
+    theirs = model.generate(ids, attention_mask=mask, **LOGITS)
+    assert torch.equal(result.sequences, theirs.sequences)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(result.output.logits, theirs.logits, strict=True))
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        plain = sieve.generate(ids, mask, **LOGITS).cache
+    for ours, full in zip(result.cache.sieve_layers.values(), plain.sieve_layers.values(), strict=True):
+        assert torch.equal(ours.store.index, full.store.index) and torch.allclose(ours.store.keys, full.store.keys)
+    assert result.cache.num_seen == plain.num_seen and result.cache.turn == plain.turn
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_that_rehearse_hold_the_laws(model, prompts, name):
+    """The first token is full KV's, chunks and padding change nothing, budgets are exact, and memory falls."""
+    ids, mask = prompts
+    theirs = model.generate(ids, attention_mask=mask, **LOGITS)
+    with kvsieve.attach(model, PLANS[name]) as sieve:
+        ours = sieve.generate(ids, mask, **LOGITS)
+        chunked = sieve.generate(ids, mask, chunk=11, **LOGITS)
+        alone = [sieve.generate(ids[1:, pad:], mask[1:, pad:], **LOGITS) for pad in (0, PADDING)]
+        with pytest.raises(UnsupportedOptionError, match="feeds tokens of its own before a prompt is complete"):
+            model.generate(ids, attention_mask=mask, **GREEDY)
+        cache = sieve.prefill(ids, mask)
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        full = sieve.prefill(ids, mask)
+    assert ours.stats.applied and torch.allclose(ours.output.logits[0], theirs.logits[0], atol=1e-6)
+    for step, logits in enumerate(ours.output.logits):
+        assert torch.allclose(logits, chunked.output.logits[step], atol=1e-6)
+        for each in alone:
+            assert torch.allclose(logits[1:], each.output.logits[step], atol=1e-6)
+    stores = [layer.store for layer in cache.sieve_layers.values()]
+    for row, length in enumerate((48, 48 - PADDING)):
+        held = [
+            store.index.shape[1:] if store.valid is None else store.valid[row].expand(store.index.shape[1:]).sum()
+            for store in stores
+        ]
+        total = sum(int(each[0] * each[1]) if isinstance(each, torch.Size) else int(each) for each in held)
+        assert total == sum(length // 2 * store.index.shape[1] for store in stores)
+    assert cache.nbytes() < full.nbytes()
+    assert not any(layer.state for layer in cache.sieve_layers.values())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_budget_of_everything_is_the_model_itself(llama, prompts, name):
+    ids, mask = prompts
+    given = {"budget": "100%", **(LAQ if name == "lookahead" else KVZIP)}
+    with kvsieve.attach(llama, kvsieve.plan(name.partition("-")[0], **given)) as sieve:
+        ours, cache = sieve.generate(ids, mask, **GREEDY), sieve.prefill(ids, mask)
+    with kvsieve.attach(llama, kvsieve.plan("full")) as sieve:
+        full = sieve.prefill(ids, mask)
+    assert torch.equal(ours.sequences, llama.generate(ids, attention_mask=mask, **GREEDY))
+    assert not ours.stats.applied and cache.memory_report() == full.memory_report()
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_beams_later_turns_and_snapshots(llama, prompts, name):
+    ids, mask = prompts
+    with kvsieve.attach(llama, PLANS[name]) as sieve:
+        beams = [sieve.generate(ids[1:, pad:], mask[1:, pad:], num_beams=3, **GREEDY) for pad in (0, PADDING)]
+        assert torch.equal(beams[0].sequences[:, 48:], beams[1].sequences[:, 48 - PADDING :])
+        first = sieve.generate(ids, mask, **GREEDY)
+        more = torch.cat([first.sequences, ids[:, -9:]], 1)
+        moment = first.cache.snapshot()
+        again = [sieve.generate(more, cache=first.cache, **GREEDY)]
+        first.cache.rollback(moment)
+        again.append(sieve.generate(more, cache=first.cache, chunk=4, **GREEDY))
+        assert torch.equal(again[0].sequences, again[1].sequences)
+        assert sum(again[0].stats.kv_entries) >= 4 * (62 // 2) and again[0].stats.applied
+        with pytest.raises(UnsupportedOptionError, match="a plain call of the model"):
+            llama(more[:, -3:], past_key_values=again[1].cache)
+
+
+def test_a_row_of_one_token_in_a_padded_batch(llama, prompts):
+    ids, mask = prompts
+    ids, mask = ids.clone(), mask.clone()
+    mask[1, :-1], ids[1, :-1] = 0, 0
+    for plan in PLANS.values():
+        with kvsieve.attach(llama, plan) as sieve:
+            both, alone = sieve.generate(ids, mask, **LOGITS), sieve.generate(ids[:1], mask[:1], **LOGITS)
+        assert all(torch.isfinite(logits).all() for logits in both.output.logits)
+        assert all(
+            torch.allclose(a[:1], b, atol=1e-6) for a, b in zip(both.output.logits, alone.output.logits, strict=True)
+        )
+
+
+def test_protected_tokens_stay(llama, prompts):
+    ids, mask = prompts
+    for plan in PLANS.values():
+        with kvsieve.attach(llama, plan) as sieve:
+            cache = sieve.prefill(ids, mask, protect=[(10, 16)])
+        for layer in cache.layers:
+            for row, pad in enumerate((0, PADDING)):
+                for head in layer.store.index[row].tolist():
+                    assert set(range(pad + 10, pad + 16)) <= set(head)
+
+
+def test_what_cannot_be_combined_is_refused():
+    for evictor in (KVzip(budget="20%"), Lookahead(budget="20%")):
+        with pytest.raises(PlanError, match="needs passes of its own over the prompt, of which TSP drops tokens"):
+            kvsieve.Plan(propagate=TSP(rate=0.5, layer=1), evict=evictor)
+
+
+def test_positions_beyond_the_context_warn(llama):
+    ids = torch.randint(2, 120, (1, llama.config.max_position_embeddings - 3))
+    with kvsieve.attach(llama, rehearsed_by(lambda rehearsal: None, rehearsed=9)) as sieve:
+        with pytest.warns(kvsieve.KvsieveWarning, match="feeds up to 9 tokens after the prompt"):
+            sieve.prefill(ids, torch.ones_like(ids), chunk=512)
+
+
+def test_evaluations_give_what_each_plan_gives_alone(llama):
+    context = " ".join(WORDS[3 + (7 * i) % 110] for i in range(70))
+    turns = tuple(Turn(text, ("w1",), lambda answer, expected: {"score": 0.0}, 6) for text in ("w3 w4", "w9 w8 w7"))
+    plans = [
+        kvsieve.plan("full"),
+        *PLANS.values(),
+        kvsieve.plan("finch", budget="50%", question=4, chunk=16),
+        kvsieve.plan("snapkv", budget="50%", window=4),
+    ]
+    engine = Engine(llama, word_tokenizer())
+    sample = Sample(context, turns)
+    encoded = engine.prompter.encode(sample)
+    for question in ("visible", "hidden"):
+        outcomes = engine.run(sample, plans, question)
+        assert [outcome.applied for outcome in outcomes[1:]] == [True] * 5
+        alone = [engine.run(sample, [plans[0], plan], question)[1].answers for plan in plans]
+        assert [outcome.answers for outcome in outcomes] == alone
+        prompt = encoded.prompt if question == "visible" else encoded.context
+        for plan, outcome in zip(plans[1:5], outcomes[1:5], strict=True):
+            with kvsieve.attach(llama, plan.for_tokenizer(engine.prompter.tokenizer)) as sieve:
+                cache = sieve.prefill(prompt, torch.ones_like(prompt))
+                assert outcome.record.kept == dict(enumerate(cache.entries()))
+                if question == "visible":
+                    result = sieve.generate(prompt, torch.ones_like(prompt), max_new_tokens=6, do_sample=False)
+                    new = result.sequences[0, prompt.shape[1] :].tolist()
+                    assert engine.prompter.answer(new)[0] == outcome.answers[0]
