@@ -136,7 +136,7 @@ class Condensing(Protocol):
     entries of row b among all but the question's; the question is forgotten, and what is kept moves together: its keys
     are turned to the positions 0, 1, ... At the end the question is read for good, and the conversation goes on there.
 
-    restarts: True. question: last tokens of the prompt that are its question. chunk: tokens of a chunk.
+    restarts: True. question: last tokens of the prompt that are its question. chunk_length: tokens of a chunk.
     """
 
     @property
@@ -146,7 +146,7 @@ class Condensing(Protocol):
     def question(self) -> int: ...
 
     @property
-    def chunk(self) -> int: ...
+    def chunk_length(self) -> int: ...
 
 
 @runtime_checkable

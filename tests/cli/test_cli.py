@@ -125,6 +125,19 @@ def test_run_uses_the_chat_template_once(cli, tmp_path, prompt_file):
     assert json.loads(out)["results"][0]["stats"]["prompt_tokens"] == 1 + 1 + 200 + 2 + 2
 
 
+def test_run_protects_messages_and_spans(cli, tmp_path, prompt_file):
+    build("llama").save_pretrained(tmp_path)
+    ask = "{% if add_generation_prompt %}w1{% endif %}"
+    save_tokenizer(tmp_path, "{% for m in messages %}[BOS] {{ m['content'] }} {% endfor %}" + ask)
+    options = ["--prompt-file", prompt_file, "--system", "w7 w8", "--method", "streamingllm", "--budget", "40"]
+    code, out, _ = cli("run", tmp_path, *options, "--protect", "system", "--protect", "100:120", "--json")
+    assert code == 0 and json.loads(out)["results"][0]["stats"]["kv_entries"] == [40] * 4
+    error = only_error(cli("run", tmp_path, *options, "--protect", "system", "--protect", "user"), 2)
+    assert "hold 204 of the 205 tokens" in error and "its budget of 40 entries" in error
+    error = only_error(cli("run", tmp_path, *options, "--protect", "200:206"), 2)
+    assert "(200, 206) lies outside row 0, whose prompt has 205 tokens" in error
+
+
 def test_a_template_that_refuses_is_bad_input(cli, tmp_path, prompt_file):
     build("llama").save_pretrained(tmp_path)
     save_tokenizer(tmp_path, "{{ raise_exception('no system role') }}")
@@ -170,6 +183,8 @@ def test_a_prompt_shorter_than_the_window_warns_and_says_it_did_not_run(cli, mod
         (["--set", "kernel"], ["name=value", "'kernel'"]),
         (["--dtype", "int8"], ["bfloat16", "'int8'"]),
         (["--max-new-tokens", "0"], ["--max-new-tokens must be at least 1, got 0"]),
+        (["--protect", "0-40"], ["system, user or a span of tokens such as 0:40", "'0-40'"]),
+        (["--protect", "system"], ["needs a system prompt", "--system"]),
         (["--chunk", "many"], ["--chunk", "integer"]),
         (["--colour"], ["--colour"]),
     ],

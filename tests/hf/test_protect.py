@@ -11,7 +11,7 @@ import torch
 import kvsieve
 from kvsieve.budget import Budget
 from kvsieve.errors import InputError, PlanError
-from kvsieve.methods import H2O, TSP, AdaptiveTSP, KNorm, LagKV, SnapKV
+from kvsieve.methods import H2O, TSP, AdaptiveTSP, KNorm, LagKV, SnapKV, StreamingLLM
 from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, Profile
 from kvsieve.segments import role_spans
@@ -28,11 +28,11 @@ QUOTAS = [((5, 35), 14), ((90, 110), "50%")]
 SMALL = {"window": 4, "recent": 4, "sinks": 2, "lag": 8, "question": 5, "tsp_layer": 1, "observed": 2, "first": 1}
 PARAMETERS = {
     "asl": {"tau": 5.0, "budget": 80},
-    "chunkkv": {"chunk": 4},
-    "finch": {"chunk": 32},
+    "chunkkv": {"chunk_length": 4},
+    "finch": {"chunk_length": 32},
     "gemfilter": {"layer": 1},
     "h2o": {"recent": 0.7},
-    "kvzip": {"chunk": 64},
+    "kvzip": {"chunk_length": 64},
     "pyramidinfer": {"min_context": 8, "rate": 0.3, "recent": 0.1},
     "sagekv": {"recent": 0.5},
     "lookahead": {"lookahead": 3},
@@ -151,7 +151,9 @@ DECODING = {
 
 
 @pytest.mark.parametrize("name", DECODING)
-@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.parametrize(
+    "mode", [{}, {"num_beams": 3}, {"num_beams": 2, "chunk": 64}], ids=["greedy", "beams", "beams in chunks"]
+)
 def test_nothing_that_is_held_is_dropped_while_decoding(model, batch, name, mode):
     ids, mask = batch
     plan = plan_of(name, model, **DECODING[name])
@@ -186,6 +188,12 @@ def test_knorm_by_hand():
     # What is protected counts for its part.
     assert kept(KNorm(budget=3), with_marks(ctx, [5], [[0, 2, 5]], [2])) == [[1, 2, 5]]
     assert kept(KNorm(budget=3), with_marks(ctx, [4], [[0, 2], [1, 3, 5]], [1, 1])) == [[1, 2, 4]]
+
+
+def test_what_the_caller_protects_comes_before_what_the_method_does():
+    ctx = context(torch.zeros(1, 1, 10, 2), torch.zeros(1, 1, 10, 2))
+    assert kept(StreamingLLM(budget=3, sinks=2), with_marks(ctx, [5, 6])) == [[0, 5, 6]]
+    assert kept(StreamingLLM(budget=5, sinks=2), with_marks(ctx, [5, 6])) == [[0, 1, 5, 6, 9]]
 
 
 def test_h2o_by_hand():
@@ -343,6 +351,22 @@ def test_tokens_of_an_earlier_turn_can_be_held_only_while_they_are_there(model, 
         assert is_held(cache, spans=[(0, 4), (50, 55), (100, 103), (140, 143)], quotas=[((110, 130), 4)])
 
 
+def test_what_a_later_mask_hides_need_not_stay(model, batch):
+    ids = batch[0][:1].repeat(2, 1)
+    mask = torch.ones_like(ids)
+    mask[0, 10:13] = 0
+    with kvsieve.attach(model, kvsieve.plan("streamingllm", budget=40, sinks=4)) as sieve:
+        cache = sieve.prefill(ids[:, :150], protect=[(8, 16)])
+        sieve.prefill(ids, mask, cache=cache)
+        first, second = stored(cache, (0, 0))
+    ends = [*range(4), 8, 9, *range(13, 16), *range(200 - 31, 200)], [*range(4), *range(8, 16), *range(172, 200)]
+    assert first == [[ends[0]] * 2] * 4 and second == [[ends[1]] * 2] * 4
+    with kvsieve.attach(model, plan_of("lagkv", model)) as sieve:
+        cache = sieve.prefill(ids[:, :150], protect=[(8, 16)])
+        with pytest.raises(InputError, match="LagKV cuts rows into partitions and cannot leave out tokens"):
+            sieve.prefill(ids, mask, cache=cache)
+
+
 def test_layers_can_be_left_out(model, batch):
     ids = batch[0][:1]
     for name in METHODS:
@@ -391,6 +415,15 @@ def test_a_question_is_not_seen_and_kept_whole(model, batch, name):
         numbers = (range(LENGTH - QUESTION, LENGTH + 2), range(LENGTH - PADDING - QUESTION, LENGTH - PADDING + 2))
         for row, before, after in zip(numbers, context, stored(asked.cache, (0, PADDING)), strict=True):
             assert after == [[[*head, *row] for head in layer] for layer in before]
+
+
+def test_a_turn_is_kept_whole_chunk_by_chunk(model, batch):
+    ids = batch[0][:1]
+    with kvsieve.attach(model, plan_of("lagkv", model, chunks=True)) as sieve:
+        cache = sieve.prefill(ids[:, :100])
+        before = cache.entries()
+        assert sieve.prefill(ids, cache=cache, chunk=20, reduce=False).entries() == [n + 100 for n in before]
+        assert sieve.prefill(ids, chunk=20, reduce=False).entries() == [200] * 4
 
 
 def test_a_turn_that_is_kept_whole_is_bounded_while_decoding(model, batch):

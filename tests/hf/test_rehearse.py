@@ -19,7 +19,7 @@ from toy_words import WORDS, word_tokenizer
 PADDING = 7
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LOGITS = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
-KVZIP = {"chunk": 16, "repeat_ids": (5, 6), "go_on_ids": (7,)}
+KVZIP = {"chunk_length": 16, "repeat_ids": (5, 6), "go_on_ids": (7,)}
 LAQ = {"window": 4, "kernel": 3, "lookahead": 3}
 PLANS = {
     "kvzip": kvsieve.plan("kvzip", budget="50%", **KVZIP),
@@ -214,7 +214,7 @@ def test_evaluations_give_what_each_plan_gives_alone(llama):
     plans = [
         kvsieve.plan("full"),
         *PLANS.values(),
-        kvsieve.plan("finch", budget="50%", question=4, chunk=16),
+        kvsieve.plan("finch", budget="50%", question=4, chunk_length=16),
         kvsieve.plan("snapkv", budget="50%", window=4),
     ]
     engine = Engine(llama, word_tokenizer())

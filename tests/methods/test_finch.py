@@ -90,7 +90,7 @@ def slow(model, ids, budget):
 
 def test_all_of_it_equals_the_slow_reference_in_a_padded_batch(model, prompts):
     ids, mask = prompts
-    with kvsieve.attach(model, kvsieve.plan("finch", budget="40%", question=QUESTION, chunk=CHUNK)) as sieve:
+    with kvsieve.attach(model, kvsieve.plan("finch", budget="40%", question=QUESTION, chunk_length=CHUNK)) as sieve:
         results = [sieve.generate(ids, mask, chunk=chunk, **LOGITS) for chunk in (None, 7)]
         alone = sieve.generate(ids[1:, PADDING:], **LOGITS)
     assert torch.allclose(alone.output.logits[3][0], results[0].output.logits[3][1], atol=1e-6)
@@ -113,7 +113,7 @@ def test_all_of_it_equals_the_slow_reference_in_a_padded_batch(model, prompts):
 def test_keeping_everything_is_the_model_itself(model, prompts):
     ids, mask = prompts
     theirs = model.generate(ids, attention_mask=mask, **GREEDY)
-    plan = kvsieve.plan("finch", budget="100%", question=QUESTION, chunk=CHUNK)
+    plan = kvsieve.plan("finch", budget="100%", question=QUESTION, chunk_length=CHUNK)
     with kvsieve.attach(model, plan) as sieve:
         ours = sieve.generate(ids, mask, **GREEDY)
     assert torch.equal(ours.sequences, theirs) and not ours.stats.applied
@@ -121,7 +121,7 @@ def test_keeping_everything_is_the_model_itself(model, prompts):
 
 def test_beams_and_a_later_turn_that_reads_everything_afresh(model, prompts):
     ids, mask = prompts
-    with kvsieve.attach(model, kvsieve.plan("finch", budget="40%", question=QUESTION, chunk=CHUNK)) as sieve:
+    with kvsieve.attach(model, kvsieve.plan("finch", budget="40%", question=QUESTION, chunk_length=CHUNK)) as sieve:
         beams = [sieve.generate(ids[1:, pad:], mask[1:, pad:], num_beams=3, **GREEDY) for pad in (0, PADDING)]
         assert torch.equal(beams[0].sequences[:, 53:], beams[1].sequences[:, 53 - PADDING :])
         first = sieve.generate(ids, mask, **GREEDY)

@@ -17,7 +17,7 @@ from spying import seen_by_attention, softmax_rows
 from toy_words import word_tokenizer
 
 PADDING = 9
-OPTIONS = {"chunk": 16, "prefix": 3, "repeat_ids": (5, 6), "go_on_ids": (7,), "answer_ids": (8, 9, 10)}
+OPTIONS = {"chunk_length": 16, "prefix": 3, "repeat_ids": (5, 6), "go_on_ids": (7,), "answer_ids": (8, 9, 10)}
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +54,8 @@ def slow_scores(model, ids):
     """[layers][H][N] scores of a prompt [N], from the definition, without kvsieve."""
     n, out = len(ids), {}
     with seen_by_attention(model) as seen, torch.no_grad():
-        for start in range(0, n, OPTIONS["chunk"]):
-            end = min(start + OPTIONS["chunk"], n)
+        for start in range(0, n, OPTIONS["chunk_length"]):
+            end = min(start + OPTIONS["chunk_length"], n)
             asked = OPTIONS["go_on_ids"] if start else OPTIONS["repeat_ids"]
             fed = [*asked, *ids[max(0, start - 8) : start].tolist(), *OPTIONS["answer_ids"], *ids[start:end].tolist()]
             model(torch.cat([ids, torch.tensor(fed)])[None])
@@ -144,7 +144,7 @@ def test_scores_of_a_chunk_by_hand():
     query = torch.ones(1, 1, 2, 1, dtype=torch.float64)
     ctx = context(query, keys, scale=1.0)
     scores = {}
-    KVzip(budget=3, prefix=1, chunk=2)._score(scores, torch.tensor([[0, 1, 2, 3]]), 2, ctx)
+    KVzip(budget=3, prefix=1, chunk_length=2)._score(scores, torch.tensor([[0, 1, 2, 3]]), 2, ctx)
     # The first fed token sees 1 + 2 + 1 and itself, 1: 5; the second also itself, 3: 8.
     assert torch.allclose(scores[0], torch.tensor([[[0, 0, 2 / 5, 1 / 5]]], dtype=torch.float64))
 
@@ -165,7 +165,7 @@ def test_requests_and_what_is_fed():
     [
         ({"budget": 4}, "at least 5 are needed"),
         ({"prefix": 0}, "prefix must be a whole number of at least 1"),
-        ({"chunk": 0}, "chunk must be"),
+        ({"chunk_length": 0}, "chunk_length must be"),
         ({"repeat_ids": "12"}, "must be token ids"),
         ({"every": 3}, "no parameter 'every'"),
     ],

@@ -22,7 +22,7 @@ from layers import context, kept
 PLANS = {
     "keydiff": Plan(evict=KeyDiff(budget="40%")),
     "sagekv": Plan(evict=SageKV(budget="40%")),
-    "chunkkv": Plan(evict=ChunkKV(base=SnapKV(budget="40%", window=4, kernel=3), chunk=5)),
+    "chunkkv": Plan(evict=ChunkKV(base=SnapKV(budget="40%", window=4, kernel=3), chunk_length=5)),
     "criticalkv": Plan(evict=CriticalKV(base=SnapKV(budget="40%", window=4, kernel=3))),
     "expected": Plan(evict=ExpectedAttention(budget="40%", n_future=70)),
     "critical-expected": Plan(evict=CriticalKV(base=ExpectedAttention(budget="40%", n_future=9, use_vnorm=False))),
@@ -208,19 +208,19 @@ def given(scores, **options):
 def test_chunkkv_by_hand():
     # Chunks of 3: means 2, 3, 1, and 2.5 of the short last one.
     ctx = given([[[3, 0, 3, 3, 3, 3, 0, 0, 3, 2, 3]]])
-    assert kept(ChunkKV(base=Given(budget=3), chunk=3), ctx) == [[3, 4, 5]]
-    assert kept(ChunkKV(base=Given(budget=5), chunk=3), ctx) == [[3, 4, 5, 9, 10]]
+    assert kept(ChunkKV(base=Given(budget=3), chunk_length=3), ctx) == [[3, 4, 5]]
+    assert kept(ChunkKV(base=Given(budget=5), chunk_length=3), ctx) == [[3, 4, 5, 9, 10]]
     # The next best chunk is the first, of which two tokens fit.
-    assert kept(ChunkKV(base=Given(budget=7), chunk=3), ctx) == [[0, 1, 3, 4, 5, 9, 10]]
-    assert kept(ChunkKV(base=Given(budget=1), chunk=3), ctx) == [[3]]
+    assert kept(ChunkKV(base=Given(budget=7), chunk_length=3), ctx) == [[0, 1, 3, 4, 5, 9, 10]]
+    assert kept(ChunkKV(base=Given(budget=1), chunk_length=3), ctx) == [[3]]
 
 
 def test_chunkkv_sums_heads_and_keeps_what_is_protected():
     inf = math.inf
     ctx = given([[[0, 0, 5, 5, 0, 0, 1, 9], [1, 1, 0, 0, 3, 4, 1, inf]]])
-    assert kept(ChunkKV(base=Given(budget=4), chunk=2), ctx) == [[2, 3, 4, 7]] * 2
+    assert kept(ChunkKV(base=Given(budget=4), chunk_length=2), ctx) == [[2, 3, 4, 7]] * 2
     # Without its protected neighbour slot 6 competes alone, with 2 against the first chunk's 1.
-    assert kept(ChunkKV(base=Given(budget=6), chunk=2), ctx) == [[2, 3, 4, 5, 6, 7]] * 2
+    assert kept(ChunkKV(base=Given(budget=6), chunk_length=2), ctx) == [[2, 3, 4, 5, 6, 7]] * 2
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 10, 100])
@@ -233,7 +233,7 @@ def test_chunkkv_equals_the_slow_reference_in_padded_batches(chunk):
         chunks = [range(start, min(start + chunk, length)) for start in range(0, length, chunk)]
         chunks.sort(key=lambda part: (-sum(total[j] for j in part) / len(part), part[0]))
         wanted = sorted([j for part in chunks for j in part][:count])
-        assert kept(ChunkKV(base=Given(budget="37%"), chunk=chunk), ctx, row) == [[pad + j for j in wanted]] * 3
+        assert kept(ChunkKV(base=Given(budget="37%"), chunk_length=chunk), ctx, row) == [[pad + j for j in wanted]] * 3
 
 
 def test_chunks_of_one_token_are_the_base_with_heads_shared():
@@ -241,7 +241,7 @@ def test_chunks_of_one_token_are_the_base_with_heads_shared():
     ctx = context(query, keys, values=values, padding=PADDING)
     base = SnapKV(budget="30%", window=4, kernel=3)
     for row in range(2):
-        assert kept(ChunkKV(base=base, chunk=1), ctx, row) == kept(base, ctx, row)
+        assert kept(ChunkKV(base=base, chunk_length=1), ctx, row) == kept(base, ctx, row)
 
 
 # CriticalKV
@@ -467,7 +467,7 @@ def test_evictors_that_look_must_have_look():
 
 def test_wrapped_methods_by_name():
     plan = kvsieve.plan("chunkkv", base="knorm", budget="12%", chunk=4, skip_layers=1, every=3)
-    assert plan.evict == ChunkKV(base=KNorm(budget="12%", skip_layers=1, every=3), chunk=4)
+    assert plan.evict == ChunkKV(base=KNorm(budget="12%", skip_layers=1, every=3), chunk_length=4)
     assert kvsieve.plan("criticalkv").evict == CriticalKV(base=SnapKV(budget="20%"))
     assert kvsieve.plan("criticalkv", base="expected_attention").evict.needs == ("output_weight", "rotary")
     assert Plan.from_dict(plan.to_dict()).evict == plan.evict and plan.name == "chunkkv"
@@ -483,7 +483,7 @@ def test_nan_scores_are_refused():
     scores = torch.zeros(1, 1, 9)
     scores[..., 4] = math.nan
     ctx = dataclasses.replace(given(scores), model=Model(weight=torch.ones(1, 4, 2)))
-    for evictor in (ChunkKV(base=Given(budget=4), chunk=2), CriticalKV(base=Given(budget=4))):
+    for evictor in (ChunkKV(base=Given(budget=4), chunk_length=2), CriticalKV(base=Given(budget=4))):
         with pytest.raises(ValueError, match="NaN"):
             kept(evictor, ctx)
 
@@ -494,7 +494,7 @@ def test_nan_scores_are_refused():
         (lambda: KeyDiff(budget=3, chunks=2), "chunks"),
         (lambda: SageKV(budget=9, recent=1.5), "recent"),
         (lambda: SageKV(budget=5), "at least 6 are needed"),
-        (lambda: ChunkKV(base=KNorm(budget=3), chunk=0), "chunk"),
+        (lambda: ChunkKV(base=KNorm(budget=3), chunk_length=0), "chunk_length"),
         (lambda: ExpectedAttention(budget=4), "4 sinks and one more"),
         (lambda: ExpectedAttention(budget=9, n_future=0), "n_future"),
         (lambda: ExpectedAttention(budget=9, use_vnorm=None), "use_vnorm"),

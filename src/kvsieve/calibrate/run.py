@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.bench.environment import environment
+from kvsieve.budget import Budget
 from kvsieve.calibrate import distances, pooling, ranks
 from kvsieve.calibrate.filters import QuerySums, correlation
 from kvsieve.calibrate.heads import RetrievalScores, kept_by_streaming
@@ -154,7 +155,7 @@ class _Run:
         """The window and pooling that were chosen, SnapKV's own where that part was not asked for."""
         chosen = self.measured.get("pooling", {})
         given = {name: chosen[name] for name in ("window", "kernel", "pooling") if name in chosen}
-        return SnapKV(budget="50%", **given)
+        return SnapKV(budget=Budget(ratio=0.5), **given)
 
     def _step(self, what: str) -> None:
         if self.progress is not None:

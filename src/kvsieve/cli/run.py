@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,6 +52,10 @@ def run_command(
         str, typer.Option(help="Methods to run before it: full,snapkv or snapkv:kernel=21;window=16,full.")
     ] = "",
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    protect: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ROLE|A:B", help="Never evict: system, user, or tokens A to B of the prompt; repeatable."),
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
     dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "bfloat16",
@@ -64,10 +69,15 @@ def run_command(
         if value < 1:
             raise InputError(f"{option} must be at least 1, got {value}")
     runs = [*compared_methods(compare, budget, profile), chosen_method(method, budget, settings or [], profile)]
+    roles, spans = parse_protect(protect or [], system)
     text = read_prompt(prompt_file, question)
     loaded, tokenizer = load_model(model, dtype)
     prompt = encode(tokenizer, text, system)
-    results = run_methods(loaded, tokenizer, prompt, runs, chunk, max_new_tokens)
+    if roles:
+        from kvsieve.segments import role_spans
+
+        spans += role_spans(tokenizer, messages_of(text, system), roles)[1]
+    results = run_methods(loaded, tokenizer, prompt, runs, chunk, max_new_tokens, spans)
     if as_json:
         emit_json(report(model, results))
         return
@@ -86,6 +96,23 @@ def read_prompt(name: str, question: str | None) -> str:
     if not text.strip():
         raise InputError(f"the prompt is empty: {'stdin' if name == '-' else repr(name)} has no text; write some there")
     return f"{text.rstrip()}\n\n{question}" if question else text
+
+
+def parse_protect(given: list[str], system: str | None) -> tuple[list[str], list[tuple[int, int]]]:
+    """Roles and token spans that --protect names. Raises InputError."""
+    roles: list[str] = []
+    spans: list[tuple[int, int]] = []
+    for each in given:
+        start, colon, end = each.partition(":")
+        if colon and start.strip().isdecimal() and end.strip().isdecimal():
+            spans.append((int(start), int(end)))
+        elif each in ("system", "user"):
+            roles.append(each)
+        else:
+            raise InputError(f"--protect is system, user or a span of tokens such as 0:40, got {each!r}")
+    if "system" in roles and not system:
+        raise InputError("--protect system needs a system prompt: give one with --system")
+    return roles, spans
 
 
 def load_model(name: str | None, dtype: str) -> tuple[Any, Any]:
@@ -109,11 +136,8 @@ def encode(tokenizer: Any, text: str, system: str | None = None) -> Tensor:
         plain = f"{system}\n\n{text}" if system else text
         ids = tokenizer(plain, return_tensors="pt", verbose=False)["input_ids"]
         return ids.long()
-    messages = [{"role": "user", "content": text}]
-    if system:
-        messages.insert(0, {"role": "system", "content": system})
     try:
-        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        rendered = tokenizer.apply_chat_template(messages_of(text, system), add_generation_prompt=True, tokenize=False)
     except Exception as error:  # templates raise what they like, for example when they know no system role
         raise InputError(f"the model's chat template refuses this prompt: {one_line(error)}") from error
     # The template has written the special tokens already.
@@ -121,10 +145,24 @@ def encode(tokenizer: Any, text: str, system: str | None = None) -> Tensor:
     return ids.long()
 
 
+def messages_of(text: str, system: str | None) -> list[dict[str, str]]:
+    """The prompt as a chat."""
+    user = {"role": "user", "content": text}
+    return [{"role": "system", "content": system}, user] if system else [user]
+
+
 def run_methods(
-    model: Any, tokenizer: Any, prompt: Tensor, runs: list[MethodRun], chunk: int, max_new_tokens: int
+    model: Any,
+    tokenizer: Any,
+    prompt: Tensor,
+    runs: list[MethodRun],
+    chunk: int,
+    max_new_tokens: int,
+    protect: Sequence[tuple[int, int]] = (),
 ) -> list[dict[str, Any]]:
     """Greedy answers under each method, in order: ``{"method", "parameters", "answer", "stats"}``.
+
+    protect: spans of tokens that no method may evict.
 
     Raises UnsupportedModelError or PlanError, before anything runs, when the model cannot run one of them.
     """
@@ -133,7 +171,7 @@ def run_methods(
     for each in runs:
         check_model(model, each.plan)
     _warm_up(model, prompt)
-    return [_run_one(model, tokenizer, prompt, each, chunk, max_new_tokens) for each in runs]
+    return [_run_one(model, tokenizer, prompt, each, chunk, max_new_tokens, protect) for each in runs]
 
 
 def _warm_up(model: Any, prompt: Tensor) -> None:
@@ -146,7 +184,13 @@ def _warm_up(model: Any, prompt: Tensor) -> None:
 
 
 def _run_one(
-    model: Any, tokenizer: Any, prompt: Tensor, run: MethodRun, chunk: int, max_new_tokens: int
+    model: Any,
+    tokenizer: Any,
+    prompt: Tensor,
+    run: MethodRun,
+    chunk: int,
+    max_new_tokens: int,
+    protect: Sequence[tuple[int, int]],
 ) -> dict[str, Any]:
     import kvsieve
 
@@ -154,7 +198,13 @@ def _run_one(
     with kvsieve.attach(model, run.plan.for_tokenizer(tokenizer)) as sieve, prefill_progress(run.name) as progress:
         # The mask is given because a pad token in the prompt's text is no padding.
         result = sieve.generate(
-            ids, ids.new_ones(ids.shape), chunk=chunk, progress=progress, max_new_tokens=max_new_tokens, do_sample=False
+            ids,
+            ids.new_ones(ids.shape),
+            chunk=chunk,
+            progress=progress,
+            protect=protect,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
         )
     answer = tokenizer.decode(result.sequences[0, ids.shape[1] :], skip_special_tokens=True).strip()
     return {"method": run.name, "parameters": run.parameters, "answer": answer, "stats": result.stats}

@@ -128,8 +128,8 @@ def condense(
     if kept == tuple(contexts):
         return done
     origins: dict[int, Tensor] = {}
-    for start in range(0, max(contexts), evictor.chunk):
-        sizes = [min(evictor.chunk, max(context - start, 0)) for context in contexts]
+    for start in range(0, max(contexts), evictor.chunk_length):
+        sizes = [min(evictor.chunk_length, max(context - start, 0)) for context in contexts]
         # Columns of this pass: the chunk, aligned right, and the question.
         at = torch.full((len(lengths), max(sizes) + asked), -1, device=tokens.device)
         for row, (length, size) in enumerate(zip(lengths, sizes, strict=True)):
@@ -138,12 +138,12 @@ def condense(
             own = min(asked, length)
             at[row, at.shape[1] - own :] = torch.arange(width - own, width)
         targets = tuple(
-            max(min(context, 1), keep * min(start + evictor.chunk, context) // max(context, 1))
+            max(min(context, 1), keep * min(start + evictor.chunk_length, context) // max(context, 1))
             for keep, context in zip(kept, contexts, strict=True)
         )
         if held is not None:
             numbers = torch.arange(width) - width + torch.tensor(lengths)[:, None]
-            ends = torch.tensor([min(start + evictor.chunk, context) for context in contexts])
+            ends = torch.tensor([min(start + evictor.chunk_length, context) for context in contexts])
             must = held.columns(columns).needed((numbers >= 0) & (numbers < ends[:, None]))
             targets = tuple(map(max, targets, must))
         given = columns.gather(1, at.clamp_min(0)).masked_fill(at < 0, -1)
@@ -151,7 +151,7 @@ def condense(
         _read(sieve, cache, step, tokens.gather(1, at.clamp_min(0)), at >= 0, chunk_ends(at.shape[1], chunk, asked))
         _move_together(sieve, cache, step)
         if progress is not None:
-            progress(min(start + evictor.chunk, max(contexts)), width)
+            progress(min(start + evictor.chunk_length, max(contexts)), width)
     question = columns[:, -asked:]
     for index, part in origins.items():
         own = question.to(part.device, torch.int32)[:, None].expand(-1, part.shape[1], -1)

@@ -106,7 +106,7 @@ class Session:
             return False
         when = self.plan.evict.when
         if self.step.phase == "prefill":
-            return when.chunks and self.cache.reduces
+            return when.chunks
         return when.steps is not None and (self.cache.decoded + self.step.num_new) % when.steps == 0
 
     def _looks(self, when: When) -> bool:

@@ -1,7 +1,7 @@
 """ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference (arXiv 2502.00299).
 
 Tokens stay in chunks of neighbours rather than one by one. Any method's scores per token are summed over the KV
-heads; a chunk of `chunk` tokens scores their mean; the best chunks stay, the same ones for all heads of a layer.
+heads; a chunk of `chunk_length` tokens scores their mean; the best chunks stay, the same ones for all heads of a layer.
 
 Differences from the reference: the budget is met to the entry, so of the last chunk that fits only the first tokens
 stay; what `base` protects, such as SnapKV's window, stays by itself and does not count to its chunk's mean; chunks
@@ -27,14 +27,14 @@ from kvsieve.types import LayerContext
 class ChunkKV(Wrapper):
     """Keep whole chunks of consecutive tokens, by the mean of `base`'s scores: ``ChunkKV(base=SnapKV(budget=0.2))``.
 
-    chunk: tokens per chunk, counted over what is stored of a row.
+    chunk_length: tokens per chunk, counted over what is stored of a row.
     """
 
-    chunk: int = 10
+    chunk_length: int = 10
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_int(self, "chunk", self.chunk, 1)
+        check_int(self, "chunk_length", self.chunk_length, 1)
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
         heads, length = ctx.keys.shape[1:3]
@@ -44,11 +44,11 @@ class ChunkKV(Wrapper):
         judged = real & ~protected
         total = scores.sum(1).masked_fill(~judged, 0)
         # Chunks count real entries, so that those of a padded row are those of the row alone.
-        place = (real.cumsum(-1) - 1).clamp_min(0) // self.chunk
+        place = (real.cumsum(-1) - 1).clamp_min(0) // self.chunk_length
         real_first = (~real).to(torch.uint8).argsort(dim=-1, stable=True)
-        room = -length % self.chunk
+        room = -length % self.chunk_length
         sums, sizes = (
-            F.pad(part.gather(1, real_first), (0, room)).unflatten(1, (-1, self.chunk)).sum(-1)
+            F.pad(part.gather(1, real_first), (0, room)).unflatten(1, (-1, self.chunk_length)).sum(-1)
             for part in (total, judged.to(total.dtype))
         )
         means = (sums / sizes).masked_fill(sizes == 0, float("-inf"))
@@ -62,9 +62,11 @@ class ChunkKV(Wrapper):
 def chunkkv(
     budget: Budget | str | int | float = "20%",
     base: str = "snapkv",
-    chunk: int = 10,
+    chunk_length: int = 10,
     skip_layers: int | tuple[int, ...] | str = 0,
     every: int | None = None,
 ) -> Plan:
     """Whole chunks of neighbours, by the mean score of another method, `base`."""
-    return Plan(evict=ChunkKV(base=scored_by_name("chunkkv", base, budget, skip_layers, every), chunk=chunk))
+    return Plan(
+        evict=ChunkKV(base=scored_by_name("chunkkv", base, budget, skip_layers, every), chunk_length=chunk_length)
+    )

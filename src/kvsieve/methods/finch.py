@@ -39,12 +39,12 @@ class Finch:
     """Read a context in the light of its question, keeping of each chunk what the question attends to.
 
     budget: entries stored once the prompt is complete, the question's included. question: last tokens of the prompt
-    that are its question, at least 1, always kept. chunk: tokens of the context per step.
+    that are its question, at least 1, always kept. chunk_length: tokens of the context per step.
     """
 
     budget: Budget
     question: int
-    chunk: int = 1024
+    chunk_length: int = 1024
 
     restarts = True
     takes_quotas = True
@@ -54,7 +54,7 @@ class Finch:
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         check_int(self, "question", self.question, 1)
-        check_int(self, "chunk", self.chunk, 1)
+        check_int(self, "chunk_length", self.chunk_length, 1)
         if self.budget.tokens is not None and self.budget.tokens < self.minimum:
             raise PlanError(
                 f"Finch: a budget of {self.budget.tokens} entries is too small, at least {self.minimum} are needed "
@@ -95,11 +95,11 @@ class Finch:
     query_aware=True,
     example={"question": 32},
 )
-def finch(budget: Budget | str | int | float = "25%", question: int | None = None, chunk: int = 1024) -> Plan:
+def finch(budget: Budget | str | int | float = "25%", question: int | None = None, chunk_length: int = 1024) -> Plan:
     """Chunk by chunk, entries the prompt's question attends to, moved together."""
     if question is None:
         raise PlanError(
             "finch reads a context in the light of its question: say how many of the prompt's last tokens it is, e.g. "
             "question=32"
         )
-    return Plan(evict=Finch(budget=Budget.parse(budget), question=question, chunk=chunk))
+    return Plan(evict=Finch(budget=Budget.parse(budget), question=question, chunk_length=chunk_length))

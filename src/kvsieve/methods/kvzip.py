@@ -44,7 +44,7 @@ class KVzip:
     """Keep the entries that the model needs to repeat its context.
 
     budget: entries per layer and KV head, on average over layers and heads unless ``uniform``, prefix included.
-    prefix: first tokens that always stay, such as a system prompt, at least 1. chunk: tokens repeated at once.
+    prefix: first tokens that always stay, such as a system prompt, at least 1. chunk_length: tokens repeated at once.
     uniform: as many in every head. repeat_ids, go_on_ids: token ids that ask to repeat, before the first chunk and
     before later ones, which follow with the last 8 tokens of the chunk before; answer_ids: what a chat template writes
     before the answer. `repeat_requests` makes all three; the command line and evaluations do so where they are None,
@@ -53,7 +53,7 @@ class KVzip:
 
     budget: Budget
     prefix: int = 4
-    chunk: int = 2048
+    chunk_length: int = 2048
     uniform: bool = False
     repeat_ids: tuple[int, ...] | None = None
     go_on_ids: tuple[int, ...] | None = None
@@ -71,7 +71,7 @@ class KVzip:
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         check_int(self, "prefix", self.prefix, 1)
-        check_int(self, "chunk", self.chunk, 1)
+        check_int(self, "chunk_length", self.chunk_length, 1)
         check_choice(self, "uniform", self.uniform, (False, True))
         for name in _REQUESTS:
             if getattr(self, name) is not None:
@@ -90,7 +90,7 @@ class KVzip:
     @property
     def rehearsed(self) -> int:
         asked = max(len(self.repeat_ids or ()), len(self.go_on_ids or ()) + _LEAD)
-        return asked + len(self.answer_ids or ()) + self.chunk
+        return asked + len(self.answer_ids or ()) + self.chunk_length
 
     def for_tokenizer(self, tokenizer: Any) -> KVzip:
         """See Plan.for_tokenizer."""
@@ -103,7 +103,7 @@ class KVzip:
         whole = rehearsal.branch()
         whole.read_rest()
         scores: dict[int, Tensor] = {}
-        for start in range(0, int(numbers.max()) + 1, self.chunk):
+        for start in range(0, int(numbers.max()) + 1, self.chunk_length):
             rows = [self.fed(ids[real], start) for ids, real in zip(rehearsal.ids, rehearsal.real, strict=True)]
             size = max(map(len, rows))
             ids, real = rehearsal.ids.new_zeros(len(rows), size), rehearsal.real.new_zeros(len(rows), size)
@@ -118,7 +118,7 @@ class KVzip:
 
     def fed(self, tokens: Tensor, start: int) -> Tensor:
         """What is fed to repeat the chunk of a row's true `tokens` [n] from `start` on; nothing when there is none."""
-        chunk = tokens[start : start + self.chunk]
+        chunk = tokens[start : start + self.chunk_length]
         if not len(chunk):
             return chunk
         asked = (self.go_on_ids if start else self.repeat_ids) or ()
@@ -136,7 +136,7 @@ class KVzip:
         token = numbers.to(index.device)[:, None].expand(-1, index.shape[1], -1).gather(2, index.clamp_min(0))
         real = torch.ones_like(ctx.index, dtype=torch.bool) if ctx.valid is None else ctx.valid.expand_as(ctx.index)
         token = token.masked_fill((index < 0) | ~real[:, :, :stored], -1)
-        inside = (token >= start) & (token < start + self.chunk)
+        inside = (token >= start) & (token < start + self.chunk_length)
         shown = inside | ((token >= 0) & (token < self.prefix))
         # Only these are attended to: their slots, in order, at the right end.
         slots = shown.to(torch.uint8).argsort(dim=-1, stable=True)[..., stored - int(shown.sum(-1).max()) :]
@@ -206,7 +206,7 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 def kvzip(
     budget: Budget | str | int | float = "30%",
     prefix: int = 4,
-    chunk: int = 2048,
+    chunk_length: int = 2048,
     uniform: bool = False,
     repeat_ids: tuple[int, ...] | None = None,
     go_on_ids: tuple[int, ...] | None = None,
@@ -218,7 +218,7 @@ def kvzip(
         evict=KVzip(
             budget=Budget.parse(budget),
             prefix=prefix,
-            chunk=chunk,
+            chunk_length=chunk_length,
             uniform=uniform,
             repeat_ids=repeat_ids,
             go_on_ids=go_on_ids,

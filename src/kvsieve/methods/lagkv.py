@@ -26,7 +26,7 @@ from torch import Tensor
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.selection import pack, top_mask
-from kvsieve.errors import PlanError
+from kvsieve.errors import InputError, PlanError
 from kvsieve.methods.base import check_choice, check_int, parse_layers, skips
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
@@ -136,7 +136,16 @@ class LagKV:
             mask[row, :, first:end] = best.flatten(1)
             done[row] += sum(stay)
             lengths[row] -= judged * self.lag - sum(stay)
-        return None if lengths == list(ctx.stored) else pack(mask, tuple(lengths))
+        if lengths == list(ctx.stored):
+            return None
+        if ctx.valid is not None and any(
+            not bool(row[:, size - n :].all()) for row, n in zip(ctx.valid, ctx.stored, strict=True)
+        ):
+            raise InputError(
+                "LagKV cuts rows into partitions and cannot leave out tokens in their middle, which a later "
+                "attention_mask hides; leave them visible, or start with a new cache"
+            )
+        return pack(mask, tuple(lengths))
 
     def _scores(self, keys: Tensor, values: Tensor) -> Tensor:
         """[H, (P + 1) L, D] each -> [H, P, L] scores of the first P partitions."""
