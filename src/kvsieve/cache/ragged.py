@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Self
 
@@ -18,8 +19,9 @@ class RaggedStore(Store):
 
     Flat buffers [B, capacity, ...] of keys, values and index; rows that kept less have filler before the new tokens.
     valid_buffer: bool [B, H, capacity], True where a slot holds a real entry of the head. Attention needs no more than
-    that, so nothing is padded to the fullest head. `keys`, `values`, `index` and `valid` are padded copies
-    [B, H, N, ...], right-aligned, made on every reading: for evictors and later turns only.
+    that, so nothing is padded to the fullest head. hides_newest: whether the newest token is padding in some row.
+    `keys`, `values`, `index` and `valid` are padded copies [B, H, N, ...], right-aligned, made on every reading: for
+    evictors and later turns only.
     """
 
     is_ragged = True
@@ -28,6 +30,7 @@ class RaggedStore(Store):
         super().__init__()
         # Flat slots of what was kept, and how many of them each head has: int64 [B, H].
         self._body = 0
+        self.hides_newest = False
         self._counts = torch.zeros(0, 0, dtype=torch.int64)
 
     @classmethod
@@ -123,10 +126,11 @@ class RaggedStore(Store):
         for to, part in zip(self._buffers()[:2], (keys, values), strict=True):
             to[:, slots].unflatten(1, (new, heads)).copy_(part.transpose(1, 2))
         self._buffers()[2][:, slots].unflatten(1, (new, heads)).copy_(columns[:, :, None].expand(batch, -1, heads))
-        own = torch.eye(heads, dtype=torch.bool, device=keys.device).repeat(1, new)[None]
+        own = _turns(heads, new * heads, keys.device)
         if valid is not None:
             own = own & valid.repeat_interleave(heads, 1)[:, None]
         self._visible()[:, :, slots] = own
+        self.hides_newest = valid is not None
         counts = ((new,) * batch if valid is None else tuple(valid.sum(-1).tolist())) if counts is None else counts
         self.lengths = tuple(old + count for old, count in zip(self.lengths, counts, strict=True))
         self.size = end
@@ -150,8 +154,7 @@ class RaggedStore(Store):
         ends = self._counts.cumsum(-1)[..., None]
         slots = torch.arange(self._body, device=ends.device)
         body = (slots >= ends - self._counts[..., None]) & (slots < ends)
-        heads = ends.shape[1]
-        own = torch.eye(heads, dtype=torch.bool, device=ends.device).repeat(1, (self.size - self._body) // heads)
+        own = _turns(ends.shape[1], self.size - self._body, ends.device)
         return torch.cat([body, own.expand(len(body), -1, -1)], -1)
 
     def _padded(self, buffer: Tensor) -> Tensor:
@@ -167,6 +170,12 @@ class RaggedStore(Store):
     def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._apply(change)
         self._counts = change(self._counts)
+
+
+@functools.lru_cache(maxsize=64)
+def _turns(heads: int, slots: int, device: torch.device) -> Tensor:
+    """bool [H, slots]: one slot per head in turn, as new tokens are stored; shared, not to be written to."""
+    return torch.arange(slots, device=device) % heads == torch.arange(heads, device=device)[:, None]
 
 
 def keep(store: DenseStore | RaggedStore, selection: Selection, reserve: int = 0) -> DenseStore | RaggedStore:

@@ -56,7 +56,7 @@ def distance(
     ours, cache = read(model, Plan(propagate=part), ids)
     full, ours = (each[0, -pooled.window :].double() for each in (hidden, ours))
     squared = (full - ours).square().sum(-1)
-    kl = divergence(truth, following(model, cache, answer))[0] if answer.shape[1] > 1 else 0.0
+    kl = divergence(truth, following(model, cache, answer))[0]
     return Distance(squared[-1].item(), squared.mean().item(), full[-1].square().sum().item(), kl)
 
 

@@ -22,10 +22,14 @@ _SEED = 10**6
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids: int64 [1, N]. answer: int64 [1, T], what follows; None for the model's own greedy answer under full KV."""
+    """ids: int64 [1, N]. answer: int64 [1, T], what follows, 2 or more; None for the model's own under full KV."""
 
     ids: Tensor
     answer: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.answer is not None and self.answer.shape[1] < 2:
+            raise InputError(f"an answer needs at least 2 tokens, got {self.answer.shape[1]}: the first says nothing")
 
 
 def built_in_prompts(prompter: Prompter, lengths: Sequence[int], count: int, seed: int = 0) -> list[Prompt]:

@@ -41,14 +41,17 @@ def read(model: Any, plan: Plan, ids: Tensor) -> tuple[Tensor, SieveCache]:
 
 
 def greedy(model: Any, cache: SieveCache, logits: Tensor, stops: Collection[int], limit: int) -> Tensor:
-    """At most `limit` tokens that follow, int64 [1, T]; the cache stays as it is. logits: [1, V], the next token's."""
+    """The tokens that follow up to a stop, int64 [1, T], at least 2 and at most `limit`; the cache stays as it is.
+
+    logits: [1, V], the next token's.
+    """
     tokens: list[int] = []
     with attach(model, Plan(name="full")), torch.no_grad():
         cache = cache.fork()
         while True:
             chosen = logits.argmax(-1)
             tokens.append(int(chosen))
-            if len(tokens) == limit or tokens[-1] in stops:
+            if len(tokens) == limit or (tokens[-1] in stops and len(tokens) > 1):
                 return torch.tensor([tokens])
             logits = model(input_ids=chosen[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
 

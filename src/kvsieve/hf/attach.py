@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from kvsieve.errors import InputError, KvsieveError, KvsieveWarning, UnsupportedModelError, UnsupportedOptionError
+from kvsieve.hf import attention
 from kvsieve.hf import session as sessions
 from kvsieve.hf.cache import SieveCache
 from kvsieve.hf.compat import DynamicCache, attention_of, check_version, text_config
@@ -118,18 +119,18 @@ def attach(model: Any, plan: Plan) -> Iterator[Sieve]:
         raise KvsieveError(f"attach takes a Plan, got {plan!r}; make one with kvsieve.plan('snapkv', budget='20%')")
     check_version()
     found = attention_of(text_config(model)) if hasattr(model, "config") else None
-    if found == sessions.NAME:
+    if found == attention.NAME:
         raise KvsieveError("the model has a plan attached already; leave that `with` block first")
     check_model(model, plan)
     sieve = Sieve(model, plan)
     caution = plan.caution(sieve.num_layers)
     if caution is not None:
         warnings.warn(caution, KvsieveWarning, stacklevel=3)
-    sessions.register()
+    attention.register()
     handles = []
     try:
-        model.set_attn_implementation(sessions.NAME)
-        if attention_of(sieve.config) != sessions.NAME:
+        model.set_attn_implementation(attention.NAME)
+        if attention_of(sieve.config) != attention.NAME:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not take up another attention implementation, so {plan.name!r} cannot run"
             )

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.evict import check_held
 from kvsieve.hf.prefill import chunk_ends
-from kvsieve.hf.session import check_held
 from kvsieve.plans import Plan
 from kvsieve.segments import Held
 from kvsieve.types import END_OF_PROMPT, LayerContext, Selection

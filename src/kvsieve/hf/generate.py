@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvsieve.errors import UnsupportedOptionError
+from kvsieve.hf.as_given import AsGiven
 from kvsieve.hf.cache import SieveCache, TurnRecord
 from kvsieve.hf.memory import measure_peak
-from kvsieve.hf.restart import AsGiven, read_prompt
+from kvsieve.hf.restart import read_prompt
 from kvsieve.hf.wishes import Wishes
 from kvsieve.plans import Plan
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,26 +10,12 @@ import torch
 from torch import Tensor
 
 from kvsieve.attention import dense_attention, ragged_attention
-from kvsieve.cache import keep
-from kvsieve.errors import CacheStateError, InputError, PlanError, UnsupportedModelError, UnsupportedOptionError
+from kvsieve.errors import CacheStateError, InputError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache import SieveCache, SieveLayer
-from kvsieve.hf.compat import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    causal_mask_function,
-    sdpa_attention,
-    sdpa_mask,
-)
+from kvsieve.hf.evict import check_held, evict
 from kvsieve.plans import Plan
-from kvsieve.roles import Evictor, Looker
-from kvsieve.segments import lost
+from kvsieve.roles import Looker
 from kvsieve.types import LayerContext, ModelFacts, Selection, Step, When
-
-# transformers tests implementation names for substrings: none of flash, sdpa, flex, paged or "/" may occur in it.
-NAME = "kvsieve"
-
-# Arguments of an attention function that do not change a causal layer's result in inference.
-_HARMLESS = frozenset({"dropout", "position_ids"})
 
 _ACTIVE: ContextVar[Session | None] = ContextVar("kvsieve_session", default=None)
 
@@ -86,7 +71,7 @@ class Session:
         room = self.cache.room(end, tokens.size)
         store.append(key.detach(), value.detach(), tokens.columns, tokens.valid, tokens.counts, room)
         if store.is_ragged and tokens.size == 1:
-            out = ragged_attention(query, *store.flat, scale=scale)
+            out = ragged_attention(query, *store.flat, scale=scale, hides_newest=store.hides_newest)
         else:
             out = dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
         evictor = self.plan.evict
@@ -213,51 +198,6 @@ class Session:
                     f"its decoder layers take a per-token argument {name!r} that token propagation cannot narrow; "
                     "use a plan without propagate="
                 )
-
-
-def evict(evictor: Evictor, ctx: LayerContext, cache: SieveCache) -> None:
-    """Let `evictor` reduce what one layer stores, or several layers, and record what it did to the prompt."""
-    step, record = ctx.step, cache.record
-    # While decoding, a share stays that of the prompt: otherwise nothing would bound the memory.
-    lengths = step.lengths if step.phase == "prefill" else cache.prompt_lengths
-    if cache.restart is not None:
-        lengths = cache.restart.lengths
-    counts = tuple(evictor.budget.entries(length, evictor.minimum) for length in lengths)
-    if step.phase == "prefill":
-        record.asked = max(evictor.budget.entries(length) for length in lengths)
-        record.raised_to = max(counts) if max(counts) > record.asked else None
-    chosen = evictor.select(ctx, counts)
-    per_layer = chosen if isinstance(chosen, dict) else {ctx.layer_idx: chosen}
-    for index, selection in per_layer.items():
-        if selection is None:
-            continue
-        layer = cache.sieve_layers[index]
-        if cache.held is not None:
-            protected, quotas = cache.held.at(layer.store.index, layer.store.valid)
-            check_held(evictor, dataclasses.replace(ctx, protected=protected, quotas=quotas), selection)
-        layer.store = keep(layer.store, selection, cache.room(step.start + step.num_new, max(counts)))
-        record.evicted.add(index)
-        if step.phase == "prefill":
-            record.kept[index] = layer.store.entries
-
-
-def check_held(part: object, ctx: LayerContext, selection: Selection, offered: int | None = None) -> None:
-    """Raise PlanError when `part` drops what the caller wants kept; offered: of the last so many stored entries."""
-    if ctx.protected is None and ctx.quotas is None:
-        return
-    indices, real = selection.indices, selection.real()
-    if indices.ndim == 2:
-        indices = indices[:, None]
-    if real is not None and real.ndim == 2:
-        real = real[:, None]
-    protected, quotas = ctx.protected, ctx.quotas
-    if offered is not None:
-        # Tokens that travel are chosen for all heads alike.
-        protected = None if protected is None else protected[:, :1, -offered:]
-        quotas = None if quotas is None else dataclasses.replace(quotas, segment=quotas.segment[:, :1, -offered:])
-    reason = lost(protected, quotas, indices, real)
-    if reason is not None:
-        raise PlanError(f"{type(part).__name__} at layer {ctx.layer_idx}: {reason}; leave that out, or use another")
 
 
 class StopForward(Exception):
@@ -394,51 +334,3 @@ def _checked_mask(
 def _gather(part: Tensor, rows: Tensor) -> Tensor:
     """part [1 or B, L, C] at rows [B, K] -> [B, K, C]."""
     return part.expand(len(rows), -1, -1).gather(1, rows[..., None].expand(-1, -1, part.shape[-1]))
-
-
-def attention_function(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """What attention modules call while attached; signature of transformers' AttentionInterface."""
-    session = current()
-    if session is None:
-        raise CacheStateError(f"{type(module).__name__} ran outside its decoder while kvsieve is attached to the model")
-    index = module.layer_idx
-    layer = session.cache.layers[index]
-    if not isinstance(layer, SieveLayer):
-        return sdpa_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    who = f"layer {index} ({type(module).__name__})"
-    for name, given in kwargs.items():
-        # Whatever else attention is told (softcap, sinks, indices ...) would change its result and cannot be dropped;
-        # flags and objects, such as generate's tokenizer, only pass through.
-        telling = isinstance(given, (Tensor, int, float, list, tuple)) and not isinstance(given, bool)
-        if telling and name not in _HARMLESS:
-            raise UnsupportedModelError(f"{who} attends with {name}=, which kvsieve does not support yet")
-    if kwargs.get("is_causal") is False:
-        raise UnsupportedModelError(f"{who} attends to later tokens; kvsieve supports causal attention only")
-    if attention_mask is not None:
-        raise UnsupportedOptionError(f"{who} was given a custom attention mask; only padding masks are supported")
-    key, value = layer.take(key, value, who)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = session.attend(index, layer, query, key, value, scale)
-    return out.transpose(1, 2).contiguous(), None
-
-
-def mask_function(*, mask_function: Any = causal_mask_function, **kwargs: Any) -> Tensor | None:
-    """Plain causal layers need no mask (the session knows the padding); sliding-window layers get transformers' own."""
-    if mask_function is causal_mask_function:
-        return None
-    kwargs["allow_is_causal_skip"] = False
-    return sdpa_mask(mask_function=mask_function, **kwargs)
-
-
-def register() -> None:
-    """Make the implementation known to transformers. Without the mask half, padding would be dropped silently."""
-    AttentionInterface.register(NAME, attention_function)
-    AttentionMaskInterface.register(NAME, mask_function)

@@ -19,8 +19,8 @@ from kvsieve.budget import Budget
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.evict import evict
 from kvsieve.hf.restart import read_prompt
-from kvsieve.hf.session import evict
 from kvsieve.plans import Plan
 from kvsieve.roles import Looker
 from kvsieve.types import LayerContext, Selection, When

@@ -1,0 +1,98 @@
+"""What belongs to generate's caller is shown the prompt as it was given, where the model reads a shorter one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteria
+
+from kvsieve.errors import UnsupportedOptionError
+
+
+class AsGiven:
+    """Shows what belongs to generate's caller the prompt as it was given, where the model reads a shorter one.
+
+    input_ids: [B, N] as given. read: columns of what is read instead.
+    """
+
+    def __init__(self, input_ids: Tensor, read: int) -> None:
+        self.input_ids, self.read = input_ids, read
+
+    def whole(self, ids: Tensor) -> Tensor:
+        """ids [B * copies, read + new] -> [B * copies, N + new]."""
+        given = self.input_ids.to(ids.device).repeat_interleave(len(ids) // len(self.input_ids), 0)
+        return torch.cat([given, ids[:, self.read :]], 1)
+
+    def options(self, options: dict[str, Any], *configs: Any) -> dict[str, Any]:
+        """generate's options in terms of the shorter prompt; configs: where it looks for lengths that are not given.
+
+        Raises UnsupportedOptionError for per-token arguments.
+        """
+        options = dict(options)
+        for name, value in options.items():
+            if isinstance(value, Tensor) and value.shape[:2] == self.input_ids.shape:
+                raise UnsupportedOptionError(
+                    f"generate({name}=...) is about every token given, of which only some are read again; leave it out"
+                )
+        for name, instead in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+            length = _asked(name, options, configs)
+            if length and _asked(instead, options, configs) is None:
+                options[name] = max(length - self.input_ids.shape[1] + self.read, 1)
+        if options.get("streamer") is not None:
+            options["streamer"] = _Streamer(options["streamer"], self)
+        if options.get("logits_processor"):
+            options["logits_processor"] = [_Processor(each, self) for each in options["logits_processor"]]
+        allowed = options.get("prefix_allowed_tokens_fn")
+        if allowed is not None:
+            options["prefix_allowed_tokens_fn"] = lambda row, ids: allowed(
+                row, torch.cat([self.input_ids[row].to(ids.device), ids[self.read :]])
+            )
+        return options
+
+    def criteria(self, criteria: list[Any]) -> list[Any]:
+        return [_Criterion(each, self) for each in criteria]
+
+    def output(self, output: Any) -> Any:
+        """What generate returned, its sequences as given."""
+        if isinstance(output, Tensor):
+            return self.whole(output)
+        output.sequences = self.whole(output.sequences)
+        return output
+
+
+def _asked(name: str, options: dict[str, Any], configs: tuple[Any, ...]) -> Any:
+    given = (options.get(name), *(getattr(config, name, None) for config in configs))
+    return next((value for value in given if value is not None), None)
+
+
+class _Criterion(StoppingCriteria):
+    def __init__(self, inner: Any, shown: AsGiven) -> None:
+        self.inner, self.shown = inner, shown
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return self.inner(self.shown.whole(input_ids), scores, **kwargs)
+
+
+class _Processor(LogitsProcessor):
+    def __init__(self, inner: Any, shown: AsGiven) -> None:
+        self.inner, self.shown = inner, shown
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        out: Tensor = self.inner(self.shown.whole(input_ids), scores)
+        return out
+
+
+class _Streamer:
+    """What generate puts first is the prompt."""
+
+    def __init__(self, inner: Any, shown: AsGiven) -> None:
+        self.inner, self.shown, self.begun = inner, shown, False
+
+    def put(self, value: Tensor) -> None:
+        self.inner.put(value if self.begun else self.shown.whole(value))
+        self.begun = True
+
+    def end(self) -> None:
+        self.inner.end()

@@ -1,0 +1,73 @@
+"""The attention and mask functions that transformers calls while a plan is attached."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import CacheStateError, UnsupportedModelError, UnsupportedOptionError
+from kvsieve.hf.cache import SieveLayer
+from kvsieve.hf.compat import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    causal_mask_function,
+    sdpa_attention,
+    sdpa_mask,
+)
+from kvsieve.hf.session import current
+
+# transformers tests implementation names for substrings: none of flash, sdpa, flex, paged or "/" may occur in it.
+NAME = "kvsieve"
+
+# Arguments of an attention function that do not change a causal layer's result in inference.
+_HARMLESS = frozenset({"dropout", "position_ids"})
+
+
+def attention_function(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What attention modules call while attached; signature of transformers' AttentionInterface."""
+    session = current()
+    if session is None:
+        raise CacheStateError(f"{type(module).__name__} ran outside its decoder while kvsieve is attached to the model")
+    index = module.layer_idx
+    layer = session.cache.layers[index]
+    if not isinstance(layer, SieveLayer):
+        return sdpa_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    who = f"layer {index} ({type(module).__name__})"
+    for name, given in kwargs.items():
+        # Whatever else attention is told (softcap, sinks, indices ...) would change its result and cannot be dropped;
+        # flags and objects, such as generate's tokenizer, only pass through.
+        telling = isinstance(given, (Tensor, int, float, list, tuple)) and not isinstance(given, bool)
+        if telling and name not in _HARMLESS:
+            raise UnsupportedModelError(f"{who} attends with {name}=, which kvsieve does not support yet")
+    if kwargs.get("is_causal") is False:
+        raise UnsupportedModelError(f"{who} attends to later tokens; kvsieve supports causal attention only")
+    if attention_mask is not None:
+        raise UnsupportedOptionError(f"{who} was given a custom attention mask; only padding masks are supported")
+    key, value = layer.take(key, value, who)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = session.attend(index, layer, query, key, value, scale)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def mask_function(*, mask_function: Any = causal_mask_function, **kwargs: Any) -> Tensor | None:
+    """Plain causal layers need no mask (the session knows the padding); sliding-window layers get transformers' own."""
+    if mask_function is causal_mask_function:
+        return None
+    kwargs["allow_is_causal_skip"] = False
+    return sdpa_mask(mask_function=mask_function, **kwargs)
+
+
+def register() -> None:
+    """Make the implementation known to transformers. Without the mask half, padding would be dropped silently."""
+    AttentionInterface.register(NAME, attention_function)
+    AttentionMaskInterface.register(NAME, mask_function)

@@ -1,0 +1,57 @@
+"""What an evictor chooses becomes what is stored, and what the caller wants kept is checked to have stayed."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvsieve.cache import keep
+from kvsieve.errors import PlanError
+from kvsieve.hf.cache import SieveCache
+from kvsieve.roles import Evictor
+from kvsieve.segments import lost
+from kvsieve.types import LayerContext, Selection
+
+
+def evict(evictor: Evictor, ctx: LayerContext, cache: SieveCache) -> None:
+    """Let `evictor` reduce what one layer stores, or several layers, and record what it did to the prompt."""
+    step, record = ctx.step, cache.record
+    # While decoding, a share stays that of the prompt: otherwise nothing would bound the memory.
+    lengths = step.lengths if step.phase == "prefill" else cache.prompt_lengths
+    if cache.restart is not None:
+        lengths = cache.restart.lengths
+    counts = tuple(evictor.budget.entries(length, evictor.minimum) for length in lengths)
+    if step.phase == "prefill":
+        record.asked = max(evictor.budget.entries(length) for length in lengths)
+        record.raised_to = max(counts) if max(counts) > record.asked else None
+    chosen = evictor.select(ctx, counts)
+    per_layer = chosen if isinstance(chosen, dict) else {ctx.layer_idx: chosen}
+    for index, selection in per_layer.items():
+        if selection is None:
+            continue
+        layer = cache.sieve_layers[index]
+        if cache.held is not None:
+            protected, quotas = cache.held.at(layer.store.index, layer.store.valid)
+            check_held(evictor, dataclasses.replace(ctx, protected=protected, quotas=quotas), selection)
+        layer.store = keep(layer.store, selection, cache.room(step.start + step.num_new, max(counts)))
+        record.evicted.add(index)
+        if step.phase == "prefill":
+            record.kept[index] = layer.store.entries
+
+
+def check_held(part: object, ctx: LayerContext, selection: Selection, offered: int | None = None) -> None:
+    """Raise PlanError when `part` drops what the caller wants kept; offered: of the last so many stored entries."""
+    if ctx.protected is None and ctx.quotas is None:
+        return
+    indices, real = selection.indices, selection.real()
+    if indices.ndim == 2:
+        indices = indices[:, None]
+    if real is not None and real.ndim == 2:
+        real = real[:, None]
+    protected, quotas = ctx.protected, ctx.quotas
+    if offered is not None:
+        # Tokens that travel are chosen for all heads alike.
+        protected = None if protected is None else protected[:, :1, -offered:]
+        quotas = None if quotas is None else dataclasses.replace(quotas, segment=quotas.segment[:, :1, -offered:])
+    reason = lost(protected, quotas, indices, real)
+    if reason is not None:
+        raise PlanError(f"{type(part).__name__} at layer {ctx.layer_idx}: {reason}; leave that out, or use another")
