@@ -9,7 +9,17 @@ RESULTS := benchmarks/results/smollm2
 TASKS := needle,passkey64,ruler_niah_single_1,ruler_niah_single_2,ruler_niah_multikey_1,ruler_fwe,ruler_qa_1,multiturn,shared,manyshot,arithmetic,instructions
 METHODS := streamingllm,knorm,snapkv,snapkv:kernel=21,snapkv:kernel=63,fastkv:tsp_layer=22;tsp_rate=0.3;window=32;kernel=21;pooling=avg
 
-.PHONY: demo test bench results docs clean
+# The cells that carry the papers' claims, with the demo model's profile.
+CLAIMS := benchmarks/results/claims
+PROFILE := profile=smollm2-135m-instruct
+HIDDEN := streamingllm,snapkv,snapkv:kernel=21,lagkv:decode=false,lagkv:decode=false;lag=32,lagkv:decode=false;variant=local,lagkv:decode=false;variant=l2;skip_layers=2
+VISIBLE := snapkv:window=16,snapkv:$(PROFILE),fastkv:$(PROFILE),fastkv:tsp_layer=14;window=16;kernel=21;pooling=avg,asl:$(PROFILE),gemfilter,gemfilter:layer=22;kernel=21,pyramidinfer:rate=0.7;window=16;kernel=21,adakv:$(PROFILE),pyramidkv:$(PROFILE)
+
+# Every method at a quarter of the entries, few samples.
+ALL := benchmarks/results/methods
+EVERY := streamingllm,knorm,snapkv:$(PROFILE),h2o,tova,sagekv,lookahead:$(PROFILE),lagkv:decode=false;lag=64,keydiff,expectedattention,qfilters:$(PROFILE),kvzip,duoattention:$(PROFILE);sinks=16;recent=64,adakv:$(PROFILE),pyramidkv:$(PROFILE),cake:$(PROFILE),zigzagkv,dynamickv:$(PROFILE),squeezeattention,chunkkv,criticalkv,fastkv:$(PROFILE),asl:$(PROFILE),gemfilter:layer=22;kernel=21,pyramidinfer:rate=0.7;window=16;kernel=21
+
+.PHONY: demo test bench results claims methods docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/kvsieve demo
@@ -27,6 +37,23 @@ results: $(VENV)/.ready
 	$(BIN)/kvsieve eval --tasks $(TASKS) --lengths 1024 --methods "$(METHODS)" --budgets 10%,25%,50% --samples 25 \
 		--question both --out $(RESULTS) --resume
 	$(BIN)/kvsieve report $(RESULTS) --formats png
+
+claims: $(VENV)/.ready
+	$(BIN)/kvsieve eval --tasks needle,ruler_niah_single_1,ruler_niah_single_2,ruler_niah_multikey_1 --lengths 2048 \
+		--methods "$(HIDDEN)" --budgets 25%,50% --samples 50 --question hidden --cost-samples 0 --out $(CLAIMS) --resume
+	$(BIN)/kvsieve eval --tasks kv --lengths 512 --methods "$(VISIBLE)" --budgets 25% --samples 50 \
+		--question visible --cost-samples 0 --out $(CLAIMS) --resume
+	$(BIN)/kvsieve eval --tasks ruler_niah_single_2,ruler_niah_multikey_1 --lengths 2048 --methods "$(VISIBLE)" \
+		--budgets 25% --samples 50 --question visible --cost-samples 0 --out $(CLAIMS) --resume
+	$(BIN)/kvsieve report $(CLAIMS) --formats png
+
+methods: $(VENV)/.ready
+	$(BIN)/kvsieve eval --tasks needle,ruler_niah_multikey_1,ruler_qa_1 --lengths 1024 --methods "$(EVERY)" \
+		--budgets 25% --samples 6 --question both --cost-samples 0 --out $(ALL) --resume
+	$(BIN)/kvsieve eval --tasks needle,ruler_niah_multikey_1,ruler_qa_1 --lengths 1024 \
+		--methods "finch:question=64;chunk_length=512" --budgets 25% --samples 6 --question visible --cost-samples 0 \
+		--out $(ALL) --resume
+	$(BIN)/kvsieve report $(ALL) --formats png
 
 docs: $(VENV)/.ready
 	$(BIN)/kvsieve models --markdown > docs/supported_models.md
