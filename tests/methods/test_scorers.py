@@ -466,7 +466,7 @@ def test_evictors_that_look_must_have_look():
 
 
 def test_wrapped_methods_by_name():
-    plan = kvsieve.plan("chunkkv", base="knorm", budget="12%", chunk=4, skip_layers=1, every=3)
+    plan = kvsieve.plan("chunkkv", base="knorm", budget="12%", chunk_length=4, skip_layers=1, every=3)
     assert plan.evict == ChunkKV(base=KNorm(budget="12%", skip_layers=1, every=3), chunk_length=4)
     assert kvsieve.plan("criticalkv").evict == CriticalKV(base=SnapKV(budget="20%"))
     assert kvsieve.plan("criticalkv", base="expected_attention").evict.needs == ("output_weight", "rotary")
