@@ -262,3 +262,8 @@ def test_two_pass_plans():
     for bad in ({"rule": "gemfilter"}, {"two_pass": True, "rule": "best"}, {"two_pass": True, "full_before": True}):
         with pytest.raises(PlanError, match="rule|full_before"):
             kvsieve.plan("asl", **bad)
+
+
+def test_a_rate_of_no_more_than_the_window_leaves_a_token_to_rank():
+    part = AdaptiveTSP(rate=4, window=4, observed=2, first=1)
+    assert part.keeps(50) == 5 and part.keeps(3) == 3

@@ -88,8 +88,8 @@ class AdaptiveTSP:
         return self.two_pass
 
     def keeps(self, length: int) -> int:
-        """Tokens of a prompt of `length` that go on, or are read again."""
-        return min(length, self.rate.entries(length, self.window))
+        """Tokens of a prompt of `length` that go on, or are read again: the window and one more at least."""
+        return min(length, self.rate.entries(length, self.window + 1))
 
     def select(self, ctx: LayerContext) -> Selection | None:
         offered = ctx.offered_counts
