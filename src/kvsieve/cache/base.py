@@ -79,7 +79,6 @@ def grown(buffer: Tensor, dim: int, used: int, capacity: int) -> Tensor:
     """A buffer with `capacity` slots along `dim` that starts with the `used` slots of this one."""
     shape = list(buffer.shape)
     shape[dim] = capacity
-    fresh = torch.zeros(shape, dtype=buffer.dtype, device=buffer.device) if buffer.dtype is torch.bool else None
-    fresh = buffer.new_empty(shape) if fresh is None else fresh
+    fresh = buffer.new_zeros(shape) if buffer.dtype is torch.bool else buffer.new_empty(shape)
     fresh.narrow(dim, 0, used).copy_(buffer.narrow(dim, 0, used))
     return fresh

@@ -25,7 +25,7 @@ from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import ScoredEvictor, check_int, first_real, hold, skips
 from kvsieve.plans import Plan
-from kvsieve.profiles import Fingerprint, Heads, Profile, load_profile, numbers, shipped_profiles
+from kvsieve.profiles import Fingerprint, Heads, Profile, numbers, profile_with
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
@@ -118,12 +118,7 @@ def duoattention(
     recent: int = 256,
 ) -> Plan:
     """All entries in retrieval heads, sinks and recent ones in the others; takes a model's profile."""
-    how = "`kvsieve calibrate MODEL --parts heads --out profile.json` makes one"
-    if profile is None:
-        shipped = ", ".join(shipped_profiles()) or "none is shipped"
-        raise PlanError(f"duoattention needs profile=, a file or the name of one that is shipped ({shipped}); {how}")
-    loaded = load_profile(profile)
-    if loaded.heads is None:
-        raise PlanError(f"the profile of {loaded.name or 'the model'} holds no scores of heads; {how}")
+    loaded = profile_with("heads", "duoattention", profile)
+    assert loaded.heads is not None
     evictor = DuoAttention(budget=Budget.parse(budget), heads=loaded.heads, sinks=sinks, recent=recent)
     return Plan(evict=evictor, profile=loaded.fingerprint)

@@ -23,7 +23,7 @@ from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import ScoredEvictor, check_int, last_real
 from kvsieve.plans import Plan
-from kvsieve.profiles import Filters, Fingerprint, Profile, load_profile, numbers, shipped_profiles
+from kvsieve.profiles import Filters, Fingerprint, Profile, numbers, profile_with
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext
 
@@ -86,12 +86,7 @@ def qfilters(
     recent: int = 0,
 ) -> Plan:
     """Keys along the direction queries of their head share, no queries needed; takes a model's profile."""
-    how = "`kvsieve calibrate MODEL --parts q_filters --out profile.json` makes one"
-    if profile is None:
-        shipped = ", ".join(shipped_profiles()) or "none is shipped"
-        raise PlanError(f"qfilters needs profile=, a file or the name of one that is shipped ({shipped}); {how}")
-    loaded = load_profile(profile)
-    if loaded.q_filters is None:
-        raise PlanError(f"the profile of {loaded.name or 'the model'} holds no q_filters; {how}")
+    loaded = profile_with("q_filters", "qfilters", profile)
+    assert loaded.q_filters is not None
     evictor = QFilters(budget=Budget.parse(budget), filters=loaded.q_filters, recent=recent)
     return Plan(evict=evictor, profile=loaded.fingerprint)

@@ -168,6 +168,18 @@ def load_profile(source: Profile | str | os.PathLike[str]) -> Profile:
     return _parsed(text, f"the profile {str(source)!r}")
 
 
+def profile_with(part: str, method: str, source: Profile | str | os.PathLike[str] | None) -> Profile:
+    """The profile a method takes an array from, "heads" or "q_filters". Raises PlanError without one that holds it."""
+    how = f"`kvsieve calibrate MODEL --parts {part} --out profile.json` makes one"
+    if source is None:
+        shipped = ", ".join(shipped_profiles()) or "none is shipped"
+        raise PlanError(f"{method} needs profile=, a file or the name of one that is shipped ({shipped}); {how}")
+    loaded = load_profile(source)
+    if getattr(loaded, part) is None:
+        raise PlanError(f"the profile of {loaded.name or 'the model'} holds no {part}; {how}")
+    return loaded
+
+
 @functools.cache
 def _shipped(name: str) -> Profile:
     text = (resources.files(__name__) / f"{name}.json").read_text(encoding="utf-8")
