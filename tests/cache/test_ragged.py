@@ -44,6 +44,36 @@ def test_decoding_equals_masked_dense_attention(groups, padded):
     torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+def test_a_buffer_cut_into_parts_gives_the_same(monkeypatch, threads, dtype):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(2)
+    keys, values = torch.randn(2, 1, 2, 1500, DIM, dtype=dtype)
+    kept = torch.zeros(1, 2, 1500, dtype=torch.bool)
+    kept[0, 0, 3:1400], kept[0, 1, 700:990], kept[..., -1] = True, True, True
+    full = DenseStore()
+    full.append(keys, values, torch.arange(1500)[None])
+    query = torch.randn(1, 6, 1, DIM, dtype=dtype)
+    ours = ragged_attention(query, *keep(full, pack_ragged(kept)).flat, scale=0.3)
+    theirs = reference_attention(query.float(), full.keys.float(), full.values.float(), scale=0.3, valid=kept)
+    torch.testing.assert_close(ours.float(), theirs, atol=2e-2 if dtype is torch.bfloat16 else 1e-5, rtol=0)
+
+
+def test_slots_behind_the_end_are_nobodys_whoever_used_them_before():
+    ragged, full, visible = stores()
+    before, other = ragged.share(), ragged.share()
+    for _ in range(3):
+        other.append(*torch.full((2, 2, HEADS, 1, DIM), 50.0, dtype=torch.float64), torch.tensor([[LENGTH]]))
+    one = torch.randn(2, HEADS, 1, DIM, dtype=torch.float64)
+    before.append(one, one, torch.tensor([[LENGTH]]))
+    full.append(one, one, torch.tensor([[LENGTH]]))
+    visible = torch.cat([visible, torch.ones(2, HEADS, 1, dtype=torch.bool)], -1)
+    query = torch.randn(2, HEADS, 1, DIM, dtype=torch.float64)
+    ours = ragged_attention(query, *before.flat, scale=1.0)
+    torch.testing.assert_close(ours, reference_attention(query, full.keys, full.values, scale=1.0, valid=visible))
+
+
 def test_several_new_tokens_read_the_padded_view():
     ragged, full, visible = stores(2, padded=True, new=7)
     query = torch.randn(2, HEADS * 2, 7, DIM, dtype=torch.float64)
@@ -69,8 +99,8 @@ def test_memory_is_that_of_the_entries_kept():
     full.append(keys, keys.clone(), torch.arange(1000)[None])
     mask = torch.zeros(1, 2, 1000, dtype=torch.bool)
     mask[0, 0, :190], mask[0, 1, :10] = True, True
-    # Per entry: keys, values, index, and one flag per head. 200 entries and room for 4 tokens of 2 heads.
-    assert keep(full, pack_ragged(mask), reserve=4).nbytes() == (200 + 4 * 2) * (2 * 64 * 4 + 4 + 2)
+    # Per entry: keys, values, index, and what attention adds for each head. 200 entries, room for 4 tokens of 2 heads.
+    assert keep(full, pack_ragged(mask), reserve=4).nbytes() == (200 + 4 * 2) * (2 * 64 * 4 + 4 + 2 * 4)
 
 
 def test_heads_that_keep_as_many_stay_dense():

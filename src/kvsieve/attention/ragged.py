@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Slots below which a part of its own is not worth a thread.
+_LEAST = 256
 
-def ragged_attention(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, *, scale: float, hides_newest: bool = True
-) -> Tensor:
-    """Each KV head's queries attend to that head's entries of a flat buffer; the newest is seen in any case.
 
-    query: [B, Hq, 1, D]; keys: [B, T, D]; values: [B, T, Dv], all heads' entries, the last H slots those of the new
-    token; visible: bool [B, H, T]; hides_newest: False when it shows every head its newest. Returns [B, Hq, 1, Dv].
+def ragged_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float) -> Tensor:
+    """Each KV head's queries attend to that head's entries of a flat buffer.
+
+    query: [B, Hq, 1, D]; keys: [B, T, D]; values: [B, T, Dv], all heads' entries; bias: [B, H, T] in their dtype, 0 for
+    a head's own entries and its dtype's least number for the others. Returns [B, Hq, 1, Dv].
 
     One call for all heads: a head's queries meet the other heads' entries too and are masked there, which costs
-    arithmetic, of which decoding has plenty, and reads every key and value once.
+    arithmetic, of which decoding has plenty, and reads every key and value once. torch gives such a call one thread per
+    row, so on a CPU the buffer is cut into as many equal parts as there are threads, merged by their log-sum-exp.
     """
     batch, query_heads, _, dim = query.shape
-    heads, slots = visible.shape[1:]
-    mask = visible.repeat_interleave(query_heads // heads, 1)[:, None]
-    if hides_newest:
-        mask[..., slots - heads :].unflatten(2, (heads, -1)).diagonal(dim1=2, dim2=4).fill_(True)
-    out = F.scaled_dot_product_attention(
-        query.reshape(batch, 1, query_heads, dim), keys[:, None], values[:, None], attn_mask=mask, scale=scale
-    )
+    heads, slots = bias.shape[1:]
+    parts = _parts(batch, slots) if query.device.type == "cpu" and dim == values.shape[-1] else 1
+    packed = query.reshape(batch, 1, query_heads, dim).expand(-1, parts, -1, -1)
+    keys, values = (part.unflatten(1, (parts, -1)) for part in (keys, values))
+    mask = bias.unflatten(2, (parts, -1)).transpose(1, 2).repeat_interleave(query_heads // heads, 2)
+    if parts == 1:
+        out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+    else:
+        out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            packed, keys, values, attn_mask=mask, scale=scale
+        )
+        out = (out * norm.softmax(1)[..., None]).sum(1).to(out.dtype)
     return out.reshape(batch, query_heads, 1, values.shape[-1])
+
+
+def _parts(batch: int, slots: int) -> int:
+    """How many parts each row is cut into: a power of two that divides `slots`."""
+    wanted = min(-(-torch.get_num_threads() // batch), slots // _LEAST)
+    parts = 1
+    while parts * 2 <= wanted and slots % (parts * 2) == 0:
+        parts *= 2
+    return parts

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Self
 
-import torch
 from torch import Tensor
 
 MIN_ROOM = 64
@@ -15,8 +14,8 @@ MIN_ROOM = 64
 class Store:
     """Buffers of one layer's entries, of which the first `size` slots are in use.
 
-    lengths: real entries of each row, of its fullest head. valid_buffer: bool, False for padding and filler; None while
-    every entry is real. Subclasses say how the slots are laid out.
+    lengths: real entries of each row, of its fullest head. valid_buffer: tells real entries from padding and filler;
+    None while every entry is real. Subclasses say how the slots are laid out.
     """
 
     is_ragged = False
@@ -76,9 +75,9 @@ class Store:
 
 
 def grown(buffer: Tensor, dim: int, used: int, capacity: int) -> Tensor:
-    """A buffer with `capacity` slots along `dim` that starts with the `used` slots of this one."""
+    """A buffer with `capacity` slots along `dim` that starts with the `used` slots of this one; the others are zero."""
     shape = list(buffer.shape)
     shape[dim] = capacity
-    fresh = buffer.new_zeros(shape) if buffer.dtype is torch.bool else buffer.new_empty(shape)
+    fresh = buffer.new_zeros(shape)
     fresh.narrow(dim, 0, used).copy_(buffer.narrow(dim, 0, used))
     return fresh

@@ -13,15 +13,18 @@ from kvsieve.cache.base import MIN_ROOM, Store, grown
 from kvsieve.cache.store import DenseStore
 from kvsieve.types import Selection
 
+# Into how many equal parts attention may cut a flat buffer, one per thread; a power of two.
+LANES = 8
+
 
 class RaggedStore(Store):
     """The entries of all heads in one flat buffer: those kept, head by head, then a slot per head for each new token.
 
     Flat buffers [B, capacity, ...] of keys, values and index; rows that kept less have filler before the new tokens.
-    valid_buffer: bool [B, H, capacity], True where a slot holds a real entry of the head. Attention needs no more than
-    that, so nothing is padded to the fullest head. hides_newest: whether the newest token is padding in some row.
-    `keys`, `values`, `index` and `valid` are padded copies [B, H, N, ...], right-aligned, made on every reading: for
-    evictors and later turns only.
+    valid_buffer: [B, H, capacity] in the keys' dtype, what attention adds to a head's logits: 0 where a slot holds a
+    real entry of the head, the least number elsewhere. Attention needs no more than that, so nothing is padded to the
+    fullest head. hides_newest: whether the newest token is padding in some row. `keys`, `values`, `index` and `valid`
+    are padded copies [B, H, N, ...], right-aligned, made on every reading: for evictors and later turns only.
     """
 
     is_ragged = True
@@ -49,33 +52,42 @@ class RaggedStore(Store):
         totals = counts.sum(-1)
         used = int(totals.max())
         out = cls()
-        capacity = used + max(reserve, 1) * heads
+        capacity = whole(used + max(reserve, 1) * heads)
         out._keys, out._values = (part.new_zeros(batch, capacity, part.shape[-1]) for part in (keys, values))
         out._index = index.new_full((batch, capacity), -1)
-        out.valid_buffer = torch.zeros(batch, heads, capacity, dtype=torch.bool, device=slots.device)
+        out.valid_buffer = keys.new_full((batch, heads, capacity), torch.finfo(keys.dtype).min)
         for row in range(batch):
             head, kept = real[row].nonzero(as_tuple=True)
             slot, mine = slots[row, head, kept], slice(0, len(head))
             for to, part in ((out._keys, keys), (out._values, values), (out._index, index)):
                 to[row, mine] = part[row, head // copies, slot]
-            out.valid_buffer[row, head, torch.arange(len(head), device=head.device)] = True
+            out.valid_buffer[row, head, torch.arange(len(head), device=head.device)] = 0
         out.size = out._body = used
         out._counts, out.lengths = counts, tuple(counts.amax(-1).tolist())
         return out
 
     @property
     def heads(self) -> int:
-        return self._visible().shape[1]
+        return self._bias().shape[1]
 
     @property
     def entries(self) -> int:
-        return -(-int(self._visible()[:, :, : self.size].sum((1, 2)).max()) // self.heads)
+        return -(-int(self._visible().sum((1, 2)).max()) // self.heads)
 
     @property
     def flat(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Views: keys [B, T, D], values [B, T, Dv] and which of them are each head's, bool [B, H, T]."""
+        """Keys [B, T, D], values [B, T, Dv] and what to add to each head's logits, [B, H, T]; T is a multiple of LANES.
+
+        Every head sees its newest entry, padding or not.
+        """
         keys, values, _ = self._buffers()
-        return keys[:, : self.size], values[:, : self.size], self._visible()[:, :, : self.size]
+        end = whole(self.size)
+        bias = self._bias()[:, :, :end]
+        if self.hides_newest:
+            bias = bias.clone()
+            newest = slice(self.size - self.heads, self.size)
+            bias[:, :, newest].diagonal(dim1=1, dim2=2).fill_(0)
+        return keys[:, :end], values[:, :end], bias
 
     @property
     def keys(self) -> Tensor:
@@ -97,7 +109,7 @@ class RaggedStore(Store):
     @property
     def valid(self) -> Tensor:
         """bool [B, H, N]: False for filler and padding."""
-        real = self._visible()[:, :, : self.size].any(1)
+        real = self._visible().any(1)
         padded = self._padded(real[..., None])[..., 0]
         filler = torch.arange(padded.shape[-1], device=padded.device) < self._counts.amax() - self._counts[..., None]
         return padded.masked_fill_(filler, False)
@@ -118,18 +130,21 @@ class RaggedStore(Store):
             keys, values = (part.repeat_interleave(heads // part.shape[1], 1) for part in (keys, values))
         end = self.size + new * heads
         if end > self._buffers()[0].shape[1]:
-            capacity = end + (reserve or max(MIN_ROOM, end // heads // 8)) * heads
-            visible = grown(self._visible(), 2, self.size, capacity)
+            capacity = whole(end + (reserve or max(MIN_ROOM, end // heads // 8)) * heads)
+            bias = grown(self._bias(), 2, self.size, capacity)
             self._keys, self._values, self._index = (grown(part, 1, self.size, capacity) for part in self._buffers())
-            self.valid_buffer, self._shared = visible, False
+            self.valid_buffer, self._shared = bias, False
         slots = slice(self.size, end)
         for to, part in zip(self._buffers()[:2], (keys, values), strict=True):
             to[:, slots].unflatten(1, (new, heads)).copy_(part.transpose(1, 2))
         self._buffers()[2][:, slots].unflatten(1, (new, heads)).copy_(columns[:, :, None].expand(batch, -1, heads))
-        own = _turns(heads, new * heads, keys.device)
+        # What follows the end is read along: nobody's, whatever another user of the same buffers has put there.
+        after = whole(end) - end
+        own = _bias_of_turns(heads, new * heads, after, keys.dtype, keys.device)
         if valid is not None:
-            own = own & valid.repeat_interleave(heads, 1)[:, None]
-        self._visible()[:, :, slots] = own
+            padding = torch.nn.functional.pad(~valid.repeat_interleave(heads, 1), (0, after))[:, None]
+            own = own.masked_fill(padding, torch.finfo(keys.dtype).min)
+        self._bias()[:, :, self.size : end + after] = own
         self.hides_newest = valid is not None
         counts = ((new,) * batch if valid is None else tuple(valid.sum(-1).tolist())) if counts is None else counts
         self.lengths = tuple(old + count for old, count in zip(self.lengths, counts, strict=True))
@@ -139,15 +154,20 @@ class RaggedStore(Store):
         """Apply a changed attention mask, bool [B, columns fed], to what is stored."""
         index = self._buffers()[2][:, : self.size].long()
         real = mask.gather(1, index.clamp_min(0)) & (index >= 0)
-        visible = torch.zeros_like(self._visible())
-        visible[:, :, : self.size] = self._owned() & real[:, None]
-        self.valid_buffer = visible
+        visible = self._owned() & real[:, None]
+        bias = torch.full_like(self._bias(), torch.finfo(self._bias().dtype).min)
+        bias[:, :, : self.size].masked_fill_(visible, 0)
+        self.valid_buffer = bias
         self.lengths = tuple(visible.sum(-1).amax(-1).tolist())
 
-    def _visible(self) -> Tensor:
+    def _bias(self) -> Tensor:
         if self.valid_buffer is None:
             raise RuntimeError("this layer stores nothing yet: run a forward pass with its cache first")
         return self.valid_buffer
+
+    def _visible(self) -> Tensor:
+        """bool [B, H, size]: the real entries of each head."""
+        return self._bias()[:, :, : self.size] == 0
 
     def _owned(self) -> Tensor:
         """bool [B, H, size]: the slots of each head, real or not."""
@@ -176,6 +196,18 @@ class RaggedStore(Store):
 def _turns(heads: int, slots: int, device: torch.device) -> Tensor:
     """bool [H, slots]: one slot per head in turn, as new tokens are stored; shared, not to be written to."""
     return torch.arange(slots, device=device) % heads == torch.arange(heads, device=device)[:, None]
+
+
+@functools.lru_cache(maxsize=64)
+def _bias_of_turns(heads: int, slots: int, after: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[H, slots + after]: what attention adds for new tokens' slots, and for those after them, which are nobody's."""
+    own = torch.nn.functional.pad(_turns(heads, slots, device), (0, after))
+    return torch.zeros(heads, slots + after, dtype=dtype, device=device).masked_fill_(~own, torch.finfo(dtype).min)
+
+
+def whole(slots: int) -> int:
+    """The next multiple of LANES: what a flat buffer is read up to."""
+    return -(-slots // LANES) * LANES
 
 
 def keep(store: DenseStore | RaggedStore, selection: Selection, reserve: int = 0) -> DenseStore | RaggedStore:

@@ -71,7 +71,7 @@ class Session:
         room = self.cache.room(end, tokens.size)
         store.append(key.detach(), value.detach(), tokens.columns, tokens.valid, tokens.counts, room)
         if store.is_ragged and tokens.size == 1:
-            out = ragged_attention(query, *store.flat, scale=scale, hides_newest=store.hides_newest)
+            out = ragged_attention(query, *store.flat, scale=scale)
         else:
             out = dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
         evictor = self.plan.evict
