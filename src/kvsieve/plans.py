@@ -11,9 +11,14 @@ from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.profiles import Fingerprint, Profile, load_profile
 from kvsieve.registry import MethodInfo, check_parameters, method_info
-from kvsieve.roles import Condensing, Evictor, Looker, Propagator, Rehearsing
+from kvsieve.roles import Condensing, Evictor, Looker, Propagator, Reader, Rehearsing
 
 _ROLES = ("propagate", "evict", "read", "codec")
+_EXAMPLES = {
+    "propagate": "propagate=TSP(rate=0.2)",
+    "evict": "evict=SnapKV(budget=0.2)",
+    "read": "read=HSA(budget=512)",
+}
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class Plan:
     """What to do with one model's context.
 
     propagate: a Propagator, which hidden states go on to deeper layers. evict: an Evictor, which entries stay stored.
-    read, codec: which entries a query reads, and how they are encoded; no method of this version has these roles.
+    read: a Reader, which entries a new token reads. codec: how they are encoded; no method has that role yet.
     profile: the model whose profile gave the parameters, if one did; `attach` refuses another.
     name: what reports call it.
 
@@ -30,20 +35,19 @@ class Plan:
 
     propagate: Propagator | None = None
     evict: Evictor | None = None
-    read: None = None
+    read: Reader | None = None
     codec: None = None
     profile: Fingerprint | None = None
     name: str = dataclasses.field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for role, protocol in (("propagate", Propagator), ("evict", Evictor)):
+        for role, protocol in (("propagate", Propagator), ("evict", Evictor), ("read", Reader)):
             value = getattr(self, role)
             if isinstance(value, (tuple, list)):
                 raise PlanError(f"Plan({role}=...) takes one {protocol.__name__}, got {len(value)}; choose one of them")
             if value is not None and (isinstance(value, type) or not isinstance(value, protocol)):
                 raise PlanError(
-                    f"Plan({role}=...) takes a {protocol.__name__}, got {value!r}; "
-                    f"e.g. Plan({'propagate=TSP(rate=0.2)' if role == 'propagate' else 'evict=SnapKV(budget=0.2)'})"
+                    f"Plan({role}=...) takes a {protocol.__name__}, got {value!r}; e.g. Plan({_EXAMPLES[role]})"
                 )
         if self.propagate is not None and self.evict is not None and self.evict.when.chunks:
             raise PlanError(
@@ -59,12 +63,18 @@ class Plan:
             )
         for role in ("read", "codec"):
             if getattr(self, role) is not None and self.restarts:
+                what = self.evict if isinstance(self.evict, Condensing) else self.propagate
                 raise PlanError(
-                    f"{type(self.propagate).__name__} reads a short prompt again, in full, and is not combined with "
+                    f"{type(what).__name__} reads a short prompt again, in full, and is not combined with "
                     f"{role}=; leave it None"
                 )
-            if getattr(self, role) is not None:
-                raise PlanError(f"Plan({role}=...) is not supported by this version of kvsieve: leave it None")
+        if self.codec is not None:
+            raise PlanError("Plan(codec=...) is not supported by this version of kvsieve: leave it None")
+        if self.views and self.restarts:
+            raise PlanError(
+                f"{type(self.propagate).__name__} keeps a short prompt in place of the one given, so "
+                f"{type(self.evict).__name__} could not keep everything for later turns: they cannot be combined"
+            )
         if not self.name:
             parts = [type(getattr(self, role)).__name__ for role in self.roles]
             object.__setattr__(self, "name", "+".join(parts) or "full")
@@ -85,6 +95,11 @@ class Plan:
     def restarts(self) -> bool:
         """True when the cache holds a shorter prompt in place of the one given, which was read to find it."""
         return bool(getattr(self.propagate, "restarts", False)) or isinstance(self.evict, Condensing)
+
+    @property
+    def views(self) -> bool:
+        """True when the evictor drops nothing, and chooses afresh in every turn what its answer reads."""
+        return bool(getattr(self.evict, "views", False))
 
     @property
     def rehearses(self) -> bool:

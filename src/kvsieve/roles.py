@@ -5,12 +5,13 @@ Role objects are frozen dataclasses: the object is the configuration. What belon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from kvsieve.budget import Budget
+from kvsieve.core.lines import Choice, Lines, ReadFacts
 from kvsieve.types import LayerContext, Selection, When
 
 Look = Callable[[LayerContext], None]
@@ -24,6 +25,9 @@ class Evictor(Protocol):
     a model that cannot give it is then refused. "hidden" among them gives a Looker ``ctx.hidden`` and ``ctx.output``. A
     method ``check(num_layers: int)`` may raise PlanError for a model that it does not fit. One whose ``when.looks`` is
     set is a Looker as well. ``ragged = True`` tells tables that its heads may keep different numbers of entries.
+    ``views = True``: nothing is dropped; what it chooses is what this turn's answer reads. A method ``entries(length:
+    int, new_tokens: int) -> int`` is for a number of entries that the budget alone does not tell; new_tokens: tokens
+    expected after the prompt, 0 if nobody said.
     """
 
     @property
@@ -54,6 +58,43 @@ class Evictor(Protocol):
         are those they store at that moment; ``ctx.shared`` carries what it needs from layer to layer.
 
         Called per layer, after its attention. Must not write to `ctx`, except to ``ctx.state`` and ``ctx.shared``.
+        """
+        ...
+
+
+def entries_kept(evictor: Evictor, length: int, new_tokens: int = 0) -> int:
+    """Entries that an evictor keeps of a row whose prompt has `length` true tokens."""
+    own = getattr(evictor, "entries", None)
+    return evictor.budget.entries(length, evictor.minimum) if own is None else int(own(length, new_tokens))
+
+
+@runtime_checkable
+class Reader(Protocol):
+    """Chooses which stored entries a new token reads.
+
+    It sees lines (core.lines): the entries of one KV head of one row, all of them real, whatever they are stored in.
+    Prompts are read densely; with ``questions`` set, one that the plan leaves whole is read as answers are.
+    """
+
+    @property
+    def questions(self) -> bool: ...
+
+    def setting(self, facts: ReadFacts) -> Hashable | None:
+        """The parameters for one row's lines in one layer; None where everything is read.
+
+        Raises PlanError for a budget that cannot be honoured there.
+        """
+        ...
+
+    def reads_all(self, setting: Any, size: int) -> bool:
+        """Whether lines of `size` entries are read whole."""
+        ...
+
+    def choose(self, query: Tensor, lines: Lines, state: dict[str, Any], scale: float, setting: Any) -> Choice:
+        """What of each line is read for query [X, G, D], the G query heads of each line.
+
+        state: scratch of these lines; what it holds is derived from their entries (tensors with a row per line, or
+        objects with a method nbytes()), which between calls only grow.
         """
         ...
 

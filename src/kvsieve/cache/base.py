@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -15,7 +15,8 @@ class Store:
     """Buffers of one layer's entries, of which the first `size` slots are in use.
 
     lengths: real entries of each row, of its fullest head. valid_buffer: tells real entries from padding and filler;
-    None while every entry is real. Subclasses say how the slots are laid out.
+    None while every entry is real. Subclasses say how the slots are laid out. derived: what others have computed from
+    the entries, emptied when entries change other than by appending.
     """
 
     is_ragged = False
@@ -24,6 +25,7 @@ class Store:
         self.size = 0
         self.lengths: tuple[int, ...] = ()
         self.valid_buffer: Tensor | None = None
+        self.derived: dict[str, Any] = {}
         self._shared = False
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
@@ -42,26 +44,39 @@ class Store:
         """Make row i a copy of row ``rows[i]`` (int64 [B']): beam search, repetition and row selection."""
         self._apply(lambda buffer: buffer.index_select(0, rows.to(buffer.device)))
         self._shared = False
+        self.derived = {}
         if len(set(self.lengths)) > 1 or len(self.lengths) != len(rows):
             self.lengths = tuple(self.lengths[row] for row in rows.tolist())
 
     def share(self) -> Self:
         """A copy on the same buffers, right while only one of the two appends; what either drops, the other keeps."""
         self._shared = True
-        return copy.copy(self)
+        copied = copy.copy(self)
+        copied.derived = {}
+        return copied
 
     def clone(self) -> Self:
         """A copy that shares no memory with this one."""
         copied = copy.copy(self)
+        copied.derived = {}
         if not self.is_empty:
             copied._apply(Tensor.clone)
         copied._shared = False
         return copied
 
     def nbytes(self) -> int:
-        """Bytes of the tensors held, room for further entries included."""
-        held = [self._keys, self._values, self._index, self.valid_buffer]
-        return sum(part.untyped_storage().nbytes() for part in held if part is not None)
+        """Bytes of the tensors held, room for further entries and what is derived from them included."""
+        return self.entry_bytes() + self.metadata_bytes()
+
+    def entry_bytes(self) -> int:
+        """Bytes of keys and values, room for further entries included."""
+        return sum(part.untyped_storage().nbytes() for part in (self._keys, self._values) if part is not None)
+
+    def metadata_bytes(self) -> int:
+        """Bytes of all else: where entries stood, which are real, and what is derived from them."""
+        held = (self._index, self.valid_buffer)
+        own = sum(part.untyped_storage().nbytes() for part in held if part is not None)
+        return own + sum(part.nbytes() for part in self.derived.values())
 
     def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         if self._keys is None or self._values is None or self._index is None:

@@ -146,12 +146,15 @@ class RaggedStore(Store):
             own = own.masked_fill(padding, torch.finfo(keys.dtype).min)
         self._bias()[:, :, self.size : end + after] = own
         self.hides_newest = valid is not None
+        if valid is not None:
+            self.derived = {}
         counts = ((new,) * batch if valid is None else tuple(valid.sum(-1).tolist())) if counts is None else counts
         self.lengths = tuple(old + count for old, count in zip(self.lengths, counts, strict=True))
         self.size = end
 
     def remask(self, mask: Tensor) -> None:
         """Apply a changed attention mask, bool [B, columns fed], to what is stored."""
+        self.derived = {}
         index = self._buffers()[2][:, : self.size].long()
         real = mask.gather(1, index.clamp_min(0)) & (index >= 0)
         visible = self._owned() & real[:, None]

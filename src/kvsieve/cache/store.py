@@ -74,6 +74,8 @@ class DenseStore(Store):
         if end > buffers[0].shape[2]:
             self._resize(end + (reserve or max(MIN_ROOM, end // 8)))
             buffers = self._buffers()
+        if valid is not None:
+            self.derived = {}
         buffers[0][:, :, self.size : end] = keys
         buffers[1][:, :, self.size : end] = values
         buffers[2][:, :, self.size : end] = columns[:, None]
@@ -113,6 +115,7 @@ class DenseStore(Store):
 
         self._keys, self._values, self._index = (gather(buffer) for buffer in self._buffers())
         self._shared = False
+        self.derived = {}
         self.size = kept
         capacity = self._keys.shape[2]
         real = selection.real()
@@ -127,6 +130,7 @@ class DenseStore(Store):
 
     def remask(self, mask: Tensor) -> None:
         """Apply a changed attention mask, bool [B, columns fed], to what is stored."""
+        self.derived = {}
         index = self.index.long()
         rows = torch.arange(index.shape[0], device=index.device)[:, None, None]
         valid = mask[rows, index.clamp_min(0)] & (index >= 0)

@@ -76,7 +76,8 @@ class Engine:
         encoded = self.prompter.encode(sample)
         plans = [plan.for_tokenizer(self.prompter.tokenizer) for plan in plans]
         visible = question == "visible"
-        states = self._read(plans, encoded.prompt if visible else encoded.context)
+        expected = sample.turns[0].max_new_tokens
+        states = self._read(plans, encoded.prompt if visible else encoded.context, expected)
         outcomes = []
         for state in states:
             applied, notes = what_ran(state.plans[0], state.cache.record)
@@ -88,7 +89,8 @@ class Engine:
         for turn, ids in zip(sample.turns, new, strict=True):
             asked = held
             if ids is not None:
-                asked = [self._continue(state, ids, fork=sample.independent, act=visible) for state in held]
+                how = {"fork": sample.independent, "act": visible, "expected": turn.max_new_tokens}
+                asked = [self._continue(state, ids, **how) for state in held]
             if not sample.independent:
                 held = asked
             answers, distances = self._answer(self._stacked(asked) if visible else asked, turn)
@@ -103,25 +105,36 @@ class Engine:
                 outcome.metrics |= {f"turn_{i + 1}": each["score"] for i, each in enumerate(per_turn)}
         return outcomes
 
-    def _read(self, plans: Sequence[Plan], ids: Tensor) -> list[_State]:
-        """The first prompt under every plan; plans that propagate alike share one reading of it."""
+    def _read(self, plans: Sequence[Plan], ids: Tensor, expected: int) -> list[_State]:
+        """The first prompt under every plan; plans that propagate alike share one reading of it.
+
+        expected: tokens that may follow.
+        """
         states: dict[int, _State] = {}
         for i, plan in enumerate(plans):
             if not plan.acts_once:
-                states[i] = _State([plan], *read_alone(self.model, plan, ids, chunk=self.chunk), given=ids)
+                read = read_alone(self.model, plan, ids, chunk=self.chunk, new_tokens=expected)
+                states[i] = _State([plan], *read, given=ids)
         for propagate in dict.fromkeys(plan.propagate for plan in plans if plan.acts_once):
             mine = [(i, plan) for i, plan in enumerate(plans) if plan.acts_once and plan.propagate == propagate]
             window = max(plan.window for _, plan in mine)
             name = " and ".join(dict.fromkeys(plan.name for _, plan in mine if plan.window == window))
             evictors = [plan.evict for _, plan in mine]
             shared = read_shared(
-                self.model, propagate, ids, window=window, evictors=evictors, chunk=self.chunk, name=name
+                self.model,
+                propagate,
+                ids,
+                window=window,
+                evictors=evictors,
+                chunk=self.chunk,
+                new_tokens=expected,
+                name=name,
             )
             for i, plan in mine:
                 states[i] = _State([plan], shared.reduced(plan.evict), shared.logits, ids, ids)
         return [states[i] for i in range(len(plans))]
 
-    def _continue(self, state: _State, ids: Tensor, *, fork: bool, act: bool) -> _State:
+    def _continue(self, state: _State, ids: Tensor, *, fork: bool, act: bool, expected: int) -> _State:
         """Feed `ids` to conversations (to a copy of them with `fork`); with `act` their plan acts on them as well."""
         given = torch.cat([state.given, ids], 1)
         plan = state.plans[0] if act else _later(state.plans[0])
@@ -130,6 +143,8 @@ class Engine:
         cache = state.cache.fork() if fork else state.cache
         fed = torch.cat([state.fed, ids], 1)
         with attach(self.model, plan) as sieve, torch.no_grad():
+            if plan.read is not None or plan.views:
+                cache.begin_turn(new_tokens=expected)
             if plan.rehearses:
                 read_prompt(sieve, fed, torch.ones_like(fed), cache, chunk=self.chunk)
             logits = next_logits(self.model, cache, fed.expand(cache.batch, -1))[:, -1]
@@ -198,7 +213,10 @@ class Engine:
         if len(reference) > 1:
             with attach(self.model, _later(state.plans[0])), torch.no_grad():
                 ids = torch.tensor([reference[:-1]], device=self.model.device).expand(len(state.logits), -1)
-                logits = self.model(input_ids=ids, past_key_values=state.cache.fork(), use_cache=True).logits
+                cache = state.cache.fork()
+                # Each token is to read what it would have read had it been generated.
+                cache.given_answer = state.plans[0].read is not None or state.plans[0].views
+                logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
             parts.append(logits.float().log_softmax(-1))
         return torch.cat(parts, 1)
 
@@ -206,7 +224,7 @@ class Engine:
 def _later(plan: Plan) -> Plan:
     """What remains of a plan once the prompt is complete."""
     rest = dataclasses.replace(plan, propagate=None)
-    if rest.evict is not None and (rest.evict.when.chunks or rest.evict.when.steps):
+    if rest.evict is not None and (rest.evict.when.chunks or rest.evict.when.steps or rest.views):
         return rest
     return Plan(read=plan.read, codec=plan.codec, name="full")
 
@@ -215,7 +233,7 @@ def _alike(one: _State, other: _State) -> bool:
     """Stacking costs what the largest costs, so rows should be about as long."""
     sizes = sum(one.cache.entries()), sum(other.cache.entries())
     plans = one.plans[0], other.plans[0]
-    same = plans[0].read == plans[1].read and all(plan.acts_once for plan in plans)
+    same = plans[0].read == plans[1].read and all(plan.acts_once and not plan.views for plan in plans)
     same = same and can_stack([one.cache, other.cache])
     return same and max(sizes) <= 1.5 * min(sizes)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvsieve.cache import DenseStore, RaggedStore
+from kvsieve.cache import DenseStore, RaggedStore, View
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.compat import Cache, CacheLayerMixin, DynamicSlidingWindowLayer, plain_cache_layers
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from kvsieve.hf.restart import Restart
     from kvsieve.plans import Plan
     from kvsieve.segments import Held
+    from kvsieve.types import Selection
 
 
 class SieveLayer(CacheLayerMixin):
@@ -35,6 +35,8 @@ class SieveLayer(CacheLayerMixin):
     def __init__(self) -> None:
         self.store: DenseStore | RaggedStore = DenseStore()
         self.state: dict[str, Any] = {}
+        # What this turn's answer reads, where that is less than what is stored.
+        self.view: View | None = None
         self.num_seen = 0
         self._staged: tuple[Tensor, Tensor] | None = None
 
@@ -76,6 +78,14 @@ class SieveLayer(CacheLayerMixin):
             )
         return staged
 
+    def look_through(self, selection: Selection) -> None:
+        """Let the turn's answer read what is selected, and what is stored from now on; nothing is dropped."""
+        if self.store.is_ragged:
+            raise CacheStateError("views of entries that heads keep in different numbers are not supported")
+        real = selection.real()
+        real = real[:, None] if real is not None and real.ndim == 2 else real
+        self.view = View(selection.indices, real, self.store.size)
+
     def get_seq_length(self) -> int:
         """Logical: tokens seen, whatever was evicted."""
         return self.num_seen
@@ -106,6 +116,8 @@ class SieveLayer(CacheLayerMixin):
         for name, part in self.state.items():
             if isinstance(part, Tensor):
                 self.state[name] = part.index_select(0, beam_idx.to(part.device))
+        if self.view is not None:
+            self.view = self.view.rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)
@@ -113,6 +125,31 @@ class SieveLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         if not self.store.is_empty:
             self.reorder_cache(torch.arange(self.store.keys.shape[0]).repeat_interleave(repeats))
+
+
+@dataclass
+class Reads:
+    """What tokens after a prompt have read, in all layers, heads and rows together.
+
+    tokens: how many, per row. entries, entry_bytes: entries attended to, exactly. looked_bytes: bytes read to choose.
+    sparse: reads that took less than everything.
+    """
+
+    tokens: int = 0
+    entries: int = 0
+    entry_bytes: int = 0
+    looked_bytes: int = 0
+    sparse: int = 0
+
+    def read(self, entries: int, entry: int) -> None:
+        """Count `entries` of `entry` bytes each."""
+        self.entries += entries
+        self.entry_bytes += entries * entry
+
+    def looked(self, count: int) -> None:
+        """Count the bytes that a reader has looked at to choose."""
+        self.sparse += 1
+        self.looked_bytes += count
 
 
 @dataclass
@@ -124,6 +161,7 @@ class TurnRecord:
     propagated: tokens that reached the deepest layer, None if all did. report: what the propagator told of its choice.
     reduced: False when the plan was told not to act on the prompt. question: its last tokens, which were read after the
     plan had acted, and kept whole; `asked`, `raised_to`, `evicted` and `propagated` are about those before them.
+    reads: what its answer's tokens have read.
     """
 
     prompt_tokens: int = 0
@@ -135,6 +173,7 @@ class TurnRecord:
     report: dict[str, Any] = field(default_factory=dict)
     reduced: bool = True
     question: int = 0
+    reads: Reads = field(default_factory=Reads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +222,8 @@ class SieveCache(Cache):
         self.record = TurnRecord()
         # What the prompt was before it was read again, under a plan that restarts.
         self.restart: Restart | None = None
+        # Passes of several tokens are an answer that is given rather than generated, no prompt.
+        self.given_answer = False
         # A driver reads this turn's prompt for a plan that rehearses; and the plan of passes of its own.
         self.rehearsed = False
         self.own_plan: Plan | None = None
@@ -206,7 +247,10 @@ class SieveCache(Cache):
         self.decoded = 0
         self.record = TurnRecord(reduced=reduce)
         self.reduces = reduce
+        self.given_answer = False
         self.waiting.clear()
+        for layer in self.sieve_layers.values():
+            layer.view = None
 
     def begin_question(self, tokens: int) -> None:
         """The next pass goes on with the turn's prompt, whose last `tokens` the plan leaves whole."""
@@ -287,7 +331,7 @@ class SieveCache(Cache):
         if self.in_flight or self.waiting or self.more_chunks:
             raise CacheStateError("the cache is in the middle of a prompt and cannot be forked; finish it first")
         other = copy.copy(self)
-        other.record = dataclasses.replace(self.record, kept=dict(self.record.kept), evicted=set(self.record.evicted))
+        other.record = copy.deepcopy(self.record)
         other.waiting = []
         other._snapshots = weakref.WeakSet()
         other.layers = [

@@ -7,7 +7,7 @@ import dataclasses
 from kvsieve.cache import keep
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache import SieveCache
-from kvsieve.roles import Evictor
+from kvsieve.roles import Evictor, entries_kept
 from kvsieve.segments import lost
 from kvsieve.types import LayerContext, Selection
 
@@ -19,9 +19,10 @@ def evict(evictor: Evictor, ctx: LayerContext, cache: SieveCache) -> None:
     lengths = step.lengths if step.phase == "prefill" else cache.prompt_lengths
     if cache.restart is not None:
         lengths = cache.restart.lengths
-    counts = tuple(evictor.budget.entries(length, evictor.minimum) for length in lengths)
+    counts = tuple(entries_kept(evictor, length, cache.new_tokens) for length in lengths)
     if step.phase == "prefill":
-        record.asked = max(evictor.budget.entries(length) for length in lengths)
+        own = getattr(evictor, "entries", None)
+        record.asked = max(counts) if own is not None else max(evictor.budget.entries(length) for length in lengths)
         record.raised_to = max(counts) if max(counts) > record.asked else None
     chosen = evictor.select(ctx, counts)
     per_layer = chosen if isinstance(chosen, dict) else {ctx.layer_idx: chosen}
@@ -32,7 +33,10 @@ def evict(evictor: Evictor, ctx: LayerContext, cache: SieveCache) -> None:
         if cache.held is not None:
             protected, quotas = cache.held.at(layer.store.index, layer.store.valid)
             check_held(evictor, dataclasses.replace(ctx, protected=protected, quotas=quotas), selection)
-        layer.store = keep(layer.store, selection, cache.room(step.start + step.num_new, max(counts)))
+        if getattr(evictor, "views", False):
+            layer.look_through(selection)
+        else:
+            layer.store = keep(layer.store, selection, cache.room(step.start + step.num_new, max(counts)))
         record.evicted.add(index)
         if step.phase == "prefill":
             record.kept[index] = layer.store.entries

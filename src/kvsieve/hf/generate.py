@@ -39,6 +39,34 @@ _ALL_WENT_ON = "every token went through all layers: the prompt is not longer th
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What a token after the prompt read on average, counted from the tensors that were touched.
+
+    entries: attended to, per layer and KV head; estimate_entries: read besides to choose them, in the bytes of as many
+    entries. bytes, estimate_bytes: the same in bytes per row, of all layers that kvsieve stores. tokens: how many read.
+    """
+
+    tokens: int
+    entries: float
+    estimate_entries: float
+    bytes: int
+    estimate_bytes: int
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What the cache holds at the end, in all rows and layers.
+
+    entries: per layer and KV head, on average over layers, of the fullest row. bytes: keys and values, room for further
+    ones included. metadata_bytes: where they stood, which are real, and what a reader keeps to choose among them.
+    """
+
+    entries: float
+    bytes: int
+    metadata_bytes: int
+
+
+@dataclass(frozen=True)
 class Stats:
     """What one generate call did. Where rows of a batch differ, numbers are those of the longest row.
 
@@ -48,7 +76,8 @@ class Stats:
     complete; kv_asked: the budget's entries, None without one. kv_bytes: bytes of all cache tensors held at the end.
     ttft_s, tpot_s: seconds to the first token, and per token after it (None with fewer than two). new_tokens: tokens
     generated per row. peak_bytes: peak memory during the call, weights included (None where unknown). notes: what
-    did not go as asked. report: what a method tells of its choice, such as ASL's layer.
+    did not go as asked. report: what a method tells of its choice, such as ASL's layer. traffic: what each token after
+    the first one read, None if there was none. storage: what is held, entries and metadata apart.
     """
 
     method: str
@@ -64,6 +93,8 @@ class Stats:
     peak_bytes: int | None
     notes: list[str] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
+    traffic: Traffic | None = None
+    storage: Storage | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -172,6 +203,8 @@ def what_ran(plan: Plan, record: TurnRecord) -> tuple[bool, list[str]]:
         notes.append(f"nothing was evicted: the prompt's {tokens} tokens fit what must or may be kept")
     if plan.propagate is not None and record.propagated is None:
         notes.append(record.report.get("idle") or _ALL_WENT_ON)
+    if plan.read is not None and record.reads.tokens and not record.reads.sparse:
+        notes.append("every token read all of what is stored: that is not more than the budget")
     applied = not notes
     if record.raised_to is not None:
         notes.append(f"the budget of {record.asked} entries was raised to {record.raised_to}, the least it can keep")
@@ -200,4 +233,30 @@ def _stats(sieve: Sieve, cache: SieveCache, clock: _Clock, began: float, peak: i
         peak_bytes=peak,
         notes=notes,
         report=record.report,
+        traffic=_traffic(cache),
+        storage=_storage(cache),
     )
+
+
+def _traffic(cache: SieveCache) -> Traffic | None:
+    reads, layers = cache.record.reads, cache.sieve_layers
+    if not reads.tokens or not layers:
+        return None
+    tokens = reads.tokens * cache.batch
+    heads = sum(layer.store.heads for layer in layers.values())
+    entries = reads.entries / (tokens * heads)
+    each = reads.entry_bytes / reads.entries
+    return Traffic(
+        tokens=reads.tokens,
+        entries=round(entries, 2),
+        estimate_entries=round(reads.looked_bytes / each / (tokens * heads), 2),
+        bytes=round(reads.entry_bytes / tokens),
+        estimate_bytes=round(reads.looked_bytes / tokens),
+    )
+
+
+def _storage(cache: SieveCache) -> Storage:
+    layers = cache.sieve_layers.values()
+    held = sum(layer.store.entry_bytes() for layer in layers)
+    entries = [layer.store.entries for layer in layers]
+    return Storage(round(sum(entries) / max(len(entries), 1), 2), held, cache.nbytes() - held)

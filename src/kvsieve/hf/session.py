@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.attention import dense_attention, ragged_attention
+from kvsieve.attention import dense_attention
 from kvsieve.errors import CacheStateError, InputError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache import SieveCache, SieveLayer
 from kvsieve.hf.evict import check_held, evict
+from kvsieve.hf.reading import read_token
 from kvsieve.plans import Plan
 from kvsieve.roles import Looker
 from kvsieve.types import LayerContext, ModelFacts, Selection, Step, When
@@ -69,10 +70,11 @@ class Session:
             )
         end = step.start + step.num_new
         room = self.cache.room(end, tokens.size)
-        store.append(key.detach(), value.detach(), tokens.columns, tokens.valid, tokens.counts, room)
-        if store.is_ragged and tokens.size == 1:
-            out = ragged_attention(query, *store.flat, scale=scale)
+        key, value = key.detach(), value.detach()
+        if self._reads():
+            out = self._read(index, layer, query, key, value, scale, room)
         else:
+            store.append(key, value, tokens.columns, tokens.valid, tokens.counts, room)
             out = dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
         evictor = self.plan.evict
         if isinstance(evictor, Looker) and self._looks(evictor.when):
@@ -85,6 +87,26 @@ class Session:
         if step.ends_prompt or self._acts_in_between():
             self._reduce(index, layer, query, scale)
         return out
+
+    def _reads(self) -> bool:
+        """Whether this pass's tokens read as those of an answer do."""
+        if self.step.phase == "decode":
+            return True
+        reader = self.plan.read
+        return reader is not None and reader.questions and not self.cache.reduces and self.step.start > 0
+
+    def _read(
+        self, index: int, layer: SieveLayer, query: Tensor, key: Tensor, value: Tensor, scale: float, room: int
+    ) -> Tensor:
+        """Store and read token by token: each chooses by itself among what was stored when it came."""
+        tokens, outs = self.tokens, []
+        for at in range(tokens.size):
+            one = slice(at, at + 1)
+            valid = None if tokens.valid is None else tokens.valid[:, one]
+            layer.store.append(key[:, :, one], value[:, :, one], tokens.columns[:, one], valid, reserve=room)
+            asked = query[:, :, one]
+            outs.append(read_token(self.plan.read, self.cache, layer, index, self.num_layers, asked, scale))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
     def _acts_in_between(self) -> bool:
         if self.plan.evict is None or self.step.ends_prompt:
@@ -245,7 +267,7 @@ def open_session(
         plan = cache.restart.plan
     if plan.propagate is None:
         source = None
-    if new > 1 and not cache.awaits_prompt:
+    if new > 1 and not cache.awaits_prompt and not cache.given_answer:
         cache.begin_turn()
     if plan.rehearses and cache.awaits_prompt and not cache.rehearsed:
         raise UnsupportedOptionError(
@@ -295,6 +317,8 @@ def close_session(finished: bool) -> None:
         session.cache.in_flight = False
         if session.step.phase == "decode":
             session.cache.decoded += session.step.num_new
+        if session._reads():
+            session.cache.record.reads.tokens += session.step.num_new
         if session.step.ends_prompt:
             session.cache.awaits_prompt = False
             session.cache.prompt_lengths = session.step.lengths

@@ -102,7 +102,7 @@ class SharedPrompt:
         for index in self.seen:
             layer = cache.sieve_layers[index]
             cache.record.kept[index] = layer.store.entries
-            if index not in cache.record.evicted:
+            if index not in cache.record.evicted or layer.view is not None:
                 layer.store = layer.store.clone()
         return cache
 
@@ -116,21 +116,28 @@ def read_shared(
     window: int,
     evictors: Iterable[Evictor | None] = (),
     chunk: int | None = None,
+    new_tokens: int = 0,
     name: str = "shared",
 ) -> SharedPrompt:
     """Read a prompt once, under `propagate` alone, for evictors that look at its last `window` queries at most.
 
-    input_ids: int64 [B, N]. evictors: those to come; those that look at every pass must be there. name: who reads, for
-    messages. Raises what `attach` and `Sieve.prefill` raise.
+    input_ids: int64 [B, N]. evictors: those to come; those that look at every pass must be there. new_tokens: expected
+    after it. name: who reads, for messages. Raises what `attach` and `Sieve.prefill` raise.
     """
     recorder = _Recorder(window, tuple(each for each in evictors if each is not None))
     plan = Plan(propagate=propagate, evict=recorder, name=name)
-    cache, logits, _ = read_alone(model, plan, input_ids, attention_mask, chunk=chunk)
+    cache, logits, _ = read_alone(model, plan, input_ids, attention_mask, chunk=chunk, new_tokens=new_tokens)
     return SharedPrompt(cache, logits, recorder.seen, window, recorder.learned)
 
 
 def read_alone(
-    model: Any, plan: Plan, input_ids: Tensor, attention_mask: Tensor | None = None, *, chunk: int | None = None
+    model: Any,
+    plan: Plan,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    chunk: int | None = None,
+    new_tokens: int = 0,
 ) -> tuple[SieveCache, Tensor, Tensor]:
     """Read a prompt under a plan: its cache, the logits [B, V] after its last token, and the ids that were fed.
 
@@ -138,7 +145,7 @@ def read_alone(
     """
     with attach(model, plan) as sieve, torch.no_grad():
         cache = sieve.new_cache()
-        ids, mask = read_prompt(sieve, input_ids, attention_mask, cache, chunk=chunk)
+        ids, mask = read_prompt(sieve, input_ids, attention_mask, cache, chunk=chunk, new_tokens=new_tokens)
         return cache, next_logits(model, cache, ids, mask)[:, -1], ids
 
 

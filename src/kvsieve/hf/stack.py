@@ -12,14 +12,14 @@ from kvsieve.hf.cache import SieveCache, SieveLayer
 
 
 def can_stack(caches: Sequence[SieveCache]) -> bool:
-    """Whether `stack` takes them: the same tokens seen, as many heads, none ragged, no layers of transformers' own."""
+    """Whether `stack` takes them: the same tokens seen, as many heads; none ragged, a view or transformers' own."""
     first = caches[0]
     return all(
         cache.num_seen == first.num_seen
         and cache.held is None
         and len(cache.sieve_layers) == len(cache.layers)
         and all(
-            not mine.store.is_ragged and mine.store.heads == theirs.store.heads
+            not mine.store.is_ragged and mine.view is None and mine.store.heads == theirs.store.heads
             for mine, theirs in zip(cache.sieve_layers.values(), first.sieve_layers.values(), strict=True)
         )
         for cache in caches
@@ -35,6 +35,7 @@ def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
     stacked = copy.copy(first)
     stacked.record, stacked.waiting = copy.deepcopy(first.record), []
     stacked.batch = sum(cache.batch for cache in caches)
+    stacked.prompt_lengths = tuple(length for cache in caches for length in cache.prompt_lengths)
     if any(cache.mask is not None for cache in caches):
         stacked.mask = torch.cat([_mask(cache) for cache in caches])
     stacked.layers = []

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvsieve.errors import InputError
 from kvsieve.hf.cache import SieveCache
 from kvsieve.plans import Plan
+from kvsieve.roles import entries_kept
 from kvsieve.segments import Held, protected_columns, quota_columns, token_numbers
 
 
@@ -95,7 +96,7 @@ class Wishes:
                     )
                 if evictor is None:
                     continue
-                allowed, own = evictor.budget.entries(length, evictor.minimum), evictor.minimum
+                allowed, own = entries_kept(evictor, length), evictor.minimum
                 # Where nothing is dropped afterwards, no more than all can be needed.
                 if allowed < needed + own and (decodes or allowed < length):
                     raise InputError(

@@ -8,23 +8,29 @@ from kvsieve.methods import (
     criticalkv,
     duoattention,
     dynamickv,
+    exact_topk,
     expected_attention,
     fastkv,
     finch,
     full,
     gemfilter,
     h2o,
+    hsa,
     keydiff,
     knorm,
     kvzip,
     lagkv,
     lookahead,
+    per_turn,
     pyramidinfer,
     pyramidkv,
     qfilters,
+    quest,
+    rocketkv,
     sage_kv,
     schedule,
     snapkv,
+    sparq,
     squeezeattention,
     streaming_llm,
     tova,
@@ -38,22 +44,28 @@ from kvsieve.methods.chunkkv import ChunkKV
 from kvsieve.methods.criticalkv import CriticalKV
 from kvsieve.methods.duoattention import DuoAttention
 from kvsieve.methods.dynamickv import DynamicKV
+from kvsieve.methods.exact_topk import ExactTopK
 from kvsieve.methods.expected_attention import ExpectedAttention
 from kvsieve.methods.fastkv import TSP
 from kvsieve.methods.finch import Finch
 from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.h2o import H2O
+from kvsieve.methods.hsa import HSA
 from kvsieve.methods.keydiff import KeyDiff
 from kvsieve.methods.knorm import KNorm
 from kvsieve.methods.kvzip import KVzip
 from kvsieve.methods.lagkv import LagKV
 from kvsieve.methods.lookahead import Lookahead
+from kvsieve.methods.per_turn import PerTurn
 from kvsieve.methods.pyramidinfer import PyramidInfer
 from kvsieve.methods.pyramidkv import PyramidKV
 from kvsieve.methods.qfilters import QFilters
+from kvsieve.methods.quest import Quest
+from kvsieve.methods.rocketkv import RocketEviction
 from kvsieve.methods.sage_kv import SageKV
 from kvsieve.methods.schedule import PerLayer
 from kvsieve.methods.snapkv import SnapKV
+from kvsieve.methods.sparq import SparQ
 from kvsieve.methods.squeezeattention import SqueezeAttention
 from kvsieve.methods.streaming_llm import StreamingLLM
 from kvsieve.methods.tova import TOVA
@@ -68,23 +80,29 @@ __all__ = [
     "CriticalKV",
     "DuoAttention",
     "DynamicKV",
+    "ExactTopK",
     "ExpectedAttention",
     "Finch",
     "GemFilter",
     "GroupedSnapKV",
     "H2O",
+    "HSA",
     "KNorm",
     "KVzip",
     "KeyDiff",
     "LagKV",
     "Lookahead",
     "PerLayer",
+    "PerTurn",
     "PyramidInfer",
     "PyramidKV",
     "QFilters",
+    "Quest",
+    "RocketEviction",
     "SageKV",
     "ScoredEvictor",
     "SnapKV",
+    "SparQ",
     "SqueezeAttention",
     "StreamingLLM",
     "TOVA",
@@ -97,23 +115,29 @@ __all__ = [
     "criticalkv",
     "duoattention",
     "dynamickv",
+    "exact_topk",
     "expected_attention",
     "fastkv",
     "finch",
     "full",
     "gemfilter",
     "h2o",
+    "hsa",
     "keydiff",
     "knorm",
     "kvzip",
     "lagkv",
     "lookahead",
+    "per_turn",
     "pyramidinfer",
     "pyramidkv",
     "qfilters",
+    "quest",
+    "rocketkv",
     "sage_kv",
     "schedule",
     "snapkv",
+    "sparq",
     "squeezeattention",
     "streaming_llm",
     "tova",

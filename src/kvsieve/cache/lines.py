@@ -1,0 +1,132 @@
+"""A store's entries as lines (core.lines), grouped so that those of a group are read together."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache.ragged import RaggedStore
+from kvsieve.cache.store import DenseStore
+from kvsieve.core.lines import Lines
+
+
+@dataclass(frozen=True)
+class View:
+    """The part of a store that is read in this turn, and what is stored after it.
+
+    slots: int64 [B, H', K], H' the stored heads or a multiple of them; real: bool, the same shape or [B, 1, K], None
+    when all are. end: entries that were stored when it was chosen.
+    """
+
+    slots: Tensor
+    real: Tensor | None
+    end: int
+
+    def rows(self, rows: Tensor) -> View:
+        """The same with row ``rows[i]`` as row i."""
+        slots, real = (None if part is None else part[rows.to(part.device)] for part in (self.slots, self.real))
+        return View(slots, real, self.end)  # type: ignore[arg-type]
+
+
+@dataclass
+class Group:
+    """Lines of equal length and parameters. lines: int64 [X], which of all B * H' they are; None for all of them.
+
+    state: what the reader remembers of them.
+    """
+
+    setting: Any
+    lines: Tensor | None
+    row: Tensor
+    body: Tensor | None
+    tail: Tensor
+    size: int
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Grouped:
+    """The lines of a store when it held `stored` slots. heads: H', lines per row; stride: slots per further entry."""
+
+    groups: list[Group]
+    heads: int
+    stride: int
+    stored: int
+
+    def lines(self, store: DenseStore | RaggedStore, group: Group) -> Lines:
+        """A group's lines now: entries that were appended since are their last ones."""
+        keys, values = (part.flatten(0, -3) for part in store._buffers()[:2])
+        since = (store.size - self.stored) // self.stride
+        return Lines(keys, values, group.row, group.body, group.tail, self.stride, group.size + since)
+
+    def nbytes(self) -> int:
+        """Bytes of what readers remember, and of the lists of slots."""
+        total = 0
+        for group in self.groups:
+            held = [group.body, *group.state.values()]
+            total += sum(_nbytes(part) for part in held if part is not None)
+        return total
+
+
+def group_lines(store: DenseStore | RaggedStore, view: View | None, settings: Sequence[Hashable]) -> Grouped:
+    """The lines of a store, or of a view of it; settings: the parameters of each row, lines of unlike ones apart."""
+    keys = store._buffers()[0]
+    device, batch, heads = keys.device, keys.shape[0], store.heads
+    now = torch.arange(store.size, device=device)
+    stride, at = 1, torch.arange(batch * heads, device=device)
+    tail = torch.zeros_like(at) + store.size
+    real: Tensor | None
+    if isinstance(store, RaggedStore):
+        stride, real, slots = heads, store._visible().flatten(0, 1), now.expand(batch * heads, -1)
+        tail, at = tail + at % heads, at // heads
+    elif view is None:
+        real = None if store.valid is None else store.valid.expand(-1, heads, -1).flatten(0, 1)
+        slots = now.expand(batch * heads, -1)
+    else:
+        copies = view.slots.shape[1] // heads
+        heads *= copies
+        slots = torch.cat([view.slots.flatten(0, 1), now[view.end :].expand(batch * heads, -1)], 1)
+        later = None if store.valid is None else store.valid[..., view.end :]
+        real = _joined(view, later, batch, heads, slots.shape[1] - view.slots.shape[2])
+        at, tail = (part.repeat_interleave(copies) for part in (at, tail))
+    counts = [slots.shape[1]] * len(slots) if real is None else real.sum(-1).tolist()
+    kinds = [(settings[line // heads], count) for line, count in enumerate(counts)]
+    groups = []
+    for setting, count in dict.fromkeys(kinds):
+        mine = [line for line, kind in enumerate(kinds) if kind == (setting, count)]
+        which = None if len(mine) == len(kinds) else torch.tensor(mine, device=device)
+        if real is None and view is None:
+            # The first `size` slots in order: nothing to look up.
+            body, first = None, torch.zeros_like(tail)
+        else:
+            body, first = slots if which is None else slots[which], tail
+            if real is not None:
+                body = body[real if which is None else real[which]].view(len(mine), count)
+        if which is not None:
+            groups.append(Group(setting, which, at[which], body, first[which], count))
+        else:
+            groups.append(Group(setting, None, at, body, first, count))
+    return Grouped(groups, heads, stride, store.size)
+
+
+def _joined(view: View, later: Tensor | None, batch: int, heads: int, since: int) -> Tensor | None:
+    """bool [B * H', K + since]: which slots of a view and of what came after it are real; None for all."""
+    if view.real is None and (later is None or bool(later.all())):
+        return None
+    shape = (batch, heads)
+    before = view.slots.new_ones(1, 1, 1, dtype=torch.bool) if view.real is None else view.real
+    before = before.expand(*shape, view.slots.shape[2])
+    after = before.new_ones(*shape, since) if later is None else _per(later, heads)
+    return torch.cat([before, after.expand(*shape, since)], 2).flatten(0, 1)
+
+
+def _nbytes(part: Any) -> int:
+    return int(part.nbytes if isinstance(part, Tensor) else part.nbytes())
+
+
+def _per(part: Tensor, heads: int) -> Tensor:
+    return part if part.shape[1] == 1 else part.repeat_interleave(heads // part.shape[1], 1)

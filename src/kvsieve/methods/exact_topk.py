@@ -1,0 +1,68 @@
+"""Exact top-k: the oracle of sparse decoding, as RocketKV (arXiv 2502.14051) and others measure against.
+
+Every stored key is scored, and the t best entries of each query head are read: the most attention mass that any t
+entries can hold. The scores cost as much as dense attention, so this is a yardstick, not a saving; the budget counts
+what is attended to, and the statistics also tell what was looked at. `per_group=True`: one set per KV head, by the
+softmax weights summed over its query heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.lines import Choice, Lines, ReadFacts
+from kvsieve.core.scoring import score_dtype
+from kvsieve.methods.base import check_choice
+from kvsieve.methods.readers import BudgetReader, Setting
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactTopK(BudgetReader):
+    """Read the entries with the highest logits. per_group: one set for the query heads of a KV head."""
+
+    newest: bool = False
+    per_group: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "per_group", self.per_group, (False, True))
+
+    def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
+        return Setting(tokens, tokens)
+
+    def choose(self, query: Tensor, lines: Lines, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
+        keys = lines.keys_at(lines.span(0, lines.size))
+        dtype = score_dtype(query.dtype)
+        logits = query.to(dtype) @ keys.to(dtype).transpose(1, 2) * scale
+        if self.per_group:
+            logits = (logits - logits.logsumexp(-1, keepdim=True)).logsumexp(1)
+        if self.newest:
+            logits[..., -1] = float("inf")
+        best = logits.topk(setting.count, dim=-1).indices
+        return Choice(best.sort(dim=-1).values, looked_at=keys.nbytes)
+
+
+@register_method("exacttopk", title="Exact top-k", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)
+def exacttopk(
+    budget: Budget | str | int | float = 256,
+    per_group: bool = False,
+    skip_layers: int | tuple[int, ...] | str = 0,
+    newest: bool = False,
+    questions: bool = False,
+) -> Plan:
+    """The entries that matter most to each query, found by scoring all of them: the oracle of sparse decoding."""
+    return Plan(
+        read=ExactTopK(
+            budget=Budget.parse(budget),
+            per_group=per_group,
+            skip_layers=skip_layers,  # type: ignore[arg-type]
+            newest=newest,
+            questions=questions,
+        )
+    )

@@ -1,0 +1,103 @@
+"""Hybrid sparse attention (HSA), the second stage of RocketKV (arXiv 2502.14051), section 3.3 and algorithm 1.
+
+Which entries matter is estimated along both the sequence and the head dimension: from the bounds of pages of P entries,
+and of these only in the k1 channels in which the queries of a group are largest, the greatest or least value of a page
+by the sign of the queries' sum. Softmax weights at SparQ's temperature, summed over the group, choose the k2 entries
+that are read exactly.
+
+The budget t is what a step reads per KV head, in entries, half of it for the estimate: with c = cap / t and cap the
+entries that may be stored, P = ceil(sqrt(c)) (1 where that is more than c), k1 = D P / c, k2 = t / 2.
+
+Differences from the reference: the newest page is always read (`newest=False` as there); what fits the budget is read
+whole; pages lie over the entries that are stored, in order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.lines import Choice, Lines, ReadFacts
+from kvsieve.core.pages import PageTable, best_entries, largest, log_share
+from kvsieve.core.scoring import score_dtype
+from kvsieve.methods.base import check_choice
+from kvsieve.methods.readers import BudgetReader, Setting
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+
+
+def stored_entries(length: int, new_tokens: int, tokens: int) -> int:
+    """RocketKV's adaptive split: entries per KV head that may be stored once all tokens have come.
+
+    length: tokens of the prompt; new_tokens: after it, for which twice their number is the least; tokens: t. With
+    c = S / t the first stage compresses by c^r, r = min(0.2 + 0.06 log2 c, 0.8), the second by what is left.
+    """
+    total = length + new_tokens
+    ratio = max(1.0, total / tokens)
+    rate = min(0.2 + 0.06 * math.log2(ratio), 0.8)
+    return max(int(total / ratio**rate), min(2 * new_tokens, total))
+
+
+def hsa_setting(stored: int, tokens: int, dim: int) -> Setting:
+    """P, k1 and k2 for `stored` entries read at a budget of `tokens`."""
+    ratio = max(1.0, stored / tokens)
+    page = math.ceil(math.sqrt(ratio))
+    page = 1 if page > ratio else page
+    channels = min(max(int(dim * page / ratio), 1), dim)
+    return Setting(tokens, max(tokens // 2, 1), page, channels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HSA(BudgetReader):
+    """Read the entries that pages' bounds in few channels promise most of.
+
+    after_eviction: what is stored is what RocketKV's first stage has left, which P and k1 depend on.
+    """
+
+    after_eviction: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "after_eviction", self.after_eviction, (False, True))
+
+    def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
+        stored = facts.length + facts.new_tokens
+        if self.after_eviction:
+            stored = stored_entries(facts.length, facts.new_tokens, tokens)
+        return hsa_setting(stored, tokens, facts.dim)
+
+    def choose(self, query: Tensor, lines: Lines, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
+        table = state.setdefault("pages", PageTable(setting.page))
+        table.follow(lines)
+        query = query.to(score_dtype(query.dtype))
+        channels = largest(query.abs().sum(1), setting.channels)
+        rows = table.rows(channels, query.sum(1).gather(1, channels) > 0)
+        chosen = query.gather(2, channels[:, None].expand(-1, query.shape[1], -1))
+        share = chosen.abs().sum(-1, keepdim=True) / query.abs().sum(-1, keepdim=True)
+        estimates = chosen @ rows.to(query.dtype) * (scale / share.sqrt())
+        # In logarithms, so that no weight underflows to a tie.
+        weights = log_share(estimates, lines.size, setting.page).logsumexp(1)
+        count = min(setting.count, lines.size)
+        return Choice(best_entries(weights, lines.size, setting.page, count, self.newest), looked_at=rows.nbytes)
+
+
+@register_method("hsa", title="HSA", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)
+def hsa(
+    budget: Budget | str | int | float = 512,
+    skip_layers: int | tuple[int, ...] | str = 0,
+    newest: bool = True,
+    questions: bool = False,
+) -> Plan:
+    """Entries chosen by pages' bounds in the query's largest channels: RocketKV's second stage alone."""
+    return Plan(
+        read=HSA(
+            budget=Budget.parse(budget),
+            skip_layers=skip_layers,  # type: ignore[arg-type]
+            newest=newest,
+            questions=questions,
+        )
+    )

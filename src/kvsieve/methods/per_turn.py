@@ -1,0 +1,84 @@
+"""An evictor's choice as a view: nothing is dropped, and each turn's answer reads what its own prompt chose.
+
+What RocketKV-MT (arXiv 2502.14051, section 3.4) does with its first stage, for any evictor that acts at the end of a
+prompt: a turn reads everything that came before it, then chooses, in the light of its own question, among the entries
+of all turns; its answer reads those and itself. Saves time per token, not memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from kvsieve.budget import Budget
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import scored_by_name
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.roles import Evictor, entries_kept
+from kvsieve.types import END_OF_PROMPT, LayerContext, Selection, When
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerTurn:
+    """Keep everything, and let a turn's answer read what `base` would keep: ``PerTurn(base=SnapKV(budget=0.1))``.
+
+    base: an evictor that acts at the end of a prompt only, in every layer by itself. Raises PlanError for another.
+    """
+
+    views: ClassVar[bool] = True
+    base: Evictor = field()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base, Evictor) or self.base.when != END_OF_PROMPT:
+            raise PlanError(
+                f"PerTurn: base must be an evictor that acts at the end of a prompt only, such as SnapKV(budget=0.1), "
+                f"without every=; got {self.base!r}"
+            )
+
+    @property
+    def takes_quotas(self) -> bool:
+        return bool(getattr(self.base, "takes_quotas", False))
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        return tuple(getattr(self.base, "needs", ()))
+
+    @property
+    def skip_layers(self) -> Any:
+        return getattr(self.base, "skip_layers", 0)
+
+    @property
+    def budget(self) -> Budget:
+        return self.base.budget
+
+    @property
+    def window(self) -> int:
+        return self.base.window
+
+    @property
+    def minimum(self) -> int:
+        return self.base.minimum
+
+    @property
+    def when(self) -> When:
+        return END_OF_PROMPT
+
+    def entries(self, length: int, new_tokens: int) -> int:
+        return entries_kept(self.base, length, new_tokens)
+
+    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | dict[int, Selection] | None:
+        chosen = self.base.select(ctx, counts)
+        if isinstance(chosen, dict):
+            raise PlanError(f"PerTurn: {type(self.base).__name__} weighs layers against each other, so it has no view")
+        return chosen
+
+
+@register_method("perturn", title="Per-turn view", paper="", phase="end of prompt", query_aware=True)
+def perturn(
+    budget: Budget | str | int | float = "10%",
+    base: str = "snapkv",
+    skip_layers: int | tuple[int, ...] | str = 0,
+) -> Plan:
+    """What another method, `base`, would keep, read by this turn's answer only; nothing is dropped."""
+    return Plan(evict=PerTurn(base=scored_by_name("perturn", base, budget, skip_layers, None)))

@@ -1,0 +1,87 @@
+"""Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference (arXiv 2406.10774).
+
+Entries lie in pages; a page keeps the least and the greatest value of each key channel, which bound any of its logits:
+``ub = sum_d max(q_d * max_d, q_d * min_d)``. The entries of the pages with the highest bounds are read.
+
+By default as RocketKV (arXiv 2502.14051) compares it: one set per KV head, by the softmax of the bounds summed over its
+query heads, cut to the entry, with pages of ``2 S / t`` entries, so that bounds and exact reads take half the budget
+each. `page=16, per_query_head=True, skip_layers=2` is the original: a set per query head, the whole budget for exact
+reads.
+
+Differences from the original: the newest page is part of the budget; the last page that is needed is read in part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.lines import Choice, Lines, ReadFacts
+from kvsieve.core.pages import PageTable, best_entries, log_share
+from kvsieve.core.scoring import score_dtype
+from kvsieve.methods.base import check_choice
+from kvsieve.methods.readers import BudgetReader, Setting, check_page
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quest(BudgetReader):
+    """Read the pages whose bounds are highest. page: entries per page, None to spend half the budget on bounds.
+
+    per_query_head: a set for each query head, not one for those that share a KV head.
+    """
+
+    page: int | None = None
+    per_query_head: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_page(self, self.page, self.budget)
+        check_choice(self, "per_query_head", self.per_query_head, (False, True))
+
+    def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
+        if self.page is not None:
+            return Setting(tokens, tokens, self.page)
+        return Setting(tokens, tokens // 2, math.ceil(2 * (facts.length + facts.new_tokens) / tokens))
+
+    def choose(self, query: Tensor, lines: Lines, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
+        table = state.setdefault("pages", PageTable(setting.page))
+        table.follow(lines)
+        bounds = table.bounds().to(score_dtype(query.dtype))
+        query = query.to(bounds.dtype) * scale
+        if table.halves == 1:
+            weights = query @ bounds[:, 0]
+        else:
+            weights = query.clamp(min=0) @ bounds[:, 0] + query.clamp(max=0) @ bounds[:, 1]
+        if not self.per_query_head:
+            weights = log_share(weights, lines.size, setting.page).logsumexp(1)
+        count = min(setting.count, lines.size)
+        entries = best_entries(weights, lines.size, setting.page, count, self.newest)
+        return Choice(entries, looked_at=bounds.numel() * lines.keys.element_size())
+
+
+@register_method("quest", title="Quest", paper="arXiv 2406.10774", phase="while decoding", query_aware=True)
+def quest(
+    budget: Budget | str | int | float = 512,
+    page: int | None = None,
+    per_query_head: bool = False,
+    skip_layers: int | tuple[int, ...] | str = 0,
+    newest: bool = True,
+    questions: bool = False,
+) -> Plan:
+    """Pages of entries whose greatest possible attention is highest; all entries stay stored."""
+    return Plan(
+        read=Quest(
+            budget=Budget.parse(budget),
+            page=page,
+            per_query_head=per_query_head,
+            skip_layers=skip_layers,  # type: ignore[arg-type]
+            newest=newest,
+            questions=questions,
+        )
+    )

@@ -1,0 +1,77 @@
+"""The block readers share: a token budget, where it applies, and the parameters that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvsieve.budget import Budget
+from kvsieve.core.lines import ReadFacts
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import check_choice, check_int, parse_layers, skipped
+
+LEAST = 16
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A reader's parameters for some lines.
+
+    tokens: t, the budget. count: entries read exactly. page: entries per page. channels: key channels looked at.
+    """
+
+    tokens: int
+    count: int
+    page: int = 1
+    channels: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetReader:
+    """A reader with a budget of t entries per step, layer and KV head; subclasses give `parameters` and `choose`.
+
+    budget: t, at least 16, what is read to choose included unless a method says otherwise; a share is one of the prompt
+    and of the tokens expected after it. Lines that are no longer than t are read whole.
+    skip_layers: layers that read everything; see ScoredEvictor.
+    newest: the newest page (or entry) is always read.
+    questions: also read so while a question is read that the plan leaves whole; prompts are read densely otherwise.
+    """
+
+    budget: Budget
+    skip_layers: int | tuple[int, ...] = 0
+    newest: bool = True
+    questions: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", Budget.parse(self.budget))
+        object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
+        check_choice(self, "newest", self.newest, (False, True))
+        check_choice(self, "questions", self.questions, (False, True))
+        if self.budget.tokens is not None and self.budget.tokens < LEAST:
+            raise PlanError(
+                f"{type(self).__name__}: a budget of {self.budget.tokens} entries per step is too small, at least "
+                f"{LEAST} are needed; raise budget="
+            )
+
+    def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
+        """What `tokens` entries per step allow."""
+        raise NotImplementedError
+
+    def setting(self, facts: ReadFacts) -> Setting | None:
+        if skipped(self.skip_layers, facts.layer_idx, facts.num_layers):
+            return None
+        return self.parameters(self.budget.entries(facts.length + facts.new_tokens, LEAST), facts)
+
+    def reads_all(self, setting: Setting, size: int) -> bool:
+        return size <= setting.tokens
+
+
+def check_page(owner: object, page: int | None, budget: Budget) -> None:
+    """Raise PlanError unless a page of `page` entries fits the budget."""
+    if page is None:
+        return
+    check_int(owner, "page", page, 1)
+    if budget.tokens is not None and page > budget.tokens:
+        raise PlanError(
+            f"{type(owner).__name__}: a page of {page} entries does not fit the budget of {budget.tokens}; lower page= "
+            "or raise budget="
+        )

@@ -1,0 +1,99 @@
+"""RocketKV: Accelerating Long-Context LLM Inference via Two-Stage KV Cache Compression (arXiv 2502.14051).
+
+Stage 1 evicts once the prompt is complete: SnapKV with one score per KV head, max-pooled over 63 entries. Stage 2 reads
+what is left sparsely while decoding: hybrid sparse attention (hsa.py). The budget t is what a step reads per KV head,
+estimates included; how the compression S / t is split between the stages follows from it (`hsa.stored_entries`).
+
+RocketKV-MT (section 3.4), for conversations, drops nothing: stage 1 chooses, in each turn, what stage 2 reads of.
+
+Differences from the reference: the first token after a prompt comes from the dense pass over it; budgets follow the
+conversation's length in every turn; the newest page is always read; what fits the budget is read whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import Pool
+from kvsieve.methods.adakv import GroupedSnapKV
+from kvsieve.methods.hsa import HSA, stored_entries
+from kvsieve.methods.per_turn import PerTurn
+from kvsieve.methods.readers import LEAST
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+
+
+@dataclass(frozen=True, kw_only=True)
+class RocketEviction(GroupedSnapKV):
+    """Stage 1. budget: t, what a step may read, not what is kept: that is `stored_entries` less the tokens to come."""
+
+    kernel: int = 63
+
+    @property
+    def minimum(self) -> int:
+        return LEAST
+
+    @property
+    def why_minimum(self) -> str:
+        return "estimates and exact reads share them"
+
+    def entries(self, length: int, new_tokens: int) -> int:
+        tokens = self.budget.entries(length + new_tokens, LEAST)
+        return max(stored_entries(length, new_tokens, tokens) - new_tokens, self.window + 1)
+
+
+@register_method("rocketkv", title="RocketKV", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)
+def rocketkv(
+    budget: Budget | str | int | float = 512,
+    window: int = 32,
+    kernel: int = 63,
+    pooling: Pool = "max",
+    skip_layers: int | tuple[int, ...] | str = 0,
+    newest: bool = True,
+    questions: bool = False,
+) -> Plan:
+    """SnapKV with a wide pool evicts first; then each token reads few of the entries left, `budget` in all."""
+    evict = _first(budget, window, kernel, pooling, skip_layers)
+    return Plan(evict=evict, read=_second(evict, newest, questions))
+
+
+@register_method("rocketkv-mt", title="RocketKV-MT", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)
+def rocketkv_mt(
+    budget: Budget | str | int | float = 512,
+    window: int = 32,
+    kernel: int = 63,
+    pooling: Pool = "max",
+    skip_layers: int | tuple[int, ...] | str = 0,
+    newest: bool = True,
+    questions: bool = False,
+) -> Plan:
+    """RocketKV for conversations: nothing is dropped, its first stage chooses afresh in every turn what may be read."""
+    evict = _first(budget, window, kernel, pooling, skip_layers)
+    return Plan(evict=PerTurn(base=evict), read=_second(evict, newest, questions))
+
+
+def _first(
+    budget: Budget | str | int | float,
+    window: int,
+    kernel: int,
+    pooling: Pool,
+    skip_layers: int | tuple[int, ...] | str,
+) -> RocketEviction:
+    return RocketEviction(
+        budget=Budget.parse(budget),
+        window=window,
+        kernel=kernel,
+        pooling=pooling,
+        skip_layers=skip_layers,  # type: ignore[arg-type]
+    )
+
+
+def _second(evict: RocketEviction, newest: bool, questions: bool) -> HSA:
+    return HSA(
+        budget=evict.budget,
+        after_eviction=True,
+        skip_layers=evict.skip_layers,
+        newest=newest,
+        questions=questions,
+    )

@@ -1,0 +1,109 @@
+"""SparQ Attention: Bandwidth-Efficient LLM Inference (arXiv 2312.04985).
+
+Logits are estimated from the r channels in which the query is largest, at a temperature that makes up for the missing
+ones; the k entries with the highest estimates are read exactly, and the attention they are estimated not to hold goes
+to the mean of all values. Keys are held once more, channel by channel.
+
+By default as RocketKV (arXiv 2502.14051) compares it: one choice per KV head, of channels by the sum of ``|q|`` over
+its query heads and of entries by the sum of their estimates; r and k follow from the budget, half for each:
+r = D t / S, k = t / 2. `per_query_head=True` is the original, which knows one query head per KV head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.lines import Choice, Lines, ReadFacts
+from kvsieve.core.pages import PageTable, best_entries, largest
+from kvsieve.core.scoring import score_dtype
+from kvsieve.methods.base import check_choice
+from kvsieve.methods.readers import BudgetReader, Setting
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparQ(BudgetReader):
+    """Read the entries whose logits are estimated highest from few channels. mean_value: blend in the mean of values.
+
+    per_query_head: a choice for each query head, not one for those that share a KV head.
+    """
+
+    mean_value: bool = True
+    per_query_head: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(self, "mean_value", self.mean_value, (False, True))
+        check_choice(self, "per_query_head", self.per_query_head, (False, True))
+
+    def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
+        channels = facts.dim * tokens // (facts.length + facts.new_tokens)
+        return Setting(tokens, tokens // 2, 1, min(max(channels, 1), facts.dim))
+
+    def choose(self, query: Tensor, lines: Lines, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
+        table = state.setdefault("pages", PageTable(1))
+        table.follow(lines)
+        count, groups = min(setting.count, lines.size), query.shape[1]
+        query = query.to(score_dtype(query.dtype))
+        asked = query if self.per_query_head else query.abs().sum(1, keepdim=True)
+        channels = largest(asked.abs(), setting.channels)
+        rows = table.rows(channels.flatten(1), torch.ones_like(channels.flatten(1), dtype=torch.bool))
+        looked_at = rows.nbytes
+        # [X, G or 1, r, n]: each query head's own channels, or the group's.
+        rows = rows.to(query.dtype).unflatten(1, (-1, setting.channels))
+        chosen = query.gather(2, channels.expand(-1, groups, -1))
+        share = chosen.abs().sum(-1, keepdim=True) / query.abs().sum(-1, keepdim=True)
+        estimates = ((chosen[:, :, None] @ rows)[:, :, 0] * scale / share.sqrt()).log_softmax(-1)
+        weights = estimates if self.per_query_head else estimates.logsumexp(1)
+        entries = best_entries(weights, lines.size, 1, count, self.newest)
+        blend = None
+        if self.mean_value:
+            held = estimates.gather(2, entries if self.per_query_head else entries[:, None].expand(-1, groups, -1))
+            blend = held.exp().sum(-1), state.setdefault("values", _Mean()).follow(lines, query.dtype)
+        return Choice(entries, blend, looked_at)
+
+
+class _Mean:
+    """The mean of all values so far."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.sum = torch.zeros(())
+
+    def follow(self, lines: Lines, dtype: torch.dtype) -> Tensor:
+        """[X, Dv], with the values that have been stored since."""
+        new = lines.values_at(lines.span(self.size, lines.size)).to(dtype).sum(1)
+        self.sum = self.sum + new if self.size else new
+        self.size = lines.size
+        return self.sum / self.size
+
+    def nbytes(self) -> int:
+        return self.sum.nbytes
+
+
+@register_method("sparq", title="SparQ", paper="arXiv 2312.04985", phase="while decoding", query_aware=True)
+def sparq(
+    budget: Budget | str | int | float = 512,
+    mean_value: bool = True,
+    per_query_head: bool = False,
+    skip_layers: int | tuple[int, ...] | str = 0,
+    newest: bool = True,
+    questions: bool = False,
+) -> Plan:
+    """Entries whose attention, estimated from the query's largest channels, is highest, and the mean of all values."""
+    return Plan(
+        read=SparQ(
+            budget=Budget.parse(budget),
+            mean_value=mean_value,
+            per_query_head=per_query_head,
+            skip_layers=skip_layers,  # type: ignore[arg-type]
+            newest=newest,
+            questions=questions,
+        )
+    )

@@ -1,0 +1,68 @@
+"""Page tables grow as entries come and bound their logits; the best entries are those of the best pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvsieve.core.lines import Lines
+from kvsieve.core.pages import PageTable, best_entries, log_share
+
+
+def lines(keys, size):
+    """Lines over keys [X, N, D], of which the first `size` are stored."""
+    rows = torch.arange(len(keys))
+    return Lines(keys, keys, rows, None, torch.zeros_like(rows), 1, size)
+
+
+@pytest.mark.parametrize("page", [1, 2, 3, 7, 50])
+def test_incremental_equals_recomputed(page):
+    keys = torch.randn(2, 41, 5, dtype=torch.float64)
+    table = PageTable(page)
+    for size in (4, 5, 6, 7, 20, 21, 40, 41):
+        table.follow(lines(keys, size))
+        bounds = table.bounds()
+        assert bounds.shape[-1] == -(-size // page)
+        for at in range(bounds.shape[-1]):
+            members = keys[:, at * page : min((at + 1) * page, size)]
+            assert torch.equal(bounds[:, 0, :, at], members.amax(1))
+            assert torch.equal(bounds[:, -1, :, at], members.amin(1))
+
+
+def test_a_page_bounds_the_logits_of_its_entries():
+    keys, query = torch.randn(3, 40, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
+    table = PageTable(6)
+    table.follow(lines(keys, 40))
+    greatest, least = table.bounds().unbind(1)
+    bound = torch.maximum(query[..., None] * greatest, query[..., None] * least).sum(1)
+    logits = (keys @ query[..., None])[..., 0]
+    for at in range(40):
+        assert bool((bound[:, at // 6] >= logits[:, at] - 1e-12).all())
+
+
+def test_chosen_channels_of_all_pages():
+    keys = torch.randn(2, 10, 6)
+    table = PageTable(4)
+    table.follow(lines(keys, 10))
+    channels = torch.tensor([[5, 0], [2, 3]])
+    greatest = torch.tensor([[True, False], [False, True]])
+    rows = table.rows(channels, greatest)
+    for line in range(2):
+        for i in range(2):
+            half = 0 if greatest[line, i] else 1
+            assert torch.equal(rows[line, i], table.bounds()[line, half, channels[line, i]])
+
+
+def test_entries_of_a_page_share_its_softmax_weight():
+    scores = torch.randn(2, 4, dtype=torch.float64)
+    whole = scores.repeat_interleave(3, -1)[..., :10].log_softmax(-1)
+    torch.testing.assert_close(log_share(scores, 10, 3), whole[..., ::3])
+
+
+def test_the_cut_falls_inside_a_page_and_short_pages_are_made_up_for():
+    weights = torch.tensor([0.1, 0.9, 0.5, 0.8])
+    assert best_entries(weights, 12, 3, 5, False).tolist() == [3, 4, 5, 9, 10]
+    assert best_entries(weights, 10, 3, 5, False).tolist() == [3, 4, 5, 9, 6]
+    assert sorted(best_entries(weights, 11, 3, 4, True).tolist()) == [3, 4, 9, 10]
+    assert best_entries(weights, 4, 1, 2, True).tolist() == [3, 1]
+    assert sorted(best_entries(weights, 10, 3, 10, True).tolist()) == list(range(10))

@@ -1,0 +1,251 @@
+"""Sparse reading inside a model: the laws that hold for every reader, on every store."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import kvsieve
+from kvsieve.core.lines import ReadFacts
+from kvsieve.hf.shared import next_logits
+from kvsieve.methods import HSA, PerTurn, Quest, RocketEviction, SnapKV
+from kvsieve.models.families import build
+
+READERS = {
+    "exacttopk": {"budget": 16},
+    "quest": {"budget": 16},
+    "quest original": {"budget": 16, "page": 4, "per_query_head": True, "skip_layers": 1},
+    "sparq": {"budget": 16},
+    "hsa": {"budget": 16},
+    "rocketkv": {"budget": 16, "window": 4, "kernel": 5},
+    "rocketkv-mt": {"budget": 16, "window": 4, "kernel": 5},
+    "perturn": {"budget": 20, "base": "knorm"},
+}
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+def planned(name):
+    return kvsieve.plan(name.split()[0], **READERS[name])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", dtype=torch.float64)
+
+
+def prompt(rows=1, size=90, seed=3):
+    return torch.randint(2, 120, (rows, size), generator=torch.Generator().manual_seed(seed))
+
+
+def answer_logits(model, plan, ids, answer, mask=None, chunk=None, at_once=False):
+    """Logits [B, T, V] of an answer's tokens, given one by one, or at once as an answer."""
+    with kvsieve.attach(model, plan) as sieve, torch.no_grad():
+        cache = sieve.prefill(ids, mask, chunk=chunk)
+        if at_once:
+            cache.given_answer = True
+            return model(input_ids=answer, past_key_values=cache).logits, cache
+        parts = []
+        for column in answer.T:
+            ids = torch.cat([ids, column[:, None]], 1)
+            mask = None if mask is None else torch.cat([mask, torch.ones_like(column[:, None])], 1)
+            parts.append(next_logits(model, cache, ids, mask))
+        return torch.cat(parts, 1), cache
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_reading_all_pages_is_dense(model, name):
+    ids, answer = prompt(), prompt(size=6, seed=4)
+    plan = planned(name)
+    dense, _ = answer_logits(model, kvsieve.plan("full"), ids, answer)
+    # Read as if the budget were not enough, and then all of it.
+    if plan.read is not None:
+        everything = dataclasses.replace(plan.read, budget=kvsieve.Budget(tokens=400), skip_layers=0)
+        plan = kvsieve.Plan(read=_Always(everything))
+        ours, cache = answer_logits(model, plan, ids, answer)
+        assert cache.record.reads.sparse
+    else:
+        ours, _ = answer_logits(model, kvsieve.plan("perturn", budget=400, base="knorm"), ids, answer)
+    torch.testing.assert_close(ours, dense)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Always:
+    """A reader that chooses although all would fit, as many entries as there are."""
+
+    inner: object
+    questions: bool = False
+
+    def setting(self, facts):
+        return dataclasses.replace(self.inner.setting(facts), count=1000, tokens=16)
+
+    def reads_all(self, setting, size):
+        return False
+
+    def choose(self, query, lines, state, scale, setting):
+        return self.inner.choose(query, lines, state, scale, dataclasses.replace(setting, count=lines.size))
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_padded_rows_read_as_they_would_alone(model, name):
+    ids, answer, plan = prompt(3), prompt(3, 7, seed=5), planned(name)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 11, 23)):
+        mask[row, :padding] = 0
+    ours, _ = answer_logits(model, plan, ids, answer, mask)
+    for row in range(3):
+        alone, _ = answer_logits(model, plan, ids[row : row + 1, mask[row].bool()], answer[row : row + 1])
+        torch.testing.assert_close(ours[row : row + 1], alone)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_an_answer_at_once_reads_as_token_by_token(model, name):
+    ids, answer, plan = prompt(2), prompt(2, 9, seed=6), planned(name)
+    single, one = answer_logits(model, plan, ids, answer)
+    several, other = answer_logits(model, plan, ids, answer, at_once=True)
+    torch.testing.assert_close(several, single)
+    assert one.record.reads == other.record.reads
+    chunked, _ = answer_logits(model, plan, ids, answer, chunk=17)
+    torch.testing.assert_close(chunked, single)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_less_is_read_and_it_matters(model, name):
+    ids, plan = prompt(), planned(name)
+    with kvsieve.attach(model, plan) as sieve:
+        stats = sieve.generate(ids, max_new_tokens=8, **GREEDY).stats
+    assert stats.applied and not [note for note in stats.notes if "all of what is stored" in note]
+    assert stats.traffic.tokens == 7
+    ours, _ = answer_logits(model, plan, ids, prompt(size=4, seed=4))
+    dense, _ = answer_logits(model, kvsieve.plan("full"), ids, prompt(size=4, seed=4))
+    assert not torch.allclose(ours, dense)
+
+
+@pytest.mark.parametrize("evict", ["snapkv", "adakv", "streamingllm", "lagkv", "fastkv"])
+@pytest.mark.parametrize("reader", [HSA(budget=16), Quest(budget=16, page=3)], ids=["hsa", "quest"])
+def test_after_any_evictor_all_that_is_left_may_be_read(model, evict, reader):
+    """Reading everything that an evictor leaves, dense or ragged, while it evicts on, is that evictor alone."""
+    given = {"budget": 30, "window": 4} if evict in ("snapkv", "adakv", "fastkv") else {"budget": 40}
+    given |= {"lag": 8, "sinks": 2} if evict == "lagkv" else {"every": 3} if evict == "streamingllm" else {}
+    given |= {"tsp_layer": 1, "tsp_rate": 0.5} if evict == "fastkv" else {}
+    alone = kvsieve.plan(evict, **given)
+    ids, answer = prompt(2), prompt(2, 9, seed=6)
+    mask = torch.ones_like(ids)
+    mask[1, :9] = 0
+    wanted, _ = answer_logits(model, alone, ids, answer, mask)
+    ours, cache = answer_logits(model, dataclasses.replace(alone, read=_Always(reader), name=""), ids, answer, mask)
+    torch.testing.assert_close(ours, wanted)
+    assert cache.record.reads.sparse
+    less, _ = answer_logits(model, dataclasses.replace(alone, read=reader, name=""), ids, answer, mask)
+    assert not torch.allclose(less, wanted)
+
+
+def test_a_view_is_the_eviction_that_later_turns_do_not_feel(model):
+    """One turn under PerTurn answers as after the eviction itself; the next one has everything again."""
+    base = SnapKV(budget=24, window=4)
+    first, second, answer = prompt(2), prompt(2, 30, seed=7), prompt(2, 5, seed=8)
+    evicted, _ = answer_logits(model, kvsieve.Plan(evict=base), first, answer)
+    viewed, cache = answer_logits(model, kvsieve.Plan(evict=PerTurn(base=base)), first, answer)
+    torch.testing.assert_close(viewed, evicted)
+    assert cache.entries() == [95] * len(cache.layers)
+    # The second turn's view is chosen from both turns, by its own window: what was not read in the first is there.
+    whole, one = torch.cat([first, second], 1), prompt(2, 1, seed=9)
+    with kvsieve.attach(model, kvsieve.Plan(evict=PerTurn(base=base))) as sieve, torch.no_grad():
+        cache = sieve.prefill(first)
+        cache = sieve.prefill(whole, cache=cache)
+        then = next_logits(model, cache, torch.cat([whole, one], 1))[:, -1]
+    wanted, _ = answer_logits(model, kvsieve.Plan(evict=base), whole, one)
+    torch.testing.assert_close(then, wanted[:, -1])
+
+
+def test_rocketkv_mt_in_its_first_turn_is_rocketkv(model):
+    ids, answer = prompt(2), prompt(2, 9, seed=6)
+    once, _ = answer_logits(model, planned("rocketkv"), ids, answer)
+    multi, cache = answer_logits(model, planned("rocketkv-mt"), ids, answer)
+    torch.testing.assert_close(multi, once)
+    assert cache.entries() == [99] * len(cache.layers)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_forks_rollbacks_and_beams_read_alike(model, name):
+    ids, answer, plan = prompt(2), prompt(2, 6, seed=6), planned(name)
+    wanted, _ = answer_logits(model, plan, ids, answer)
+    with kvsieve.attach(model, plan) as sieve, torch.no_grad():
+        cache = sieve.prefill(ids)
+        fed = ids
+        for column in answer.T[:3]:
+            fed = torch.cat([fed, column[:, None]], 1)
+            next_logits(model, cache, fed)
+        taken, fork = cache.snapshot(), cache.fork()
+        next_logits(model, cache, torch.cat([fed, prompt(2, 1, seed=9)], 1))
+        cache.rollback(taken)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        for held, rows in ((fork, [0, 1]), (cache, [1, 0])):
+            whole, parts = fed[rows], []
+            for column in answer.T[3:]:
+                whole = torch.cat([whole, column[rows, None]], 1)
+                parts.append(next_logits(model, held, whole))
+            torch.testing.assert_close(torch.cat(parts, 1), wanted[rows, 3:])
+        out = sieve.generate(ids, max_new_tokens=4, num_beams=3, **GREEDY)
+        assert out.sequences.shape == (2, 94)
+
+
+def test_a_question_may_be_read_sparsely_too(model):
+    ids, question = prompt(2), prompt(2, 8, seed=6)
+    whole = torch.cat([ids, question], 1)
+    token = prompt(2, 1, seed=9)
+    for questions in (False, True):
+        # Pages that do not depend on the length of the prompt.
+        plan = kvsieve.plan("quest", budget=16, page=4, questions=questions)
+        with kvsieve.attach(model, plan) as sieve, torch.no_grad():
+            cache = sieve.prefill(ids)
+            cache = sieve.prefill(whole, cache=cache, reduce=False)
+            assert cache.record.reads.tokens == (8 if questions else 0)
+            ours = next_logits(model, cache, torch.cat([whole, token], 1))
+        if questions:
+            wanted, _ = answer_logits(model, plan, ids, torch.cat([question, token], 1))
+            torch.testing.assert_close(ours[:, -1], wanted[:, -1])
+
+
+def test_a_budget_that_holds_everything_reads_densely_and_says_so(model):
+    ids = prompt()
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        wanted = sieve.generate(ids, max_new_tokens=6, **GREEDY)
+    with kvsieve.attach(model, kvsieve.plan("hsa", budget=512)) as sieve:
+        got = sieve.generate(ids, max_new_tokens=6, **GREEDY)
+    assert torch.equal(got.sequences, wanted.sequences) and not got.stats.applied
+    assert any("not more than the budget" in note for note in got.stats.notes)
+    assert got.stats.traffic == wanted.stats.traffic
+
+
+@pytest.mark.parametrize("name", ["hsa", "rocketkv", "quest", "sparq"])
+def test_traffic_and_storage_are_those_of_the_papers_formulas(model, name):
+    plan, ids, new = kvsieve.plan(name, budget=32), prompt(size=200), 8
+    with kvsieve.attach(model, plan) as sieve:
+        result = sieve.generate(ids, max_new_tokens=new, **GREEDY)
+    stats, store = result.stats, result.cache.sieve_layers[0].store
+    dim, heads, layers = store.keys.shape[-1], store.heads, len(result.cache.layers)
+    setting = plan.read.setting(ReadFacts(0, layers, 200, new, dim))
+    last = store.size
+    sizes = range(last - new + 2, last + 1)
+    if name == "quest":
+        estimate = [2 * dim * -(-size // setting.page) / (2 * dim) for size in sizes]
+    else:
+        estimate = [-(-size // setting.page) * setting.channels / (2 * dim) for size in sizes]
+    item = store.keys.element_size()
+    assert stats.traffic.entries == setting.count
+    assert stats.traffic.estimate_entries == pytest.approx(sum(estimate) / len(estimate), abs=0.01)
+    assert stats.traffic.bytes == setting.count * 2 * dim * item * heads * layers
+    whole = sum(estimate) / len(estimate) * 2 * dim * item * heads * layers
+    assert stats.traffic.estimate_bytes == pytest.approx(whole, abs=1)
+    assert stats.traffic.entries + stats.traffic.estimate_entries <= 1.1 * 32
+    kept = RocketEviction(budget=32).entries(200, new) + new - 1 if name == "rocketkv" else 200 + new - 1
+    assert stats.storage.entries == kept == last
+    # What a reader keeps: the bounds of pages, one half of them where a page is one entry.
+    table = store.derived["lines"].grouped.groups[0].state["pages"]
+    halves = 1 if setting.page == 1 else 2
+    used = table.bounds().numel()
+    assert used == heads * halves * dim * -(-last // setting.page)
+    assert stats.storage.metadata_bytes + stats.storage.bytes == stats.kv_bytes
+    assert stats.storage.metadata_bytes >= table.nbytes() >= used * item

@@ -1,0 +1,244 @@
+"""What readers choose, and what comes of reading it: golden values, and slow references written from the papers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import kvsieve
+from kvsieve.attention import sparse_attention
+from kvsieve.core.lines import Lines, ReadFacts
+from kvsieve.errors import PlanError
+from kvsieve.methods import HSA, ExactTopK, PerTurn, Quest, RocketEviction, SnapKV, SparQ
+from kvsieve.methods.hsa import hsa_setting, stored_entries
+from kvsieve.methods.readers import Setting
+from layers import context, golden
+
+
+def lines_of(keys, values):
+    """Lines over keys and values [X, N, D]."""
+    rows = torch.arange(len(keys))
+    return Lines(keys, values, rows, None, torch.zeros_like(rows), 1, keys.shape[1])
+
+
+def read(reader, query, keys, values, setting, scale=None):
+    """entries and output [X, G, D] of one step from nothing."""
+    lines = lines_of(keys, values)
+    scale = keys.shape[-1] ** -0.5 if scale is None else scale
+    choice = reader.choose(query, lines, {}, scale, setting)
+    return choice, sparse_attention(query, lines, choice, scale=scale)
+
+
+@pytest.fixture(params=[1, 2, 3, 4, 8], ids=lambda g: f"G{g}")
+def step(request):
+    """query [2, G, D], keys and values [2, N, D] of odd sizes."""
+    torch.manual_seed(request.param)
+    return [torch.randn(2, size, 6, dtype=torch.float64) for size in (request.param, 47, 47)]
+
+
+# Slow references: one line, plain loops.
+
+
+def softmax(numbers):
+    most = max(numbers)
+    powers = [math.exp(number - most) for number in numbers]
+    return [power / sum(powers) for power in powers]
+
+
+def attend(q, keys, values, entries, scale):
+    weights = softmax([float(q @ keys[j]) * scale for j in entries])
+    return sum(weight * values[j] for weight, j in zip(weights, entries, strict=True))
+
+
+def by_weight(weights, count, first=()):
+    order = sorted(range(len(weights)), key=lambda j: (j not in first, -weights[j], j))
+    return sorted(order[:count])
+
+
+def slow_hsa(query, keys, page, channels, count, newest):
+    size, dim = keys.shape
+    largest = sorted(range(dim), key=lambda d: -sum(abs(float(q[d])) for q in query))[:channels]
+    members = [keys[m : m + page] for m in range(0, size, page)]
+    weights = [0.0] * size
+    for q in query:
+        part = sum(abs(float(q[d])) for d in largest) / float(q.abs().sum())
+        estimates = []
+        for rows in members:
+            bound = {d: rows[:, d].max() if float(query[:, d].sum()) > 0 else rows[:, d].min() for d in largest}
+            estimates.append(float(sum(q[d] * bound[d] for d in largest)) / math.sqrt(dim * part))
+        for j, share in enumerate(softmax([estimates[j // page] for j in range(size)])):
+            weights[j] += share
+    last = range(size - 1 - (size - 1) % page, size) if newest else ()
+    return by_weight(weights, count, last)
+
+
+@pytest.mark.parametrize("newest", [False, True])
+@pytest.mark.parametrize("page, channels, count", [(1, 3, 11), (3, 2, 7), (4, 6, 20), (5, 1, 46)])
+def test_hsa(step, page, channels, count, newest):
+    query, keys, values = step
+    choice, out = read(HSA(budget=16, newest=newest), query, keys, values, Setting(16, count, page, channels))
+    for line in range(2):
+        wanted = slow_hsa(query[line], keys[line], page, channels, count, newest)
+        assert sorted(choice.entries[line].tolist()) == wanted
+        for g, q in enumerate(query[line]):
+            torch.testing.assert_close(out[line, g], attend(q, keys[line], values[line], wanted, 6**-0.5))
+
+
+def slow_quest(query, keys, page, count, grouped, newest):
+    size, dim = keys.shape
+    bounds = []
+    for q in query:
+        pages = [keys[m : m + page] for m in range(0, size, page)]
+        least = [sum(max(float(q[d] * p[:, d].max()), float(q[d] * p[:, d].min())) for d in range(dim)) for p in pages]
+        bounds.append([least[j // page] / math.sqrt(dim) for j in range(size)])
+    last = range(size - 1 - (size - 1) % page, size) if newest else ()
+    if not grouped:
+        return [by_weight(each, count, last) for each in bounds]
+    shares = [softmax(each) for each in bounds]
+    return [by_weight([sum(each) for each in zip(*shares, strict=True)], count, last)] * len(query)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["per-head", "grouped"])
+@pytest.mark.parametrize("page, count, newest", [(1, 9, False), (4, 13, True), (5, 30, False), (47, 12, True)])
+def test_quest(step, page, count, newest, grouped):
+    query, keys, values = step
+    reader = Quest(budget=64, page=16, per_query_head=not grouped, newest=newest)
+    choice, out = read(reader, query, keys, values, Setting(16, count, page))
+    for line in range(2):
+        wanted = slow_quest(query[line], keys[line], page, count, grouped, newest)
+        for g, q in enumerate(query[line]):
+            mine = choice.entries[line] if grouped else choice.entries[line, g]
+            assert sorted(mine.tolist()) == wanted[g]
+            torch.testing.assert_close(out[line, g], attend(q, keys[line], values[line], wanted[g], 6**-0.5))
+
+
+def slow_sparq(query, keys, values, channels, count, grouped):
+    size, dim = keys.shape
+    found, shares = [], []
+    for q in query:
+        over = query if grouped else [q]
+        largest = sorted(range(dim), key=lambda d: -sum(abs(float(each[d])) for each in over))[:channels]
+        part = sum(abs(float(q[d])) for d in largest) / float(q.abs().sum())
+        shares.append(softmax([float(sum(q[d] * k[d] for d in largest)) / math.sqrt(dim * part) for k in keys]))
+    for g, q in enumerate(query):
+        weights = [sum(each) for each in zip(*shares, strict=True)] if grouped else shares[g]
+        entries = by_weight(weights, count)
+        held = sum(shares[g][j] for j in entries)
+        found.append((entries, held * attend(q, keys, values, entries, dim**-0.5) + (1 - held) * values.mean(0)))
+    return found
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["per-head", "grouped"])
+@pytest.mark.parametrize("channels, count", [(1, 5), (3, 20), (6, 46)])
+def test_sparq(step, channels, count, grouped):
+    query, keys, values = step
+    reader = SparQ(budget=16, newest=False, per_query_head=not grouped)
+    choice, out = read(reader, query, keys, values, Setting(16, count, 1, channels))
+    for line in range(2):
+        for g, (entries, wanted) in enumerate(
+            slow_sparq(query[line], keys[line], values[line], channels, count, grouped)
+        ):
+            mine = choice.entries[line] if grouped else choice.entries[line, g]
+            assert sorted(mine.tolist()) == entries
+            torch.testing.assert_close(out[line, g], wanted)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["per-head", "grouped"])
+def test_exact_topk_holds_the_most_mass(step, grouped):
+    query, keys, values = step
+    choice, _ = read(ExactTopK(budget=16, per_group=grouped), query, keys, values, Setting(16, 12))
+    weights = (query @ keys.transpose(1, 2) * 6**-0.5).softmax(-1)
+    held = weights.sum(1) if grouped else weights
+    mine = held.gather(-1, choice.entries).sum(-1)
+    torch.testing.assert_close(mine, held.topk(12, dim=-1).values.sum(-1))
+    assert choice.entries.tolist() == choice.entries.sort(-1).values.tolist()
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [HSA(budget=16), Quest(budget=16), SparQ(budget=16), ExactTopK(budget=16), Quest(budget=16, per_query_head=True)],
+    ids=lambda reader: type(reader).__name__,
+)
+def test_reading_everything_is_dense(step, reader):
+    query, keys, values = step
+    dense = (query @ keys.transpose(1, 2) * 6**-0.5).softmax(-1) @ values
+    for page in (1, 3):
+        _, out = read(reader, query, keys, values, Setting(16, 47, page, 6))
+        torch.testing.assert_close(out, dense)
+
+
+def test_golden_hsa():
+    keys, values = (factor * golden([1, 2, 24, 4], seed)[0] for factor, seed in ((3, 2), (1, 3)))
+    query = 3 * golden([1, 2, 2, 4], 7)[0]
+    choice, out = read(HSA(budget=16, newest=False), query, keys, values, Setting(16, 6, 3, 2))
+    assert choice.entries.sort(-1).values.tolist() == [[12, 13, 14, 21, 22, 23], [12, 13, 14, 15, 16, 17]]
+    wanted = torch.tensor([[-0.72296, 0.511078, -0.252684, 0.983214], [-0.134226, -0.897598, 0.337164, -0.426022]])
+    torch.testing.assert_close(torch.stack([out[0, 0], out[1, 1]]), wanted.double(), atol=1e-5, rtol=0)
+    _, dense = read(HSA(budget=16), query, keys, values, Setting(16, 24, 1, 4))
+    wanted = torch.tensor([-0.90355, 0.331315, -0.432529, 0.802336]).double()
+    torch.testing.assert_close(dense[0, 0], wanted, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "total, tokens, new, cap, prompt, page, channels, count",
+    [
+        (131072, 256, 128, 1296, 1168, 3, 75, 128),
+        (131072, 512, 128, 3019, 2891, 3, 65, 256),
+        (131072, 2048, 128, 12765, 12637, 3, 61, 1024),
+        (32768, 512, 64, 3191, 3127, 3, 61, 256),
+        (16384, 256, 128, 1595, 1467, 3, 61, 128),
+        (4096, 1024, 64, 2628, 2564, 2, 99, 512),
+        (2048, 1024, 64, 1710, 1646, 1, 76, 512),
+        (1024, 1024, 64, 1024, 960, 1, 128, 512),
+        (640, 1024, 64, 640, 576, 1, 128, 512),
+    ],
+)
+def test_golden_parameters(total, tokens, new, cap, prompt, page, channels, count):
+    assert stored_entries(total - new, new, tokens) == cap
+    assert RocketEviction(budget=tokens).entries(total - new, new) == prompt
+    facts = ReadFacts(0, 30, total - new, new, 128)
+    setting = HSA(budget=tokens, after_eviction=True).setting(facts)
+    assert setting == Setting(tokens, count, page, channels)
+
+
+@pytest.mark.parametrize("ratio, page, channels", [(512, 23, 5), (128, 12, 12), (64, 8, 16), (16, 4, 32), (4, 2, 64)])
+def test_hsa_alone_spends_half_on_estimates(ratio, page, channels):
+    setting = hsa_setting(256 * ratio, 256, 128)
+    assert (setting.page, setting.channels, setting.count) == (page, channels, 128)
+
+
+def test_settings_of_quest_and_sparq_split_the_budget():
+    facts = ReadFacts(3, 30, 131000, 72, 128)
+    assert Quest(budget=256).setting(facts) == Setting(256, 128, 1024)
+    assert Quest(budget=256, page=16).setting(facts) == Setting(256, 256, 16)
+    assert SparQ(budget=256).setting(facts) == Setting(256, 128, 1, 1)
+    assert SparQ(budget=16384).setting(facts) == Setting(16384, 8192, 1, 16)
+    assert HSA(budget="25%").setting(facts).tokens == 32768
+    assert HSA(budget=256, skip_layers=(3, -1)).setting(facts) is None
+
+
+def test_rocketkv_sums_the_group_before_it_pools():
+    query, keys = 3 * golden([1, 4, 24, 4], 1), 3 * golden([1, 2, 24, 4], 2)
+    chosen = RocketEviction(budget=16, window=4, kernel=3).select(context(query, keys), (10,))
+    assert chosen.indices[0, :, :6].tolist() == [[8, 10, 11, 12, 18, 19], [7, 8, 9, 10, 11, 14]]
+    assert chosen.indices[0, :, 6:].tolist() == [[20, 21, 22, 23]] * 2
+
+
+def test_bad_parameters_are_refused():
+    for make in (HSA, Quest, SparQ, ExactTopK, RocketEviction):
+        with pytest.raises(PlanError, match="at least 16"):
+            make(budget=15)
+    with pytest.raises(PlanError, match="a page of 300 entries does not fit the budget of 256"):
+        Quest(budget=256, page=300)
+    with pytest.raises(PlanError, match="end of a prompt only"):
+        PerTurn(base=SnapKV(budget=0.2, every=4))
+    with pytest.raises(PlanError, match="takes a Reader"):
+        kvsieve.Plan(read=SnapKV(budget=0.2))
+    with pytest.raises(PlanError, match="not combined with read="):
+        kvsieve.Plan(propagate=kvsieve.plan("gemfilter").propagate, read=HSA(budget=64))
+    with pytest.raises(PlanError, match="cannot be combined"):
+        kvsieve.Plan(propagate=kvsieve.plan("gemfilter").propagate, evict=PerTurn(base=SnapKV(budget=0.2)))
+    with pytest.raises(PlanError, match="base"):
+        kvsieve.plan("perturn", base="lagkv")
