@@ -23,18 +23,53 @@ from kvsieve.bench import environment
 from kvsieve.hf.attach import attach
 from kvsieve.hf.shared import next_logits, read_shared
 
-BASELINE = "snapkv"
 NEW_TOKENS = 32
 
 
-def decode(model, cache, ids: torch.Tensor) -> float:
-    """Seconds per token for NEW_TOKENS tokens after the prompt `ids` (all but its last token are in the cache)."""
-    with attach(model, kvsieve.plan("full")), torch.no_grad():
+def decode(model, plan: kvsieve.Plan, cache, ids: torch.Tensor) -> float:
+    """Seconds per token for NEW_TOKENS tokens after the prompt `ids`, which is in the cache, under a plan's reader."""
+    with attach(model, kvsieve.Plan(read=plan.read, name=plan.name)), torch.no_grad():
         token = next_logits(model, cache, torch.cat([ids, ids[:, :1]], 1))[:, -1].argmax(-1, keepdim=True)
         began = time.perf_counter()
         for _ in range(NEW_TOKENS):
             token = model(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
         return (time.perf_counter() - began) / NEW_TOKENS
+
+
+def measure(model, ids: torch.Tensor, plans: dict[str, kvsieve.Plan], baseline: str, rounds: int) -> dict[str, dict]:
+    """A row per plan and full KV: time per token and its ratio to the baseline's of the same round, bytes, entries."""
+    plans = {"full": kvsieve.plan("full"), **plans}
+    shared = read_shared(model, None, ids, window=max(plan.window for plan in plans.values()), new_tokens=NEW_TOKENS)
+    caches = {name: shared.reduced(plan.evict) for name, plan in plans.items()}
+    held = {name: cache.nbytes() for name, cache in caches.items()}
+    entries = {name: sum(cache.entries()) for name, cache in caches.items()}
+    del shared
+    names = list(caches)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds + 1):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            spent = decode(model, plans[name], caches[name].fork(), ids)
+            if turn:
+                seconds[name].append(spent)
+    rows = {}
+    for name, runs in seconds.items():
+        ratios = [mine / base for mine, base in zip(runs, seconds[baseline], strict=True)]
+        rows[name] = {
+            "tpot_ms": round(1e3 * statistics.median(runs), 2),
+            f"to_{baseline}": round(statistics.median(ratios), 3),
+            "least": round(min(ratios), 3),
+            "most": round(max(ratios), 3),
+            "kv_bytes": held[name],
+            "entries_per_head": round(entries[name] / len(caches[name].layers), 1),
+        }
+        print(name, rows[name])
+    return rows
+
+
+def prompt(tokenizer, length: int) -> torch.Tensor:
+    """int64 [1, length]: the beginning of Python's own documentation."""
+    text = "\n".join(topics[name] for name in sorted(topics))
+    return tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :length]
 
 
 def main() -> None:
@@ -45,37 +80,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "ragged.json")
     arguments = parser.parse_args()
     model, tokenizer = kvsieve.models.load_demo(torch.bfloat16)
-    text = "\n".join(topics[name] for name in sorted(topics))
-    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, : arguments.length]
+    ids = prompt(tokenizer, arguments.length)
     plans = {
-        BASELINE: kvsieve.plan("snapkv", budget=arguments.budget),
+        "snapkv": kvsieve.plan("snapkv", budget=arguments.budget),
         "adakv": kvsieve.plan("adakv", budget=arguments.budget),
         "duoattention": kvsieve.plan("duoattention", budget=arguments.budget, profile="smollm2-135m-instruct"),
     }
-    shared = read_shared(model, None, ids, window=max(plan.window for plan in plans.values()))
-    caches = {"full": shared.reduced(None)} | {name: shared.reduced(plan.evict) for name, plan in plans.items()}
-    held = {name: cache.nbytes() for name, cache in caches.items()}
-    entries = {name: sum(cache.entries()) for name, cache in caches.items()}
-    del shared
-    names = list(caches)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(arguments.rounds + 1):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            spent = decode(model, caches[name].fork(), ids)
-            if turn:
-                seconds[name].append(spent)
-    rows = {}
-    for name, runs in seconds.items():
-        ratios = [mine / base for mine, base in zip(runs, seconds[BASELINE], strict=True)]
-        rows[name] = {
-            "tpot_ms": round(1e3 * statistics.median(runs), 2),
-            f"to_{BASELINE}": round(statistics.median(ratios), 3),
-            "least": round(min(ratios), 3),
-            "most": round(max(ratios), 3),
-            "kv_bytes": held[name],
-            "entries_per_head": round(entries[name] / len(caches[name].layers), 1),
-        }
-        print(name, rows[name])
     report = {
         "environment": environment(),
         "model": "SmolLM2-135M-Instruct (demo model), bf16",
@@ -83,7 +93,7 @@ def main() -> None:
         "new_tokens": NEW_TOKENS,
         "rounds": arguments.rounds,
         "plans": {name: plan.to_dict() for name, plan in plans.items()},
-        "rows": rows,
+        "rows": measure(model, ids, plans, "snapkv", arguments.rounds),
     }
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 

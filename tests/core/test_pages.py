@@ -6,13 +6,14 @@ import pytest
 import torch
 
 from kvsieve.core.lines import Lines
-from kvsieve.core.pages import PageTable, best_entries, log_share
+from kvsieve.core.pages import PageTable, best_entries, shares
 
 
 def lines(keys, size):
     """Lines over keys [X, N, D], of which the first `size` are stored."""
     rows = torch.arange(len(keys))
-    return Lines(keys, keys, rows, None, torch.zeros_like(rows), 1, size)
+    flat = keys.flatten(0, 1)
+    return Lines(flat, flat, None, rows * keys.shape[1], 1, size)
 
 
 @pytest.mark.parametrize("page", [1, 2, 3, 7, 50])
@@ -55,8 +56,9 @@ def test_chosen_channels_of_all_pages():
 
 def test_entries_of_a_page_share_its_softmax_weight():
     scores = torch.randn(2, 4, dtype=torch.float64)
-    whole = scores.repeat_interleave(3, -1)[..., :10].log_softmax(-1)
-    torch.testing.assert_close(log_share(scores, 10, 3), whole[..., ::3])
+    for size in (10, 11, 12):
+        whole = scores.repeat_interleave(3, -1)[..., :size].softmax(-1)
+        torch.testing.assert_close(shares(scores, size, 3) / 3, whole[..., ::3])
 
 
 def test_the_cut_falls_inside_a_page_and_short_pages_are_made_up_for():

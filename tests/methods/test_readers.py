@@ -19,8 +19,8 @@ from layers import context, golden
 
 def lines_of(keys, values):
     """Lines over keys and values [X, N, D]."""
-    rows = torch.arange(len(keys))
-    return Lines(keys, values, rows, None, torch.zeros_like(rows), 1, keys.shape[1])
+    size = keys.shape[1]
+    return Lines(keys.flatten(0, 1), values.flatten(0, 1), None, torch.arange(len(keys)) * size, 1, size)
 
 
 def read(reader, query, keys, values, setting, scale=None):

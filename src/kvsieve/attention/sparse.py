@@ -10,7 +10,7 @@ from kvsieve.core.lines import Choice, Lines
 
 def sparse_attention(query: Tensor, lines: Lines, choice: Choice, *, scale: float) -> Tensor:
     """query: [X, G, D], the G query heads of each line. Returns [X, G, Dv]; only the chosen rows are gathered."""
-    keys, values = lines.keys_at(choice.entries), lines.values_at(choice.entries)
+    keys, values = lines.read(choice.entries)
     if choice.entries.ndim == 2:
         out = F.scaled_dot_product_attention(query[:, None], keys[:, None], values[:, None], scale=scale)[:, 0]
     else:

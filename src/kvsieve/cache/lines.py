@@ -34,9 +34,10 @@ class View:
 
 @dataclass
 class Group:
-    """Lines of equal length and parameters. lines: int64 [X], which of all B * H' they are; None for all of them.
+    """Lines of equal length and parameters, as they were when they were grouped.
 
-    state: what the reader remembers of them.
+    lines: int64 [X], which of all B * H' they are; None for all of them. row: int64 [X], in which row of the buffers each
+    lies; body, tail: as in Lines, within that row. size: their entries. state: what the reader remembers of them.
     """
 
     setting: Any
@@ -46,6 +47,15 @@ class Group:
     tail: Tensor
     size: int
     state: dict[str, Any] = field(default_factory=dict)
+    _flat: tuple[int, Tensor | None, Tensor] | None = None
+
+    def flat(self, capacity: int) -> tuple[Tensor | None, Tensor]:
+        """body and tail where rows of `capacity` slots lie one behind the other."""
+        if self._flat is None or self._flat[0] != capacity:
+            start = self.row * capacity
+            body = None if self.body is None else self.body + start[:, None]
+            self._flat = capacity, body, self.tail + start
+        return self._flat[1:]
 
 
 @dataclass
@@ -59,9 +69,10 @@ class Grouped:
 
     def lines(self, store: DenseStore | RaggedStore, group: Group) -> Lines:
         """A group's lines now: entries that were appended since are their last ones."""
-        keys, values = (part.flatten(0, -3) for part in store._buffers()[:2])
+        keys, values = (part.flatten(0, -2) for part in store._buffers()[:2])
+        body, tail = group.flat(store._buffers()[0].shape[-2])
         since = (store.size - self.stored) // self.stride
-        return Lines(keys, values, group.row, group.body, group.tail, self.stride, group.size + since)
+        return Lines(keys, values, body, tail, self.stride, group.size + since)
 
     def nbytes(self) -> int:
         """Bytes of what readers remember, and of the lists of slots."""

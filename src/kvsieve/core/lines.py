@@ -12,14 +12,12 @@ from torch import Tensor
 class Lines:
     """Entries of X lines, `size` each; a line is one KV head of one row (one query head, where each has its own set).
 
-    keys: [S, capacity, D] and values: [S, capacity, Dv], the buffers they lie in. row: int64 [X], the buffer of each
-    line. body: int64 [X, K], slots of its first K entries, or None where K is 0. tail: int64 [X], the slot of entry K;
-    every further one lies `stride` slots behind.
+    keys: [S, D] and values: [S, Dv], all slots they may lie in. body: int64 [X, K], slots of the first K entries, or None
+    where K is 0. tail: int64 [X], the slot of entry K; every further one lies `stride` slots behind.
     """
 
     keys: Tensor
     values: Tensor
-    row: Tensor
     body: Tensor | None
     tail: Tensor
     stride: int
@@ -27,29 +25,34 @@ class Lines:
 
     def keys_at(self, entries: Tensor) -> Tensor:
         """Keys [X, ..., D] of entries int64 [X, ...]."""
-        return self._gather(self.keys, entries)
+        return self._rows(self.keys, self.slots(entries))
 
     def values_at(self, entries: Tensor) -> Tensor:
         """Values [X, ..., Dv] of entries int64 [X, ...]."""
-        return self._gather(self.values, entries)
+        return self._rows(self.values, self.slots(entries))
+
+    def read(self, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of entries int64 [X, ...]."""
+        slots = self.slots(entries)
+        return self._rows(self.keys, slots), self._rows(self.values, slots)
 
     def span(self, start: int, end: int) -> Tensor:
         """Entries start ... end - 1 of every line, int64 [X, end - start]."""
-        return torch.arange(start, end, device=self.row.device).expand(len(self.row), -1)
+        return torch.arange(start, end, device=self.tail.device).expand(len(self.tail), -1)
 
-    def _gather(self, buffers: Tensor, entries: Tensor) -> Tensor:
-        # Whole rows of a flat buffer are copied, which is faster than gather along an expanded index.
-        flat = self._addresses(entries, buffers.shape[1])
-        return buffers.view(-1, buffers.shape[-1]).index_select(0, flat.view(-1)).view(*entries.shape, -1)
-
-    def _addresses(self, entries: Tensor, capacity: int) -> Tensor:
-        ones = (1,) * (entries.ndim - 1)
+    def slots(self, entries: Tensor) -> Tensor:
+        """Where entries int64 [X, ...] lie."""
+        kept = 0 if self.body is None else self.body.shape[1]
+        after = entries * self.stride + (self.tail - kept * self.stride).view(-1, *(1,) * (entries.ndim - 1))
         if self.body is None:
-            return entries * self.stride + (self.row * capacity + self.tail).view(-1, *ones)
-        kept = self.body.shape[1]
+            return after
         before = self.body.gather(1, entries.clamp(max=kept - 1).flatten(1)).view(entries.shape)
-        after = (entries - kept) * self.stride + self.tail.view(-1, *ones)
-        return torch.where(entries < kept, before, after) + (self.row * capacity).view(-1, *ones)
+        return torch.where(entries < kept, before, after)
+
+    @staticmethod
+    def _rows(buffer: Tensor, slots: Tensor) -> Tensor:
+        # Whole rows are copied, which is faster than gather along an expanded index.
+        return buffer.index_select(0, slots.reshape(-1)).view(*slots.shape, -1)
 
 
 @dataclass(frozen=True)

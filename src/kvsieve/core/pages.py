@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ class PageTable:
         self.page = page
         self.size = 0
         self._table: Tensor | None = None
+        self._starts: Tensor | None = None
 
     @property
     def pages(self) -> int:
@@ -42,8 +45,11 @@ class PageTable:
         """Chosen channels, int64 [X, k], of all pages [X, k, pages]: greatest values where `greatest`, else least."""
         assert self._table is not None
         lines, _, dim, capacity = self._table.shape
-        at = channels if self.halves == 1 else channels + (~greatest) * dim
-        at = at + torch.arange(lines, device=at.device)[:, None] * (self.halves * dim)
+        if self._starts is None or len(self._starts) != lines:
+            self._starts = torch.arange(lines, device=channels.device)[:, None] * (self.halves * dim)
+        at = channels + self._starts
+        if self.halves == 2:
+            at = at + (~greatest) * dim
         return self._table.view(-1, capacity).index_select(0, at.view(-1)).view(*at.shape, capacity)[..., : self.pages]
 
     def nbytes(self) -> int:
@@ -59,12 +65,16 @@ class PageTable:
             if self._table is not None:
                 table[..., : self._table.shape[-1]] = self._table
             self._table = table
+        if new == 1 and not first:
+            # The usual case while decoding, the other half of it below.
+            self._table[..., needed - 1] = keys
+            self.size += 1
+            return
         if first:
-            newest = self._table[..., self.pages - 1]
-            part = keys[:, :first]
-            newest[:, 0] = torch.maximum(newest[:, 0], part.amax(1))
+            newest, part = self._table[..., self.pages - 1], keys[:, :first]
+            torch.maximum(newest[:, 0], part.amax(1), out=newest[:, 0])
             if self.halves == 2:
-                newest[:, 1] = torch.minimum(newest[:, 1], part.amin(1))
+                torch.minimum(newest[:, 1], part.amin(1), out=newest[:, 1])
         start = self.pages
         self.size += new
         if new == first:
@@ -84,29 +94,25 @@ def largest(sizes: Tensor, count: int) -> Tensor:
     return sizes.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def page_counts(size: int, page: int, device: torch.device) -> Tensor:
-    """float32 [pages]: entries of each page, `page` but for the last."""
-    counts = torch.full((-(-size // page),), float(page), device=device)
-    counts[-1] -= -size % page
-    return counts
-
-
-def log_share(scores: Tensor, size: int, page: int) -> Tensor:
-    """Logarithm of a softmax over `size` entries that share their page's score, [..., pages] -> [..., pages]."""
-    if page == 1:
-        return scores.log_softmax(-1)
-    counted = scores + page_counts(size, page, scores.device).log()
-    return scores - counted.logsumexp(-1, keepdim=True)
+def shares(scores: Tensor, size: int, page: int) -> Tensor:
+    """Softmax over `size` entries that have their page's score: `page` times the weight of one, [..., pages]."""
+    short = size % page
+    if not short:
+        return scores.softmax(-1)
+    scores = scores.clone()
+    scores[..., -1] += math.log(short / page)
+    weights = scores.softmax(-1)
+    weights[..., -1] *= page / short
+    return weights
 
 
 def best_entries(weights: Tensor, size: int, page: int, count: int, newest: bool) -> Tensor:
     """The `count` entries of the pages with the highest weights [..., pages]: int64 [..., count].
 
     Of the last page that is needed, its first entries; which of pages that weigh the same is left to torch. newest: the
-    last page is taken whatever it weighs.
+    last page is taken whatever it weighs; `weights` is written to.
     """
     if newest:
-        weights = weights.clone()
         weights[..., -1] = float("inf")
     if page == 1:
         return weights.topk(count, dim=-1).indices

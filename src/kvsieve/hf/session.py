@@ -77,7 +77,7 @@ class Session:
             store.append(key, value, tokens.columns, tokens.valid, tokens.counts, room)
             out = dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
         evictor = self.plan.evict
-        if isinstance(evictor, Looker) and self._looks(evictor.when):
+        if evictor is not None and self._looks(evictor.when) and isinstance(evictor, Looker):
             shown = self._context(index, layer, query, scale)
             if self.hidden is not None:
                 shown.hidden, shown.output = self.hidden.detach(), out.detach()

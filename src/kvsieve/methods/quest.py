@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.core.lines import Choice, Lines, ReadFacts
-from kvsieve.core.pages import PageTable, best_entries, log_share
+from kvsieve.core.pages import PageTable, best_entries, shares
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.base import check_choice
 from kvsieve.methods.readers import BudgetReader, Setting, check_page
@@ -59,7 +59,7 @@ class Quest(BudgetReader):
         else:
             weights = query.clamp(min=0) @ bounds[:, 0] + query.clamp(max=0) @ bounds[:, 1]
         if not self.per_query_head:
-            weights = log_share(weights, lines.size, setting.page).logsumexp(1)
+            weights = shares(weights, lines.size, setting.page).sum(1)
         count = min(setting.count, lines.size)
         entries = best_entries(weights, lines.size, setting.page, count, self.newest)
         return Choice(entries, looked_at=bounds.numel() * lines.keys.element_size())

@@ -58,14 +58,19 @@ class SparQ(BudgetReader):
         # [X, G or 1, r, n]: each query head's own channels, or the group's.
         rows = rows.to(query.dtype).unflatten(1, (-1, setting.channels))
         chosen = query.gather(2, channels.expand(-1, groups, -1))
-        share = chosen.abs().sum(-1, keepdim=True) / query.abs().sum(-1, keepdim=True)
-        estimates = ((chosen[:, :, None] @ rows)[:, :, 0] * scale / share.sqrt()).log_softmax(-1)
-        weights = estimates if self.per_query_head else estimates.logsumexp(1)
+        part = chosen.abs().sum(-1, keepdim=True) / query.abs().sum(-1, keepdim=True)
+        chosen = chosen * (scale / part.sqrt())
+        if self.per_query_head:
+            estimates = (chosen[:, :, None] @ rows)[:, :, 0].softmax(-1)
+            weights = estimates.clone()
+        else:
+            estimates = (chosen @ rows[:, 0]).softmax(-1)
+            weights = estimates.sum(1)
         entries = best_entries(weights, lines.size, 1, count, self.newest)
         blend = None
         if self.mean_value:
             held = estimates.gather(2, entries if self.per_query_head else entries[:, None].expand(-1, groups, -1))
-            blend = held.exp().sum(-1), state.setdefault("values", _Mean()).follow(lines, query.dtype)
+            blend = held.sum(-1), state.setdefault("values", _Mean()).follow(lines, query.dtype)
         return Choice(entries, blend, looked_at)
 
 

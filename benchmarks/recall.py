@@ -1,0 +1,145 @@
+"""How much of what the oracle reads do Quest, SparQ and HSA read at equal traffic? Per layer, on real and random keys.
+
+    python benchmarks/recall.py [--length 4000] [--budgets 128,256,512] [--steps 24] [--out FILE]
+
+Real: the demo model reads a text; then each next token's queries are shown to all readers, and everything is read, so
+that all see the same. Random: normally distributed keys and queries of the same shapes. A reader that spends t entries
+per step reads t/2 of them exactly; the oracle are the t/2 entries with most softmax weight, summed over the query heads
+of a KV head. Recall: the part of them that was read. Mass: the softmax weight that was read, over the oracle's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+
+import kvsieve
+from kvsieve.bench import environment
+from kvsieve.core.lines import Choice, Lines, ReadFacts
+from kvsieve.hf.shared import next_logits
+from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
+from kvsieve.methods.readers import Setting
+
+READERS = {"hsa": HSA, "quest": Quest, "sparq": SparQ}
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A reader that reads everything and notes what others would have read. found: (reader, budget, layer) -> pairs."""
+
+    budgets: tuple[int, ...]
+    questions: bool = False
+    found: dict = field(default_factory=lambda: defaultdict(list), compare=False)
+
+    def setting(self, facts: ReadFacts) -> ReadFacts:
+        return facts
+
+    def reads_all(self, setting: ReadFacts, size: int) -> bool:
+        return False
+
+    def choose(self, query, lines: Lines, state: dict, scale: float, facts: ReadFacts) -> Choice:
+        keys = lines.keys_at(lines.span(0, lines.size)).float()
+        weights = (query.float() @ keys.transpose(1, 2) * scale).softmax(-1).sum(1)
+        for budget in self.budgets:
+            oracle = ExactTopK(budget=budget, per_group=True)
+            best = oracle.choose(query, lines, {}, scale, Setting(budget, budget // 2)).entries
+            for name, kind in READERS.items():
+                reader = kind(budget=budget, newest=False)
+                own = state.setdefault(f"{name} {budget}", _Own())
+                entries = reader.choose(query, lines, own.state, scale, reader.setting(facts)).entries
+                hit = (entries[:, :, None] == best[:, None, :]).any(1).float().mean()
+                mass = weights.gather(1, entries).sum(1) / weights.gather(1, best).sum(1)
+                self.found[name, budget, facts.layer_idx].append((hit.item(), mass.mean().item()))
+        return Choice(lines.span(0, lines.size))
+
+
+class _Own:
+    """One reader's memory of the lines."""
+
+    def __init__(self) -> None:
+        self.state: dict = {}
+
+    def nbytes(self) -> int:
+        return 0
+
+
+def real(judge: Judge, length: int, steps: int) -> int:
+    model, tokenizer = kvsieve.models.load_demo(torch.bfloat16)
+    text = "\n".join(topics[name] for name in sorted(topics))
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, : length + steps]
+    with kvsieve.attach(model, kvsieve.Plan(read=judge, name="judge")) as sieve, torch.no_grad():
+        cache = sieve.prefill(ids[:, :length], chunk=1024)
+        for end in range(length + 1, length + steps + 1):
+            next_logits(model, cache, ids[:, :end])
+    return len(cache.layers)
+
+
+def random(judge: Judge, length: int, steps: int, heads: int = 3, groups: int = 3, dim: int = 64) -> None:
+    made = torch.Generator().manual_seed(0)
+    keys = torch.randn(heads, length + steps, dim, generator=made)
+    flat, tail = keys.flatten(0, 1), torch.arange(heads) * (length + steps)
+    state: dict = {}
+    for size in range(length + 1, length + steps + 1):
+        query = torch.randn(heads, groups, dim, generator=made)
+        lines = Lines(flat, flat, None, tail, 1, size)
+        judge.choose(query, lines, state, dim**-0.5, ReadFacts(0, 1, length, 0, dim))
+
+
+def table(judge: Judge) -> dict:
+    """reader -> budget -> recall and mass, per layer and on average."""
+    out: dict = {}
+    for name in READERS:
+        for budget in judge.budgets:
+            layers = sorted(layer for reader, t, layer in judge.found if (reader, t) == (name, budget))
+            pairs = [judge.found[name, budget, layer] for layer in layers]
+            recall, mass = ([round(statistics.mean(p[i] for p in each), 4) for each in pairs] for i in (0, 1))
+            out.setdefault(name, {})[str(budget)] = {
+                "recall": round(statistics.mean(recall), 4),
+                "mass": round(statistics.mean(mass), 4),
+                "recall_per_layer": recall,
+                "mass_per_layer": mass,
+            }
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--length", type=int, default=4000)
+    parser.add_argument("--budgets", default="128,256,512")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "recall.json")
+    arguments = parser.parse_args()
+    budgets = tuple(int(each) for each in arguments.budgets.split(","))
+    on_text, at_random = Judge(budgets), Judge(budgets)
+    layers = real(on_text, arguments.length, arguments.steps)
+    random(at_random, arguments.length, arguments.steps)
+    report = {
+        "environment": environment(),
+        "model": "SmolLM2-135M-Instruct (demo model), bf16",
+        "length": arguments.length,
+        "steps": arguments.steps,
+        "real": table(on_text),
+        "random": table(at_random),
+    }
+    for budget in map(str, budgets):
+        print(f"budget {budget}: recall of the oracle's entries, layer by layer")
+        print("layer   " + "".join(f"{name:>8}" for name in READERS))
+        for layer in range(layers):
+            row = [report["real"][name][budget]["recall_per_layer"][layer] for name in READERS]
+            print(f"{layer:>5}   " + "".join(f"{value:>8.2f}" for value in row))
+        for kind in ("real", "random"):
+            for what in ("recall", "mass"):
+                row = [report[kind][name][budget][what] for name in READERS]
+                print(f"{kind:>6} {what:<6}" + " ".join(f"{value:>7.3f}" for value in row))
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
