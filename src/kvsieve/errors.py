@@ -27,5 +27,9 @@ class CacheStateError(KvsieveError, RuntimeError):
     """A cache used outside the session it belongs to, or after a forward pass that failed half-way."""
 
 
+class CacheFileError(KvsieveError):
+    """A saved cache that cannot be written or read, or that was made with another model, tokenizer or plan."""
+
+
 class KvsieveWarning(UserWarning):
     """A guard changed what was asked for: the message says how."""

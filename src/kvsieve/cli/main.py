@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import kvsieve
-from kvsieve.cli import calibrate, demo, estimate, evaluate, info, models_table, report, run
+from kvsieve.cli import calibrate, chat, demo, estimate, evaluate, info, models_table, report, run
 from kvsieve.cli.output import emit_json, one_line, printed_warnings
 from kvsieve.errors import InputError, KvsieveError, PlanError
 
@@ -23,6 +23,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("run")(run.run_command)
+app.command("chat")(chat.chat_command)
 app.command("demo")(demo.demo_command)
 app.command("estimate")(estimate.estimate_command)
 app.command("methods")(info.methods_command)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from kvsieve.errors import InputError
 from kvsieve.eval.types import Sample
-
-_MARK = "kvsieve-mark-of-the-answer"
+from kvsieve.turns import render, stop_ids, token_ids
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class Prompter:
         # A template writes its own; plain text gets what the tokenizer puts before any text.
         starts = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
         self.bos = tokenizer.bos_token if starts and not self.has_template else ""
-        ends = {tokenizer.eos_token_id, *(stops if isinstance(stops, (list, tuple)) else [stops]), self._end_of_turn()}
-        self.stops = frozenset(end for end in ends if end is not None)
+        self.stops = stop_ids(tokenizer, stops)
 
     def encode(self, sample: Sample) -> Encoded:
         """Raises InputError when the chat template changes the context or rewrites earlier turns."""
@@ -60,7 +58,7 @@ class Prompter:
 
     def count(self, sample: Sample) -> int:
         """Tokens of the prompt up to the first answer."""
-        return sum(len(self._tokens(part)) for part in self._split(sample, 0))
+        return sum(len(token_ids(self.tokenizer, part)) for part in self._split(sample, 0))
 
     def answer(self, tokens: list[int]) -> tuple[str, int]:
         """The text up to the end of the turn, and how many tokens that are, the end included."""
@@ -97,28 +95,12 @@ class Prompter:
         """A template's generation prompt ends a line or a header, so the prefix needs no space before it."""
         return prefix if self.has_template or not prefix else f" {prefix}"
 
-    def _render(self, messages: list[dict[str, str]], ask: bool = True) -> str:
+    def _render(self, messages: list[dict[str, str]]) -> str:
         if not self.has_template:
             layout = {"system": "{}\n\n", "user": "{}\nAnswer:", "assistant": " {}\n\n"}
             parts = (layout[message["role"]].replace("{}", message["content"]) for message in messages)
             return self.bos + "".join(parts)
-        try:
-            return self.tokenizer.apply_chat_template(messages, add_generation_prompt=ask, tokenize=False)
-        except Exception as error:  # templates raise what they like
-            raise InputError(f"the model's chat template refuses the prompt: {error}") from error
-
-    def _tokens(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return render(self.tokenizer, messages)
 
     def _ids(self, text: str) -> Tensor:
-        return torch.tensor([self._tokens(text)], dtype=torch.int64)
-
-    def _end_of_turn(self) -> int | None:
-        """The special token that the template writes behind an answer, whatever the model's config calls its end."""
-        if not self.has_template:
-            return None
-        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        tail = self._render(chat, ask=False).rpartition(_MARK)[2]
-        added = self.tokenizer.added_tokens_decoder.items()
-        special = {*self.tokenizer.all_special_ids, *(token for token, text in added if text.special)}
-        return next((token for token in self._tokens(tail) if token in special), None)
+        return torch.tensor([token_ids(self.tokenizer, text)], dtype=torch.int64)

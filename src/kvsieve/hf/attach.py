@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,11 +16,13 @@ from kvsieve.errors import InputError, KvsieveError, KvsieveWarning, Unsupported
 from kvsieve.hf import attention
 from kvsieve.hf import session as sessions
 from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.chat import Chat
 from kvsieve.hf.compat import DynamicCache, attention_of, check_version, text_config
 from kvsieve.hf.facts import Facts
 from kvsieve.hf.generate import GenerateResult, generate
 from kvsieve.hf.probe import check_model
 from kvsieve.hf.restart import read_prompt
+from kvsieve.hf.saved import Saved, load_cache, save_cache
 from kvsieve.hf.wishes import Wishes
 from kvsieve.plans import Plan
 
@@ -103,6 +106,53 @@ class Sieve:
         """
         options["wishes"] = Wishes(protect, quotas, question, reduce)
         return generate(self, input_ids, attention_mask, cache, chunk=chunk, progress=progress, **options)
+
+    def save(
+        self,
+        cache: SieveCache,
+        path: str | os.PathLike[str],
+        *,
+        tokenizer: Any = None,
+        ids: Tensor | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write a cache of this sieve to one file (safetensors), which `load` reads; docs/saved_caches.md.
+
+        tokenizer: its vocabulary is then checked on loading. ids: int64 [B, N], the conversation's tokens, to go on
+        with. extra: anything JSON can hold. On any failure what was at `path` is untouched.
+
+        Raises CacheStateError while a prompt is half-read, InputError for ids or extra that do not fit, CacheFileError
+        for what cannot be saved or written.
+        """
+        save_cache(path, self, cache, tokenizer=tokenizer, ids=ids, extra=extra)
+
+    def load(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> Saved:
+        """What `save` wrote: `.cache` on the model's device, to go on with; `.ids`, `.extra`.
+
+        Raises CacheFileError for a file that is damaged or of another format, and for one that was made with another
+        model, dtype, tokenizer (where both are known) or plan.
+        """
+        return load_cache(path, self, tokenizer=tokenizer)
+
+    def chat(
+        self,
+        tokenizer: Any,
+        system: str | None = None,
+        *,
+        load: str | os.PathLike[str] | None = None,
+        max_new_tokens: int = 512,
+        chunk: int | None = 1024,
+        **options: Any,
+    ) -> Chat:
+        """A conversation on one cache: ``chat.ask(message)``, ``chat.stream(message)``, ``chat.messages``.
+
+        tokenizer: with a chat template. system: the system prompt. load: a file that ``chat.save(path)`` wrote, to go
+        on with. max_new_tokens: longest answer; where the model's context ends, answers are shorter. chunk: prompt
+        tokens per forward pass. options: of `generate`, for every turn; answers are greedy unless these say otherwise.
+
+        Raises InputError for a tokenizer without chat template, UnsupportedOptionError for beams and several answers.
+        """
+        return Chat(self, tokenizer, system, load=load, max_new_tokens=max_new_tokens, chunk=chunk, **options)
 
 
 @contextlib.contextmanager

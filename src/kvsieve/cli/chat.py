@@ -1,0 +1,332 @@
+"""`kvsieve chat`: a conversation in the terminal, or one turn per line of stdin."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsieve.cli.output import one_line, print_table, say
+from kvsieve.cli.run import DTYPES, load_model, read_prompt
+from kvsieve.cli.specs import chosen_method
+from kvsieve.errors import InputError, KvsieveError, PlanError
+from kvsieve.plans import Plan
+
+if TYPE_CHECKING:
+    from kvsieve.hf.chat import Chat, ChatSnapshot, Reply
+    from kvsieve.hf.generate import Stats
+
+_COMMANDS = {
+    "/save FILE": "write the chat to FILE; go on with it by --load FILE",
+    "/undo": "forget the last turn",
+    "/stats": "what every turn cost",
+    "/help": "this",
+    "/quit": "end, as Ctrl-D does",
+}
+# What a terminal could take for an order of the model's.
+_CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
+
+
+def chat_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id or directory of a checkpoint; the demo model if left out.")
+    ] = None,
+    method: Annotated[
+        str | None, typer.Option(help="See `kvsieve methods`; full, or what --load was made with, if left out.")
+    ] = None,
+    budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20% or 2048.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the method; repeatable.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Parameters that `kvsieve calibrate` found: a file, or a shipped profile's name.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    file: Annotated[str | None, typer.Option(help="File whose text comes before the first message.")] = None,
+    load: Annotated[str | None, typer.Option(help="Go on with a chat that was saved.")] = None,
+    save: Annotated[str | None, typer.Option(help="Write the chat to this file after each turn.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
+    chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
+    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "bfloat16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON per turn, and nothing else.")] = False,
+) -> None:
+    """Talk with a model: in a terminal, or with one message per line of stdin."""
+    # Everything that can be wrong with the input is looked at before the model is loaded, which takes a while.
+    if dtype not in DTYPES:
+        raise PlanError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    for option, value in (("--max-new-tokens", max_new_tokens), ("--chunk", chunk)):
+        if value < 1:
+            raise InputError(f"{option} must be at least 1, got {value}")
+    if system is not None and not system.strip():
+        raise InputError("--system is empty; leave it out, or write a system prompt")
+    if system is not None and load is not None:
+        raise InputError("--load brings the chat's own system prompt; leave --system out")
+    load, save = (None if name is None else os.path.expanduser(name) for name in (load, save))
+    if load is not None and method is None and (budget or settings or profile):
+        raise InputError("--load brings the chat's own method; leave --budget, --set and --profile out")
+    plan = chosen_method(method or "full", budget, settings or [], profile).plan
+    if load is not None:
+        saved = _saved_plan(load)
+        if method is not None and saved.name != plan.name:
+            raise InputError(f"the chat in {load!r} was made under {saved.name}, not {plan.name}; leave --method out")
+        plan = saved if method is None else plan
+    if file == "-":
+        raise InputError("--file - would read the messages' own stdin; write the text to a file")
+    context = None if file is None else read_prompt(file, None)
+    if save is not None:
+        _check_target(save)
+    loaded, tokenizer = load_model(model, dtype)
+
+    import kvsieve
+    from kvsieve.models.fetch import MODEL_NAME
+
+    with kvsieve.attach(loaded, plan.for_tokenizer(tokenizer)) as sieve:
+        chat = sieve.chat(tokenizer, system, load=load, max_new_tokens=max_new_tokens, chunk=chunk)
+        talk = _Talk(chat, context, save, as_json)
+        if talk.interactive:
+            where = f"{str(loaded.dtype).removeprefix('torch.')}, {loaded.device}"
+            turns = f"{len(chat.turns)} turn{'s' * (len(chat.turns) != 1)}"
+            after = "" if load is None else f", after {turns}"
+            talk.aside(f"{model or MODEL_NAME} ({where}), {plan.name}{after}; /help lists the commands, Ctrl-D ends")
+        talk.run()
+
+
+class _Talk:
+    """The loop over messages and commands.
+
+    In a terminal whatever fails is told and the chat goes on; with messages from a pipe it ends the command.
+    """
+
+    def __init__(self, chat: Chat, context: str | None, save: str | None, as_json: bool) -> None:
+        self.chat, self.context, self.save_to, self.as_json = chat, context, save, as_json
+        self.interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+        self.watched = sys.stderr.isatty()
+        self.styled = self.watched and not os.environ.get("NO_COLOR")
+        # What /undo goes back to, and the text that was still to be read then.
+        self.before: tuple[ChatSnapshot, str | None] | None = None
+        self.unsaved = True
+
+    def run(self) -> None:
+        """Raises typer.Exit when what --save asks for could not be written in the end."""
+        ended = False
+        try:
+            for line in self._lines():
+                if self._do(line):
+                    break
+            ended = True
+        finally:
+            if self.save_to is not None and self.unsaved and self.chat.turns:
+                self._save_here()
+            if ended and self.save_to is not None and self.unsaved and self.chat.turns:
+                raise typer.Exit(1)
+
+    def aside(self, text: str) -> None:
+        sys.stdout.flush()
+        say(f"\x1b[2m{text}\x1b[0m" if self.styled else text)
+
+    def _lines(self) -> Iterator[str]:
+        if not self.interactive:
+            try:
+                yield from (line.rstrip("\r\n") for line in sys.stdin)
+            except UnicodeDecodeError as error:
+                raise InputError(f"stdin is not UTF-8 text (byte {error.start})") from error
+            return
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (input() then edits lines and knows the last ones)
+        while True:
+            try:
+                yield input("> ")
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return
+            except UnicodeDecodeError as error:
+                say(f"error: that was no UTF-8 text (byte {error.start})")
+
+    def _do(self, line: str) -> bool:
+        """Do what a line says; True when the talk is over."""
+        if not line.strip():
+            return False
+        try:
+            if line.startswith("/"):
+                return self._command(line)
+            self._turn(line)
+        except KeyboardInterrupt:
+            if not self.interactive:
+                raise
+            # An answer that is stopped is told by _turn; this was a file being written, which is all or nothing.
+            say("\nerror: interrupted, not saved" if self.unsaved else "\ninterrupted")
+        except KvsieveError as error:
+            if not self.interactive:
+                raise
+            say(f"error: {one_line(error)}")
+        except Exception as error:
+            if not self.interactive or isinstance(error, BrokenPipeError):
+                raise
+            say(f"error: unexpected {type(error).__name__}: {one_line(error)}; the turn is forgotten")
+        return False
+
+    def _command(self, line: str) -> bool:
+        name, _, rest = line.strip().partition(" ")
+        rest = rest.strip()
+        if name == "/save":
+            if not rest:
+                raise InputError("/save needs a file: /save chat.kv")
+            self.chat.save(os.path.expanduser(rest))
+            self.aside(f"saved to {rest}")
+        elif name == "/undo":
+            self._undo()
+        elif name == "/stats":
+            self._print_turns()
+        elif name == "/help":
+            for command, what in _COMMANDS.items():
+                self.aside(f"{command:<11} {what}")
+        elif name in ("/quit", "/exit"):
+            return True
+        else:
+            raise InputError(f"unknown command {name}; /help lists them; a message that begins so needs a space before")
+        return False
+
+    def _undo(self) -> None:
+        if self.before is None:
+            raise InputError("/undo forgets the last turn of this session, once; there is none")
+        taken, self.context = self.before
+        self.before = None
+        self.chat.rollback(taken)
+        self.unsaved = True
+        self.aside("the last turn is forgotten")
+        self._save_here()
+
+    def _turn(self, line: str) -> None:
+        message = line if self.context is None else f"{self.context}\n\n{line}"
+        before = self.chat.snapshot(), self.context
+        turns = len(self.chat.turns)
+        try:
+            reply = self._answer(message)
+        except KeyboardInterrupt:
+            if not self.interactive:
+                raise
+            print()
+            if len(self.chat.turns) == turns:
+                self.aside("stopped; the turn is forgotten")
+                return
+            reply = None
+        self.before, self.context, self.unsaved = before, None, True
+        if self.as_json and reply is not None:
+            data = {"message": line, "answer": reply.text, "ended": reply.ended, "stats": reply.stats.to_dict()}
+            print(json.dumps(data, default=str), flush=True)
+        else:
+            self.aside(f"[{_cost(self.chat)}]")
+            for note in self.chat.turns[-1].notes:
+                if note.startswith("the answer was cut"):
+                    self.aside(f"note: {note}")
+        self._save_here()
+
+    def _answer(self, message: str) -> Reply:
+        """Print the answer as it comes."""
+        reading, begun = False, False
+
+        def progress(done: int, total: int) -> None:
+            nonlocal reading
+            if self.watched and not begun and done < total:
+                reading = True
+                print(f"\r\x1b[Kreading: {done} of {total} tokens", end="", file=sys.stderr, flush=True)
+
+        with contextlib.closing(self.chat.stream(message, progress=progress)) as stream:
+            try:
+                while True:
+                    piece = next(stream)
+                    if reading and not begun:
+                        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+                    begun = True
+                    if not self.as_json:
+                        print(piece.translate(_CONTROL) if self.interactive else piece, end="", flush=True)
+            except StopIteration as end:
+                if not self.as_json:
+                    print(flush=True)
+                return end.value
+
+    def _save_here(self) -> None:
+        if self.save_to is None:
+            return
+        try:
+            self.chat.save(self.save_to)
+            self.unsaved = False
+        except (KvsieveError, OSError) as error:
+            say(f"error: not saved: {one_line(error)}")
+
+    def _print_turns(self) -> None:
+        headers = [
+            "turn",
+            "prompt tokens",
+            "new tokens",
+            "TTFT s",
+            "tokens/s",
+            "KV kept",
+            "KV read",
+            "KV held MiB",
+            "ran",
+        ]
+        sys.stdout.flush()
+        rows = [[str(number), *_row(stats)] for number, stats in enumerate(self.chat.turns, 1)]
+        with contextlib.redirect_stdout(sys.stdout if self.interactive else sys.stderr):
+            print_table(headers, rows)
+        for number, stats in enumerate(self.chat.turns, 1):
+            for note in stats.notes:
+                self.aside(f"note: turn {number}: {note}")
+
+
+def _cost(chat: Chat) -> str:
+    """A turn in one line."""
+    stats, entries, seen = chat.turns[-1], chat.cache.entries(), chat.cache.told()[0]
+    parts = [f"{stats.new_tokens} tokens", f"first after {stats.ttft_s:.2f} s"]
+    if stats.tpot_s:
+        parts.append(f"{1 / stats.tpot_s:.1f} tokens/s")
+    parts.append(f"{_span(entries)} of {seen} entries kept")
+    if stats.traffic is not None:
+        parts.append(f"{stats.traffic.entries:.0f} read per step")
+    return ", ".join(parts)
+
+
+def _row(stats: Stats) -> list[str]:
+    return [
+        str(stats.prompt_tokens),
+        str(stats.new_tokens),
+        f"{stats.ttft_s:.2f}",
+        "-" if not stats.tpot_s else f"{1 / stats.tpot_s:.1f}",
+        _span(stats.kv_entries),
+        "-" if stats.traffic is None else f"{stats.traffic.entries:.0f}",
+        f"{stats.kv_bytes / 2**20:.1f}",
+        "yes" if stats.applied else "no",
+    ]
+
+
+def _span(entries: list[Any]) -> str:
+    least, most = min(entries), max(entries)
+    return str(most) if least == most else f"{least}–{most}"
+
+
+def _saved_plan(path: str) -> Plan:
+    """What a saved chat was made under. Raises CacheFileError, and InputError for a cache without a chat."""
+    from kvsieve.hf.saved import read_header
+
+    header = read_header(path)
+    if "chat" not in header["extra"]:
+        raise InputError(f"{path!r} holds a cache but no chat; name a file that --save or /save wrote")
+    return Plan.from_dict(header["plan"])
+
+
+def _check_target(path: str) -> None:
+    """Raises InputError for a file that cannot be written."""
+    target = Path(path).absolute()
+    if target.is_dir():
+        raise InputError(f"--save {path!r} is a directory; name a file")
+    if not target.parent.is_dir():
+        raise InputError(f"cannot write --save {path!r}: there is no directory {str(target.parent)!r}")
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(f"cannot write --save {path!r}: no permission to write in {str(target.parent)!r}")

@@ -1,0 +1,309 @@
+"""`kvsieve chat`: turns from a pipe, and a terminal with a person who interrupts."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+
+import kvsieve
+from kvsieve.cli.main import run_cli
+from kvsieve.models.families import build
+from toy_chats import chat_tokenizer
+from toy_words import word_tokenizer
+
+NEW = "9"
+FIRST = " ".join(f"w{i % 80}" for i in range(100))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    """A random model that never ends an answer itself."""
+    folder = tmp_path_factory.mktemp("llama")
+    model = build("llama", max_position_embeddings=1024)
+    model.generation_config.suppress_tokens = [0, 1, 2, 127]
+    model.save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def talk(capsys, monkeypatch, model_dir):
+    """Pipe lines into the command in this process: (exit code, stdout, stderr)."""
+
+    def call(text: str | bytes, *options: str) -> tuple[int, str, str]:
+        data = text if isinstance(text, bytes) else text.encode()
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            given = ("chat", model_dir, "--max-new-tokens", NEW, "--dtype", "float32", *options)
+            run_cli([str(each) for each in given])
+        out = capsys.readouterr()
+        assert "Traceback" not in out.out + out.err
+        return left.value.code, out.out, out.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def saved_files(model_dir, tmp_path_factory):
+    """A directory with a saved cache, and a chat that was saved after one turn."""
+    folder = tmp_path_factory.mktemp("saved")
+    model, tokenizer = kvsieve.models.load(model_dir, "auto")
+    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=40, window=8)) as sieve:
+        chat = sieve.chat(tokenizer, "w7", max_new_tokens=int(NEW))
+        chat.ask(FIRST)
+        chat.save(folder / "chat")
+        sieve.save(chat.cache, folder / "cache")
+    return folder
+
+
+def answers(model_dir, *messages: str, method: str = "full", **options) -> list[str]:
+    model, tokenizer = kvsieve.models.load(model_dir, "auto")
+    with kvsieve.attach(model, kvsieve.plan(method, **options)) as sieve:
+        chat = sieve.chat(tokenizer, max_new_tokens=int(NEW))
+        return [chat.ask(message).text for message in messages]
+
+
+def only_error(result, code: int) -> str:
+    got, out, err = result
+    assert got == code and err.count("error:") == 1 and len(err.splitlines()) == 1, err
+    assert out == ""
+    return err
+
+
+def test_a_turn_per_line(talk, model_dir):
+    code, out, err = talk("w1 w2\n\n   \nw3\r\nw4")
+    assert code == 0 and out.splitlines() == answers(model_dir, "w1 w2", "w3", "w4")
+    costs = err.splitlines()
+    assert len(costs) == 3 and ">" not in out and "\x1b" not in out + err
+    assert re.fullmatch(
+        r"\[9 tokens, first after [\d.]+ s, [\d.]+ tokens/s, 13 of 13 entries kept, \d+ read per step\]", costs[0]
+    )
+
+
+def test_nothing_said_is_nothing_done(talk):
+    assert talk("") == (0, "", "")
+
+
+def test_methods_files_and_system_prompts(talk, model_dir, tmp_path):
+    file = tmp_path / "context.txt"
+    file.write_text(FIRST + "\n")
+    code, out, err = talk(
+        "w1\nw2\n/stats\n", "--method", "snapkv", "--budget", "40", "--file", file, "--set", "window=8"
+    )
+    wanted = answers(model_dir, FIRST + "\n\nw1", "w2", method="snapkv", budget=40, window=8)
+    assert code == 0 and out.splitlines() == wanted
+    assert "48 of 112 entries kept" in err.splitlines()[0]
+    row = next(line.split() for line in err.splitlines() if line.split()[:1] == ["2"])
+    assert row[1:3] == ["118", "9"] and row[5] == "40" and row[-1] == "yes"
+    assert talk("w1\n", "--system", "w7 w8")[1] != talk("w1\n")[1]
+
+
+def test_json_is_a_line_per_turn(talk, model_dir):
+    code, out, err = talk("w1\nw2\n", "--json")
+    turns = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and err == "" and [each["message"] for each in turns] == ["w1", "w2"]
+    assert [each["answer"] for each in turns] == answers(model_dir, "w1", "w2")
+    assert not turns[0]["ended"] and turns[1]["stats"]["prompt_tokens"] == 18
+
+
+def test_commands(talk, model_dir):
+    code, out, err = talk("w1\nw5\n/undo\nw2\n/help\n/quit\nw3\n")
+    asked = answers(model_dir, "w1", "w5"), answers(model_dir, "w1", "w2")
+    assert code == 0 and out.splitlines() == [*asked[0], asked[1][1]]
+    assert "the last turn is forgotten" in err and "/save FILE" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("/undo", "there is none"),
+        ("/nonsense w1", "unknown command /nonsense; /help"),
+        ("/save", "/save needs a file"),
+        ("w1 " * 1200, "this message adds 1203: with one token of an answer that is more than the model's context of"),
+        (b"w1 \xff\n", "not UTF-8"),
+    ],
+)
+def test_what_cannot_be_done_ends_a_pipe(talk, line, told):
+    assert told in only_error(talk(line if isinstance(line, bytes) else f"{line}\nw2\n"), 2)
+
+
+def test_an_answer_that_the_context_cuts_is_told(talk):
+    code, out, err = talk("w1 " * 1015, "--method", "full")
+    assert code == 0 and len(out.split()) == 6
+    assert "note: the answer was cut at 6 tokens, where the model's context of 1024 ends" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--method", "snapkv", "--budget", "5"], "at least 33"),
+        (["--method", "snapvk"], "did you mean 'snapkv'?"),
+        (["--dtype", "int8"], "'int8'"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (["--chunk", "0"], "--chunk must be at least 1"),
+        (["--system", " "], "--system is empty"),
+        (["--system", "w1", "--load", "x"], "leave --system out"),
+        (["--file", "-"], "stdin"),
+        (["--file", "nowhere"], "No such file"),
+        (["--load", "cache"], "holds a cache but no chat"),
+        (["--load", "chat", "--method", "knorm"], "was made under snapkv, not knorm"),
+        (["--load", "chat", "--budget", "9"], "leave --budget, --set and --profile out"),
+        (["--save", "no/where/x"], "there is no directory"),
+        (["--save", "."], "is a directory"),
+    ],
+)
+def test_bad_options_fail_before_a_model_is_loaded(talk, monkeypatch, saved_files, options, told):
+    monkeypatch.chdir(saved_files)
+    monkeypatch.setattr(kvsieve.models, "load", lambda *a, **k: pytest.fail("the model was loaded"))
+    assert told in only_error(talk("w1\n", *options), 2)
+
+
+def test_a_model_without_chat_template(capsys, monkeypatch, tmp_path):
+    build("llama").save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO("w1\n"))
+    with pytest.raises(SystemExit) as left:
+        run_cli(["chat", str(tmp_path)])
+    out = capsys.readouterr()
+    assert left.value.code == 2 and out.out == "" and "no chat template" in out.err and len(out.err.splitlines()) == 1
+
+
+def test_a_saved_chat_goes_on(talk, model_dir, saved_files, tmp_path):
+    file, more = tmp_path / "chat.kv", tmp_path / "more.kv"
+    asked = ["--method", "snapkv", "--budget", "40", "--set", "window=8", "--system", "w7"]
+    _, whole, _ = talk(f"{FIRST}\nw2\nw3\n", *asked)
+    code, out, err = talk(f"{FIRST}\n/save {more}\nw2\n", *asked, "--save", file)
+    assert code == 0 and f"saved to {more}" in err
+    assert out.splitlines() == whole.splitlines()[:2]
+    assert talk("w3\n", "--load", file)[1].splitlines() == whole.splitlines()[2:]
+    for known in (more, saved_files / "chat"):
+        assert talk("w2\nw3\n", "--load", known)[1].splitlines() == whole.splitlines()[1:]
+    # /undo takes a turn back in the file too.
+    assert talk("w9\n/undo\n", "--load", file, "--save", file)[0] == 0
+    assert talk("w3\n", "--load", file)[1].splitlines() == whole.splitlines()[2:]
+
+
+def test_files_that_cannot_be_read_or_written(talk, saved_files, tmp_path, monkeypatch):
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes((saved_files / "chat").read_bytes()[:-1000])
+    for name in (damaged, tmp_path / "none", saved_files):
+        assert str(name) in only_error(talk("w1\n", "--load", name), 1)
+    assert "plan" in only_error(talk("w1\n", "--load", saved_files / "chat", "--method", "snapkv"), 1)
+
+    # A turn that could not be saved is told, and saved with the next one.
+    file, real, calls = tmp_path / "chat.kv", os.replace, []
+
+    def full_at_first(*given):
+        calls.append(given)
+        if len(calls) < 2:
+            raise OSError(28, "No space left on device")
+        real(*given)
+
+    monkeypatch.setattr("os.replace", full_at_first)
+    code, out, err = talk("w1\nw2\n", "--save", file)
+    assert code == 0 and err.count("error: not saved: ") == 1 and "No space left" in err and file.exists()
+    calls.extend([None] * 9)
+    monkeypatch.setattr("os.replace", lambda *given: calls.clear() or full_at_first(*given))
+    code, out, err = talk("w1\nw2\n", "--save", file)
+    assert code == 1 and len(out.splitlines()) == 2 and err.count("error: not saved: ") == 3
+    monkeypatch.undo()
+
+
+class Terminal:
+    """`kvsieve chat` behind a pseudo-terminal."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.master, slave = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "OMP_NUM_THREADS": "1"}
+        environment.pop("NO_COLOR", None)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvsieve.cli.main", "chat", *arguments],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(slave)
+        self.shown, self.looked = "", 0
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def expect(self, pattern: str, seconds: float = 90) -> str:
+        """Wait until it is shown; what was shown before it."""
+        end = time.monotonic() + seconds
+        while not (found := re.compile(pattern).search(self.shown, self.looked)):
+            ready = select.select([self.master], [], [], max(0, end - time.monotonic()))[0]
+            try:
+                read = os.read(self.master, 4096) if ready else b""
+            except OSError:  # Linux's way to say that the other side is gone
+                read = b""
+            assert read, f"{pattern!r} was not shown: {self.shown[self.looked :]!r}"
+            self.shown += read.decode(errors="replace")
+        before, self.looked = self.shown[self.looked : found.start()], found.end()
+        return before
+
+    def ends(self) -> int:
+        """Read to the end; the exit code."""
+        with contextlib.suppress(OSError):
+            while select.select([self.master], [], [], 60)[0] and (read := os.read(self.master, 4096)):
+                self.shown += read.decode(errors="replace")
+        return self.process.wait(10)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self.master)
+
+
+@pytest.fixture
+def terminal():
+    opened = []
+
+    def start(*arguments: str) -> Terminal:
+        opened.append(Terminal(*arguments))
+        return opened[-1]
+
+    yield start
+    for each in opened:
+        each.close()
+
+
+def test_a_person_at_a_terminal(terminal, model_dir):
+    shown = terminal(model_dir, "--max-new-tokens", "700", "--method", "snapkv", "--budget", "40")
+    shown.expect(r"llama.*snapkv; /help lists")
+    shown.expect("> ")
+    shown.type("w1 w2 w3\r")
+    shown.expect(r"(w\d+ ){8}")
+    shown.type("\x03")
+    shown.expect(r"stopped; the turn is forgotten")
+    shown.expect("> ")
+    shown.type("/undo\r")
+    shown.expect(r"error: /undo forgets the last turn of this session, once; there is none")
+    shown.expect("> ")
+    shown.type("w1 " * 1100 + "\r")
+    shown.expect(r"error: .*more than the model's context of 1024")
+    shown.expect("> ")
+    shown.type("w9\r")
+    # The turn that was stopped is not in the conversation.
+    shown.expect(r"\[700 tokens, first after .* of 703 entries kept")
+    shown.expect("> ")
+    # Python's readline looks for signals before it waits: an interrupt in between is seen at the next key only.
+    time.sleep(0.5)
+    shown.type("\x03")
+    assert shown.ends() == 0
