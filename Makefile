@@ -14,12 +14,18 @@ CLAIMS := benchmarks/results/claims
 PROFILE := profile=smollm2-135m-instruct
 HIDDEN := streamingllm,snapkv,snapkv:kernel=21,lagkv:decode=false,lagkv:decode=false;lag=32,lagkv:decode=false;variant=local,lagkv:decode=false;variant=l2;skip_layers=2
 VISIBLE := snapkv:window=16,snapkv:$(PROFILE),fastkv:$(PROFILE),fastkv:tsp_layer=14;window=16;kernel=21;pooling=avg,asl:$(PROFILE),gemfilter,gemfilter:layer=22;kernel=21,pyramidinfer:rate=0.7;window=16;kernel=21,adakv:$(PROFILE),pyramidkv:$(PROFILE)
+HIDDEN_LONG := streamingllm,snapkv:kernel=21,lagkv:decode=false
+VISIBLE_LONG := snapkv:$(PROFILE),fastkv:$(PROFILE),gemfilter:layer=22;kernel=21
+
+# Sparse reading.
+READING := benchmarks/results/readers
+READERS := exacttopk,quest,sparq,hsa,rocketkv
 
 # Every method at a quarter of the entries, few samples.
 ALL := benchmarks/results/methods
 EVERY := streamingllm,knorm,snapkv:$(PROFILE),h2o,tova,sagekv,lookahead:$(PROFILE),lagkv:decode=false;lag=64,keydiff,expectedattention,qfilters:$(PROFILE),kvzip,duoattention:$(PROFILE);sinks=16;recent=64,adakv:$(PROFILE),pyramidkv:$(PROFILE),cake:$(PROFILE),zigzagkv,dynamickv:$(PROFILE),squeezeattention,chunkkv,criticalkv,fastkv:$(PROFILE),asl:$(PROFILE),gemfilter:layer=22;kernel=21,pyramidinfer:rate=0.7;window=16;kernel=21
 
-.PHONY: demo test bench results claims methods docs clean
+.PHONY: demo test bench results claims readers methods docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/kvsieve demo
@@ -45,7 +51,22 @@ claims: $(VENV)/.ready
 		--question visible --cost-samples 0 --out $(CLAIMS) --resume
 	$(BIN)/kvsieve eval --tasks ruler_niah_single_2,ruler_niah_multikey_1 --lengths 2048 --methods "$(VISIBLE)" \
 		--budgets 25% --samples 50 --question visible --cost-samples 0 --out $(CLAIMS) --resume
+	$(BIN)/kvsieve eval --tasks ruler_niah_single_1,ruler_niah_single_2 --lengths 7000 --methods "$(HIDDEN_LONG)" \
+		--budgets 25% --samples 25 --question hidden --cost-samples 0 --out $(CLAIMS) --resume
+	$(BIN)/kvsieve eval --tasks ruler_niah_single_1,ruler_niah_single_2 --lengths 7000 --methods "$(VISIBLE_LONG)" \
+		--budgets 25% --samples 25 --question visible --cost-samples 0 --out $(CLAIMS) --resume
 	$(BIN)/kvsieve report $(CLAIMS) --formats png
+
+readers: $(VENV)/.ready
+	$(BIN)/kvsieve eval --tasks multiturn --lengths 2048 --methods rocketkv-mt,rocketkv,snapkv,exacttopk --budgets 256 \
+		--samples 50 --question visible --cost-samples 0 --out $(READING) --resume
+	$(BIN)/kvsieve eval --tasks ruler_niah_single_2,ruler_niah_multikey_1 --lengths 2048 --methods "$(READERS),snapkv" \
+		--budgets 128,256,512 --samples 50 --question visible --cost-samples 0 --out $(READING) --resume
+	$(BIN)/kvsieve eval --tasks kv --lengths 512 --methods "$(READERS),snapkv" --budgets 64,128 --samples 50 \
+		--question visible --cost-samples 0 --out $(READING) --resume
+	$(BIN)/kvsieve eval --tasks ruler_niah_single_1 --lengths 7000 --methods "$(READERS)" --budgets 128,256,512 \
+		--samples 25 --question visible --cost-samples 0 --out $(READING) --resume
+	$(BIN)/kvsieve report $(READING) --formats png
 
 methods: $(VENV)/.ready
 	$(BIN)/kvsieve eval --tasks needle,ruler_niah_multikey_1,ruler_qa_1 --lengths 1024 --methods "$(EVERY)" \

@@ -244,7 +244,7 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
 
-    def expect(self, pattern: str, seconds: float = 90) -> str:
+    def expect(self, pattern: str, seconds: float = 240) -> str:
         """Wait until it is shown; what was shown before it."""
         end = time.monotonic() + seconds
         while not (found := re.compile(pattern).search(self.shown, self.looked)):
@@ -261,7 +261,7 @@ class Terminal:
     def ends(self) -> int:
         """Read to the end; the exit code."""
         with contextlib.suppress(OSError):
-            while select.select([self.master], [], [], 60)[0] and (read := os.read(self.master, 4096)):
+            while select.select([self.master], [], [], 240)[0] and (read := os.read(self.master, 4096)):
                 self.shown += read.decode(errors="replace")
         return self.process.wait(10)
 

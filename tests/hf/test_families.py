@@ -31,6 +31,7 @@ KEEP_ALL = kvsieve.Plan(
     evict=kvsieve.methods.SnapKV(budget=1.0, window=4),
 )
 SNAPKV = kvsieve.plan("snapkv", budget=16, window=4)
+ROCKETKV = kvsieve.plan("rocketkv", budget=16, window=4, kernel=5)
 FASTKV = kvsieve.plan("fastkv", budget=16, tsp_rate=0.5, tsp_layer=1, window=4)
 
 # What issue and docs promise; a family that drops out of the supported ones must fail here.
@@ -137,6 +138,20 @@ def test_reducing(model, prompts, plan, monkeypatch):
 
     assert hooks(model) == 0 and model.config._attn_implementation == found
     assert worst(model.generate(ids, attention_mask=mask, **GENERATE), before) == 0
+
+
+def test_reading(model, prompts):
+    """RocketKV reads less of less, and a padded row reads what it would alone."""
+    if not runs(model, ROCKETKV):
+        return
+    ids, mask = prompts
+    with kvsieve.attach(model, ROCKETKV) as sieve:
+        both = sieve.generate(ids, mask, **GENERATE)
+        alone = sieve.generate(ids[1:, PADDING:], **GENERATE)
+    assert both.stats.applied and worst(both.output, alone.output, slice(1, None)) < 1e-5
+    traffic = alone.stats.traffic
+    assert traffic.tokens == 4 and traffic.entries == 8 and 0 < traffic.estimate_entries < 12
+    assert alone.stats.storage.bytes + alone.stats.storage.metadata_bytes == alone.stats.kv_bytes
 
 
 def mask_instead(store: DenseStore, selection: Selection, reserve: int = 0) -> None:

@@ -36,8 +36,8 @@ class View:
 class Group:
     """Lines of equal length and parameters, as they were when they were grouped.
 
-    lines: int64 [X], which of all B * H' they are; None for all of them. row: int64 [X], in which row of the buffers each
-    lies; body, tail: as in Lines, within that row. size: their entries. state: what the reader remembers of them.
+    lines: int64 [X], which of all B * H' they are; None for all of them. row: int64 [X], in which row of the buffers
+    each lies; body, tail: as in Lines, within that row. size: their entries. state: what the reader remembers of them.
     """
 
     setting: Any

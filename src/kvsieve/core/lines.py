@@ -12,8 +12,8 @@ from torch import Tensor
 class Lines:
     """Entries of X lines, `size` each; a line is one KV head of one row (one query head, where each has its own set).
 
-    keys: [S, D] and values: [S, Dv], all slots they may lie in. body: int64 [X, K], slots of the first K entries, or None
-    where K is 0. tail: int64 [X], the slot of entry K; every further one lies `stride` slots behind.
+    keys: [S, D] and values: [S, Dv], all slots they may lie in. body: int64 [X, K], slots of the first K entries, or
+    None where K is 0. tail: int64 [X], the slot of entry K; every further one lies `stride` slots behind.
     """
 
     keys: Tensor

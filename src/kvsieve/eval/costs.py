@@ -13,6 +13,7 @@ from kvsieve.eval.store import ResultsWriter, Row
 from kvsieve.eval.tasks.needle import Needle
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache import SieveCache, SieveLayer
+from kvsieve.hf.generate import Stats
 
 if TYPE_CHECKING:
     from kvsieve.eval.engine import Engine
@@ -78,7 +79,7 @@ def measure_one(engine: Engine, setting: Setting, ids: Tensor) -> Row:
         "tpot_s": stats.tpot_s,
         "token_s": [round(each, 6) for each in result.token_s],
         "kv_bytes": stats.kv_bytes,
-        "kv_read_bytes": _read_bytes(result.cache, stats.kv_entries),
+        "kv_read_bytes": _read_bytes(stats, result.cache),
         "peak_bytes": stats.peak_bytes,
         "deep_tokens": stats.deep_tokens,
         "kv_entries": stats.kv_entries,
@@ -86,13 +87,11 @@ def measure_one(engine: Engine, setting: Setting, ids: Tensor) -> Row:
     }
 
 
-def _read_bytes(cache: SieveCache, entries: list[int]) -> int:
-    """Bytes of keys and values that the step after the prompt reads: all that is stored."""
-    total = 0
-    for layer, count in zip(cache.layers, entries, strict=True):
-        keys, values = layer.keys, layer.values
-        total += count * keys.shape[1] * (keys.shape[3] * keys.element_size() + values.shape[3] * values.element_size())
-    return total
+def _read_bytes(stats: Stats, cache: SieveCache) -> int:
+    """Bytes that a token after the prompt reads on average: what was touched, and transformers' own sliding windows."""
+    windows = [layer for layer in cache.layers if not isinstance(layer, SieveLayer)]
+    own = sum(layer.keys.nbytes + layer.values.nbytes for layer in windows)
+    return own if stats.traffic is None else own + stats.traffic.bytes + stats.traffic.estimate_bytes
 
 
 def kept_map(cache: SieveCache, length: int) -> list[list[float]]:
