@@ -9,6 +9,7 @@ from transformers.generation import BaseStreamer, StoppingCriteria
 
 import kvsieve
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
+from kvsieve.hf import session
 from kvsieve.models.families import build
 
 PLAIN = {"eos_token_id": None, "pad_token_id": 0}
@@ -259,3 +260,24 @@ def test_one_plan_at_a_time(model):
         with pytest.raises(kvsieve.KvsieveError, match="attached already"), kvsieve.attach(model, FULL):
             pass
     assert hooks(model) == 0
+
+
+def test_an_interrupt_in_the_middle_of_a_pass_leaves_nothing_behind(monkeypatch):
+    """torch calls no hook then: the session would stay open, and hold on to its cache."""
+    model, ids = build("llama", dtype=torch.float64), torch.randint(2, 120, (1, 30))
+    with kvsieve.attach(model, kvsieve.plan("hsa", budget=16)) as sieve:
+        wanted = sieve.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None).sequences
+        cache = sieve.new_cache()
+        with monkeypatch.context() as broken:
+            broken.setattr(session, "dense_attention", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                sieve.generate(ids, cache=cache, max_new_tokens=4, pad_token_id=0)
+        assert session.current() is None and cache.in_flight
+        with pytest.raises(CacheStateError, match="failed half-way"):
+            sieve.generate(ids, cache=cache, max_new_tokens=4, pad_token_id=0)
+        again = sieve.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None).sequences
+    assert torch.equal(again, wanted)
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt

@@ -392,7 +392,7 @@ def test_files_of_other_kinds_and_formats_are_refused(model, file, tmp_path):
         refused(tmp_path / "lost", sieve, "tensors do not match their checksum")
         # A header that is whole, and not what this version writes.
         del header["cache"]["dict"][0]
-        header["sha256"] = saved._header_digest(header)
+        header["sha256"] = saved.header_digest(header)
         refused(written(), sieve, "cannot be read by")
 
 
@@ -442,8 +442,8 @@ def test_a_failed_write_leaves_the_old_file_alone(model, talk, path, monkeypatch
                 left[0] -= 1
                 return self.file.write(given)
 
-        write = saved._write
-        monkeypatch.setattr(saved, "_write", lambda file, *given: write(Full(file), *given))
+        write = saved.write
+        monkeypatch.setattr(saved, "write", lambda file, *given: write(Full(file), *given))
         disk = isinstance(error, OSError)
         match = "cannot be written: No space left on device; what was there before is untouched" if disk else None
         with pytest.raises(CacheFileError if disk else KeyboardInterrupt, match=match):

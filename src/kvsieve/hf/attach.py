@@ -74,9 +74,10 @@ class Sieve:
         """
         cache = self.new_cache() if cache is None else cache
         wishes = Wishes(protect, quotas, None, reduce)
-        read_prompt(
-            self, input_ids, attention_mask, cache, chunk=chunk, progress=progress, leave_last=False, wishes=wishes
-        )
+        with sessions.closing():
+            read_prompt(
+                self, input_ids, attention_mask, cache, chunk=chunk, progress=progress, leave_last=False, wishes=wishes
+            )
         return cache
 
     def generate(
@@ -105,7 +106,8 @@ class Sieve:
         Raises InputError for a prompt, UnsupportedOptionError for an option that cannot be honoured.
         """
         options["wishes"] = Wishes(protect, quotas, question, reduce)
-        return generate(self, input_ids, attention_mask, cache, chunk=chunk, progress=progress, **options)
+        with sessions.closing():
+            return generate(self, input_ids, attention_mask, cache, chunk=chunk, progress=progress, **options)
 
     def save(
         self,
@@ -185,7 +187,8 @@ def attach(model: Any, plan: Plan) -> Iterator[Sieve]:
                 f"{type(model).__name__} does not take up another attention implementation, so {plan.name!r} cannot run"
             )
         handles = _hooks(sieve)
-        yield sieve
+        with sessions.closing():
+            yield sieve
     finally:
         for handle in handles:
             handle.remove()

@@ -16,7 +16,6 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
-from kvsieve.hf import session as sessions
 from kvsieve.hf.cache import SieveCache, Snapshot
 from kvsieve.hf.generate import Stats, Storage, Traffic
 from kvsieve.turns import Message, Turns, stop_ids
@@ -381,8 +380,6 @@ class Chat:
     def _restore(self, snapshot: ChatSnapshot) -> None:
         while True:
             try:
-                # torch calls no hook when a pass is left by an interrupt, so its session is still open.
-                sessions.close_session(finished=False)
                 self.cache.rollback(snapshot.cache)
                 self._state = snapshot.state
                 return

@@ -6,20 +6,15 @@ what it held. Its `sha256` covers the header, and through the header's `tensors`
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import os
-import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvsieve.cache import DenseStore, RaggedStore, View
@@ -27,6 +22,20 @@ from kvsieve.cache.base import grown
 from kvsieve.cache.ragged import whole
 from kvsieve.errors import CacheFileError, CacheStateError, InputError
 from kvsieve.hf.cache import Reads, SieveCache, SieveLayer, TurnRecord
+from kvsieve.hf.cache_file import (
+    DTYPES,
+    FORMAT,
+    MARK,
+    as_bytes,
+    changed,
+    copied,
+    digest,
+    header_digest,
+    opened,
+    replacing,
+    version,
+    write,
+)
 from kvsieve.hf.compat import Cache, DynamicSlidingWindowLayer
 from kvsieve.hf.restart import Restart
 from kvsieve.plans import Plan
@@ -37,23 +46,6 @@ from kvsieve.segments import Held
 if TYPE_CHECKING:
     from kvsieve.hf.attach import Sieve
 
-FORMAT = 1
-
-_MARK = "kvsieve_cache"
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 _RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (TurnRecord, Reads, Held, Restart, View)}
 # Of a cache and a layer: what is written apart, what says only that a prompt is half-read, what transformers notes.
 _APART = {"layers", "_snapshots", "waiting", "own_plan", "in_flight", "more_chunks", "_is_user_defined"}
@@ -104,8 +96,8 @@ def save_cache(
         raise InputError(f"extra= is a dict of what JSON can hold, got a {type(extra).__name__}")
     pack = _Packer(sieve.model.device)
     header = {
-        _MARK: FORMAT,
-        "kvsieve": _version(),
+        MARK: FORMAT,
+        "kvsieve": version(),
         "model": _model(sieve),
         "tokenizer": None if tokenizer is None else _vocabulary(tokenizer),
         "plan": _json(sieve.plan.to_dict(), f"the plan {sieve.plan.name!r}", CacheFileError),
@@ -118,10 +110,10 @@ def save_cache(
     for layer in header["layers"]:
         tensors.update(layer.pop("tensors"))
     header = json.loads(json.dumps(header))
-    header["tensors"] = _digest(tensors)
-    header["sha256"] = _header_digest(header)
-    with _replacing(path) as file:
-        _write(file, tensors, json.dumps(header))
+    header["tensors"] = digest(tensors)
+    header["sha256"] = header_digest(header)
+    with replacing(path) as file:
+        write(file, tensors, json.dumps(header))
 
 
 def load_cache(path: str | os.PathLike[str], sieve: Sieve, *, tokenizer: Any = None) -> Saved:
@@ -130,7 +122,7 @@ def load_cache(path: str | os.PathLike[str], sieve: Sieve, *, tokenizer: Any = N
     Raises CacheFileError, before anything is built, for a file that cannot be read, is no such file, was cut or
     changed, is of another format, or was made with another model, dtype, tokenizer (where both are known) or plan.
     """
-    with _opened(path) as (header, file):
+    with opened(path) as (header, file):
         _check_model(path, header["model"], _model(sieve))
         mine = None if tokenizer is None else _vocabulary(tokenizer)
         theirs = header["tokenizer"]
@@ -140,9 +132,9 @@ def load_cache(path: str | os.PathLike[str], sieve: Sieve, *, tokenizer: Any = N
                 f"this one's {mine[:12]}; load it with the tokenizer it was made with"
             )
         _check_plan(path, header["plan"], json.loads(json.dumps(sieve.plan.to_dict())))
-        tensors = {name: _copied(file.get_tensor(name)) for name in file.keys()}
-    if _digest(tensors) != header["tensors"]:
-        raise _changed(path, "its tensors do not match their checksum")
+        tensors = {name: copied(file.get_tensor(name)) for name in file.keys()}
+    if digest(tensors) != header["tensors"]:
+        raise changed(path, "its tensors do not match their checksum")
     return _built(path, header, tensors, sieve)
 
 
@@ -151,11 +143,8 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Its checksum is verified, that of the tensors is not. Needs no model. Raises CacheFileError.
     """
-    with _opened(path) as (header, _):
+    with opened(path) as (header, _):
         return header
-
-
-# --- what is in a file ---
 
 
 class _Packer:
@@ -169,7 +158,7 @@ class _Packer:
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, Tensor):
-            if value.dtype not in _DTYPES or value.layout != torch.strided or value.is_meta:
+            if value.dtype not in DTYPES or value.layout != torch.strided or value.is_meta:
                 raise CacheFileError(
                     f"{where} is a tensor of {value.dtype}, {value.layout} on {value.device}: not saved"
                 )
@@ -278,7 +267,7 @@ def _built(path: Any, header: dict[str, Any], tensors: dict[str, Tensor], sieve:
         return _made(header, tensors, sieve)
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise CacheFileError(
-            f"{path} was written by kvsieve {header['kvsieve']} and cannot be read by {_version()}: {error!r}; use the "
+            f"{path} was written by kvsieve {header['kvsieve']} and cannot be read by {version()}: {error!r}; use the "
             "version that wrote it, or read the conversation again"
         ) from error
 
@@ -342,9 +331,6 @@ def _json(value: Any, what: str, error: type[Exception]) -> Any:
         raise error(f"{what} cannot be written as JSON: {problem}") from None
 
 
-# --- whose cache it is ---
-
-
 def _model(sieve: Sieve) -> dict[str, Any]:
     config = sieve.model.config
     positions = {name: getattr(sieve.config, name, None) for name in _POSITIONS}
@@ -366,7 +352,7 @@ def _weights(sieve: Sieve) -> str:
         if not weight.is_meta:
             # An odd step, so that not all elements are of one column.
             part = weight.detach().flatten()[:: max(1, weight.numel() // _SAMPLE) | 1][:_SAMPLE]
-            found.append(hashlib.sha256(repr(tuple(weight.shape)).encode() + _bytes(part)).digest())
+            found.append(hashlib.sha256(repr(tuple(weight.shape)).encode() + as_bytes(part)).digest())
     return hashlib.sha256(b"".join(sorted(found))).hexdigest()
 
 
@@ -436,125 +422,6 @@ def _short(value: Any) -> str:
         return str(value["type"])
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-# --- the file itself ---
-
-
-@contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], Any]]:
-    """A saved cache's header, known to be whole, and its open file."""
-    try:
-        with safe_open(os.fspath(path), "pt") as file:
-            yield _header(path, file.metadata()), file
-    except SafetensorError as error:
-        raise CacheFileError(f"{path} is not a safetensors file, or not all of one: {error}") from error
-    except OSError as error:
-        raise CacheFileError(f"{path} cannot be read: {error}") from error
-
-
-def _header(path: Any, metadata: dict[str, str] | None) -> dict[str, Any]:
-    if "kvsieve" not in (metadata or {}):
-        raise CacheFileError(f"{path} is a safetensors file without a cache of kvsieve in it")
-    try:
-        header = json.loads(metadata["kvsieve"])  # type: ignore[index]
-        found, digest = header[_MARK], header["sha256"]
-    except (ValueError, LookupError, TypeError):
-        raise _changed(path, "its header cannot be read") from None
-    if found != FORMAT:
-        raise CacheFileError(
-            f"{path} is of format {found!r}, written by kvsieve {header.get('kvsieve')}; this version, {_version()}, "
-            f"reads format {FORMAT}: use the version that wrote it, or read the conversation again"
-        )
-    if digest != _header_digest(header):
-        raise _changed(path, "its header does not match its checksum")
-    return header
-
-
-def _changed(path: Any, how: str) -> CacheFileError:
-    return CacheFileError(f"{path} was damaged or changed after it was written: {how}; use another copy")
-
-
-def _header_digest(header: dict[str, Any]) -> str:
-    rest = {name: part for name, part in header.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 of all tensors: their names, dtypes, shapes and bytes."""
-    total = hashlib.sha256()
-    for name in sorted(tensors):
-        part = tensors[name]
-        total.update(f"{name}\n{_DTYPES.get(part.dtype)}{list(part.shape)}\n".encode())
-        total.update(_bytes(part))
-    return total.hexdigest()
-
-
-def _copied(part: Tensor) -> Tensor:
-    """A copy, byte for byte, because a file that is mapped into memory may change after it was checked."""
-    # Copied as bool, every byte but 0 would become 1.
-    return part.view(torch.uint8).clone().view(torch.bool) if part.dtype == torch.bool else part.clone()
-
-
-def _bytes(part: Tensor) -> Any:
-    """A buffer of a tensor's bytes, in order."""
-    return part.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def _write(file: BinaryIO, tensors: Mapping[str, Tensor], text: str) -> None:
-    """The safetensors format, tensor by tensor, so that no second copy of the cache is made."""
-    # Wide dtypes first keeps all aligned.
-    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    entries: dict[str, Any] = {"__metadata__": {"kvsieve": text}}
-    end = 0
-    for name in order:
-        part, start = tensors[name], end
-        end += part.numel() * part.element_size()
-        entries[name] = {"dtype": _DTYPES[part.dtype], "shape": list(part.shape), "data_offsets": [start, end]}
-    head = json.dumps(entries).encode()
-    head += b" " * (-len(head) % 8)
-    file.write(len(head).to_bytes(8, "little") + head)
-    for name in order:
-        file.write(_bytes(tensors[name]))
-
-
-@contextlib.contextmanager
-def _replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` once it is written in full and on the disk."""
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name[:64]}.{uuid.uuid4().hex[:12]}.tmp")
-    if os.path.exists(target) and not os.path.isfile(target):
-        raise CacheFileError(f"{path} cannot be written: it is there already and is not a file; choose another name")
-    try:
-        with open(temporary, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        if target.exists():
-            shutil.copymode(target, temporary)
-        with safe_open(temporary, "pt"):
-            pass  # refuses a header of more than 100 MB
-        os.replace(temporary, target)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, (OSError, SafetensorError)):
-            reason = getattr(error, "strerror", None) or error
-            raise CacheFileError(f"{path} cannot be written: {reason}; what was there before is untouched") from error
-        raise
-    with contextlib.suppress(OSError):
-        folder = os.open(target.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-def _version() -> str:
-    # Imported here because the package imports this module.
-    import kvsieve
-
-    return kvsieve.__version__
 
 
 __all__ = ["FORMAT", "Saved", "load_cache", "read_header", "save_cache"]

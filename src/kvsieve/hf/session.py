@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Any
@@ -304,6 +306,17 @@ def open_session(
     if prefill:
         cache.record.prompt_tokens = max(lengths if cache.restart is None else cache.restart.lengths)
     session.reset_token = _ACTIVE.set(session)
+
+
+@contextlib.contextmanager
+def closing() -> Iterator[None]:
+    """Leave no session open: torch calls no hook when a pass is left by an interrupt."""
+    try:
+        yield
+    except BaseException:
+        while current() is not None:
+            close_session(finished=False)
+        raise
 
 
 def close_session(finished: bool) -> None:
