@@ -3,9 +3,11 @@
     python benchmarks/recall.py [--length 4000] [--budgets 128,256,512] [--steps 24] [--out FILE]
 
 Real: the demo model reads a text; then each next token's queries are shown to all readers, and everything is read, so
-that all see the same. Random: normally distributed keys and queries of the same shapes. A reader that spends t entries
-per step reads t/2 of them exactly; the oracle are the t/2 entries with most softmax weight, summed over the query heads
-of a KV head. Recall: the part of them that was read. Mass: the softmax weight that was read, over the oracle's.
+that all see the same. Random: normally distributed keys and queries of the same shapes, each key by itself; correlated:
+the same, where a key is 0.9 of the one before it and the rest new, as neighbours in a text are alike. A reader that
+spends t entries per step reads t/2 of them exactly; the oracle are the t/2 entries with most softmax weight, summed
+over the query heads of a KV head. Recall: the part of them that was read. Mass: the softmax weight that was read, over
+the oracle's.
 """
 
 from __future__ import annotations
@@ -81,9 +83,12 @@ def real(judge: Judge, length: int, steps: int) -> int:
     return len(cache.layers)
 
 
-def random(judge: Judge, length: int, steps: int, heads: int = 3, groups: int = 3, dim: int = 64) -> None:
+def random(judge: Judge, length: int, steps: int, like: float, heads: int = 3, groups: int = 3, dim: int = 64) -> None:
+    """like: correlation of a key with the one before it."""
     made = torch.Generator().manual_seed(0)
     keys = torch.randn(heads, length + steps, dim, generator=made)
+    for at in range(1, length + steps):
+        keys[:, at] = like * keys[:, at - 1] + (1 - like**2) ** 0.5 * keys[:, at]
     flat, tail = keys.flatten(0, 1), torch.arange(heads) * (length + steps)
     state: dict = {}
     for size in range(length + 1, length + steps + 1):
@@ -117,9 +122,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "recall.json")
     arguments = parser.parse_args()
     budgets = tuple(int(each) for each in arguments.budgets.split(","))
-    on_text, at_random = Judge(budgets), Judge(budgets)
+    on_text, at_random, correlated = Judge(budgets), Judge(budgets), Judge(budgets)
     layers = real(on_text, arguments.length, arguments.steps)
-    random(at_random, arguments.length, arguments.steps)
+    random(at_random, arguments.length, arguments.steps, 0.0)
+    random(correlated, arguments.length, arguments.steps, 0.9)
     report = {
         "environment": environment(),
         "model": "SmolLM2-135M-Instruct (demo model), bf16",
@@ -127,6 +133,7 @@ def main() -> None:
         "steps": arguments.steps,
         "real": table(on_text),
         "random": table(at_random),
+        "correlated": table(correlated),
     }
     for budget in map(str, budgets):
         print(f"budget {budget}: recall of the oracle's entries, layer by layer")
@@ -134,10 +141,10 @@ def main() -> None:
         for layer in range(layers):
             row = [report["real"][name][budget]["recall_per_layer"][layer] for name in READERS]
             print(f"{layer:>5}   " + "".join(f"{value:>8.2f}" for value in row))
-        for kind in ("real", "random"):
+        for kind in ("real", "random", "correlated"):
             for what in ("recall", "mass"):
                 row = [report[kind][name][budget][what] for name in READERS]
-                print(f"{kind:>6} {what:<6}" + " ".join(f"{value:>7.3f}" for value in row))
+                print(f"{kind:>10} {what:<6}" + " ".join(f"{value:>7.3f}" for value in row))
     arguments.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
