@@ -169,6 +169,16 @@ def test_reading_everything_is_dense(step, reader):
         torch.testing.assert_close(out, dense)
 
 
+@pytest.mark.parametrize("reader", [HSA(budget=16), SparQ(budget=16)], ids=["hsa", "sparq"])
+def test_a_query_head_without_anything_in_the_groups_channel(reader):
+    query, keys, values = (torch.randn(1, size, 6) for size in (2, 40, 40))
+    query[0, 0], query[0, 1, 2] = torch.tensor([0.1, 0.1, 9.0, 0.1, 0.1, 0.1]), 0.0
+    _, out = read(reader, query, keys, values, Setting(16, 5, 1, 1))
+    assert bool(out.isfinite().all())
+    _, out = read(reader, torch.zeros_like(query), keys, values, Setting(16, 5, 1, 1))
+    assert bool(out.isfinite().all())
+
+
 def test_golden_hsa():
     keys, values = (factor * golden([1, 2, 24, 4], seed)[0] for factor, seed in ((3, 2), (1, 3)))
     query = 3 * golden([1, 2, 2, 4], 7)[0]

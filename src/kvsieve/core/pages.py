@@ -94,6 +94,16 @@ def largest(sizes: Tensor, count: int) -> Tensor:
     return sizes.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
+def held_part(chosen: Tensor, query: Tensor) -> Tensor:
+    """[..., 1]: the part of a query's size, sum of |q|, that is in its chosen channels; never quite 0.
+
+    SparQ's temperature divides by its root, and a group's channels may be 0 in one of its query heads.
+    """
+    tiny = torch.finfo(query.dtype).tiny
+    part, whole = (each.abs().sum(-1, keepdim=True) for each in (chosen, query))
+    return (part / whole.clamp_min(tiny)).clamp_min(tiny)
+
+
 def shares(scores: Tensor, size: int, page: int) -> Tensor:
     """Softmax over `size` entries that have their page's score: `page` times the weight of one, [..., pages]."""
     short = size % page

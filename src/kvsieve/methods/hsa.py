@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.core.lines import Choice, Lines, ReadFacts
-from kvsieve.core.pages import PageTable, best_entries, largest, shares
+from kvsieve.core.pages import PageTable, best_entries, held_part, largest, shares
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.base import check_choice
 from kvsieve.methods.readers import BudgetReader, Setting
@@ -77,7 +77,7 @@ class HSA(BudgetReader):
         channels = largest(query.abs().sum(1), setting.channels)
         rows = table.rows(channels, query.sum(1).gather(1, channels) > 0)
         chosen = query.gather(2, channels[:, None].expand(-1, query.shape[1], -1))
-        part = chosen.abs().sum(-1, keepdim=True) / query.abs().sum(-1, keepdim=True)
+        part = held_part(chosen, query)
         estimates = (chosen * (scale / part.sqrt())) @ rows.to(query.dtype)
         weights = shares(estimates, lines.size, setting.page).sum(1)
         count = min(setting.count, lines.size)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.core.lines import Choice, Lines, ReadFacts
-from kvsieve.core.pages import PageTable, best_entries, largest
+from kvsieve.core.pages import PageTable, best_entries, held_part, largest
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.base import check_choice
 from kvsieve.methods.readers import BudgetReader, Setting
@@ -58,7 +58,7 @@ class SparQ(BudgetReader):
         # [X, G or 1, r, n]: each query head's own channels, or the group's.
         rows = rows.to(query.dtype).unflatten(1, (-1, setting.channels))
         chosen = query.gather(2, channels.expand(-1, groups, -1))
-        part = chosen.abs().sum(-1, keepdim=True) / query.abs().sum(-1, keepdim=True)
+        part = held_part(chosen, query)
         chosen = chosen * (scale / part.sqrt())
         if self.per_query_head:
             estimates = (chosen[:, :, None] @ rows)[:, :, 0].softmax(-1)
