@@ -58,8 +58,9 @@ claims: $(VENV)/.ready
 	$(BIN)/kvsieve report $(CLAIMS) --formats png
 
 readers: $(VENV)/.ready
-	$(BIN)/kvsieve eval --tasks multiturn --lengths 2048 --methods rocketkv-mt,rocketkv,snapkv,exacttopk --budgets 256 \
-		--samples 50 --question visible --cost-samples 0 --out $(READING) --resume
+	$(BIN)/kvsieve eval --tasks multiturn --lengths 2048 --budgets 256 \
+		--methods "rocketkv-mt,rocketkv,snapkv,exacttopk,snapkv:$(PROFILE)" --samples 50 --question visible \
+		--cost-samples 0 --out $(READING) --resume
 	$(BIN)/kvsieve eval --tasks ruler_niah_single_2,ruler_niah_multikey_1 --lengths 2048 --methods "$(READERS),snapkv" \
 		--budgets 128,256,512 --samples 50 --question visible --cost-samples 0 --out $(READING) --resume
 	$(BIN)/kvsieve eval --tasks kv --lengths 512 --methods "$(READERS),snapkv" --budgets 64,128 --samples 50 \
