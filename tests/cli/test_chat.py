@@ -259,10 +259,19 @@ class Terminal:
         return before
 
     def ends(self) -> int:
-        """Read to the end; the exit code."""
+        """Read to the end; the exit code.
+
+        Python's readline looks for signals before it waits: an interrupt in between is seen at the next key only.
+        """
+        end = time.monotonic() + 240
         with contextlib.suppress(OSError):
-            while select.select([self.master], [], [], 240)[0] and (read := os.read(self.master, 4096)):
-                self.shown += read.decode(errors="replace")
+            while time.monotonic() < end:
+                if not select.select([self.master], [], [], 2)[0]:
+                    self.type(" ")
+                elif read := os.read(self.master, 4096):
+                    self.shown += read.decode(errors="replace")
+                else:
+                    break
         return self.process.wait(10)
 
     def close(self) -> None:
@@ -303,7 +312,5 @@ def test_a_person_at_a_terminal(terminal, model_dir):
     # The turn that was stopped is not in the conversation.
     shown.expect(r"\[700 tokens, first after .* of 703 entries kept")
     shown.expect("> ")
-    # Python's readline looks for signals before it waits: an interrupt in between is seen at the next key only.
-    time.sleep(0.5)
     shown.type("\x03")
     assert shown.ends() == 0
