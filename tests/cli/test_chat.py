@@ -10,6 +10,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import termios
@@ -222,6 +223,12 @@ def test_files_that_cannot_be_read_or_written(talk, saved_files, tmp_path, monke
     monkeypatch.undo()
 
 
+def _in_front() -> None:
+    """What a shell does for a command in the foreground; what runs the tests may itself ignore interrupts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
 class Terminal:
     """`kvsieve chat` behind a pseudo-terminal."""
 
@@ -236,7 +243,7 @@ class Terminal:
             stderr=slave,
             env=environment,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_in_front,
         )
         os.close(slave)
         self.shown, self.looked = "", 0
