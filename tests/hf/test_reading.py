@@ -9,6 +9,7 @@ import torch
 
 import kvsieve
 from kvsieve.core.lines import ReadFacts
+from kvsieve.errors import PlanError
 from kvsieve.hf.shared import next_logits
 from kvsieve.methods import HSA, PerTurn, Quest, RocketEviction, SnapKV
 from kvsieve.models.families import build
@@ -217,6 +218,19 @@ def test_a_budget_that_holds_everything_reads_densely_and_says_so(model):
     assert torch.equal(got.sequences, wanted.sequences) and not got.stats.applied
     assert any("not more than the budget" in note for note in got.stats.notes)
     assert got.stats.traffic == wanted.stats.traffic
+
+
+def test_a_page_that_is_too_long_is_refused_and_the_cache_stays_usable(model):
+    ids = prompt()
+    with kvsieve.attach(model, kvsieve.plan("quest", budget="25%", page=64)) as sieve:
+        cache = sieve.prefill(ids)
+        taken = cache.snapshot()
+        whole = torch.cat([ids, prompt(size=5, seed=6)], 1)
+        with pytest.raises(PlanError, match="a page of 64 entries does not fit the budget of 24 that 25% of 98 tokens"):
+            sieve.generate(whole, cache=cache, max_new_tokens=3, **GREEDY)
+        cache.rollback(taken)
+    with kvsieve.attach(model, kvsieve.plan("quest", budget="25%", page=8)) as sieve:
+        assert sieve.generate(whole, cache=cache, max_new_tokens=3, **GREEDY).stats.traffic.entries == 24
 
 
 @pytest.mark.parametrize("name", ["hsa", "rocketkv", "quest", "sparq"])

@@ -23,6 +23,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.lines import Choice, Lines, ReadFacts
 from kvsieve.core.pages import PageTable, best_entries, shares
 from kvsieve.core.scoring import score_dtype
+from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_choice
 from kvsieve.methods.readers import BudgetReader, Setting, check_page
 from kvsieve.plans import Plan
@@ -46,6 +47,11 @@ class Quest(BudgetReader):
 
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
         if self.page is not None:
+            if self.page > tokens:
+                raise PlanError(
+                    f"Quest: a page of {self.page} entries does not fit the budget of {tokens} that {self.budget} of "
+                    f"{facts.length + facts.new_tokens} tokens are; lower page= or raise budget="
+                )
             return Setting(tokens, tokens, self.page)
         return Setting(tokens, tokens // 2, math.ceil(2 * (facts.length + facts.new_tokens) / tokens))
 
