@@ -37,7 +37,16 @@ PARAMETERS = {
     "sagekv": {"recent": 0.5},
     "lookahead": {"lookahead": 3},
 }
-METHODS = [name for name in kvsieve.list_methods() if kvsieve.method_info(name).roles]
+
+
+def drops(name):
+    """Whether a method drops anything; readers and views keep all."""
+    info = kvsieve.method_info(name)
+    plan = info.make(**info.example)
+    return bool(set(plan.roles) - {"read"}) and not plan.views
+
+
+METHODS = [name for name in kvsieve.list_methods() if drops(name)]
 
 
 def plan_of(name, model, **given):
@@ -393,7 +402,8 @@ def test_layers_can_be_left_out(model, batch):
 QUESTION = 12
 
 
-@pytest.mark.parametrize("name", METHODS)
+# RocketKV leaves room for the answer, of which prefill has not been told.
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "rocketkv"])
 def test_a_question_is_not_seen_and_kept_whole(model, batch, name):
     ids, mask = batch
     plan = plan_of(name, model)

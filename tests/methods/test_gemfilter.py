@@ -13,7 +13,7 @@ from kvsieve.errors import InputError, KvsieveWarning, PlanError, UnsupportedOpt
 from kvsieve.eval.costs import kept_map
 from kvsieve.eval.engine import Engine
 from kvsieve.eval.types import Sample, Turn
-from kvsieve.methods import TSP, GemFilter, SnapKV
+from kvsieve.methods import HSA, TSP, GemFilter, SnapKV
 from kvsieve.models.families import build
 from layers import context, golden
 from toy_words import WORDS, word_tokenizer
@@ -372,9 +372,9 @@ def test_an_error_in_either_pass_spoils_nothing(model, ids):
 def test_plans_that_cannot_be(model):
     with pytest.raises(PlanError, match="takes one Propagator, got 2"):
         kvsieve.Plan(propagate=(TSP(rate=0.2), GemFilter(budget=8)))
-    for role in ("read", "codec"):
+    for role, part in (("read", HSA(budget=64)), ("codec", object())):
         with pytest.raises(PlanError, match=f"GemFilter reads a short prompt again.*{role}="):
-            kvsieve.Plan(propagate=GemFilter(budget=8), **{role: object()})
+            kvsieve.Plan(propagate=GemFilter(budget=8), **{role: part})
     with pytest.raises(PlanError, match="a budget of 8 tokens is too small for keep_last=9"):
         gem(budget=8, keep_last=9)
     for bad in ({"kernel": 4}, {"keep_last": -1}, {"layer": -1}):
