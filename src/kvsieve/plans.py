@@ -162,8 +162,11 @@ def plan(method: str, **parameters: Any) -> Plan:
     parameters, profile = _profiled(info, parameters)
     shared = {name: parameters.pop(name) for name in info.shared_options if name in parameters}
     made = info.make(**parameters)
-    if shared:
-        made = dataclasses.replace(made, evict=dataclasses.replace(made.evict, **shared))  # type: ignore[type-var]
+    for role in ("evict", "read"):
+        part = getattr(made, role)
+        mine = {name: value for name, value in shared.items() if hasattr(part, name)}
+        if mine:
+            made = dataclasses.replace(made, **{role: dataclasses.replace(part, **mine)})
     return dataclasses.replace(made, name=info.name, profile=profile.fingerprint if profile else made.profile)
 
 

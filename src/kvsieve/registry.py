@@ -44,10 +44,14 @@ class MethodInfo:
 
     @property
     def shared_options(self) -> dict[str, Any]:
-        """Options of the plan's evictor that need not be named in the function that makes the plan."""
-        evictor = self.make(**self.example).evict
-        taken = inspect.signature(self.make).parameters
-        return {name: getattr(evictor, name) for name in _SHARED if name not in taken and hasattr(evictor, name)}
+        """Options of the plan's evictor and reader that need not be named in the function that makes the plan."""
+        made, taken = self.make(**self.example), inspect.signature(self.make).parameters
+        return {
+            name: getattr(part, name)
+            for part in (made.evict, made.read)
+            for name in _SHARED
+            if name not in taken and hasattr(part, name)
+        }
 
     @property
     def summary(self) -> str:
@@ -68,8 +72,8 @@ _METHODS: dict[str, MethodInfo] = {}
 # Parameters that calibration finds for a model: a method with one of them also takes `profile`.
 _CALIBRATED = frozenset({"tsp_layer", "window", "kernel", "pooling", "tau"})
 
-# Fields of evictors that every method with such an evictor takes as parameters.
-_SHARED = ("skip_layers", "every")
+# Fields of evictors and readers that every method with such a one takes as parameters.
+_SHARED = ("skip_layers", "every", "newest", "questions")
 
 
 def register_method(

@@ -160,6 +160,16 @@ def test_a_view_is_the_eviction_that_later_turns_do_not_feel(model):
     torch.testing.assert_close(then, wanted[:, -1])
 
 
+def test_a_view_ends_with_its_turn(model):
+    """A turn that the plan is not to act on reads everything, not what an earlier turn chose."""
+    ids, whole, one = prompt(2), torch.cat([prompt(2), prompt(2, 9, seed=6)], 1), prompt(2, 1, seed=9)
+    with kvsieve.attach(model, planned("perturn")) as sieve, torch.no_grad():
+        cache = sieve.prefill(whole, cache=sieve.prefill(ids), reduce=False)
+        then = next_logits(model, cache, torch.cat([whole, one], 1))
+    wanted, _ = answer_logits(model, kvsieve.plan("full"), whole, one)
+    torch.testing.assert_close(then, wanted)
+
+
 def test_rocketkv_mt_in_its_first_turn_is_rocketkv(model):
     ids, answer = prompt(2), prompt(2, 9, seed=6)
     once, _ = answer_logits(model, planned("rocketkv"), ids, answer)

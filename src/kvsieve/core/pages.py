@@ -66,7 +66,7 @@ class PageTable:
                 table[..., : self._table.shape[-1]] = self._table
             self._table = table
         if new == 1 and not first:
-            # The usual case while decoding, the other half of it below.
+            # The one entry of a page that begins with it is both its bounds.
             self._table[..., needed - 1] = keys
             self.size += 1
             return

@@ -52,17 +52,11 @@ class ExactTopK(BudgetReader):
 def exacttopk(
     budget: Budget | str | int | float = 256,
     per_group: bool = False,
-    skip_layers: int | tuple[int, ...] | str = 0,
-    newest: bool = False,
-    questions: bool = False,
 ) -> Plan:
     """The entries that matter most to each query, found by scoring all of them: the oracle of sparse decoding."""
     return Plan(
         read=ExactTopK(
             budget=Budget.parse(budget),
             per_group=per_group,
-            skip_layers=skip_layers,  # type: ignore[arg-type]
-            newest=newest,
-            questions=questions,
         )
     )

@@ -87,16 +87,10 @@ class HSA(BudgetReader):
 @register_method("hsa", title="HSA", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)
 def hsa(
     budget: Budget | str | int | float = 512,
-    skip_layers: int | tuple[int, ...] | str = 0,
-    newest: bool = True,
-    questions: bool = False,
 ) -> Plan:
     """Entries chosen by pages' bounds in the query's largest channels: RocketKV's second stage alone."""
     return Plan(
         read=HSA(
             budget=Budget.parse(budget),
-            skip_layers=skip_layers,  # type: ignore[arg-type]
-            newest=newest,
-            questions=questions,
         )
     )

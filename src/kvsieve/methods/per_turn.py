@@ -7,7 +7,7 @@ of all turns; its answer reads those and itself. Saves time per token, not memor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from kvsieve.budget import Budget
@@ -15,7 +15,7 @@ from kvsieve.errors import PlanError
 from kvsieve.methods.base import scored_by_name
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
-from kvsieve.roles import Evictor, entries_kept
+from kvsieve.roles import Evictor
 from kvsieve.types import END_OF_PROMPT, LayerContext, Selection, When
 
 
@@ -27,7 +27,7 @@ class PerTurn:
     """
 
     views: ClassVar[bool] = True
-    base: Evictor = field()
+    base: Evictor
 
     def __post_init__(self) -> None:
         if not isinstance(self.base, Evictor) or self.base.when != END_OF_PROMPT:
@@ -64,8 +64,10 @@ class PerTurn:
     def when(self) -> When:
         return END_OF_PROMPT
 
-    def entries(self, length: int, new_tokens: int) -> int:
-        return entries_kept(self.base, length, new_tokens)
+    @property
+    def entries(self) -> Any:
+        """The base's own count, where it has one; see roles.Evictor."""
+        return self.base.entries  # type: ignore[attr-defined]
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | dict[int, Selection] | None:
         chosen = self.base.select(ctx, counts)

@@ -24,8 +24,8 @@ from kvsieve.core.lines import Choice, Lines, ReadFacts
 from kvsieve.core.pages import PageTable, best_entries, shares
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_choice
-from kvsieve.methods.readers import BudgetReader, Setting, check_page
+from kvsieve.methods.base import check_choice, check_int
+from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 
@@ -42,18 +42,23 @@ class Quest(BudgetReader):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_page(self, self.page, self.budget)
+        if self.page is not None:
+            check_int(self, "page", self.page, 1)
+            self._check_page(self.budget.tokens or self.page)
         check_choice(self, "per_query_head", self.per_query_head, (False, True))
 
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
         if self.page is not None:
-            if self.page > tokens:
-                raise PlanError(
-                    f"Quest: a page of {self.page} entries does not fit the budget of {tokens} that {self.budget} of "
-                    f"{facts.length + facts.new_tokens} tokens are; lower page= or raise budget="
-                )
+            self._check_page(tokens, f" that {self.budget} of {facts.length + facts.new_tokens} tokens are")
             return Setting(tokens, tokens, self.page)
         return Setting(tokens, tokens // 2, math.ceil(2 * (facts.length + facts.new_tokens) / tokens))
+
+    def _check_page(self, tokens: int, how: str = "") -> None:
+        if self.page is not None and self.page > tokens:
+            raise PlanError(
+                f"Quest: a page of {self.page} entries does not fit the budget of {tokens}{how}; lower page= or raise "
+                "budget="
+            )
 
     def choose(self, query: Tensor, lines: Lines, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
         table = state.setdefault("pages", PageTable(setting.page))
@@ -76,9 +81,6 @@ def quest(
     budget: Budget | str | int | float = 512,
     page: int | None = None,
     per_query_head: bool = False,
-    skip_layers: int | tuple[int, ...] | str = 0,
-    newest: bool = True,
-    questions: bool = False,
 ) -> Plan:
     """Pages of entries whose greatest possible attention is highest; all entries stay stored."""
     return Plan(
@@ -86,8 +88,5 @@ def quest(
             budget=Budget.parse(budget),
             page=page,
             per_query_head=per_query_head,
-            skip_layers=skip_layers,  # type: ignore[arg-type]
-            newest=newest,
-            questions=questions,
         )
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvsieve.budget import Budget
 from kvsieve.core.lines import ReadFacts
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_choice, check_int, parse_layers, skipped
+from kvsieve.methods.base import check_choice, parse_layers, skipped
 
 LEAST = 16
 
@@ -63,15 +63,3 @@ class BudgetReader:
 
     def reads_all(self, setting: Setting, size: int) -> bool:
         return size <= setting.tokens
-
-
-def check_page(owner: object, page: int | None, budget: Budget) -> None:
-    """Raise PlanError unless a page of `page` entries fits the budget."""
-    if page is None:
-        return
-    check_int(owner, "page", page, 1)
-    if budget.tokens is not None and page > budget.tokens:
-        raise PlanError(
-            f"{type(owner).__name__}: a page of {page} entries does not fit the budget of {budget.tokens}; lower page= "
-            "or raise budget="
-        )

@@ -97,9 +97,6 @@ def sparq(
     budget: Budget | str | int | float = 512,
     mean_value: bool = True,
     per_query_head: bool = False,
-    skip_layers: int | tuple[int, ...] | str = 0,
-    newest: bool = True,
-    questions: bool = False,
 ) -> Plan:
     """Entries whose attention, estimated from the query's largest channels, is highest, and the mean of all values."""
     return Plan(
@@ -107,8 +104,5 @@ def sparq(
             budget=Budget.parse(budget),
             mean_value=mean_value,
             per_query_head=per_query_head,
-            skip_layers=skip_layers,  # type: ignore[arg-type]
-            newest=newest,
-            questions=questions,
         )
     )
