@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.attention import dense
+from kvsieve.attention import blocked, dense
 from kvsieve.attention.reference import reference_attention
 
 
@@ -26,3 +26,26 @@ def test_equals_the_reference(new, groups, padding, limit, monkeypatch):
     theirs = reference_attention(query, keys, values, scale=0.3, valid=valid)
     assert ours.isfinite().all()
     torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("new", [2, 37, 50], ids=lambda n: f"L{n}")
+@pytest.mark.parametrize("groups", [1, 3], ids=lambda g: f"G{g}")
+@pytest.mark.parametrize("padding", [None, "rows", "heads"])
+def test_blocks_of_products_equal_the_reference(new, groups, padding, monkeypatch):
+    monkeypatch.setattr(blocked, "_ELEMENTS", 1)  # blocks of 16 queries, the fewest
+    torch.manual_seed(new * 10 + groups)
+    query = torch.randn(2, 2 * groups, new, 6, dtype=torch.float64)
+    # As a store has them: views of longer buffers.
+    keys, values = (torch.randn(2, 2, 64, dim, dtype=torch.float64)[:, :, :50] for dim in (6, 10))
+    valid = None
+    if padding is not None:
+        valid = torch.rand(2, 1 if padding == "rows" else 2, 50) > 0.3
+        valid[1, :, :20] = False
+    ours = blocked.blocked_attention(query, keys, values, scale=0.3, valid=valid)
+    theirs = reference_attention(query, keys, values, scale=0.3, valid=valid)
+    torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+
+
+def test_only_bfloat16_on_a_cpu_is_taken_apart_into_products():
+    assert not blocked.pays(torch.zeros(1)) and not blocked.pays(torch.zeros(1, dtype=torch.float16))
+    assert not blocked.pays(torch.zeros(1, dtype=torch.bfloat16, device="meta"))

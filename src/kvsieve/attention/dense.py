@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvsieve.attention.blocked import blocked_attention, pays
+
 # Elements of one boolean mask block; a prompt of any length needs no N x N mask.
 _MASK_ELEMENTS = 1 << 25
 
@@ -31,6 +33,8 @@ def dense_attention(
             mask[..., -1] = True
         out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
         return out.reshape(batch, query_heads, 1, values.shape[-1])
+    if pays(query):
+        return blocked_attention(query, keys, values, scale=scale, valid=valid)
     if new == length and valid is None:
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
     mask_heads = 1 if valid is None or valid.shape[1] == 1 else query_heads

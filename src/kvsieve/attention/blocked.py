@@ -1,0 +1,64 @@
+"""Attention of many new tokens as two matrix products per block of queries: for processors that are fast at those."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Logits held at a time, and the most queries of a head in a block.
+_ELEMENTS = 1 << 24
+_QUERIES = 128
+
+
+def pays(query: Tensor) -> bool:
+    """Whether this is faster here than torch's fused CPU kernel.
+
+    It is in bfloat16 on processors with AVX-512 BF16 and without AMX: there the fused kernel reaches a seventh of the
+    rate of a matrix product (benchmarks/attention.py). Logits are rounded to bfloat16, as in transformers' eager
+    attention; what the model makes of it is as near to float32 as with the fused kernel (the same script).
+    """
+    if query.device.type != "cpu" or query.dtype != torch.bfloat16:
+        return False
+    has = [getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("avx512_bf16", "amx_tile")]
+    return has == [True, False]
+
+
+def blocked_attention(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
+) -> Tensor:
+    """Causal attention of the last L of N entries over all N; arguments and result as in `dense_attention`.
+
+    A block's queries of all heads of a group are the rows of one product with the keys they may see, so keys are not
+    repeated and what lies behind the block is not computed.
+    """
+    batch, query_heads, new, dim = query.shape
+    heads, length = keys.shape[1], keys.shape[2]
+    groups = query_heads // heads
+    most = min(_QUERIES, max(16, _ELEMENTS // (batch * query_heads * length)))
+    keys, values = keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)
+    later = torch.ones(most, most, dtype=torch.bool, device=query.device).triu(1)
+    # As the layer's output projection wants it: heads of a token side by side.
+    out = query.new_empty(batch, new, query_heads, values.shape[-1]).transpose(1, 2)
+    scratch = query.new_empty(2, min(most, new) * batch * query_heads * length)
+    for first in range(0, new, most):
+        last = min(first + most, new)
+        rows, seen = last - first, length - new + last
+        shape = batch * heads, groups * rows, seen
+        logits, weights = (part[: shape[0] * shape[1] * seen].view(shape) for part in scratch)
+        asked = query[:, :, first:last].reshape(-1, groups * rows, dim)
+        torch.baddbmm(logits, asked, keys[..., :seen], beta=0, alpha=scale, out=logits)
+        _hide(logits.view(batch, heads, groups, rows, seen), later, valid)
+        torch.softmax(logits, -1, out=weights)
+        out[:, :, first:last] = (weights @ values[:, :seen]).view(batch, query_heads, rows, -1)
+    return out
+
+
+def _hide(logits: Tensor, later: Tensor, valid: Tensor | None) -> None:
+    """Hide from [B, H, G, rows, seen] what comes later than a query and what is not real; each query sees itself."""
+    rows, seen = logits.shape[-2:]
+    own = logits[..., seen - rows :]
+    own.masked_fill_(later[:rows, :rows], float("-inf"))
+    if valid is not None:
+        itself = own.diagonal(dim1=-2, dim2=-1).clone()
+        logits.masked_fill_(~valid[:, :, None, None, :seen], float("-inf"))
+        own.diagonal(dim1=-2, dim2=-1).copy_(itself)
