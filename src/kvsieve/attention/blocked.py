@@ -53,6 +53,17 @@ def blocked_attention(
     return out
 
 
+def thin_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+    """Attention of one token per row: query [B, H, G, D], mask bool [B, H or 1, 1, N] or None -> [B, H, G, Dv].
+
+    The product with the keys is taken the other way round, keys first: a matrix with three rows is read badly.
+    """
+    logits = (keys @ query.transpose(2, 3)).transpose(2, 3) * scale
+    if mask is not None:
+        logits = logits.masked_fill(~mask, float("-inf"))
+    return logits.softmax(-1) @ values
+
+
 def _hide(logits: Tensor, later: Tensor, valid: Tensor | None) -> None:
     """Hide from [B, H, G, rows, seen] what comes later than a query and what is not real; each query sees itself."""
     rows, seen = logits.shape[-2:]

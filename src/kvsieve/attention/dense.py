@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
-from kvsieve.attention.blocked import blocked_attention, pays
+from kvsieve import kernels
+from kvsieve.attention.blocked import blocked_attention, pays, thin_attention
 
 # Elements of one boolean mask block; a prompt of any length needs no N x N mask.
 _MASK_ELEMENTS = 1 << 25
+# Entries from which on a decoded token's attention is faster as two products, where those pay at all.
+_LONG = 1024
 
 
 def dense_attention(
@@ -18,12 +22,14 @@ def dense_attention(
     """Causal attention of the last L of N stored entries over all N.
 
     query: [B, Hq, L, D]; keys: [B, H, N, D]; values: [B, H, N, Dv]; valid: bool [B, H or 1, N], None when all real.
-    Entry j is visible to query i when j <= N - L + i and j is valid; every query sees itself (padding stays finite).
-    Returns [B, Hq, L, Dv]. Keys and values are never repeated in memory while decoding.
+    Entry j is visible to query i when j <= N - L + i and j is valid; every query sees itself. What padding gets is
+    finite and otherwise open. Returns [B, Hq, L, Dv]. Keys and values are never repeated in memory while decoding.
     """
     batch, query_heads, new, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
     groups = query_heads // heads
+    if new == 1 and kernels.usable(query, keys, values):
+        return kernels.decode_attention(query, keys, values, scale=scale, valid=valid)
     if new == 1:
         # The query heads of a group become the rows of one query block: keys are read once per KV head.
         packed = query.reshape(batch, heads, groups, dim)
@@ -31,15 +37,25 @@ def dense_attention(
         if valid is not None:
             mask = valid[:, :, None, :].clone()
             mask[..., -1] = True
-        out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+        if length >= _LONG and pays(query):
+            out = thin_attention(packed, keys, values, mask, scale=scale)
+        else:
+            out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
         return out.reshape(batch, query_heads, 1, values.shape[-1])
+    if valid is not None and valid.shape[1] == 1:
+        return _rows_alone(query, keys, values, scale, valid)
     if pays(query):
         return blocked_attention(query, keys, values, scale=scale, valid=valid)
     if new == length and valid is None:
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
-    mask_heads = 1 if valid is None or valid.shape[1] == 1 else query_heads
-    rows = 1 if valid is None else batch
-    block = max(16, min(1024, _MASK_ELEMENTS // (rows * mask_heads * length)))
+    if query.is_cuda and valid is None and query.element_size() == 2:
+        # Flash attention aligns the causal mask to the last entry and needs none in memory.
+        last_ones = causal_lower_right(new, length)
+        return F.scaled_dot_product_attention(
+            query, keys, values, attn_mask=last_ones, scale=scale, enable_gqa=groups > 1
+        )
+    masks = 1 if valid is None else batch * query_heads
+    block = max(16, min(1024, _MASK_ELEMENTS // (masks * length)))
     parts = []
     for first in range(0, new, block):
         last = min(first + block, new)
@@ -48,9 +64,7 @@ def dense_attention(
         slots = torch.arange(seen, device=query.device)
         mask = (slots <= own)[None, None]
         if valid is not None:
-            real = valid[:, :, None, :seen]
-            if mask_heads > 1:
-                real = real.repeat_interleave(groups, 1)
+            real = valid[:, :, None, :seen].repeat_interleave(groups, 1)
             mask = (mask & real) | (slots == own)
         parts.append(
             F.scaled_dot_product_attention(
@@ -63,3 +77,27 @@ def dense_attention(
             )
         )
     return torch.cat(parts, 2)
+
+
+def _rows_alone(query: Tensor, keys: Tensor, values: Tensor, scale: float, valid: Tensor) -> Tensor:
+    """Each row over its real entries: no masks, and what is padding costs nothing."""
+    batch, query_heads, new, _ = query.shape
+    out = query.new_empty(batch, new, query_heads, values.shape[-1]).transpose(1, 2)
+    for row, real in enumerate(valid[:, 0]):
+        fresh = real[-new:]
+        # Padding sees itself.
+        out[row] = values[row, :, -new:].repeat_interleave(query_heads // keys.shape[1], 0)
+        if bool(fresh.any()):
+            asked = _some(query[row], fresh)
+            mine, theirs = (_some(part[row], real) for part in (keys, values))
+            found = dense_attention(asked[None], mine[None], theirs[None], scale=scale)[0]
+            out[row, :, fresh.nonzero()[:, 0]] = found
+    return out
+
+
+def _some(part: Tensor, real: Tensor) -> Tensor:
+    """Of [heads, L, D] the columns where `real`; a view where those are the last ones."""
+    count = int(real.sum())
+    if bool(real[-count:].all()):
+        return part[:, -count:]
+    return part[:, real]
