@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "kvsieve"
-LEAVES = {"types", "errors", "budget", "profiles", "segments", "turns"}
+LEAVES = {"types", "errors", "budget", "profiles", "segments", "turns", "kernels"}
 ALLOWED = {
     "core": {"core"} | LEAVES,
     "cache": {"core", "cache"} | LEAVES,
@@ -44,9 +44,10 @@ def test_imports_point_inwards(package):
             assert not {name for name in names if name.partition(".")[0] == "transformers"}, file
 
 
-def test_importing_changes_nothing_in_transformers():
+def test_importing_changes_nothing_in_transformers_and_makes_no_kernel():
     program = (
-        "import kvsieve; from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as known; "
+        "import sys, kvsieve; assert not any(name.startswith('kvsieve.kernels.') for name in sys.modules); "
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as known; "
         "assert 'kvsieve' not in known"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -6,11 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvsieve import kernels
+
 # Slots below which a part of its own is not worth a thread.
 _LEAST = 256
 
 
-def ragged_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float) -> Tensor:
+def ragged_attention(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float, threads: int | None = None
+) -> Tensor:
     """Each KV head's queries attend to that head's entries of a flat buffer.
 
     query: [B, Hq, 1, D]; keys: [B, T, D]; values: [B, T, Dv], all heads' entries; bias: [B, H, T] in their dtype, 0 for
@@ -19,10 +23,14 @@ def ragged_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, 
     One call for all heads: a head's queries meet the other heads' entries too and are masked there, which costs
     arithmetic, of which decoding has plenty, and reads every key and value once. torch gives such a call one thread per
     row, so on a CPU the buffer is cut into as many equal parts as there are threads, merged by their log-sum-exp.
+    threads: None asks torch, which a compiled pass cannot do.
     """
+    if kernels.usable(query, keys, values, bias):
+        return kernels.ragged_decode(query, keys, values, bias, scale=scale)
     batch, query_heads, _, dim = query.shape
     heads, slots = bias.shape[1:]
-    parts = _parts(batch, slots) if query.device.type == "cpu" and dim == values.shape[-1] else 1
+    threads = torch.get_num_threads() if threads is None else threads
+    parts = _parts(batch, slots, threads) if query.device.type == "cpu" and dim == values.shape[-1] else 1
     packed = query.reshape(batch, 1, query_heads, dim).expand(-1, parts, -1, -1)
     keys, values = (part.unflatten(1, (parts, -1)) for part in (keys, values))
     mask = bias.unflatten(2, (parts, -1)).transpose(1, 2).repeat_interleave(query_heads // heads, 2)
@@ -36,9 +44,9 @@ def ragged_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, 
     return out.reshape(batch, query_heads, 1, values.shape[-1])
 
 
-def _parts(batch: int, slots: int) -> int:
+def _parts(batch: int, slots: int, threads: int) -> int:
     """How many parts each row is cut into: a power of two that divides `slots`."""
-    wanted = min(-(-torch.get_num_threads() // batch), slots // _LEAST)
+    wanted = min(-(-threads // batch), slots // _LEAST)
     parts = 1
     while parts * 2 <= wanted and slots % (parts * 2) == 0:
         parts *= 2

@@ -5,16 +5,25 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvsieve import kernels
 from kvsieve.core.lines import Choice, Lines
 
 
 def sparse_attention(query: Tensor, lines: Lines, choice: Choice, *, scale: float) -> Tensor:
-    """query: [X, G, D], the G query heads of each line. Returns [X, G, Dv]; only the chosen rows are gathered."""
-    keys, values = lines.read(choice.entries)
-    if choice.entries.ndim == 2:
-        out = F.scaled_dot_product_attention(query[:, None], keys[:, None], values[:, None], scale=scale)[:, 0]
+    """query: [X, G, D], the G query heads of each line. Returns [X, G, Dv]; only the chosen rows are read.
+
+    They are copied first, where no kernel reads them in place.
+    """
+    entries = choice.entries
+    if kernels.usable(query, lines.keys, lines.values):
+        slots = {"body": lines.body, "tail": lines.tail, "stride": lines.stride}
+        out = kernels.line_attention(query, lines.keys, lines.values, scale=scale, entries=entries, **slots)
     else:
-        out = F.scaled_dot_product_attention(query[:, :, None], keys, values, scale=scale)[:, :, 0]
+        keys, values = lines.read(entries)
+        if entries.ndim == 2:
+            out = F.scaled_dot_product_attention(query[:, None], keys[:, None], values[:, None], scale=scale)[:, 0]
+        else:
+            out = F.scaled_dot_product_attention(query[:, :, None], keys, values, scale=scale)[:, :, 0]
     if choice.blend is not None:
         weight, vector = choice.blend
         weight = weight[..., None]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvsieve import kernels
 from kvsieve.types import LayerContext
 
 Pool = Literal["avg", "max"]
@@ -36,6 +37,8 @@ def window_mass(
     mask inside the window, so a row's mass over the entries sums to W. Source: SnapKV (arXiv 2404.14469), and the
     observation windows of FastKV, ASL, PyramidKV, Ada-KV and RocketKV, which share it.
     """
+    if block is None and kernels.usable(query, keys):
+        return kernels.window_mass(query, keys, scale, valid)
     parts = [weights.sum(2) for weights in window_weights(query, keys, scale, valid=valid, block=block)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
@@ -106,8 +109,15 @@ def group_mean(scores: Tensor, heads: int) -> Tensor:
     return scores.reshape(batch, heads, query_heads // heads, length).mean(2)
 
 
-def pooled_mass(ctx: LayerContext, window: int, kernel: int, pooling: Pool) -> Tensor:
-    """[B, Hq, N - w] pooled mass that the last w = min(window, L) queries of this pass give to the entries before."""
+def pooled_mass(ctx: LayerContext, window: int, kernel: int, pooling: Pool, heads: int | None = None) -> Tensor:
+    """[B, Hq, N - w] pooled mass that the last w = min(window, L) queries of this pass give to the entries before.
+
+    heads: then the mean over the query heads of each of so many, [B, heads, N - w].
+    """
     window = min(window, ctx.query.shape[2])
     mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid)
-    return pool(mass[..., :-window], kernel, pooling)
+    mass = mass[..., :-window]
+    if heads is not None and kernels.usable(mass):
+        return kernels.pooled(mass, heads, kernel, pooling)
+    pooled = pool(mass, kernel, pooling)
+    return pooled if heads is None else group_mean(pooled, heads)

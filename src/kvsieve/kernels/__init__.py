@@ -1,0 +1,65 @@
+"""Triton kernels for what GPUs would otherwise do in many passes over memory; each has its twin in plain torch.
+
+A leaf: it imports torch, and triton only when the first kernel is asked for. Callers ask `usable` and else do what they
+did before. Kernels take bfloat16, float16 and float32, add up in float32, and are safe under CUDA graphs: they never
+wait for the device, what they allocate depends on static sizes alone, and lengths that grow may lie on the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Public functions by the module that defines them.
+_FUNCTIONS = {
+    "decode_attention": "decode",
+    "line_attention": "decode",
+    "ragged_decode": "decode",
+    "page_bounds": "pages",
+    "page_scores": "pages",
+    "update_pages": "pages",
+    "pooled": "window",
+    "window_mass": "window",
+}
+# Set by kernels.interpreter, for tests.
+_interpreted = False
+
+
+def usable(*tensors: Tensor) -> bool:
+    """Whether kernels run on these tensors: all on a GPU that `reason` has nothing against, of dtypes in DTYPES."""
+    if any(each.dtype not in DTYPES for each in tensors):
+        return False
+    return _interpreted or (all(each.is_cuda for each in tensors) and reason(tensors[0].device) is None)
+
+
+@functools.cache
+def reason(device: torch.device) -> str | None:
+    """Why kernels would not run on `device`; None where they do. KVSIEVE_KERNELS is read once."""
+    if device.type != "cuda":
+        return f"kernels run on CUDA devices, not on {device.type}"
+    if os.environ.get("KVSIEVE_KERNELS") == "0":
+        return "switched off: KVSIEVE_KERNELS=0"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    if torch.version.hip is not None:
+        return "kernels are tested on NVIDIA GPUs only"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"the GPU has compute capability {major}.{minor}, kernels need 8.0"
+    return None
+
+
+def __getattr__(name: str) -> Any:
+    """The kernels' functions, whose modules import triton, when they are first asked for."""
+    if name not in _FUNCTIONS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_FUNCTIONS[name]}"), name)
+    return found

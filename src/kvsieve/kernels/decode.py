@@ -1,0 +1,192 @@
+"""Attention of one new token per row, split along the entries and merged by log-sum-exp.
+
+One kernel serves whatever entries lie in: dense stores, heads that keep different numbers of entries, views, and the
+entries that a reader has chosen. It works on lines (core.lines): a KV head of a row with its G query heads, or, where
+heads share a flat buffer, a row with all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsieve.kernels.launch import PER_SM, cdiv, fitting, multiprocessors, on, padded, power_of_two, precision, rows
+from kvsieve.kernels.split import merge_kernel, split_kernel
+
+# Entries a program reads at a time: 64 keys and values of 128 bfloat16 channels are 32 KiB, of which two or three
+# stages are in flight; two such programs keep a multiprocessor's share of 4.8 TB/s (about 36 KiB per us) covered.
+_BYTES = 32 << 10
+# Parts of a line that are merged at a time.
+_MERGED = 32
+
+
+def decode_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    length: Tensor | int | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
+    """Attention over the first `length` of N stored entries; the last of them is seen, padding or not.
+
+    query: [B, Hq, 1, D]; keys: [B, H, N, D]; values: [B, H, N, Dv], views of larger buffers or not; valid: bool
+    [B, H or 1, N]. length: int, or one integer on the device; None for N. Returns [B, Hq, 1, Dv].
+    """
+    batch, heads, capacity, _ = keys.shape
+    length = capacity if length is None else length
+    mask = None if valid is None else valid.expand(-1, heads, -1)
+    asked = query.reshape(batch * heads, query.shape[1] // heads, -1)
+    out, _ = attend(asked, keys, values, scale=scale, count=length, capacity=capacity, mask=mask)
+    return out.view(batch, query.shape[1], 1, -1)
+
+
+def ragged_decode(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float) -> Tensor:
+    """`attention.ragged.ragged_attention`: every KV head's queries over a flat buffer that it shares with the others.
+
+    query: [B, Hq, 1, D]; keys: [B, T, D]; values: [B, T, Dv]; bias: [B, H, T], what is added to a head's logits. A tile
+    of entries is read once for all heads, so that heads of different numbers of entries are equal shares of work.
+    Returns [B, Hq, 1, Dv].
+    """
+    out, _ = attend(
+        query[:, :, 0],
+        keys[:, None],
+        values[:, None],
+        scale=scale,
+        count=keys.shape[1],
+        capacity=keys.shape[1],
+        mask=bias,
+    )
+    return out[:, :, None]
+
+
+def line_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    entries: Tensor | None = None,
+    body: Tensor | None = None,
+    tail: Tensor | None = None,
+    stride: int = 1,
+    length: Tensor | int | None = None,
+    capacity: int | None = None,
+) -> Tensor:
+    """Attention over chosen entries of lines, or over their first `length` entries.
+
+    query: [X, G, D]; keys [S, D], values [S, Dv], body, tail, stride: as in `core.lines.Lines`. entries: int64 [X, k],
+    or [X, G, k] for a choice per query head, by their number in the line; None for the first `length`: int, or one
+    integer on the device, then with its static bound `capacity`. Returns [X, G, Dv].
+    """
+    lines, groups, _ = query.shape
+    if entries is not None:
+        length = entries.shape[-1]
+        if entries.ndim == 3:
+            query, entries = query.reshape(lines * groups, 1, -1), entries.flatten(0, 1)
+    if isinstance(length, int):
+        capacity = length
+    if length is None or capacity is None:
+        raise ValueError("line_attention needs entries=, an int length=, or length= on the device and capacity=")
+    keys, values = (part.expand(lines, 1, -1, -1) for part in (keys, values))
+    where = {"entries": entries, "body": body, "tail": tail, "stride": stride}
+    out, _ = attend(query, keys, values, scale=scale, count=length, capacity=capacity, **where)
+    return out.view(lines, groups, -1)
+
+
+def attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    count: Tensor | int,
+    capacity: int,
+    entries: Tensor | None = None,
+    body: Tensor | None = None,
+    tail: Tensor | None = None,
+    stride: int = 1,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """What the others are made of: attention of [X, G, D] over keys [B, H, N, D], and the logits' log-sum-exp [X, G].
+
+    X is a multiple of B * H; query lines that share one follow each other. A line has `count` entries, never more than
+    `capacity`: those that body, tail and stride say, as in `core.lines.Lines` (by default one slot after the other), or
+    of them the chosen ones, entries int64 [X, count]. mask: by slot, bool [B, H, N], where the last entry is seen
+    whatever it says, or what is added to the logits, [B, H or a multiple, N].
+    """
+    lines, groups, dim = query.shape
+    batch, heads, value_dim = *keys.shape[:2], values.shape[-1]
+    query, keys, values = query.contiguous(), rows(keys), rows(values)
+    if mask is not None:
+        mask = rows(mask.view(torch.uint8) if mask.dtype == torch.bool else mask)
+    widths = padded(dim), padded(value_dim)
+    block = fitting(_BYTES, sum(widths) * keys.element_size(), 128)
+    share = cdiv(lines * capacity, PER_SM * multiprocessors(query.device))
+    per = cdiv(share, block) * block
+    parts = cdiv(capacity, per)
+    out, norm = query.new_empty(lines, groups, value_dim), query.new_empty(lines, groups, dtype=torch.float32)
+    to, norms = out, norm
+    if parts > 1:
+        to = query.new_empty(lines, parts, groups, value_dim, dtype=torch.float32)
+        norms = query.new_empty(lines, parts, groups, dtype=torch.float32)
+    on_device = isinstance(count, Tensor)
+    with on(query):
+        split_kernel[lines, parts](
+            query,
+            keys,
+            values,
+            to,
+            norms,
+            entries,
+            body,
+            tail,
+            count if on_device else None,
+            mask,
+            float(scale),
+            0 if on_device else count,
+            capacity,
+            per,
+            0 if body is None else body.shape[1],
+            stride,
+            *keys.stride()[:3],
+            *values.stride()[:3],
+            0 if entries is None else entries.stride(0),
+            0 if body is None else body.stride(0),
+            0 if mask is None else mask.stride(0),
+            0 if mask is None else mask.stride(1),
+            heads,
+            COPIES=lines // (batch * heads),
+            MASKS=1 if mask is None else mask.shape[1] // heads,
+            GROUPS=groups,
+            DIM=dim,
+            VALUE_DIM=value_dim,
+            LISTED=body is not None,
+            CHOSEN=entries is not None,
+            TAIL=tail is not None,
+            COUNT=on_device,
+            MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
+            PADDED_GROUPS=padded(groups),
+            PADDED_DIM=widths[0],
+            PADDED_VALUE_DIM=widths[1],
+            BLOCK=block,
+            PRECISION=precision(query.dtype),
+            num_warps=4,
+            num_stages=3,
+        )
+        if parts > 1:
+            merge_kernel[lines, groups](
+                to,
+                norms,
+                out,
+                norm,
+                parts,
+                GROUPS=groups,
+                VALUE_DIM=value_dim,
+                PADDED_PARTS=power_of_two(parts),
+                PADDED_VALUE_DIM=widths[1],
+                BLOCK=_MERGED,
+                num_warps=4,
+            )
+    return out, norm

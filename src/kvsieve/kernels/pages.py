@@ -1,0 +1,203 @@
+"""Scores of pages from channel-major tables of their bounds (core.pages), and the tables' update by one entry."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvsieve.kernels.launch import cdiv, on, padded, power_of_two, precision, rows
+
+# Pages and table rows of a tile: 32 pieces of 256 bytes; eight such programs of three stages fit a multiprocessor.
+_PAGES, _ROWS = 128, 32
+
+
+@triton.jit(do_not_specialize=["number", "capacity", "wanted", "index_line"])
+def scores_kernel(
+    table,
+    weights,
+    index,
+    number_of,
+    out,
+    number,
+    capacity,
+    width,
+    wanted,
+    table_line,
+    table_half,
+    table_channel,
+    index_line,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    COUNT: tl.constexpr,
+    EXACT: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    line = tl.program_id(1).to(tl.int64)
+    if COUNT:
+        real = tl.load(number_of).to(tl.int32)
+    else:
+        real = number
+    page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
+    group = tl.arange(0, PADDED_GROUPS)
+    table += line * table_line
+    weights += line * GROUPS * wanted
+    sums = tl.full([PADDED_GROUPS, PAGES], 0.0, tl.float32)
+    # Nothing is read for tiles of pages that are not there yet. Within a tile reads end with the table's row: where its
+    # width is a multiple of 16, they are wide.
+    last = tl.where(tl.program_id(0) * PAGES < real, wanted, 0)
+    for at in range(0, last, ROWS):
+        each = at + tl.arange(0, ROWS)
+        inside = each < wanted
+        if CHOSEN:
+            place = tl.load(index + line * index_line + each, mask=inside, other=0)
+        else:
+            place = each.to(tl.int64)
+        values = tl.load(
+            table + (place // DIM * table_half + place % DIM * table_channel)[:, None] + page[None, :],
+            mask=inside[:, None] & (page < width)[None, :],
+            other=0.0,
+        )
+        weight = tl.load(
+            weights + group[:, None] * wanted + each[None, :],
+            mask=(group < GROUPS)[:, None] & inside[None, :],
+            other=0.0,
+        )
+        if EXACT:
+            sums += tl.dot(weight, values, input_precision=PRECISION)
+        else:
+            # A float32 weight is the sum of two numbers of the table's type, all but the last few bits.
+            high = weight.to(values.dtype)
+            low = (weight - high.to(tl.float32)).to(values.dtype)
+            sums += tl.dot(high, values)
+            sums += tl.dot(low, values)
+    tl.store(
+        out + (line * GROUPS + group[:, None]) * capacity + page[None, :],
+        tl.where((page < real)[None, :], sums, float("-inf")),
+        mask=(group < GROUPS)[:, None] & (page < capacity)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["number", "page", "key_line"])
+def update_kernel(
+    table,
+    keys,
+    number_of,
+    number,
+    page,
+    capacity,
+    table_line,
+    table_half,
+    table_channel,
+    key_line,
+    HALVES: tl.constexpr,
+    DIM: tl.constexpr,
+    COUNT: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    if COUNT:
+        newest = tl.load(number_of).to(tl.int32) - 1
+    else:
+        newest = number - 1
+    at = newest // page
+    begins = newest % page == 0
+    dim = tl.arange(0, PADDED_DIM)
+    real = (dim < DIM) & (at < capacity)
+    key = tl.load(keys + line * key_line + dim, mask=real, other=0.0)
+    places = table + line * table_line + dim.to(tl.int64) * table_channel + at
+    tl.store(places, tl.where(begins, key, tl.maximum(tl.load(places, mask=real, other=0.0), key)), mask=real)
+    if HALVES == 2:
+        places += table_half
+        tl.store(places, tl.where(begins, key, tl.minimum(tl.load(places, mask=real, other=0.0), key)), mask=real)
+
+
+def page_scores(
+    table: Tensor, weights: Tensor, rows_of: Tensor | None = None, pages: Tensor | int | None = None
+) -> Tensor:
+    """Weighted sums of a table's rows, for every page: float32 [X, G, P].
+
+    table: [X, halves, D, P], channel-major, or the first P pages of a wider one; reads are wide where that one's width
+    is a multiple of 16. weights: [X, G, J]; rows_of: int64 [X, J], half * D + channel of the row that a weight is for,
+    None for all rows in order. pages: how many there are, int or one integer on the device, None for P; scores of those
+    behind are -inf. HSA's estimates are that for chosen channels; chosen rows are read in place, not copied first.
+    """
+    lines, halves, dim, capacity = table.shape
+    groups, wanted = weights.shape[1:]
+    table, weights = rows(table), weights.to(torch.float32).contiguous()
+    out = weights.new_empty(lines, groups, capacity)
+    on_device = isinstance(pages, Tensor)
+    with on(table):
+        scores_kernel[cdiv(capacity, _PAGES), lines](
+            table,
+            weights,
+            None if rows_of is None else rows(rows_of),
+            pages if on_device else None,
+            out,
+            0 if on_device else capacity if pages is None else pages,
+            capacity,
+            _width(table),
+            wanted,
+            *table.stride()[:3],
+            0 if rows_of is None else rows_of.stride(0),
+            GROUPS=groups,
+            DIM=dim,
+            CHOSEN=rows_of is not None,
+            COUNT=on_device,
+            EXACT=table.dtype == torch.float32,
+            PADDED_GROUPS=padded(groups),
+            ROWS=min(_ROWS, padded(wanted)),
+            PAGES=_PAGES,
+            PRECISION=precision(table.dtype),
+            num_warps=4,
+            num_stages=3,
+        )
+    return out
+
+
+def _width(table: Tensor) -> int:
+    """How far the rows of a table can be read: behind its pages too, where it is the beginning of a wider one."""
+    end = table.storage_offset() + sum((table.shape[at] - 1) * table.stride(at) for at in range(3))
+    width = table.stride(2)
+    whole = width > table.shape[3] and (end + width) * table.element_size() <= table.untyped_storage().nbytes()
+    return width if whole else table.shape[3]
+
+
+def page_bounds(table: Tensor, query: Tensor, pages: Tensor | int | None = None) -> Tensor:
+    """Quest's bounds ``sum_d max(q_d * max_d, q_d * min_d)`` for query [X, G, D], float32 [X, G, P]; as page_scores."""
+    query = query.to(torch.float32)
+    if table.shape[1] == 2:
+        query = torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)
+    return page_scores(table, query, pages=pages)
+
+
+def update_pages(table: Tensor, keys: Tensor, length: Tensor | int, page: int) -> None:
+    """Take the newest entry of each line, keys [X, D], into the table [X, halves, D, P] of pages of `page` entries.
+
+    length: entries of each line with it, int or one integer on the device. An entry that begins a page is its bounds;
+    others widen them.
+    """
+    lines, halves, dim, capacity = table.shape
+    keys = rows(keys)
+    on_device = isinstance(length, Tensor)
+    with on(table):
+        update_kernel[lines,](
+            table,
+            keys,
+            length if on_device else None,
+            0 if on_device else length,
+            page,
+            capacity,
+            *table.stride()[:3],
+            keys.stride(0),
+            HALVES=halves,
+            DIM=dim,
+            COUNT=on_device,
+            PADDED_DIM=power_of_two(dim),
+            num_warps=1,
+        )

@@ -1,0 +1,187 @@
+"""The two kernels of kernels.decode: attention over one part of a line, and the merge of a line's parts."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Arguments that change from step to step: nothing is compiled anew for them.
+_FREE = ["count", "capacity", "per", "kept", "entries_line", "body_line", "mask_row", "mask_head"]
+
+
+@triton.jit(do_not_specialize=_FREE)
+def split_kernel(
+    query,
+    keys,
+    values,
+    out,
+    norm,
+    entries,
+    body,
+    tail,
+    count_of,
+    mask,
+    scale,
+    count,
+    capacity,
+    per,
+    kept,
+    stride,
+    key_row,
+    key_head,
+    key_slot,
+    value_row,
+    value_head,
+    value_slot,
+    entries_line,
+    body_line,
+    mask_row,
+    mask_head,
+    heads,
+    COPIES: tl.constexpr,
+    MASKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    LISTED: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    TAIL: tl.constexpr,
+    COUNT: tl.constexpr,
+    MASK: tl.constexpr,
+    PADDED_GROUPS: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    owner = line // COPIES
+    row = owner // heads
+    head = owner % heads
+    if COUNT:
+        number = tl.load(count_of).to(tl.int32)
+    else:
+        number = count
+    after = owner * 0
+    if TAIL:
+        after = tl.load(tail + owner)
+    number = tl.minimum(number, capacity)
+    first = part * per
+    last = tl.minimum(first + per, number)
+
+    group = tl.arange(0, PADDED_GROUPS)
+    dim = tl.arange(0, PADDED_DIM)
+    value_dim = tl.arange(0, PADDED_VALUE_DIM)
+    q = tl.load(
+        query + line * (GROUPS * DIM) + group[:, None] * DIM + dim[None, :],
+        mask=(group < GROUPS)[:, None] & (dim < DIM)[None, :],
+        other=0.0,
+    )
+    keys += row * key_row + head * key_head
+    values += row * value_row + head * value_head
+    greatest = tl.full([PADDED_GROUPS], float("-inf"), tl.float32)
+    total = tl.full([PADDED_GROUPS], 0.0, tl.float32)
+    sums = tl.full([PADDED_GROUPS, PADDED_VALUE_DIM], 0.0, tl.float32)
+    for at in range(first, last, BLOCK):
+        index = at + tl.arange(0, BLOCK)
+        real = index < last
+        if CHOSEN:
+            entry = tl.load(entries + line * entries_line + index, mask=real, other=0)
+        else:
+            entry = index.to(tl.int64)
+        slot = after + (entry - kept) * stride
+        if LISTED:
+            listed = tl.load(body + owner * body_line + entry, mask=real & (entry < kept), other=0)
+            slot = tl.where(entry < kept, listed, slot)
+        k = tl.load(
+            keys + slot[:, None] * key_slot + dim[None, :], mask=real[:, None] & (dim < DIM)[None, :], other=0.0
+        )
+        # In units of log 2.
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
+        if MASK == 0:
+            seen = real
+        if MASK == 1:
+            own = tl.load(mask + row * mask_row + head * mask_head + slot, mask=real, other=0)
+            seen = real & ((own != 0) | (index == number - 1))
+        if MASK == 2:
+            # Query heads that share an entry share its bias.
+            own = head * MASKS + group // (GROUPS // MASKS)
+            bias = tl.load(
+                mask + row * mask_row + own[:, None] * mask_head + slot[None, :],
+                mask=(group < GROUPS)[:, None] & real[None, :],
+                other=0.0,
+            )
+            logits += bias.to(tl.float32) * 1.4426950408889634
+            seen = real
+        logits = tl.where(seen[None, :], logits, float("-inf"))
+        higher = tl.maximum(greatest, tl.max(logits, 1))
+        # A part of which nothing is seen has no greatest logit.
+        finite = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(logits - finite[:, None])
+        shrink = tl.exp2(greatest - finite)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(
+            values + slot[:, None] * value_slot + value_dim[None, :],
+            mask=real[:, None] & (value_dim < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        greatest = higher
+
+    some = total > 0
+    divisor = tl.where(some, total, 1.0)
+    place = (line * tl.num_programs(1) + part) * GROUPS + group
+    real_group = group < GROUPS
+    tl.store(
+        norm + place,
+        tl.where(some, (greatest + tl.log2(divisor)) * 0.6931471805599453, float("-inf")),
+        mask=real_group,
+    )
+    tl.store(
+        out + place[:, None] * VALUE_DIM + value_dim[None, :],
+        sums / divisor[:, None],
+        mask=real_group[:, None] & (value_dim < VALUE_DIM)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["number"])
+def merge_kernel(
+    parts,
+    norms,
+    out,
+    norm,
+    number,
+    GROUPS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PADDED_PARTS: tl.constexpr,
+    PADDED_VALUE_DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    line = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    at = tl.arange(0, PADDED_PARTS)
+    norms += line * number * GROUPS + group
+    parts += (line * number * GROUPS + group) * VALUE_DIM
+    each = tl.load(norms + at * GROUPS, mask=at < number, other=float("-inf"))
+    greatest = tl.max(each, 0)
+    finite = tl.where(greatest == float("-inf"), 0.0, greatest)
+    total = tl.sum(tl.exp(each - finite), 0)
+    # Parts behind a line's last entry hold nothing.
+    used = tl.max(tl.where(each > float("-inf"), at + 1, 0), 0)
+    dim = tl.arange(0, PADDED_VALUE_DIM)
+    sums = tl.full([PADDED_VALUE_DIM], 0.0, tl.float32)
+    for first in range(0, used, BLOCK):
+        some = first + tl.arange(0, BLOCK)
+        weights = tl.exp(tl.load(norms + some * GROUPS, mask=some < used, other=float("-inf")) - finite)
+        # What a part of which nothing was seen has written does not count.
+        part = tl.load(
+            parts + some[:, None] * (GROUPS * VALUE_DIM) + dim[None, :],
+            mask=(weights > 0)[:, None] & (dim < VALUE_DIM)[None, :],
+            other=0.0,
+        )
+        sums += tl.sum(weights[:, None] * part, 0)
+    divisor = tl.where(total > 0, total, 1.0)
+    place = line * GROUPS + group
+    tl.store(out + place * VALUE_DIM + dim, sums / divisor, mask=dim < VALUE_DIM)
+    tl.store(norm + place, tl.where(total > 0, finite + tl.log(divisor), float("-inf")))

@@ -1,0 +1,83 @@
+"""Compile every kernel for GPUs that need not be there, as calls on real shapes would; run by test_compile.py.
+
+Prints a line of JSON per kernel and variant: for what it is, its shared memory in bytes, and how many of its reads are
+asynchronous copies of 16 bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from kvsieve.kernels import decode, window
+from kvsieve.kernels.decode import decode_attention, line_attention, ragged_decode
+from kvsieve.kernels.pages import page_bounds, page_scores, update_pages
+from kvsieve.kernels.window import pooled, window_mass
+
+
+def pretend(capability: int, **facts: object) -> None:
+    """Let every launch end with its machine code for this compute capability."""
+    target = GPUTarget("cuda", capability, 32)
+    triton.runtime.driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target,
+            get_current_device=lambda: capability,
+            get_current_stream=lambda device: 0,
+        )
+    )
+    decode.multiprocessors = window.multiprocessors = lambda device: 132
+
+    def compiled(kernel, grid):
+        def call(*args, **sizes):
+            found = kernel.warmup(*args, grid=grid, **sizes)
+            assert found.asm["cubin"]
+            wide = found.asm["ptx"].count("cp.async.cg.shared.global")
+            line = {"name": kernel.__name__, "shared": found.metadata.shared, "wide": wide}
+            print(json.dumps({"capability": capability, **facts, **line}), flush=True)
+
+        return call
+
+    triton.JITFunction.__getitem__ = compiled
+
+
+def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
+    """A call of every function, with and without what is optional."""
+    heads, length = 2, 1 << 16
+    count = torch.tensor(length - 3)
+    query = torch.zeros(1, heads * groups, 1, dim, dtype=dtype)
+    keys = torch.zeros(1, heads, length + 5, dim, dtype=dtype)[:, :, 5:]
+    values = torch.zeros(1, heads, length, value_dim, dtype=dtype)
+    valid = torch.ones(1, 1, length, dtype=torch.bool)
+    decode_attention(query, keys, values, scale=0.1)
+    decode_attention(query, keys, values, scale=0.1, length=count, valid=valid)
+    bias = torch.zeros(1, heads, length, dtype=dtype)
+    ragged_decode(query, keys[0, :1], values[0, :1], bias, scale=0.1)
+    lines = query.view(heads, groups, dim)
+    flat = keys.flatten(0, 2), values.flatten(0, 2)
+    slots, tail = (torch.zeros(heads, *size, dtype=torch.int64) for size in ((length,), ()))
+    line_attention(lines, *flat, scale=0.1, entries=slots[:, :256], tail=tail)
+    line_attention(lines, *flat, scale=0.1, entries=slots[:, None, :256].expand(-1, groups, -1), body=slots, tail=tail)
+    line_attention(lines, *flat, scale=0.1, body=slots, tail=tail, stride=heads, length=count, capacity=length)
+    window = torch.zeros(1, heads * groups, 40, dim, dtype=dtype)[:, :, 8:]
+    window_mass(window, keys, 0.1)
+    window_mass(window, keys, 0.1, valid)
+    for pooling in ("avg", "max"):
+        pooled(torch.zeros(1, heads * groups, length), heads, 7, pooling)
+    table = torch.zeros(heads, 2, dim, 4096, dtype=dtype)
+    page_bounds(table, lines, count)
+    page_scores(table[..., :4001], torch.zeros(heads, groups, 9), slots[:, :9])
+    update_pages(table, torch.zeros(heads, dim, dtype=dtype), count, 16)
+    update_pages(table[:, :1], torch.zeros(heads, dim, dtype=dtype), 5, 1)
+
+
+if __name__ == "__main__":
+    # Each argument is CAPABILITY,DTYPE,G,D,Dv.
+    for argument in sys.argv[1:]:
+        capability, dtype, *shape = argument.split(",")
+        pretend(int(capability), dtype=dtype)
+        call_all(getattr(torch, dtype), *map(int, shape))

@@ -1,0 +1,162 @@
+"""Decoding kernels equal the slow definition, whatever the entries lie in and however they are split."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvsieve import kernels
+from kvsieve.attention import dense_attention, ragged_attention, sparse_attention
+from kvsieve.attention.reference import reference_attention
+from kvsieve.cache import DenseStore, keep
+from kvsieve.core.lines import Choice, Lines
+from kvsieve.core.selection import pack_ragged
+from kvsieve.kernels import decode, launch
+
+# Types with numbers of query heads per line.
+MIXES = {
+    "fp32-G3": (torch.float32, 3),
+    "bf16-G1": (torch.bfloat16, 1),
+    "bf16-G17": (torch.bfloat16, 17),
+    "fp16-G4": (torch.float16, 4),
+}
+CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(params=[1, 50], ids=["one-part", "parts"], autouse=True)
+def parts(request, monkeypatch):
+    """How far lines are split; tiles are small, so that there are several of them."""
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: request.param)
+    monkeypatch.setattr(decode, "_BYTES", 2048)
+    if request.param == 1:
+        monkeypatch.setattr(decode, "PER_SM", 1)
+
+
+def close(ours, theirs):
+    assert ours.isfinite().all()
+    torch.testing.assert_close(ours.float(), theirs.float(), atol=CLOSE[ours.dtype], rtol=CLOSE[ours.dtype])
+
+
+def tensors(dtype, groups, heads=2, size=77, dim=20, value_dim=12, batch=2):
+    torch.manual_seed(size + groups)
+    shapes = (batch, heads * groups, 1, dim), (batch, heads, size, dim), (batch, heads, size, value_dim)
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype, groups", MIXES.values(), ids=MIXES)
+@pytest.mark.parametrize("padding", [None, "rows", "heads"])
+def test_dense_views_of_larger_buffers(dtype, groups, padding):
+    query, keys, values = tensors(dtype, groups)
+    keys, values = keys[:, :, 3:66], values.transpose(1, 2).contiguous().transpose(1, 2)[:, :, :63]
+    valid = None
+    if padding is not None:
+        valid = torch.rand(2, 1 if padding == "rows" else 2, 63) > 0.4
+        valid[1, :, :40], valid[0, :, -1] = False, False
+    ours = dense_attention(query, keys, values, scale=0.3, valid=valid)
+    close(ours, reference_attention(query, keys, values, scale=0.3, valid=valid))
+
+
+@pytest.mark.parametrize("length", [1, 2, 33, 77])
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32], ids=["int64", "int32"])
+def test_a_length_on_the_device(length, kind):
+    query, keys, values = tensors(torch.float32, 2)
+    keys[:, :, length:] = values[:, :, length:] = float("nan")
+    valid = torch.rand(2, 1, 77) > 0.5
+    for count in (torch.tensor(length, dtype=kind), torch.tensor([length], dtype=kind), length):
+        ours = kernels.decode_attention(query, keys, values, scale=0.3, length=count, valid=valid)
+        seen = (part[:, :, :length] for part in (keys, values))
+        close(ours, reference_attention(query, *seen, scale=0.3, valid=valid[..., :length]))
+
+
+@pytest.mark.parametrize("dtype, groups", MIXES.values(), ids=MIXES)
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_heads_of_different_numbers_of_entries(dtype, groups):
+    query, keys, values = tensors(dtype, groups, heads=3)
+    kept = torch.rand(2, 3, 77) > torch.tensor([0.1, 0.9, 0.97])[:, None]
+    kept[..., 70:] = True
+    full = DenseStore()
+    full.append(keys, values, torch.arange(77)[None])
+    store = keep(full.clone(), pack_ragged(kept))
+    ours = ragged_attention(query, *store.flat, scale=0.3)
+    close(ours, reference_attention(query, keys, values, scale=0.3, valid=kept))
+
+
+def lines_in(keys, values, body, stride):
+    """Lines over the slots of flat buffers; `size` entries each, of which `body` are listed."""
+    lines, size = 4, 50
+    slots = torch.randperm(len(keys))
+    tail = 2 + torch.arange(lines)
+    listed = slots[: lines * body].view(lines, body) if body else None
+    return Lines(keys, values, listed, tail, stride, size)
+
+
+@pytest.mark.parametrize("body", [0, 1, 21], ids=lambda n: f"{n}-listed")
+@pytest.mark.parametrize("chosen", [None, 7, 49, "per-query-head", "one-for-all"])
+def test_entries_of_lines(body, chosen):
+    query, keys, values = tensors(torch.bfloat16 if body else torch.float32, 1, heads=12, size=250, batch=1)
+    query, keys, values = query.view(4, 3, 20), keys[0, 0], values[0, 0]
+    lines = lines_in(keys, values, body, stride=4)
+    everything = lines.span(0, lines.size)
+    entries = everything
+    if isinstance(chosen, int):
+        entries = torch.rand(4, lines.size).argsort(-1)[:, :chosen]
+    elif chosen == "per-query-head":
+        entries = torch.rand(4, 3, lines.size).argsort(-1)[..., :9]
+    elif chosen is None:
+        entries = None
+    if entries is None:
+        where = {"body": lines.body, "tail": lines.tail, "stride": 4}
+        length = torch.tensor(lines.size - 5)
+        ours = kernels.line_attention(query, keys, values, scale=0.3, length=length, capacity=lines.size, **where)
+        entries = everything[:, :-5]
+    else:
+        ours = sparse_attention(query, lines, Choice(entries), scale=0.3)
+    per_head = entries if entries.ndim == 3 else entries[:, None].expand(-1, 3, -1)
+    found = [
+        reference_attention(
+            query[None, :, one, None], *(part[None] for part in lines.read(per_head[:, one])), scale=0.3
+        )
+        for one in range(3)
+    ]
+    close(ours, torch.cat([each[0] for each in found], 1))
+
+
+def test_a_blend_follows():
+    query, keys, values = tensors(torch.bfloat16, 2, batch=1)
+    lines = Lines(keys.flatten(0, 2), values.flatten(0, 2), None, torch.arange(2) * 77, 1, 77)
+    choice = Choice(torch.arange(9).expand(2, -1), (torch.rand(2, 2), torch.randn(2, 12)))
+    plain = sparse_attention(query.view(2, 2, 20), lines, Choice(choice.entries), scale=0.3)
+    ours = sparse_attention(query.view(2, 2, 20), lines, choice, scale=0.3)
+    weight, vector = choice.blend
+    close(ours, weight[..., None] * plain + (1 - weight[..., None]) * vector[:, None])
+
+
+def test_the_norm_is_the_log_sum_exp_and_nothing_seen_gives_nothing():
+    query, keys, values = tensors(torch.float32, 2)
+    out, norm = decode.attend(query.view(4, 2, 20), keys, values, scale=0.3, count=70, capacity=77)
+    logits = query.view(2, 2, 2, 20) @ keys[:, :, :70].transpose(-1, -2) * 0.3
+    close(norm, logits.logsumexp(-1).view(4, 2))
+    out, norm = decode.attend(query.view(4, 2, 20), keys, values, scale=0.3, count=torch.tensor(0), capacity=77)
+    assert out.eq(0).all() and norm.eq(float("-inf")).all()
+
+
+def test_what_is_split_fills_the_gpu(monkeypatch):
+    """Programs are no more than run at a time; a length's growth changes no compiled kernel."""
+    launched = []
+
+    class Spy:
+        def __getitem__(self, grid):
+            return lambda *args, **sizes: launched.append((grid, sizes))
+
+    monkeypatch.setattr(decode, "split_kernel", Spy())
+    monkeypatch.setattr(decode, "merge_kernel", Spy())
+    monkeypatch.setattr(decode, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(decode, "PER_SM", launch.PER_SM)
+    monkeypatch.setattr(decode, "_BYTES", 32 << 10)
+    for size in (131072, 131073):
+        query, keys = (torch.empty(1, heads, 1, 128, dtype=torch.bfloat16) for heads in (32, 8))
+        keys = keys.expand(-1, -1, size, -1)
+        kernels.decode_attention(query, keys, keys, scale=1.0)
+    (first, sizes), _, (second, same), _ = launched
+    assert first == second and sizes == same
+    assert 200 <= first[0] * first[1] <= 132 * launch.PER_SM
