@@ -25,6 +25,13 @@ READERS := exacttopk,quest,sparq,hsa,rocketkv
 ALL := benchmarks/results/methods
 EVERY := streamingllm,knorm,snapkv:$(PROFILE),h2o,tova,sagekv,lookahead:$(PROFILE),lagkv:decode=false;lag=64,keydiff,expectedattention,qfilters:$(PROFILE),kvzip,duoattention:$(PROFILE);sinks=16;recent=64,adakv:$(PROFILE),pyramidkv:$(PROFILE),cake:$(PROFILE),zigzagkv,dynamickv:$(PROFILE),squeezeattention,chunkkv,criticalkv,fastkv:$(PROFILE),asl:$(PROFILE),gemfilter:layer=22;kernel=21,pyramidinfer:rate=0.7;window=16;kernel=21
 
+# What is timed beside transformers; `make bench PEER=peer/bin/python` times that interpreter's kvpress as well.
+BENCH := benchmarks/results/bench
+TIMED := snapkv:budget=10%,lagkv:budget=10%,adakv:budget=10%,duoattention:budget=10%;$(PROFILE),fastkv:tsp_layer=14;tsp_rate=0.2;budget=10%,fastkv:budget=10%;$(PROFILE),gemfilter:budget=10%,rocketkv:budget=256,rocketkv-mt:budget=256,hsa:budget=256,quest:budget=256,sparq:budget=256
+TIMED_BATCH := snapkv:budget=10%,fastkv:tsp_layer=14;tsp_rate=0.2;budget=10%,rocketkv:budget=256
+PEERS := snapkv,adakv
+BESIDE = $(if $(PEER),--peer-python $(PEER) --peer-methods $(PEERS))
+
 .PHONY: demo test bench results claims readers methods docs clean
 
 demo: $(VENV)/.ready
@@ -37,7 +44,9 @@ test: $(VENV)/.ready
 	$(BIN)/pytest
 
 bench: $(VENV)/.ready
-	$(BIN)/python benchmarks/first.py
+	$(BIN)/kvsieve bench --methods "$(TIMED)" --lengths 2048,4096,7500 $(BESIDE) --out $(BENCH)/bench.json \
+		--plots $(BENCH)
+	$(BIN)/kvsieve bench --methods "$(TIMED_BATCH)" --lengths 4096 --batch 4 --rounds 3 --out $(BENCH)/batch.json
 
 results: $(VENV)/.ready
 	$(BIN)/kvsieve eval --tasks $(TASKS) --lengths 1024 --methods "$(METHODS)" --budgets 10%,25%,50% --samples 25 \

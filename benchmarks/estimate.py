@@ -1,4 +1,4 @@
-"""What `kvsieve estimate` predicts for the demo model beside what benchmarks/first.py measured.
+"""What `kvsieve estimate` predicts for the demo model beside what `kvsieve bench` measured.
 
     python benchmarks/estimate.py [--measured benchmarks/results/first.json] [--out benchmarks/results/estimate.json]
 
@@ -17,9 +17,10 @@ import torch
 
 from kvsieve import Plan
 from kvsieve.bench import environment
-from kvsieve.bench.estimate import Estimate, Geometry, estimate, geometry
+from kvsieve.bench.estimate import Estimate, Geometry, check_priced, estimate, geometry
 from kvsieve.cli.estimate import model_config
 from kvsieve.cli.output import markdown_table
+from kvsieve.errors import PlanError
 
 RESULTS = Path(__file__).parent / "results"
 QUANTITIES = {"ttft": "ttft_s", "tpot": "tpot_s", "kv": "kv_bytes"}
@@ -46,15 +47,16 @@ def fitted_rates(model: Geometry, report: dict[str, Any]) -> tuple[float, float]
 
 
 def compare(model: Geometry, report: dict[str, Any], rates: tuple[float, float]) -> list[dict[str, Any]]:
-    """One row per length and plan of benchmarks/first.py."""
+    """One row per length and plan that was measured and can be priced."""
     rows = []
     for length in sorted(report["lengths"], key=int):
         summary = report["lengths"][length]["summary"]
         full = estimate(model, Plan(), int(length))
         for name, description in report["plans"].items():
-            if name == "full":
+            plan = Plan.from_dict(description)
+            if not plan.roles or not _priced(plan):
                 continue
-            one = estimate(model, Plan.from_dict(description), int(length))
+            one = estimate(model, plan, int(length))
             at_rates = one.prefill_seconds(*rates) / full.prefill_seconds(*rates)
             row: dict[str, Any] = {"tokens": int(length), "plan": name, "ttft_ratio_at_rates": round(at_rates, 4)}
             for quantity, ratio in predicted(one, full).items():
@@ -64,6 +66,14 @@ def compare(model: Geometry, report: dict[str, Any], rates: tuple[float, float])
                 row[f"{quantity}_ratio_measured"] = round(measured, 4)
             rows.append(row)
     return rows
+
+
+def _priced(plan: Plan) -> bool:
+    try:
+        check_priced(plan)
+    except PlanError:
+        return False
+    return True
 
 
 def table(rows: list[dict[str, Any]]) -> str:

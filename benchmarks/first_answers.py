@@ -1,4 +1,4 @@
-"""How often the settings that `first.py` times, and those the demo uses, find a number hidden in a long text.
+"""How often settings that are timed (docs/performance.md), and those the demo uses, find a number in a long text.
 
     python benchmarks/first_answers.py [--tokens 3000] [--samples 8] [--out benchmarks/results/first_answers.json]
 
@@ -16,10 +16,16 @@ from pathlib import Path
 import torch
 
 import kvsieve
-from first import PLANS
 from kvsieve.bench import environment
 from kvsieve.cli.demo import demo_runs
 from kvsieve.cli.document import QUESTION, build_document
+
+PLANS = {
+    "full": kvsieve.plan("full"),
+    "snapkv 10%": kvsieve.plan("snapkv", budget="10%"),
+    "fastkv layer 14, 20%, 10%": kvsieve.plan("fastkv", budget="10%", tsp_layer=14, tsp_rate=0.2),
+    "fastkv layer 22, 30%, 10%": kvsieve.plan("fastkv", budget="10%", tsp_layer=22, tsp_rate=0.3),
+}
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsieve.cli.output import JsonOption, emit_json, one_line, print_table
-from kvsieve.cli.specs import MethodRun, compared_methods
+from kvsieve.cli.specs import MethodRun, compared_methods, spec
 from kvsieve.errors import InputError
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -60,13 +60,13 @@ def estimate_command(
         _print(report)
 
 
-def parse_contexts(text: str) -> list[int]:
+def parse_contexts(text: str, option: str = "--context") -> list[int]:
     """``8k,7500`` -> [8192, 7500]; k is 1024 and m 1024 k. Raises InputError."""
     contexts = []
     for part in text.split(","):
         match = re.fullmatch(r"([1-9]\d*)(k|m)?", part.strip().lower())
         if match is None:
-            raise InputError(f"--context takes tokens such as 7500, 8k or 128k, comma between several, got {text!r}")
+            raise InputError(f"{option} takes tokens such as 7500, 8k or 128k, comma between several, got {text!r}")
         contexts.append(int(match[1]) * {None: 1, "k": 1024, "m": 1024**2}[match[2]])
     return contexts
 
@@ -201,12 +201,11 @@ def _print(report: dict[str, Any]) -> None:
 
 
 def _row(result: dict[str, Any]) -> list[str]:
-    settings = ";".join(f"{name}={value}" for name, value in result["given"].items())
     seconds, milliseconds = result.get("ttft_s"), result.get("tpot_ms")
     batches = [str(result["largest_batch"])] if "largest_batch" in result else []
     return [
         str(result["context_tokens"]),
-        f"{result['method']}:{settings}" if settings else result["method"],
+        spec(result["method"], result["given"]),
         _size(result["kv_bytes"]),
         f"{100 * result['kv_ratio']:.1f}%",
         _short(result["prefill_flops"] / 1e12),

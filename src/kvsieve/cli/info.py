@@ -14,7 +14,7 @@ from kvsieve.cli.output import JsonOption, emit_json, markdown_table, one_line, 
 from kvsieve.errors import KvsieveError
 
 # Packages of the extras, and the extra each belongs to.
-_EXTRAS = {"gguf": "demo", "matplotlib": "eval", "datasets": "scbench", "lm_eval": "lm-eval"}
+_EXTRAS = {"gguf": "demo", "matplotlib": "eval", "datasets": "scbench", "lm_eval": "lm-eval", "accelerate": "parallel"}
 
 
 def methods_command(

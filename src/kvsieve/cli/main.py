@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import kvsieve
-from kvsieve.cli import calibrate, chat, demo, estimate, evaluate, info, models_table, report, run
+from kvsieve.cli import bench, calibrate, chat, demo, estimate, evaluate, info, models_table, report, run
 from kvsieve.cli.output import emit_json, one_line, printed_warnings
 from kvsieve.errors import InputError, KvsieveError, PlanError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.command("run")(run.run_command)
 app.command("chat")(chat.chat_command)
 app.command("demo")(demo.demo_command)
+app.command("bench")(bench.bench_command)
 app.command("estimate")(estimate.estimate_command)
 app.command("methods")(info.methods_command)
 app.command("models")(models_table.models_command)

@@ -20,9 +20,20 @@ class MethodRun:
     plan: Plan
 
     @property
+    def label(self) -> str:
+        """As it is written on the command line."""
+        return spec(self.name, self.given)
+
+    @property
     def parameters(self) -> dict[str, Any]:
         """All parameters with their values, JSON-ready."""
         return all_parameters(self.name, self.given)
+
+
+def spec(method: str, given: dict[str, Any]) -> str:
+    """The inverse of `split_specs` for one."""
+    settings = ";".join(f"{name}={value}" for name, value in given.items())
+    return f"{method}:{settings}" if settings else method
 
 
 def make_run(method: str, **given: Any) -> MethodRun:
@@ -65,12 +76,19 @@ def compared_methods(text: str, budget: str | None, profile: str | None = None) 
 def method_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
     """Names and parameters of a list like ``full,snapkv:kernel=21;window=16``. Raises PlanError."""
     specs = []
-    for spec in filter(None, (part.strip() for part in text.split(","))):
-        method, _, settings = spec.partition(":")
-        info = method_info(method.strip())
-        given = _settings([each for each in settings.split(";") if each.strip()])
+    for method, given in split_specs(text):
+        info = method_info(method)
         check_parameters(info, given)
         specs.append((info.name, given))
+    return specs
+
+
+def split_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The same of names that need not be our methods'. Raises PlanError for a parameter that is not written so."""
+    specs = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        method, _, settings = part.partition(":")
+        specs.append((method.strip(), _settings([each for each in settings.split(";") if each.strip()])))
     return specs
 
 

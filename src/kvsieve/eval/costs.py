@@ -79,7 +79,7 @@ def measure_one(engine: Engine, setting: Setting, ids: Tensor) -> Row:
         "tpot_s": stats.tpot_s,
         "token_s": [round(each, 6) for each in result.token_s],
         "kv_bytes": stats.kv_bytes,
-        "kv_read_bytes": _read_bytes(stats, result.cache),
+        "kv_read_bytes": read_bytes(stats, result.cache),
         "peak_bytes": stats.peak_bytes,
         "deep_tokens": stats.deep_tokens,
         "kv_entries": stats.kv_entries,
@@ -87,11 +87,11 @@ def measure_one(engine: Engine, setting: Setting, ids: Tensor) -> Row:
     }
 
 
-def _read_bytes(stats: Stats, cache: SieveCache) -> int:
-    """Bytes that a token after the prompt reads on average: what was touched, and transformers' own sliding windows."""
+def read_bytes(stats: Stats, cache: SieveCache) -> int:
+    """Bytes that a token of all rows reads on average: what was touched, and transformers' own sliding windows."""
     windows = [layer for layer in cache.layers if not isinstance(layer, SieveLayer)]
     own = sum(layer.keys.nbytes + layer.values.nbytes for layer in windows)
-    return own if stats.traffic is None else own + stats.traffic.bytes + stats.traffic.estimate_bytes
+    return own if stats.traffic is None else own + cache.batch * (stats.traffic.bytes + stats.traffic.estimate_bytes)
 
 
 def kept_map(cache: SieveCache, length: int) -> list[list[float]]:

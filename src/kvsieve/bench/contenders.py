@@ -1,0 +1,163 @@
+"""What can be measured: plain transformers, a plan under kvsieve, and another library in its own interpreter."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+import kvsieve
+from kvsieve.bench.peer_process import Peer
+from kvsieve.bench.plain import read_and_decode
+from kvsieve.bench.prompts import Prompt
+from kvsieve.bench.work import Work
+from kvsieve.eval.costs import read_bytes
+from kvsieve.hf.memory import measure_peak
+from kvsieve.plans import Plan
+
+BASELINE = "transformers"
+_PEER = "kvpress "
+Run = dict[str, Any]
+
+
+class Contender(Protocol):
+    """pads: it can read a left-padded batch. here: it runs in this process, so its work can be counted."""
+
+    name: str
+    pads: bool
+    here: bool
+
+    def run(self, prompt: Prompt, new_tokens: int, work: Work | None = None) -> Run:
+        """One prompt or batch, read and answered greedily with exactly `new_tokens` (2 or more) per row.
+
+        Returns rows, ttft_s, tpot_s, kv_bytes held at the end, kv_read_bytes per token of all rows, peak_bytes (None
+        where unknown), applied, notes, and capture_s where recording or compiling took time that tpot_s leaves out.
+        work: stopped when the prompt is complete.
+        """
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What ran, JSON-ready."""
+        ...
+
+
+@dataclass
+class Transformers:
+    """transformers' own loop with its own cache: the baseline."""
+
+    model: Any
+    chunk: int | None = None
+    name: str = BASELINE
+    pads: bool = True
+    here: bool = True
+
+    def run(self, prompt: Prompt, new_tokens: int, work: Work | None = None) -> Run:
+        prompt = prompt.to(self.model.device)
+        first = None if work is None else work.stop
+        with measure_peak(self.model.device) as peak:
+            run, _ = read_and_decode(self.model, prompt.ids, prompt.mask, new_tokens, chunk=self.chunk, first=first)
+        return {**run, "peak_bytes": peak.bytes, "applied": True, "notes": []}
+
+    def describe(self) -> dict[str, Any]:
+        attention = self.model.config._attn_implementation
+        return {"kind": "transformers", "cache": "DynamicCache", "attention": attention, "chunk": self.chunk}
+
+
+@dataclass
+class Sieve:
+    """A plan under `kvsieve.attach` and `sieve.generate`. decode: see `attach`."""
+
+    model: Any
+    plan: Plan
+    name: str
+    chunk: int | None = None
+    decode: str = "auto"
+    pads: bool = True
+    here: bool = True
+
+    def run(self, prompt: Prompt, new_tokens: int, work: Work | None = None) -> Run:
+        prompt = prompt.to(self.model.device)
+        mask = torch.ones_like(prompt.ids) if prompt.mask is None else prompt.mask
+        criteria = [] if work is None else [_Stop(work)]
+        with kvsieve.attach(self.model, self.plan, decode=self.decode) as sieve:
+            result = sieve.generate(
+                prompt.ids,
+                mask,
+                chunk=self.chunk,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+                stopping_criteria=StoppingCriteriaList(criteria),
+            )
+        stats = result.stats
+        run: Run = {name: getattr(stats, name) for name in ("ttft_s", "tpot_s", "kv_bytes", "peak_bytes", "applied")}
+        run |= {"rows": len(prompt.ids), "kv_read_bytes": read_bytes(stats, result.cache), "notes": list(stats.notes)}
+        assert stats.decoding is not None
+        run |= {"capture_s": stats.decoding.capture_s, "decoding": asdict(stats.decoding)}
+        if stats.decoding.reason is not None:
+            run["notes"].append(f"decoded by {stats.decoding.engine}, not as asked: {stats.decoding.reason}")
+        return run
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": "kvsieve", "plan": self.plan.to_dict(), "chunk": self.chunk, "decode": self.decode}
+
+
+@dataclass
+class PeerMethod:
+    """A press of kvpress in another interpreter; "full" is none. It knows no padding, so batches are not its own."""
+
+    peer: Peer
+    method: str
+    budget: Any
+    options: dict[str, Any]
+    name: str
+    chunk: int | None = None
+    pads: bool = False
+    here: bool = False
+
+    def run(self, prompt: Prompt, new_tokens: int, work: Work | None = None) -> Run:
+        length = prompt.ids.shape[1]
+        kept = None if self.budget is None else self.budget.entries(length)
+        run = self.peer.run(prompt.ids.tolist(), new_tokens, self.method, kept, self.options)
+        run.pop("tokens")
+        acted = kept is None or kept < length
+        return {
+            **run,
+            "applied": acted,
+            "notes": [] if acted else [f"nothing was dropped: {kept} of {length} may stay"],
+        }
+
+    def describe(self) -> dict[str, Any]:
+        budget = None if self.budget is None else str(self.budget)
+        return {"kind": "kvpress", "method": self.method, "budget": budget, **self.options, **self.peer.versions}
+
+
+def peer_name(method: str) -> str:
+    return _PEER + method
+
+
+def is_peer(name: str) -> bool:
+    return name.startswith(_PEER)
+
+
+class _Stop(StoppingCriteria):
+    """Never stops anything but the counting, at the first token."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        self.work.stop()
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def measure(contender: Contender, batch: Prompt, rows: list[Prompt], new_tokens: int) -> dict[str, Any]:
+    """One round of one contender: the rows one by one, and as a batch where they are several and it can."""
+    # What the one before left behind is not this one's.
+    gc.collect()
+    alone = [contender.run(row, new_tokens) for row in rows]
+    return {"batch": contender.run(batch, new_tokens) if len(rows) > 1 and contender.pads else None, "alone": alone}

@@ -1,0 +1,88 @@
+"""The machine's limits, measured with the model's own weights, and what a prompt and a token need at least."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvsieve.bench.estimate import Geometry
+
+# Weights that are read in one go, so that no cache holds them; and rows of a large product.
+READ_BYTES = 2**29
+ROWS = {"cpu": 2048, "cuda": 8192}
+LEAST_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """bandwidth: bytes/s of matrix-vector products over the model's weights, more of them than caches hold.
+    matmul: FLOP/s of products of many tokens with a decoder layer's weights. Each the best of several."""
+
+    bandwidth: float
+    matmul: float
+
+    def prefill_seconds(self, flops: float) -> float:
+        return flops / self.matmul
+
+    def decode_seconds(self, geometry: Geometry, rows: int, kv_bytes: float, element_bytes: int) -> float:
+        """Seconds per token of each row, when `kv_bytes` are read for it in all."""
+        return (geometry.weights_read(rows) * element_bytes + kv_bytes) / self.bandwidth
+
+    def to_dict(self) -> dict[str, float]:
+        return {"bandwidth_gb_per_s": self.bandwidth / 1e9, "matmul_tflops": self.matmul / 1e12}
+
+
+@torch.no_grad()
+def measure_rates(model: Any) -> Rates:
+    """Measured now, on the model's device, in its dtype, with its threads."""
+    layers = [weight for layer in model.get_decoder().layers for weight in layer.parameters() if weight.ndim == 2]
+    head = model.get_output_embeddings()
+    weights = layers if head is None else [*layers, head.weight]
+    own = sum(weight.nbytes for weight in weights)
+    copies = [torch.clone(weight) for _ in range(math.ceil(READ_BYTES / own) - 1) for weight in weights]
+    everything = [*weights, *copies]
+    vectors = {weight.shape[1]: torch.randn(1, weight.shape[1]).to(weight) for weight in weights}
+
+    def read() -> None:
+        for weight in everything:
+            functional.linear(vectors[weight.shape[1]], weight)
+
+    bandwidth = sum(weight.nbytes for weight in everything) / _best_seconds(read, weights[0])
+    everything.clear()
+    copies.clear()
+    shapes = Counter(weight.shape for weight in layers)
+    weight_of = {weight.shape: weight for weight in layers}
+    size = ROWS[model.device.type] if model.device.type in ROWS else ROWS["cpu"]
+    flops = seconds = 0.0
+    for shape, count in shapes.items():
+        tokens = torch.randn(size, shape[1]).to(weight_of[shape])
+        took = _best_seconds(lambda x=tokens, w=weight_of[shape]: functional.linear(x, w), tokens)
+        flops += count * 2 * size * shape.numel()
+        seconds += count * took
+    return Rates(bandwidth, flops / seconds)
+
+
+def _best_seconds(run: Any, on: Tensor) -> float:
+    """Of at least three runs, after one that does not count."""
+    run()
+    best, spent, runs = math.inf, 0.0, 0
+    while runs < 3 or (spent < LEAST_SECONDS and runs < 50):
+        _wait(on)
+        began = time.perf_counter()
+        run()
+        _wait(on)
+        took = time.perf_counter() - began
+        best, spent, runs = min(best, took), spent + took, runs + 1
+    return best
+
+
+def _wait(tensor: Tensor) -> None:
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)

@@ -1,0 +1,170 @@
+"""A report of `kvsieve bench` as tables: (title, headers, rows)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvsieve.bench.compare import ALONE, growth
+from kvsieve.bench.contenders import BASELINE, is_peer
+
+Table = tuple[str, list[str], list[list[str]]]
+_MIB = 2**20
+_UNKNOWN = "-"
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    """Times and limits, memory, the batch where there is one, the peer where there is one, and growth over length.
+
+    Times are medians; a ratio in brackets is to plain transformers, the median of the ratios within each round. What
+    did not act as asked stands without ratios.
+    """
+    found: list[Table] = []
+    for length, entry in report["lengths"].items():
+        summary = entry["summary"]
+        found += [_times(length, summary, report), _memory(length, summary)]
+        if report["batch"] > 1:
+            found.append(_batch(length, summary, report["batch"]))
+        peers = [name for name in summary if is_peer(name)]
+        if peers:
+            found.append(_beside(length, summary, peers))
+    if len(report["lengths"]) > 1:
+        found.append(_growth(report))
+    return found
+
+
+def notes(report: dict[str, Any]) -> list[str]:
+    """What did not go as asked, a line each; what did not act first."""
+    silent, told = [], []
+    for length, entry in report["lengths"].items():
+        for name, row in entry["summary"].items():
+            text = f"{length} tokens: {name}: {'; '.join(row['notes'])}"
+            if not row["applied"]:
+                silent.append(f"DID NOT ACT, its times are no measure of it: {text}")
+            elif row["notes"]:
+                told.append(text)
+            if row["capture_s"] and row["capture_s"]["median"]:
+                took = row["capture_s"]["median"]
+                told.append(f"{length} tokens: {name}: capturing took {took:.2f} s, which TPOT leaves out")
+    if report.get("limits_unknown"):
+        told.append(f"limits are not known: {report['limits_unknown']}")
+    return silent + told
+
+
+def _times(length: str, summary: dict[str, Any], report: dict[str, Any]) -> Table:
+    rows_of = f" in {report['batch']} unequal rows, padded" if report["batch"] > 1 else ""
+    headers = [
+        "method",
+        "TTFT s",
+        "limit s",
+        "x limit",
+        "TPOT ms",
+        "limit ms",
+        "x limit",
+        "decode tok/s",
+        "total tok/s",
+    ]
+    rows = []
+    for name, row in summary.items():
+        rows.append(
+            [
+                _name(name, row),
+                _with_ratio(row, "ttft_s", 1, 2),
+                _plain(row.get("ttft_limit_s"), 1, 2),
+                _plain(row.get("ttft_of_limit"), 1, 1),
+                _with_ratio(row, "tpot_s", 1e3, 1),
+                _plain(row.get("tpot_limit_s"), 1e3, 1),
+                _plain(row.get("tpot_of_limit"), 1, 1),
+                _median(row, "decode_tokens_per_s", 1, 1),
+                _median(row, "tokens_per_s", 1, 2),
+            ]
+        )
+    return f"{length} tokens{rows_of}", headers, rows
+
+
+def _memory(length: str, summary: dict[str, Any]) -> Table:
+    headers = ["method", "KV held MiB", "KV read MiB/token", "KV after prompt", "at most in it", "allowed", "peak MiB"]
+    rows = [
+        [
+            _name(name, row),
+            _with_ratio(row, "kv_bytes", 1 / _MIB, 1, 3),
+            _median(row, "kv_read_bytes", 1 / _MIB, 1),
+            _plain(row.get("kv_final_bytes"), 1 / _MIB, 1),
+            _plain(row.get("kv_peak_bytes"), 1 / _MIB, 1),
+            _plain(row.get("kv_bound_bytes"), 1 / _MIB, 1),
+            _median(row, "peak_bytes", 1 / _MIB, 0),
+        ]
+        for name, row in summary.items()
+    ]
+    return f"{length} tokens: memory (allowed: what stays and one layer's full KV)", headers, rows
+
+
+def _batch(length: str, summary: dict[str, Any], batch: int) -> Table:
+    headers = ["method", "decode tok/s", "one by one", "ratio", "total tok/s", "one by one", "ratio"]
+    rows = [
+        [
+            _name(name, row),
+            _median(row, "decode_tokens_per_s", 1, 1),
+            _median(row, "alone_decode_tokens_per_s", 1, 1),
+            _median(row, "decode_gain", 1, 2),
+            _median(row, "tokens_per_s", 1, 2),
+            _median(row, "alone_tokens_per_s", 1, 2),
+            _median(row, "gain", 1, 2),
+        ]
+        for name, row in summary.items()
+    ]
+    return f"{length} tokens: {batch} rows as one batch, and one by one", headers, rows
+
+
+def _beside(length: str, summary: dict[str, Any], peers: list[str]) -> Table:
+    # Of a batch the peer reads the rows one by one only.
+    quantities, said = ("ttft_s", "tpot_s"), "TTFT and TPOT"
+    if summary[peers[0]]["ttft_s"] is None:
+        quantities, said = ALONE, "one by one, tokens/s while decoding and in all,"
+    rows = [
+        [_name(name, row), *(", ".join(_plain(_ratio(row, peer, q), 1, 2) for q in quantities) for peer in peers)]
+        for name, row in summary.items()
+        if name not in peers
+    ]
+    return (
+        f"{length} tokens: {said} over the peer's, within each round",
+        ["method", *(_name(peer, summary[peer]) for peer in peers)],
+        rows,
+    )
+
+
+def _growth(report: dict[str, Any]) -> Table:
+    lengths = sorted(report["lengths"], key=int)
+    summaries = [report["lengths"][length]["summary"] for length in lengths]
+    grown = growth(report)
+    headers = ["method", f"TPOT {lengths[-1]} / {lengths[0]}", *(f"TTFT ratio at {length}" for length in lengths)]
+    rows = []
+    for name, row in summaries[0].items():
+        ratios = [_ratio(each[name], BASELINE, "ttft_s") if name in each else None for each in summaries]
+        rows.append([_name(name, row), _plain(grown.get(name), 1, 2), *(_plain(ratio, 1, 2) for ratio in ratios)])
+    return f"growth with the prompt (ratios to {BASELINE})", headers, rows
+
+
+def _name(name: str, row: dict[str, Any]) -> str:
+    return name if row["applied"] else f"{name} (DID NOT ACT)"
+
+
+def _ratio(row: dict[str, Any], reference: str, metric: str) -> float | None:
+    spread = row["ratios"].get(reference, {}).get(metric)
+    return spread["median"] if spread and row["applied"] else None
+
+
+def _plain(value: float | None, scale: float, digits: int) -> str:
+    if value is None:
+        return _UNKNOWN
+    scaled = value * scale
+    # A tiny model's numbers would all be 0.00.
+    return f"{scaled:.{digits}f}" if scaled >= 10**-digits or not scaled else f"{scaled:.1g}"
+
+
+def _median(row: dict[str, Any], metric: str, scale: float, digits: int) -> str:
+    return _plain(row[metric]["median"] if row[metric] else None, scale, digits)
+
+
+def _with_ratio(row: dict[str, Any], metric: str, scale: float, digits: int, ratio_digits: int = 2) -> str:
+    ratio = _ratio(row, BASELINE, metric)
+    return _median(row, metric, scale, digits) + ("" if ratio is None else f" ({ratio:.{ratio_digits}f})")

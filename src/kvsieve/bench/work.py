@@ -1,0 +1,117 @@
+"""What reading a prompt takes, counted while it is read: tokens and entries that every layer met, KV bytes held."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from kvsieve.bench.estimate import Geometry
+from kvsieve.hf.cache import SieveLayer
+
+
+class Work:
+    """Counts from `start` to `stop`, by hooks on the decoder and its layers. Padding counts: it passes as well.
+
+    tokens: per layer, of one row, those that entered it in all passes over the prompt. flops: of the whole batch, by
+    the formulas of `bench.estimate`: linear layers for tokens that passed, attention for the pairs that met, the output
+    layer for one token. kv_peak_bytes: keys and values of all layers at the worst moment, when a layer holds all that
+    it attends to and has evicted nothing yet; kv_final_bytes: once the prompt is complete; kv_layer_bytes: of all the
+    prompt's tokens in the widest layer.
+    """
+
+    def __init__(self, model: Any, geometry: Geometry, length: int, rows: int) -> None:
+        self._decoder: nn.Module = model.get_decoder()
+        self._geometry = geometry
+        self._element = torch.empty((), dtype=model.dtype).element_size()
+        self._rows = rows
+        self._cache: Any = None
+        self._handles: list[Any] = []
+        self._before = 0
+        self.tokens = [0] * len(geometry.layers)
+        self.flops = 2.0 * geometry.head_parameters * rows
+        self.kv_peak_bytes = self.kv_final_bytes = 0
+        self.kv_layer_bytes = length * max(layer.kv_elements for layer in geometry.layers) * rows * self._element
+
+    def start(self) -> None:
+        hooks = [self._decoder.register_forward_pre_hook(self._opened, with_kwargs=True)]
+        for index, layer in enumerate(self._decoder.layers):  # type: ignore[arg-type]
+            hooks.append(layer.register_forward_pre_hook(functools.partial(self._entered, index), with_kwargs=True))
+            # A pass may be stopped on purpose inside a layer, and then no output follows.
+            left = functools.partial(self._left, index)
+            hooks.append(layer.register_forward_hook(left, with_kwargs=True, always_call=True))
+        self._handles = hooks
+
+    def stop(self) -> None:
+        """The prompt is complete."""
+        if self._handles:
+            self.kv_final_bytes = sum(_held(layer) for layer in self._cache.layers)
+            self.close()
+
+    def close(self) -> None:
+        """Take the hooks away and let go of the cache."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._cache = [], None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "layer_tokens": self.tokens,
+            "prefill_flops": self.flops,
+            "kv_peak_bytes": self.kv_peak_bytes,
+            "kv_final_bytes": self.kv_final_bytes,
+            "kv_bound_bytes": self.kv_final_bytes + self.kv_layer_bytes,
+        }
+
+    def _opened(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        self._cache = kwargs["past_key_values"]
+        self.flops += 2 * self._geometry.outside_parameters * self._rows * _fed(args, kwargs).shape[1]
+
+    def _entered(self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        layer = self._geometry.layers[index]
+        new = _fed(args, kwargs).shape[1]
+        stored = _entries(self._cache.layers[layer.reads])
+        # A layer that reads another's entries comes after it.
+        self._before = stored if layer.reads == index else stored - new
+        self.tokens[index] += new
+        self.flops += layer.pair_flops * pairs(self._before, new, layer.window) * self._rows
+
+    def _left(self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        layer = self._geometry.layers[index]
+        new = _fed(args, kwargs).shape[1]
+        if output is not None:
+            self.flops += 2 * layer.linear_parameters * new * self._rows
+        held = [_held(each) for each in self._cache.layers]
+        met = (self._before + new) * layer.kv_elements * self._rows * self._element
+        if layer.reads == index and layer.window is None:
+            held[index] = max(held[index], met)
+        self.kv_peak_bytes = max(self.kv_peak_bytes, sum(held))
+
+
+def pairs(before: int, new: int, window: int | None = None) -> float:
+    """Pairs of a query and a key it may see, when `new` tokens come to `before` entries."""
+    growing = new if window is None else min(max(window - before, 0), new)
+    return growing * before + growing * (growing + 1) / 2 + (new - growing) * (window or 0)
+
+
+def _fed(args: Any, kwargs: dict[str, Any]) -> Any:
+    if args:
+        return args[0]
+    return next(
+        kwargs[name] for name in ("hidden_states", "input_ids", "inputs_embeds") if kwargs.get(name) is not None
+    )
+
+
+def _entries(layer: Any) -> int:
+    if isinstance(layer, SieveLayer):
+        return layer.store.entries
+    return layer.keys.shape[-2] if layer.is_initialized else 0
+
+
+def _held(layer: Any) -> int:
+    """Bytes of keys and values, room for further ones included."""
+    if isinstance(layer, SieveLayer):
+        return layer.store.entry_bytes()
+    return layer.keys.nbytes + layer.values.nbytes if layer.is_initialized else 0

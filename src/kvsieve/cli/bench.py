@@ -1,0 +1,266 @@
+"""`kvsieve bench`: what methods cost beside plain transformers, and how far that is from the machine's limit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsieve.cli.estimate import parse_contexts
+from kvsieve.cli.output import JsonOption, emit_json, markdown_table, print_table, say
+from kvsieve.cli.run import DTYPES, load_model
+from kvsieve.cli.specs import MethodRun, compared_methods, make_run, spec, split_specs
+from kvsieve.errors import InputError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from kvsieve.bench.compare import Limits
+    from kvsieve.bench.contenders import Contender, PeerMethod
+    from kvsieve.bench.peer_process import Peer
+
+PEER_BUDGET = "10%"
+
+
+def bench_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id or directory of a checkpoint; the demo model if left out.")
+    ] = None,
+    methods: Annotated[
+        str, typer.Option(help="Beside transformers and full: snapkv:budget=10%,fastkv:tsp_layer=14;budget=10%.")
+    ] = "snapkv:budget=10%,fastkv:budget=10%",
+    lengths: Annotated[str, typer.Option(help="Prompt tokens: 7500, 8k (8192), or a list.")] = "2048,4096,7500",
+    batch: Annotated[
+        int, typer.Option(help="Rows, of n, 7/8 n, 3/4 n ... tokens: read as one padded batch and one by one.")
+    ] = 1,
+    new_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt.")] = 32,
+    rounds: Annotated[int, typer.Option(help="Rounds that count, after one that does not.")] = 5,
+    chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward pass; all at once if left out.")] = None,
+    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "bfloat16",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the best there is if left out.")] = None,
+    decode: Annotated[
+        str, typer.Option(help="How kvsieve generates: auto (graph on CUDA, else eager), eager, graph or compile.")
+    ] = "auto",
+    peer_python: Annotated[
+        str | None, typer.Option(help="Interpreter with kvpress: measured beside, in a process of its own.")
+    ] = None,
+    peer_methods: Annotated[
+        str, typer.Option(help=f"Of kvpress, beside its full KV: snapkv,adakv:budget=20% ({PEER_BUDGET} if not said).")
+    ] = "snapkv",
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file for the report, written after every length (--json prints it).")
+    ] = None,
+    plots: Annotated[Path | None, typer.Option(help="Directory for pictures; needs matplotlib.")] = None,
+    show: Annotated[Path | None, typer.Option(help="A saved report: print it, draw it, measure nothing.")] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Time and memory per method beside plain transformers, in one run, with the machine's limit."""
+    if plots is not None:
+        from kvsieve.eval.plot_style import require_matplotlib
+
+        require_matplotlib()
+    if show is not None:
+        _print(read_report(show), plots, markdown, as_json)
+        return
+    from kvsieve.hf.fixed import ENGINES
+
+    if decode not in ENGINES:
+        raise InputError(f"--decode must be one of {', '.join(ENGINES)}, got {decode!r}")
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    for option, value, least in (
+        ("--batch", batch, 1),
+        ("--rounds", rounds, 1),
+        ("--new-tokens", new_tokens, 2),
+        ("--chunk", 1 if chunk is None else chunk, 1),
+    ):
+        if value < least:
+            raise InputError(f"{option} must be at least {least}, got {value}")
+    sizes = sorted(set(parse_contexts(lengths, "--lengths")))
+    runs = {run.label: run for run in [make_run("full"), *compared_methods(methods, None)]}
+    presses = parse_peer_methods(peer_methods) if peer_python is not None else []
+    python = find_python(peer_python) if peer_python is not None else None
+    check_device(device)
+    loaded, tokenizer = load_model(model, dtype)
+    if device is not None:
+        loaded = loaded.to(device)
+    check_lengths(loaded, sizes, new_tokens)
+    settings = {
+        "batch": batch,
+        "new_tokens": new_tokens,
+        "rounds": rounds,
+        "chunk": chunk,
+        "decode": decode,
+    }
+    from kvsieve.bench.peer_process import Peer
+
+    if python is None:
+        report = run_bench(model, loaded, tokenizer, runs, [], None, sizes, settings, out)
+    else:
+        say(f"starting {python}")
+        with Peer(python, loaded) as peer:
+            report = run_bench(model, loaded, tokenizer, runs, presses, peer, sizes, settings, out)
+    _print(report, plots, markdown, as_json)
+
+
+def parse_peer_methods(text: str) -> list[tuple[str, Any, dict[str, Any]]]:
+    """kvpress methods as (name, Budget, further arguments of the press). Raises InputError or PlanError."""
+    from kvsieve.bench.peer import PRESSES
+    from kvsieve.budget import Budget
+
+    found = []
+    for name, options in split_specs(text):
+        if name not in PRESSES or name == "full":
+            known = ", ".join(each for each in PRESSES if each != "full")
+            raise InputError(f"--peer-methods knows {known}, got {name!r}; full is always measured")
+        found.append((name, Budget.parse(options.pop("budget", PEER_BUDGET)), options))
+    return found
+
+
+def find_python(name: str) -> str:
+    """The interpreter's path. Raises InputError."""
+    found = shutil.which(str(Path(name).expanduser()))
+    if found is None:
+        raise InputError(f"--peer-python {name!r} is no interpreter; expected one with kvpress, e.g. peer/bin/python")
+    return found
+
+
+def check_device(name: str | None) -> None:
+    """Raises InputError."""
+    import torch
+
+    if name is None:
+        return
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise InputError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+
+
+def check_lengths(model: Any, lengths: list[int], new_tokens: int) -> None:
+    """Raises InputError for prompts that do not fit the model's context."""
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and max(lengths) + new_tokens > context:
+        raise InputError(
+            f"--lengths {max(lengths)} and {new_tokens} new tokens are more than the model's context of {context}"
+        )
+
+
+def run_bench(
+    name: str | None,
+    model: Any,
+    tokenizer: Any,
+    runs: dict[str, MethodRun],
+    presses: list[tuple[str, Any, dict[str, Any]]],
+    peer: Peer | None,
+    lengths: list[int],
+    settings: dict[str, Any],
+    out: Path | None,
+) -> dict[str, Any]:
+    """The report, JSON-ready; written to `out` after every length."""
+    from kvsieve.bench import compare, prompts
+    from kvsieve.bench.contenders import BASELINE, Sieve, Transformers
+    from kvsieve.bench.environment import environment
+    from kvsieve.hf.probe import check_model
+    from kvsieve.models.fetch import MODEL_NAME
+
+    contenders: list[Contender] = [Transformers(model, settings["chunk"])]
+    for label, run in runs.items():
+        check_model(model, run.plan)
+        plan = run.plan.for_tokenizer(tokenizer)
+        contenders.append(Sieve(model, plan, label, settings["chunk"], settings["decode"]))
+    contenders += _peers(peer, presses)
+    say("measuring the machine")
+    limits, unknown = _limits(model)
+    report: dict[str, Any] = {
+        "environment": environment(),
+        "model": name or MODEL_NAME,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        **settings,
+        "baseline": BASELINE,
+        "contenders": {each.name: each.describe() for each in contenders},
+        "plans": {label: run.plan.to_dict() for label, run in runs.items()},
+        "parameters": {label: run.parameters for label, run in runs.items()},
+        "rates": None if limits is None else limits.rates.to_dict(),
+        "limits_unknown": unknown,
+        "lengths": {},
+    }
+    text = prompts.text_ids(tokenizer)
+    for length in lengths:
+        report["lengths"][str(length)] = compare.run_length(
+            contenders,
+            prompts.make_rows(text, length, settings["batch"]),
+            settings["new_tokens"],
+            settings["rounds"],
+            model=model,
+            limits=limits,
+            filler=tokenizer.pad_token_id or 0,
+            tell=lambda part, length=length: say(f"{length} tokens: {part}"),  # type: ignore[misc]
+        )
+        if out is not None:
+            compare.write_report(report, out)
+    return report
+
+
+def _peers(peer: Peer | None, presses: list[tuple[str, Any, dict[str, Any]]]) -> list[PeerMethod]:
+    from kvsieve.bench.contenders import PeerMethod, peer_name
+
+    if peer is None:
+        return []
+    found = [PeerMethod(peer, "full", None, {}, peer_name("full"))]
+    for method, budget, options in presses:
+        given = {"budget": str(budget), **options}
+        found.append(PeerMethod(peer, method, budget, options, peer_name(spec(method, given))))
+    return found
+
+
+def _limits(model: Any) -> tuple[Limits | None, str | None]:
+    """What limits are computed from, or why they are not known."""
+    from kvsieve.bench.compare import Limits, element_bytes
+    from kvsieve.bench.estimate import geometry
+    from kvsieve.bench.roofline import measure_rates
+
+    try:
+        found = geometry(model.config)
+    except UnsupportedModelError as error:
+        return None, str(error)
+    return Limits(found, measure_rates(model), element_bytes(model)), None
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """A saved report. Raises InputError."""
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"--show cannot read {str(path)!r}: {error}") from error
+    if not isinstance(report, dict) or not {"lengths", "batch", "contenders"} <= set(report):
+        raise InputError(f"--show expects a report that `kvsieve bench --out` wrote, got {str(path)!r}")
+    return report
+
+
+def _print(report: dict[str, Any], plots: Path | None, markdown: bool, as_json: bool) -> None:
+    from kvsieve.bench.tables import notes, tables
+
+    if plots is not None:
+        from kvsieve.bench.plots import draw
+
+        for file in draw(report, plots):
+            say(f"drew {file}")
+    for note in notes(report):
+        say(f"note: {note}")
+    if as_json:
+        emit_json(report)
+        return
+    if report["rates"] is not None:
+        bandwidth, matmul = report["rates"]["bandwidth_gb_per_s"], report["rates"]["matmul_tflops"]
+        print(f"{report['model']}, {report['dtype']}, {report['device']}, {report['new_tokens']} new tokens")
+        print(f"matrix-vector {bandwidth:.1f} GB/s, matmul {matmul:.3g} TFLOP/s, measured in this run")
+    for title, headers, rows in tables(report):
+        if markdown:
+            print(f"\n{title}\n\n{markdown_table(headers, rows)}")
+        else:
+            print(f"\n{title}")
+            print_table(headers, rows)
