@@ -27,7 +27,9 @@ class Evictor(Protocol):
     set is a Looker as well. ``ragged = True`` tells tables that its heads may keep different numbers of entries.
     ``views = True``: nothing is dropped; what it chooses is what this turn's answer reads. A method ``entries(length:
     int, new_tokens: int) -> int`` is for a number of entries that the budget alone does not tell; new_tokens: tokens
-    expected after the prompt, 0 if nobody said.
+    expected after the prompt, 0 if nobody said. ``waits(layer_idx, num_layers, stored, state) -> bool`` says, from what
+    the host knows, that `select` would drop nothing of a layer with ``stored[b]`` real entries while decoding: passes
+    of fixed shapes then need not stop for it. ``needs_heads``: see `heads_needed`.
     """
 
     @property
@@ -62,6 +64,21 @@ class Evictor(Protocol):
         ...
 
 
+def heads_needed(role: object) -> str | None:
+    """Whose heads an evictor or propagator looks at to choose for a KV head, which tensor parallelism depends on.
+
+    A class says so itself in ``needs_heads``, which subclasses do not inherit: "own" where the KV head and its query
+    heads are enough, "all" where other heads of the layer count and it asks ``ctx.ranks`` for those of other processes.
+    One that holds a `base` needs what that needs as well. None: not said, and refused where heads are divided.
+    """
+    if "needs_heads" not in vars(type(role)):
+        return None
+    said: str | None = role.needs_heads  # type: ignore[attr-defined]
+    base = getattr(role, "base", None)
+    both = {said, said if base is None else heads_needed(base)}
+    return None if None in both else "all" if "all" in both else "own"
+
+
 def entries_kept(evictor: Evictor, length: int, new_tokens: int = 0) -> int:
     """Entries that an evictor keeps of a row whose prompt has `length` true tokens."""
     own = getattr(evictor, "entries", None)
@@ -94,7 +111,8 @@ class Reader(Protocol):
         """What of each line is read for query [X, G, D], the G query heads of each line.
 
         state: scratch of these lines; what it holds is derived from their entries (tensors with a row per line, or
-        objects with a method nbytes()), which between calls only grow.
+        objects with a method nbytes()), which between calls only grow. With ``fixed_shapes = True`` a reader says that
+        it also knows lines whose length is on the device, and remembers nothing but a Follower (core.lines) each.
         """
         ...
 
@@ -197,7 +215,7 @@ class Propagator(Protocol):
     It may also have ``restarts = True``: then the pass ends where `select` first chooses, and the chosen tokens are
     read again as a prompt of their own; ``keeps(length: int) -> int`` tells how many those are. ``queries(length: int)
     -> int`` is for a `window` that depends on the prompt's length, and ``caution(num_layers: int) -> str | None`` for
-    a warning when it is attached to a model.
+    a warning when it is attached to a model. ``needs_heads``: see `heads_needed`.
     """
 
     @property

@@ -67,6 +67,45 @@ class Quotas:
     counts: Tensor
 
 
+class Ranks:
+    """The processes that share the heads of every layer, under tensor parallelism; this class is one that is alone.
+
+    Of `size` processes the one of `rank` has the rank-th part of the query heads and of the KV heads, in order. What
+    returns a tensor or counts is called on all of them alike, equally often and in the same order, and gives the same
+    on all, bit for bit.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank = rank
+        self.size = size
+
+    def check_heads(self, query_heads: int) -> None:
+        """Raise UnsupportedModelError unless a layer that shows so many query heads is divided by heads."""
+
+    def own(self, heads: int) -> slice:
+        """Which of `heads`, all there are, are this rank's."""
+        each = heads // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def mean(self, part: Tensor) -> Tensor:
+        """Mean over the ranks, of what has the same shape on all."""
+        return part
+
+    def gather(self, scores: Tensor) -> Tensor:
+        """Scores [B, X, N] of this rank's heads -> [B, X * size, M] of all.
+
+        M is the largest N of all ranks; where there are fewer, -inf comes first.
+        """
+        return scores
+
+    def most(self, counts: tuple[int, ...]) -> tuple[int, ...]:
+        """For each row the largest count of all ranks."""
+        return counts
+
+
+ALONE = Ranks()
+
+
 class ModelFacts(Protocol):
     """What some methods need of the model beyond queries, keys and values; worked out when first asked for.
 
@@ -98,7 +137,7 @@ class LayerContext:
     keys, values: [B, H, N, D], post-RoPE; views of the store, not to be written to.
     index: int32 [B, H, N], column of each entry in the row as it was fed (padding counted), -1 for filler.
     valid: bool [B, H or 1, N], False for padding and filler; None when every entry is real.
-    stored: real entries of each row.
+    stored: real entries of each row, of its fullest head.
     scale: the factor the model multiplies query-key products with.
     state: scratch of this layer that lives as long as the cache; tensors in it have a row per row of the batch.
     offered: tokens of this turn that have come to this layer, the last `offered` stored entries; offered_counts: real
@@ -111,6 +150,7 @@ class LayerContext:
     layers: indices of the layers whose entries the plan may reduce, in order; () for all `num_layers`.
     hidden: [B, L, C], the hidden states of this pass's tokens as they enter the layer, and output: [B, Hq, L, Dv], what
         each head's attention made of them; only while a Looker that names "hidden" in `needs` looks.
+    ranks: the processes that have the other heads, if Hq and H are not all there are; see roles.heads_needed.
     """
 
     layer_idx: int
@@ -133,6 +173,7 @@ class LayerContext:
     layers: tuple[int, ...] = ()
     hidden: Tensor | None = None
     output: Tensor | None = None
+    ranks: Ranks = ALONE
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,46 @@ class Store:
         """Real entries per KV head of the fullest row; the mean where heads differ, rounded up."""
         return max(self.lengths, default=0)
 
+    @property
+    def heads(self) -> int:
+        """KV heads stored."""
+        raise NotImplementedError
+
+    @property
+    def stride(self) -> int:
+        """Slots that a new token takes."""
+        return 1
+
+    @property
+    def capacity(self) -> int:
+        """Slots there are, used or not."""
+        return self._buffers()[0].shape[-2]
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """All that `put` and reading touch: buffers of keys, values and index, what tells real entries, and more."""
+        return (*self._buffers(), self.valid_buffer)
+
+    def make_room(self, tokens: int) -> None:
+        """Have slots for `tokens` further tokens; buffers that have them stay what they are."""
+        raise NotImplementedError
+
+    def expect(self, column: int) -> None:
+        """Write ahead, for all slots not in use, what `put` leaves out: real tokens come, the next from `column`."""
+        raise NotImplementedError
+
+    def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Store one token's entries [B, H, 1, D] at `slots` (int64, one per slot it takes) which `expect` prepared.
+
+        Touches the buffers only, and reads nothing back from the device: `take_note` says that it has happened.
+        """
+        raise NotImplementedError
+
+    def take_note(self) -> None:
+        """A token has been `put` behind the last one, in every row."""
+        self.size += self.stride
+        self.lengths = tuple(length + 1 for length in self.lengths)
+
     def reorder(self, rows: Tensor) -> None:
         """Make row i a copy of row ``rows[i]`` (int64 [B']): beam search, repetition and row selection."""
         self._apply(lambda buffer: buffer.index_select(0, rows.to(buffer.device)))

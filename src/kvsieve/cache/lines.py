@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsieve.cache.ragged import RaggedStore
 from kvsieve.cache.store import DenseStore
-from kvsieve.core.lines import Lines
+from kvsieve.core.lines import Length, Lines
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Group:
 
     lines: int64 [X], which of all B * H' they are; None for all of them. row: int64 [X], in which row of the buffers
     each lies; body, tail: as in Lines, within that row. size: their entries. state: what the reader remembers of them.
+    cost: of the last sparse read, entries read, bytes looked at and the entries there were; None before there was one.
     """
 
     setting: Any
@@ -47,6 +48,7 @@ class Group:
     tail: Tensor
     size: int
     state: dict[str, Any] = field(default_factory=dict)
+    cost: tuple[int, int, int] | None = None
     _flat: tuple[int, Tensor | None, Tensor] | None = None
 
     def flat(self, capacity: int) -> tuple[Tensor | None, Tensor]:
@@ -67,12 +69,20 @@ class Grouped:
     stride: int
     stored: int
 
-    def lines(self, store: DenseStore | RaggedStore, group: Group) -> Lines:
-        """A group's lines now: entries that were appended since are their last ones."""
+    def entries(self, store: DenseStore | RaggedStore, group: Group) -> int:
+        """Entries of a group's lines now: those that were appended since are their last ones."""
+        return group.size + (store.size - self.stored) // self.stride
+
+    def most(self, store: DenseStore | RaggedStore, group: Group) -> int:
+        """Entries that a group's lines can have in the buffers there are."""
+        return group.size + (store.capacity - self.stored) // self.stride
+
+    def lines(self, store: DenseStore | RaggedStore, group: Group, length: Length | None = None) -> Lines:
+        """A group's lines now; or, with their length on the device, as many entries as there are slots for."""
         keys, values = (part.flatten(0, -2) for part in store._buffers()[:2])
-        body, tail = group.flat(store._buffers()[0].shape[-2])
-        since = (store.size - self.stored) // self.stride
-        return Lines(keys, values, body, tail, self.stride, group.size + since)
+        body, tail = group.flat(store.capacity)
+        size = self.entries(store, group) if length is None else self.most(store, group)
+        return Lines(keys, values, body, tail, self.stride, size, length)
 
     def nbytes(self) -> int:
         """Bytes of what readers remember, and of the lists of slots."""

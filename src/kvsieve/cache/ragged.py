@@ -35,6 +35,8 @@ class RaggedStore(Store):
         self._body = 0
         self.hides_newest = False
         self._counts = torch.zeros(0, 0, dtype=torch.int64)
+        # [H, H], what `put` writes for a new token's slots.
+        self._own = torch.zeros(0, 0)
 
     @classmethod
     def build(cls, keys: Tensor, values: Tensor, index: Tensor, selection: Selection, reserve: int = 0) -> Self:
@@ -129,11 +131,8 @@ class RaggedStore(Store):
         if keys.shape[1] != heads:
             keys, values = (part.repeat_interleave(heads // part.shape[1], 1) for part in (keys, values))
         end = self.size + new * heads
-        if end > self._buffers()[0].shape[1]:
-            capacity = whole(end + (reserve or max(MIN_ROOM, end // heads // 8)) * heads)
-            bias = grown(self._bias(), 2, self.size, capacity)
-            self._keys, self._values, self._index = (grown(part, 1, self.size, capacity) for part in self._buffers())
-            self.valid_buffer, self._shared = bias, False
+        if end > self.capacity:
+            self._resize(whole(end + (reserve or max(MIN_ROOM, end // heads // 8)) * heads))
         slots = slice(self.size, end)
         for to, part in zip(self._buffers()[:2], (keys, values), strict=True):
             to[:, slots].unflatten(1, (new, heads)).copy_(part.transpose(1, 2))
@@ -151,6 +150,37 @@ class RaggedStore(Store):
         counts = ((new,) * batch if valid is None else tuple(valid.sum(-1).tolist())) if counts is None else counts
         self.lengths = tuple(old + count for old, count in zip(self.lengths, counts, strict=True))
         self.size = end
+
+    @property
+    def stride(self) -> int:
+        return self.heads
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return (*super().tensors, self._own)
+
+    def make_room(self, tokens: int) -> None:
+        if self.size + tokens * self.heads > self.capacity:
+            self._resize(whole(self.size + tokens * self.heads))
+
+    def expect(self, column: int) -> None:
+        index, heads = self._buffers()[2][:, self.size :], self.heads
+        index.copy_(column + torch.arange(index.shape[1], device=index.device) // heads)
+        self._own = _bias_of_turns(heads, heads, 0, self._bias().dtype, index.device)
+        # Nobody's until they are put: all of the buffer is read.
+        self._bias()[:, :, self.size :] = torch.finfo(self._bias().dtype).min
+
+    def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        heads = self.heads
+        for to, part in zip(self._buffers()[:2], (keys, values), strict=True):
+            if part.shape[1] != heads:
+                part = part.repeat_interleave(heads // part.shape[1], 1)
+            to.index_copy_(1, slots, part[:, :, 0])
+        self._bias().index_copy_(2, slots, self._own.expand(len(keys), -1, -1))
+
+    def take_note(self) -> None:
+        super().take_note()
+        self.hides_newest = False
 
     def remask(self, mask: Tensor) -> None:
         """Apply a changed attention mask, bool [B, columns fed], to what is stored."""
@@ -189,6 +219,11 @@ class RaggedStore(Store):
         body = buffer.gather(1, rows).view(batch, heads, most, width)
         tail = buffer[:, self._body : self.size].unflatten(1, (-1, heads)).transpose(1, 2)
         return torch.cat([body, tail], 2)
+
+    def _resize(self, capacity: int) -> None:
+        bias = grown(self._bias(), 2, self.size, capacity)
+        self._keys, self._values, self._index = (grown(part, 1, self.size, capacity) for part in self._buffers())
+        self.valid_buffer, self._shared = bias, False
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._apply(change)

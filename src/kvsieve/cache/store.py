@@ -88,6 +88,25 @@ class DenseStore(Store):
         self.lengths = tuple(old + count for old, count in zip(self.lengths, counts, strict=True))
         self.size = end
 
+    def make_room(self, tokens: int) -> None:
+        if self.size + tokens > self.capacity:
+            self._resize(self.size + tokens)
+
+    def expect(self, column: int) -> None:
+        keys, values, index = (part[:, :, self.size :] for part in self._buffers())
+        # Masked, but read: what was never written could be no number.
+        keys.zero_()
+        values.zero_()
+        index.copy_(torch.arange(column, column + index.shape[2], device=index.device))
+        if self.valid_buffer is not None:
+            self.valid_buffer[:, :, self.size :] = True
+
+    def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        for to, part in zip(self._buffers()[:2], (keys, values), strict=True):
+            if part.shape[1] != to.shape[1]:
+                part = part.repeat_interleave(to.shape[1] // part.shape[1], 1)
+            to.index_copy_(2, slots, part)
+
     def keep(self, selection: Selection, reserve: int = 0) -> None:
         """Keep only the selected slots and free the rest.
 
@@ -123,7 +142,9 @@ class DenseStore(Store):
             self.valid_buffer = None
             self.lengths = (kept,) * indices.shape[0]
         else:
-            self.valid_buffer = torch.ones(real.shape[0], 1, capacity, dtype=torch.bool, device=indices.device)
+            shape = (real.shape[0], 1, capacity)
+            if not in_place or self.valid_buffer is None or self.valid_buffer.shape != shape:
+                self.valid_buffer = torch.ones(shape, dtype=torch.bool, device=indices.device)
             self.valid_buffer[:, :, :kept] = real[:, None]
             self._index[:, :, :kept].masked_fill_(~real[:, None], -1)
             self.lengths = selection.lengths or ()

@@ -3,9 +3,79 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
+
+
+@dataclass
+class Filled:
+    """What of so many pages of lines is there: hidden: bool [pages], True beyond the end. part: float64 [pages].
+
+    newest: int64 [1], the page of the newest entry. first: bool [1], whether that entry begins it. part: of its page
+    entries, how much a page holds, 0 beyond the end. count: int64 [], pages that hold any.
+    """
+
+    hidden: Tensor
+    part: Tensor
+    newest: Tensor
+    first: Tensor
+    count: Tensor
+
+
+class Length:
+    """How many entries lines really have, on the device: shapes then stay the same from token to token.
+
+    count: int64 [], at least 1. What follows from it is worked out once for all lines of that length.
+    """
+
+    def __init__(self, count: Tensor) -> None:
+        self.count = count
+        self._real: dict[int, Tensor] = {}
+        self._filled: dict[tuple[int, int], Filled] = {}
+
+    def real(self, size: int) -> Tensor:
+        """bool [size]: which of so many entries there are."""
+        if size not in self._real:
+            self._real[size] = torch.arange(size, device=self.count.device) < self.count
+        return self._real[size]
+
+    def filled(self, page: int, pages: int) -> Filled:
+        if (page, pages) not in self._filled:
+            held = (self.count - torch.arange(pages, device=self.count.device) * page).clamp(0, page)
+            last = self.count - 1
+            self._filled[page, pages] = Filled(
+                hidden=held == 0,
+                part=held.double() / page,
+                newest=(last // page).view(1),
+                first=(last % page == 0).view(1),
+                count=last // page + 1,
+            )
+        return self._filled[page, pages]
+
+
+class Follower(Protocol):
+    """What a reader with ``fixed_shapes = True`` remembers of lines, entry by entry.
+
+    size: entries taken in; a pass of fixed shapes takes one in on the device, and its driver counts it here.
+    """
+
+    size: int
+
+    def make_room(self, entries: int) -> None:
+        """Have room for so many entries in all, without a change of shape on the way."""
+        ...
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that is remembered."""
+        ...
+
+    def sums(self) -> tuple[Tensor, ...]:
+        """Those of them that taking in the same entry twice would change."""
+        ...
+
+    def nbytes(self) -> int: ...
 
 
 @dataclass
@@ -13,7 +83,8 @@ class Lines:
     """Entries of X lines, `size` each; a line is one KV head of one row (one query head, where each has its own set).
 
     keys: [S, D] and values: [S, Dv], all slots they may lie in. body: int64 [X, K], slots of the first K entries, or
-    None where K is 0. tail: int64 [X], the slot of entry K; every further one lies `stride` slots behind.
+    None where K is 0. tail: int64 [X], the slot of entry K; every further one lies `stride` slots behind. length: how
+    many of the `size` are really there, None for all; the others may be looked at, and must not be chosen.
     """
 
     keys: Tensor
@@ -22,6 +93,12 @@ class Lines:
     tail: Tensor
     stride: int
     size: int
+    length: Length | None = None
+
+    def newest(self) -> Tensor:
+        """The last entry of every line, int64 [X, 1]."""
+        last = self.size - 1 if self.length is None else self.length.count - 1
+        return (torch.zeros_like(self.tail) + last)[:, None]
 
     def keys_at(self, entries: Tensor) -> Tensor:
         """Keys [X, ..., D] of entries int64 [X, ...]."""

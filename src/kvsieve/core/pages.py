@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from kvsieve.core.lines import Lines
+from kvsieve import kernels
+from kvsieve.core.lines import Length, Lines
 
 
 class PageTable:
@@ -25,46 +26,122 @@ class PageTable:
 
     @property
     def pages(self) -> int:
-        return -(-self.size // self.page)
+        return self._pages(self.size)
 
     @property
     def halves(self) -> int:
         return 1 if self.page == 1 else 2
 
     def follow(self, lines: Lines) -> None:
-        """Take in the entries that have been stored since; those of full pages never change again."""
-        if self.size < lines.size:
+        """Take in the entries that have been stored since; those of full pages never change again.
+
+        Of lines whose length is on the device, the newest one: all others must be in.
+        """
+        if lines.length is not None:
+            self._take(lines.keys_at(lines.newest()), lines.length, self._pages(lines.size))
+        elif self.size < lines.size:
             self._add(lines.keys_at(lines.span(self.size, lines.size)))
 
-    def bounds(self) -> Tensor:
-        """[X, halves, D, pages], a view."""
+    def bounds(self, size: int | None = None) -> Tensor:
+        """[X, halves, D, pages] of so many entries (None: those taken in), a view."""
         assert self._table is not None
-        return self._table[..., : self.pages]
+        return self._table[..., : self._pages(self.size if size is None else size)]
 
-    def rows(self, channels: Tensor, greatest: Tensor) -> Tensor:
-        """Chosen channels, int64 [X, k], of all pages [X, k, pages]: greatest values where `greatest`, else least."""
+    def rows(self, channels: Tensor, greatest: Tensor, size: int | None = None) -> Tensor:
+        """Chosen channels, int64 [X, k], of all pages [X, k, pages]: greatest values where `greatest`, else least.
+
+        size: of so many entries, None for those taken in.
+        """
         assert self._table is not None
+        pages = self._pages(self.size if size is None else size)
         lines, _, dim, capacity = self._table.shape
         if self._starts is None or len(self._starts) != lines:
             self._starts = torch.arange(lines, device=channels.device)[:, None] * (self.halves * dim)
         at = channels + self._starts
         if self.halves == 2:
             at = at + (~greatest) * dim
-        return self._table.view(-1, capacity).index_select(0, at.view(-1)).view(*at.shape, capacity)[..., : self.pages]
+        return self._table.view(-1, capacity).index_select(0, at.view(-1)).view(*at.shape, capacity)[..., :pages]
+
+    def scores(self, weights: Tensor, channels: Tensor, greatest: Tensor, lines: Lines) -> tuple[Tensor, int]:
+        """Weighted sums [X, G, pages] of chosen channels (see `rows`), weights [X, G, k], and the bytes looked at.
+
+        Of pages beyond the end of lines whose length is on the device, anything.
+        """
+        assert self._table is not None
+        pages = self._pages(lines.size)
+        looked_at = channels.numel() * pages * self._table.element_size()
+        if kernels.usable(self._table, weights):
+            at = channels + (~greatest) * self._table.shape[2] if self.halves == 2 else channels
+            return kernels.page_scores(self._table[..., :pages], weights, at, self._count(lines)), looked_at
+        return weights @ self.rows(channels, greatest, lines.size).to(weights.dtype), looked_at
+
+    def bound(self, query: Tensor, lines: Lines) -> tuple[Tensor, int]:
+        """The greatest logit [X, G, pages] that query [X, G, D] can have in a page, and the bytes looked at.
+
+        In the query's dtype; of pages beyond the end of lines whose length is on the device, anything.
+        """
+        bounds = self.bounds(lines.size)
+        looked_at = bounds.numel() * bounds.element_size()
+        if kernels.usable(bounds, query):
+            return kernels.page_bounds(bounds, query, self._count(lines)), looked_at
+        bounds = bounds.to(query.dtype)
+        if self.halves == 1:
+            return query @ bounds[:, 0], looked_at
+        return query.clamp(min=0) @ bounds[:, 0] + query.clamp(max=0) @ bounds[:, 1], looked_at
+
+    def _count(self, lines: Lines) -> Tensor | None:
+        """Pages of lines whose length is on the device."""
+        return None if lines.length is None else lines.length.filled(self.page, self._pages(lines.size)).count
+
+    def make_room(self, entries: int) -> None:
+        needed = self._pages(entries)
+        if self._table is not None and needed > self._table.shape[-1]:
+            self._grow(self._table, needed)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return () if self._table is None else (self._table,)
+
+    def sums(self) -> tuple[Tensor, ...]:
+        return ()
 
     def nbytes(self) -> int:
         return 0 if self._table is None else self._table.nbytes
 
+    def _pages(self, entries: int) -> int:
+        return -(-entries // self.page)
+
+    def _grow(self, like: Tensor, needed: int) -> Tensor:
+        """A table of `needed` pages and some more that starts with this one's; like: [X, ...] of its dtype."""
+        dim = like.shape[2]
+        # A multiple of 16, for wide reads.
+        capacity = -(-(needed + max(32, needed // 8)) // 16) * 16
+        table = like.new_zeros(len(like), self.halves, dim, capacity)
+        if self._table is not None:
+            table[..., : self._table.shape[-1]] = self._table
+        self._table = table
+        return table
+
+    def _take(self, keys: Tensor, length: Length, pages: int) -> None:
+        """Take in the newest key [X, 1, D]: a page begins with it, or its bounds widen."""
+        assert self._table is not None
+        if kernels.usable(self._table, keys):
+            kernels.update_pages(self._table, keys[:, 0], length.count, self.page)
+            return
+        filled = length.filled(self.page, pages)
+        new = keys.transpose(1, 2)[:, None].expand(-1, self.halves, -1, -1)
+        if self.page > 1:
+            old = self._table.index_select(3, filled.newest)
+            wider = torch.stack([torch.maximum(old[:, 0], new[:, 0]), torch.minimum(old[:, 1], new[:, 1])], 1)
+            new = torch.where(filled.first, new, wider)
+        self._table.index_copy_(3, filled.newest, new)
+
     def _add(self, keys: Tensor) -> None:
-        lines, new, dim = keys.shape
+        new = keys.shape[1]
         # Entries that complete the newest page, then whole pages, of which the last may be short.
         first = min(new, -self.size % self.page)
         needed = -(-(self.size + new) // self.page)
         if self._table is None or needed > self._table.shape[-1]:
-            table = keys.new_zeros(lines, self.halves, dim, needed + max(32, needed // 8))
-            if self._table is not None:
-                table[..., : self._table.shape[-1]] = self._table
-            self._table = table
+            self._table = self._grow(keys, needed)
         if new == 1 and not first:
             # The one entry of a page that begins with it is both its bounds.
             self._table[..., needed - 1] = keys
@@ -104,8 +181,14 @@ def held_part(chosen: Tensor, query: Tensor) -> Tensor:
     return (part / whole.clamp_min(tiny)).clamp_min(tiny)
 
 
-def shares(scores: Tensor, size: int, page: int) -> Tensor:
-    """Softmax over `size` entries that have their page's score: `page` times the weight of one, [..., pages]."""
+def shares(scores: Tensor, size: int, page: int, length: Length | None = None) -> Tensor:
+    """Softmax over `size` entries that have their page's score: `page` times the weight of one, [..., pages].
+
+    length: how many of them there are, where the device knows; pages beyond the end weigh nothing.
+    """
+    if length is not None:
+        part = length.filled(page, scores.shape[-1]).part.to(scores.dtype)
+        return (scores + part.log()).softmax(-1) / part.clamp_min(1 / page)
     short = size % page
     if not short:
         return scores.softmax(-1)
@@ -116,13 +199,21 @@ def shares(scores: Tensor, size: int, page: int) -> Tensor:
     return weights
 
 
-def best_entries(weights: Tensor, size: int, page: int, count: int, newest: bool) -> Tensor:
+def best_entries(
+    weights: Tensor, size: int, page: int, count: int, newest: bool, length: Length | None = None
+) -> Tensor:
     """The `count` entries of the pages with the highest weights [..., pages]: int64 [..., count].
 
     Of the last page that is needed, its first entries; which of pages that weigh the same is left to torch. newest: the
-    last page is taken whatever it weighs; `weights` is written to.
+    last page is taken whatever it weighs; `weights` is written to. length: how many of `size` entries there are, where
+    the device knows; at least `count`.
     """
-    if newest:
+    if length is not None:
+        filled = length.filled(page, weights.shape[-1])
+        weights.masked_fill_(filled.hidden, float("-inf"))
+        if newest:
+            weights.index_fill_(-1, filled.newest, float("inf"))
+    elif newest:
         weights[..., -1] = float("inf")
     if page == 1:
         return weights.topk(count, dim=-1).indices
@@ -130,8 +221,8 @@ def best_entries(weights: Tensor, size: int, page: int, count: int, newest: bool
     # One more than needed, because the newest page may be short.
     best = weights.topk(min(pages, -(-count // page) + 1), dim=-1).indices
     entries = (best[..., None] * page + torch.arange(page, device=best.device)).flatten(-2)
-    if size % page == 0:
+    if length is None and size % page == 0:
         return entries[..., :count]
-    real = entries < size
+    real = entries < (size if length is None else length.count)
     order = real.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :count]
     return entries.gather(-1, order)

@@ -17,9 +17,11 @@ from kvsieve.hf import attention
 from kvsieve.hf import session as sessions
 from kvsieve.hf.cache import SieveCache
 from kvsieve.hf.chat import Chat
-from kvsieve.hf.compat import DynamicCache, attention_of, check_version, text_config
+from kvsieve.hf.compat import DynamicCache, attention_of, check_version, tensor_parallel_mesh, text_config
 from kvsieve.hf.facts import Facts
+from kvsieve.hf.fixed import Engine
 from kvsieve.hf.generate import GenerateResult, generate
+from kvsieve.hf.parallel import ranks_of
 from kvsieve.hf.probe import check_model
 from kvsieve.hf.restart import read_prompt
 from kvsieve.hf.saved import Saved, load_cache, save_cache
@@ -30,7 +32,7 @@ from kvsieve.plans import Plan
 class Sieve:
     """A model with a plan attached. Made by `attach`."""
 
-    def __init__(self, model: Any, plan: Plan) -> None:
+    def __init__(self, model: Any, plan: Plan, decode: str = "auto") -> None:
         self.model = model
         self.plan = plan
         self.config = text_config(model)
@@ -38,6 +40,8 @@ class Sieve:
         self.num_layers = len(self.decoder.layers)  # type: ignore[arg-type]
         self.source = plan.propagate.source(self.num_layers) if plan.propagate is not None else None
         self.facts = Facts(model)
+        self.ranks = ranks_of(model, plan)
+        self.engine = Engine(self.decoder, decode, divided=tensor_parallel_mesh(model) is not None)
         check = getattr(plan.evict, "check", None)
         if check is not None:
             check(self.num_layers)
@@ -158,14 +162,19 @@ class Sieve:
 
 
 @contextlib.contextmanager
-def attach(model: Any, plan: Plan) -> Iterator[Sieve]:
+def attach(model: Any, plan: Plan, *, decode: str = "auto") -> Iterator[Sieve]:
     """Run `model` under `plan` inside the with-block; on exit, also after an error, the model is as it was found.
 
     model: a causal language model of transformers, unmodified. Inside the block ``sieve.generate`` gives statistics;
     plain ``model.generate(...)`` and ``model(...)`` follow the plan too, with a cache of their own.
 
-    Raises UnsupportedModelError when the plan cannot run on the model, PlanError when a layer lies outside it, and
-    KvsieveError when the model has a plan attached already.
+    decode: how tokens after a prompt are computed: "eager" as transformers does; "graph" by a CUDA graph; "compile" by
+    torch.compile, which takes a minute for each new size of the stores; "auto" by a graph on CUDA, else eagerly. Passes
+    that cannot be run so are run eagerly, and ``stats.decoding`` says why.
+
+    Raises UnsupportedModelError when the plan cannot run on the model, PlanError when a layer lies outside it or it
+    cannot run where heads are divided among processes (docs/parallel.md), and KvsieveError when the model has a plan
+    attached already.
     """
     if not isinstance(plan, Plan):
         raise KvsieveError(f"attach takes a Plan, got {plan!r}; make one with kvsieve.plan('snapkv', budget='20%')")
@@ -174,7 +183,7 @@ def attach(model: Any, plan: Plan) -> Iterator[Sieve]:
     if found == attention.NAME:
         raise KvsieveError("the model has a plan attached already; leave that `with` block first")
     check_model(model, plan)
-    sieve = Sieve(model, plan)
+    sieve = Sieve(model, plan, decode)
     caution = plan.caution(sieve.num_layers)
     if caution is not None:
         warnings.warn(caution, KvsieveWarning, stacklevel=3)
@@ -187,11 +196,13 @@ def attach(model: Any, plan: Plan) -> Iterator[Sieve]:
                 f"{type(model).__name__} does not take up another attention implementation, so {plan.name!r} cannot run"
             )
         handles = _hooks(sieve)
+        sieve.engine.install()
         with sessions.closing():
             yield sieve
     finally:
         for handle in handles:
             handle.remove()
+        sieve.engine.remove()
         model.set_attn_implementation(found)
 
 
@@ -210,7 +221,7 @@ def _hooks(sieve: Sieve) -> list[Any]:
                 f"past_key_values is a {type(cache).__name__}, on which {sieve.plan.name!r} could not run; pass "
                 "sieve.new_cache(), or nothing"
             )
-        sessions.open_session(sieve.plan, sieve.source, sieve.num_layers, cache, kwargs, sieve.facts)
+        sessions.open_session(sieve.plan, sieve.source, sieve.num_layers, cache, kwargs, sieve.facts, sieve.ranks)
         return (), kwargs
 
     def after(module: nn.Module, args: Any, output: Any) -> None:

@@ -153,6 +153,20 @@ class Reads:
 
 
 @dataclass
+class Passes:
+    """How the passes after a prompt were run: `fixed` ones with fixed shapes, the others eagerly, as transformers does.
+
+    reason: why the last eager one was. captures: how often a pass was recorded or compiled, capture_s: seconds of it.
+    """
+
+    fixed: int = 0
+    eager: int = 0
+    reason: str | None = None
+    captures: int = 0
+    capture_s: float = 0.0
+
+
+@dataclass
 class TurnRecord:
     """What really happened to the prompt of the current turn.
 
@@ -161,7 +175,7 @@ class TurnRecord:
     propagated: tokens that reached the deepest layer, None if all did. report: what the propagator told of its choice.
     reduced: False when the plan was told not to act on the prompt. question: its last tokens, which were read after the
     plan had acted, and kept whole; `asked`, `raised_to`, `evicted` and `propagated` are about those before them.
-    reads: what its answer's tokens have read.
+    reads: what its answer's tokens have read. passes: how they were run.
     """
 
     prompt_tokens: int = 0
@@ -174,6 +188,7 @@ class TurnRecord:
     reduced: bool = True
     question: int = 0
     reads: Reads = field(default_factory=Reads)
+    passes: Passes = field(default_factory=Passes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +234,8 @@ class SieveCache(Cache):
         # Tokens generated since the prompt was complete, and the prompt's true tokens per row.
         self.decoded = 0
         self.prompt_lengths: tuple[int, ...] = ()
+        # Rows have been put in another order since the turn's prompt began, as beams are.
+        self.reordered = False
         self.record = TurnRecord()
         # What the prompt was before it was read again, under a plan that restarts.
         self.restart: Restart | None = None
@@ -245,6 +262,7 @@ class SieveCache(Cache):
         self.rehearsed = False
         self.prompt_end, self.new_tokens = prompt_end, new_tokens
         self.decoded = 0
+        self.reordered = False
         self.record = TurnRecord(reduced=reduce)
         self.reduces = reduce
         self.given_answer = False
@@ -294,6 +312,7 @@ class SieveCache(Cache):
         self._start_afresh()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.reordered = True
         super().reorder_cache(beam_idx)
         self._reorder_rows(beam_idx)
 

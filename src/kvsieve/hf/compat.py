@@ -35,6 +35,20 @@ def attention_of(config: Any) -> str | None:
     return config._attn_implementation
 
 
+def device_mesh(model: Any) -> Any | None:
+    """The device mesh among which transformers has divided the model, None where it has not."""
+    mesh = getattr(model, "_device_mesh", None)
+    return None if mesh is None or mesh.size() == 1 else mesh
+
+
+def tensor_parallel_mesh(model: Any) -> Any | None:
+    """The same where it is tensor parallelism and nothing beside it, one-dimensional; else None."""
+    config, mesh = getattr(model.config, "distributed_config", None), device_mesh(model)
+    if mesh is None or getattr(config, "tp_size", None) != mesh.size():
+        return None
+    return mesh if mesh.ndim == 1 else mesh["tp"]
+
+
 def plain_cache_layers(config: Any) -> list[Any]:
     """The layers transformers' own dynamic cache would have for this config: they tell each layer's kind."""
     return DynamicCache(config=config).layers
@@ -56,8 +70,10 @@ __all__ = [
     "attention_of",
     "causal_mask_function",
     "check_version",
+    "device_mesh",
     "plain_cache_layers",
     "sdpa_attention",
     "sdpa_mask",
+    "tensor_parallel_mesh",
     "text_config",
 ]

@@ -81,7 +81,9 @@ class Facts:
                 f"the plan needs the output projection of every head, and layer {layer_idx} has no plain linear one of "
                 f"{heads} heads with {size} channels"
             )
-        return weight.detach().view(-1, heads, size).permute(1, 2, 0)  # type: ignore[union-attr, operator]
+        # Under tensor parallelism a process holds the columns of its own heads.
+        own = weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[union-attr]
+        return own.detach().view(own.shape[0], -1, size).permute(1, 2, 0)  # type: ignore[union-attr, operator]
 
     def _rotation(self, layer_idx: int) -> Callable[..., Any] | str | None:
         if layer_idx not in self._rotations:

@@ -14,7 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.as_given import AsGiven
-from kvsieve.hf.cache import SieveCache, TurnRecord
+from kvsieve.hf.cache import Passes, SieveCache, TurnRecord
 from kvsieve.hf.memory import measure_peak
 from kvsieve.hf.restart import read_prompt
 from kvsieve.hf.wishes import Wishes
@@ -67,6 +67,20 @@ class Storage:
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """How tokens after the first were computed.
+
+    engine: "eager", "graph" or "compile", whichever ran most of them. reason: why it was not the one asked for, else
+    None. captures: how often a pass was recorded or compiled; capture_s: the seconds that took.
+    """
+
+    engine: str
+    reason: str | None
+    captures: int
+    capture_s: float
+
+
+@dataclass(frozen=True)
 class Stats:
     """What one generate call did. Where rows of a batch differ, numbers are those of the longest row.
 
@@ -74,10 +88,12 @@ class Stats:
     prompt_tokens: true tokens of the conversation when the prompt was complete. deep_tokens: of those of this turn,
     the ones that went through the deepest layer. kv_entries: entries per layer and KV head once the prompt was
     complete; kv_asked: the budget's entries, None without one. kv_bytes: bytes of all cache tensors held at the end.
-    ttft_s, tpot_s: seconds to the first token, and per token after it (None with fewer than two). new_tokens: tokens
+    ttft_s, tpot_s: seconds to the first token, and per token after it (None with fewer than two), without what
+    decoding.capture_s tells apart. new_tokens: tokens
     generated per row. peak_bytes: peak memory during the call, weights included (None where unknown). notes: what
     did not go as asked. report: what a method tells of its choice, such as ASL's layer. traffic: what each token after
-    the first one read, None if there was none. storage: what is held, entries and metadata apart.
+    the first one read, None if there was none. storage: what is held, entries and metadata apart. decoding: how they
+    were computed.
     """
 
     method: str
@@ -95,6 +111,7 @@ class Stats:
     report: dict[str, Any] = field(default_factory=dict)
     traffic: Traffic | None = None
     storage: Storage | None = None
+    decoding: Decoding | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -104,7 +121,7 @@ class Stats:
 class GenerateResult:
     """sequences: int64 [B, N + new]; output: what ``model.generate`` returned; cache: ready for the next turn.
 
-    token_s: seconds of every token after the first, in order; stats.tpot_s is their mean.
+    token_s: seconds of every token after the first, in order, capturing included; see stats.tpot_s.
     """
 
     sequences: Tensor
@@ -228,14 +245,23 @@ def _stats(sieve: Sieve, cache: SieveCache, clock: _Clock, began: float, peak: i
         kv_asked=record.asked,
         kv_bytes=cache.nbytes(),
         ttft_s=times[0] - began,
-        tpot_s=(times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None,
+        tpot_s=(times[-1] - times[0] - record.passes.capture_s) / (len(times) - 1) if len(times) > 1 else None,
         new_tokens=len(times),
         peak_bytes=peak,
         notes=notes,
         report=record.report,
         traffic=_traffic(cache),
         storage=_storage(cache),
+        decoding=_decoding(sieve, record.passes),
     )
+
+
+def _decoding(sieve: Sieve, passes: Passes) -> Decoding:
+    asked, refusal = sieve.engine.asked, sieve.engine.refusal
+    failed = passes.eager > passes.fixed or (refusal is not None and not passes.fixed)
+    ran = "eager" if failed else asked
+    reason = None if ran == asked else refusal or passes.reason
+    return Decoding(ran, reason, passes.captures, passes.capture_s)
 
 
 def _traffic(cache: SieveCache) -> Traffic | None:

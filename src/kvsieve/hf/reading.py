@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import torch.nn.functional as F
 from torch import Tensor
 
+from kvsieve import kernels
 from kvsieve.attention import dense_attention, ragged_attention, sparse_attention
 from kvsieve.cache import Grouped, group_lines
-from kvsieve.core.lines import Choice, ReadFacts
+from kvsieve.core.lines import Choice, Length, Lines, ReadFacts
 
 if TYPE_CHECKING:
-    from kvsieve.hf.cache import SieveCache, SieveLayer
+    from kvsieve.cache import DenseStore, RaggedStore
+    from kvsieve.hf.cache import Reads, SieveCache, SieveLayer
     from kvsieve.roles import Reader
 
 
@@ -25,9 +30,124 @@ def read_token(
     scale: float,
 ) -> Tensor:
     """Attention of a token whose entry is stored already: query [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
+    reading = reading_of(reader, cache, layer, index, num_layers)
+    store, reads = layer.store, cache.record.reads
+    if reading is not None:
+        out, choices = reading.attend(store, query, scale)
+        for group, choice in zip(reading.grouped.groups, choices, strict=True):
+            if choice is not None:
+                size = reading.grouped.entries(store, group)
+                group.cost = choice.entries.numel(), choice.looked_at, size
+        reading.count(store, reads)
+        return out
+    count_all(store, reads)
+    if store.is_ragged:
+        keys, values, bias = store.flat  # type: ignore[union-attr]
+        return ragged_attention(query, keys, values, bias, scale=scale)
+    return dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
+
+
+@dataclass
+class Reading:
+    """How a token reads a layer's lines, group by group. whole: which groups it reads all of."""
+
+    reader: Reader | None
+    grouped: Grouped
+    whole: tuple[bool, ...]
+
+    def attend(
+        self,
+        store: DenseStore | RaggedStore,
+        query: Tensor,
+        scale: float,
+        lengths: Sequence[Length] | None = None,
+    ) -> tuple[Tensor, list[Choice | None]]:
+        """[B, Hq, 1, Dv], and what was chosen of each group, None where all of it is read.
+
+        lengths: of each group's lines, where the device knows.
+        """
+        grouped = self.grouped
+        batch, query_heads, _, dim = query.shape
+        packed = query.reshape(batch * grouped.heads, query_heads // grouped.heads, dim)
+        out: Tensor | None = None
+        choices: list[Choice | None] = []
+        for at, (group, all_of_it) in enumerate(zip(grouped.groups, self.whole, strict=True)):
+            lines = grouped.lines(store, group, None if lengths is None else lengths[at])
+            asked = packed if group.lines is None else packed[group.lines]
+            if self.reader is None or all_of_it:
+                choices.append(None)
+                found = _read_whole(asked, lines, scale)
+            else:
+                choice = self.reader.choose(asked, lines, group.state, scale, group.setting)
+                choices.append(choice)
+                found = sparse_attention(asked, lines, choice, scale=scale)
+            if group.lines is None:
+                out = found
+            else:
+                out = packed.new_empty(*packed.shape[:2], found.shape[-1]) if out is None else out
+                out[group.lines] = found
+        assert out is not None
+        return out.reshape(batch, query_heads, 1, -1), choices
+
+    def count(self, store: DenseStore | RaggedStore, reads: Reads) -> None:
+        """Count what a token has read, the entries stored now: chosen ones are as many as ever, estimates cost more."""
+        entry = _entry_bytes(store)
+        for group, all_of_it in zip(self.grouped.groups, self.whole, strict=True):
+            size = self.grouped.entries(store, group)
+            if all_of_it:
+                reads.read(len(group.row) * size, entry)
+                continue
+            assert group.cost is not None
+            entries, looked_at, before = group.cost
+            if before != size:
+                page = getattr(group.setting, "page", 1)
+                looked_at = looked_at // -(-before // page) * -(-size // page)
+            reads.looked(looked_at)
+            reads.read(entries, entry)
+
+
+def reading_of(
+    reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: int, num_layers: int, coming: int = 0
+) -> Reading | None:
+    """How a token will read what is stored and `coming` tokens more; None where that is simply everything."""
     grouped = _grouped(reader, cache, layer, index, num_layers)
-    out = None if grouped is None else _read(reader, cache, layer, grouped, query, scale)
-    return _read_all(cache, layer, query, scale) if out is None else out
+    if grouped is None:
+        return None
+    sizes = [grouped.entries(layer.store, group) + coming for group in grouped.groups]
+    whole = tuple(
+        reader is None or group.setting is None or reader.reads_all(group.setting, size)
+        for group, size in zip(grouped.groups, sizes, strict=True)
+    )
+    # Where there is no view, lines are all that is stored.
+    return None if layer.view is None and all(whole) else Reading(reader, grouped, whole)
+
+
+def count_all(store: DenseStore | RaggedStore, reads: Reads) -> None:
+    """Count a token that has read everything that is stored now."""
+    rows = len(store.lengths)
+    reads.read(rows * store.size * (1 if store.is_ragged else store.heads), _entry_bytes(store))
+
+
+def _read_whole(query: Tensor, lines: Lines, scale: float) -> Tensor:
+    """query [X, G, D] -> [X, G, Dv], over all entries of each line."""
+    length = lines.length
+    everything = lines.span(0, lines.size)
+    if length is None:
+        return sparse_attention(query, lines, Choice(everything), scale=scale)
+    if kernels.usable(query, lines.keys):
+        slots = {"body": lines.body, "tail": lines.tail, "stride": lines.stride}
+        return kernels.line_attention(
+            query, lines.keys, lines.values, scale=scale, length=length.count, capacity=lines.size, **slots
+        )
+    keys, values = lines.read(everything)
+    return F.scaled_dot_product_attention(
+        query[:, None], keys[:, None], values[:, None], attn_mask=length.real(lines.size)[None], scale=scale
+    )[:, 0]
+
+
+def _entry_bytes(store: DenseStore | RaggedStore) -> int:
+    keys, values = store._buffers()[:2]
+    return (keys.shape[-1] + values.shape[-1]) * keys.element_size()
 
 
 def _grouped(
@@ -41,9 +161,9 @@ def _grouped(
     before = store.derived.get("lines")
     if before is not None and before.told == told and before.view is layer.view:
         return before.grouped
-    settings = [None] * len(cache.prompt_lengths)
+    settings: list[Any] = [None] * len(cache.prompt_lengths)
     if reader is not None:
-        dim = store.keys.shape[-1] if not store.is_ragged else store.flat[0].shape[-1]
+        dim = store._buffers()[0].shape[-1]
         facts = [ReadFacts(index, num_layers, length, cache.new_tokens, dim) for length in cache.prompt_lengths]
         settings = [reader.setting(each) for each in facts]
     if layer.view is None and all(setting is None for setting in settings):
@@ -61,51 +181,3 @@ class _Known:
 
     def nbytes(self) -> int:
         return self.grouped.nbytes()
-
-
-def _read(
-    reader: Reader | None, cache: SieveCache, layer: SieveLayer, grouped: Grouped, query: Tensor, scale: float
-) -> Tensor | None:
-    """None where every line is read whole, and lines are all that is stored."""
-    store, reads = layer.store, cache.record.reads
-    batch, query_heads, _, dim = query.shape
-    packed = query.reshape(batch * grouped.heads, query_heads // grouped.heads, dim)
-    whole = []
-    for group in grouped.groups:
-        size = group.size + (store.size - grouped.stored) // grouped.stride
-        whole.append(reader is None or group.setting is None or reader.reads_all(group.setting, size))
-    if layer.view is None and all(whole):
-        return None
-    out = None
-    for group, all_of_it in zip(grouped.groups, whole, strict=True):
-        lines = grouped.lines(store, group)
-        asked = packed if group.lines is None else packed[group.lines]
-        if reader is None or all_of_it:
-            choice = Choice(lines.span(0, lines.size))
-        else:
-            choice = reader.choose(asked, lines, group.state, scale, group.setting)
-            reads.looked(choice.looked_at)
-        found = sparse_attention(asked, lines, choice, scale=scale)
-        entry = (dim + lines.values.shape[-1]) * lines.keys.element_size()
-        reads.read(choice.entries.numel(), entry)
-        if group.lines is None:
-            out = found
-        else:
-            out = packed.new_empty(*packed.shape[:2], found.shape[-1]) if out is None else out
-            out[group.lines] = found
-    assert out is not None
-    return out.reshape(batch, query_heads, 1, -1)
-
-
-def _read_all(cache: SieveCache, layer: SieveLayer, query: Tensor, scale: float) -> Tensor:
-    store = layer.store
-    if store.is_ragged:
-        keys, values, bias = store.flat  # type: ignore[union-attr]
-        slots = len(keys) * store.size
-        out = ragged_attention(query, keys, values, bias, scale=scale)
-    else:
-        keys, values = store.keys, store.values
-        slots = keys.shape[:3].numel()
-        out = dense_attention(query, keys, values, scale=scale, valid=store.valid)  # type: ignore[arg-type]
-    cache.record.reads.read(slots, (keys.shape[-1] + values.shape[-1]) * keys.element_size())
-    return out

@@ -139,7 +139,8 @@ def rehearsal_tokens(sieve: Sieve, cache: SieveCache, mask: Tensor) -> int:
         max((layer.store.lengths[row] for layer in cache.sieve_layers.values() if layer.is_initialized), default=0)
         for row in range(len(lengths))
     ]
-    rows = zip(lengths, unread, stored, strict=True)
+    # All processes rehearse or none, though heads that keep more may be another's.
+    rows = zip(lengths, unread, sieve.ranks.most(tuple(stored)), strict=True)
     if all(new + held <= evictor.budget.entries(length, evictor.minimum) for length, new, held in rows):
         return 0
     context = getattr(sieve.config, "max_position_embeddings", None)

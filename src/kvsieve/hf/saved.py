@@ -21,7 +21,7 @@ from kvsieve.cache import DenseStore, RaggedStore, View
 from kvsieve.cache.base import grown
 from kvsieve.cache.ragged import whole
 from kvsieve.errors import CacheFileError, CacheStateError, InputError
-from kvsieve.hf.cache import Reads, SieveCache, SieveLayer, TurnRecord
+from kvsieve.hf.cache import Passes, Reads, SieveCache, SieveLayer, TurnRecord
 from kvsieve.hf.cache_file import (
     DTYPES,
     FORMAT,
@@ -46,9 +46,9 @@ from kvsieve.segments import Held
 if TYPE_CHECKING:
     from kvsieve.hf.attach import Sieve
 
-_RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (TurnRecord, Reads, Held, Restart, View)}
+_RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (TurnRecord, Reads, Passes, Held, Restart, View)}
 # Of a cache and a layer: what is written apart, what says only that a prompt is half-read, what transformers notes.
-_APART = {"layers", "_snapshots", "waiting", "own_plan", "in_flight", "more_chunks", "_is_user_defined"}
+_APART = {"layers", "_snapshots", "waiting", "own_plan", "in_flight", "more_chunks", "reordered", "_is_user_defined"}
 _APART |= vars(Cache(layers=[])).keys()
 _LAYER_APART = {"store", "_staged"}
 # What decides where keys are turned to and how far a layer sees, and cannot be told from weights.
@@ -83,6 +83,7 @@ def save_cache(
     Raises CacheStateError while a prompt is half-read, InputError for ids or extra that do not fit, and CacheFileError
     for a state or plan that cannot be saved and where the file cannot be written.
     """
+    _check_whole(sieve)
     if not isinstance(cache, SieveCache) or len(cache.layers) != len(sieve.new_cache().layers):
         raise InputError(f"save takes a cache that this sieve has made, got a {type(cache).__name__} that is not")
     half_read = cache.awaits_prompt and cache.num_seen > cache.turn_start
@@ -122,6 +123,7 @@ def load_cache(path: str | os.PathLike[str], sieve: Sieve, *, tokenizer: Any = N
     Raises CacheFileError, before anything is built, for a file that cannot be read, is no such file, was cut or
     changed, is of another format, or was made with another model, dtype, tokenizer (where both are known) or plan.
     """
+    _check_whole(sieve)
     with opened(path) as (header, file):
         _check_model(path, header["model"], _model(sieve))
         mine = None if tokenizer is None else _vocabulary(tokenizer)
@@ -136,6 +138,14 @@ def load_cache(path: str | os.PathLike[str], sieve: Sieve, *, tokenizer: Any = N
     if digest(tensors) != header["tensors"]:
         raise changed(path, "its tensors do not match their checksum")
     return _built(path, header, tensors, sieve)
+
+
+def _check_whole(sieve: Sieve) -> None:
+    if sieve.ranks.size > 1:
+        raise CacheFileError(
+            f"the model's heads are divided among {sieve.ranks.size} processes, and a file holds those of all: save "
+            "and load with the model on one process, or read the conversation again"
+        )
 
 
 def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:

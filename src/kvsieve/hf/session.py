@@ -18,9 +18,11 @@ from kvsieve.hf.evict import check_held, evict
 from kvsieve.hf.reading import read_token
 from kvsieve.plans import Plan
 from kvsieve.roles import Looker
-from kvsieve.types import LayerContext, ModelFacts, Selection, Step, When
+from kvsieve.types import ALONE, LayerContext, ModelFacts, Ranks, Selection, Step, When
 
 _ACTIVE: ContextVar[Session | None] = ContextVar("kvsieve_session", default=None)
+# The same for passes that torch compiles: it cannot look into a ContextVar.
+_COMPILED: Session | None = None
 
 
 @dataclass
@@ -59,6 +61,7 @@ class Session:
     narrowed: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
     facts: ModelFacts | None = None
+    ranks: Ranks = ALONE
     # What enters the layer that runs, [B, L, C]; kept for evictors that need it only.
     hidden: Tensor | None = None
 
@@ -132,7 +135,8 @@ class Session:
         return query
 
     def _context(self, index: int, layer: SieveLayer, query: Tensor, scale: float) -> LayerContext:
-        store, held = layer.store, self.cache.held
+        store, held, ranks = layer.store, self.cache.held, self.ranks
+        ranks.check_heads(query.shape[1])
         protected, quotas = (None, None) if held is None else held.at(store.index, store.valid)
         return LayerContext(
             layer_idx=index,
@@ -144,13 +148,15 @@ class Session:
             values=store.values,
             index=store.index,
             valid=store.valid,
-            stored=store.lengths,
+            # Where heads keep different numbers, the fullest may be another process's.
+            stored=ranks.most(store.lengths) if getattr(self.plan.evict, "ragged", False) else store.lengths,
             state=layer.state,
             shared=self.shared,
             protected=protected,
             quotas=quotas,
             model=self.facts,
             layers=tuple(self.cache.sieve_layers),
+            ranks=ranks,
         )
 
     def _reduce(self, index: int, layer: SieveLayer, query: Tensor, scale: float) -> None:
@@ -229,7 +235,7 @@ class StopForward(Exception):
 
 
 def current() -> Session | None:
-    return _ACTIVE.get()
+    return _COMPILED if torch.compiler.is_compiling() else _ACTIVE.get()
 
 
 def open_session(
@@ -239,6 +245,7 @@ def open_session(
     cache: SieveCache,
     kwargs: dict[str, Any],
     facts: ModelFacts | None = None,
+    ranks: Ranks = ALONE,
 ) -> None:
     """Build the facts of the pass that is about to run from the decoder's arguments and make them current."""
     ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
@@ -277,18 +284,16 @@ def open_session(
             "cannot do: use sieve.generate(...) or sieve.prefill(...), with the whole conversation"
         )
     start = cache.num_seen
-    mask = _checked_mask(kwargs.get("attention_mask"), cache, batch, start, new, fed.device)
+    mask, rows = _checked_mask(kwargs.get("attention_mask"), cache, batch, start, new, fed.device)
     prefill = cache.awaits_prompt
     last = not cache.more_chunks
-    if mask is None:
-        valid = None
-        lengths, turn_lengths = (start + new,) * batch, (start + new - cache.turn_start,) * batch
-    else:
-        valid = None if bool(mask[:, start:].all()) else mask[:, start:]
-        lengths, turn_lengths = (tuple(part.sum(-1).tolist()) for part in (mask, mask[:, cache.turn_start :]))
-        if prefill and last and not bool(mask[:, -1].all()):
+    valid, counts = None, (new,) * batch
+    lengths, turn_lengths = (start + new,) * batch, (start + new - cache.turn_start,) * batch
+    if mask is not None:
+        lengths, turn_lengths, counts, ends = rows
+        valid = None if min(counts) == new else mask[:, start:]
+        if prefill and last and not all(ends):
             raise InputError("the prompt is padded on the right; pad on the left: tokenizer.padding_side = 'left'")
-    counts = (new,) * batch if valid is None else tuple(valid.sum(-1).tolist())
     step = Step(
         start=start,
         num_new=new,
@@ -300,7 +305,9 @@ def open_session(
         turn_lengths=turn_lengths,
     )
     tokens = Tokens(torch.arange(start, start + new, device=fed.device)[None], valid, counts)
-    session = Session(plan, source if cache.reduces else None, cache, step, tokens, num_layers, facts=facts)
+    session = Session(
+        plan, source if cache.reduces else None, cache, step, tokens, num_layers, facts=facts, ranks=ranks
+    )
     cache.batch = batch
     cache.in_flight = True
     if prefill:
@@ -339,15 +346,18 @@ def close_session(finished: bool) -> None:
 
 def _checked_mask(
     mask: Any, cache: SieveCache, batch: int, start: int, new: int, device: torch.device
-) -> Tensor | None:
-    """The attention mask of all columns, bool [B, start + new], or None when nothing is padding."""
+) -> tuple[Tensor | None, tuple[tuple[int, ...], ...]]:
+    """The attention mask of all columns, bool [B, start + new], or None when nothing is padding.
+
+    And per row, how many of all columns, of this turn's and of the new ones are true tokens, and whether the last is.
+    """
     if mask is None:
         if cache.mask is not None:
             raise InputError(
                 "earlier tokens of this cache are padding, so the pass needs the attention_mask of the whole "
                 f"conversation, [{batch}, {start + new}]"
             )
-        return None
+        return None, ()
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise UnsupportedOptionError("attention_mask must be 2-D, [batch, tokens seen and new]; others are refused")
     if mask.shape != (batch, start + new):
@@ -357,15 +367,19 @@ def _checked_mask(
         )
     mask = mask.to(device, torch.bool)
     past = mask[:, :start]
-    changed = not bool(past.all()) if cache.mask is None else not torch.equal(past, cache.mask)
+    differs = ~past if cache.mask is None else past != cache.mask
+    parts = (mask, mask[:, cache.turn_start :], mask[:, start:], mask[:, -1:], differs)
+    # One copy from the device for all that the host must know.
+    *rows, different = (tuple(part) for part in torch.stack([part.sum(-1) for part in parts]).tolist())
+    changed = any(different)
     if changed:
         for layer in cache.sieve_layers.values():
             if layer.is_initialized:
                 layer.store.remask(past)
-    if cache.mask is None and not changed and bool(mask.all()):
-        return None
+    if cache.mask is None and not changed and min(rows[0]) == start + new:
+        return None, ()
     cache.mask = mask
-    return mask
+    return mask, tuple(rows)
 
 
 def _gather(part: Tensor, rows: Tensor) -> Tensor:

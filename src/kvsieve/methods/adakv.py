@@ -33,6 +33,7 @@ from kvsieve.methods.pyramidkv import pyramid_shares
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
+from kvsieve.roles import heads_needed
 from kvsieve.types import LayerContext, Selection
 
 Rule = Literal["paper", "kvpress"]
@@ -41,6 +42,8 @@ Rule = Literal["paper", "kvpress"]
 @dataclass(frozen=True, kw_only=True)
 class GroupedSnapKV(SnapKV):
     """SnapKV whose query heads share their scores before these are pooled; max-pooled, unless told otherwise."""
+
+    needs_heads = "own"
 
     pooling: Pool = "max"
 
@@ -77,6 +80,11 @@ class AdaKV(LayerAllocator):
         check_choice(self, "pyramid", self.pyramid, (False, True))
         check_int(self, "beta", self.beta, 1)
 
+    @property
+    def needs_heads(self) -> str | None:
+        # Heads that keep different entries cannot be compared slot by slot, as a base that needs all heads would.
+        return "all" if heads_needed(self.base) == "own" else None
+
     def divide(self, layers: Sequence[int], length: int, count: int, floor: int) -> list[int]:
         if not self.pyramid:
             return [count] * len(layers)
@@ -94,7 +102,8 @@ class AdaKV(LayerAllocator):
         selection = None
         if any(count < stored for count, stored in zip(counts, ctx.stored, strict=True)):
             scores, counts = hold(ctx, hide_padding(ctx, self.base.scores(ctx)), counts)
-            budgets = self.head_budgets(scores, counts)
+            budgets = self.head_budgets(ctx.ranks.gather(scores), counts)
+            budgets = budgets[:, ctx.ranks.own(budgets.shape[1])]
             later = _match(later, budgets.shape[1]).where(fits[:, None], budgets.cpu())
             selection = pack_ragged(top_mask(scores, budgets) & ~scores.isneginf())
         ctx.state["heads"] = later.clone()

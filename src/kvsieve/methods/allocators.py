@@ -113,6 +113,8 @@ class Cascade(Allocator):
 
     # Whether everything is held until the last layer has been seen.
     waits: ClassVar[bool] = False
+    # Whether layers are weighed by what each entry scores, so that `Seen` holds the scores of all ranks' heads.
+    compares: ClassVar[bool] = False
 
     def weigh(self, ctx: LayerContext) -> list[float]:
         """What this layer is weighed by, per row."""
@@ -139,8 +141,18 @@ class Cascade(Allocator):
             self._remember(seen, rows)
         per_layer = [list(each) for each in zip(*rows, strict=True)]
         return {
-            layer.index: layer.cut(kept) for layer, kept in zip(seen, per_layer, strict=True) if kept != layer.stored
+            layer.index: self._own(ctx, layer.cut(kept))
+            for layer, kept in zip(seen, per_layer, strict=True)
+            if kept != layer.stored
         }
+
+    def _own(self, ctx: LayerContext, chosen: Selection) -> Selection:
+        """What is chosen for this rank's heads."""
+        if not self.compares or ctx.ranks.size == 1:
+            return chosen
+        # All heads of a layer keep as many entries.
+        mine = ctx.ranks.own(chosen.indices.shape[1])
+        return Selection(chosen.indices[:, mine], chosen.lengths)
 
     def targets(self, seen: Sequence[Seen], row: int, ahead: int, *, last: bool) -> list[int]:
         """Entries of each layer so far that stay in one row; ahead: what the layers to come are asked for."""
@@ -171,6 +183,7 @@ class Cascade(Allocator):
             scores = hide_padding(ctx, torch.zeros(ctx.keys.shape[:3], device=ctx.keys.device))
         else:
             scores, kept = hold(ctx, hide_padding(ctx, self.base.scores(ctx)), kept)
+        scores = ctx.ranks.gather(scores) if self.compares else scores
         asked = list(map(max, counts, kept))
         must = scores.isposinf().sum(-1).amax(-1).tolist()
         floors = [

@@ -49,6 +49,8 @@ class AdaptiveTSP:
     are read again as a prompt of their own. rule: which these are, with two passes: "asl" or "gemfilter".
     """
 
+    needs_heads = "all"
+
     rate: Budget
     tau: float = 0.3
     observed: int = 8
@@ -98,8 +100,9 @@ class AdaptiveTSP:
         last = ctx.layer_idx == ctx.num_layers - 1
         if not open_rows or (last and not self.two_pass):
             return None
-        saliency = pooled_mass(ctx, self.window, self.kernel, self.pooling).mean(1)
-        window = ctx.keys.shape[2] - saliency.shape[1]
+        first = ctx.keys.shape[2] - ctx.offered
+        saliency = ctx.ranks.mean(pooled_mass(ctx, self.window, self.kernel, self.pooling).mean(1)[:, first:])
+        window = ctx.offered - saliency.shape[1]
         chosen = []
         for index, row in enumerate(rows):
             if row in open_rows:
@@ -120,7 +123,7 @@ class AdaptiveTSP:
         if self.rule == "gemfilter":
             best, counts = GemFilter(budget=self.rate).best(ctx, kept)
         else:
-            ranked = torch.nn.functional.pad(saliency[:, -(ctx.offered - window) :], (0, window), value=float("inf"))
+            ranked = torch.nn.functional.pad(saliency, (0, window), value=float("inf"))
             # What the caller wants kept goes on as well, beyond `rate` if need be.
             held, counts = hold(ctx, ranked.masked_fill(~mask, float("-inf"))[:, None], kept, insist=True)
             best = top_mask(held[:, 0], counts)

@@ -71,6 +71,8 @@ class CakeScores(SnapKV):
     gamma: at least 0. The rest as in SnapKV.
     """
 
+    needs_heads = "own"
+
     kernel: int = 5
     gamma: float = 200.0
 
@@ -93,6 +95,8 @@ class CAKE(Cascade):
     at. tau1, tau2: of entropy and variance, above 0; larger ones make layers more alike.
     """
 
+    needs_heads = "all"
+
     base: ScoredEvictor = CakeScores(budget=Budget(ratio=0.2))
     tau1: float = 1.0
     tau2: float = 1.0
@@ -109,7 +113,8 @@ class CAKE(Cascade):
 
     def weigh(self, ctx: LayerContext) -> list[float]:
         found = _statistics(ctx, self.window)
-        pairs = zip(found.entropy.tolist(), found.spread.tolist(), strict=True)
+        # Means over ranks of sums over heads: in every layer the same part of the sums over all heads.
+        pairs = ctx.ranks.mean(torch.stack([found.entropy, found.spread], 1)).tolist()
         return [max(entropy, 0.0) ** (1 / self.tau1) * spread ** (1 / self.tau2) for entropy, spread in pairs]
 
 

@@ -30,6 +30,8 @@ class ChunkKV(Wrapper):
     chunk_length: tokens per chunk, counted over what is stored of a row.
     """
 
+    needs_heads = "all"
+
     chunk_length: int = 10
 
     def __post_init__(self) -> None:
@@ -38,7 +40,7 @@ class ChunkKV(Wrapper):
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
         heads, length = ctx.keys.shape[1:3]
-        scores = hide_padding(ctx, self.base.scores(ctx))
+        scores = ctx.ranks.gather(hide_padding(ctx, self.base.scores(ctx)))
         protected = scores.isposinf().any(1)
         real = torch.ones_like(protected) if ctx.valid is None else ctx.valid.any(1).expand_as(protected)
         judged = real & ~protected

@@ -37,6 +37,8 @@ class CriticalKV(Wrapper):
     set ``use_vnorm=False``.
     """
 
+    needs_heads = "own"
+
     @property
     def needs(self) -> tuple[str, ...]:
         return ("output_weight", *self.base.needs)

@@ -38,6 +38,8 @@ class DuoAttention(ScoredEvictor):
     least, where the budget allows it.
     """
 
+    needs_heads = "all"
+
     heads: Heads = field(repr=False)
     sinks: int = 128
     recent: int = 256
@@ -70,7 +72,7 @@ class DuoAttention(ScoredEvictor):
         return torch.arange(length, dtype=torch.float32, device=ctx.keys.device).expand(batch, heads, length)
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
-        heads = ctx.keys.shape[1]
+        heads = ctx.keys.shape[1] * ctx.ranks.size
         if len(self.heads) != ctx.num_layers or any(len(layer) != heads for layer in self.heads):
             raise PlanError(
                 f"DuoAttention has scores of {len(self.heads)} layers with {len(self.heads[0])} KV heads each, the "
@@ -83,6 +85,7 @@ class DuoAttention(ScoredEvictor):
             layers = [i for i in all_layers if not skips(self.skip_layers, dataclasses.replace(ctx, layer_idx=i))]
             rows = zip(ctx.stored, counts, strict=True)
             kept = torch.tensor([self.head_counts(layers, ctx.layer_idx, n, min(c, n)) for n, c in rows])
+            kept = kept[:, ctx.ranks.own(heads)]
             # Retrieval heads grow with every token that is generated; the others stay what they are.
             full = kept >= torch.tensor(ctx.stored)[:, None]
             ctx.state["streaming"] = kept.masked_fill(full, torch.iinfo(torch.int64).max)

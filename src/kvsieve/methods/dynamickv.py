@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -36,6 +37,10 @@ class DynamicKV(Cascade):
     as attention does. most: times the budget that a layer may keep, at least 1, the window besides. interval: layers
     after which those so far are compared.
     """
+
+    needs_heads = "all"
+
+    compares: ClassVar[bool] = True
 
     base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2), window=8)
     most: float = 5.0

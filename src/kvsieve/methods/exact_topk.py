@@ -9,7 +9,7 @@ softmax weights summed over its query heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -26,6 +26,7 @@ from kvsieve.registry import register_method
 class ExactTopK(BudgetReader):
     """Read the entries with the highest logits. per_group: one set for the query heads of a KV head."""
 
+    fixed_shapes: ClassVar[bool] = True
     newest: bool = False
     per_group: bool = False
 
@@ -40,10 +41,13 @@ class ExactTopK(BudgetReader):
         keys = lines.keys_at(lines.span(0, lines.size))
         dtype = score_dtype(query.dtype)
         logits = query.to(dtype) @ keys.to(dtype).transpose(1, 2) * scale
+        if lines.length is not None:
+            logits.masked_fill_(~lines.length.real(lines.size), float("-inf"))
         if self.per_group:
             logits = (logits - logits.logsumexp(-1, keepdim=True)).logsumexp(1)
         if self.newest:
-            logits[..., -1] = float("inf")
+            last = lines.newest()[0]
+            logits.index_fill_(-1, last, float("inf"))
         best = logits.topk(setting.count, dim=-1).indices
         return Choice(best.sort(dim=-1).values, looked_at=keys.nbytes)
 

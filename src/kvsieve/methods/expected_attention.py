@@ -39,6 +39,8 @@ class ExpectedAttention(ScoredEvictor):
     is averaged over. use_covariance: False for the mean alone. use_vnorm: weigh by the values' norms.
     """
 
+    needs_heads = "own"
+
     sinks: int = 4
     n_future: int = 512
     use_covariance: bool = True

@@ -36,6 +36,8 @@ class TSP:
     kernel: odd width of the pooling. pooling: "avg" or "max".
     """
 
+    needs_heads = "all"
+
     rate: Budget
     layer: int | None = None
     window: int = 8
@@ -75,9 +77,9 @@ class TSP:
         if counts == offered:
             return None
         first = ctx.keys.shape[2] - ctx.offered
-        saliency = pooled_mass(ctx, self.window, self.kernel, self.pooling).mean(1)
-        scores = saliency.new_full((saliency.shape[0], ctx.keys.shape[2] - first), float("inf"))
-        scores[:, : saliency.shape[1] - first] = saliency[:, first:]
+        saliency = ctx.ranks.mean(pooled_mass(ctx, self.window, self.kernel, self.pooling).mean(1)[:, first:])
+        scores = saliency.new_full((saliency.shape[0], ctx.offered), float("inf"))
+        scores[:, : saliency.shape[1]] = saliency
         if ctx.valid is not None:
             scores = scores.masked_fill(~ctx.valid[:, 0, first:], float("-inf"))
         # What the caller wants kept goes on as well, beyond `rate` if need be.

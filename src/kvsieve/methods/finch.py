@@ -47,6 +47,7 @@ class Finch:
     chunk_length: int = 1024
 
     restarts = True
+    needs_heads = "own"
     takes_quotas = True
     needs = ("rotary",)
     when = END_OF_PROMPT

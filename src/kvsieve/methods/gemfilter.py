@@ -44,6 +44,7 @@ class GemFilter:
     keep_last: int = 1
 
     restarts = True
+    needs_heads = "all"
     window = 1
 
     def __post_init__(self) -> None:
@@ -95,6 +96,8 @@ class GemFilter:
         scores = torch.zeros(batch, length, dtype=dtype, device=ctx.keys.device)
         for head in range(heads):
             scores += (ctx.keys[:, head].to(dtype) @ query[:, head, :, None])[..., 0]
+        # A mean over ranks of sums over heads ranks tokens as the sum over all heads does.
+        scores = ctx.ranks.mean(scores)
         real = None if ctx.valid is None else ctx.valid[:, 0]
         # Pooling counts zeros beyond the ends, and so it must at a row's own start.
         scores = pool(scores if real is None else scores.masked_fill(~real, 0), self.kernel, "avg")

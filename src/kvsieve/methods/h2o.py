@@ -51,6 +51,8 @@ class H2O(ScoredEvictor):
     half.
     """
 
+    needs_heads = "own"
+
     every: int | None = 1
     recent: float = 0.5
 

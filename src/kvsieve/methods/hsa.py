@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -58,6 +58,7 @@ class HSA(BudgetReader):
     after_eviction: what is stored is what RocketKV's first stage has left, which P and k1 depend on.
     """
 
+    fixed_shapes: ClassVar[bool] = True
     after_eviction: bool = False
 
     def __post_init__(self) -> None:
@@ -75,13 +76,14 @@ class HSA(BudgetReader):
         table.follow(lines)
         query = query.to(score_dtype(query.dtype))
         channels = largest(query.abs().sum(1), setting.channels)
-        rows = table.rows(channels, query.sum(1).gather(1, channels) > 0)
+        greatest = query.sum(1).gather(1, channels) > 0
         chosen = query.gather(2, channels[:, None].expand(-1, query.shape[1], -1))
         part = held_part(chosen, query)
-        estimates = (chosen * (scale / part.sqrt())) @ rows.to(query.dtype)
-        weights = shares(estimates, lines.size, setting.page).sum(1)
+        estimates, looked_at = table.scores(chosen * (scale / part.sqrt()), channels, greatest, lines)
+        weights = shares(estimates, lines.size, setting.page, lines.length).sum(1)
         count = min(setting.count, lines.size)
-        return Choice(best_entries(weights, lines.size, setting.page, count, self.newest), looked_at=rows.nbytes)
+        entries = best_entries(weights, lines.size, setting.page, count, self.newest, lines.length)
+        return Choice(entries, looked_at=looked_at)
 
 
 @register_method("hsa", title="HSA", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)

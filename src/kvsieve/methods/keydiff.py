@@ -33,6 +33,8 @@ class KeyDiff(ScoredEvictor):
     chunks: also after each chunk of a chunked prompt, whose next chunks then attend to what is left.
     """
 
+    needs_heads = "own"
+
     chunks: bool = False
 
     def __post_init__(self) -> None:

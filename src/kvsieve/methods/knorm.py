@@ -25,6 +25,8 @@ from kvsieve.types import LayerContext
 class KNorm(ScoredEvictor):
     """Keep the entries whose keys have the smallest L2 norm; the paper recommends ``skip_layers=2``."""
 
+    needs_heads = "own"
+
     def scores(self, ctx: LayerContext) -> Tensor:
         return -ctx.keys.to(score_dtype(ctx.keys.dtype)).norm(dim=-1)
 

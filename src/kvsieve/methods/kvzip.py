@@ -31,7 +31,7 @@ from kvsieve.methods.base import check_choice, check_int, first_real, hide_paddi
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.roles import Rehearsal
-from kvsieve.types import END_OF_PROMPT, LayerContext, Selection
+from kvsieve.types import END_OF_PROMPT, LayerContext, Ranks, Selection
 
 # Tokens of the chunk before that lead to a chunk.
 _LEAD = 8
@@ -67,6 +67,10 @@ class KVzip:
     @property
     def ragged(self) -> bool:
         return not self.uniform
+
+    @property
+    def needs_heads(self) -> str:
+        return "own" if self.uniform else "all"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
@@ -159,22 +163,29 @@ class KVzip:
         kept = tuple(min(count, stored) for count, stored in zip(counts, ctx.stored, strict=True))
         if self.uniform:
             return None if kept == ctx.stored else select_top(*hold(ctx, hide_padding(ctx, scores), kept))
-        layers: dict[int, Tensor] = ctx.shared.setdefault(_STATE, {})
-        layers[ctx.layer_idx] = hold(ctx, hide_padding(ctx, scores), kept)[0]
-        return self._threshold(layers, counts) if closes else None
+        layers: dict[int, tuple[Tensor, int]] = ctx.shared.setdefault(_STATE, {})
+        held = hold(ctx, hide_padding(ctx, scores), kept)[0]
+        layers[ctx.layer_idx] = ctx.ranks.gather(held), held.shape[2]
+        return self._threshold(layers, counts, ctx.ranks) if closes else None
 
-    def _threshold(self, layers: dict[int, Tensor], counts: tuple[int, ...]) -> dict[int, Selection]:
-        """The best entries of all layers and heads together: scores [B, H, N] per layer -> what each layer keeps."""
-        device = next(iter(layers.values())).device
-        every = torch.cat([scores.flatten(1).to(device) for scores in layers.values()], 1)
-        heads = sum(scores.shape[1] for scores in layers.values())
+    def _threshold(
+        self, layers: dict[int, tuple[Tensor, int]], counts: tuple[int, ...], ranks: Ranks
+    ) -> dict[int, Selection]:
+        """The best entries of all layers and heads together: what each layer keeps.
+
+        layers: per layer the scores [B, H, N] of all heads, and how many slots this rank's have, the last of N.
+        """
+        device = next(iter(layers.values()))[0].device
+        every = torch.cat([scores.flatten(1).to(device) for scores, _ in layers.values()], 1)
+        heads = sum(scores.shape[1] for scores, _ in layers.values())
         total = torch.tensor(counts, device=device) * heads
         total = total.clamp(min=every.isposinf().sum(-1), max=(~every.isneginf()).sum(-1))
-        masks = top_mask(every, total).split([scores[0].numel() for scores in layers.values()], 1)
+        masks = top_mask(every, total).split([scores[0].numel() for scores, _ in layers.values()], 1)
         chosen = {}
-        for (index, scores), mask in zip(layers.items(), masks, strict=True):
-            if not bool(mask.all()):
-                chosen[index] = pack_ragged(mask.view(scores.shape).to(scores.device))
+        for (index, (scores, size)), mask in zip(layers.items(), masks, strict=True):
+            mine = mask.view(scores.shape)[:, ranks.own(scores.shape[1]), -size:]
+            if not bool(mine.all()):
+                chosen[index] = pack_ragged(mine.to(scores.device))
         return chosen
 
 

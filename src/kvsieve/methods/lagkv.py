@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import InputError, PlanError
-from kvsieve.methods.base import check_choice, check_int, parse_layers, skips
+from kvsieve.methods.base import check_choice, check_int, parse_layers, skipped, skips
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection, When
@@ -46,6 +46,8 @@ class LagKV:
 
     A partition with more protected entries than its share keeps those; the others then keep less, unless ``chunks``.
     """
+
+    needs_heads = "own"
 
     budget: Budget
     sinks: int = 16
@@ -92,6 +94,14 @@ class LagKV:
         while keep and sum(max(keep, held) for held in protected) + (judged - len(protected)) * keep > room:
             keep -= 1
         return keep
+
+    def waits(self, layer_idx: int, num_layers: int, stored: tuple[int, ...], state: dict[str, Any]) -> bool:
+        """Whether `select` would drop nothing of a layer that stores so many entries of each row."""
+        if skipped(self.skip_layers, layer_idx, num_layers):
+            return True
+        rows = zip(stored, state["done"].tolist(), state["keep"].tolist(), strict=True) if "keep" in state else ()
+        full = [(entries - done) // self.lag > 1 and keep < self.lag for entries, done, keep in rows]
+        return bool(full) and not any(full)
 
     def _protected(self, ctx: LayerContext, row: int, first: int, judged: int) -> list[int]:
         """How many entries are protected in each of the partitions from slot `first` on."""

@@ -42,6 +42,8 @@ class Lookahead(SnapKV):
     SnapKV's, for the draft and for the real thing.
     """
 
+    needs_heads = "own"
+
     lookahead: int = 8
     draft: Budget | None = None
     local: bool = True

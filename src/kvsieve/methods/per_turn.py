@@ -27,6 +27,7 @@ class PerTurn:
     """
 
     views: ClassVar[bool] = True
+    needs_heads = "own"
     base: Evictor
 
     def __post_init__(self) -> None:

@@ -60,6 +60,7 @@ class PyramidInfer:
     distance_weight: float = 1.2
 
     window = 1
+    needs_heads = "all"
 
     def __post_init__(self) -> None:
         for name, fine, range_ in (
@@ -116,7 +117,7 @@ class PyramidInfer:
         always = from_end <= tail
         if ctx.step.turn_start == 0:
             always = always | (from_end > length - self.sinks)
-        scores = _tail_mass(ctx, weights)[:, -ctx.offered :].masked_fill(always, float("inf"))
+        scores = ctx.ranks.mean(_tail_mass(ctx, weights)[:, -ctx.offered :]).masked_fill(always, float("inf"))
         held, counts = hold(ctx, scores.masked_fill(from_end > length, float("-inf"))[:, None], counts, insist=True)
         return select_top(held[:, 0], counts)
 

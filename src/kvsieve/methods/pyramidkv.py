@@ -32,6 +32,8 @@ class PyramidKV(LayerAllocator):
     goes into the average, at least 1; 1 gives all layers alike.
     """
 
+    needs_heads = "own"
+
     base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2), kernel=5)
     beta: int = 20
 

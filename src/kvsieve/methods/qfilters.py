@@ -36,6 +36,8 @@ class QFilters(ScoredEvictor):
     default as in the paper; a question at the end of a prompt needs them.
     """
 
+    needs_heads = "own"
+
     filters: Filters = field(repr=False)
     recent: int = 0
 
@@ -57,11 +59,13 @@ class QFilters(ScoredEvictor):
 
     def scores(self, ctx: LayerContext) -> Tensor:
         heads, dim = ctx.keys.shape[1], ctx.keys.shape[3]
-        mine = self.filters[ctx.layer_idx] if len(self.filters) == ctx.num_layers else ()
+        layer = self.filters[ctx.layer_idx] if len(self.filters) == ctx.num_layers else ()
+        mine = layer[ctx.ranks.own(len(layer))] if len(layer) == heads * ctx.ranks.size else ()
         if [len(each) for each in mine] != [dim] * heads:
             raise PlanError(
                 f"QFilters: the filters are of {len(self.filters)} layers and do not fit layer {ctx.layer_idx} of "
-                f"{ctx.num_layers} with {heads} KV heads of {dim}; make those of this model with `kvsieve calibrate`"
+                f"{ctx.num_layers} with {heads * ctx.ranks.size} KV heads of {dim}; make those of this model with "
+                "`kvsieve calibrate`"
             )
         keys = ctx.keys.to(score_dtype(ctx.keys.dtype))
         filters = torch.tensor(mine, dtype=keys.dtype, device=keys.device)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -37,6 +37,7 @@ class Quest(BudgetReader):
     per_query_head: a set for each query head, not one for those that share a KV head.
     """
 
+    fixed_shapes: ClassVar[bool] = True
     page: int | None = None
     per_query_head: bool = False
 
@@ -63,17 +64,12 @@ class Quest(BudgetReader):
     def choose(self, query: Tensor, lines: Lines, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
         table = state.setdefault("pages", PageTable(setting.page))
         table.follow(lines)
-        bounds = table.bounds().to(score_dtype(query.dtype))
-        query = query.to(bounds.dtype) * scale
-        if table.halves == 1:
-            weights = query @ bounds[:, 0]
-        else:
-            weights = query.clamp(min=0) @ bounds[:, 0] + query.clamp(max=0) @ bounds[:, 1]
+        weights, looked_at = table.bound(query.to(score_dtype(query.dtype)) * scale, lines)
         if not self.per_query_head:
-            weights = shares(weights, lines.size, setting.page).sum(1)
+            weights = shares(weights, lines.size, setting.page, lines.length).sum(1)
         count = min(setting.count, lines.size)
-        entries = best_entries(weights, lines.size, setting.page, count, self.newest)
-        return Choice(entries, looked_at=bounds.numel() * lines.keys.element_size())
+        entries = best_entries(weights, lines.size, setting.page, count, self.newest, lines.length)
+        return Choice(entries, looked_at=looked_at)
 
 
 @register_method("quest", title="Quest", paper="arXiv 2406.10774", phase="while decoding", query_aware=True)

@@ -28,6 +28,8 @@ from kvsieve.registry import register_method
 class RocketEviction(GroupedSnapKV):
     """Stage 1. budget: t, what a step may read, not what is kept: that is `stored_entries` less the tokens to come."""
 
+    needs_heads = "own"
+
     kernel: int = 63
 
     @property

@@ -32,6 +32,8 @@ class SageKV(ScoredEvictor):
     the last token stays in any case. every: roll the window whenever this many tokens have been generated.
     """
 
+    needs_heads = "own"
+
     sinks: int = 4
     recent: float = 0.5
 

@@ -30,6 +30,8 @@ class PerLayer(LayerAllocator):
     values, and when attached to a model with another number of layers.
     """
 
+    needs_heads = "own"
+
     base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2))
     shares: tuple[float, ...]
 

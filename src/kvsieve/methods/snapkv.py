@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import Pool, group_mean, pooled_mass
+from kvsieve.core.scoring import Pool, pooled_mass
 from kvsieve.methods.base import ScoredEvictor, check_choice, check_int, last_real
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
@@ -32,6 +32,8 @@ class SnapKV(ScoredEvictor):
     pooling: "avg" or "max", before the group is shared.
     per_query_head: one set per query head, stored G times over; for fidelity to the original code only.
     """
+
+    needs_heads = "own"
 
     window: int = 32
     kernel: int = 7
@@ -55,8 +57,8 @@ class SnapKV(ScoredEvictor):
 
     def context_scores(self, ctx: LayerContext) -> Tensor:
         """[B, H or Hq, M]: scores of the entries before the observing queries' own."""
-        scores = pooled_mass(ctx, self.window, self.kernel, self.pooling)
-        return scores if self.per_query_head else group_mean(scores, ctx.keys.shape[1])
+        heads = None if self.per_query_head else ctx.keys.shape[1]
+        return pooled_mass(ctx, self.window, self.kernel, self.pooling, heads)
 
     def scores(self, ctx: LayerContext) -> Tensor:
         scores = self.context_scores(ctx)

@@ -12,14 +12,14 @@ r = D t / S, k = t / 2. `per_query_head=True` is the original, which knows one q
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.core.lines import Choice, Lines, ReadFacts
-from kvsieve.core.pages import PageTable, best_entries, held_part, largest
+from kvsieve.core.pages import PageTable, best_entries, held_part, largest, shares
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.base import check_choice
 from kvsieve.methods.readers import BudgetReader, Setting
@@ -34,6 +34,7 @@ class SparQ(BudgetReader):
     per_query_head: a choice for each query head, not one for those that share a KV head.
     """
 
+    fixed_shapes: ClassVar[bool] = True
     mean_value: bool = True
     per_query_head: bool = False
 
@@ -53,20 +54,22 @@ class SparQ(BudgetReader):
         query = query.to(score_dtype(query.dtype))
         asked = query if self.per_query_head else query.abs().sum(1, keepdim=True)
         channels = largest(asked.abs(), setting.channels)
-        rows = table.rows(channels.flatten(1), torch.ones_like(channels.flatten(1), dtype=torch.bool))
-        looked_at = rows.nbytes
-        # [X, G or 1, r, n]: each query head's own channels, or the group's.
-        rows = rows.to(query.dtype).unflatten(1, (-1, setting.channels))
+        everything = torch.ones_like(channels.flatten(1), dtype=torch.bool)
+        # Each query head's own channels [X, G, r], or the group's [X, 1, r].
         chosen = query.gather(2, channels.expand(-1, groups, -1))
         part = held_part(chosen, query)
         chosen = chosen * (scale / part.sqrt())
         if self.per_query_head:
-            estimates = (chosen[:, :, None] @ rows)[:, :, 0].softmax(-1)
+            rows = table.rows(channels.flatten(1), everything, lines.size)
+            looked_at = rows.nbytes
+            rows = rows.to(query.dtype).unflatten(1, (-1, setting.channels))
+            estimates = shares((chosen[:, :, None] @ rows)[:, :, 0], lines.size, 1, lines.length)
             weights = estimates.clone()
         else:
-            estimates = (chosen @ rows[:, 0]).softmax(-1)
+            logits, looked_at = table.scores(chosen, channels[:, 0], everything, lines)
+            estimates = shares(logits, lines.size, 1, lines.length)
             weights = estimates.sum(1)
-        entries = best_entries(weights, lines.size, 1, count, self.newest)
+        entries = best_entries(weights, lines.size, 1, count, self.newest, lines.length)
         blend = None
         if self.mean_value:
             held = estimates.gather(2, entries if self.per_query_head else entries[:, None].expand(-1, groups, -1))
@@ -82,11 +85,22 @@ class _Mean:
         self.sum = torch.zeros(())
 
     def follow(self, lines: Lines, dtype: torch.dtype) -> Tensor:
-        """[X, Dv], with the values that have been stored since."""
+        """[X, Dv], with the values that have been stored since; see PageTable.follow."""
+        if lines.length is not None:
+            return self.sum.add_(lines.values_at(lines.newest())[:, 0].to(dtype)) / lines.length.count
         new = lines.values_at(lines.span(self.size, lines.size)).to(dtype).sum(1)
-        self.sum = self.sum + new if self.size else new
+        self.sum = self.sum.add_(new) if self.size else new
         self.size = lines.size
         return self.sum / self.size
+
+    def make_room(self, entries: int) -> None:
+        pass
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.sum,)
+
+    def sums(self) -> tuple[Tensor, ...]:
+        return (self.sum,)
 
     def nbytes(self) -> int:
         return self.sum.nbytes

@@ -47,6 +47,8 @@ class SqueezeAttention(Cascade):
 
     waits: ClassVar[bool] = True
 
+    needs_heads = "all"
+
     base: ScoredEvictor = StreamingLLM(budget=Budget(ratio=0.2))
     p: float = 0.3
 
@@ -80,7 +82,8 @@ class SqueezeAttention(Cascade):
         seen = ctx.state.get("similarity")
         if seen is None:
             raise UnsupportedModelError("SqueezeAttention was not shown the prompt as it was read; see roles.Looker")
-        return [total / max(number, 1.0) for total, number in seen.tolist()]
+        # Hidden states are whole on every rank, but may differ in their last bits.
+        return [total / max(number, 1.0) for total, number in ctx.ranks.mean(seen).tolist()]
 
     def weights(self, seen: Sequence[Seen], row: int) -> list[float]:
         groups = clusters([layer.weights[row] for layer in seen], 3)
@@ -106,6 +109,8 @@ def _similarities(ctx: LayerContext) -> tuple[Tensor, Tensor]:
         part = slice(start, start + _BLOCK)
         hidden = ctx.hidden[:, part].to(dtype)
         change = (ctx.output[:, :, part].transpose(1, 2).flatten(2) @ weight.to(ctx.output.device)).to(dtype)
+        # Heads add up in the output projection, which a rank has the part of its own heads of.
+        change = ctx.ranks.mean(change) * ctx.ranks.size
         similar = F.cosine_similarity(hidden, hidden + change, dim=-1)
         total += similar.masked_fill(~real[:, part], 0).sum(1)
     return total, real.sum(1).to(dtype)

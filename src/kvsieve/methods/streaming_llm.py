@@ -27,6 +27,8 @@ class StreamingLLM(ScoredEvictor):
     sinks: tokens kept at the start of the row, at least 0.
     """
 
+    needs_heads = "own"
+
     sinks: int = 4
 
     def __post_init__(self) -> None:

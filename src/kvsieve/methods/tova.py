@@ -24,6 +24,8 @@ from kvsieve.types import LayerContext
 class TOVA(ScoredEvictor):
     """Keep, per layer, the entries that the newest token attends to."""
 
+    needs_heads = "all"
+
     every: int | None = 1
 
     @property
@@ -32,7 +34,7 @@ class TOVA(ScoredEvictor):
 
     def scores(self, ctx: LayerContext) -> Tensor:
         mass = window_mass(ctx.query[:, :, -1:], ctx.keys, ctx.scale, valid=ctx.valid)
-        return mass.mean(1, keepdim=True).expand(-1, ctx.keys.shape[1], -1)
+        return ctx.ranks.mean(mass.mean(1, keepdim=True)).expand(-1, ctx.keys.shape[1], -1)
 
 
 @register_method("tova", title="TOVA", paper="arXiv 2401.06104", phase="end of prompt, decode", query_aware=True)

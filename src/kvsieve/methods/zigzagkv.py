@@ -32,6 +32,8 @@ class ZigZagKV(Cascade):
     at. target: the part of the attention, in (0, 1]. floor: the part of the budget that every layer keeps, in [0, 1].
     """
 
+    needs_heads = "all"
+
     base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2))
     target: float = 0.9
     floor: float = 0.5
@@ -52,7 +54,7 @@ class ZigZagKV(Cascade):
 
     def weigh(self, ctx: LayerContext) -> list[float]:
         mass = window_mass(ctx.query[:, :, -self.window :], ctx.keys, ctx.scale, valid=ctx.valid)
-        return tokens_reaching(mass, self.target).tolist()
+        return ctx.ranks.mean(tokens_reaching(mass, self.target)).tolist()
 
 
 @register_method("zigzagkv", title="ZigZagKV", paper="arXiv 2412.09036", phase="end of prompt", query_aware=True)

@@ -1,0 +1,301 @@
+"""Decoding with fixed shapes: a pass is recorded (CUDA graph) or compiled once, and run again for every token.
+
+While a plan is attached the decoder's `forward` is replaced on the instance. It runs what it can with fixed shapes
+(fixed_pass.py) and all else as transformers does, and the turn's record says why. The decoder's hooks, the output layer
+and sampling stay outside, so nothing changes for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from kvsieve.cache.base import MIN_ROOM
+from kvsieve.errors import PlanError
+from kvsieve.hf import session as sessions
+from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.fixed_pass import FixedPass
+from kvsieve.hf.session import Session
+
+ENGINES = ("auto", "eager", "graph", "compile")
+
+# Tokens that room is made for at a time; an answer that is longer is recorded again.
+_ROOM = 4096
+# Recordings per turn that need no more passes than this each.
+_PATIENCE, _LEAST = 3, 8
+_INPUTS = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
+
+Run = Callable[[], Tensor]
+
+
+class Refused(Exception):
+    """A pass, or all of them, cannot be run with fixed shapes; the message says why."""
+
+
+class Graphs:
+    """Records passes as CUDA graphs, which share one pool of memory. Raises Refused where there is no CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise Refused(f"a CUDA graph needs the model on a CUDA device, it is on {device.type}")
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Run:
+        with torch.cuda.device(self.device):
+            # What libraries set up when first used must not be recorded.
+            before, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+            aside.wait_stream(before)
+            with torch.cuda.stream(aside):
+                run()
+            before.wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                out = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+class Compiler:
+    """Compiles passes with torch.compile, in one piece where that works."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def __call__(self, run: Run) -> Run:
+        compiled = torch.compile(run, fullgraph=True, dynamic=False)
+        try:
+            compiled()
+        except torch._dynamo.exc.Unsupported:
+            compiled = torch.compile(run, dynamic=False)
+            compiled()
+        return compiled
+
+
+# How a pass is recorded: takes it, runs it at least once, and returns what runs it again.
+RECORDERS: dict[str, Callable[[torch.device], Callable[[Run], Run]]] = {"graph": Graphs, "compile": Compiler}
+
+
+class Engine:
+    """What runs the decoder's passes while a plan is attached. asked: "eager", "graph" or "compile".
+
+    refusal: why no pass can be run as asked, None while some may.
+    """
+
+    def __init__(self, decoder: nn.Module, asked: str, divided: bool = False) -> None:
+        if asked not in ENGINES:
+            raise PlanError(f"decode must be one of {', '.join(map(repr, ENGINES))}; got {asked!r}")
+        devices = {parameter.device for parameter in decoder.parameters()}
+        device = next(iter(devices), torch.device("cpu"))
+        if asked == "auto":
+            asked = "graph" if device.type == "cuda" else "eager"
+        self.asked = asked
+        self.decoder = decoder
+        self.refusal: str | None = None
+        self._known: weakref.WeakKeyDictionary[SieveCache, tuple[FixedPass, Run]] = weakref.WeakKeyDictionary()
+        self._output: type[ModelOutput] | str = "the first pass of the decoder is run eagerly"
+        self._own = decoder.__dict__.get("forward")
+        self._forward = decoder.forward
+        self._names = list(inspect.signature(decoder.forward).parameters)
+        if asked == "eager":
+            return
+        try:
+            if divided or len(devices) > 1:
+                raise Refused("the model lies on several devices")
+            if "position_ids" not in self._names:
+                raise Refused(f"{type(decoder).__name__} takes no position_ids")
+            self._record = RECORDERS[asked](device)
+        except Refused as refused:
+            self.refusal = str(refused)
+
+    def install(self) -> None:
+        """Replace the decoder's forward, if that is of use; `remove` brings it back."""
+        if self.asked != "eager" and self.refusal is None:
+            self.decoder.forward = functools.wraps(self._forward)(functools.partial(self._dispatch))
+
+    def remove(self) -> None:
+        """Leave the decoder as it was found, and free what was recorded."""
+        self._known.clear()
+        if "forward" in self.decoder.__dict__:
+            del self.decoder.forward
+        if self._own is not None:
+            self.decoder.forward = self._own
+
+    def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        session = sessions.current()
+        if session is None or session.step.phase != "decode":
+            return self._eagerly(*args, **kwargs)
+        passes = session.cache.record.passes
+        try:
+            output = self._fixed(session, {**dict(zip(self._names, args, strict=False)), **kwargs})
+        except Refused as refused:
+            passes.eager, passes.reason = passes.eager + 1, str(refused)
+            return self._eagerly(*args, **kwargs)
+        passes.fixed += 1
+        return output
+
+    def _eagerly(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._forward(*args, **kwargs)
+        if not isinstance(output, ModelOutput):
+            self._output = "the decoder returns a tuple"
+        elif set(output) <= {"last_hidden_state", "past_key_values"}:
+            self._output = type(output)
+        else:
+            self._output = f"the decoder returns {', '.join(output)}"
+        return output
+
+    def _fixed(self, session: Session, kwargs: dict[str, Any]) -> ModelOutput:
+        if self.refusal is not None:
+            raise Refused(self.refusal)
+        self._check(session, kwargs)
+        inputs, options = self._arguments(session, kwargs)
+        cache = session.cache
+        made, run = self._known.get(cache, (None, None))
+        if made is None or not _alike(made, inputs, options) or not made.fits(cache):
+            # Its buffers may be the ones that are about to grow.
+            self._known.pop(cache, None)
+            made = run = None
+            made, run = self._made(session, inputs, options)
+        assert run is not None
+        for name, tensor in inputs.items():
+            made.inputs[name].copy_(tensor)
+        with self._may_fail(cache), made.standing_in():
+            hidden = run().clone()
+        made.take_note(cache)
+        return self._output(last_hidden_state=hidden, past_key_values=cache)  # type: ignore[operator]
+
+    @contextlib.contextmanager
+    def _may_fail(self, cache: SieveCache) -> Iterator[None]:
+        """Where the decoder cannot be recorded or run again, everything is run eagerly from then on."""
+        try:
+            yield
+        except Exception as error:
+            self._known.clear()
+            # What readers remember may have been half written to.
+            for layer in cache.sieve_layers.values():
+                layer.store.derived = {}
+            what = str(error).strip().partition("\n")[0] or type(error).__name__
+            self.refusal = f"the decoder cannot be recorded ({self.asked}): {what}"
+            raise Refused(self.refusal) from error
+
+    def _check(self, session: Session, kwargs: dict[str, Any]) -> None:
+        """Raise Refused for a pass that fixed shapes cannot serve."""
+        cache, evictor, reader = session.cache, session.plan.evict, session.plan.read
+        config = getattr(self.decoder, "config", None)
+        device = session.tokens.columns.device.type
+        if session.tokens.size > 1:
+            raise Refused("a pass of several tokens")
+        if session.tokens.valid is not None:
+            raise Refused("the new token is padding in some row")
+        if len(cache.sieve_layers) < len(cache.layers):
+            raise Refused("sliding-window layers, which transformers stores, change their shapes")
+        if cache.reordered:
+            raise Refused("rows change places between tokens (beams)")
+        if cache.own_plan is not None:
+            raise Refused("a pass of the plan's own")
+        if evictor is not None and evictor.when.steps is not None:
+            name = type(evictor).__name__
+            if evictor.when.looks:
+                raise Refused(f"{name} looks at every token")
+            if evictor.window > 1:
+                raise Refused(f"{name} keeps the queries of the last tokens")
+            if session._acts_in_between() and not _waits(session):
+                raise Refused(f"{name} acts on this token")
+        if reader is not None and not getattr(reader, "fixed_shapes", False):
+            raise Refused(f"{type(reader).__name__} does not choose with fixed shapes")
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(device):
+            raise Refused("gradients or autocast are on; use torch.no_grad() and a model in its own dtype")
+        for name in ("output_hidden_states", "output_attentions"):
+            asked = kwargs.get(name)
+            if asked if asked is not None else getattr(config, name, False):
+                raise Refused(f"{name} is asked for")
+        if isinstance(self._output, str):
+            raise Refused(self._output)
+
+    @staticmethod
+    def _arguments(session: Session, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The decoder's arguments: tensors that change from token to token, and all that must not."""
+        left_out = ("attention_mask", "past_key_values")
+        given = {name: value for name, value in kwargs.items() if value is not None and name not in left_out}
+        inputs = {name: given.pop(name) for name in _INPUTS if name in given}
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                raise Refused(f"the decoder is given a tensor {name!r}")
+        if "position_ids" not in inputs:
+            if session.cache.mask is not None:
+                raise Refused("rows are padded and no position_ids are given")
+            inputs["position_ids"] = session.tokens.columns
+        return inputs, given
+
+    def _made(self, session: Session, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[FixedPass, Run]:
+        """Record a pass on the session's cache, which is then as it was but for room."""
+        cache, passes, began = session.cache, session.cache.record.passes, time.perf_counter()
+        if passes.captures >= _PATIENCE and passes.fixed < _LEAST * passes.captures:
+            raise Refused(f"the buffers change too often: {passes.captures} recordings served {passes.fixed} tokens")
+        _make_room(session)
+        static = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in inputs.items()}
+        made = FixedPass(session, self._forward, static, options)
+        reason = made.prepare(cache)
+        if reason is not None:
+            raise Refused(reason)
+        sums = [(part, part.clone()) for part in made.sums()]
+        with self._may_fail(cache), made.standing_in():
+            run = self._record(made.run)
+        for part, before in sums:
+            part.copy_(before)
+        made.start_over(cache)
+        self._known[cache] = made, run
+        passes.captures += 1
+        passes.capture_s += time.perf_counter() - began
+        return made, run
+
+
+def _alike(made: FixedPass, inputs: dict[str, Tensor], options: dict[str, Any]) -> bool:
+    """Whether a pass was recorded for such arguments."""
+    if inputs.keys() != made.inputs.keys() or options.keys() != made.options.keys():
+        return False
+    for name, tensor in inputs.items():
+        if tensor.shape != made.inputs[name].shape or tensor.dtype != made.inputs[name].dtype:
+            return False
+    if torch.is_inference_mode_enabled() != made.values.is_inference():
+        return False
+    plain = (bool, int, float, str)
+    return all(
+        value is options[name] or (isinstance(value, plain) and value == options[name])
+        for name, value in made.options.items()
+    )
+
+
+def _waits(session: Session) -> bool:
+    """Whether the plan's evictor, which acts on this token, would drop nothing."""
+    waits = getattr(session.plan.evict, "waits", None)
+    return waits is not None and all(
+        waits(index, session.num_layers, tuple(length + 1 for length in layer.store.lengths), layer.state)
+        for index, layer in session.cache.sieve_layers.items()
+    )
+
+
+def _make_room(session: Session) -> None:
+    """Have room for the tokens that are still expected. Evictors that act while decoding keep small buffers in use."""
+    cache, evictor = session.cache, session.plan.evict
+    acts = evictor is not None and evictor.when.steps is not None
+    expected = cache.new_tokens - 1 - cache.decoded
+    for layer in cache.sieve_layers.values():
+        store = layer.store
+        some = max(MIN_ROOM, store.size // store.stride // 8)
+        tokens = min(expected, some if acts else _ROOM) if expected > 0 else some
+        if not acts or store.size + store.stride > store.capacity:
+            store.make_room(tokens)

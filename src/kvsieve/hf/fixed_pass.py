@@ -1,0 +1,276 @@
+"""A decoding pass whose shapes and addresses stay the same: the decoder's own forward over stores of fixed capacity.
+
+What grows from token to token (where an entry goes, how many there are) is read from numbers on the device, which the
+pass itself moves on. So it can be recorded once and run again for every token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvsieve import kernels
+from kvsieve.attention import ragged_attention
+from kvsieve.cache import DenseStore, RaggedStore
+from kvsieve.cache.lines import Group
+from kvsieve.core.lines import Follower, Length
+from kvsieve.errors import UnsupportedModelError
+from kvsieve.hf import session as sessions
+from kvsieve.hf.cache import SieveCache, SieveLayer
+from kvsieve.hf.compat import Cache
+from kvsieve.hf.reading import Reading, count_all, reading_of
+from kvsieve.hf.session import Session
+
+
+class Numbers:
+    """Numbers that grow by a fixed amount with every pass, laid out one behind the other; equal ones are one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._known: dict[tuple[int, int, int], int] = {}
+        self.starts: list[int] = []
+        self.steps: list[int] = []
+
+    def run(self, start: int, count: int, step: int) -> slice:
+        """Where start, start + 1 ... lie, `count` of them that grow by `step`."""
+        at = self._known.setdefault((start, count, step), len(self.starts))
+        if at == len(self.starts):
+            self.starts += range(start, start + count)
+            self.steps += [step] * count
+        return slice(at, at + count)
+
+
+class FixedLayer(SieveLayer):
+    """What a recorded pass knows of one layer. reading: as in `read_token`; None where everything is read.
+
+    slots, lengths: where in the pass's numbers the new entry's slots lie, and the lengths of what is read: of each
+    group of lines, or of the store. All tensors are those the store had when the pass was made.
+    """
+
+    def __init__(self, layer: SieveLayer, reading: Reading | None, numbers: Numbers) -> None:
+        super().__init__()
+        self.store, self.view, self.reading = layer.store, layer.view, reading
+        self.tensors = layer.store.tensors
+        self.threads = torch.get_num_threads()
+        self.remembered = self._remembered()
+        self.places = self.count(layer, numbers)
+        self.slots, *self.lengths = self.places
+
+    def count(self, layer: SieveLayer, numbers: Numbers) -> tuple[slice, ...]:
+        """Where numbers for what `layer` stores now are put: its slots' and its lengths'."""
+        store, stride = layer.store, layer.store.stride
+        slots = numbers.run(store.size, stride, stride)
+        if self.reading is not None:
+            grouped = self.reading.grouped
+            sizes = [grouped.entries(store, group) for group in grouped.groups]
+        else:
+            sizes = [] if store.is_ragged else [store.size]
+        return slots, *(numbers.run(size + 1, 1, 1) for size in sizes)
+
+    def fits(self, layer: SieveLayer, reading: Reading | None) -> bool:
+        """Whether the layer still has the same buffers, with room for an entry, and is read in the same way."""
+        store = layer.store
+        if any(ours is not its for ours, its in zip(self.tensors, store.tensors, strict=True)):
+            return False
+        if layer.view is not self.view or store.size + store.stride > store.capacity:
+            return False
+        if reading is None or self.reading is None:
+            return reading is self.reading
+        if reading.grouped is not self.reading.grouped or reading.whole != self.reading.whole or not self.knows(store):
+            return False
+        return all(ours is its for ours, its in zip(self.remembered, self._remembered(), strict=True))
+
+    def knows(self, store: DenseStore | RaggedStore) -> bool:
+        """Whether a reader knows all entries of the lines that it chooses from, and what choosing costs."""
+        if self.reading is None:
+            return True
+        grouped = self.reading.grouped
+        return all(
+            group.cost is not None and all(each.size == grouped.entries(store, group) for each in group.state.values())
+            for group in self._chosen_from()
+        )
+
+    def make_room(self) -> None:
+        """Have room, in what a reader remembers, for as many entries as the store has."""
+        if self.reading is not None:
+            grouped = self.reading.grouped
+            for group in grouped.groups:
+                group.flat(self.store.capacity)
+            for group in self._chosen_from():
+                for each in group.state.values():
+                    each.make_room(grouped.most(self.store, group))
+        self.remembered = self._remembered()
+
+    def followers(self) -> list[Follower]:
+        """What a reader remembers of the lines that it chooses from."""
+        return [each for group in self._chosen_from() for each in group.state.values()]
+
+    def _chosen_from(self) -> list[Group]:
+        if self.reading is None:
+            return []
+        pairs = zip(self.reading.grouped.groups, self.reading.whole, strict=True)
+        return [group for group, whole in pairs if not whole]
+
+    def _remembered(self) -> list[Tensor]:
+        return [part for each in self.followers() for part in each.tensors()]
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, made: FixedPass) -> Tensor:
+        store = self.store
+        store.put(key, value, made.values[self.slots])
+        lengths = [made.length(at) for at in self.lengths]
+        if self.reading is not None:
+            return self.reading.attend(store, query, scale, lengths)[0]
+        keys, values, _, valid = self.tensors[:4]
+        assert keys is not None and values is not None
+        if store.is_ragged:
+            assert valid is not None
+            return ragged_attention(query, keys, values, valid, scale=scale, threads=self.threads)
+        return _dense(query, keys, values, scale, lengths[0], valid)
+
+    def take_note(self, layer: SieveLayer, reads: Any) -> None:
+        """Count what a pass has done to `layer` and what it has read."""
+        layer.store.take_note()
+        if self.reading is None:
+            count_all(layer.store, reads)
+            return
+        self.reading.count(layer.store, reads)
+        for each in self.followers():
+            each.size += 1
+
+
+class FixedCache(Cache):
+    """What the decoder takes for its cache during such a pass. Lengths that it asks for would be recorded: refused."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        raise UnsupportedModelError("the decoder asks the cache how many tokens there were, beside its position_ids")
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        # Asked for masks, of which causal layers need none.
+        return query_length, 0
+
+
+class FixedPass(Session):
+    """One decoding pass on `cache`, to be run again and again. forward: the decoder's; inputs: its tensors, static."""
+
+    def __init__(
+        self, session: Session, forward: Callable[..., Any], inputs: dict[str, Tensor], options: dict[str, Any]
+    ):
+        super().__init__(session.plan, None, session.cache, session.step, session.tokens, session.num_layers)
+        self.forward, self.inputs = forward, inputs
+        for layer in session.cache.sieve_layers.values():
+            layer.store.expect(session.cache.num_seen)
+        numbers = Numbers(session.tokens.columns.device)
+        self.layers = [
+            FixedLayer(layer, self.reading(session.cache, index), numbers)
+            for index, layer in session.cache.sieve_layers.items()
+        ]
+        self._numbers = numbers
+        self.values, self._steps = (
+            torch.tensor(part, device=numbers.device) for part in (numbers.starts, numbers.steps)
+        )
+        self._lengths: dict[int, Length] = {}
+        self.cache = FixedCache(layers=list(self.layers))  # type: ignore[assignment]
+        self.options = options
+        self._given = {**options, "attention_mask": None, "past_key_values": self.cache}
+        self.start_over(session.cache)
+
+    def reading(self, cache: SieveCache, index: int) -> Reading | None:
+        return reading_of(self.plan.read, cache, cache.sieve_layers[index], index, self.num_layers, coming=1)
+
+    def attend(self, index: int, layer: SieveLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        assert isinstance(layer, FixedLayer)
+        return layer.attend(query, key, value, scale, self)
+
+    def length(self, at: slice) -> Length:
+        """The length at `at` among the numbers; one for all layers of a pass that share it."""
+        if at.start not in self._lengths:
+            self._lengths[at.start] = Length(self.values[at.start])
+        return self._lengths[at.start]
+
+    def prepare(self, cache: SieveCache) -> str | None:
+        """Make room in what readers remember; or say why the pass cannot be run yet.
+
+        A layer's lines are first read eagerly: that builds what is remembered of them, and tells what reading costs.
+        """
+        if not all(ours.knows(ours.store) for ours in self.layers):
+            return "a first pass of the reader is run eagerly"
+        for ours in self.layers:
+            ours.make_room()
+        return None
+
+    def sums(self) -> list[Tensor]:
+        """What running the pass once more than its token needs would change."""
+        return [part for ours in self.layers for each in ours.followers() for part in each.sums()]
+
+    def fits(self, cache: SieveCache) -> bool:
+        """Whether the pass can be run on what `cache` stores now; brings the numbers in line where they are not."""
+        pairs = list(zip(self.layers, cache.sieve_layers.items(), strict=True))
+        if not all(ours.fits(layer, self.reading(cache, index)) for ours, (index, layer) in pairs):
+            return False
+        where = self.passes + self._seen, *(size + self.passes * step for size, step in self._sizes)
+        if where == (cache.num_seen, *(layer.store.size for _, (_, layer) in pairs)):
+            return True
+        numbers = Numbers(self._numbers.device)
+        laid_out = [(ours.places, ours.count(layer, numbers)) for ours, (_, layer) in pairs]
+        if numbers.steps != self._numbers.steps or any(before != now for before, now in laid_out):
+            return False
+        self._numbers = numbers
+        self.start_over(cache)
+        return True
+
+    def start_over(self, cache: SieveCache) -> None:
+        """Make the numbers what they must be for the next token, whatever has been run before."""
+        self.passes, self._seen = 0, cache.num_seen
+        self.values.copy_(torch.tensor(self._numbers.starts))
+        layers = list(cache.sieve_layers.values())
+        self._sizes = [(layer.store.size, layer.store.stride) for layer in layers]
+        for ours, layer in zip(self.layers, layers, strict=True):
+            ours.store = layer.store
+            layer.store.expect(self._seen)
+
+    def take_note(self, cache: SieveCache) -> None:
+        """Do the host's part of a pass that has been run."""
+        self.passes += 1
+        for ours, layer in zip(self.layers, cache.sieve_layers.values(), strict=True):
+            ours.take_note(layer, cache.record.reads)
+
+    def run(self) -> Tensor:
+        """Hidden states [B, 1, C] of the tokens in `inputs`, whose entries are stored; the numbers have moved on."""
+        self._lengths = {}
+        out = self.forward(**self.inputs, **self._given)
+        self.values.add_(self._steps)
+        self._lengths = {}
+        return out.last_hidden_state
+
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """What the decoder's attention finds as the current session, in a compiled pass too."""
+        token = sessions._ACTIVE.set(self)
+        sessions._COMPILED = self
+        try:
+            yield
+        finally:
+            sessions._ACTIVE.reset(token)
+            sessions._COMPILED = None
+
+
+def _dense(query: Tensor, keys: Tensor, values: Tensor, scale: float, length: Length, valid: Tensor | None) -> Tensor:
+    """Attention of one token over the first `length` of all slots; see dense_attention."""
+    if kernels.usable(query, keys, values):
+        return kernels.decode_attention(query, keys, values, scale=scale, length=length.count, valid=valid)
+    batch, query_heads, _, dim = query.shape
+    heads, size = keys.shape[1:3]
+    mask = length.real(size)[None, None, None]
+    if valid is not None:
+        mask = mask & valid[:, :, None]
+    packed = query.reshape(batch, heads, query_heads // heads, dim)
+    out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+    return out.reshape(batch, query_heads, 1, values.shape[-1])
