@@ -351,3 +351,11 @@ def test_demo_answers_right_three_ways(cli):
     assert rate == 0.3
     assert fastkv["deep_tokens"] == int(rate * prompt) and snapkv["deep_tokens"] == prompt
     assert fastkv["kv_bytes"] < 0.25 * full["kv_bytes"]
+
+
+def test_run_generates_as_asked(cli, model_dir, prompt_file):
+    given = ("run", model_dir, "--prompt-file", prompt_file, "--method", "snapkv", "--budget", "40", "--json")
+    _, out, _ = cli(*given, "--decode", "packed")
+    assert json.loads(out)["results"][0]["stats"]["decoding"]["engine"] == "packed"
+    code, out, err = cli(*given, "--decode", "quick")
+    assert code == 2 and "--decode must be one of auto, eager, packed, graph, compile, got 'quick'" in err

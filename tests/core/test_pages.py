@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.core.lines import Lines
+from kvsieve.core.lines import Length, Lines
 from kvsieve.core.pages import PageTable, best_entries, shares
 
 
@@ -68,3 +68,30 @@ def test_the_cut_falls_inside_a_page_and_short_pages_are_made_up_for():
     assert sorted(best_entries(weights, 11, 3, 4, True).tolist()) == [3, 4, 9, 10]
     assert best_entries(weights, 4, 1, 2, True).tolist() == [3, 1]
     assert sorted(best_entries(weights, 10, 3, 10, True).tolist()) == list(range(10))
+
+
+@pytest.mark.parametrize("newest", [False, True])
+@pytest.mark.parametrize("page", [1, 3, 4])
+def test_a_length_on_the_device_gives_what_the_same_entries_give(page, newest):
+    """Entries are taken in one at a time, in buffers of fixed size; what lies beyond the end is never chosen."""
+    keys, query = torch.randn(2, 41, 5, dtype=torch.float64), torch.randn(2, 3, 5, dtype=torch.float64)
+    fixed, grown = PageTable(page), PageTable(page)
+    fixed.follow(lines(keys, 20))
+    fixed.make_room(41)
+    table = fixed.tensors()[0]
+    for size in range(21, 40):
+        held = lines(keys, 41)
+        held.length = Length(torch.tensor(size))
+        fixed.follow(held)
+        grown.follow(lines(keys, size))
+        pages = grown.bounds().shape[-1]
+        assert torch.equal(fixed.bounds(size), grown.bounds()) and fixed.tensors()[0] is table
+        scores, looked_at = fixed.bound(query, held)
+        wanted, before = grown.bound(query, lines(keys, size))
+        assert looked_at // -(-41 // page) == before // pages
+        weights = shares(scores, 41, page, held.length)
+        wanted = shares(wanted, size, page)
+        torch.testing.assert_close(weights[..., :pages], wanted)
+        assert not weights[..., pages:].any()
+        chosen = best_entries(weights, 41, page, 9, newest, held.length)
+        assert torch.equal(chosen.sort(-1).values, best_entries(wanted, size, page, 9, newest).sort(-1).values)

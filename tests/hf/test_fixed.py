@@ -96,10 +96,10 @@ def check_same(model, plan, ids, mask=None, fixed=11, captures=1, **options):
     return ours
 
 
-@pytest.mark.parametrize("rows", [1, 3], ids=["one row", "padded rows"])
-@pytest.mark.parametrize("name", PLANS)
-def test_answers_are_those_of_the_eager_decoder(model, stand_in, name, rows):
-    plan = planned(name)
+@pytest.mark.parametrize("name", [*PLANS, "full alone", "adakv alone", "hsa alone"])
+def test_answers_are_those_of_the_eager_decoder(model, stand_in, name):
+    name, alone, _ = name.partition(" alone")
+    plan, rows = planned(name), 1 if alone else 3
     # A reader's first token is read eagerly.
     ours = check_same(model, plan, *padded(rows), fixed=11 - (plan.read is not None))
     assert ours.cache.record.passes.reason == (READ_FIRST if plan.read is not None else None)
@@ -323,13 +323,12 @@ def test_a_decoder_that_counts_tokens_by_itself(stand_in):
 
 
 def test_a_graph_needs_cuda_and_bad_names_are_refused(model):
-    assert fixed.ENGINES == ("auto", "eager", "graph", "compile")
     ours, _ = answer(model, planned("full"), prompt(), max_new_tokens=3)
     assert ours.stats.decoding.engine == "eager"
     assert ours.stats.decoding.reason == "a CUDA graph needs the model on a CUDA device, it is on cpu"
     ours, _ = answer(model, planned("full"), prompt(), None, "auto", max_new_tokens=3)
     assert ours.stats.decoding.engine == "eager" and ours.stats.decoding.reason is None
-    with pytest.raises(PlanError, match="decode must be one of 'auto', 'eager', 'graph', 'compile'; got 'fast'"):
+    with pytest.raises(PlanError, match="decode must be one of 'auto', 'eager', .*; got 'fast'"):
         answer(model, planned("full"), prompt(), None, "fast")
 
 

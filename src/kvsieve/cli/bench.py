@@ -11,7 +11,7 @@ import typer
 
 from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.output import JsonOption, emit_json, markdown_table, print_table, say
-from kvsieve.cli.run import DTYPES, load_model
+from kvsieve.cli.run import DecodeOption, DtypeOption, check_loading, load_model
 from kvsieve.cli.specs import MethodRun, compared_methods, make_run, spec, split_specs
 from kvsieve.errors import InputError, UnsupportedModelError
 
@@ -37,11 +37,9 @@ def bench_command(
     new_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt.")] = 32,
     rounds: Annotated[int, typer.Option(help="Rounds that count, after one that does not.")] = 5,
     chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward pass; all at once if left out.")] = None,
-    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "bfloat16",
+    dtype: DtypeOption = "bfloat16",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the best there is if left out.")] = None,
-    decode: Annotated[
-        str, typer.Option(help="How kvsieve generates: auto (graph on CUDA, else eager), eager, graph or compile.")
-    ] = "auto",
+    decode: DecodeOption = "auto",
     peer_python: Annotated[
         str | None, typer.Option(help="Interpreter with kvpress: measured beside, in a process of its own.")
     ] = None,
@@ -64,12 +62,7 @@ def bench_command(
     if show is not None:
         _print(read_report(show), plots, markdown, as_json)
         return
-    from kvsieve.hf.fixed import ENGINES
-
-    if decode not in ENGINES:
-        raise InputError(f"--decode must be one of {', '.join(ENGINES)}, got {decode!r}")
-    if dtype not in DTYPES:
-        raise InputError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_loading(dtype, decode)
     for option, value, least in (
         ("--batch", batch, 1),
         ("--rounds", rounds, 1),

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsieve.cli.output import one_line, print_table, say
-from kvsieve.cli.run import DTYPES, load_model, read_prompt
+from kvsieve.cli.run import DecodeOption, DtypeOption, check_loading, load_model, read_prompt
 from kvsieve.cli.specs import chosen_method
-from kvsieve.errors import InputError, KvsieveError, PlanError
+from kvsieve.errors import InputError, KvsieveError
 from kvsieve.plans import Plan
 
 if TYPE_CHECKING:
@@ -53,13 +53,13 @@ def chat_command(
     save: Annotated[str | None, typer.Option(help="Write the chat to this file after each turn.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
-    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "bfloat16",
+    dtype: DtypeOption = "bfloat16",
+    decode: DecodeOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON per turn, and nothing else.")] = False,
 ) -> None:
     """Talk with a model: in a terminal, or with one message per line of stdin."""
     # Everything that can be wrong with the input is looked at before the model is loaded, which takes a while.
-    if dtype not in DTYPES:
-        raise PlanError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_loading(dtype, decode)
     for option, value in (("--max-new-tokens", max_new_tokens), ("--chunk", chunk)):
         if value < 1:
             raise InputError(f"{option} must be at least 1, got {value}")
@@ -86,7 +86,7 @@ def chat_command(
     import kvsieve
     from kvsieve.models.fetch import MODEL_NAME
 
-    with kvsieve.attach(loaded, plan.for_tokenizer(tokenizer)) as sieve:
+    with kvsieve.attach(loaded, plan.for_tokenizer(tokenizer), decode=decode) as sieve:
         chat = sieve.chat(tokenizer, system, load=load, max_new_tokens=max_new_tokens, chunk=chunk)
         talk = _Talk(chat, context, save, as_json)
         if talk.interactive:

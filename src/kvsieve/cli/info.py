@@ -127,9 +127,16 @@ def _version_problem() -> str | None:
 def _device() -> dict[str, Any]:
     import torch
 
+    from kvsieve.kernels import reason
+
     if torch.cuda.is_available():
         bf16 = torch.cuda.is_bf16_supported()
-        return {"device": torch.cuda.get_device_name(), "bfloat16": "yes" if bf16 else "emulated or missing"}
+        kernels = reason(torch.device("cuda", torch.cuda.current_device())) or "used"
+        return {
+            "device": torch.cuda.get_device_name(),
+            "bfloat16": "yes" if bf16 else "emulated or missing",
+            "Triton kernels": kernels,
+        }
     # The flags are all that tells: without them bfloat16 still computes right, only slowly.
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     native = any(flag in flags for flag in ("avx512_bf16", "amx_bf16"))

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from kvsieve.hf.generate import Stats
 
 DTYPES = ("bfloat16", "float16", "float32", "auto")
+DtypeOption = Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")]
+DecodeOption = Annotated[
+    str, typer.Option(help="How tokens are generated: auto (graph on CUDA, else eager), eager, packed, graph, compile.")
+]
 _WARM_UP_TOKENS = 16
 _HEADERS = [
     "method",
@@ -58,13 +62,13 @@ def run_command(
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
-    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "bfloat16",
+    dtype: DtypeOption = "bfloat16",
+    decode: DecodeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Answer a prompt under a method, and compare it with others."""
     # Everything that can be wrong with the input is looked at before the model is loaded, which takes a while.
-    if dtype not in DTYPES:
-        raise PlanError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_loading(dtype, decode)
     for option, value in (("--max-new-tokens", max_new_tokens), ("--chunk", chunk)):
         if value < 1:
             raise InputError(f"{option} must be at least 1, got {value}")
@@ -77,7 +81,7 @@ def run_command(
         from kvsieve.segments import role_spans
 
         spans += role_spans(tokenizer, messages_of(text, system), roles)[1]
-    results = run_methods(loaded, tokenizer, prompt, runs, chunk, max_new_tokens, spans)
+    results = run_methods(loaded, tokenizer, prompt, runs, chunk, max_new_tokens, spans, decode)
     if as_json:
         emit_json(report(model, results))
         return
@@ -113,6 +117,15 @@ def parse_protect(given: list[str], system: str | None) -> tuple[list[str], list
     if "system" in roles and not system:
         raise InputError("--protect system needs a system prompt: give one with --system")
     return roles, spans
+
+
+def check_loading(dtype: str, decode: str) -> None:
+    """Raises PlanError for a --dtype or --decode that there is not."""
+    from kvsieve.hf.fixed import ENGINES
+
+    for option, value, known in (("--dtype", dtype, DTYPES), ("--decode", decode, ENGINES)):
+        if value not in known:
+            raise PlanError(f"{option} must be one of {', '.join(known)}, got {value!r}")
 
 
 def load_model(name: str | None, dtype: str) -> tuple[Any, Any]:
@@ -159,10 +172,11 @@ def run_methods(
     chunk: int,
     max_new_tokens: int,
     protect: Sequence[tuple[int, int]] = (),
+    decode: str = "auto",
 ) -> list[dict[str, Any]]:
     """Greedy answers under each method, in order: ``{"method", "parameters", "answer", "stats"}``.
 
-    protect: spans of tokens that no method may evict.
+    protect: spans of tokens that no method may evict. decode: see `kvsieve.attach`.
 
     Raises UnsupportedModelError or PlanError, before anything runs, when the model cannot run one of them.
     """
@@ -171,7 +185,7 @@ def run_methods(
     for each in runs:
         check_model(model, each.plan)
     _warm_up(model, prompt)
-    return [_run_one(model, tokenizer, prompt, each, chunk, max_new_tokens, protect) for each in runs]
+    return [_run_one(model, tokenizer, prompt, each, chunk, max_new_tokens, protect, decode) for each in runs]
 
 
 def _warm_up(model: Any, prompt: Tensor) -> None:
@@ -191,11 +205,13 @@ def _run_one(
     chunk: int,
     max_new_tokens: int,
     protect: Sequence[tuple[int, int]],
+    decode: str,
 ) -> dict[str, Any]:
     import kvsieve
 
     ids = prompt.to(model.device)
-    with kvsieve.attach(model, run.plan.for_tokenizer(tokenizer)) as sieve, prefill_progress(run.name) as progress:
+    plan = run.plan.for_tokenizer(tokenizer)
+    with kvsieve.attach(model, plan, decode=decode) as sieve, prefill_progress(run.name) as progress:
         # The mask is given because a pad token in the prompt's text is no padding.
         result = sieve.generate(
             ids,

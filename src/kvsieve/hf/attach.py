@@ -169,8 +169,9 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto") -> Iterator[Sieve]:
     plain ``model.generate(...)`` and ``model(...)`` follow the plan too, with a cache of their own.
 
     decode: how tokens after a prompt are computed: "eager" as transformers does; "graph" by a CUDA graph; "compile" by
-    torch.compile, which takes a minute for each new size of the stores; "auto" by a graph on CUDA, else eagerly. Passes
-    that cannot be run so are run eagerly, and ``stats.decoding`` says why.
+    torch.compile, which takes a minute for each new size of the stores; "packed", on a CPU in bfloat16, with the
+    decoder's weights once more in the form its matrix products want (their memory again, faster at once); "auto" by a
+    graph on CUDA, else eagerly. What cannot be run so is run eagerly, and ``stats.decoding`` says why.
 
     Raises UnsupportedModelError when the plan cannot run on the model, PlanError when a layer lies outside it or it
     cannot run where heads are divided among processes (docs/parallel.md), and KvsieveError when the model has a plan

@@ -24,9 +24,10 @@ from kvsieve.errors import PlanError
 from kvsieve.hf import session as sessions
 from kvsieve.hf.cache import SieveCache
 from kvsieve.hf.fixed_pass import FixedPass
+from kvsieve.hf.packed import PackedLinears
 from kvsieve.hf.session import Session
 
-ENGINES = ("auto", "eager", "graph", "compile")
+ENGINES = ("auto", "eager", "packed", "graph", "compile")
 
 # Tokens that room is made for at a time; an answer that is longer is recorded again.
 _ROOM = 4096
@@ -90,7 +91,7 @@ RECORDERS: dict[str, Callable[[torch.device], Callable[[Run], Run]]] = {"graph":
 
 
 class Engine:
-    """What runs the decoder's passes while a plan is attached. asked: "eager", "graph" or "compile".
+    """What runs the decoder's passes while a plan is attached. asked: "eager", "packed", "graph" or "compile".
 
     refusal: why no pass can be run as asked, None while some may.
     """
@@ -110,25 +111,33 @@ class Engine:
         self._own = decoder.__dict__.get("forward")
         self._forward = decoder.forward
         self._names = list(inspect.signature(decoder.forward).parameters)
+        self._packed: PackedLinears | None = None
         if asked == "eager":
             return
         try:
             if divided or len(devices) > 1:
                 raise Refused("the model lies on several devices")
+            if asked == "packed":
+                self._packed = PackedLinears(decoder)
+                return
             if "position_ids" not in self._names:
                 raise Refused(f"{type(decoder).__name__} takes no position_ids")
             self._record = RECORDERS[asked](device)
-        except Refused as refused:
+        except (Refused, ValueError) as refused:
             self.refusal = str(refused)
 
     def install(self) -> None:
         """Replace the decoder's forward, if that is of use; `remove` brings it back."""
-        if self.asked != "eager" and self.refusal is None:
+        if self._packed is not None:
+            self._packed.install()
+        elif self.asked != "eager" and self.refusal is None:
             self.decoder.forward = functools.wraps(self._forward)(functools.partial(self._dispatch))
 
     def remove(self) -> None:
         """Leave the decoder as it was found, and free what was recorded."""
         self._known.clear()
+        if self._packed is not None:
+            self._packed.remove()
         if "forward" in self.decoder.__dict__:
             del self.decoder.forward
         if self._own is not None:
