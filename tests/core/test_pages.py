@@ -95,3 +95,10 @@ def test_a_length_on_the_device_gives_what_the_same_entries_give(page, newest):
         assert not weights[..., pages:].any()
         chosen = best_entries(weights, 41, page, 9, newest, held.length)
         assert torch.equal(chosen.sort(-1).values, best_entries(wanted, size, page, 9, newest).sort(-1).values)
+    # Weights may be negative (Quest's bounds), those of pages beyond the end anything.
+    held = Length(torch.tensor(8))
+    for page, wanted in ((1, [1, 2]), (3, [3, 4, 5, 6, 7])):
+        weights = torch.tensor([-3.0, -1.0, -2.0, -5.0, -4.0, -7.0, -6.0, -9.0, 0.0, 0.0, 0.0, 0.0])[: 12 // page]
+        weights = weights if page == 1 else weights.index_fill(0, torch.tensor([3]), 0.0)
+        found = best_entries(weights.clone(), 12, page, len(wanted), False, held)
+        assert sorted(found.tolist()) == wanted

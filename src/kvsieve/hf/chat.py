@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.cache import SieveCache, Snapshot
-from kvsieve.hf.generate import Stats, Storage, Traffic
+from kvsieve.hf.generate import Decoding, Stats, Storage, Traffic
 from kvsieve.turns import Message, Turns, stop_ids
 
 if TYPE_CHECKING:
@@ -445,7 +445,7 @@ def _join(worker: threading.Thread) -> None:
 
 def _stats(data: dict[str, Any]) -> Stats:
     """The inverse of Stats.to_dict."""
-    parts: dict[str, Any] = {"traffic": Traffic, "storage": Storage}
+    parts: dict[str, Any] = {"traffic": Traffic, "storage": Storage, "decoding": Decoding}
     return Stats(**{name: parts[name](**part) if part and name in parts else part for name, part in data.items()})
 
 

@@ -36,7 +36,11 @@ def evict(evictor: Evictor, ctx: LayerContext, cache: SieveCache) -> None:
         if getattr(evictor, "views", False):
             layer.look_through(selection)
         else:
-            layer.store = keep(layer.store, selection, cache.room(step.start + step.num_new, max(counts)))
+            room = cache.room(step.start + step.num_new, max(counts))
+            if step.phase == "decode":
+                # As many as are dropped come again before it acts next: the same buffers then serve on.
+                room = max(room, min(layer.store.size - selection.indices.shape[-1], cache.new_tokens))
+            layer.store = keep(layer.store, selection, room)
         record.evicted.add(index)
         if step.phase == "prefill":
             record.kept[index] = layer.store.entries
