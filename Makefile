@@ -27,7 +27,8 @@ EVERY := streamingllm,knorm,snapkv:$(PROFILE),h2o,tova,sagekv,lookahead:$(PROFIL
 
 # What is timed beside transformers; `make bench PEER=peer/bin/python` times that interpreter's kvpress as well.
 BENCH := benchmarks/results/bench
-TIMED := snapkv:budget=10%,lagkv:budget=10%,adakv:budget=10%,duoattention:budget=10%;$(PROFILE),fastkv:tsp_layer=14;tsp_rate=0.2;budget=10%,fastkv:budget=10%;$(PROFILE),gemfilter:budget=10%,rocketkv:budget=256,rocketkv-mt:budget=256,hsa:budget=256,quest:budget=256,sparq:budget=256
+TIMED := snapkv:budget=10%,lagkv:budget=10%,adakv:budget=10%,duoattention:budget=10%;$(PROFILE),fastkv:tsp_layer=14;tsp_rate=0.2;budget=10%,fastkv:budget=10%;$(PROFILE),gemfilter:budget=10%,rocketkv:budget=256,hsa:budget=256,quest:budget=256,sparq:budget=256
+TIMED_ENGINES := snapkv:budget=10%,rocketkv:budget=256
 TIMED_BATCH := snapkv:budget=10%,fastkv:tsp_layer=14;tsp_rate=0.2;budget=10%,rocketkv:budget=256
 PEERS := snapkv,adakv
 BESIDE = $(if $(PEER),--peer-python $(PEER) --peer-methods $(PEERS))
@@ -44,9 +45,13 @@ test: $(VENV)/.ready
 	$(BIN)/pytest
 
 bench: $(VENV)/.ready
-	$(BIN)/kvsieve bench --methods "$(TIMED)" --lengths 2048,4096,7500 $(BESIDE) --out $(BENCH)/bench.json \
+	$(BIN)/kvsieve bench --methods "$(TIMED)" --lengths 2048,4096,7500 --rounds 3 $(BESIDE) --out $(BENCH)/bench.json \
 		--plots $(BENCH)
-	$(BIN)/kvsieve bench --methods "$(TIMED_BATCH)" --lengths 4096 --batch 4 --rounds 3 --out $(BENCH)/batch.json
+	$(BIN)/kvsieve bench --methods "$(TIMED_ENGINES)" --decode packed --lengths 7500 --rounds 2 $(BESIDE) --out $(BENCH)/packed.json
+	$(BIN)/kvsieve bench --methods "$(TIMED_ENGINES)" --decode compile --lengths 7500 --rounds 2 --out $(BENCH)/compile.json
+	$(BIN)/kvsieve bench --methods "$(TIMED_BATCH)" --lengths 4096 --batch 4 --rounds 2 --out $(BENCH)/batch.json
+	$(BIN)/python benchmarks/attention.py
+	$(BIN)/python benchmarks/decode_profile.py
 
 results: $(VENV)/.ready
 	$(BIN)/kvsieve eval --tasks $(TASKS) --lengths 1024 --methods "$(METHODS)" --budgets 10%,25%,50% --samples 25 \

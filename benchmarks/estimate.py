@@ -1,6 +1,6 @@
 """What `kvsieve estimate` predicts for the demo model beside what `kvsieve bench` measured.
 
-    python benchmarks/estimate.py [--measured benchmarks/results/first.json] [--out benchmarks/results/estimate.json]
+    python benchmarks/estimate.py [--measured FILE] [--out FILE]
 
 Measured ratios are medians over kvsieve's own full KV, so that both sides run through the same code. Prints the table
 of docs/estimate.md.
@@ -90,7 +90,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--measured", type=Path, default=RESULTS / "first.json")
+    parser.add_argument("--measured", type=Path, default=RESULTS / "bench" / "bench.json")
     parser.add_argument("--out", type=Path, default=RESULTS / "estimate.json")
     arguments = parser.parse_args()
     report = json.loads(arguments.measured.read_text())

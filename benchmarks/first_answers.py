@@ -25,6 +25,8 @@ PLANS = {
     "snapkv 10%": kvsieve.plan("snapkv", budget="10%"),
     "fastkv layer 14, 20%, 10%": kvsieve.plan("fastkv", budget="10%", tsp_layer=14, tsp_rate=0.2),
     "fastkv layer 22, 30%, 10%": kvsieve.plan("fastkv", budget="10%", tsp_layer=22, tsp_rate=0.3),
+    "fastkv calibrated, 10%": kvsieve.plan("fastkv", budget="10%", profile="smollm2-135m-instruct"),
+    "rocketkv 256": kvsieve.plan("rocketkv", budget=256),
 }
 
 

@@ -13,7 +13,7 @@ from kvsieve.attention.blocked import blocked_attention, pays, thin_attention
 # Elements of one boolean mask block; a prompt of any length needs no N x N mask.
 _MASK_ELEMENTS = 1 << 25
 # Entries from which on a decoded token's attention is faster as two products, where those pay at all.
-_LONG = 1024
+LONG = 1024
 
 
 def dense_attention(
@@ -37,7 +37,7 @@ def dense_attention(
         if valid is not None:
             mask = valid[:, :, None, :].clone()
             mask[..., -1] = True
-        if length >= _LONG and pays(query):
+        if length >= LONG and pays(query):
             out = thin_attention(packed, keys, values, mask, scale=scale)
         else:
             out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.attention import ragged_attention
+from kvsieve.attention.blocked import pays, thin_attention
+from kvsieve.attention.dense import LONG
 from kvsieve.cache import DenseStore, RaggedStore
 from kvsieve.cache.lines import Group
 from kvsieve.core.lines import Follower, Length
@@ -56,7 +58,10 @@ class FixedLayer(SieveLayer):
         super().__init__()
         self.store, self.view, self.reading = layer.store, layer.view, reading
         self.tensors = layer.store.tensors
+        # Asked here because torch.compile cannot.
         self.threads = torch.get_num_threads()
+        keys = self.tensors[0]
+        self.thin = keys is not None and keys.shape[-2] >= LONG and pays(keys)
         self.remembered = self._remembered()
         self.places = self.count(layer, numbers)
         self.slots, *self.lengths = self.places
@@ -130,7 +135,25 @@ class FixedLayer(SieveLayer):
         if store.is_ragged:
             assert valid is not None
             return ragged_attention(query, keys, values, valid, scale=scale, threads=self.threads)
-        return _dense(query, keys, values, scale, lengths[0], valid)
+        return self._dense(query, keys, values, scale, lengths[0], valid)
+
+    def _dense(
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, length: Length, valid: Tensor | None
+    ) -> Tensor:
+        """Attention of one token over the first `length` of all slots; see dense_attention."""
+        if kernels.usable(query, keys, values):
+            return kernels.decode_attention(query, keys, values, scale=scale, length=length.count, valid=valid)
+        batch, query_heads, _, dim = query.shape
+        heads, size = keys.shape[1:3]
+        mask = length.real(size)[None, None, None]
+        if valid is not None:
+            mask = mask & valid[:, :, None]
+        packed = query.reshape(batch, heads, query_heads // heads, dim)
+        if self.thin:
+            out = thin_attention(packed, keys, values, mask, scale=scale)
+        else:
+            out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+        return out.reshape(batch, query_heads, 1, values.shape[-1])
 
     def take_note(self, layer: SieveLayer, reads: Any) -> None:
         """Count what a pass has done to `layer` and what it has read."""
@@ -260,17 +283,3 @@ class FixedPass(Session):
         finally:
             sessions._ACTIVE.reset(token)
             sessions._COMPILED = None
-
-
-def _dense(query: Tensor, keys: Tensor, values: Tensor, scale: float, length: Length, valid: Tensor | None) -> Tensor:
-    """Attention of one token over the first `length` of all slots; see dense_attention."""
-    if kernels.usable(query, keys, values):
-        return kernels.decode_attention(query, keys, values, scale=scale, length=length.count, valid=valid)
-    batch, query_heads, _, dim = query.shape
-    heads, size = keys.shape[1:3]
-    mask = length.real(size)[None, None, None]
-    if valid is not None:
-        mask = mask & valid[:, :, None]
-    packed = query.reshape(batch, heads, query_heads // heads, dim)
-    out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
-    return out.reshape(batch, query_heads, 1, values.shape[-1])

@@ -1,7 +1,7 @@
 """Linear layers with their weights once more as the CPU's matrix products want them, for passes of few tokens.
 
-A product of one token with a bfloat16 weight as it lies in memory reaches half the bandwidth of one with a weight that
-oneDNN has packed (benchmarks/attention.py). Packed weights take the layers' memory again.
+A product of one token with a bfloat16 weight as it lies in memory is slower than one with a weight that oneDNN has
+packed (benchmarks/decode_profile.py has both). Packed weights take the layers' memory again.
 """
 
 from __future__ import annotations
