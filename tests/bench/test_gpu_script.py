@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -121,3 +122,11 @@ def test_prompts_are_read_in_the_largest_chunk_that_fits(gpu, context, batch, ex
     settings, cell = {"config": gpu.LLAMA, "new_tokens": 256}, gpu.Cell(context, batch, "transformers")
     chunk, reason = gpu.choose_chunk(lambda each: gpu.bytes_needed(found, settings, cell, each, None), 140 * GIB)
     assert (reason or "").endswith(str(expected)) if isinstance(expected, str) else (chunk, reason) == (expected, None)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has what the scripts ask for")
+@pytest.mark.parametrize("name", ["gpu.py", "gpu_kernels.py"])
+def test_scripts_start_and_say_what_is_missing(name):
+    """As a process of their own: a script's folder comes first among those that modules are looked for in."""
+    ran = subprocess.run([sys.executable, str(SCRIPT.parent / name)], capture_output=True, text=True)
+    assert ran.returncode == 1 and len(ran.stderr.strip().splitlines()) == 1 and "CUDA" in ran.stderr, ran.stderr

@@ -13,7 +13,7 @@ import torch
 from kvsieve import kernels
 from kvsieve.bench import kernels as bench
 
-SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "kernels.py")
+SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "gpu_kernels.py")
 CPU = torch.device("cpu")
 
 

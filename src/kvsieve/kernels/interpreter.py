@@ -1,4 +1,4 @@
-"""Kernels on CPU tensors, under Triton's interpreter: slow, for tests and `benchmarks/kernels.py --check`."""
+"""Kernels on CPU tensors, under Triton's interpreter: slow, for tests and `benchmarks/gpu_kernels.py --check`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The GPU kernels: right or wrong, and how near they come to the rate of a copy.
 
-    python benchmarks/kernels.py [--out benchmarks/results/kernels.json]
-    python benchmarks/kernels.py --check
+    python benchmarks/gpu_kernels.py [--out benchmarks/results/gpu_kernels.json]
+    python benchmarks/gpu_kernels.py --check
 
 Every kernel is first compared with its twin in float64, on odd sizes; --check does that alone, on a machine without a
 GPU under Triton's interpreter. Then Llama-3.1-8B's layer at 8K to 128K tokens: aims are 70% of the copy's rate for page
@@ -45,7 +45,7 @@ def table(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--check", action="store_true", help="compare with plain torch only")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kernels.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu_kernels.json")
     arguments = parser.parse_args()
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
