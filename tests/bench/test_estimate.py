@@ -114,6 +114,7 @@ PLANS = {
     "raised to the minimum": kvsieve.plan("snapkv", budget="10%", window=20),
     "per query head": kvsieve.plan("snapkv", budget="30%", window=8, per_query_head=True),
     "first layers skipped": kvsieve.plan("knorm", budget="25%", skip_layers=2),
+    "named layers skipped": kvsieve.plan("knorm", budget="25%", skip_layers=(0, -1)),
     "streamingllm": kvsieve.plan("streamingllm", budget=500),
     "fastkv": kvsieve.plan("fastkv", tsp_layer=1, tsp_rate=0.2, budget="40%"),
     "propagation alone": Plan(propagate=TSP(rate=30, layer=0)),

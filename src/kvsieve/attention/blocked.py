@@ -13,8 +13,8 @@ _QUERIES = 128
 def pays(query: Tensor) -> bool:
     """Whether this is faster here than torch's fused CPU kernel.
 
-    It is in bfloat16 on processors with AVX-512 BF16 and without AMX: there the fused kernel reaches a seventh of the
-    rate of a matrix product (benchmarks/attention.py). Logits are rounded to bfloat16, as in transformers' eager
+    It is in bfloat16 on processors with AVX-512 BF16 and without AMX: the fused kernel takes more than twice the time
+    there (benchmarks/attention.py). Logits are rounded to bfloat16, as in transformers' eager
     attention; what the model makes of it is as near to float32 as with the fused kernel (the same script).
     """
     if query.device.type != "cpu" or query.dtype != torch.bfloat16:

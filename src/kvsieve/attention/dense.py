@@ -1,4 +1,4 @@
-"""Attention over uniformly stored entries through torch's scaled_dot_product_attention."""
+"""Attention over uniformly stored entries: torch's scaled_dot_product_attention, or what is faster on the machine."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def dense_attention(
     batch, query_heads, new, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
     groups = query_heads // heads
-    if new == 1 and kernels.usable(query, keys, values):
-        return kernels.decode_attention(query, keys, values, scale=scale, valid=valid)
     if new == 1:
+        if kernels.usable(query, keys, values):
+            return kernels.decode_attention(query, keys, values, scale=scale, valid=valid)
         # The query heads of a group become the rows of one query block: keys are read once per KV head.
         packed = query.reshape(batch, heads, groups, dim)
         mask = None

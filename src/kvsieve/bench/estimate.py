@@ -16,6 +16,7 @@ from kvsieve.hf.cache import DynamicSlidingWindowLayer
 from kvsieve.hf.compat import DynamicLayer, plain_cache_layers
 from kvsieve.hf.probe import check_model
 from kvsieve.methods import TSP, ScoredEvictor
+from kvsieve.methods.base import skipped
 from kvsieve.plans import Plan
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
@@ -109,7 +110,7 @@ def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, ele
         check_model(geometry.model, plan)
     layers = geometry.layers
     seen = _tokens_per_layer(plan, len(layers), tokens)
-    kept = [_entries(plan, index, layer, seen[index], tokens) for index, layer in enumerate(layers)]
+    kept = [_entries(plan, index, layers, seen[index], tokens) for index in range(len(layers))]
     copies = [layer.groups if per_head else 1 for layer, (_, per_head) in zip(layers, kept, strict=True)]
     row_elements = [
         entries * layer.kv_elements * count for layer, (entries, _), count in zip(layers, kept, copies, strict=True)
@@ -159,12 +160,13 @@ def _tokens_per_layer(plan: Plan, num_layers: int, tokens: int) -> list[int]:
     return [tokens if index <= source else deep for index in range(num_layers)]
 
 
-def _entries(plan: Plan, index: int, layer: Layer, seen: int, tokens: int) -> tuple[int, bool]:
+def _entries(plan: Plan, index: int, layers: tuple[Layer, ...], seen: int, tokens: int) -> tuple[int, bool]:
     """Entries a layer holds after the prompt, and whether each query head has its own."""
+    layer = layers[index]
     if layer.window is not None:
         # transformers keeps one entry less than the window: the next token brings the last one.
         return min(seen, layer.window - 1), False
-    if not isinstance(plan.evict, ScoredEvictor) or index < plan.evict.skip_layers:
+    if not isinstance(plan.evict, ScoredEvictor) or skipped(plan.evict.skip_layers, index, len(layers)):
         return seen, False
     kept = min(seen, plan.evict.budget.entries(tokens, plan.evict.minimum))
     return kept, kept < seen and bool(getattr(plan.evict, "per_query_head", False))

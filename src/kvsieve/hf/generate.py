@@ -70,8 +70,8 @@ class Storage:
 class Decoding:
     """How tokens after the first were computed.
 
-    engine: "eager", "graph" or "compile", whichever ran most of them. reason: why it was not the one asked for, else
-    None. captures: how often a pass was recorded or compiled; capture_s: the seconds that took.
+    engine: "eager", "packed", "graph" or "compile", whichever ran most of them. reason: why it was not the one asked
+    for, else None. captures: how often a pass was recorded or compiled; capture_s: the seconds that took.
     """
 
     engine: str
@@ -89,11 +89,10 @@ class Stats:
     the ones that went through the deepest layer. kv_entries: entries per layer and KV head once the prompt was
     complete; kv_asked: the budget's entries, None without one. kv_bytes: bytes of all cache tensors held at the end.
     ttft_s, tpot_s: seconds to the first token, and per token after it (None with fewer than two), without what
-    decoding.capture_s tells apart. new_tokens: tokens
-    generated per row. peak_bytes: peak memory during the call, weights included (None where unknown). notes: what
-    did not go as asked. report: what a method tells of its choice, such as ASL's layer. traffic: what each token after
-    the first one read, None if there was none. storage: what is held, entries and metadata apart. decoding: how they
-    were computed.
+    decoding.capture_s tells apart. new_tokens: tokens generated per row. peak_bytes: peak memory during the call,
+    weights included (None where unknown). notes: what did not go as asked. report: what a method tells of its choice,
+    such as ASL's layer. traffic: what each token after the first one read, None if there was none. storage: what is
+    held, entries and metadata apart. decoding: how they were computed.
     """
 
     method: str
