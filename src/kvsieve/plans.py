@@ -11,7 +11,7 @@ from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.profiles import Fingerprint, Profile, load_profile
 from kvsieve.registry import MethodInfo, check_parameters, method_info
-from kvsieve.roles import Condensing, Evictor, Looker, Propagator, Reader, Rehearsing
+from kvsieve.roles import Asking, Condensing, Evictor, Looker, Propagator, Reader, Rehearsing
 
 _ROLES = ("propagate", "evict", "read", "codec")
 _EXAMPLES = {
@@ -121,10 +121,16 @@ class Plan:
         said = getattr(self.propagate, "caution", None)
         return None if said is None else said(num_layers)
 
+    @property
+    def lacks_tokenizer(self) -> bool:
+        """True when the evictor feeds texts of its own whose token ids are not known; see `for_tokenizer`."""
+        return isinstance(self.evict, Asking) and self.evict.lacks_tokenizer
+
     def for_tokenizer(self, tokenizer: Any) -> Plan:
         """This plan, with what its evictor leaves to the tokenizer filled in: token ids of texts that it feeds."""
-        fill = getattr(self.evict, "for_tokenizer", None)
-        return self if fill is None else dataclasses.replace(self, evict=fill(tokenizer))
+        if not isinstance(self.evict, Asking) or not self.evict.lacks_tokenizer:
+            return self
+        return dataclasses.replace(self, evict=self.evict.for_tokenizer(tokenizer))
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description that `Plan.from_dict` reads back."""

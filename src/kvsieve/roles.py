@@ -188,6 +188,23 @@ class Rehearsing(Protocol):
 
 
 @runtime_checkable
+class Asking(Protocol):
+    """The part of an evictor that feeds texts of its own, as token ids that a tokenizer gives.
+
+    A plan that lacks some of them reads no prompt: what it would feed is not known, and without it it would not act.
+    """
+
+    @property
+    def lacks_tokenizer(self) -> bool:
+        """Whether some of the ids are neither given nor made yet."""
+        ...
+
+    def for_tokenizer(self, tokenizer: Any) -> Evictor:
+        """The evictor with the ids it lacks, made with a tokenizer of transformers."""
+        ...
+
+
+@runtime_checkable
 class Condensing(Protocol):
     """The part of an evictor that reduces the prompt while it is read, chunk by chunk, in the light of its question.
 

@@ -32,7 +32,7 @@ PARAMETERS = {
     "finch": {"chunk_length": 32},
     "gemfilter": {"layer": 1},
     "h2o": {"recent": 0.7},
-    "kvzip": {"chunk_length": 64},
+    "kvzip": {"chunk_length": 64, "repeat_ids": (), "go_on_ids": (), "answer_ids": ()},
     "pyramidinfer": {"min_context": 8, "rate": 0.3, "recent": 0.1},
     "sagekv": {"recent": 0.5},
     "lookahead": {"lookahead": 3},

@@ -14,12 +14,13 @@ from kvsieve.eval.types import Sample, Turn
 from kvsieve.methods import TSP, KVzip, Lookahead
 from kvsieve.models.families import build
 from kvsieve.types import END_OF_PROMPT
+from toy_chats import chat_tokenizer
 from toy_words import WORDS, word_tokenizer
 
 PADDING = 7
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LOGITS = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
-KVZIP = {"chunk_length": 16, "repeat_ids": (5, 6), "go_on_ids": (7,)}
+KVZIP = {"chunk_length": 16, "repeat_ids": (5, 6), "go_on_ids": (7,), "answer_ids": ()}
 LAQ = {"window": 4, "kernel": 3, "lookahead": 3}
 PLANS = {
     "kvzip": kvsieve.plan("kvzip", budget="50%", **KVZIP),
@@ -199,6 +200,53 @@ def test_what_cannot_be_combined_is_refused():
     for evictor in (KVzip(budget="20%"), Lookahead(budget="20%")):
         with pytest.raises(PlanError, match="needs passes of its own over the prompt, of which TSP drops tokens"):
             kvsieve.Plan(propagate=TSP(rate=0.5, layer=1), evict=evictor)
+
+
+def test_a_plan_that_lacks_a_tokenizer_reads_no_prompt(llama, prompts):
+    """What it would feed is not known, and without it it would keep what a fixed set of ids makes it keep."""
+    ids, mask = prompts
+    plan = kvsieve.plan("kvzip", budget="50%", chunk_length=16)
+    partly = kvsieve.plan("kvzip", budget="50%", chunk_length=16, repeat_ids=(3,))
+    assert plan.lacks_tokenizer and partly.lacks_tokenizer and not PLANS["kvzip"].lacks_tokenizer
+    with kvsieve.attach(llama, plan) as sieve:
+        with pytest.raises(PlanError, match="no tokenizer to make token ids of them: use attach.*tokenizer=tokenizer"):
+            sieve.generate(ids, mask, **GREEDY)
+    with kvsieve.attach(llama, partly) as sieve, pytest.raises(PlanError, match="no tokenizer"):
+        sieve.prefill(ids, mask)
+    with kvsieve.attach(llama, nothing_fed()) as sieve:
+        assert sieve.generate(ids, mask, **GREEDY).stats.applied
+
+
+def test_a_tokenizer_is_taken_where_there_is_one(llama, prompts):
+    """attach, generate's own option and a chat give the plan what for_tokenizer gives it, and it is fed."""
+    ids, mask = prompts
+    tokenizer = chat_tokenizer()
+    plan = kvsieve.plan("kvzip", budget="50%", chunk_length=16)
+    bound = plan.for_tokenizer(tokenizer)
+    assert bound.evict.repeat_ids and bound.evict.go_on_ids and bound.evict.answer_ids
+    with kvsieve.attach(llama, bound) as sieve:
+        wanted = sieve.prefill(ids, mask)
+    with kvsieve.attach(llama, plan, tokenizer=tokenizer) as sieve:
+        assert sieve.plan == bound
+        attached = sieve.prefill(ids, mask)
+    with kvsieve.attach(llama, plan) as sieve:
+        chat = sieve.chat(tokenizer, max_new_tokens=3, do_sample=False)
+        assert sieve.plan == bound
+        reply = chat.ask(" ".join(f"w{each}" for each in range(50)))
+        assert reply.stats.applied
+        chatted = sieve.prefill(ids, mask)
+    with kvsieve.attach(llama, plan) as sieve:
+        sieve.generate(ids, mask, tokenizer=tokenizer, **GREEDY)
+        assert sieve.plan == bound
+    with kvsieve.attach(llama, nothing_fed()) as sieve:
+        unasked = sieve.prefill(ids, mask)
+    for cache, same in ((attached, True), (chatted, True), (unasked, False)):
+        stores = zip(cache.sieve_layers.values(), wanted.sieve_layers.values(), strict=True)
+        assert all(torch.equal(ours.store.index, theirs.store.index) for ours, theirs in stores) == same
+
+
+def nothing_fed():
+    return kvsieve.plan("kvzip", budget="50%", chunk_length=16, repeat_ids=(), go_on_ids=(), answer_ids=())
 
 
 def test_positions_beyond_the_context_warn(llama):

@@ -46,6 +46,10 @@ class Sieve:
         if check is not None:
             check(self.num_layers)
 
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Let the plan take from a tokenizer of transformers what it lacks of one; see Plan.for_tokenizer."""
+        self.plan = self.plan.for_tokenizer(tokenizer)
+
     def new_cache(self) -> SieveCache:
         """An empty cache for one batch of conversations under this plan."""
         return SieveCache(self.config)
@@ -74,7 +78,7 @@ class Sieve:
         for as long as the cache is used. reduce: False keeps this turn's prompt whole: the plan does not act on it.
 
         Raises InputError for an empty, too long or wrongly padded prompt, for spans outside it, and for more than the
-        budget allows.
+        budget allows; PlanError under a plan that needs a tokenizer and has none (see `attach`).
         """
         cache = self.new_cache() if cache is None else cache
         wishes = Wishes(protect, quotas, None, reduce)
@@ -107,9 +111,12 @@ class Sieve:
         reduced, then they are read, attend to what is left, and are kept whole.
 
         Returns a GenerateResult: `.sequences` int64 [B, N + new], `.stats`, `.cache`, and generate's own `.output`.
-        Raises InputError for a prompt, UnsupportedOptionError for an option that cannot be honoured.
+        Raises InputError for a prompt, UnsupportedOptionError for an option that cannot be honoured, PlanError under a
+        plan that needs a tokenizer and has none (see `attach`; generate's own option `tokenizer` is one as well).
         """
         options["wishes"] = Wishes(protect, quotas, question, reduce)
+        if options.get("tokenizer") is not None:
+            self.use_tokenizer(options["tokenizer"])
         with sessions.closing():
             return generate(self, input_ids, attention_mask, cache, chunk=chunk, progress=progress, **options)
 
@@ -158,11 +165,12 @@ class Sieve:
 
         Raises InputError for a tokenizer without chat template, UnsupportedOptionError for beams and several answers.
         """
+        self.use_tokenizer(tokenizer)
         return Chat(self, tokenizer, system, load=load, max_new_tokens=max_new_tokens, chunk=chunk, **options)
 
 
 @contextlib.contextmanager
-def attach(model: Any, plan: Plan, *, decode: str = "auto") -> Iterator[Sieve]:
+def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = None) -> Iterator[Sieve]:
     """Run `model` under `plan` inside the with-block; on exit, also after an error, the model is as it was found.
 
     model: a causal language model of transformers, unmodified. Inside the block ``sieve.generate`` gives statistics;
@@ -173,12 +181,17 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto") -> Iterator[Sieve]:
     decoder's weights once more in the form its matrix products want (their memory again, faster at once); "auto" by a
     graph on CUDA, else eagerly. What cannot be run so is run eagerly, and ``stats.decoding`` says why.
 
+    tokenizer: the model's, for plans that feed texts of their own (`kvzip`, which asks the model to repeat its prompt);
+    others need none. ``sieve.chat(tokenizer)`` serves as well.
+
     Raises UnsupportedModelError when the plan cannot run on the model, PlanError when a layer lies outside it or it
     cannot run where heads are divided among processes (docs/parallel.md), and KvsieveError when the model has a plan
     attached already.
     """
     if not isinstance(plan, Plan):
         raise KvsieveError(f"attach takes a Plan, got {plan!r}; make one with kvsieve.plan('snapkv', budget='20%')")
+    if tokenizer is not None:
+        plan = plan.for_tokenizer(tokenizer)
     check_version()
     found = attention_of(text_config(model)) if hasattr(model, "config") else None
     if found == attention.NAME:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvsieve.errors import PlanError
 from kvsieve.hf.cache import SieveCache
 from kvsieve.hf.condense import condense
 from kvsieve.hf.evict import check_held
@@ -126,8 +127,14 @@ def read_prompt(
     """`prefill` under any plan: what to go on with, ids [B, K] and their mask.
 
     Under a plan that restarts, these are the ids that are read again; `cache` starts from nothing, also on a later
-    turn, whose whole conversation is filtered afresh. Else they are what was given. Raises InputError.
+    turn, whose whole conversation is filtered afresh. Else they are what was given. Raises InputError, and
+    PlanError under a plan that lacks a tokenizer.
     """
+    if sieve.plan.lacks_tokenizer:
+        raise PlanError(
+            f"{sieve.plan.name} feeds texts of its own, and there is no tokenizer to make token ids of them: use "
+            "attach(model, plan, tokenizer=tokenizer), or attach plan.for_tokenizer(tokenizer)"
+        )
     wishes = Wishes() if wishes is None else wishes
     mask = whole_mask(sieve, input_ids, attention_mask, cache, pad_token_id)
     question = wishes.question_tokens(cache.told()[0], mask, input_ids.shape[1])

@@ -47,8 +47,9 @@ class KVzip:
     prefix: first tokens that always stay, such as a system prompt, at least 1. chunk_length: tokens repeated at once.
     uniform: as many in every head. repeat_ids, go_on_ids: token ids that ask to repeat, before the first chunk and
     before later ones, which follow with the last 8 tokens of the chunk before; answer_ids: what a chat template writes
-    before the answer. `repeat_requests` makes all three; the command line and evaluations do so where they are None,
-    which else feeds nothing. skip_layers: layers that keep all, not counted.
+    before the answer; () for nothing. What is None is made with `repeat_requests` once there is a tokenizer
+    (``attach(model, plan, tokenizer=tokenizer)``, a chat, the command line, evaluations); no prompt is read before.
+    skip_layers: layers that keep all, not counted.
     """
 
     budget: Budget
@@ -95,6 +96,10 @@ class KVzip:
     def rehearsed(self) -> int:
         asked = max(len(self.repeat_ids or ()), len(self.go_on_ids or ()) + _LEAD)
         return asked + len(self.answer_ids or ()) + self.chunk_length
+
+    @property
+    def lacks_tokenizer(self) -> bool:
+        return any(getattr(self, name) is None for name in _REQUESTS)
 
     def for_tokenizer(self, tokenizer: Any) -> KVzip:
         """See Plan.for_tokenizer."""
