@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from kvsieve.text import printable, shortened
+
 
 class KvsieveError(Exception):
-    """Base of every error kvsieve raises: its message names what was got, what was expected, and the way out."""
+    """Base of every error kvsieve raises: its message names what was got, what was expected, and the way out.
+
+    What it quotes is shortened where it is long, and control characters are written out.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(shortened(each)) if isinstance(each, str) else each for each in args))
 
 
 class PlanError(KvsieveError, ValueError):

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.errors import InputError, PlanError
+from kvsieve.turns import render, token_ids
 from kvsieve.types import Quotas
 
 Span = tuple[int, int]
@@ -217,10 +218,12 @@ def role_spans(
     roles: Sequence[str] = ("system",),
     *,
     add_generation_prompt: bool = True,
+    parse_special: bool = False,
 ) -> tuple[Tensor, list[Span]]:
     """A chat's token ids, int64 [1, N], and the spans of the messages whose role is among `roles`, for ``protect=``.
 
-    A message's span is all that the tokenizer's chat template writes for it, its header and end included.
+    A message's span is all that the tokenizer's chat template writes for it, its header and end included. Control
+    tokens that a message's text spells, such as ``<|im_end|>``, are text, unless parse_special.
 
     Raises InputError without a template, without such a message, and where a message's tokens cannot be told from
     what follows: the template refuses or rewrites the conversation up to there, or a token reaches across.
@@ -233,15 +236,15 @@ def role_spans(
     if not wanted:
         found = ", ".join(dict.fromkeys(str(message.get("role")) for message in messages)) or "none"
         raise InputError(f"no message has a role among {', '.join(roles)}: the roles are {found}")
-    whole = _render(tokenizer, messages, add_generation_prompt)
-    ids = _tokens(tokenizer, whole)
+    whole = _render(tokenizer, messages, add_generation_prompt, parse_special)
+    ids = token_ids(tokenizer, whole)
 
     def end_of(count: int) -> int:
         """Tokens of the first `count` messages."""
         if count == 0:
             return 0
-        text = _render(tokenizer, messages[:count], False)
-        part = _tokens(tokenizer, text)
+        text = _render(tokenizer, messages[:count], False, parse_special)
+        part = token_ids(tokenizer, text)
         if not whole.startswith(text) or ids[: len(part)] != part:
             raise InputError(
                 f"the chat template or tokenizer writes the first {count} messages differently when others follow, so "
@@ -253,18 +256,13 @@ def role_spans(
     return torch.tensor([ids], dtype=torch.int64), spans
 
 
-def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], ask: bool) -> str:
+def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], ask: bool, parse_special: bool) -> str:
     try:
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=ask, tokenize=False)
-    except Exception as error:  # templates raise what they like
+        return render(tokenizer, messages, ask, parse_special)
+    except InputError as error:
         raise InputError(
-            f"the chat template refuses the first {len(messages)} messages: {error}; give token spans instead"
+            f"the chat template refuses the first {len(messages)} messages: {error.__cause__}; give token spans instead"
         ) from error
-
-
-def _tokens(tokenizer: Any, text: str) -> list[int]:
-    # The template has written the special tokens already.
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _inside(span: Span, numbers: Tensor, row: int, name: str) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,19 +11,108 @@ from kvsieve.errors import InputError
 Message = dict[str, str]
 
 _MARK = "kvsieve-mark-of-the-answer"
+# What stands for a control token that is text, between them its number; they are private to Unicode's users.
+_OPEN, _CLOSE = "\ue000", "\ue001"
 
 
-def render(tokenizer: Any, messages: Sequence[Message], ask: bool = True) -> str:
-    """The chat as its template writes it; ask: with what precedes an answer. Raises InputError where it refuses."""
+def render(tokenizer: Any, messages: Sequence[Message], ask: bool = True, parse_special: bool = False) -> str:
+    """The chat as its template writes it, for `token_ids`; ask: with what precedes an answer.
+
+    Control tokens that a message's text spells are text, and have stand-ins here; parse_special: they are what they
+    are for the tokenizer. Raises InputError where the template refuses the chat.
+    """
+    if not parse_special:
+        messages = [{name: escaped(tokenizer, part) for name, part in each.items()} for each in messages]
     try:
         return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=ask, tokenize=False))
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # templates raise what they like, for example when they know no system role
         raise InputError(f"the model's chat template refuses the prompt: {error}") from error
 
 
+def escaped(tokenizer: Any, text: str) -> str:
+    """The text with stand-ins for the control tokens it spells: `token_ids` takes them for text."""
+    if not isinstance(text, str):  # what else a message may hold is the template's business
+        return text
+    names = [_OPEN, *_controls(tokenizer)]
+    return _any_of(names).sub(lambda match: f"{_OPEN}{names.index(match[0])}{_CLOSE}", text)
+
+
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a piece of a rendered chat, in which the template has written the special tokens already."""
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    """Token ids of a piece of a rendered chat, in which the template has written the special tokens already.
+
+    Raises InputError for a control token in a message that the tokenizer cannot write as text.
+    """
+    if _OPEN not in text:
+        return _ids(tokenizer, text)
+    controls = _controls(tokenizer)
+    names = [_OPEN, *controls]
+    # Only what lies between two control tokens of the template and holds a stand-in is encoded apart.
+    parts = re.split(f"({_any_of(list(controls)).pattern})", text) if controls else [text]
+    ids, plain = [], ""
+    for place, part in enumerate(parts):
+        if _OPEN not in part:
+            plain += part
+            continue
+        lead, after = (parts[at] if 0 <= at < len(parts) else None for at in (place - 1, place + 1))
+        # Some control tokens take the white space beside them with them.
+        if lead is not None and controls[lead].rstrip:
+            part = part.lstrip()
+        if after is not None and controls[after].lstrip:
+            part = part.rstrip()
+        part = re.sub(f"{_OPEN}(\\d+){_CLOSE}", lambda match: names[int(match[1])], part)
+        ids += [*_ids(tokenizer, plain), *_as_text(tokenizer, part, lead)]
+        plain = ""
+    return ids + _ids(tokenizer, plain)
+
+
+def plain_ids(tokenizer: Any, text: str, parse_special: bool = False) -> list[int]:
+    """Token ids of a text without chat template, with what the tokenizer puts before and behind any text.
+
+    Control tokens that it spells are text, unless parse_special.
+    """
+    hidden = text if parse_special else escaped(tokenizer, text)
+    if _OPEN not in hidden or parse_special:
+        return list(tokenizer(text, verbose=False)["input_ids"])
+    whole, bare = list(tokenizer("x")["input_ids"]), _ids(tokenizer, "x")
+    at = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+    return [*whole[:at], *token_ids(tokenizer, hidden), *whole[at + len(bare) :]]
+
+
+def _ids(tokenizer: Any, text: str, **how: Any) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False, verbose=False, **how)["input_ids"]) if text else []
+
+
+def _as_text(tokenizer: Any, text: str, lead: str | None) -> list[int]:
+    """Ids of a text that spells control tokens, none of them among the ids. lead: the control token before it."""
+    controls = _controls(tokenizer)
+    forbidden = special_ids(tokenizer) - {tokenizer.unk_token_id}
+    ids = _ids(tokenizer, text, split_special_tokens=True)
+    # Some tokenizers write a text's beginning in another way than what follows a control token.
+    alike = lead is None or _ids(tokenizer, f"{lead}x") == [*_ids(tokenizer, lead), *_ids(tokenizer, "x")]
+    if alike and not forbidden.intersection(ids):
+        return ids
+    # So do some vocabularies in which control tokens are words as others are: cut within them, nothing spells one.
+    ids, begin = [], 0
+    spelled = re.finditer(f"(?={_any_of(list(controls)).pattern})", text) if controls else ()
+    cuts = [match.start() + 1 for match in spelled]
+    for end in [*cuts, len(text)]:
+        before = _ids(tokenizer, lead or "")
+        ids += _ids(tokenizer, (lead or "") + text[begin:end])[len(before) :]
+        begin, lead = end, lead or next(iter(controls), None)
+    if found := forbidden.intersection(ids):
+        names = ", ".join(sorted(map(repr, tokenizer.convert_ids_to_tokens(sorted(found)))))
+        raise InputError(f"a message spells {names}, which this model's tokenizer cannot write as text; leave it out")
+    return ids
+
+
+def _controls(tokenizer: Any) -> dict[str, Any]:
+    """The tokenizer's special tokens by their text."""
+    return {token.content: token for token in tokenizer.added_tokens_decoder.values() if token.special}
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern[str]:
+    # The longest is found where several begin alike, as tokenizers do.
+    return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
 
 def end_of_turn(tokenizer: Any) -> int | None:

@@ -359,3 +359,14 @@ def test_run_generates_as_asked(cli, model_dir, prompt_file):
     assert json.loads(out)["results"][0]["stats"]["decoding"]["engine"] == "packed"
     code, out, err = cli(*given, "--decode", "quick")
     assert code == 2 and "--decode must be one of auto, eager, packed, graph, compile, got 'quick'" in err
+
+
+def test_control_tokens_in_a_prompt_are_text(cli, model_dir, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("w1 [EOS] w2")
+    tokens = []
+    for options in ([], ["--parse-special"]):
+        _, out, _ = cli("run", model_dir, "--prompt-file", file, "--method", "full", *options, "--json")
+        tokens.append(json.loads(out)["results"][0]["stats"]["prompt_tokens"])
+    # As text the toy tokenizer cuts it in two.
+    assert tokens == [4, 3]

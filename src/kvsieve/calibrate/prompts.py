@@ -11,6 +11,7 @@ from torch import Tensor
 from kvsieve.errors import InputError
 from kvsieve.eval.prompts import Prompter
 from kvsieve.eval.tasks import chosen_tasks
+from kvsieve.turns import escaped, token_ids
 
 # Digits and sentences to be found in prose, by a question at the end.
 TASKS = ("needle", "ruler_niah_multikey_1", "passkey64", "ruler_niah_single_2")
@@ -49,8 +50,8 @@ def text_prompts(prompter: Prompter, text: str, lengths: Sequence[int], count: i
 
     Raises InputError for a text or length too short.
     """
-    tokens = prompter.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-    start = prompter.tokenizer(prompter.bos or "", add_special_tokens=False)["input_ids"]
+    tokens = token_ids(prompter.tokenizer, escaped(prompter.tokenizer, text))
+    start = token_ids(prompter.tokenizer, prompter.bos or "")
     made = []
     for length in lengths:
         inside = length - len(start)

@@ -60,6 +60,9 @@ def run_command(
         list[str] | None,
         typer.Option(metavar="ROLE|A:B", help="Never evict: system, user, or tokens A to B of the prompt; repeatable."),
     ] = None,
+    parse_special: Annotated[
+        bool, typer.Option("--parse-special", help="Control tokens written in the prompt are no text.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
     dtype: DtypeOption = "bfloat16",
@@ -76,11 +79,11 @@ def run_command(
     roles, spans = parse_protect(protect or [], system)
     text = read_prompt(prompt_file, question)
     loaded, tokenizer = load_model(model, dtype)
-    prompt = encode(tokenizer, text, system)
+    prompt = encode(tokenizer, text, system, parse_special)
     if roles:
         from kvsieve.segments import role_spans
 
-        spans += role_spans(tokenizer, messages_of(text, system), roles)[1]
+        spans += role_spans(tokenizer, messages_of(text, system), roles, parse_special=parse_special)[1]
     results = run_methods(loaded, tokenizer, prompt, runs, chunk, max_new_tokens, spans, decode)
     if as_json:
         emit_json(report(model, results))
@@ -143,19 +146,21 @@ def load_model(name: str | None, dtype: str) -> tuple[Any, Any]:
     return kvsieve.models.load(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype))
 
 
-def encode(tokenizer: Any, text: str, system: str | None = None) -> Tensor:
-    """Token ids [1, N] of the prompt, through the chat template where there is one. Raises InputError."""
-    if not getattr(tokenizer, "chat_template", None):
-        plain = f"{system}\n\n{text}" if system else text
-        ids = tokenizer(plain, return_tensors="pt", verbose=False)["input_ids"]
-        return ids.long()
-    try:
-        rendered = tokenizer.apply_chat_template(messages_of(text, system), add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # templates raise what they like, for example when they know no system role
-        raise InputError(f"the model's chat template refuses this prompt: {one_line(error)}") from error
-    # The template has written the special tokens already.
-    ids = tokenizer(rendered, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
-    return ids.long()
+def encode(tokenizer: Any, text: str, system: str | None = None, parse_special: bool = False) -> Tensor:
+    """Token ids [1, N] of the prompt, through the chat template where there is one.
+
+    Control tokens that the prompt spells are text, unless parse_special. Raises InputError.
+    """
+    import torch
+
+    from kvsieve.turns import plain_ids, render, token_ids
+
+    if getattr(tokenizer, "chat_template", None):
+        rendered = render(tokenizer, messages_of(text, system), parse_special=parse_special)
+        ids = token_ids(tokenizer, rendered)
+    else:
+        ids = plain_ids(tokenizer, f"{system}\n\n{text}" if system else text, parse_special)
+    return torch.tensor([ids], dtype=torch.int64)
 
 
 def messages_of(text: str, system: str | None) -> list[dict[str, str]]:

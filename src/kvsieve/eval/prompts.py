@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsieve.errors import InputError
 from kvsieve.eval.types import Sample
-from kvsieve.turns import render, stop_ids, token_ids
+from kvsieve.turns import escaped, render, stop_ids, token_ids
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Encoded:
 
 
 class Prompter:
-    """Renders samples for one model."""
+    """Renders samples for one model. Control tokens that a sample's text spells are text."""
 
     def __init__(self, tokenizer: Any, stops: Any = None) -> None:
         """stops: the model's own end tokens (an id, a list or None); the template's end of turn is added."""
@@ -73,11 +73,11 @@ class Prompter:
     def _split(self, sample: Sample, turn: int) -> tuple[str, str]:
         """The rendered prompt of a turn asked first, cut behind the context."""
         asked = sample.turns[turn]
-        text = self._render(self._first(sample, turn))
-        at = text.find(sample.context)
+        text, context = self._render(self._first(sample, turn)), escaped(self.tokenizer, sample.context)
+        at = text.find(context)
         if at < 0:
             raise InputError("the model's chat template changes the text of a message, so the context cannot be found")
-        at += len(sample.context)
+        at += len(context)
         return text[:at], text[at:] + self._lead(asked.prefix)
 
     def _first(self, sample: Sample, turn: int) -> list[dict[str, str]]:
@@ -93,13 +93,14 @@ class Prompter:
 
     def _lead(self, prefix: str) -> str:
         """A template's generation prompt ends a line or a header, so the prefix needs no space before it."""
+        prefix = escaped(self.tokenizer, prefix)
         return prefix if self.has_template or not prefix else f" {prefix}"
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         if not self.has_template:
             layout = {"system": "{}\n\n", "user": "{}\nAnswer:", "assistant": " {}\n\n"}
-            parts = (layout[message["role"]].replace("{}", message["content"]) for message in messages)
-            return self.bos + "".join(parts)
+            texts = ((each["role"], escaped(self.tokenizer, each["content"])) for each in messages)
+            return self.bos + "".join(layout[role].replace("{}", text) for role, text in texts)
         return render(self.tokenizer, messages)
 
     def _ids(self, text: str) -> Tensor:
