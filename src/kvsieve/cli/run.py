@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsieve.cli.output import JsonOption, emit_json, one_line, prefill_progress, print_table
+from kvsieve.cli.output import JsonOption, emit_json, prefill_progress, print_table
 from kvsieve.cli.specs import MethodRun, chosen_method, compared_methods
 from kvsieve.errors import InputError, PlanError
 
