@@ -6,15 +6,25 @@ Fewer hidden states travel through the deep layers while a prompt is read, and f
     plan = kvsieve.plan("fastkv", budget="20%", tsp_layer=22, tsp_rate=0.3, kernel=21)
     with kvsieve.attach(model, plan) as sieve:
         result = sieve.generate(input_ids, max_new_tokens=48)
+
+Importing this loads neither torch nor transformers: each name is loaded when it is first used.
 """
 
-from kvsieve import methods, models
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
 from kvsieve.budget import Budget
 from kvsieve.errors import KvsieveError, KvsieveWarning
-from kvsieve.hf.attach import Sieve, attach
-from kvsieve.hf.cache import SieveCache
-from kvsieve.plans import Plan, plan
-from kvsieve.registry import list_methods, method_info, register_method
+
+if TYPE_CHECKING:
+    from kvsieve import methods, models
+    from kvsieve.hf.attach import Sieve, attach
+    from kvsieve.hf.cache import SieveCache
+    from kvsieve.plans import Plan, plan
+    from kvsieve.registry import list_methods, method_info, register_method
 
 __version__ = "0.1.0"
 
@@ -33,3 +43,34 @@ __all__ = [
     "plan",
     "register_method",
 ]
+
+_HOME = {
+    "Plan": "kvsieve.plans",
+    "Sieve": "kvsieve.hf.attach",
+    "SieveCache": "kvsieve.hf.cache",
+    "attach": "kvsieve.hf.attach",
+    "list_methods": "kvsieve.registry",
+    "method_info": "kvsieve.registry",
+    "plan": "kvsieve.plans",
+    "register_method": "kvsieve.registry",
+}
+
+# Who wants to see what is logged adds a handler, or calls logging.basicConfig.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
+        return value
+    if not name.startswith("_"):
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
+import threading
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from kvsieve.errors import PlanError
+from kvsieve.errors import KvsieveWarning, PlanError
 
 if TYPE_CHECKING:
     from kvsieve.plans import Plan
@@ -68,6 +72,11 @@ class MethodInfo:
 
 
 _METHODS: dict[str, MethodInfo] = {}
+_BUILT_IN = "kvsieve.methods"
+# Entry points of other packages: their names are those of methods, loading one registers it.
+ENTRY_POINTS = "kvsieve.methods"
+_loading = threading.RLock()
+_loaded = False
 
 # Parameters that calibration finds for a model: a method with one of them also takes `profile`.
 _CALIBRATED = frozenset({"tsp_layer", "window", "kernel", "pooling", "tau"})
@@ -83,6 +92,8 @@ def register_method(
 
     def add(make: Callable[..., Plan]) -> Callable[..., Plan]:
         key = _canonical(name)
+        if not make.__module__.startswith(_BUILT_IN):
+            importlib.import_module(_BUILT_IN)
         if key in _METHODS:
             raise PlanError(f"a method named {name!r} is registered already, by {_METHODS[key].make.__module__}")
         _METHODS[key] = MethodInfo(name, title, paper, phase, query_aware, make, example or {})
@@ -91,13 +102,49 @@ def register_method(
     return add
 
 
+def load_methods() -> None:
+    """Register every method: kvsieve's own and, once, those that installed packages name as entry points.
+
+    One that cannot be loaded is left out with a KvsieveWarning that names its package.
+    """
+    global _loaded
+    with _loading:
+        importlib.import_module(_BUILT_IN)
+        if _loaded:
+            return
+        _loaded = True
+        for point in metadata.entry_points(group=ENTRY_POINTS):
+            why = _why_not_loaded(point)
+            if why is not None:
+                package = point.dist.name if point.dist is not None else point.value
+                warnings.warn(
+                    f"the method {point.name!r} of the package {package!r} is left out: {why}; update or uninstall "
+                    "that package",
+                    KvsieveWarning,
+                    stacklevel=3,
+                )
+
+
+def _why_not_loaded(point: metadata.EntryPoint) -> str | None:
+    try:
+        point.load()
+    except Exception as error:
+        return f"{point.value} raises {type(error).__name__}: {error}"
+    registered = _METHODS.get(_canonical(point.name))
+    if registered is None or registered.make.__module__.startswith(_BUILT_IN):
+        return f"{point.value} registers no method of that name"
+    return None
+
+
 def list_methods() -> list[str]:
     """Names of all methods, in alphabetical order after "full"."""
+    load_methods()
     return sorted((info.name for info in _METHODS.values()), key=lambda name: (name != "full", name))
 
 
 def method_info(name: str) -> MethodInfo:
     """Everything known about a method. Raises PlanError with a suggestion when there is none of that name."""
+    load_methods()
     try:
         return _METHODS[_canonical(name)]
     except KeyError:

@@ -6,13 +6,15 @@ Role objects are frozen dataclasses: the object is the configuration. What belon
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any, Protocol, runtime_checkable
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from kvsieve.budget import Budget
-from kvsieve.core.lines import Choice, Lines, ReadFacts
 from kvsieve.types import LayerContext, Selection, When
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvsieve.core.lines import Choice, Lines, ReadFacts
 
 Look = Callable[[LayerContext], None]
 

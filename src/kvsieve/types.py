@@ -4,10 +4,10 @@ N stored entries, K kept entries, D head dimension, W observation window."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -194,6 +194,8 @@ class Selection:
         counts = self.lengths if self.head_lengths is None else self.head_lengths
         if counts is None:
             return None
+        import torch
+
         size = self.indices.shape[-1]
         lengths = torch.tensor(counts, device=self.indices.device)
         return torch.arange(size, device=self.indices.device) >= size - lengths[..., None]

@@ -18,7 +18,6 @@ from kvsieve.errors import InputError, KvsieveError, PlanError
 
 app = typer.Typer(
     help="Long-context inference at less cost: less prefill compute, a smaller KV cache, answers that stay right.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
