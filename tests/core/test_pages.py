@@ -68,10 +68,14 @@ def test_the_cut_falls_inside_a_page_and_short_pages_are_made_up_for():
     assert sorted(best_entries(weights, 11, 3, 4, True).tolist()) == [3, 4, 9, 10]
     assert best_entries(weights, 4, 1, 2, True).tolist() == [3, 1]
     assert sorted(best_entries(weights, 10, 3, 10, True).tolist()) == list(range(10))
+    # Of a newest page that is longer than half of what is read, its end.
+    assert sorted(best_entries(weights[:3], 29, 10, 4, True).tolist()) == [10, 11, 27, 28]
+    assert sorted(best_entries(torch.tensor([0.9, 0.5, 0.8]), 29, 10, 4, True).tolist()) == [0, 1, 27, 28]
+    assert sorted(best_entries(weights[:3], 21, 10, 4, True).tolist()) == [10, 11, 12, 20]
 
 
 @pytest.mark.parametrize("newest", [False, True])
-@pytest.mark.parametrize("page", [1, 3, 4])
+@pytest.mark.parametrize("page", [1, 3, 4, 7, 25])
 def test_a_length_on_the_device_gives_what_the_same_entries_give(page, newest):
     """Entries are taken in one at a time, in buffers of fixed size; what lies beyond the end is never chosen."""
     keys, query = torch.randn(2, 41, 5, dtype=torch.float64), torch.randn(2, 3, 5, dtype=torch.float64)

@@ -10,6 +10,7 @@ import torch
 import kvsieve
 from kvsieve.attention import sparse_attention
 from kvsieve.core.lines import Lines, ReadFacts
+from kvsieve.core.pages import best_entries
 from kvsieve.errors import PlanError
 from kvsieve.methods import HSA, ExactTopK, PerTurn, Quest, RocketEviction, SnapKV, SparQ
 from kvsieve.methods.hsa import hsa_setting, stored_entries
@@ -57,6 +58,11 @@ def by_weight(weights, count, first=()):
     return sorted(order[:count])
 
 
+def newest_entries(size, page, count):
+    """The newest page, of it the newest entries where it is longer than half of what is read."""
+    return range(size - min((size - 1) % page + 1, count // 2), size)
+
+
 def slow_hsa(query, keys, page, channels, count, newest):
     size, dim = keys.shape
     largest = sorted(range(dim), key=lambda d: -sum(abs(float(q[d])) for q in query))[:channels]
@@ -70,12 +76,14 @@ def slow_hsa(query, keys, page, channels, count, newest):
             estimates.append(float(sum(q[d] * bound[d] for d in largest)) / math.sqrt(dim * part))
         for j, share in enumerate(softmax([estimates[j // page] for j in range(size)])):
             weights[j] += share
-    last = range(size - 1 - (size - 1) % page, size) if newest else ()
+    last = newest_entries(size, page, count) if newest else ()
     return by_weight(weights, count, last)
 
 
 @pytest.mark.parametrize("newest", [False, True])
-@pytest.mark.parametrize("page, channels, count", [(1, 3, 11), (3, 2, 7), (4, 6, 20), (5, 1, 46)])
+@pytest.mark.parametrize(
+    "page, channels, count", [(1, 3, 11), (3, 2, 7), (4, 6, 20), (5, 1, 46), (9, 2, 5), (40, 3, 11)]
+)
 def test_hsa(step, page, channels, count, newest):
     query, keys, values = step
     choice, out = read(HSA(budget=16, newest=newest), query, keys, values, Setting(16, count, page, channels))
@@ -93,7 +101,7 @@ def slow_quest(query, keys, page, count, grouped, newest):
         pages = [keys[m : m + page] for m in range(0, size, page)]
         least = [sum(max(float(q[d] * p[:, d].max()), float(q[d] * p[:, d].min())) for d in range(dim)) for p in pages]
         bounds.append([least[j // page] / math.sqrt(dim) for j in range(size)])
-    last = range(size - 1 - (size - 1) % page, size) if newest else ()
+    last = newest_entries(size, page, count) if newest else ()
     if not grouped:
         return [by_weight(each, count, last) for each in bounds]
     shares = [softmax(each) for each in bounds]
@@ -101,7 +109,9 @@ def slow_quest(query, keys, page, count, grouped, newest):
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["per-head", "grouped"])
-@pytest.mark.parametrize("page, count, newest", [(1, 9, False), (4, 13, True), (5, 30, False), (47, 12, True)])
+@pytest.mark.parametrize(
+    "page, count, newest", [(1, 9, False), (4, 13, True), (5, 30, False), (47, 12, True), (24, 8, True)]
+)
 def test_quest(step, page, count, newest, grouped):
     query, keys, values = step
     reader = Quest(budget=64, page=16, per_query_head=not grouped, newest=newest)
@@ -217,6 +227,50 @@ def test_golden_parameters(total, tokens, new, cap, prompt, page, channels, coun
 def test_hsa_alone_spends_half_on_estimates(ratio, page, channels):
     setting = hsa_setting(256 * ratio, 256, 128)
     assert (setting.page, setting.channels, setting.count) == (page, channels, 128)
+
+
+LENGTHS = (300, 513, 700, 1024, 2049, 5000, 8192, 20000, 32768, 70001, 131072)
+PAGED = {"quest": Quest, "hsa": HSA, "hsa after": lambda **given: HSA(after_eviction=True, **given)}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("budget", [16, 64, 256, 512, 4096, "5%"])
+@pytest.mark.parametrize("name", PAGED)
+def test_at_any_length_the_newest_is_read_and_the_query_has_its_say(name, budget, dim):
+    """What a step reads, estimates included, is the budget; the current token is part of it; half follows the query."""
+    reader = PAGED[name](budget=budget)
+    for length in LENGTHS:
+        setting = reader.setting(ReadFacts(0, 30, length - 40, 40, dim))
+        stored = length if name != "hsa after" else stored_entries(length - 40, 40, setting.tokens)
+        if reader.reads_all(setting, stored):
+            continue
+        page, count = setting.page, setting.count
+        # Of pages the greatest and the least value of every channel, or one of them in few.
+        looked_at = 2 * dim if name == "quest" else setting.channels
+        estimates = -(-stored // page) * looked_at / (2 * dim)
+        assert count + estimates <= setting.tokens + 1, (length, setting)
+        # However full the newest page is, at the end of the prompt and all through the answer.
+        for size in {stored - 40, stored - 39, stored - (stored - 1) % page, stored - 1, stored}:
+            pages = -(-size // page)
+            early = (torch.arange(pages) < pages // 2)[None]
+            weights = torch.rand(1, pages)
+            chosen = [
+                set(best_entries(weights + half, size, page, count, True)[0].tolist()) for half in (early, ~early)
+            ]
+            assert all(len(each) == count and max(each) == size - 1 for each in chosen), (length, size, setting)
+            assert len(chosen[0] & chosen[1]) <= count // 2, (length, size, setting)
+
+
+def test_quest_at_131072_entries_and_its_own_budget_depends_on_the_query():
+    """Pages of 512 and 256 entries to read: it read the first 256 of the newest page, whatever was asked."""
+    keys, query = torch.randn(1, 131072, 8), torch.randn(1, 2, 8)
+    reader = kvsieve.plan("quest").read
+    setting = reader.setting(ReadFacts(0, 30, 131000, 72, 8))
+    assert setting == Setting(512, 256, 512)
+    chosen = [
+        set(reader.choose(q, lines_of(keys, keys), {}, 1.0, setting).entries[0].tolist()) for q in (query, -query)
+    ]
+    assert all(131071 in each and len(each) == 256 for each in chosen) and len(chosen[0] & chosen[1]) == 128
 
 
 def test_settings_of_quest_and_sparq_split_the_budget():

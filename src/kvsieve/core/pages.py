@@ -205,24 +205,30 @@ def best_entries(
     """The `count` entries of the pages with the highest weights [..., pages]: int64 [..., count].
 
     Of the last page that is needed, its first entries; which of pages that weigh the same is left to torch. newest: the
-    last page is taken whatever it weighs; `weights` is written to. length: how many of `size` entries there are, where
-    the device knows; at least `count`.
+    last page is taken whatever it weighs, but no more than its newest entries that are half of `count` (one at least):
+    the weights have their say however long pages are. `weights` is written to. length: how many of `size` entries there
+    are, where the device knows; at least `count`.
     """
+    pages, end = weights.shape[-1], size if length is None else length.count
     if length is not None:
-        filled = length.filled(page, weights.shape[-1])
-        weights.masked_fill_(filled.hidden, float("-inf"))
-        if newest:
-            weights.index_fill_(-1, filled.newest, float("inf"))
-    elif newest:
-        weights[..., -1] = float("inf")
+        weights.masked_fill_(length.filled(page, pages).hidden, float("-inf"))
     if page == 1:
+        if newest and length is None:
+            weights[..., -1] = float("inf")
+        elif newest:
+            weights.index_fill_(-1, length.filled(page, pages).newest, float("inf"))
         return weights.topk(count, dim=-1).indices
-    pages = weights.shape[-1]
-    # One more than needed, because the newest page may be short.
+    # One more than needed, because the newest page may be short, or be taken without this.
     best = weights.topk(min(pages, -(-count // page) + 1), dim=-1).indices
     entries = (best[..., None] * page + torch.arange(page, device=best.device)).flatten(-2)
-    if length is None and size % page == 0:
-        return entries[..., :count]
-    real = entries < (size if length is None else length.count)
+    if newest:
+        most, short = max(min(count // 2, page), 1), (end - 1) % page + 1
+        last = end - 1 - torch.arange(most, device=best.device)
+        # Those that are taken anyway, the newest page or the end of it, compete no more.
+        end = end - (short.clamp(max=most) if isinstance(short, Tensor) else min(short, most))
+        real = torch.cat([(last >= end).expand(*entries.shape[:-1], -1), entries < end], -1)
+        entries = torch.cat([last.expand(*entries.shape[:-1], -1), entries], -1)
+    else:
+        real = entries < end
     order = real.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :count]
     return entries.gather(-1, order)

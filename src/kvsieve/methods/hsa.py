@@ -8,8 +8,9 @@ that are read exactly.
 The budget t is what a step reads per KV head, in entries, half of it for the estimate: with c = cap / t and cap the
 entries that may be stored, P = ceil(sqrt(c)) (1 where that is more than c), k1 = D P / c, k2 = t / 2.
 
-Differences from the reference: the newest page is always read (`newest=False` as there); what fits the budget is read
-whole; pages lie over the entries that are stored, in order.
+Differences from the reference: the newest page is always read, of it the k2 / 2 newest entries at most (`newest=False`
+as there); what fits the budget is read whole; pages lie over the entries that are stored, in order; where c is above
+D^2, P = ceil(c / D), so that one channel of every page is within the budget.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def stored_entries(length: int, new_tokens: int, tokens: int) -> int:
 def hsa_setting(stored: int, tokens: int, dim: int) -> Setting:
     """P, k1 and k2 for `stored` entries read at a budget of `tokens`."""
     ratio = max(1.0, stored / tokens)
-    page = math.ceil(math.sqrt(ratio))
+    # A channel is the least that can be looked at, of so many pages at most.
+    page = max(math.ceil(math.sqrt(ratio)), math.ceil(ratio / dim))
     page = 1 if page > ratio else page
     channels = min(max(int(dim * page / ratio), 1), dim)
     return Setting(tokens, max(tokens // 2, 1), page, channels)

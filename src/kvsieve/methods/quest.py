@@ -8,7 +8,8 @@ query heads, cut to the entry, with pages of ``2 S / t`` entries, so that bounds
 each. `page=16, per_query_head=True, skip_layers=2` is the original: a set per query head, the whole budget for exact
 reads.
 
-Differences from the original: the newest page is part of the budget; the last page that is needed is read in part.
+Differences from the original: the newest page is part of the budget, and no more than half of what is read: of a page
+that is longer, the newest entries; the last page that is needed is read in part.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ class BudgetReader:
     budget: t, at least 16, what is read to choose included unless a method says otherwise; a share is one of the prompt
     and of the tokens expected after it. Lines that are no longer than t are read whole.
     skip_layers: layers that read everything; see ScoredEvictor.
-    newest: the newest page (or entry) is always read.
+    newest: the newest page is always read, or as many of its newest entries as are half of what is read; the rest is
+    for the query to choose. False: the query chooses all, and the current token may be left out.
     questions: also read so while a question is read that the plan leaves whole; prompts are read densely otherwise.
     """
 
