@@ -213,10 +213,10 @@ def best_entries(
     if length is not None:
         weights.masked_fill_(length.filled(page, pages).hidden, float("-inf"))
     if page == 1:
-        if newest and length is None:
-            weights[..., -1] = float("inf")
-        elif newest:
+        if newest and length is not None:
             weights.index_fill_(-1, length.filled(page, pages).newest, float("inf"))
+        elif newest:
+            weights[..., -1] = float("inf")
         return weights.topk(count, dim=-1).indices
     # One more than needed, because the newest page may be short, or be taken without this.
     best = weights.topk(min(pages, -(-count // page) + 1), dim=-1).indices
