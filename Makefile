@@ -1,8 +1,12 @@
-# Two commands: `make demo` and `make test`. Each makes its .venv on first use.
+# `make demo`, `make test`, and while editing `make quick`. Each makes its .venv on first use.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+
+# Tests run in a process per core, of one thread each (tests/conftest.py). One by one, with output: make test WORKERS=0
+WORKERS ?= auto
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
 # The committed results: `make results` completes them, `make results METHODS=new,new:parameter=7` extends them.
 RESULTS := benchmarks/results/smollm2
@@ -33,16 +37,24 @@ TIMED_BATCH := snapkv:budget=10%,fastkv:tsp_layer=14;tsp_rate=0.2;budget=10%,roc
 PEERS := snapkv,adakv
 BESIDE = $(if $(PEER),--peer-python $(PEER) --peer-methods $(PEERS))
 
-.PHONY: demo test bench results claims readers methods docs clean
+.PHONY: demo test quick lint types bench results claims readers methods docs clean
 
 demo: $(VENV)/.ready
 	$(BIN)/kvsieve demo
 
-test: $(VENV)/.ready
+test: lint types
+	$(PYTEST) --durations=25 --durations-min=1
+
+# The loop of an edit: every test once, with the first of its parameters, those marked slow left out.
+quick: lint
+	$(PYTEST) --quick
+
+lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.ready
 	$(BIN)/mypy
-	$(BIN)/pytest
 
 bench: $(VENV)/.ready
 	$(BIN)/kvsieve bench --methods "$(TIMED)" --lengths 2048,4096,7500 --rounds 3 $(BESIDE) --out $(BENCH)/bench.json \

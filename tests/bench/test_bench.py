@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import statistics
 import sys
@@ -22,7 +21,6 @@ from kvsieve.bench.roofline import Rates, measure_rates
 from kvsieve.bench.tables import notes, tables
 from kvsieve.bench.work import pairs
 from kvsieve.budget import Budget
-from kvsieve.cli.main import run_cli
 from kvsieve.errors import KvsieveError
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
@@ -38,15 +36,6 @@ PLANS = {
 LENGTHS, NEW, ROUNDS, LAYERS = (160, 320), 4, 2, 4
 # Keys and values of a layer and token: 2 heads of 16 in float32.
 ENTRY = 2 * 2 * 16 * 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_collection():
-    """Memory is collected before every measurement: not what other tests have left."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -88,19 +77,6 @@ def alone(model, text):
     """One row of 320 tokens."""
     limits = Limits(geometry(model.config), Rates(2e9, 3e9), element_bytes(model))
     return run_length(contenders(model), make_rows(text, 320, 1), NEW, 1, model=model, limits=limits)["summary"]
-
-
-@pytest.fixture
-def cli(capsys):
-    def call(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            run_cli(["bench", *map(str, arguments)])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return left.value.code, captured.out, captured.err
-
-    return call
 
 
 # What is measured
@@ -368,7 +344,9 @@ def test_the_command_measures_writes_prints_and_draws(cli, model_dir, tmp_path, 
     monkeypatch.setattr("kvsieve.bench.roofline.measure_rates", lambda model: Rates(1e9, 1e10))
     methods = "snapkv:budget=20%,fastkv:tsp_layer=1;tsp_rate=0.2;budget=10%"
     out, options = tmp_path / "deep" / "r.json", ["--new-tokens", 3, "--rounds", 1, "--dtype", "float32"]
-    code, printed, err = cli(model_dir, "--methods", methods, "--lengths", "200,100", *options, "--out", out, "--json")
+    code, printed, err = cli(
+        "bench", model_dir, "--methods", methods, "--lengths", "200,100", *options, "--out", out, "--json"
+    )
     assert code == 0, err
     report = json.loads(printed)
     assert json.loads(out.read_text()) == report and list(report["lengths"]) == ["100", "200"]
@@ -376,7 +354,7 @@ def test_the_command_measures_writes_prints_and_draws(cli, model_dir, tmp_path, 
     assert list(report["contenders"]) == labels == list(report["lengths"]["200"]["summary"])
     assert report["environment"]["kvsieve"] == kvsieve.__version__ and report["rates"]["matmul_tflops"] == 0.01
     assert Plan.from_dict(report["plans"][labels[2]]) == kvsieve.plan("snapkv", budget="20%")
-    code, printed, err = cli("--show", out, "--markdown", "--plots", tmp_path / "plots")
+    code, printed, err = cli("bench", "--show", out, "--markdown", "--plots", tmp_path / "plots")
     assert code == 0 and "| snapkv:budget=20% |" in printed and "growth" in printed
     assert {file.name for file in (tmp_path / "plots").iterdir()} == {"latency.png", "scaling.png"}
 
@@ -393,7 +371,7 @@ def test_what_was_measured_before_a_failure_is_kept(cli, model_dir, tmp_path, mo
     monkeypatch.setattr(Sieve, "run", failing)
     out = tmp_path / "r.json"
     code, _, err = cli(
-        model_dir, "--methods", "", "--lengths", "100,200", "--rounds", 1, "--new-tokens", 2, "--out", out
+        "bench", model_dir, "--methods", "", "--lengths", "100,200", "--rounds", 1, "--new-tokens", 2, "--out", out
     )
     assert code == 1 and "error: power cut" in err
     assert list(json.loads(out.read_text())["lengths"]) == ["100"]
@@ -418,13 +396,13 @@ def test_what_was_measured_before_a_failure_is_kept(cli, model_dir, tmp_path, mo
     ),
 )
 def test_bad_input_is_one_line_and_exit_code_2(cli, model_dir, options, said):
-    code, printed, err = cli(model_dir, *options)
+    code, printed, err = cli("bench", model_dir, *options)
     assert code == 2 and said in err and printed == ""
     assert len(err.splitlines()) == 1 and err.startswith("error: ")
 
 
 def test_help_names_the_file_option_and_the_flag(cli):
-    code, printed, _ = cli("--help")
+    code, printed, _ = cli("bench", "--help")
     assert code == 0
     for option in ("--out", "--json", "--peer-python", "--plots", "--show", "--batch", "--rounds"):
         assert option in printed

@@ -9,7 +9,6 @@ import torch
 
 import kvsieve
 from kvsieve.calibrate import Options, Prompt, built_in_prompts, calibrate, measure, text_prompts
-from kvsieve.cli.main import run_cli
 from kvsieve.errors import InputError
 from kvsieve.eval import plot_style
 from kvsieve.eval.prompts import Prompter
@@ -134,14 +133,6 @@ def test_lengths_must_suit_the_model(model):
         calibrate(model, word_tokenizer(), prompts=0)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    build("llama").save_pretrained(folder)
-    word_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
 @pytest.fixture
 def text_file(tmp_path):
     file = tmp_path / "text.txt"
@@ -149,19 +140,10 @@ def text_file(tmp_path):
     return str(file)
 
 
-def call(capsys, *arguments):
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as left:
-        run_cli([str(each) for each in arguments])
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.out + captured.err
-    return left.value.code, captured.out, captured.err
-
-
-def test_the_command_writes_a_profile_that_run_takes(capsys, model_dir, text_file, tmp_path):
+def test_the_command_writes_a_profile_that_run_takes(cli, model_dir, text_file, tmp_path):
     out, plot = tmp_path / "p.json", tmp_path / "p.png"
     given = ("--text", text_file, "--lengths", "150", "--prompts", "1", "--dtype", "float32", "--out", out)
-    code, printed, errors = call(capsys, "calibrate", model_dir, *given, "--plot", plot, "--tsp-rate", "30%")
+    code, printed, errors = cli("calibrate", model_dir, *given, "--plot", plot, "--tsp-rate", "30%")
     assert code == 0, errors
     profile = load_profile(out)
     assert f"layer {profile.measured['tsp']['layer']} of 0..2" in printed and "the profile is in" in printed
@@ -171,7 +153,7 @@ def test_the_command_writes_a_profile_that_run_takes(capsys, model_dir, text_fil
     cut = tmp_path / "cut.txt"
     cut.write_text(" ".join(f"w{i}" for i in range(100)) + " w1" * 60)
     run = ("run", model_dir, "--prompt-file", cut, "--max-new-tokens", "2", "--json", "--profile", out)
-    code, printed, errors = call(capsys, *run, "--budget", "50%", "--compare", "full,knorm,snapkv,fastkv:window=9")
+    code, printed, errors = cli(*run, "--budget", "50%", "--compare", "full,knorm,snapkv,fastkv:window=9")
     assert code == 0, errors
     full, knorm, snapkv, compared, fastkv = json.loads(printed)["results"]
     assert (
@@ -179,17 +161,17 @@ def test_the_command_writes_a_profile_that_run_takes(capsys, model_dir, text_fil
     )
     assert snapkv["parameters"]["kernel"] == profile.measured["pooling"]["kernel"]
     assert (compared["parameters"]["window"], compared["parameters"]["tsp_rate"]) == (9, "30%")
-    code, _, errors = call(capsys, *run, "--method", "knorm")
+    code, _, errors = cli(*run, "--method", "knorm")
     assert code == 2 and "knorm takes no profile" in errors
-    code, printed, _ = call(capsys, "calibrate", model_dir, *given, "--parts", "tsp", "--json")
+    code, printed, _ = cli("calibrate", model_dir, *given, "--parts", "tsp", "--json")
     assert code == 0 and json.loads(printed)["measured"]["tsp"]["rate"] == "20%"
 
 
-def test_a_profile_of_another_model_is_refused_before_anything_runs(capsys, model_dir, profile, tmp_path):
+def test_a_profile_of_another_model_is_refused_before_anything_runs(cli, model_dir, profile, tmp_path):
     file, prompt = tmp_path / "p.json", tmp_path / "prompt.txt"
     profile.save(file)
     prompt.write_text("w1 " * 80)
-    code, _, errors = call(capsys, "run", model_dir, "--prompt-file", prompt, "--method", "snapkv", "--profile", file)
+    code, _, errors = cli("run", model_dir, "--prompt-file", prompt, "--method", "snapkv", "--profile", file)
     assert code == 2 and "made for tiny (llama, 6 layers" in errors and "differ in layers" in errors
 
 
@@ -205,16 +187,16 @@ def test_a_profile_of_another_model_is_refused_before_anything_runs(capsys, mode
     ],
     ids=lambda given: given[-1] if isinstance(given, tuple) else "",
 )
-def test_bad_input_is_one_line(capsys, given, message, tmp_path, monkeypatch):
+def test_bad_input_is_one_line(cli, given, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    code, _, errors = call(capsys, "calibrate", *given)
+    code, _, errors = cli("calibrate", *given)
     assert code == 2 and message in errors and errors.count("\n") == 1
 
 
-def test_a_missing_matplotlib_is_told_before_the_work(capsys, tmp_path, monkeypatch):
+def test_a_missing_matplotlib_is_told_before_the_work(cli, tmp_path, monkeypatch):
     def missing():
         raise kvsieve.KvsieveError("pictures need matplotlib, which is missing; run `pip install 'kvsieve[eval]'`")
 
     monkeypatch.setattr(plot_style, "require_matplotlib", missing)
-    code, _, errors = call(capsys, "calibrate", "--out", tmp_path / "p.json", "--plot", tmp_path / "p.png")
+    code, _, errors = cli("calibrate", "--out", tmp_path / "p.json", "--plot", tmp_path / "p.png")
     assert code == 1 and "pip install 'kvsieve[eval]'" in errors

@@ -279,7 +279,7 @@ class Terminal:
                     self.shown += read.decode(errors="replace")
                 else:
                     break
-        return self.process.wait(10)
+        return self.process.wait(240)
 
     def close(self) -> None:
         self.process.kill()

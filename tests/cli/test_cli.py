@@ -23,14 +23,6 @@ def save_tokenizer(folder, chat_template=None):
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llama")
-    build("llama").save_pretrained(folder)
-    save_tokenizer(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
 def gemma_dir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gemma2")
     build("gemma2").save_pretrained(folder)
@@ -43,21 +35,6 @@ def prompt_file(tmp_path):
     file = tmp_path / "prompt.txt"
     file.write_text(" ".join(f"w{i % 120}" for i in range(200)))
     return str(file)
-
-
-@pytest.fixture
-def cli(capsys):
-    """Run the command line in this process: (exit code, stdout, stderr)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            run_cli([str(each) for each in arguments])
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return left.value.code, captured.out, captured.err
-
-    return call
 
 
 def lines(text: str, kind: str) -> list[str]:

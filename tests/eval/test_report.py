@@ -171,7 +171,7 @@ def browser(tmp_path_factory):
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
                    "--disable-background-networking", "--disable-component-update", "--disable-sync",
                    f"--user-data-dir={tmp_path_factory.mktemp('profile')}"]  # fmt: skip
-        done = subprocess.run([found, *options, *arguments], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([found, *options, *arguments], capture_output=True, text=True, timeout=600, check=True)
         return done.stdout
 
     return call

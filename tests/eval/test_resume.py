@@ -12,10 +12,6 @@ import time
 
 import pytest
 
-from kvsieve.cli.main import run_cli
-from kvsieve.models.families import build
-from toy_words import word_tokenizer
-
 GRID = [
     "--tasks",
     "needle,multiturn,shared",
@@ -25,27 +21,6 @@ GRID = [
     "snapkv:window=4,knorm,fastkv:tsp_layer=0",
 ]
 GRID += ["--budgets", "20%,40%", "--samples", "6", "--question", "both", "--cost-samples", "1", "--dtype", "float32"]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("toy")
-    build("llama").save_pretrained(folder)
-    word_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture
-def cli(capsys):
-    def call(*arguments):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            run_cli([str(each) for each in arguments])
-        out, err = capsys.readouterr()
-        assert "Traceback" not in out + err
-        return left.value.code, out, err
-
-    return call
 
 
 def rows(folder, name="samples.jsonl"):

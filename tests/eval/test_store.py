@@ -117,7 +117,7 @@ def test_two_processes_do_not_write_at_once(tmp_path):
         answers = context.Queue()
         other = context.Process(target=_try_to_write, args=(tmp_path, answers))
         other.start()
-        assert "another process is writing" in answers.get(timeout=30)
+        assert "another process is writing" in answers.get(timeout=300)
         other.join()
 
 

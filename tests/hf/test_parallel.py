@@ -222,7 +222,7 @@ def ranks(directory):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1200,
     )
     assert ran.returncode == 0, ran.stderr[-4000:]
     return [torch.load(directory / f"rank{rank}.pt") for rank in range(RANKS)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass, replace
 
 import pytest
@@ -62,14 +61,6 @@ def plan_of(name, model, **given):
         filters = golden((*shape, config.hidden_size // config.num_attention_heads), 4).tolist()
         chosen["profile"] = Profile(Fingerprint.of(model), heads=heads, q_filters=filters)
     return kvsieve.plan(name, **{key: value for key, value in chosen.items() if key in info.parameters})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """generate collects garbage to measure memory; what is there already need not be looked at each time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

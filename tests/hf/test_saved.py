@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import gc
 import json
 import os
 
@@ -49,14 +48,6 @@ PLANS = {
     "quest": {"budget": 30},
     "rocketkv-mt": {"budget": 40},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """generate collects garbage to measure memory; what is there already need not be looked at each time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

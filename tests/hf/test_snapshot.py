@@ -30,14 +30,6 @@ PLANS = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """generate collects garbage to measure memory; what is there already need not be looked at each time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(scope="module")
 def model():
     return build("llama", dtype=torch.float64)

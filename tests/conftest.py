@@ -1,0 +1,53 @@
+"""What all tests share: threads, garbage, and the real model."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Two processes of two threads each on two cores slow each other tenfold. Subprocesses inherit this.
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_garbage():
+    """`generate` collects garbage to measure memory; what the imports left need not be looked at each time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> str:
+    """A checkpoint of a tiny random model whose tokens are words; what must differ a file makes itself."""
+    from kvsieve.models.families import build
+    from toy_words import word_tokenizer
+
+    folder = tmp_path_factory.mktemp("llama")
+    build("llama").save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def cli(capsys):
+    """Run the command line in this process: (exit code, stdout, stderr)."""
+    from kvsieve.cli.main import run_cli
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            run_cli([str(each) for each in arguments])
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        return left.value.code, captured.out, captured.err
+
+    return call
