@@ -11,7 +11,7 @@ from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.profiles import Fingerprint, Profile, load_profile
 from kvsieve.registry import MethodInfo, check_parameters, method_info
-from kvsieve.roles import Asking, Condensing, Evictor, Looker, Propagator, Reader, Rehearsing
+from kvsieve.roles import Asking, Evictor, Looker, Propagator, Reader, Rehearsing, condenses
 
 _ROLES = ("propagate", "evict", "read", "codec")
 _EXAMPLES = {
@@ -56,14 +56,14 @@ class Plan:
             )
         if self.evict is not None and self.evict.when.looks and not isinstance(self.evict, Looker):
             raise PlanError(f"{type(self.evict).__name__} has When(looks=True) and no method look(ctx); add one")
-        if self.propagate is not None and isinstance(self.evict, (Rehearsing, Condensing)):
+        if self.propagate is not None and (self.rehearses or condenses(self.evict)):
             raise PlanError(
                 f"{type(self.evict).__name__} needs passes of its own over the prompt, of which "
                 f"{type(self.propagate).__name__} drops tokens: they cannot be combined"
             )
         for role in ("read", "codec"):
             if getattr(self, role) is not None and self.restarts:
-                what = self.evict if isinstance(self.evict, Condensing) else self.propagate
+                what = self.evict if condenses(self.evict) else self.propagate
                 raise PlanError(
                     f"{type(what).__name__} reads a short prompt again, in full, and is not combined with "
                     f"{role}=; leave it None"
@@ -94,7 +94,7 @@ class Plan:
     @property
     def restarts(self) -> bool:
         """True when the cache holds a shorter prompt in place of the one given, which was read to find it."""
-        return bool(getattr(self.propagate, "restarts", False)) or isinstance(self.evict, Condensing)
+        return bool(getattr(self.propagate, "restarts", False)) or condenses(self.evict)
 
     @property
     def views(self) -> bool:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 Look = Callable[[LayerContext], None]
 
+# What an evictor may have besides; see Evictor.
+OPTIONAL = ("needs", "check", "ragged", "views", "entries", "waits", "needs_heads", "takes_quotas", "skip_layers")
+
 
 @runtime_checkable
 class Evictor(Protocol):
@@ -31,7 +34,9 @@ class Evictor(Protocol):
     int, new_tokens: int) -> int`` is for a number of entries that the budget alone does not tell; new_tokens: tokens
     expected after the prompt, 0 if nobody said. ``waits(layer_idx, num_layers, stored, state) -> bool`` says, from what
     the host knows, that `select` would drop nothing of a layer with ``stored[b]`` real entries while decoding: passes
-    of fixed shapes then need not stop for it. ``needs_heads``: see `heads_needed`.
+    of fixed shapes then need not stop for it. ``needs_heads``: see `heads_needed`. ``takes_quotas = True``: it ranks
+    entries by scores, so that ``quotas=`` can be asked of it. ``skip_layers``: layers that keep everything, how many at
+    the start or which. All of these are named in `OPTIONAL`, and an evictor that holds another one forwards them.
     """
 
     @property
@@ -225,6 +230,11 @@ class Condensing(Protocol):
 
     @property
     def chunk_length(self) -> int: ...
+
+
+def condenses(evictor: object) -> bool:
+    """Whether an evictor reduces the prompt while it is read, and so does not act as others do; see Condensing."""
+    return isinstance(evictor, Condensing) and evictor.restarts
 
 
 @runtime_checkable

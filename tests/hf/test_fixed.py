@@ -12,7 +12,7 @@ from kvsieve.errors import PlanError
 from kvsieve.hf import fixed
 from kvsieve.hf.shared import next_logits
 from kvsieve.kernels.interpreter import interpreted
-from kvsieve.methods import HSA, DuoAttention
+from kvsieve.methods import HSA, DuoAttention, DynamicKV, KNorm, PyramidKV
 from kvsieve.models.families import build
 
 PLANS = {
@@ -125,6 +125,18 @@ def test_with_kernels(stand_in, name):
 @pytest.mark.parametrize("family", ["qwen3", "phi", "gpt_neox", "mixtral"])
 def test_other_architectures(stand_in, family):
     check_same(build(family, dtype=torch.float64), planned("snapkv"), *padded(2))
+
+
+@pytest.mark.parametrize("kind", [DynamicKV, PyramidKV])
+def test_allocators_that_act_while_decoding(model, stand_in, kind):
+    """Every fourth token they may drop something, and are asked eagerly; the others run with fixed shapes."""
+    plan = kvsieve.Plan(evict=kind(base=KNorm(budget=24, every=4)))
+    wanted, logits = answer(model, plan, *padded(2), "eager", max_new_tokens=20)
+    ours, same = answer(model, plan, *padded(2), max_new_tokens=20)
+    torch.testing.assert_close(same, logits)
+    assert ours.cache.entries() == wanted.cache.entries()
+    passes = ours.cache.record.passes
+    assert passes.eager == 4 and passes.fixed == 15 and passes.reason == f"{kind.__name__} acts on this token"
 
 
 def test_sampling_goes_on_outside(model, stand_in):

@@ -45,6 +45,11 @@ class _Watch:
         return 1 if self.inner is None else self.inner.minimum
 
     @property
+    def entries(self) -> Any:
+        """The inner one's own count, where it has one; see roles.Evictor."""
+        return self.inner.entries  # type: ignore[union-attr]
+
+    @property
     def when(self) -> When:
         return When(looks=self.shown is not None)
 

@@ -23,7 +23,7 @@ from kvsieve.hf.prefill import check_prompt, chunk_ends, prefill, whole_mask
 from kvsieve.hf.session import StopForward
 from kvsieve.hf.wishes import Wishes
 from kvsieve.plans import Plan
-from kvsieve.roles import Condensing
+from kvsieve.roles import condenses
 from kvsieve.segments import Held
 from kvsieve.types import LayerContext, Selection
 
@@ -242,7 +242,7 @@ def _read_again(
     lengths = tuple(real.sum(-1).tolist())
     wanted = lengths
     condensed = None
-    if isinstance(sieve.plan.evict, Condensing):
+    if condenses(sieve.plan.evict):
         if reduce:
             shown = _shifted(progress, 0, columns.shape[1] + question)
             condensed = condense(sieve, cache, input_ids, columns, real, chunk=chunk, progress=shown, held=held)
@@ -261,7 +261,7 @@ def _read_again(
             columns = columns.gather(1, selection.indices.to(columns.device))
             chosen = selection.real()
             real = torch.ones_like(columns, dtype=torch.bool) if chosen is None else chosen.to(columns.device)
-    plan = Plan(evict=None if isinstance(sieve.plan.evict, Condensing) else sieve.plan.evict, name=sieve.plan.name)
+    plan = Plan(evict=None if condenses(sieve.plan.evict) else sieve.plan.evict, name=sieve.plan.name)
     given = None if mask is None else mask.bool().to(sieve.model.device)
     marked = columns.masked_fill(~real, -1).to(sieve.model.device)
     cache.restart = Restart(plan, marked, input_ids.shape[1], given, lengths, held)

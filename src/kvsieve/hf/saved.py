@@ -40,7 +40,7 @@ from kvsieve.hf.compat import Cache, DynamicSlidingWindowLayer
 from kvsieve.hf.restart import Restart
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint
-from kvsieve.roles import Condensing
+from kvsieve.roles import condenses
 from kvsieve.segments import Held
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def _made(header: dict[str, Any], tensors: dict[str, Tensor], sieve: Sieve) -> S
 
 def _plan_of_reading(plan: Plan) -> Plan:
     """What passes over a prompt's shorter reading run under; see restart.py."""
-    return Plan(evict=None if isinstance(plan.evict, Condensing) else plan.evict, name=plan.name)
+    return Plan(evict=None if condenses(plan.evict) else plan.evict, name=plan.name)
 
 
 def _device(sieve: Sieve, index: int) -> torch.device:

@@ -31,6 +31,11 @@ class Allocator(Wrapper):
         """Entries that every layer keeps anyway, such as a window or sinks, and that are not shared out."""
         return self.base.minimum - 1
 
+    @property
+    def waits(self) -> Any:
+        # The base speaks of other numbers of entries than its layers or heads keep here.
+        raise AttributeError(f"{type(self).__name__} does not tell when it drops nothing")
+
     def acting(self, ctx: LayerContext) -> list[int]:
         """Indices of the layers that evict."""
         layers = ctx.layers or range(ctx.num_layers)
@@ -112,7 +117,7 @@ class Cascade(Allocator):
     """
 
     # Whether everything is held until the last layer has been seen.
-    waits: ClassVar[bool] = False
+    holds_all: ClassVar[bool] = False
     # Whether layers are weighed by what each entry scores, so that `Seen` holds the scores of all ranks' heads.
     compares: ClassVar[bool] = False
 
@@ -157,7 +162,7 @@ class Cascade(Allocator):
     def targets(self, seen: Sequence[Seen], row: int, ahead: int, *, last: bool) -> list[int]:
         """Entries of each layer so far that stay in one row; ahead: what the layers to come are asked for."""
         stored = [layer.stored[row] for layer in seen]
-        if not last and self.waits:
+        if not last and self.holds_all:
             return stored
         given = [min(layer.stored[row], self._given(layer.counts[row])) for layer in seen]
         total = sum(layer.counts[row] for layer in seen) + ahead - sum(given)

@@ -38,10 +38,10 @@ class ScoredEvictor:
         if self.every is not None:
             check_int(self, "every", self.every, 1)
         object.__setattr__(self, "budget", Budget.parse(self.budget))
-        if self.budget.tokens is not None and self.budget.tokens < self.minimum:
+        if self.budget.tokens is not None and self.budget.tokens < self.least_budget:
             raise PlanError(
                 f"{type(self).__name__}: a budget of {self.budget.tokens} entries is too small, at least "
-                f"{self.minimum} are needed ({self.why_minimum}); raise budget="
+                f"{self.least_budget} are needed ({self.why_minimum}); raise budget="
             )
 
     @property
@@ -57,14 +57,22 @@ class ScoredEvictor:
         return 1
 
     @property
+    def least_budget(self) -> int:
+        """The smallest budget in tokens; `minimum`, unless the budget is not what stays."""
+        return self.minimum
+
+    @property
     def why_minimum(self) -> str:
-        """The reason of `minimum`, for messages."""
+        """The reason of `least_budget`, for messages."""
         return "one entry"
 
     @property
     def needs(self) -> tuple[str, ...]:
         """What it asks of ``ctx.model``; see roles.Evictor."""
         return ()
+
+    def check(self, num_layers: int) -> None:
+        """Raise PlanError for a model of so many layers that it does not fit."""
 
     def scores(self, ctx: LayerContext) -> Tensor:
         """[B, H, N], or [B, Hq, N] to keep one set per query head. Higher stays; +inf protects an entry."""
@@ -83,7 +91,7 @@ class Wrapper:
     """An evictor that changes what the scores of another one, `base`, lead to: subclasses give `ranks`.
 
     base: an evictor that ranks entries by `scores` alone, such as SnapKV. Budget, skipped layers, `every` and all else
-    are the base's. Raises PlanError for another kind of evictor.
+    that roles.Evictor speaks of are the base's. Raises PlanError for another kind of evictor.
     """
 
     base: ScoredEvictor
@@ -128,6 +136,19 @@ class Wrapper:
     @property
     def needs(self) -> tuple[str, ...]:
         return self.base.needs
+
+    @property
+    def entries(self) -> Any:
+        """The base's own count, where it has one; see roles.Evictor."""
+        return self.base.entries  # type: ignore[attr-defined]
+
+    @property
+    def waits(self) -> Any:
+        """What the base says, where it says it: as many entries stay, whatever they are ranked by."""
+        return self.base.waits  # type: ignore[attr-defined]
+
+    def check(self, num_layers: int) -> None:
+        self.base.check(num_layers)
 
     def look(self, ctx: LayerContext) -> None:
         if isinstance(self.base, Looker):

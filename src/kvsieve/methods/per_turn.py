@@ -15,7 +15,7 @@ from kvsieve.errors import PlanError
 from kvsieve.methods.base import scored_by_name
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
-from kvsieve.roles import Evictor
+from kvsieve.roles import Evictor, Rehearsing, condenses
 from kvsieve.types import END_OF_PROMPT, LayerContext, Selection, When
 
 
@@ -23,7 +23,8 @@ from kvsieve.types import END_OF_PROMPT, LayerContext, Selection, When
 class PerTurn:
     """Keep everything, and let a turn's answer read what `base` would keep: ``PerTurn(base=SnapKV(budget=0.1))``.
 
-    base: an evictor that acts at the end of a prompt only, in every layer by itself. Raises PlanError for another.
+    base: an evictor that acts at the end of a prompt only, in every layer by itself, and needs no passes of its own.
+    Raises PlanError for another.
     """
 
     views: ClassVar[bool] = True
@@ -31,6 +32,11 @@ class PerTurn:
     base: Evictor
 
     def __post_init__(self) -> None:
+        if isinstance(self.base, Rehearsing) or condenses(self.base):
+            raise PlanError(
+                f"PerTurn: {type(self.base).__name__} needs passes of its own over the prompt, which a view has not; "
+                "use a base such as SnapKV(budget=0.1)"
+            )
         if not isinstance(self.base, Evictor) or self.base.when != END_OF_PROMPT:
             raise PlanError(
                 f"PerTurn: base must be an evictor that acts at the end of a prompt only, such as SnapKV(budget=0.1), "
@@ -64,6 +70,11 @@ class PerTurn:
     @property
     def when(self) -> When:
         return END_OF_PROMPT
+
+    @property
+    def check(self) -> Any:
+        """The base's, where it has one; see roles.Evictor."""
+        return self.base.check  # type: ignore[attr-defined]
 
     @property
     def entries(self) -> Any:

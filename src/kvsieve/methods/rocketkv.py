@@ -26,14 +26,17 @@ from kvsieve.registry import register_method
 
 @dataclass(frozen=True, kw_only=True)
 class RocketEviction(GroupedSnapKV):
-    """Stage 1. budget: t, what a step may read, not what is kept: that is `stored_entries` less the tokens to come."""
+    """Stage 1. budget: t, what a step may read, not what is kept: that is `stored_entries` less the tokens to come.
+
+    It is at least 16; the window and one entry more are kept in any case.
+    """
 
     needs_heads = "own"
 
     kernel: int = 63
 
     @property
-    def minimum(self) -> int:
+    def least_budget(self) -> int:
         return LEAST
 
     @property
@@ -42,7 +45,7 @@ class RocketEviction(GroupedSnapKV):
 
     def entries(self, length: int, new_tokens: int) -> int:
         tokens = self.budget.entries(length + new_tokens, LEAST)
-        return max(stored_entries(length, new_tokens, tokens) - new_tokens, self.window + 1)
+        return max(stored_entries(length, new_tokens, tokens) - new_tokens, self.minimum)
 
 
 @register_method("rocketkv", title="RocketKV", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)

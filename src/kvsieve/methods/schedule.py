@@ -50,6 +50,7 @@ class PerLayer(LayerAllocator):
         object.__setattr__(self, "shares", shares)
 
     def check(self, num_layers: int) -> None:
+        super().check(num_layers)
         if len(self.shares) != num_layers:
             raise PlanError(
                 f"PerLayer has {len(self.shares)} shares and the model {num_layers} layers: give one for every layer"

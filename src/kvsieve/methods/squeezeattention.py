@@ -45,7 +45,7 @@ class SqueezeAttention(Cascade):
     attention changes least, in (0, 1].
     """
 
-    waits: ClassVar[bool] = True
+    holds_all: ClassVar[bool] = True
 
     needs_heads = "all"
 
