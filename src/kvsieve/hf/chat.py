@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from kvsieve.turns import Message, Turns, stop_ids
 if TYPE_CHECKING:
     from kvsieve.hf.attach import Sieve
 
+_T = TypeVar("_T")
 _BREAK = "\n\n"
 _NOT_HERE = {
     "cache": "a chat has a cache of its own",
@@ -51,10 +51,14 @@ class Reply:
 
 @dataclass(frozen=True)
 class _State:
-    """ids: int64 [1, N], all that was fed or generated. context: the next user message's text so far, fed already.
-    ended: the last id ends an answer, and was not read yet."""
+    """All that a chat is, so that one assignment takes it from a turn to the next.
+
+    ids: int64 [1, N], all that was fed or generated. cache: what the cache is then. context: the next user message's
+    text so far, fed already. ended: the last id ends an answer, and was not read yet.
+    """
 
     ids: Tensor
+    cache: Snapshot
     messages: tuple[Message, ...]
     turns: tuple[Stats, ...] = ()
     context: str | None = None
@@ -65,7 +69,6 @@ class _State:
 class ChatSnapshot:
     """A chat at one moment; see Chat.snapshot."""
 
-    cache: Snapshot
     state: _State
 
 
@@ -75,6 +78,9 @@ class Chat:
     A turn that does not end well (an interrupt, an exception in on_text, a message too long for the context, an option
     that is refused) leaves messages, ids and cache as they were before it.
     """
+
+    # What a turn in progress is known by; an attribute of the instance only then.
+    _turn: object | None = None
 
     def __init__(
         self,
@@ -95,12 +101,21 @@ class Chat:
         self._check_options(self.options)
         self._turns = Turns(tokenizer)
         self._stops = stop_ids(tokenizer, sieve.model.generation_config.eos_token_id)
-        self._lock = threading.Lock()
         start = () if system is None else ({"role": "system", "content": system},)
-        self._state = _State(torch.zeros(1, 0, dtype=torch.int64, device=sieve.model.device), start)
-        self.cache: SieveCache = sieve.new_cache()
+        self._cache: SieveCache = sieve.new_cache()
+        ids = torch.zeros(1, 0, dtype=torch.int64, device=sieve.model.device)
+        # `_state` is what the chat is; the cache agrees with it where it is `_at` it, and else is put right.
+        self._state = _State(ids, self._cache.snapshot(), start)
+        self._at: _State | None = self._state
         if load is not None:
             self._load(load, system)
+
+    @property
+    def cache(self) -> SieveCache:
+        """The conversation's cache."""
+        if self._at is not self._state and self._turn is None:
+            self._alone(lambda: None)
+        return self._cache
 
     @property
     def messages(self) -> list[Message]:
@@ -137,40 +152,59 @@ class Chat:
         Raises InputError for a message that is empty or does not fit the context with a token of an answer,
         UnsupportedOptionError for beams, several answers and what a chat does itself, and whatever on_text raises.
         """
-        return self._ask(message, on_text, options, lambda: None)
+
+        def work() -> Reply:
+            reply, state = self._answer(message, on_text, options, lambda: None)
+            self._state = self._at = state
+            return reply
+
+        return self._alone(work)
 
     def stream(self, message: str, **options: Any) -> Generator[str, None, Reply]:
         """`ask`, as a generator of the answer's pieces, which returns the Reply.
 
         The model runs in a thread. Closing the generator (leaving its loop) stops it after the token or the chunk of
-        the prompt that it is at, and the turn is forgotten. A progress= callback is called in that thread.
+        the prompt that it is at, and the turn is forgotten, also where the model was done already: a turn counts once
+        the generator has ended. A progress= callback is called in that thread.
         """
-        said: SimpleQueue[str | Reply | BaseException] = SimpleQueue()
-        stop = threading.Event()
+        said: SimpleQueue[str | tuple[Reply, _State] | BaseException] = SimpleQueue()
+        left: SimpleQueue[None] = SimpleQueue()
         inference = torch.is_inference_mode_enabled()
 
         def check() -> None:
-            if stop.is_set():
+            if not left.empty():
                 raise _Stopped
+
+        def answer() -> None:
+            said.put(self._answer(message, said.put, options, check))
+            # The turn is this thread's until the generator has taken it over, or was left.
+            left.get()
 
         def work() -> None:
             try:
                 with torch.inference_mode(inference):
-                    said.put(self._ask(message, said.put, options, check))
+                    self._alone(answer)
             except BaseException as error:
                 said.put(error)
 
-        worker = threading.Thread(target=work, name="kvsieve-chat", daemon=True)
-        worker.start()
+        worker = _Worker(work, left)
+        # Twice, because an interrupt may come within what is done at the end.
         try:
-            while isinstance(part := said.get(), str):
-                yield part
-            if isinstance(part, BaseException):
-                raise part
-            return part
+            try:
+                worker.start()
+                while isinstance(part := said.get(), str):
+                    yield part
+                if isinstance(part, BaseException):
+                    raise part
+                reply, state = part
+                self._state = self._at = state
+                return reply
+            finally:
+                left.put(None)
+                worker.wait()
         finally:
-            stop.set()
-            _join(worker)
+            left.put(None)
+            worker.wait()
 
     def read(self, text: str, **options: Any) -> None:
         """Read the beginning of the next user message, such as a long document, and answer nothing yet.
@@ -183,44 +217,59 @@ class Chat:
         """
         _check_text("text", text)
         options = {"chunk": self.options["chunk"], **options}
-        with self._idle():
-            state, text = self._state, text.rstrip()
-            fed = text if state.context is None else f"{_BREAK}{text}"
-            ids, _ = self._fed(state, fed, open_end=True)
-            with self._or_nothing():
-                self.sieve.prefill(ids, torch.ones_like(ids), cache=self.cache, **options)
-                self._state = dataclasses.replace(state, ids=ids, context=(state.context or "") + fed, ended=False)
+
+        def work() -> None:
+            said, before = text.rstrip(), self._state.context
+            fed = said if before is None else f"{_BREAK}{said}"
+            ids, _ = self._fed(fed, open_end=True)
+            self._at = None
+            self.sieve.prefill(ids, torch.ones_like(ids), cache=self._cache, **options)
+            self._state = self._at = dataclasses.replace(
+                self._state, ids=ids, cache=self._cache.snapshot(), context=(before or "") + fed, ended=False
+            )
+
+        self._alone(work)
 
     def snapshot(self) -> ChatSnapshot:
         """What `rollback` brings back, any number of times, messages and ids included; see SieveCache.snapshot.
 
         Raises CacheStateError in the middle of a turn.
         """
-        with self._idle():
-            return ChatSnapshot(self.cache.snapshot(), self._state)
+        return self._alone(lambda: ChatSnapshot(self._state))
 
     def rollback(self, snapshot: ChatSnapshot) -> None:
         """Make this chat what it was when `snapshot` was taken of it.
 
         Raises CacheStateError for a snapshot of another chat (a fork is another), and in the middle of a turn.
         """
-        with self._idle():
-            self.cache.rollback(snapshot.cache)
+
+        def work() -> None:
+            if not isinstance(snapshot, ChatSnapshot) or snapshot.state.cache.cache() is not self._cache:
+                raise CacheStateError("the snapshot was taken of another cache; roll that one back, or fork it")
+            # The cache follows, as after a turn that failed.
+            self._at = None
             self._state = snapshot.state
+
+        self._alone(work)
 
     def fork(self) -> Chat:
         """A copy that goes its own way. Raises CacheStateError in the middle of a turn."""
-        with self._idle():
+
+        def work() -> Chat:
             other = Chat(self.sieve, self.tokenizer, **self.options)
-            other.cache, other._state = self.cache.fork(), self._state
-        return other
+            other._cache = self._cache.fork()
+            other._state = other._at = dataclasses.replace(self._state, cache=other._cache.snapshot())
+            return other
+
+        return self._alone(work)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the chat to a file that ``sieve.chat(tokenizer, load=path)`` goes on with.
 
         Raises CacheStateError in the middle of a turn, and OSError.
         """
-        with self._idle():
+
+        def work() -> None:
             state = self._state
             chat = {
                 "messages": list(state.messages),
@@ -228,7 +277,9 @@ class Chat:
                 "context": state.context,
                 "ended": state.ended,
             }
-            self.sieve.save(self.cache, path, tokenizer=self.tokenizer, ids=state.ids, extra={"chat": chat})
+            self.sieve.save(self._cache, path, tokenizer=self.tokenizer, ids=state.ids, extra={"chat": chat})
+
+        self._alone(work)
 
     def _load(self, path: str | os.PathLike[str], system: str | None) -> None:
         saved = self.sieve.load(path, tokenizer=self.tokenizer)
@@ -236,27 +287,27 @@ class Chat:
         if not isinstance(chat, dict) or saved.ids is None or len(saved.ids) != 1:
             raise InputError(f"{os.fspath(path)!r} holds a cache but no chat; go on with sieve.load() and generate")
         ids = saved.ids.to(self.sieve.model.device)
-        self.cache = saved.cache
-        self._state = _State(
-            ids, tuple(chat["messages"]), tuple(map(_stats, chat["turns"])), chat["context"], chat["ended"]
+        self._cache = saved.cache
+        self._state = self._at = _State(
+            ids,
+            self._cache.snapshot(),
+            tuple(chat["messages"]),
+            tuple(map(_stats, chat["turns"])),
+            chat["context"],
+            chat["ended"],
         )
         if system is not None and system != self.system:
             has = "none" if self.system is None else repr(self.system)
             raise InputError(f"the chat in {os.fspath(path)!r} has another system prompt ({has}); leave system= out")
 
-    def _ask(
+    def _answer(
         self, message: str, on_text: Callable[[str], None] | None, given: dict[str, Any], check: Callable[[], None]
-    ) -> Reply:
+    ) -> tuple[Reply, _State]:
+        """The model's answer, and what the chat is with it. check: raises where the turn is to end."""
         _check_text("message", message)
         self._check_options(given)
-        with self._idle():
-            return self._answer(message, on_text, {**self.options, **given}, check)
-
-    def _answer(
-        self, message: str, on_text: Callable[[str], None] | None, options: dict[str, Any], check: Callable[[], None]
-    ) -> Reply:
-        state = self._state
-        ids, context = self._fed(state, message if state.context is None else f"{_BREAK}{message}")
+        options, before = {**self.options, **given}, self._state.context
+        ids, context = self._fed(message if before is None else f"{_BREAK}{message}")
         wanted = options.pop("max_new_tokens")
         most = wanted if context is None else min(wanted, context - ids.shape[1])
         stops = self._complete(options)
@@ -268,44 +319,46 @@ class Chat:
                 progress(done, total)
 
         pieces = _Pieces(self.tokenizer, stops, on_text, check)
-        with self._or_nothing():
-            result = self.sieve.generate(
-                ids,
-                torch.ones_like(ids),
-                cache=self.cache,
-                max_new_tokens=most,
-                streamer=pieces,
-                progress=shown,
-                **options,
+        self._at = None
+        result = self.sieve.generate(
+            ids,
+            torch.ones_like(ids),
+            cache=self._cache,
+            max_new_tokens=most,
+            streamer=pieces,
+            progress=shown,
+            **options,
+        )
+        new = result.sequences[:, ids.shape[1] :]
+        made, stats = new[0].tolist(), result.stats
+        ended = made[-1] in stops
+        if most < wanted and len(made) == most and not ended:
+            note = (
+                f"the answer was cut at {most} tokens, where the model's context of {context} ends: start a new "
+                "chat, or go back to an earlier snapshot"
             )
-            new = result.sequences[:, ids.shape[1] :]
-            made, stats = new[0].tolist(), result.stats
-            ended = made[-1] in stops
-            if most < wanted and len(made) == most and not ended:
-                note = (
-                    f"the answer was cut at {most} tokens, where the model's context of {context} ends: start a new "
-                    "chat, or go back to an earlier snapshot"
-                )
-                stats = dataclasses.replace(stats, notes=[*stats.notes, note])
-            said = message if state.context is None else f"{state.context}{_BREAK}{message}"
-            exchange = {"role": "user", "content": said}, {"role": "assistant", "content": pieces.text}
-            self._state = _State(
-                torch.cat([ids, new.to(ids)], 1),
-                (*state.messages, *exchange),
-                (*state.turns, stats),
-                ended=ended,
-            )
-        return Reply(pieces.text, made, ended, stats)
+            stats = dataclasses.replace(stats, notes=[*stats.notes, note])
+        said = message if before is None else f"{before}{_BREAK}{message}"
+        exchange = {"role": "user", "content": said}, {"role": "assistant", "content": pieces.text}
+        after = _State(
+            torch.cat([ids, new.to(ids)], 1),
+            self._cache.snapshot(),
+            (*self._state.messages, *exchange),
+            (*self._state.turns, stats),
+            ended=ended,
+        )
+        return Reply(pieces.text, made, ended, stats), after
 
-    def _fed(self, state: _State, text: str, open_end: bool = False) -> tuple[Tensor, int | None]:
+    def _fed(self, text: str, open_end: bool = False) -> tuple[Tensor, int | None]:
         """int64 [1, N]: the conversation with a message, up to the answer; and where the context ends, None if nowhere.
 
         The token that ended an answer was never read by the model: where the template writes another, or more, it
         gives way.
         """
-        known = state.ids
-        added = self._turns.added(state.messages, text, before=state.context, open_end=open_end)
-        if state.ended:
+        # A name for the state would keep the cache of then for as long as a traceback is kept.
+        known = self._state.ids
+        added = self._turns.added(self._state.messages, text, before=self._state.context, open_end=open_end)
+        if self._state.ended:
             last = int(known[0, -1])
             at = added.index(last) if last in added else -1
             if at >= 0 and not self.tokenizer.decode(added[:at]).strip():
@@ -355,37 +408,73 @@ class Chat:
         if not isinstance(new, int) or isinstance(new, bool) or new < 1:
             raise InputError(f"max_new_tokens must be a number of tokens, at least 1, got {new!r}")
 
-    @contextlib.contextmanager
-    def _idle(self) -> Iterator[None]:
-        if not self._lock.acquire(blocking=False):
-            raise CacheStateError("a turn of this chat is in progress: let it end, or close its stream, and try again")
-        try:
-            yield
-        finally:
-            self._lock.release()
+    def _alone(self, work: Callable[[], _T]) -> _T:
+        """Do `work` while nobody else does anything with the chat; then the cache is what `_state` says it is.
 
-    @contextlib.contextmanager
-    def _or_nothing(self) -> Iterator[None]:
-        """Whatever goes wrong in here did not happen."""
-        before = ChatSnapshot(self.cache.snapshot(), self._state)
+        An interrupt anywhere in here leaves the chat free, and a cache that is put right by the next who comes.
+        """
+        mine = object()
+        # Twice, because an interrupt may come within what is done at the end.
         try:
-            yield
-        except BaseException:
-            self._restore(before)
-            raise
-        finally:
-            # A traceback that is kept would keep its memory.
-            del before
-
-    def _restore(self, snapshot: ChatSnapshot) -> None:
-        while True:
             try:
-                self.cache.rollback(snapshot.cache)
-                self._state = snapshot.state
-                return
-            except KeyboardInterrupt:
-                # Another one, of someone impatient: the first is on its way already.
-                continue
+                if vars(self).setdefault("_turn", mine) is not mine:
+                    raise CacheStateError(
+                        "a turn of this chat is in progress: let it end, or close its stream, and try again"
+                    )
+                self._settle()
+                return work()
+            finally:
+                if self._turn is mine:
+                    self._settle()
+                    del self._turn
+        finally:
+            if self._turn is mine:
+                del self._turn
+
+    def _settle(self) -> None:
+        """Put the cache right after a turn that failed."""
+        state = self._state
+        if self._at is not state:
+            self._cache.rollback(state.cache)
+            self._at = state
+
+
+class _Worker(threading.Thread):
+    """The thread of a stream.
+
+    left: not empty once the generator has ended, or was left. Thread.join and is_alive alone are of no use to who may
+    be interrupted: a join that is interrupted takes the thread for ended, and a start for not begun.
+    """
+
+    def __init__(self, work: Callable[[], None], left: SimpleQueue[None]) -> None:
+        super().__init__(name="kvsieve-chat", daemon=True)
+        self._work, self._left = work, left
+        self._begun = self._over = False
+        self._end: SimpleQueue[None] = SimpleQueue()
+
+    def run(self) -> None:
+        self._begun = True
+        try:
+            # What begins after the generator was left does nothing.
+            if self._left.empty():
+                self._work()
+        finally:
+            del self._work
+            self._over = True
+            self._end.put(None)
+
+    def wait(self) -> None:
+        """Return once the work has ended, whatever comes; an interrupt meanwhile is raised after that."""
+        interrupt = None
+        while self._begun and not self._over:
+            try:
+                self._end.get()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if self.is_alive():
+            self.join()
+        if interrupt is not None:
+            raise interrupt
 
 
 class _Stopped(BaseException):
@@ -429,18 +518,6 @@ class _Pieces(BaseStreamer):
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def _join(worker: threading.Thread) -> None:
-    """Wait for it, whatever comes; an interrupt meanwhile is raised after that."""
-    interrupt = None
-    while worker.is_alive():
-        try:
-            worker.join()
-        except KeyboardInterrupt as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
 
 
 def _stats(data: dict[str, Any]) -> Stats:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +55,8 @@ class Session:
     step: Step
     tokens: Tokens
     num_layers: int
-    reset_token: Token | None = None
+    # The pass within which this one was begun.
+    outer: Session | None = None
     stopped: bool = False
     selection: Selection | None = None
     narrowed: dict[str, Any] = field(default_factory=dict)
@@ -312,29 +313,31 @@ def open_session(
     cache.in_flight = True
     if prefill:
         cache.record.prompt_tokens = max(lengths if cache.restart is None else cache.restart.lengths)
-    session.reset_token = _ACTIVE.set(session)
+    session.outer = _ACTIVE.get()
+    _ACTIVE.set(session)
 
 
 @contextlib.contextmanager
 def closing() -> Iterator[None]:
-    """Leave no session open: torch calls no hook when a pass is left by an interrupt."""
+    """Leave no session open that was begun in here: torch calls no hook when a pass is left by an interrupt."""
+    global _COMPILED
+    before, compiled = _ACTIVE.get(), _COMPILED
     try:
         yield
     except BaseException:
-        while current() is not None:
-            close_session(finished=False)
+        _ACTIVE.set(before)
+        _COMPILED = compiled
         raise
 
 
 def close_session(finished: bool) -> None:
     """Commit the current pass if it ran through (or was stopped on purpose), and leave its scope in any case."""
     session = _ACTIVE.get()
-    if session is None or session.reset_token is None:
+    if session is None:
         return
-    _ACTIVE.reset(session.reset_token)
+    _ACTIVE.set(session.outer)
     if finished or session.stopped:
         session.cache.advance(session.step.num_new)
-        session.cache.in_flight = False
         if session.step.phase == "decode":
             session.cache.decoded += session.step.num_new
         if session._reads():
@@ -342,6 +345,8 @@ def close_session(finished: bool) -> None:
         if session.step.ends_prompt:
             session.cache.awaits_prompt = False
             session.cache.prompt_lengths = session.step.lengths
+        # Last: what is left half-way is refused from then on.
+        session.cache.in_flight = False
 
 
 def _checked_mask(
