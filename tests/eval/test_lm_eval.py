@@ -97,6 +97,14 @@ def evaluate(model_dir, folder, arguments, task="kvsieve_toy", **options):
     )
 
 
+def test_without_a_device_it_takes_the_cpu_where_there_is_no_gpu(model_dir, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for given in ({"device": None}, {}):
+        lm = get_model("kvsieve").create_from_arg_string(f"pretrained={model_dir},method=full", given)
+        assert lm.device == lm.model.device == torch.device("cpu")
+    assert KvsieveLM(pretrained=model_dir, method="full", device=None).device == torch.device("cpu")
+
+
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_full_gives_the_harness_own_answers(model_dir, batch_size):
     own = answers(HFLM(pretrained=model_dir, device="cpu", batch_size=batch_size))

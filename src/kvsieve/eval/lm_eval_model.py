@@ -47,7 +47,8 @@ class KvsieveLM(HFLM):
 
     pretrained: as for ``--model hf`` (a directory, a hub id, a loaded model), or "demo", kvsieve's demo model.
     method, and the method's parameters: as in ``kvsieve.plan("snapkv", budget="20%", kernel=21)``.
-    chunk: prompt tokens per forward pass, None for all at once. Everything else goes to HFLM.
+    chunk: prompt tokens per forward pass, None for all at once. device: "cuda" if there is one, else "cpu", when it is
+    not given. Everything else goes to HFLM.
 
     Raises PlanError for a missing or unknown method and for an argument that neither the method nor HFLM has, and
     UnsupportedModelError, before anything runs, for a model the plan cannot run on.
@@ -64,9 +65,12 @@ class KvsieveLM(HFLM):
         self.chunk = chunk
         self.calls: list[Stats] = []
         self._sieve: Sieve | None = None
+        if arguments.get("device") is None:
+            # HFLM would take "cuda" even where there is none.
+            arguments["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         if pretrained == "demo":
             dtype = get_dtype(arguments.pop("dtype", None) or "auto")
-            pretrained, tokenizer = kvsieve.models.load(None, dtype, arguments.pop("device", None))
+            pretrained, tokenizer = kvsieve.models.load(None, dtype, arguments.pop("device"))
             arguments.setdefault("tokenizer", tokenizer)
         super().__init__(pretrained=pretrained, **arguments)
         check_model(self.model, self.plan)
