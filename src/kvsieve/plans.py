@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.profiles import Fingerprint, Profile, load_profile
-from kvsieve.registry import MethodInfo, check_parameters, method_info
+from kvsieve.registry import MethodInfo, check_parameters, list_methods, method_info
 from kvsieve.roles import Asking, Evictor, Looker, Propagator, Reader, Rehearsing, condenses
 
 _ROLES = ("propagate", "evict", "read", "codec")
@@ -143,7 +144,10 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """The inverse of `to_dict`, for the role classes of kvsieve.methods. Raises PlanError for unknown types."""
+        """The inverse of `to_dict`, for role classes of kvsieve.methods and of files that registered a method.
+
+        Raises PlanError for others.
+        """
         parts: dict[str, Any] = {}
         for key, value in data.items():
             if key in ("name", "profile"):
@@ -205,19 +209,40 @@ def _plain(value: Any) -> Any:
         return str(value)
     if dataclasses.is_dataclass(value):
         fields = {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-        return {"type": type(value).__name__, **fields}
+        return {"type": _type_name(type(value)), **fields}
     return value
+
+
+def _type_name(kind: type) -> str:
+    """How a role's class is written: by its name where it is one of kvsieve.methods, else "module:name"."""
+    # Imported here because every method's file imports this one.
+    from kvsieve import methods
+
+    ours = getattr(methods, kind.__name__, None) is kind
+    return kind.__name__ if ours else f"{kind.__module__}:{kind.__name__}"
+
+
+def _role_class(name: str) -> type | None:
+    """The inverse; only for classes that stand in a module which registered a method, as a file may name anything."""
+    from kvsieve import methods
+
+    module, colon, kind = name.rpartition(":")
+    if not colon:
+        found = getattr(methods, kind, None)
+    elif module in {method_info(each).make.__module__ for each in list_methods()}:
+        found = vars(sys.modules[module]).get(kind)
+        found = found if getattr(found, "__module__", None) == module else None
+    else:
+        found = None
+    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
 
 
 def _made(name: str, value: Any) -> Any:
     """The inverse of `_plain`, for the value of field `name`."""
-    # Imported here because every method's file imports this one.
-    from kvsieve import methods
-
     if not isinstance(value, dict) or ("type" not in value and name not in _ROLES):
         return value
     kind = value.get("type")
-    role = getattr(methods, str(kind), None)
-    if not isinstance(role, type):
+    role = _role_class(str(kind))
+    if role is None:
         raise PlanError(f"cannot read a plan with {name}={kind!r}: not a role class of this version of kvsieve")
     return role(**{each: _made(each, given) for each, given in value.items() if each != "type"})
