@@ -20,13 +20,16 @@ from kvsieve.bench import environment
 from kvsieve.cli.demo import demo_runs
 from kvsieve.cli.document import QUESTION, build_document
 
+PROFILE = "smollm2-135m-instruct"
+# Every parameter that decides an answer is written out, so that these stay what was timed when defaults change.
+PAPER = {"window": 8, "kernel": 7, "pooling": "max"}
 PLANS = {
     "full": kvsieve.plan("full"),
-    "snapkv 10%": kvsieve.plan("snapkv", budget="10%"),
-    "fastkv layer 14, 20%, 10%": kvsieve.plan("fastkv", budget="10%", tsp_layer=14, tsp_rate=0.2),
-    "fastkv layer 22, 30%, 10%": kvsieve.plan("fastkv", budget="10%", tsp_layer=22, tsp_rate=0.3),
-    "fastkv calibrated, 10%": kvsieve.plan("fastkv", budget="10%", profile="smollm2-135m-instruct"),
-    "rocketkv 256": kvsieve.plan("rocketkv", budget=256),
+    "snapkv 10%": kvsieve.plan("snapkv", budget="10%", window=32, kernel=7, pooling="avg"),
+    "fastkv layer 14, 20%, 10%": kvsieve.plan("fastkv", budget="10%", tsp_layer=14, tsp_rate=0.2, **PAPER),
+    "fastkv layer 22, 30%, 10%": kvsieve.plan("fastkv", budget="10%", tsp_layer=22, tsp_rate=0.3, **PAPER),
+    "fastkv calibrated, 10%": kvsieve.plan("fastkv", budget="10%", profile=PROFILE),
+    "rocketkv 256": kvsieve.plan("rocketkv", budget=256, window=32, kernel=63, pooling="max"),
 }
 
 

@@ -1,32 +1,126 @@
-"""The README's example is run as it stands."""
+"""README and docs: the examples run and print what stands there, every command, link and number exists."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shlex
+import shutil
 from pathlib import Path
+
+import pytest
+import typer
 
 import kvsieve
 from kvsieve.cli.info import methods_command
+from kvsieve.cli.main import app
+from kvsieve.cli.specs import method_specs
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_the_ten_lines_run(capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert block is not None
+def test_the_examples_print_what_the_readme_says(capsys, monkeypatch, tmp_path):
+    shutil.copy(ROOT / "LICENSE", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    first, conversation = re.findall(r"```python\n(.*?)```", README, re.S)
     names: dict = {}
-    exec(compile(block.group(1), "README.md", "exec"), names)
+    exec(compile(first, "README.md", "exec"), names)
+    printed = capsys.readouterr().out
+    assert printed == re.search(r"```text\n(.*?)```", README, re.S).group(1)
+    answers = [line.partition(": ") for line in printed.splitlines() if not line.startswith(" ")]
+    assert [name for name, _, _ in answers] == ["full", "fastkv"]
+    assert all("7294163" in answer for _, _, answer in answers)
     stats = names["result"].stats
-    prompt = names["prompt"]["input_ids"].shape[1]
-    assert stats.applied and stats.method == "fastkv"
-    assert stats.kv_entries == [int(prompt * 0.2)] * 30
-    assert stats.deep_tokens == int(prompt * 0.3)
-    assert "Apache" in capsys.readouterr().out
+    assert stats.applied and set(stats.kv_entries) == {int(stats.prompt_tokens * 0.2)}
+    assert stats.deep_tokens < stats.prompt_tokens // 4
+    exec(compile(conversation, "README.md", "exec"), names)
+    assert capsys.readouterr().out.splitlines() == re.findall(r"# (The capital .*)$", conversation, re.M)
+    assert Path("chat.kv").is_file()
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The arguments of the lines of a page's code blocks that call kvsieve; what may be left out is left out."""
+    text = page.read_text().replace("\\\n", " ")
+    lines = re.findall(r"^(?: {4}|> )?(?:.*\| )?kvsieve ([a-z].*)$", "\n".join(code_lines(text)), re.M)
+    return [shlex.split(line.replace("[MODEL]", ""), comments=True) for line in lines]
+
+
+def code_lines(text: str) -> list[str]:
+    lines, fenced = [], False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            lines.append(line)
+    return lines
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_and_its_options_exist(page):
+    group = typer.main.get_command(app)
+    for name, *arguments in commands(page):
+        assert name in group.commands, name
+        command = group.commands[name]
+        context = command.make_context(name, arguments)  # raises for an option that there is not
+        for option in ("methods", "compare"):
+            if context.params.get(option):
+                method_specs(context.params[option].replace("mynewmethod", "snapkv"))
+        if method := context.params.get("method"):
+            method_specs(method)
+
+
+def test_the_readme_shows_every_command():
+    shown = {name for name, *_ in commands(ROOT / "README.md")}
+    assert shown == set(typer.main.get_command(app).commands)
+
+
+def test_make_has_every_target_that_is_named():
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M))
+    for page in PAGES:
+        named = re.findall(r"(?:^    |`)make ([a-z]+)", page.read_text(), re.M)
+        assert set(named) <= targets, page.name
+    assert set(re.findall(r"`make ([a-z]+)`", README)) == targets - {"clean"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.is_file(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(file), f"{page.name}: {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_leads_to_every_page():
+    linked = set(re.findall(r"\]\((docs/\w+\.md)\)", README))
+    assert linked == {str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md")}
+
+
+def test_the_table_of_measurements_is_that_of_the_results():
+    script = ROOT / "benchmarks" / "overview.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_overview", script)
+    overview = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(overview)
+    reports = overview.load()
+    assert overview.table(*reports) in README
+    drawn = overview.alternative_text(*reports)
+    assert f"![{drawn}](docs/{overview.PICTURE.name})" in README
+    assert overview.PICTURE.is_file()
 
 
 def test_the_table_of_methods_is_complete():
-    rows = re.findall(r"^\| `([\w-]+)` \|.*\| (uniform|ragged) \|", (ROOT / "README.md").read_text(), re.M)
+    rows = re.findall(r"^\| `([\w-]+)` \|.*\| (uniform|ragged) \|", README, re.M)
     listed = dict(rows)
     assert listed == {name: kvsieve.method_info(name).storage for name in kvsieve.list_methods()}
 
