@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvsieve.text import printable, shortened
 
 
@@ -41,3 +43,14 @@ class CacheFileError(KvsieveError):
 
 class KvsieveWarning(UserWarning):
     """A guard changed what was asked for: the message says how."""
+
+
+def short(value: Any, most: int = 120) -> str:
+    """What was got, for a message: its repr, at most `most` characters of it, on one line."""
+    try:
+        # A long text is cut before it is quoted, what holds many things is told by its size.
+        text = repr(value[:most] + "…" if isinstance(value, str) and len(value) > most else value)
+    except Exception:  # the repr of what a caller gave may raise what it likes
+        text = f"a {type(value).__name__}"
+    text = " ".join(text.split())
+    return text if len(text) <= most + 3 else f"{text[:most]}…"

@@ -160,9 +160,12 @@ def check_parameters(info: MethodInfo, given: Iterable[str]) -> None:
             )
 
 
-def did_you_mean(name: str, known: list[str], lead: str = "known are") -> str:
+def did_you_mean(name: str, known: list[str], lead: str | None = "known are") -> str:
+    """What to add to a message about a wrong name: the nearest of those known, and all of them after `lead`, if any."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     suggestion = f"; did you mean {close[0]!r}?" if close else ""
+    if lead is None:
+        return suggestion
     listing = f" ({lead} {', '.join(known)})" if known else f" ({lead} no parameters)"
     return suggestion + listing
 

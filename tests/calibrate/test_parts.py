@@ -41,8 +41,8 @@ def by_hand(model, plan, ids, answer):
     with kvsieve.attach(model, plan) as sieve, torch.no_grad():
         cache = sieve.new_cache()
         out = model(input_ids=ids, past_key_values=cache, output_hidden_states=True)
-    with kvsieve.attach(model, Plan()), torch.no_grad():
-        more = model(input_ids=answer[:, :-1], past_key_values=cache, use_cache=True)
+    with kvsieve.attach(model, Plan()) as sieve, torch.no_grad():
+        more = model(input_ids=answer[:, :-1], past_key_values=sieve.adopt(cache), use_cache=True)
     return out.hidden_states[-1][0], more.logits.log_softmax(-1)
 
 

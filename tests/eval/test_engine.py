@@ -48,8 +48,9 @@ def by_itself(model, engine, plan, prompt, more=(), limit=8):
             out = sieve.generate(prompt, torch.ones_like(prompt), max_new_tokens=limit, do_sample=False)
             return engine.prompter.answer(out.sequences[0, prompt.shape[1] :].tolist())[0]
         cache = sieve.prefill(prompt, torch.ones_like(prompt))
-    with kvsieve.attach(model, kvsieve.plan("full")), torch.no_grad():
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve, torch.no_grad():
         whole = prompt
+        sieve.adopt(cache)
         for each in more:
             whole = torch.cat([whole, each], 1)
             logits = next_logits(model, cache, whole)[:, -1]

@@ -240,6 +240,7 @@ def test_a_page_that_is_too_long_is_refused_and_the_cache_stays_usable(model):
             sieve.generate(whole, cache=cache, max_new_tokens=3, **GREEDY)
         cache.rollback(taken)
     with kvsieve.attach(model, kvsieve.plan("quest", budget="25%", page=8)) as sieve:
+        sieve.adopt(cache)
         assert sieve.generate(whole, cache=cache, max_new_tokens=3, **GREEDY).stats.traffic.entries == 24
 
 

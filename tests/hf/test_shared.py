@@ -34,7 +34,8 @@ def ids():
 def greedy(model, cache, logits, steps=6):
     """[rows, steps] tokens and [rows, steps, V] the logits that chose them."""
     chosen, seen = [], []
-    with kvsieve.attach(model, FULL), torch.no_grad():
+    with kvsieve.attach(model, FULL) as sieve, torch.no_grad():
+        sieve.adopt(cache)
         for _ in range(steps):
             seen.append(logits)
             chosen.append(logits.argmax(-1))
@@ -97,8 +98,9 @@ def test_sliding_window_layers_are_shared_too():
 def test_a_fork_answers_as_its_origin_and_leaves_it_alone(model, ids):
     with kvsieve.attach(model, PLANS["snapkv"]) as sieve:
         cache = sieve.prefill(ids)
-    with kvsieve.attach(model, FULL), torch.no_grad():
         more = torch.cat([ids, torch.tensor([[5, 9, 11]])], 1)
+    with kvsieve.attach(model, FULL) as sieve, torch.no_grad():
+        sieve.adopt(cache)
         first = next_logits(model, cache.fork(), more)
         second = next_logits(model, cache.fork(), more)
         last = next_logits(model, cache, more)
@@ -107,7 +109,8 @@ def test_a_fork_answers_as_its_origin_and_leaves_it_alone(model, ids):
 
 
 def test_a_cache_in_mid_prompt_is_not_forked(model, ids):
-    cache = kvsieve.hf.cache.SieveCache(model.config)
+    with kvsieve.attach(model, FULL) as sieve:
+        cache = sieve.new_cache()
     cache.in_flight = True
     with pytest.raises(CacheStateError, match="middle of a prompt"):
         cache.fork()

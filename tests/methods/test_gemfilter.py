@@ -339,7 +339,7 @@ def test_what_cannot_restart_is_refused(model, ids):
             sieve.generate(ids, token_type_ids=torch.zeros_like(ids), **GREEDY)
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         with pytest.raises(InputError, match="a shorter reading of its prompt, made under 'gemfilter'"):
-            sieve.prefill(torch.cat([ids, ids], 1), cache=cache)
+            sieve.prefill(torch.cat([ids, ids], 1), cache=sieve.adopt(cache))
 
 
 def test_the_model_is_left_as_it_was_found(model, ids):

@@ -46,8 +46,8 @@ def greedy(model: Any, cache: SieveCache, logits: Tensor, stops: Collection[int]
     logits: [1, V], the next token's.
     """
     tokens: list[int] = []
-    with attach(model, Plan(name="full")), torch.no_grad():
-        cache = cache.fork()
+    with attach(model, Plan(name="full")) as sieve, torch.no_grad():
+        cache = sieve.adopt(cache.fork())
         while True:
             chosen = logits.argmax(-1)
             tokens.append(int(chosen))
@@ -58,7 +58,8 @@ def greedy(model: Any, cache: SieveCache, logits: Tensor, stops: Collection[int]
 
 def following(model: Any, cache: SieveCache, answer: Tensor) -> Tensor:
     """Log-probabilities float32 [rows, T - 1, V] of all tokens of answer [1, T] but the first. The cache is used up."""
-    with attach(model, Plan(name="full")), torch.no_grad():
+    with attach(model, Plan(name="full")) as sieve, torch.no_grad():
+        sieve.adopt(cache)
         ids = answer[:, :-1].to(model.device).expand(cache.batch, -1)
         return model(input_ids=ids, past_key_values=cache, use_cache=True).logits.float().log_softmax(-1)
 

@@ -143,6 +143,7 @@ class Engine:
         cache = state.cache.fork() if fork else state.cache
         fed = torch.cat([state.fed, ids], 1)
         with attach(self.model, plan) as sieve, torch.no_grad():
+            sieve.adopt(cache)
             if plan.read is not None or plan.views:
                 cache.begin_turn(new_tokens=expected)
             if plan.rehearses:
@@ -195,8 +196,8 @@ class Engine:
         logits = state.logits
         rows: list[list[int]] = [[] for _ in logits]
         going = list(range(len(rows)))
-        with attach(self.model, _later(state.plans[0])), torch.no_grad():
-            cache = state.cache.fork()
+        with attach(self.model, _later(state.plans[0])) as sieve, torch.no_grad():
+            cache = sieve.adopt(state.cache.fork())
             for step in range(limit):
                 chosen = logits.argmax(-1)
                 for row in going:
@@ -211,9 +212,9 @@ class Engine:
         """Log-probabilities float32 [rows, T, V] of the tokens of `reference`, given those before them."""
         parts = [state.logits[:, None].float().log_softmax(-1)]
         if len(reference) > 1:
-            with attach(self.model, _later(state.plans[0])), torch.no_grad():
+            with attach(self.model, _later(state.plans[0])) as sieve, torch.no_grad():
                 ids = torch.tensor([reference[:-1]], device=self.model.device).expand(len(state.logits), -1)
-                cache = state.cache.fork()
+                cache = sieve.adopt(state.cache.fork())
                 # Each token is to read what it would have read had it been generated.
                 cache.given_answer = state.plans[0].read is not None or state.plans[0].views
                 logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits

@@ -7,20 +7,30 @@ import functools
 import inspect
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from kvsieve.errors import InputError, KvsieveError, KvsieveWarning, UnsupportedModelError, UnsupportedOptionError
+from kvsieve.errors import (
+    CacheStateError,
+    InputError,
+    KvsieveError,
+    KvsieveWarning,
+    UnsupportedModelError,
+    UnsupportedOptionError,
+    short,
+)
 from kvsieve.hf import attention
 from kvsieve.hf import session as sessions
-from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.cache import Owner, SieveCache
 from kvsieve.hf.chat import Chat
 from kvsieve.hf.compat import DynamicCache, attention_of, check_version, tensor_parallel_mesh, text_config
 from kvsieve.hf.facts import Facts
 from kvsieve.hf.fixed import Engine
 from kvsieve.hf.generate import GenerateResult, generate
+from kvsieve.hf.inputs import check_ids, check_path, prompt_of
 from kvsieve.hf.parallel import ranks_of
 from kvsieve.hf.probe import check_model
 from kvsieve.hf.restart import read_prompt
@@ -35,6 +45,8 @@ class Sieve:
     def __init__(self, model: Any, plan: Plan, decode: str = "auto") -> None:
         self.model = model
         self.plan = plan
+        # Whether the `with` block is running.
+        self.attached = False
         self.config = text_config(model)
         self.decoder: nn.Module = model.get_decoder()
         self.num_layers = len(self.decoder.layers)  # type: ignore[arg-type]
@@ -52,11 +64,46 @@ class Sieve:
 
     def new_cache(self) -> SieveCache:
         """An empty cache for one batch of conversations under this plan."""
-        return SieveCache(self.config)
+        return SieveCache(self.config, self._owner())
+
+    def _owner(self, adopted: bool = False) -> Owner:
+        return Owner(weakref.ref(self.decoder), self.plan, adopted)
+
+    def adopt(self, cache: SieveCache) -> SieveCache:
+        """Let a cache that another plan has read on this model go on under this one, and return it.
+
+        What the other plan dropped stays dropped. For comparing plans on one reading; such a cache is not saved.
+        Raises CacheStateError for a cache of another model.
+        """
+        if not isinstance(cache, SieveCache):
+            raise InputError(f"adopt takes a cache that sieve.new_cache() has made, got {short(cache)}")
+        if cache.owner.why_not(self.decoder, cache.owner.plan) is None:
+            cache.owner = self._owner(adopted=True)
+        self.check_cache(cache)
+        return cache
+
+    def check_cache(self, cache: Any) -> None:
+        """Raise InputError for what is no cache of kvsieve, CacheStateError for that of another model or plan."""
+        if not isinstance(cache, SieveCache):
+            raise InputError(f"cache takes what sieve.new_cache() or an earlier result has, got {short(cache)}")
+        reason = cache.owner.why_not(self.decoder, self.plan)
+        if reason is None:
+            return
+        if cache.num_seen or cache.in_flight or cache.owner.decoder() is not self.decoder:
+            raise CacheStateError(f"the cache {reason}")
+        # Nothing has been read into it, so nothing in it is another plan's.
+        cache.owner = self._owner()
+
+    def _check_attached(self) -> None:
+        if not self.attached:
+            raise CacheStateError(
+                f"the `with` block that attached {self.plan.name!r} has ended, so the model runs without it: attach "
+                "the plan again (with kvsieve.attach(model, plan) as sieve: ...); caches of the same plan go on there"
+            )
 
     def prefill(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | Mapping[str, Any],
         attention_mask: Tensor | None = None,
         *,
         cache: SieveCache | None = None,
@@ -68,8 +115,10 @@ class Sieve:
     ) -> SieveCache:
         """Read a prompt, apply the plan to it and return the cache, ready for a next turn.
 
-        input_ids: int64 [B, N], left-padded; with a used `cache`, the whole conversation, of which only what is new
-        is read. attention_mask: [B, N], 0 for padding; None when nothing new is padding.
+        input_ids: int64 [B, N], left-padded, or what ``tokenizer(..., return_tensors="pt")`` returned, mask included;
+        with a used `cache`, the whole conversation, of which only what is new is read. attention_mask: [B, N], 1 for
+        tokens and 0 for padding; None when nothing new is padding. cache: of this plan on this model; None for a new
+        one.
         chunk: tokens per forward pass, None for all at once. progress: called with (tokens read, tokens in all).
 
         protect: spans of the conversation that are never evicted, ``[(0, 40), (100, 120)]``: half-open, counted in a
@@ -78,8 +127,11 @@ class Sieve:
         for as long as the cache is used. reduce: False keeps this turn's prompt whole: the plan does not act on it.
 
         Raises InputError for an empty, too long or wrongly padded prompt, for spans outside it, and for more than the
-        budget allows; PlanError under a plan that needs a tokenizer and has none (see `attach`).
+        budget allows; PlanError under a plan that needs a tokenizer and has none (see `attach`); CacheStateError for a
+        cache of another plan or model, and after the `with` block.
         """
+        self._check_attached()
+        input_ids, attention_mask = prompt_of(input_ids, attention_mask)
         cache = self.new_cache() if cache is None else cache
         wishes = Wishes(protect, quotas, None, reduce)
         with sessions.closing():
@@ -90,7 +142,7 @@ class Sieve:
 
     def generate(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | Mapping[str, Any],
         attention_mask: Tensor | None = None,
         *,
         cache: SieveCache | None = None,
@@ -112,8 +164,11 @@ class Sieve:
 
         Returns a GenerateResult: `.sequences` int64 [B, N + new], `.stats`, `.cache`, and generate's own `.output`.
         Raises InputError for a prompt, UnsupportedOptionError for an option that cannot be honoured, PlanError under a
-        plan that needs a tokenizer and has none (see `attach`; generate's own option `tokenizer` is one as well).
+        plan that needs a tokenizer and has none (see `attach`; generate's own option `tokenizer` is one as well),
+        CacheStateError for a cache of another plan or model, and after the `with` block.
         """
+        self._check_attached()
+        input_ids, attention_mask = prompt_of(input_ids, attention_mask)
         options["wishes"] = Wishes(protect, quotas, question, reduce)
         if options.get("tokenizer") is not None:
             self.use_tokenizer(options["tokenizer"])
@@ -137,6 +192,7 @@ class Sieve:
         Raises CacheStateError while a prompt is half-read, InputError for ids or extra that do not fit, CacheFileError
         for what cannot be saved or written.
         """
+        check_path(path)
         save_cache(path, self, cache, tokenizer=tokenizer, ids=ids, extra=extra)
 
     def load(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> Saved:
@@ -145,6 +201,7 @@ class Sieve:
         Raises CacheFileError for a file that is damaged or of another format, and for one that was made with another
         model, dtype, tokenizer (where both are known) or plan.
         """
+        check_path(path)
         return load_cache(path, self, tokenizer=tokenizer)
 
     def chat(
@@ -165,6 +222,7 @@ class Sieve:
 
         Raises InputError for a tokenizer without chat template, UnsupportedOptionError for beams and several answers.
         """
+        self._check_attached()
         self.use_tokenizer(tokenizer)
         return Chat(self, tokenizer, system, load=load, max_new_tokens=max_new_tokens, chunk=chunk, **options)
 
@@ -211,9 +269,11 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
             )
         handles = _hooks(sieve)
         sieve.engine.install()
+        sieve.attached = True
         with sessions.closing():
             yield sieve
     finally:
+        sieve.attached = False
         for handle in handles:
             handle.remove()
         sieve.engine.remove()
@@ -235,6 +295,7 @@ def _hooks(sieve: Sieve) -> list[Any]:
                 f"past_key_values is a {type(cache).__name__}, on which {sieve.plan.name!r} could not run; pass "
                 "sieve.new_cache(), or nothing"
             )
+        sieve.check_cache(cache)
         sessions.open_session(sieve.plan, sieve.source, sieve.num_layers, cache, kwargs, sieve.facts, sieve.ranks)
         return (), kwargs
 
@@ -292,6 +353,10 @@ def _check_call(sieve: Sieve, module: nn.Module, kwargs: dict[str, Any]) -> None
         raise UnsupportedOptionError("use_cache=False leaves nothing to reduce; leave use_cache unset")
     if kwargs.get("output_attentions") or getattr(sieve.config, "output_attentions", False):
         raise UnsupportedOptionError("output_attentions=True is not supported: attention weights are never formed")
+    ids = kwargs.get("input_ids")
+    if ids is not None:
+        # A token that was just chosen needs no look, which would make a GPU wait.
+        check_ids(ids, sieve.config.vocab_size, values=ids.device.type == "cpu" or ids.shape[-1] > 1)
     positions = kwargs.get("position_ids")
     if positions is not None and positions.ndim != 2:
         raise InputError(f"position_ids must be [batch, tokens], got shape {tuple(positions.shape)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvsieve.cache import DenseStore, RaggedStore, View
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
@@ -203,19 +203,46 @@ class Snapshot:
     layers: list[Any]
 
 
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """Whom a cache belongs to: a model, told by its decoder, and the plan that reads it.
+
+    adopted: another plan has read a part of it; see ``Sieve.adopt``.
+    """
+
+    decoder: weakref.ref[nn.Module]
+    plan: Plan
+    adopted: bool = False
+
+    def why_not(self, decoder: nn.Module, plan: Plan) -> str | None:
+        """One clause saying why a cache is not for this model and plan; None if it is."""
+        if self.decoder() is not decoder:
+            return "was made for another model, whose keys and values mean nothing here: use one cache per model"
+        if self.plan is plan or self.plan == plan:
+            return None
+        other = f"{self.plan.name!r}" if self.plan.name != plan.name else f"{plan.name!r} with other parameters"
+        return (
+            f"was made under {other}, and this is {plan.name!r}: attach the plan it was made under, start with a new "
+            "cache, or sieve.adopt(cache) to go on under this plan with what the other one has left"
+        )
+
+
 class SieveCache(Cache):
-    """A conversation's entries under one plan. Made by ``Sieve.new_cache()``.
+    """A conversation's entries under one plan, on one model: its `owner`. Made by ``Sieve.new_cache()``.
 
     Length questions are answered logically (tokens seen), so kept tokens keep their absolute positions and a later
     turn continues at the right place. Sliding-window layers are left to transformers.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, owner: Owner) -> None:
         layers = [
             layer if isinstance(layer, DynamicSlidingWindowLayer) else SieveLayer()
             for layer in plain_cache_layers(config)
         ]
         super().__init__(layers=layers)
+        self.owner = owner
+        # A pass over this cache runs under a plan.
+        self.passing = False
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
         self._start_afresh()
 
@@ -293,6 +320,14 @@ class SieveCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.num_seen
+
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.passing:
+            raise CacheStateError(
+                "the model runs without the plan that this cache belongs to: use it only inside `with "
+                "kvsieve.attach(model, plan)`, on that model"
+            )
+        return super().update(*args, **kwargs)
 
     @property
     def is_croppable(self) -> bool:

@@ -17,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.cache import SieveCache, Snapshot
 from kvsieve.hf.generate import Decoding, Stats, Storage, Traffic
+from kvsieve.hf.inputs import check_text
 from kvsieve.turns import Message, Turns, stop_ids
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Chat:
     ) -> None:
         """See Sieve.chat."""
         if system is not None:
-            _check_text("system", system)
+            check_text("system", system)
         self.sieve, self.tokenizer = sieve, tokenizer
         self.options: dict[str, Any] = {**options, "max_new_tokens": max_new_tokens, "chunk": chunk}
         self._check_options(self.options)
@@ -215,7 +216,7 @@ class Chat:
 
         Raises InputError for a text that is empty or too long for the context.
         """
-        _check_text("text", text)
+        check_text("text", text)
         options = {"chunk": self.options["chunk"], **options}
 
         def work() -> None:
@@ -304,7 +305,7 @@ class Chat:
         self, message: str, on_text: Callable[[str], None] | None, given: dict[str, Any], check: Callable[[], None]
     ) -> tuple[Reply, _State]:
         """The model's answer, and what the chat is with it. check: raises where the turn is to end."""
-        _check_text("message", message)
+        check_text("message", message)
         self._check_options(given)
         options, before = {**self.options, **given}, self._state.context
         ids, context = self._fed(message if before is None else f"{_BREAK}{message}")
@@ -524,11 +525,6 @@ def _stats(data: dict[str, Any]) -> Stats:
     """The inverse of Stats.to_dict."""
     parts: dict[str, Any] = {"traffic": Traffic, "storage": Storage, "decoding": Decoding}
     return Stats(**{name: parts[name](**part) if part and name in parts else part for name, part in data.items()})
-
-
-def _check_text(name: str, text: Any) -> None:
-    if not isinstance(text, str) or not text.strip():
-        raise InputError(f"{name} must be a text of at least a character, got {text!r}")
 
 
 __all__ = ["Chat", "ChatSnapshot", "Reply"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import transformers
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import TransformersKwargs
 
 from kvsieve.errors import KvsieveError
 
@@ -28,6 +30,19 @@ def check_version() -> None:
 def text_config(model: Any) -> Any:
     """The configuration of the model's decoder."""
     return model.config.get_text_config(decoder=True)
+
+
+def generate_arguments(model: Any) -> set[str]:
+    """Names that ``model.generate`` takes: its own, those of a GenerationConfig, and what the model's passes take."""
+    own = (
+        inspect.signature(model.generate).parameters.keys()
+        | vars(GenerationConfig()).keys()
+        | vars(model.generation_config).keys()
+    )
+    passes = {**inspect.signature(model.prepare_inputs_for_generation).parameters}
+    passes |= inspect.signature(model.forward).parameters
+    more = {"tokenizer", "trust_remote_code"} | TransformersKwargs.__optional_keys__
+    return (own | passes.keys() | more) - {"kwargs", "self"}
 
 
 def attention_of(config: Any) -> str | None:
@@ -71,6 +86,7 @@ __all__ = [
     "causal_mask_function",
     "check_version",
     "device_mesh",
+    "generate_arguments",
     "plain_cache_layers",
     "sdpa_attention",
     "sdpa_mask",

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from kvsieve.errors import UnsupportedOptionError
+from kvsieve.errors import InputError, UnsupportedOptionError, short
 from kvsieve.hf.as_given import AsGiven
 from kvsieve.hf.cache import Passes, SieveCache, TurnRecord
+from kvsieve.hf.compat import generate_arguments
 from kvsieve.hf.memory import measure_peak
 from kvsieve.hf.restart import read_prompt
 from kvsieve.hf.wishes import Wishes
 from kvsieve.plans import Plan
+from kvsieve.registry import did_you_mean
 
 if TYPE_CHECKING:
     from kvsieve.hf.attach import Sieve
@@ -32,8 +35,19 @@ _REFUSED = {
     "past_key_values": "pass it as cache=",
     "output_attentions": "attention weights are never formed",
     "custom_generate": "the plan could not tell whether it ran",
+    "inputs": "pass the prompt as input_ids",
+    "inputs_embeds": "pass the prompt as input_ids",
 }
-
+# Options that are numbers, and the least each may be.
+_NUMBERS = {
+    "max_new_tokens": 1,
+    "min_new_tokens": 0,
+    "max_length": 1,
+    "min_length": 0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "pad_token_id": 0,
+}
 
 _ALL_WENT_ON = "every token went through all layers: the prompt is not longer than what may propagate"
 
@@ -160,6 +174,7 @@ def generate(
             raise UnsupportedOptionError(f"generate({name}=...) is not supported under a plan: {reason}")
     if options.get("use_cache") is False:
         raise UnsupportedOptionError("generate(use_cache=False) leaves nothing to reduce; leave it unset")
+    check_options(sieve.model, options)
     cache = sieve.new_cache() if cache is None else cache
     clock = _Clock()
     criteria = list(options.pop("stopping_criteria", None) or [])
@@ -207,6 +222,32 @@ def generate(
     stats = _stats(sieve, cache, clock, began, peak.bytes)
     token_s = [after - before for before, after in itertools.pairwise(clock.times)]
     return GenerateResult(sequences, stats, cache, output, token_s)
+
+
+def check_options(model: Any, options: Mapping[str, Any]) -> None:
+    """Raise before anything is read for options of ``model.generate`` that are none, or of the wrong kind.
+
+    Raises InputError for a value, UnsupportedOptionError for a name that neither generate nor the model has.
+    """
+    for name, least in _NUMBERS.items():
+        value = options.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise InputError(f"generate({name}=...) must be a whole number of at least {least}, got {short(value)}")
+    criteria = options.get("stopping_criteria")
+    if criteria is not None and not (isinstance(criteria, (list, tuple)) and all(map(callable, criteria))):
+        raise InputError(f"generate(stopping_criteria=...) must be a list of StoppingCriteria, got {short(criteria)}")
+    config = options.get("generation_config")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise InputError(f"generate(generation_config=...) must be a GenerationConfig, got {short(config)}")
+    known = generate_arguments(model)
+    for name, value in options.items():
+        if value is not None and name not in known:
+            raise UnsupportedOptionError(f"generate has no option {name!r}{did_you_mean(name, sorted(known), None)}")
+    try:
+        copy.deepcopy(config or model.generation_config).update(**options)
+    except (ValueError, TypeError) as error:
+        given = ", ".join(f"{name}={short(value, 30)}" for name, value in options.items())
+        raise InputError(f"generate cannot use its options ({given}): {short(str(error), 400)}") from error
 
 
 def what_ran(plan: Plan, record: TurnRecord) -> tuple[bool, list[str]]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvsieve.errors import InputError, KvsieveWarning
+from kvsieve.errors import InputError, KvsieveWarning, short
 from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.inputs import check_ids, check_mask, refuse_strange
 from kvsieve.hf.rehearse import rehearsal_tokens, rehearse
 from kvsieve.hf.session import StopForward
 
@@ -90,8 +91,8 @@ def chunk_ends(total: int, chunk: int | None, window: int) -> list[int]:
     """Where chunks of `chunk` tokens end; the last one holds at least `window` tokens when the prompt does."""
     if chunk is None:
         return [total]
-    if chunk < 1:
-        raise InputError(f"chunk must be at least 1 token, got {chunk}")
+    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
+        raise InputError(f"chunk must be a whole number of at least 1 token, or None, got {short(chunk)}")
     return [end for end in range(chunk, total, chunk) if total - end >= min(window, total)] + [total]
 
 
@@ -105,11 +106,12 @@ def whole_mask(
     sieve: Sieve, input_ids: Tensor, attention_mask: Tensor | None, cache: SieveCache, pad_token_id: int | None
 ) -> Tensor | None:
     """Check shapes, and complete the mask of a later turn with the padding the cache knows of."""
-    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2:
-        got = tuple(input_ids.shape) if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise InputError(f"input_ids must be a tensor [batch, tokens], got {got}; add a batch dimension")
-    if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
-        raise InputError(f"the prompt is empty: input_ids of shape {tuple(input_ids.shape)}; pass at least one token")
+    sieve.check_cache(cache)
+    check_ids(input_ids, sieve.config.vocab_size)
+    if attention_mask is not None:
+        check_mask(attention_mask, tuple(input_ids.shape))
+        refuse_strange(attention_mask)
+        attention_mask = attention_mask.long()
     if cache.batch not in (0, len(input_ids)):
         raise InputError(
             f"the cache holds {cache.batch} rows and got an input of {len(input_ids)}; use one cache per batch, or "
@@ -135,11 +137,6 @@ def whole_mask(
             known = torch.cat([known_mask, known_mask.new_ones(len(known_mask), length - seen)], 1)
             known = known.long().to(input_ids.device)
             attention_mask = known if attention_mask is None else known * attention_mask
-    if attention_mask is not None and attention_mask.shape != input_ids.shape:
-        raise InputError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}, expected {tuple(input_ids.shape)}, that of "
-            "input_ids"
-        )
     return attention_mask
 
 

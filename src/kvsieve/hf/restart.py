@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvsieve.errors import PlanError
+from kvsieve.errors import InputError, PlanError, short
 from kvsieve.hf.cache import SieveCache
 from kvsieve.hf.condense import condense
 from kvsieve.hf.evict import check_held
@@ -135,6 +135,8 @@ def read_prompt(
             f"{sieve.plan.name} feeds texts of its own, and there is no tokenizer to make token ids of them: use "
             "attach(model, plan, tokenizer=tokenizer), or attach plan.for_tokenizer(tokenizer)"
         )
+    if progress is not None and not callable(progress):
+        raise InputError(f"progress is called with (tokens read, tokens in all), got {short(progress)}, not a function")
     wishes = Wishes() if wishes is None else wishes
     mask = whole_mask(sieve, input_ids, attention_mask, cache, pad_token_id)
     question = wishes.question_tokens(cache.told()[0], mask, input_ids.shape[1])

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 
 _RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (TurnRecord, Reads, Passes, Held, Restart, View)}
 # Of a cache and a layer: what is written apart, what says only that a prompt is half-read, what transformers notes.
-_APART = {"layers", "_snapshots", "waiting", "own_plan", "in_flight", "more_chunks", "reordered", "_is_user_defined"}
+_APART = {"layers", "owner", "passing", "_snapshots", "waiting", "own_plan", "in_flight", "more_chunks", "reordered"}
+_APART |= {"_is_user_defined"}
 _APART |= vars(Cache(layers=[])).keys()
 _LAYER_APART = {"store", "_staged"}
 # What decides where keys are turned to and how far a layer sees, and cannot be told from weights.
@@ -84,15 +85,12 @@ def save_cache(
     for a state or plan that cannot be saved and where the file cannot be written.
     """
     _check_whole(sieve)
-    if not isinstance(cache, SieveCache) or len(cache.layers) != len(sieve.new_cache().layers):
-        raise InputError(f"save takes a cache that this sieve has made, got a {type(cache).__name__} that is not")
+    sieve.check_cache(cache)
+    if cache.owner.adopted:
+        raise CacheStateError("two plans have read this cache, and a file speaks of one: read the conversation again")
     half_read = cache.awaits_prompt and cache.num_seen > cache.turn_start
     if cache.in_flight or cache.waiting or cache.more_chunks or cache.own_plan is not None or half_read:
         raise CacheStateError("the cache is in the middle of a prompt and cannot be saved; finish it first")
-    if cache.restart is not None and cache.restart.plan != _plan_of_reading(sieve.plan):
-        raise InputError(
-            f"the cache was made under {cache.restart.plan.name!r}, and this sieve runs {sieve.plan.name!r}"
-        )
     if not isinstance(extra, Mapping | None):
         raise InputError(f"extra= is a dict of what JSON can hold, got a {type(extra).__name__}")
     pack = _Packer(sieve.model.device)

@@ -15,6 +15,7 @@ from kvsieve.attention import dense_attention
 from kvsieve.errors import CacheStateError, InputError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache import SieveCache, SieveLayer
 from kvsieve.hf.evict import check_held, evict
+from kvsieve.hf.inputs import check_mask, refuse_strange, strange
 from kvsieve.hf.reading import read_token
 from kvsieve.plans import Plan
 from kvsieve.roles import Looker
@@ -310,7 +311,7 @@ def open_session(
         plan, source if cache.reduces else None, cache, step, tokens, num_layers, facts=facts, ranks=ranks
     )
     cache.batch = batch
-    cache.in_flight = True
+    cache.in_flight = cache.passing = True
     if prefill:
         cache.record.prompt_tokens = max(lengths if cache.restart is None else cache.restart.lengths)
     session.outer = _ACTIVE.get()
@@ -325,6 +326,9 @@ def closing() -> Iterator[None]:
     try:
         yield
     except BaseException:
+        session = _ACTIVE.get()
+        if session is not None and session is not before:
+            session.cache.passing = False
         _ACTIVE.set(before)
         _COMPILED = compiled
         raise
@@ -336,6 +340,7 @@ def close_session(finished: bool) -> None:
     if session is None:
         return
     _ACTIVE.set(session.outer)
+    session.cache.passing = False
     if finished or session.stopped:
         session.cache.advance(session.step.num_new)
         if session.step.phase == "decode":
@@ -365,17 +370,16 @@ def _checked_mask(
         return None, ()
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise UnsupportedOptionError("attention_mask must be 2-D, [batch, tokens seen and new]; others are refused")
-    if mask.shape != (batch, start + new):
-        raise InputError(
-            f"attention_mask has shape {tuple(mask.shape)}, expected ({batch}, {start + new}): "
-            f"{start} tokens seen and {new} new ones"
-        )
-    mask = mask.to(device, torch.bool)
+    check_mask(mask, (batch, start + new), f"{start} tokens seen and {new} new ones")
+    given = mask.to(device)
+    mask = given.bool()
     past = mask[:, :start]
     differs = ~past if cache.mask is None else past != cache.mask
-    parts = (mask, mask[:, cache.turn_start :], mask[:, start:], mask[:, -1:], differs)
+    parts = (mask, mask[:, cache.turn_start :], mask[:, start:], mask[:, -1:], differs, strange(given))
     # One copy from the device for all that the host must know.
-    *rows, different = (tuple(part) for part in torch.stack([part.sum(-1) for part in parts]).tolist())
+    *rows, different, odd = (tuple(part) for part in torch.stack([part.sum(-1) for part in parts]).tolist())
+    if any(odd):
+        refuse_strange(given)
     changed = any(different)
     if changed:
         for layer in cache.sieve_layers.values():

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.errors import InputError
+from kvsieve.errors import InputError, short
 from kvsieve.hf.cache import SieveCache
 from kvsieve.plans import Plan
 from kvsieve.roles import entries_kept
@@ -24,6 +24,12 @@ class Wishes:
     question: int | None = None
     reduce: bool = True
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.reduce, bool):
+            raise InputError(
+                f"reduce is True, or False for a prompt that the plan leaves whole; got {short(self.reduce)}"
+            )
+
     def question_tokens(self, seen: int, mask: Tensor | None, length: int) -> int:
         """Last tokens of the prompt that the plan does not see; seen: columns that were read before this turn.
 
@@ -32,7 +38,9 @@ class Wishes:
         if self.question is None:
             return 0
         if not isinstance(self.question, int) or isinstance(self.question, bool) or self.question < 1:
-            raise InputError(f"question is the number of tokens at the prompt's end, at least 1; got {self.question!r}")
+            raise InputError(
+                f"question is the number of tokens at the prompt's end, at least 1; got {short(self.question)}"
+            )
         if not self.reduce:
             raise InputError("reduce=False keeps the whole prompt, so question= has no meaning; leave one of them out")
         new = length - seen if mask is None else int(mask[:, seen:].sum(-1).min())

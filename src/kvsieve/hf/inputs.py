@@ -1,0 +1,107 @@
+"""What a caller hands in: ids, masks and what they come in, checked here for every way into the model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import InputError, short
+
+_IDS = (torch.int64, torch.int32)
+# What tokenizers return beside ids and mask that says nothing a decoder-only model is told.
+_UNTOLD = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
+
+
+def prompt_of(input_ids: Any, attention_mask: Any) -> tuple[Any, Any]:
+    """Ids and mask, also out of what a tokenizer returns: ``tokenizer(texts, return_tensors="pt")``."""
+    if not isinstance(input_ids, Mapping):
+        return input_ids, attention_mask
+    names = set(input_ids)
+    unknown = sorted(map(str, names - {"input_ids", "attention_mask"} - _UNTOLD))
+    if "input_ids" not in names or unknown:
+        found = f"{', '.join(unknown)}, which is not read" if unknown else "no input_ids"
+        raise InputError(f"the prompt is a {type(input_ids).__name__} with {short(found)}; pass input_ids=")
+    own = input_ids.get("attention_mask")
+    if own is not None and attention_mask is not None:
+        raise InputError("attention_mask is given twice, in what the tokenizer returned and beside it; leave one out")
+    return input_ids["input_ids"], attention_mask if own is None else own
+
+
+def check_ids(input_ids: Any, vocabulary: int, *, values: bool = True) -> None:
+    """Raise InputError unless these are token ids, int [batch, tokens], of a model with so many.
+
+    values: False where only dtype and shape are to be looked at.
+    """
+    if not isinstance(input_ids, Tensor):
+        lists = isinstance(input_ids, (list, tuple))
+        how = 'torch.tensor(ids), or tokenizer(text, return_tensors="pt")' if lists else "token ids of your tokenizer"
+        raise InputError(f"input_ids must be a tensor [batch, tokens], got {short(input_ids)}; pass {how}")
+    if input_ids.ndim != 2:
+        raise InputError(
+            f"input_ids must be a tensor [batch, tokens], got {tuple(input_ids.shape)}; add a batch dimension"
+        )
+    if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
+        raise InputError(f"the prompt is empty: input_ids of shape {tuple(input_ids.shape)}; pass at least one token")
+    if input_ids.dtype not in _IDS or input_ids.layout != torch.strided or input_ids.is_meta:
+        raise InputError(
+            f"input_ids must be token ids, a plain int64 tensor, got {input_ids.dtype}, {input_ids.layout} on "
+            f"{input_ids.device}; pass what the tokenizer returned, or .long()"
+        )
+    if values:
+        low, high = (int(edge) for edge in torch.stack(torch.aminmax(input_ids)).tolist())
+        if low < 0 or high >= vocabulary:
+            raise InputError(
+                f"input_ids holds the id {low if low < 0 else high}, the model knows 0 to {vocabulary - 1}: encode the "
+                "text with the model's own tokenizer"
+            )
+
+
+def check_mask(mask: Any, shape: tuple[int, ...], what: str = "that of input_ids") -> None:
+    """Raise InputError unless `mask` is a tensor of this shape; what: what the shape is. Values: see `strange`."""
+    if not isinstance(mask, Tensor):
+        raise InputError(f"attention_mask must be a tensor [batch, tokens], got {short(mask)}; torch.tensor(mask)")
+    if mask.shape != shape:
+        raise InputError(f"attention_mask has shape {tuple(mask.shape)}, expected {shape}, {what}")
+    if mask.is_complex() or mask.layout != torch.strided or mask.is_meta:
+        raise InputError(
+            f"attention_mask must be a plain tensor of 0 and 1, got {mask.dtype}, {mask.layout} on {mask.device}"
+        )
+
+
+def strange(mask: Tensor) -> Tensor:
+    """bool like `mask`: True for values other than 0 and 1, of which positions would be counted wrongly."""
+    return (mask != 0) & (mask != 1)
+
+
+def refuse_strange(mask: Tensor) -> None:
+    """Raise InputError for a mask with values other than 0 and 1."""
+    odd = mask[strange(mask)]
+    if odd.numel():
+        raise InputError(
+            f"attention_mask holds {odd[0].item()}; it must hold 1 for tokens and 0 for padding, and nothing else"
+        )
+
+
+def check_text(name: str, text: Any) -> None:
+    """Raise InputError unless `text` is one that a tokenizer can read, of at least a character."""
+    if not isinstance(text, str) or not text.strip():
+        raise InputError(f"{name} must be a text of at least a character, got {short(text)}")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{name} holds half a character at position {error.start} ({text[error.start]!r}, a surrogate), which no "
+            "tokenizer can read: decode the text as it was encoded, or leave such characters out with "
+            "text.encode(errors='ignore').decode()"
+        ) from None
+
+
+def check_path(path: Any) -> None:
+    """Raise InputError unless `path` can name a file."""
+    fine = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)
+    if not fine or not os.fspath(path) or "\0" in os.fspath(path):
+        raise InputError(f"path must be the name of a file, got {short(path)}")
