@@ -223,7 +223,7 @@ def test_bad_input_is_named(model, prompts):
         }.items():
             with pytest.raises(InputError, match=match):
                 sieve.generate(*arguments[:2], cache=arguments[2] if len(arguments) > 2 else None, max_new_tokens=2)
-        with pytest.raises(InputError, match="chunk must be at least 1 token, got 0"):
+        with pytest.raises(InputError, match="chunk must be a whole number of at least 1 token, or None, got 0"):
             sieve.generate(ids, mask, chunk=0, max_new_tokens=2)
 
 

@@ -268,7 +268,7 @@ def test_no_saving_in_the_middle_of_a_prompt(model, talk, path):
         ({"ids": [[1] * 90] * 2}, "got list"),
         ({"extra": {"a": object()}}, "extra= cannot be written as JSON"),
         ({"extra": [1]}, "extra= is a dict"),
-        ({"cache": None}, "takes a cache that this sieve has made, got a NoneType"),
+        ({"cache": None}, "cache takes what sieve.new_cache\\(\\) or an earlier result has, got None"),
     ],
     ids=["too few ids", "other rows", "floats", "list", "extra no JSON", "extra no dict", "no cache"],
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from kvsieve.errors import InputError, UnsupportedOptionError, short
+from kvsieve.errors import InputError, KvsieveError, UnsupportedOptionError, short
 from kvsieve.hf.as_given import AsGiven
 from kvsieve.hf.cache import Passes, SieveCache, TurnRecord
 from kvsieve.hf.compat import generate_arguments
@@ -170,7 +170,7 @@ def generate(
 ) -> GenerateResult:
     """See Sieve.generate."""
     for name, reason in _REFUSED.items():
-        if options.get(name) not in (None, False):
+        if options.get(name) is not None and options[name] is not False:
             raise UnsupportedOptionError(f"generate({name}=...) is not supported under a plan: {reason}")
     if options.get("use_cache") is False:
         raise UnsupportedOptionError("generate(use_cache=False) leaves nothing to reduce; leave it unset")
@@ -207,13 +207,20 @@ def generate(
             criteria = given.criteria(criteria)
             if copies > 1 and not cache.num_seen:
                 cache.restart = cache.restart.rows(torch.arange(len(ids)).repeat_interleave(copies))
-        output = sieve.model.generate(
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            stopping_criteria=StoppingCriteriaList([*criteria, clock]),
-            **options,
-        )
+        seen = cache.num_seen
+        try:
+            output = sieve.model.generate(
+                ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                stopping_criteria=StoppingCriteriaList([*criteria, clock]),
+                **options,
+            )
+        except Exception as error:
+            if isinstance(error, KvsieveError) or cache.num_seen != seen or cache.in_flight:
+                raise
+            # It did not come to a pass of the model: what it was told is at fault.
+            raise _refusal(options, error) from error
         output = output if given is None else given.output(output)
         if progress is not None:
             total = cache.prompt_end - cache.turn_start + (0 if given is None else input_ids.shape[1])
@@ -246,8 +253,12 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
     try:
         copy.deepcopy(config or model.generation_config).update(**options)
     except (ValueError, TypeError) as error:
-        given = ", ".join(f"{name}={short(value, 30)}" for name, value in options.items())
-        raise InputError(f"generate cannot use its options ({given}): {short(str(error), 400)}") from error
+        raise _refusal(options, error) from error
+
+
+def _refusal(options: Mapping[str, Any], error: Exception) -> InputError:
+    given = ", ".join(f"{name}={short(value, 30)}" for name, value in options.items())
+    return InputError(f"generate cannot use its options ({given}): {short(str(error), 400)}")
 
 
 def what_ran(plan: Plan, record: TurnRecord) -> tuple[bool, list[str]]:
