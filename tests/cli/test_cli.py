@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 import kvsieve
-from kvsieve.cli import models_table
+from kvsieve.cli import demo, models_table, run
 from kvsieve.cli.main import run_cli
 from kvsieve.cli.specs import chosen_method, compared_methods
 from kvsieve.errors import PlanError
@@ -308,6 +309,11 @@ def test_doctor_says_what_is_missing_and_the_command(cli, monkeypatch, tmp_path)
 def test_fetch_demo_prints_the_path(cli, monkeypatch, tmp_path):
     monkeypatch.setattr(kvsieve.models, "fetch_demo", lambda: tmp_path / "model.gguf")
     assert json.loads(cli("fetch-demo", "--json")[1]) == {"path": str(tmp_path / "model.gguf")}
+
+
+def test_the_demo_explains_every_column():
+    for header in run._HEADERS[1:]:
+        assert re.search(rf"\b{re.sub(' (MiB|ms|s)$', '', header)}[:,] ", demo.COLUMNS), header
 
 
 # the real model

@@ -13,6 +13,11 @@ from kvsieve.cli.specs import MethodRun, make_run
 
 CHUNK = 1024
 MAX_NEW_TOKENS = 32
+COLUMNS = """\
+prompt tokens: those read; deep tokens: those of them that the deepest layer computed, which is what a prompt costs.
+KV asked, KV kept: entries per layer and KV head once the prompt was read, by the budget and in fact; KV held: their memory.
+TTFT: time to the first token; TPOT: time per token after it; peak: memory of the process, model included.
+ran: whether every part of the method acted on this prompt."""
 
 
 def demo_runs() -> list[MethodRun]:
@@ -49,6 +54,7 @@ def demo_command(
         print()
         run.print_answers(results)
         run.print_stats(results)
+        print(COLUMNS)
     wrong = [result["method"] for result in results if not result["correct"]]
     if wrong:
         say(f"error: expected {CODE} in every answer, {', '.join(wrong)} answered without it")
