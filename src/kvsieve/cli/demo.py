@@ -15,7 +15,7 @@ CHUNK = 1024
 MAX_NEW_TOKENS = 32
 COLUMNS = """\
 prompt tokens: those read; deep tokens: those of them that the deepest layer computed, which is what a prompt costs.
-KV asked, KV kept: entries per layer and KV head once the prompt was read, by the budget and in fact; KV held: their memory.
+KV asked, KV kept: entries per layer and KV head after the prompt, by the budget and in fact; KV held: their memory.
 TTFT: time to the first token; TPOT: time per token after it; peak: memory of the process, model included.
 ran: whether every part of the method acted on this prompt."""
 
