@@ -16,6 +16,26 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick", action="store_true", help="every test once, with its first parameters; none marked slow"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under --quick, leave one case of each test, and none that is marked slow."""
+    if not config.getoption("--quick"):
+        return
+    chosen: dict[str, pytest.Item] = {}
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            chosen.setdefault(item.nodeid.partition("[")[0], item)
+    config.hook.pytest_deselected(
+        items=[item for item in items if chosen.get(item.nodeid.partition("[")[0]) is not item]
+    )
+    items[:] = list(chosen.values())
+
+
 @pytest.fixture(scope="module", autouse=True)
 def frozen_garbage():
     """`generate` collects garbage to measure memory; what the imports left need not be looked at each time."""
