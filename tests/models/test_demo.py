@@ -236,10 +236,10 @@ def test_chat_template(warm: Path) -> None:
     assert "named SmolLM" not in text
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_answer_ends_its_turn(warm: Path, dtype: torch.dtype) -> None:
-    model, tokenizer = load_demo(dtype)
-    assert model.dtype == dtype
+def test_answer_ends_its_turn(warm: Path) -> None:
+    # What is stored is bfloat16; some processors emulate that.
+    model, tokenizer = load_demo(torch.float32)
+    assert model.dtype == torch.float32
     # The second question's row is padded: a wrong padding side or mask would spoil its answer.
     chats = [[{"role": "system", "content": "You always answer truthfully and briefly."}, *FRANCE], FRANCE]
     inputs = tokenizer.apply_chat_template(
