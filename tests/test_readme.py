@@ -45,6 +45,12 @@ def test_the_examples_print_what_the_readme_says(capsys, monkeypatch, tmp_path):
     assert Path("chat.kv").is_file()
 
 
+def test_the_plan_composed_of_roles_can_be_made():
+    written = re.search(r"^    (kvsieve\.Plan\(.*\))$", README, re.M).group(1)
+    plan = eval(written, {"kvsieve": kvsieve, **vars(kvsieve.methods)})
+    assert [bool(role) for role in (plan.propagate, plan.evict, plan.read)] == [True] * 3
+
+
 def commands(page: Path) -> list[list[str]]:
     """The arguments of the lines of a page's code blocks that call kvsieve; what may be left out is left out."""
     text = page.read_text().replace("\\\n", " ")
