@@ -41,6 +41,10 @@ class CacheFileError(KvsieveError):
     """A saved cache that cannot be written or read, or that was made with another model, tokenizer or plan."""
 
 
+class NotAttachedError(KvsieveError, AttributeError):
+    """Something asked of ``attach(...)`` outside of ``with attach(...) as sieve:``."""
+
+
 class KvsieveWarning(UserWarning):
     """A guard changed what was asked for: the message says how."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsieve.budget import Budget
+from kvsieve.display import brief, html_table
 from kvsieve.errors import PlanError
 from kvsieve.profiles import Fingerprint, Profile, load_profile
 from kvsieve.registry import MethodInfo, check_parameters, list_methods, method_info
@@ -22,7 +23,7 @@ _EXAMPLES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What to do with one model's context.
 
@@ -79,6 +80,16 @@ class Plan:
         if not self.name:
             parts = [type(getattr(self, role)).__name__ for role in self.roles]
             object.__setattr__(self, "name", "+".join(parts) or "full")
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.name}{': ' if self.roles else ''}{', '.join(f'{a} {b}' for a, b in self._told())}>"
+
+    def _repr_html_(self) -> str:
+        profile = [("profile of", self.profile)] if self.profile is not None else []
+        return html_table(f"Plan {self.name}", [*self._told(), *profile])
+
+    def _told(self) -> list[tuple[str, str]]:
+        return [(role, brief(getattr(self, role))) for role in self.roles]
 
     @property
     def roles(self) -> tuple[str, ...]:

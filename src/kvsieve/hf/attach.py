@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import os
 import warnings
 import weakref
@@ -18,6 +19,7 @@ from kvsieve.errors import (
     InputError,
     KvsieveError,
     KvsieveWarning,
+    NotAttachedError,
     UnsupportedModelError,
     UnsupportedOptionError,
     short,
@@ -29,7 +31,7 @@ from kvsieve.hf.chat import Chat
 from kvsieve.hf.compat import DynamicCache, attention_of, check_version, tensor_parallel_mesh, text_config
 from kvsieve.hf.facts import Facts
 from kvsieve.hf.fixed import Engine
-from kvsieve.hf.generate import GenerateResult, generate
+from kvsieve.hf.generate import GenerateResult, Stats, generate, note_cache, with_stats
 from kvsieve.hf.inputs import check_ids, check_path, prompt_of
 from kvsieve.hf.parallel import ranks_of
 from kvsieve.hf.probe import check_model
@@ -38,12 +40,20 @@ from kvsieve.hf.saved import Saved, load_cache, save_cache
 from kvsieve.hf.wishes import Wishes
 from kvsieve.plans import Plan
 
+_log = logging.getLogger(__name__)
+
 
 class Sieve:
-    """A model with a plan attached. Made by `attach`."""
+    """A model with a plan attached. Made by `attach`.
+
+    last_stats: of the last generate call, also of a plain ``model.generate`` or a pipeline inside the block (whose
+    peak memory is not measured); None before the first, and after one that failed.
+    """
 
     def __init__(self, model: Any, plan: Plan, decode: str = "auto") -> None:
         self.model = model
+        self.own_generate: Callable[..., Any] = model.generate
+        self.last_stats: Stats | None = None
         self.plan = plan
         # Whether the `with` block is running.
         self.attached = False
@@ -57,6 +67,11 @@ class Sieve:
         check = getattr(plan.evict, "check", None)
         if check is not None:
             check(self.num_layers)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sieve {type(self.model).__name__}, {self.num_layers} layers, decode {self.engine.asked}, {self.plan!r}>"
+        )
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Let the plan take from a tokenizer of transformers what it lacks of one; see Plan.for_tokenizer."""
@@ -227,8 +242,37 @@ class Sieve:
         return Chat(self, tokenizer, system, load=load, max_new_tokens=max_new_tokens, chunk=chunk, **options)
 
 
-@contextlib.contextmanager
-def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = None) -> Iterator[Sieve]:
+class Attachment(contextlib.AbstractContextManager[Sieve]):
+    """What `attach` returns. Entered by ``with``, once, it gives the Sieve; before that nothing is attached."""
+
+    def __init__(self, block: contextlib.AbstractContextManager[Sieve]) -> None:
+        self._block = block
+        self._entered = False
+
+    def __enter__(self) -> Sieve:
+        if self._entered:
+            raise KvsieveError("this attach(...) was entered before; call attach(...) again for another block")
+        self._entered = True
+        return self._block.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._block.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise NotAttachedError(
+            f"attach(...) has no {name}, the sieve that `with` gives may have: write `with kvsieve.attach(model, plan) "
+            f"as sieve:` and use sieve.{name} in that block; over several cells of a notebook, `stack = "
+            "contextlib.ExitStack()`, `sieve = stack.enter_context(kvsieve.attach(model, plan))` and, at the end, "
+            "`stack.close()`"
+        )
+
+    def __repr__(self) -> str:
+        return "<attach(...): enter it with `with kvsieve.attach(model, plan) as sieve:`>"
+
+
+def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = None) -> Attachment:
     """Run `model` under `plan` inside the with-block; on exit, also after an error, the model is as it was found.
 
     model: a causal language model of transformers, unmodified. Inside the block ``sieve.generate`` gives statistics;
@@ -244,8 +288,13 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
 
     Raises UnsupportedModelError when the plan cannot run on the model, PlanError when a layer lies outside it or it
     cannot run where heads are divided among processes (docs/parallel.md), and KvsieveError when the model has a plan
-    attached already.
+    attached already; all of them when the block is entered.
     """
+    return Attachment(_attached(model, plan, decode, tokenizer))
+
+
+@contextlib.contextmanager
+def _attached(model: Any, plan: Plan, decode: str, tokenizer: Any) -> Iterator[Sieve]:
     if not isinstance(plan, Plan):
         raise KvsieveError(f"attach takes a Plan, got {plan!r}; make one with kvsieve.plan('snapkv', budget='20%')")
     if tokenizer is not None:
@@ -258,9 +307,9 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
     sieve = Sieve(model, plan, decode)
     caution = plan.caution(sieve.num_layers)
     if caution is not None:
-        warnings.warn(caution, KvsieveWarning, stacklevel=3)
+        warnings.warn(caution, KvsieveWarning, stacklevel=4)
     attention.register()
-    handles = []
+    handles, own = [], vars(model).get("generate")
     try:
         model.set_attn_implementation(attention.NAME)
         if attention_of(sieve.config) != attention.NAME:
@@ -270,6 +319,10 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
         handles = _hooks(sieve)
         sieve.engine.install()
         sieve.attached = True
+        model.generate = with_stats(sieve)
+        _log.info("attached %r", sieve)
+        if sieve.engine.refusal is not None:
+            _log.info("tokens are generated eagerly: %s", sieve.engine.refusal)
         with sessions.closing():
             yield sieve
     finally:
@@ -277,6 +330,10 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
         for handle in handles:
             handle.remove()
         sieve.engine.remove()
+        vars(model).pop("generate", None)
+        if own is not None:
+            model.generate = own
+        _log.info("detached %s", plan.name)
         model.set_attn_implementation(found)
 
 
@@ -296,6 +353,7 @@ def _hooks(sieve: Sieve) -> list[Any]:
                 "sieve.new_cache(), or nothing"
             )
         sieve.check_cache(cache)
+        note_cache(cache)
         sessions.open_session(sieve.plan, sieve.source, sieve.num_layers, cache, kwargs, sieve.facts, sieve.ranks)
         return (), kwargs
 
@@ -368,4 +426,4 @@ def _is_generates_own(cache: Any) -> bool:
     return fresh and cache.get_seq_length() == 0
 
 
-__all__ = ["Sieve", "attach"]
+__all__ = ["Attachment", "Sieve", "attach"]

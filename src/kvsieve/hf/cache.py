@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsieve.cache import DenseStore, RaggedStore, View
+from kvsieve.display import mebibytes
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.compat import Cache, CacheLayerMixin, DynamicSlidingWindowLayer, plain_cache_layers
 
@@ -191,7 +192,7 @@ class TurnRecord:
     passes: Passes = field(default_factory=Passes)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Snapshot:
     """A conversation at one moment; see SieveCache.snapshot. Shares the buffers that the cache had then.
 
@@ -447,6 +448,13 @@ class SieveCache(Cache):
             elif layer.is_initialized:
                 total += layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes()
         return total
+
+    def __repr__(self) -> str:
+        seen = f"{self.num_seen} tokens seen" + (f" in {self.batch} rows" if self.batch > 1 else "")
+        entries = self.entries()
+        least, most = min(entries, default=0), max(entries, default=0)
+        held = str(most) if least == most else f"{least} to {most}"
+        return f"<SieveCache {seen}, {held} entries in each of {len(entries)} layers, {mebibytes(self.nbytes())}>"
 
     def memory_report(self) -> dict[str, Any]:
         """Tokens seen, entries stored per layer and KV head, and the bytes of all tensors held."""

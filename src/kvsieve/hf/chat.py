@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from kvsieve.display import mebibytes
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.cache import SieveCache, Snapshot
 from kvsieve.hf.generate import Decoding, Stats, Storage, Traffic
@@ -45,7 +46,7 @@ class Reply:
     """
 
     text: str
-    tokens: list[int]
+    tokens: list[int] = dataclasses.field(repr=False)
     ended: bool
     stats: Stats
 
@@ -66,7 +67,7 @@ class _State:
     ended: bool = False
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ChatSnapshot:
     """A chat at one moment; see Chat.snapshot."""
 
@@ -117,6 +118,12 @@ class Chat:
         if self._at is not self._state and self._turn is None:
             self._alone(lambda: None)
         return self._cache
+
+    def __repr__(self) -> str:
+        turns, tokens = len(self._state.turns), self._state.ids.shape[1]
+        return (
+            f"<Chat under {self.sieve.plan.name}: {turns} turns, {tokens} tokens, KV {mebibytes(self.cache.nbytes())}>"
+        )
 
     @property
     def messages(self) -> list[Message]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ _PATIENCE, _LEAST = 3, 8
 _INPUTS = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
 
 Run = Callable[[], Tensor]
+_log = logging.getLogger(__name__)
 
 
 class Refused(Exception):
@@ -151,6 +153,8 @@ class Engine:
         try:
             output = self._fixed(session, {**dict(zip(self._names, args, strict=False)), **kwargs})
         except Refused as refused:
+            if passes.reason != str(refused):
+                _log.debug("a token is generated eagerly: %s", refused)
             passes.eager, passes.reason = passes.eager + 1, str(refused)
             return self._eagerly(*args, **kwargs)
         passes.fixed += 1
@@ -198,6 +202,7 @@ class Engine:
                 layer.store.derived = {}
             what = str(error).strip().partition("\n")[0] or type(error).__name__
             self.refusal = f"the decoder cannot be recorded ({self.asked}): {what}"
+            _log.info("tokens are generated eagerly from here on: %s", self.refusal)
             raise Refused(self.refusal) from error
 
     def _check(self, session: Session, kwargs: dict[str, Any]) -> None:

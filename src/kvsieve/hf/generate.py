@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
+from kvsieve.display import html_table, mebibytes, percent
 from kvsieve.errors import InputError, KvsieveError, UnsupportedOptionError, short
 from kvsieve.hf.as_given import AsGiven
 from kvsieve.hf.cache import Passes, SieveCache, TurnRecord
@@ -25,6 +29,10 @@ from kvsieve.registry import did_you_mean
 
 if TYPE_CHECKING:
     from kvsieve.hf.attach import Sieve
+
+_log = logging.getLogger(__name__)
+# The caches on which passes of a plain model.generate run, the last one only.
+_PLAIN: ContextVar[list[SieveCache] | None] = ContextVar("kvsieve_plain_generate", default=None)
 
 _REFUSED = {
     "assistant_model": "assisted decoding needs to take tokens back out of the cache",
@@ -94,7 +102,7 @@ class Decoding:
     capture_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Stats:
     """What one generate call did. Where rows of a batch differ, numbers are those of the longest row.
 
@@ -106,7 +114,11 @@ class Stats:
     decoding.capture_s tells apart. new_tokens: tokens generated per row. peak_bytes: peak memory during the call,
     weights included (None where unknown). notes: what did not go as asked. report: what a method tells of its choice,
     such as ASL's layer. traffic: what each token after the first one read, None if there was none. storage: what is
-    held, entries and metadata apart. decoding: how they were computed.
+    held, entries and metadata apart. decoding: how they were computed. compressed_layers: layers that held fewer
+    entries than under full KV once the prompt was complete; kv_share: of the entries that all layers would have held
+    then, the part that they did (both None in a chat that an earlier version saved).
+
+    Printed, it is one line.
     """
 
     method: str
@@ -125,12 +137,51 @@ class Stats:
     traffic: Traffic | None = None
     storage: Storage | None = None
     decoding: Decoding | None = None
+    compressed_layers: int | None = None
+    kv_share: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def __str__(self) -> str:
+        return f"{self.method}: {', '.join(text for _, text in self._told())}"
 
-@dataclass
+    def __repr__(self) -> str:
+        return f"<Stats {self}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self.method, self._told())
+
+    def _told(self) -> list[tuple[str, str]]:
+        """What is worth telling, as names and texts that need no name."""
+        seconds = f"TTFT {self.ttft_s:.2f} s"
+        if self.tpot_s is not None:
+            seconds += f", TPOT {1000 * self.tpot_s:.1f} ms"
+        told = [("entries kept", self._kept())]
+        if self.deep_tokens < self.prompt_tokens:
+            told.append(("propagated", f"{self.deep_tokens} tokens through the last layer"))
+        if self.traffic is not None and self.traffic.entries < 0.99 * self._mean():
+            told.append(("read", f"{self.traffic.entries:.0f} entries read per token"))
+        told += [
+            ("memory", f"KV {mebibytes(self.kv_bytes)}"),
+            ("time", seconds),
+            ("answer", f"{self.new_tokens} tokens"),
+        ]
+        return told + [("note", f"note: {note}") for note in self.notes]
+
+    def _mean(self) -> float:
+        return sum(self.kv_entries) / max(len(self.kv_entries), 1)
+
+    def _kept(self) -> str:
+        kept, layers = f"{self._mean():.0f} of {self.prompt_tokens} entries", len(self.kv_entries)
+        if not self.compressed_layers or self.kv_share is None:
+            return kept
+        if self.compressed_layers < layers:
+            return f"{self.compressed_layers} of {layers} layers compressed, {percent(self.kv_share)} of KV kept"
+        return f"{kept} ({percent(self.kv_share)})"
+
+
+@dataclass(repr=False)
 class GenerateResult:
     """sequences: int64 [B, N + new]; output: what ``model.generate`` returned; cache: ready for the next turn.
 
@@ -142,6 +193,13 @@ class GenerateResult:
     cache: SieveCache
     output: Any
     token_s: list[float]
+
+    def __repr__(self) -> str:
+        return f"<GenerateResult {list(self.sequences.shape)} tokens, {self.stats}>"
+
+    def _repr_html_(self) -> str:
+        shape = " x ".join(map(str, self.sequences.shape))
+        return html_table(f"{self.stats.method}: sequences of {shape} tokens", self.stats._told())
 
 
 class _Clock(StoppingCriteria):
@@ -169,6 +227,7 @@ def generate(
     **options: Any,
 ) -> GenerateResult:
     """See Sieve.generate."""
+    sieve.last_stats = None
     for name, reason in _REFUSED.items():
         if options.get(name) is not None and options[name] is not False:
             raise UnsupportedOptionError(f"generate({name}=...) is not supported under a plan: {reason}")
@@ -209,7 +268,7 @@ def generate(
                 cache.restart = cache.restart.rows(torch.arange(len(ids)).repeat_interleave(copies))
         seen = cache.num_seen
         try:
-            output = sieve.model.generate(
+            output = sieve.own_generate(
                 ids,
                 attention_mask=mask,
                 past_key_values=cache,
@@ -228,6 +287,8 @@ def generate(
     sequences = output if isinstance(output, Tensor) else output.sequences
     stats = _stats(sieve, cache, clock, began, peak.bytes)
     token_s = [after - before for before, after in itertools.pairwise(clock.times)]
+    sieve.last_stats = stats
+    _log.info("%s", stats)
     return GenerateResult(sequences, stats, cache, output, token_s)
 
 
@@ -261,6 +322,42 @@ def _refusal(options: Mapping[str, Any], error: Exception) -> InputError:
     return InputError(f"generate cannot use its options ({given}): {short(str(error), 400)}")
 
 
+def with_stats(sieve: Sieve) -> Callable[..., Any]:
+    """The model's own generate, which leaves ``sieve.last_stats``."""
+
+    @functools.wraps(sieve.own_generate)
+    def run(*args: Any, **options: Any) -> Any:
+        sieve.last_stats = None
+        clock = _Clock()
+        # The fourth of generate's arguments, where it is given by position.
+        given = args[3] if len(args) > 3 else options.pop("stopping_criteria", None)
+        criteria = StoppingCriteriaList([*(given or []), clock])
+        if len(args) > 3:
+            args = (*args[:3], criteria, *args[4:])
+        else:
+            options["stopping_criteria"] = criteria
+        caches: list[SieveCache] = []
+        token = _PLAIN.set(caches)
+        began = time.perf_counter()
+        try:
+            output = sieve.own_generate(*args, **options)
+        finally:
+            _PLAIN.reset(token)
+        if caches and clock.times:
+            sieve.last_stats = _stats(sieve, caches[-1], clock, began, None)
+            _log.info("%s", sieve.last_stats)
+        return output
+
+    return run
+
+
+def note_cache(cache: SieveCache) -> None:
+    """Tell a plain generate that is running which cache its passes use."""
+    caches = _PLAIN.get()
+    if caches is not None:
+        caches[:] = [cache]
+
+
 def what_ran(plan: Plan, record: TurnRecord) -> tuple[bool, list[str]]:
     """Whether every role of the plan acted on the turn's prompt, and what did not go as asked."""
     if plan.roles and not record.reduced:
@@ -285,6 +382,18 @@ def _stats(sieve: Sieve, cache: SieveCache, clock: _Clock, began: float, peak: i
     kept = cache.entries()
     for index, entries in record.kept.items():
         kept[index] = entries
+    whole = [record.prompt_tokens] * len(kept)
+    for index in set(range(len(kept))) - set(cache.sieve_layers):
+        # Layers that transformers keeps: a sliding window holds no more under full KV.
+        kept[index] = whole[index] = min(kept[index], record.prompt_tokens)
+    compressed = sum(least < most for least, most in zip(kept, whole, strict=True))
+    share = sum(kept) / max(sum(whole), 1)
+    others = len(kept) - len(cache.sieve_layers)
+    if compressed and others:
+        notes.append(
+            f"{compressed} of {len(kept)} layers compressed, {percent(share)} of KV kept: {others} have a sliding "
+            "window, which is left as it is"
+        )
     times = clock.times
     turn_tokens = record.prompt_tokens
     return Stats(
@@ -304,6 +413,8 @@ def _stats(sieve: Sieve, cache: SieveCache, clock: _Clock, began: float, peak: i
         traffic=_traffic(cache),
         storage=_storage(cache),
         decoding=_decoding(sieve, record.passes),
+        compressed_layers=compressed,
+        kv_share=round(share, 4),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvsieve.hf.facts import Facts
 from kvsieve.methods.base import check_layers
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint
+from kvsieve.registry import list_methods, method_info
 
 # Fields of a decoder's config that announce something attention would have to honour, and why it cannot yet.
 _TELLING_FIELDS = {
@@ -76,6 +78,17 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
     return Facts(model).why_missing(getattr(plan.evict, "needs", ()), full)
 
 
+def methods_for(model: Any) -> list[str]:
+    """Names of the methods whose plan, as it is by default, can run on `model`; full KV is not counted."""
+    found = []
+    for info in (method_info(name) for name in list_methods() if name != "full"):
+        # A plan that as it is by default does not fit the model's depth is refused with a PlanError.
+        with contextlib.suppress(PlanError):
+            if why_unsupported(model, info.make(**info.example)) is None:
+                found.append(info.name)
+    return found
+
+
 def check_model(model: Any, plan: Plan) -> None:
     """Raise UnsupportedModelError, naming the model, the reason and the way out, unless `plan` can run on `model`.
 
@@ -83,9 +96,9 @@ def check_model(model: Any, plan: Plan) -> None:
     """
     reason = why_unsupported(model, plan)
     if reason is not None:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot run {plan.name!r}: {reason}. `kvsieve models` lists what is supported."
-        )
+        others = ", ".join(methods_for(model))
+        way_out = f"Methods that run on it: {others}." if others else "`kvsieve models` lists what is supported."
+        raise UnsupportedModelError(f"{type(model).__name__} cannot run {plan.name!r}: {reason}. {way_out}")
     check_layers(plan.evict, len(model.get_decoder().layers))
     found = Fingerprint.of(model) if plan.profile is not None else None
     if found is not None and plan.profile is not None and found != plan.profile:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -20,6 +21,8 @@ from kvsieve.hf.reading import read_token
 from kvsieve.plans import Plan
 from kvsieve.roles import Looker
 from kvsieve.types import ALONE, LayerContext, ModelFacts, Ranks, Selection, Step, When
+
+_log = logging.getLogger(__name__)
 
 _ACTIVE: ContextVar[Session | None] = ContextVar("kvsieve_session", default=None)
 # The same for passes that torch compiles: it cannot look into a ContextVar.
@@ -348,6 +351,11 @@ def close_session(finished: bool) -> None:
         if session._reads():
             session.cache.record.reads.tokens += session.step.num_new
         if session.step.ends_prompt:
+            if _log.isEnabledFor(logging.DEBUG):
+                kept = ", ".join(map(str, session.cache.record.kept.values()))
+                _log.debug(
+                    "%s: prompt of %s tokens, entries per layer: %s", session.plan.name, max(session.step.lengths), kept
+                )
             session.cache.awaits_prompt = False
             session.cache.prompt_lengths = session.step.lengths
         # Last: what is left half-way is refused from then on.

@@ -1,0 +1,50 @@
+"""How objects show themselves: in one short line, and as a small table in a notebook."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Iterable
+from typing import Any
+
+_LONGEST = 40
+
+
+def mebibytes(count: int) -> str:
+    """``11.1 MiB``."""
+    value = count / 2**20
+    return f"{value:.1f} MiB" if value >= 0.1 else f"{value:.3f} MiB"
+
+
+def percent(share: float) -> str:
+    """``20%``; below one per cent with a decimal."""
+    return f"{share:.0%}" if share >= 0.01 or share == 0 else f"{share:.1%}"
+
+
+def brief(value: Any) -> str:
+    """A role, or a field of one, without what is at its default: ``SnapKV(budget=20%, window=32)``."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        if type(value).__str__ is not object.__str__:
+            return str(value)
+        fields = ((each, getattr(value, each.name)) for each in dataclasses.fields(value))
+        told = [f"{each.name}={brief(part)}" for each, part in fields if not _same(part, each.default)]
+        return f"{type(value).__name__}({', '.join(told)})"
+    if isinstance(value, (list, tuple)) and any(isinstance(part, (list, tuple)) for part in value):
+        return f"[{len(value)} rows]"
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+
+
+def html_table(title: str, rows: Iterable[tuple[str, object]]) -> str:
+    """What a notebook shows: a caption and a row for each name and value, all escaped."""
+    body = "".join(
+        f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
+        f"<td style='text-align:left'>{html.escape(str(value))}</td></tr>"
+        for name, value in rows
+    )
+    return f"<table><caption style='text-align:left'><b>{html.escape(title)}</b></caption>{body}</table>"
+
+
+def _same(value: Any, default: Any) -> bool:
+    # Comparing a tensor or an array with anything gives no single answer.
+    return type(value) is type(default) and isinstance(value, (int, float, str, bool, type(None))) and value == default
