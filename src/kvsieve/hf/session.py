@@ -352,7 +352,8 @@ def close_session(finished: bool) -> None:
             session.cache.record.reads.tokens += session.step.num_new
         if session.step.ends_prompt:
             if _log.isEnabledFor(logging.DEBUG):
-                kept = ", ".join(map(str, session.cache.record.kept.values()))
+                entries = list(session.cache.record.kept.values())
+                kept = f"{entries[0]} in each of {len(entries)}" if len(set(entries)) == 1 else str(entries)
                 _log.debug(
                     "%s: prompt of %s tokens, entries per layer: %s", session.plan.name, max(session.step.lengths), kept
                 )
