@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 import fake_results as fake
 from kvsieve.errors import InputError
 from kvsieve.eval.results import budgets_of, cells, cost_cells, load, task_means, wilson
+from kvsieve.eval.store import writing
 
 
 @pytest.fixture
@@ -148,6 +151,61 @@ def test_what_is_missing_is_said(folder, tmp_path):
         load(folder)
     (folder / "run.json").unlink()
     with pytest.raises(InputError, match="no run.json.*kvsieve eval --out"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("seed", "0", "'seed' is '0', expected an integer"),
+        ("seed", True, "'seed' is True, expected an integer"),
+        ("model", None, "'model' is None, expected text"),
+        ("dtype", ["x"] * 99, "'dtype' is \\['x', .*\\.\\.\\., expected text"),
+        ("haystack", ..., "'haystack' is missing"),
+        ("tasks", [], "'tasks' is \\[\\], expected an object"),
+        ("tasks", {"needle": 1}, "the task 'needle' has the title 1, expected text"),
+        ("environments", {}, "'environments' is {}, expected a list"),
+        ("environments", [{}, 3], "environment 1 is 3, expected an object"),
+        ("seconds", "long", "'seconds' is 'long', expected a number"),
+        ("seconds", float("nan"), "'seconds' is nan, expected wall time"),
+        ("seconds", 10**400, "'seconds' is 1000.*, expected wall time"),
+        ("settings", 1, "'settings' is 1, expected a list"),
+        ("settings", [{"label": "full"}], "setting 0: 'budget' is missing"),
+        ("settings", ["full"], "setting 0: expected an object, got str"),
+    ],
+)
+def test_a_spoiled_field_of_a_run_is_named(folder, name, value, message):
+    file = folder / "run.json"
+    run = json.loads(file.read_text())
+    run[name] = value
+    if value is ...:
+        del run[name]
+    file.write_text(json.dumps(run))
+    with pytest.raises(InputError, match=f"run.json: {message}") as error:
+        load(folder)
+    assert len(str(error.value)) < 300
+    with pytest.raises(InputError, match=message), writing(folder, run, resume=True):
+        pass
+
+
+@pytest.mark.parametrize("data", [b"", b"[1]", b"\xff\xfe{", b"[" * 100_000, b'{"format": 1}', b"{" + b'"a":' * 9])
+def test_a_spoiled_run_is_refused(folder, data):
+    (folder / "run.json").write_bytes(data)
+    with pytest.raises(InputError, match="run.json"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["run.json", "samples.jsonl"])
+def test_a_file_that_may_not_be_read_is_not_missing(folder, name, monkeypatch):
+    read = Path.read_bytes
+
+    def refuse(file):
+        if file.name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return read(file)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(InputError, match=f"{name} cannot be read: Permission denied"):
         load(folder)
 
 

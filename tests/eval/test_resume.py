@@ -28,7 +28,7 @@ def rows(folder, name="samples.jsonl"):
     read = [json.loads(line) for line in (folder / name).read_text().splitlines()]
     found = {}
     for row in read:
-        row.pop("env")
+        assert row.pop("env") >= 0 and len(row.pop("checksum")) == 16 and row.pop("more") < 7
         key = row["task"], row["length"], row["question"], row["sample"], row["label"], row["budget"]
         assert key not in found, f"{key} was computed twice"
         found[key] = row

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
+import os
 
 import pytest
 
-from kvsieve.errors import InputError, PlanError
+from kvsieve.errors import InputError, KvsieveError, PlanError
+from kvsieve.eval import store
 from kvsieve.eval.cells import settings
+from kvsieve.eval.results import load
 from kvsieve.eval.store import ResultsWriter, writing
 
 RUN = {"model": "toy", "dtype": "float32", "seed": 0, "haystack": "noise", "tasks": {"needle": "Needle"}}
@@ -37,7 +41,6 @@ def test_rows_and_run_are_written_and_found_again(tmp_path):
         writer.save(3.0)
     run = json.loads((tmp_path / "out" / "run.json").read_text())
     assert run["seconds"] == 5.0 and run["tasks"] == {"needle": "Needle", "kv": "KV"}
-    assert not (tmp_path / "out" / ".lock").exists()
     assert len(run["environments"]) == 2 and run["environments"][0]["torch"]
 
 
@@ -119,6 +122,178 @@ def test_two_processes_do_not_write_at_once(tmp_path):
         other.start()
         assert "another process is writing" in answers.get(timeout=300)
         other.join()
+
+
+def test_the_lock_stays_one_file(tmp_path):
+    """Were it deleted, who had opened it before and who comes after could both hold the directory."""
+    with writing(tmp_path, RUN, resume=False):
+        first = (tmp_path / ".lock").stat().st_ino
+        with pytest.raises(InputError, match="another process"), writing(tmp_path, RUN, resume=True):
+            pass
+    assert (tmp_path / ".lock").stat().st_ino == first
+    with pytest.raises(InputError, match="seed"), writing(tmp_path, {**RUN, "seed": 1}, resume=True):
+        pass
+    with writing(tmp_path, RUN, resume=True):
+        assert (tmp_path / ".lock").stat().st_ino == first
+
+
+# Kills, full disks, damage
+
+
+class Killed(BaseException):
+    pass
+
+
+class System:
+    """os, of which one call is the last: what it writes arrives in part. most: bytes a write takes at once."""
+
+    def __init__(self, last=None, most=None, error=None):
+        self.left, self.most, self.error, self.steps = last, most, error, 0
+
+    def __getattr__(self, name):
+        real = getattr(os, name)
+        if name not in ("open", "write", "fsync", "replace", "ftruncate", "close"):
+            return real
+
+        def call(*given):
+            self.steps += 1
+            if self.steps == self.left:
+                if name == "write":
+                    os.write(given[0], given[1][: len(given[1]) // 2])
+                raise self.error or Killed
+            if name == "fsync":
+                return None  # nobody cuts the power here
+            if name == "write" and self.most:
+                given = given[0], given[1][: self.most]
+            return real(*given)
+
+        return call
+
+
+@pytest.fixture
+def system(monkeypatch):
+    monkeypatch.setattr(store, "environment", lambda: {"torch": "1"})
+
+    def use(**how):
+        made = System(**how)
+        monkeypatch.setattr(store, "os", made)
+        return made
+
+    return use
+
+
+def evaluate(folder, told=None):
+    """Three units of two rows each; told: what was done, as it is done."""
+    with writing(folder, RUN, resume=True) as writer:
+        for index in range(3):
+            rows = [row(sample=index, env=writer.env), row(sample=index, env=writer.env, label="knorm", budget="10%")]
+            done = [tuple(each[name] for name in store.SAMPLE_KEY) in writer.samples.done for each in rows]
+            assert done[0] == done[1], "half a unit"
+            if not done[0]:
+                writer.samples.add(rows)
+                told = [] if told is None else told
+                told.append(index)
+            writer.save(1.0)
+
+
+def keys(folder):
+    return [(each["sample"], each["label"]) for each in rows_of(folder)]
+
+
+def test_a_kill_at_any_step_loses_the_unit_in_progress_at_most(tmp_path, system):
+    steps = system()
+    evaluate(tmp_path / "whole")
+    whole = keys(tmp_path / "whole")
+    assert len(whole) == 6 and steps.steps > 30
+    for first in range(1, steps.steps + 1):
+        for second in (1, 5, 8, 11, 14):
+            folder, told = tmp_path / f"{first} {second}", []
+            for last in (first, second):
+                system(last=last)
+                with pytest.raises(Killed):
+                    evaluate(folder, told)
+            system()
+            evaluate(folder, told)
+            # What was said to be done is not done again.
+            assert len(told) == len(set(told)) and keys(folder) == whole, (first, second)
+            assert load(folder).run["environments"][-1] == {"torch": "1"}
+
+
+@pytest.mark.parametrize("lines", range(5))
+def test_a_unit_is_found_whole_or_not_at_all(tmp_path, system, lines):
+    """Killed between two rows that were to be written in one go, with no torn line to tell."""
+    system()
+    evaluate(tmp_path)
+    file = tmp_path / "samples.jsonl"
+    file.write_bytes(b"".join(file.read_bytes().splitlines(True)[:lines]))
+    evaluate(tmp_path, told := [])
+    assert told == list(range(lines // 2, 3)) and len(keys(tmp_path)) == 6
+
+
+def test_what_a_write_leaves_is_written_too(tmp_path, system):
+    system(most=7)
+    evaluate(tmp_path)
+    assert len(keys(tmp_path)) == 6
+
+
+@pytest.mark.parametrize("step", range(1, 40))
+def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path, system, step):
+    system(last=step, error=OSError(errno.ENOSPC, "No space left on device"))
+    told = []
+    try:
+        evaluate(tmp_path, told)
+    except KvsieveError as error:
+        assert "No space left on device; what was finished before is kept" in str(error)
+    # A disk that is full only for a while leaves no half rows behind.
+    assert not (tmp_path / "samples.jsonl").exists() or len(keys(tmp_path)) == 2 * len(told)
+    system()
+    evaluate(tmp_path, told)
+    assert told == [0, 1, 2] and len(keys(tmp_path)) == 6
+
+
+def test_a_folder_left_before_there_was_a_run_is_begun_anew(tmp_path):
+    (tmp_path / ".lock").touch()
+    (tmp_path / "run.json.part").write_text('{"format"')
+    with writing(tmp_path, RUN, resume=False) as writer:
+        writer.samples.add([row()])
+    assert keys(tmp_path) == [(0, "full")] and not (tmp_path / "run.json.part").exists()
+
+
+def test_a_torn_line_leaves_what_came_before_in_its_place(tmp_path):
+    """The file is cut, not written anew: nothing that was on the disk is ever on its way."""
+    with writing(tmp_path, RUN, resume=False) as writer:
+        writer.samples.add([row(sample=0)])
+        writer.samples.add([row(sample=1)])
+    file = tmp_path / "samples.jsonl"
+    before, number = file.read_bytes(), file.stat().st_ino
+    file.write_bytes(before[:-20])
+    with writing(tmp_path, RUN, resume=True):
+        assert file.stat().st_ino == number and before.startswith(file.read_bytes())
+    assert keys(tmp_path) == [(0, "full")]
+
+
+@pytest.mark.parametrize("read", ["resume", "load"])
+def test_a_row_that_was_changed_is_named(tmp_path, read):
+    with writing(tmp_path, RUN, resume=False) as writer:
+        writer.samples.add([row(sample=0, answers=["é \ud83d"]), row(sample=1)])
+    assert load(tmp_path).samples[0] == row(sample=0, answers=["é \ud83d"])
+    file = tmp_path / "samples.jsonl"
+    before = file.read_bytes()
+    file.write_bytes(before.replace(b'"score": 1.0', b'"score": 0.0', 1))
+
+    def again():
+        if read == "load":
+            load(tmp_path)
+        else:
+            with writing(tmp_path, RUN, resume=True):
+                pass
+
+    with pytest.raises(InputError, match="samples.jsonl, line 1: it does not match its checksum.*delete the line"):
+        again()
+    # Rows as versions without checksums wrote them.
+    file.write_text("".join(json.dumps(row(sample=index)) + "\n" for index in range(2)))
+    again()
+    assert len(load(tmp_path).samples) == 2
 
 
 def test_settings_cross_methods_with_budgets():

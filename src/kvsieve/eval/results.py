@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,7 +20,7 @@ FORMAT = 1
 FULL = "full"
 _Z95 = 1.959963984540054
 _NUMBER = (int, float)
-_SAMPLE_FIELDS: dict[str, Any] = {
+SAMPLE_FIELDS: dict[str, Any] = {
     "task": str,
     "length": int,
     "question": str,
@@ -26,7 +29,7 @@ _SAMPLE_FIELDS: dict[str, Any] = {
     "budget": (str, type(None)),
     "score": _NUMBER,
 }
-_COST_FIELDS: dict[str, Any] = {
+COST_FIELDS: dict[str, Any] = {
     "length": int,
     "label": str,
     "budget": (str, type(None)),
@@ -36,8 +39,21 @@ _COST_FIELDS: dict[str, Any] = {
     "ttft_s": _NUMBER,
     "token_s": list,
 }
+_RUN_FIELDS: dict[str, Any] = {
+    "model": str,
+    "dtype": str,
+    "seed": int,
+    "haystack": str,
+    "tasks": dict,
+    "environments": list,
+    "seconds": _NUMBER,
+}
+_SETTING_FIELDS: dict[str, Any] = {"label": str, "budget": (str, type(None)), "parameters": dict}
 SAMPLE_KEY = ("task", "length", "question", "sample", "label", "budget")
 _COST_KEY = ("env", "length", "label", "budget", "repeat")
+
+# How a row ends that carries its checksum.
+_SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\Z')
 
 Row = dict[str, Any]
 
@@ -136,44 +152,110 @@ class CostCell:
 def load(folder: str | Path) -> Results:
     """Read and check a results directory. Raises InputError."""
     folder = Path(folder)
-    file = folder / "run.json"
-    if not file.is_file():
+    run = read_run(folder / "run.json")
+    if run is None:
         what = "has no run.json" if folder.is_dir() else "is not a directory"
         raise InputError(f"no results at '{folder}': it {what}; run `kvsieve eval --out {folder}` first")
-    try:
-        run = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise InputError(f"{file} is not JSON ({error}); run `kvsieve eval --out` into a new directory") from error
-    if not isinstance(run, dict) or run.get("format") != FORMAT:
-        got = run.get("format") if isinstance(run, dict) else type(run).__name__
-        raise InputError(f"{file}: expected format {FORMAT}, got {got!r}; use the kvsieve that wrote it")
-    samples = _unique(_read_lines(folder / "samples.jsonl", _SAMPLE_FIELDS), SAMPLE_KEY)
-    costs = _unique(_read_lines(folder / "costs.jsonl", _COST_FIELDS), _COST_KEY)
+    samples = _unique(_read_lines(folder / "samples.jsonl", SAMPLE_FIELDS), SAMPLE_KEY)
+    costs = _unique(_read_lines(folder / "costs.jsonl", COST_FIELDS), _COST_KEY)
     if not samples and not costs:
         raise InputError(f"'{folder}' has no finished sample yet; run `kvsieve eval --out {folder}` to the end")
     return Results(folder, run, samples, costs)
 
 
+def read_run(file: Path) -> Row | None:
+    """What run.json says, checked; None where there is none. Raises InputError."""
+    data = _data(file)
+    if data is None:
+        return None
+    try:
+        run = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{file} is not JSON ({error}); run `kvsieve eval --out` into a new directory") from error
+    if not isinstance(run, dict) or run.get("format") != FORMAT:
+        got = run.get("format") if isinstance(run, dict) else type(run).__name__
+        raise InputError(f"{file}: expected format {FORMAT}, got {_short(got)}; use the kvsieve that wrote it")
+    problem = _problem(run, _RUN_FIELDS) or _problem_within(run)
+    if problem:
+        raise InputError(f"{file}: {problem}; mend it, or run `kvsieve eval --out` into a new directory")
+    return run
+
+
+def _problem_within(run: Row) -> str | None:
+    if not 0 <= run["seconds"] < 1e12:
+        return f"'seconds' is {_short(run['seconds'])}, expected wall time"
+    for name, title in run["tasks"].items():
+        if not isinstance(title, str):
+            return f"the task {_short(name)} has the title {_short(title)}, expected text"
+    for number, each in enumerate(run["environments"]):
+        if not isinstance(each, dict):
+            return f"environment {number} is {_short(each)}, expected an object"
+    settings = run.get("settings", [])
+    if not isinstance(settings, list):
+        return f"'settings' is {_short(settings)}, expected a list"
+    for number, each in enumerate(settings):
+        problem = _problem(each, _SETTING_FIELDS)
+        if problem:
+            return f"setting {number}: {problem}"
+    return None
+
+
+def sealed(row: Row) -> bytes:
+    """A row as a line of a file, with a checksum of it at its end."""
+    # A model's answer may hold half a character.
+    text = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return text[:-1] + f', "checksum": "{_checksum(text)}"}}\n'.encode()
+
+
+def unsealed(line: bytes, fields: Mapping[str, Any]) -> Row:
+    """The row of a line, which has at least `fields`. Raises ValueError for another, and for one that was changed.
+
+    Rows without a checksum, as older versions wrote them, are taken as they are.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if isinstance(row, dict) and "checksum" in row:
+        seal = _SEAL.search(line)
+        if seal is None or _checksum(line[: seal.start()] + b"}") != seal[1].decode():
+            raise ValueError("it does not match its checksum: it was damaged or changed after it was written")
+        del row["checksum"]
+    problem = _problem(row, fields)
+    if problem:
+        raise ValueError(problem)
+    return row
+
+
+def _checksum(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def _data(file: Path) -> bytes | None:
+    """What is in a file; None where there is none."""
+    try:
+        return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error
+
+
 def _read_lines(file: Path, fields: Mapping[str, Any]) -> list[Row]:
-    if not file.is_file():
-        return []
-    lines = file.read_bytes().split(b"\n")
-    while lines and not lines[-1].strip():
-        lines.pop()
+    *lines, rest = (_data(file) or b"").split(b"\n")
     rows = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            rows.append(unsealed(line, fields))
         except ValueError as error:
-            if number == len(lines):  # whoever wrote it was killed half-way
-                break
-            raise InputError(f"{file}, line {number}: not JSON ({error}); delete the line and run again") from error
-        problem = _problem(row, fields)
-        if problem:
-            raise InputError(f"{file}, line {number}: {problem}; delete the line and run again")
-        rows.append(row)
+            raise InputError(f"{file}, line {number}: {error}; delete the line and run again") from error
+    # Whoever wrote a line that does not end may have been killed half-way.
+    with contextlib.suppress(ValueError):
+        rows.append(unsealed(rest, fields))
+    for row in rows:
+        row.pop("more", None)
     return rows
 
 
@@ -183,15 +265,20 @@ def _problem(row: Any, fields: Mapping[str, Any]) -> str | None:
     for name, kind in fields.items():
         if name not in row:
             return f"{name!r} is missing"
-        if not isinstance(row[name], kind):
-            return f"{name!r} is {row[name]!r}, expected {_kind_name(kind)}"
+        if not isinstance(row[name], kind) or isinstance(row[name], bool):
+            return f"{name!r} is {_short(row[name])}, expected {_kind_name(kind)}"
     if "score" in fields and not 0 <= row["score"] <= 1:
-        return f"'score' is {row['score']!r}, expected 0 to 1"
+        return f"'score' is {_short(row['score'])}, expected 0 to 1"
     return None
 
 
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _kind_name(kind: Any) -> str:
-    names = {int: "an integer", str: "text", list: "a list", _NUMBER: "a number"}
+    names = {int: "an integer", str: "text", list: "a list", dict: "an object", _NUMBER: "a number"}
     return names.get(kind, "text or null")
 
 

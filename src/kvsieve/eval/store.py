@@ -7,14 +7,24 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO
 
 from kvsieve.bench.environment import environment
-from kvsieve.errors import InputError
-from kvsieve.eval.results import FORMAT, SAMPLE_KEY, Row, finite
+from kvsieve.errors import InputError, KvsieveError
+from kvsieve.eval.results import (
+    COST_FIELDS,
+    FORMAT,
+    SAMPLE_FIELDS,
+    SAMPLE_KEY,
+    Row,
+    finite,
+    read_run,
+    sealed,
+    unsealed,
+)
 
 COST_KEY = ("length", "label", "budget", "repeat")
-_LOCK = ".lock"
+_LOCK, _DRAFT = ".lock", "run.json.part"
 _FIXED = ("model", "dtype", "seed", "haystack")
 
 
@@ -23,49 +33,54 @@ class ResultsWriter:
 
     run: what identifies the evaluation: model, dtype, seed, haystack; the titles of its tasks, and its settings, each
     with all parameters. A directory that holds results already is only continued with `resume`, and only by a run that
-    agrees in these.
+    agrees in these. What was written is on the disk, so that neither a kill nor a power cut takes it away.
 
-    Raises InputError otherwise, or when another process is writing there.
+    Raises InputError otherwise, or when another process is writing there, and KvsieveError where a file cannot be
+    written.
     """
 
     def __init__(self, folder: Path, run: Row, *, resume: bool) -> None:
         self.folder = folder
-        known = self._known(resume)
+        # Before anything is put into a folder that may be somebody's own.
+        self._check(resume)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(folder)
+        try:
+            self._open(run, resume)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, run: Row, resume: bool) -> None:
+        # Again, because another process may have been here until now.
+        self._check(resume)
+        known = read_run(self.folder / "run.json") or {}
         for name in _FIXED if known else ():
             if known[name] != run[name]:
                 raise InputError(
-                    f"'{folder}' holds results with {name} {known[name]!r}, this run has {run[name]!r}; give the same, "
-                    "or write to another --out"
+                    f"'{self.folder}' holds results with {name} {known[name]!r}, this run has {run[name]!r}; give the "
+                    "same, or write to another --out"
                 )
-        folder.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(folder)
         self.run = {"format": FORMAT, **run, "environments": [], "seconds": 0.0, **known}
         self.run["tasks"] = {**known.get("tasks", {}), **run["tasks"]}
         self.run["settings"] = self._merged(known.get("settings", []), run["settings"])
         self.run["environments"] = [*self.run["environments"], environment()]
         self.env = len(self.run["environments"]) - 1
-        self.samples = _Lines(folder / "samples.jsonl", SAMPLE_KEY, SAMPLE_KEY[:4])
-        self.costs = _Lines(folder / "costs.jsonl", COST_KEY, ("env", "length", "repeat"))
         self._before = float(self.run["seconds"])
         self.save(0.0)
+        self.samples = _Lines(self.folder / "samples.jsonl", SAMPLE_FIELDS, SAMPLE_KEY)
+        self.costs = _Lines(self.folder / "costs.jsonl", COST_FIELDS, COST_KEY)
 
-    def _known(self, resume: bool) -> Row:
-        file = self.folder / "run.json"
-        if not file.exists():
-            if self.folder.exists() and any(self.folder.iterdir()):
-                raise InputError(f"'{self.folder}' is not empty and holds no results; give an empty or new --out")
-            return {}
-        if not resume:
-            raise InputError(
-                f"'{self.folder}' holds results already; add --resume to continue or extend them, or give another --out"
-            )
-        try:
-            known = json.loads(file.read_bytes())
-        except ValueError as error:
-            raise InputError(f"{file} is not JSON ({error}); choose another --out") from error
-        if known.get("format") != FORMAT or any(name not in known for name in _FIXED):
-            raise InputError(f"{file} was written by another version of kvsieve; choose another --out")
-        return known
+    def _check(self, resume: bool) -> None:
+        """Raise InputError for a folder that is somebody's own, or that holds results which are not to be continued."""
+        if (self.folder / "run.json").exists():
+            if not resume:
+                raise InputError(
+                    f"'{self.folder}' holds results already; add --resume to continue or extend them, or give another "
+                    "--out"
+                )
+        elif self.folder.exists() and {each.name for each in self.folder.iterdir()} - {_LOCK, _DRAFT}:
+            raise InputError(f"'{self.folder}' is not empty and holds no results; give an empty or new --out")
 
     def _merged(self, known: list[Row], new: list[Row]) -> list[Row]:
         """Settings of both; where parameters (a default, say) have changed, rows must not be mixed."""
@@ -84,70 +99,124 @@ class ResultsWriter:
     def save(self, seconds: float) -> None:
         """Write run.json; seconds: wall time of this invocation so far."""
         self.run["seconds"] = round(self._before + seconds, 1)
-        file = self.folder / "run.json"
-        draft = file.with_suffix(".json.part")
-        draft.write_text(json.dumps(self.run, indent=1) + "\n", encoding="utf-8")
-        os.replace(draft, file)
+        draft = self.folder / _DRAFT
+        text = json.dumps(self.run, indent=1) + "\n"
+        with _told(self.folder / "run.json"):
+            _write(draft, text.encode(), os.O_TRUNC)
+            os.replace(draft, self.folder / "run.json")
+            _sync(self.folder)
 
     def close(self) -> None:
-        (self.folder / _LOCK).unlink(missing_ok=True)
+        """Let go of the directory. The file of the lock stays: whoever waits for it must find the same one."""
         self._lock.close()
 
 
 class _Lines:
     """One JSONL file: what it holds already, and appending to it.
 
-    unit: the leading part of the key that is written in one go. When the last line is torn, the last unit goes with
-    it, so that a unit is always computed whole and a resumed run gives what an undisturbed one gives.
+    What is appended in one go carries in `more` how many rows of it follow. If it is not whole, because a process was
+    killed there, it is cut off, so that a unit is always computed whole and a resumed run gives what an undisturbed
+    one gives.
     """
 
-    def __init__(self, file: Path, key: tuple[str, ...], unit: tuple[str, ...]) -> None:
-        self.file, self.key = file, key
-        whole, torn = self._read()
-        rows = [json.loads(line) for line in whole]
-        if torn:
-            last = [rows[-1].get(name) for name in unit] if rows else None
-            while rows and [rows[-1].get(name) for name in unit] == last:
-                rows.pop()
-                whole.pop()
-            file.write_bytes(b"".join(line + b"\n" for line in whole))
-        self.done = {tuple(row.get(name) for name in key) for row in rows}
+    def __init__(self, file: Path, fields: Row, key: tuple[str, ...]) -> None:
+        self.file, self.fields, self.key = file, fields, key
+        lines, torn = self._read()
+        found = len(lines)
+        while lines and lines[-1][1].get("more"):
+            lines.pop()
+        if torn or len(lines) < found:
+            with _told(file):
+                self._cut(sum(size for size, _ in lines))
+        self.done = {tuple(row.get(name) for name in key) for _, row in lines}
 
-    def _read(self) -> tuple[list[bytes], bool]:
+    def _read(self) -> tuple[list[tuple[int, Row]], bool]:
+        """Rows and how many bytes each takes, and whether something follows them."""
         if not self.file.exists():
             return [], False
         *lines, rest = self.file.read_bytes().split(b"\n")
+        found = []
         for number, line in enumerate(lines, 1):
             try:
-                json.loads(line)
+                row = unsealed(line, self.fields)
             except ValueError as error:
-                raise InputError(
-                    f"{self.file}, line {number}: not JSON ({error}); delete the line and resume"
-                ) from error
-        return lines, bool(rest)
+                raise InputError(f"{self.file}, line {number}: {error}; delete the line and resume") from error
+            found.append((len(line) + 1, row))
+        return found, bool(rest)
+
+    def _cut(self, size: int) -> None:
+        """Leave the first `size` bytes."""
+        with open(self.file, "r+b", buffering=0) as out:
+            os.ftruncate(out.fileno(), size)
+            os.fsync(out.fileno())
 
     def add(self, rows: Iterable[Row]) -> None:
+        """Append rows; they count as done once all of them are on the disk."""
         rows = list(rows)
-        data = "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in rows).encode()
-        # One unbuffered write: a killed process leaves all of it or, at worst, a torn last line.
-        with open(self.file, "ab", buffering=0) as out:
-            out.write(data)
+        lines = [sealed({**finite(row), "more": len(rows) - at}) for at, row in enumerate(rows, 1)]
+        size = self.file.stat().st_size if self.file.exists() else None
+        with _told(self.file):
+            try:
+                _write(self.file, b"".join(lines), os.O_APPEND)
+                if size is None:
+                    _sync(self.file.parent)
+            except OSError:
+                # Half a row would be in the way of who goes on after the disk has room again.
+                with contextlib.suppress(OSError):
+                    self._cut(size or 0)
+                raise
         self.done |= {tuple(row[name] for name in self.key) for row in rows}
 
 
-def _lock(folder: Path) -> Any:
+def _write(file: Path, data: bytes, how: int) -> None:
+    """Write all of `data` and wait until it is on the disk."""
+    out = os.open(file, os.O_WRONLY | os.O_CREAT | how, 0o666)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(out, rest) :]
+        os.fsync(out)
+    finally:
+        os.close(out)
+
+
+def _sync(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk, where the system can do so."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextlib.contextmanager
+def _told(file: Path) -> Iterator[None]:
+    """Say which file it is that cannot be written, and what becomes of the results."""
+    try:
+        yield
+    except OSError as error:
+        raise KvsieveError(
+            f"{file} cannot be written: {error.strerror or error}; what was finished before is kept: mend that and go "
+            "on with --resume"
+        ) from error
+
+
+def _lock(folder: Path) -> IO[str]:
     """Hold the directory while this process lives; where the system has no such locks, nobody is kept out."""
-    handle = open(folder / _LOCK, "w")  # noqa: SIM115
+    handle = open(folder / _LOCK, "a")  # noqa: SIM115
     with contextlib.suppress(ImportError):
         import fcntl
 
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             handle.close()
             raise InputError(
                 f"another process is writing to '{folder}'; wait for it or choose another --out"
             ) from error
+        except OSError:
+            pass
     return handle
 
 
