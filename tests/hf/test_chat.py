@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvsieve
-from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
+from kvsieve.errors import CacheFileError, CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf import session as sessions
 from kvsieve.hf.chat import _Pieces
 from kvsieve.models.families import build
@@ -465,6 +465,12 @@ def test_what_cannot_be_loaded(tokenizer, full, tmp_path):
     full.save(chat.cache, tmp_path / "cache", ids=chat.ids)
     with pytest.raises(InputError, match="holds a cache but no chat"):
         full.chat(tokenizer, load=tmp_path / "cache")
+    for name, odd in [("messages", [1]), ("messages", [{"role": "user"}]), ("messages", [{"role": 1, "content": ""}]),
+                      ("turns", [{}]), ("turns", 3), ("context", 3)]:  # fmt: skip
+        extra = {"chat": {"messages": [], "turns": [], "context": None, "ended": False, name: odd}}
+        full.save(chat.cache, tmp_path / "odd", ids=chat.ids, extra=extra)
+        with pytest.raises(CacheFileError, match="odd cannot be read by kvsieve"):
+            full.chat(tokenizer, load=tmp_path / "odd")
     for _ in chat.stream("w2"):
         with pytest.raises(CacheStateError, match="in progress"):
             chat.save(tmp_path / "half")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import threading
 import time
@@ -25,14 +24,6 @@ FINE = [chats.Chat.stream, chats.Chat._alone, chats.Chat._settle, chats._Worker.
 FINE += [chats.Chat.ask, chats.Chat.read, chats.Chat.rollback, chats.Chat.fork, chats.Chat.snapshot]
 FINE += [SieveCache.rollback]
 COARSE = ("/hf/chat.py", "/hf/cache.py")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick():
-    """generate collects garbage to measure memory; what is there already need not be looked at each time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
+import fcntl
+import gc
 import json
 import os
 
@@ -13,9 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import kvsieve
+from interrupts import Interrupts
 from kvsieve.cache import RaggedStore
 from kvsieve.errors import CacheFileError, CacheStateError, InputError
-from kvsieve.hf import saved
+from kvsieve.hf import cache_file, saved
 from kvsieve.methods import SnapKV
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
@@ -373,14 +377,17 @@ def test_files_of_other_kinds_and_formats_are_refused(model, file, tmp_path):
         refused(tmp_path / "none", sieve, "No such file")
         refused(tmp_path / "plain", sieve, "without a cache of kvsieve")
         refused(tmp_path / "odd", sieve, "header cannot be read")
-        for version in (2, "1", None):
+        for version in (1, 3, "2", None):
             written(kvsieve_cache=version, kvsieve="9.0")
-            refused(tmp_path / "c", sieve, rf"format {version!r}, written by kvsieve 9.0; this version, .* format 1")
+            refused(tmp_path / "c", sieve, rf"format {version!r}, written by kvsieve 9.0; this version, .* format 2")
         refused(written(extra={"turns": 2}), sieve, "header does not match its checksum")
         refused(written(sha256=None), sieve, "header does not match its checksum")
         lost = {name: part for name, part in data.items() if name != "layers.2.values"}
         save_file(lost, tmp_path / "lost", {"kvsieve": json.dumps(header)})
-        refused(tmp_path / "lost", sieve, "tensors do not match their checksum")
+        refused(tmp_path / "lost", sieve, "holds no tensor as .layers.2.values., and its header speaks of F32 .2, 2")
+        odd = {**data, "layers.2.values": data["layers.2.values"] + 1}
+        save_file(odd, tmp_path / "odd", {"kvsieve": json.dumps(header)})
+        refused(tmp_path / "odd", sieve, "tensors do not match their checksum")
         # A header that is whole, and not what this version writes.
         del header["cache"]["dict"][0]
         header["sha256"] = saved.header_digest(header)
@@ -470,16 +477,161 @@ def test_where_a_file_cannot_be_written_is_told(model, talk, path, tmp_path, mon
         assert os.listdir(tmp_path) == []
 
 
-def test_links_are_followed_and_rights_are_kept(model, talk, tmp_path):
+def sealed(path, header, data):
+    """A file whose checksums are right, whatever it says."""
+    header = {**header, "sha256": None}
+    header["sha256"] = saved.header_digest(header)
+    save_file(data, path, {"kvsieve": json.dumps(header)})
+    return path
+
+
+def changes(header):
+    """Headers of which one part says something else."""
+    names = [name for name in header if name not in ("extra", "kvsieve_cache", "sha256")]
+    yield from ({**header, name: odd} for name in names for odd in (None, [], {"a": [1]}, 3))
+    yield from ({key: part for key, part in header.items() if key != name} for name in names)
+    yield {**header, "model": {**header["model"], "shape": {"layers": 10**400}}}
+    for index, (name, _) in enumerate(header["cache"]["dict"]):
+        for odd in ({"tensor": "none"}, {"Restart": {"dict": []}}, {"View": 3}, {"tuple": None}, {"dict": [[[], 1]]}):
+            fields = list(header["cache"]["dict"])
+            fields[index] = [name, odd]
+            yield {**header, "cache": {"dict": fields}}
+
+
+def test_a_file_that_says_what_cannot_be_is_refused(model, file, tmp_path):
+    data = load_file(file)
+    with safe_open(file, "pt") as opened:
+        header = json.loads(opened.metadata()["kvsieve"])
+    deep = '{"dict": ' * 100_000
+    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=30, window=4)) as sieve:
+        refusals = 0
+        for changed in changes(header):
+            try:
+                sieve.load(sealed(tmp_path / "c", changed, data))
+            except CacheFileError as error:
+                assert str(tmp_path / "c") in str(error) and len(str(error)) < 2000
+                refusals += 1
+        assert refusals > 50
+        for name in ("cache", "plan", "model", "extra", "layers"):
+            nested = []
+            for _ in range(900):
+                nested = [nested]
+            # What Python reads of it depends on how deep it is itself.
+            with contextlib.suppress(CacheFileError):
+                sieve.load(sealed(tmp_path / "c", {**header, name: nested}, data))
+        save_file(data, tmp_path / "deep", {"kvsieve": deep})
+        refused(tmp_path / "deep", sieve, "header cannot be read")
+
+
+@pytest.mark.parametrize("name", ["layers.1.keys", "junk"])
+def test_sizes_are_checked_before_anything_is_read(model, file, tmp_path, monkeypatch, name):
+    """A file of a few thousand bytes on the disk may say that it holds gigabytes."""
+    data = file.read_bytes()
+    head = 8 + int.from_bytes(data[:8], "little")
+    entries = json.loads(data[8:head])
+    end = len(data) - head
+    entries[name] = {"dtype": "F32", "shape": [2, 2, 25_000_000, 16], "data_offsets": [end, end + 6_400_000_000]}
+    if name != "junk":
+        # Where it was, in between, something else must be.
+        was = json.loads(data[8:head])[name]
+        entries["filler"] = {**was, "dtype": "F32"}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    sparse = tmp_path / "sparse"
+    with open(sparse, "wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text + data[head:])
+        out.truncate(8 + len(text) + end + 6_400_000_000)
+    assert sparse.stat().st_blocks * 512 < 10**6
+
+    def read(part):
+        raise AssertionError("read before its size was checked")
+
+    monkeypatch.setattr(saved, "copied", read)
+    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=30, window=4)) as sieve:
+        refused(sparse, sieve, "damaged or changed.*speaks of")
+
+
+def test_what_may_not_be_read_is_not_missing(model, file, tmp_path, monkeypatch):
+    real = os.open
+
+    def deny(path, *given, **more):
+        if os.fspath(path) == os.fspath(file):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path, *given, **more)
+
+    os.mkfifo(tmp_path / "pipe")
+    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=30, window=4)) as sieve:
+        refused(tmp_path / "pipe", sieve, "it is not a file")
+        monkeypatch.setattr(os, "open", deny)
+        refused(file, sieve, "cannot be read: Permission denied")
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, 0o600), (0o644, 0o600), (0o640, 0o600), (0o400, 0o400)])
+def test_nobody_else_can_read_what_was_said(model, talk, tmp_path, monkeypatch, before, after):
+    path, modes, write = tmp_path / "talk", [], saved.write
+    if before is not None:
+        path.write_text("old")
+        path.chmod(before)
+
+    def watch(file, *given):
+        modes.append(os.fstat(file.fileno()).st_mode & 0o777)
+        write(file, *given)
+
+    monkeypatch.setattr(saved, "write", watch)
+    mask = os.umask(0)
+    try:
+        with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+            sieve.save(sieve.prefill(talk[0]), path)
+    finally:
+        os.umask(mask)
+    assert modes == [0o600] and path.stat().st_mode & 0o777 == after
+
+
+def test_links_are_followed(model, talk, tmp_path):
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         cache = sieve.prefill(talk[0])
         real, link = tmp_path / "real", tmp_path / "link"
         real.write_text("old")
-        real.chmod(0o640)
         link.symlink_to(real)
         sieve.save(cache, str(link))
-        assert link.is_symlink() and real.stat().st_mode & 0o777 == 0o640
-        assert parts(sieve.load(real).cache) == parts(cache)
+        assert link.is_symlink() and parts(sieve.load(real).cache) == parts(cache)
+
+
+def test_what_killed_processes_left_is_cleaned(tmp_path):
+    """Only theirs: not what another process is writing, nor anybody's own files."""
+    target = tmp_path / "talk"
+    dead = [tmp_path / f".talk.{number:012x}.kvsieve-tmp" for number in range(3)]
+    others = [tmp_path / name for name in (".talk.tmp", ".walk.000000000000.kvsieve-tmp", "talk.1")]
+    for each in (*dead, *others):
+        each.write_text("half")
+    with open(dead[1]) as living:
+        fcntl.flock(living, fcntl.LOCK_EX)
+        with cache_file.replacing(target) as file:
+            (mine,) = set(tmp_path.iterdir()) - {dead[1], *others}
+            # Another process that saves there now leaves ours alone.
+            with cache_file.replacing(target) as other:
+                other.write(b"other")
+            assert target.read_bytes() == b"other" and mine.exists()
+            file.write(b"new")
+    assert target.read_bytes() == b"new" and set(tmp_path.iterdir()) == {target, dead[1], *others}
+
+
+def test_an_interrupt_at_any_place_of_saving(tmp_path):
+    target = tmp_path / "talk"
+    functions = [cache_file.replacing.__wrapped__, cache_file._created, cache_file._clean, cache_file._held]
+
+    def save():
+        with cache_file.replacing(target) as file:
+            file.write(b"new")
+
+    interrupts = Interrupts(functions, ())
+    for place in interrupts.places(save):
+        target.write_bytes(b"old")
+        interrupts.raised(save, place)
+        assert target.read_bytes() in (b"old", b"new"), place
+    gc.collect()
+    save()
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_ragged_layers_are_saved_flat(model, talk, path):

@@ -6,7 +6,8 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
+import re
+import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,9 +19,15 @@ from torch import Tensor
 
 from kvsieve.errors import CacheFileError
 
-FORMAT = 1
+FORMAT = 2
 
 MARK = "kvsieve_cache"
+# What safetensors reads of a file's own header; ours is a part of it.
+_LONGEST = 100_000_000
+# Neither through links nor waiting for the other end of a pipe, where the system knows of these.
+_CAREFULLY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+# How long the part of a file's name is that the name of its unfinished successor has in it.
+_NAMED = 64
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -41,12 +48,29 @@ DTYPES = {
 def opened(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], Any]]:
     """A saved cache's header, known to be whole, and its open file."""
     try:
-        with safe_open(os.fspath(path), "pt") as file:
-            yield _header(path, file.metadata()), file
+        # safetensors calls what it may not read missing, and waits for what a pipe will say.
+        with open(path, "rb", opener=_regular):
+            pass
+    except OSError as error:
+        raise CacheFileError(f"{path} cannot be read: {error.strerror or error}") from error
+    try:
+        file = safe_open(os.fspath(path), "pt")
+        metadata = file.metadata()
     except SafetensorError as error:
         raise CacheFileError(f"{path} is not a safetensors file, or not all of one: {error}") from error
     except OSError as error:
-        raise CacheFileError(f"{path} cannot be read: {error}") from error
+        raise CacheFileError(f"{path} cannot be read: {error.strerror or error}") from error
+    with file:
+        yield _header(path, metadata), file
+
+
+def _regular(path: str, flags: int) -> int:
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    mode = os.fstat(handle).st_mode
+    if stat.S_ISREG(mode):
+        return handle
+    os.close(handle)
+    raise OSError(None, "it is not a file")
 
 
 def _header(path: Any, metadata: dict[str, str] | None) -> dict[str, Any]:
@@ -54,15 +78,15 @@ def _header(path: Any, metadata: dict[str, str] | None) -> dict[str, Any]:
         raise CacheFileError(f"{path} is a safetensors file without a cache of kvsieve in it")
     try:
         header = json.loads(metadata["kvsieve"])  # type: ignore[index]
-        found, digest = header[MARK], header["sha256"]
-    except (ValueError, LookupError, TypeError):
+        found, digest, mine = header[MARK], header["sha256"], header_digest(header)
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise changed(path, "its header cannot be read") from None
     if found != FORMAT:
         raise CacheFileError(
             f"{path} is of format {found!r}, written by kvsieve {header.get('kvsieve')}; this version, {version()}, "
             f"reads format {FORMAT}: use the version that wrote it, or read the conversation again"
         )
-    if digest != header_digest(header):
+    if digest != mine:
         raise changed(path, "its header does not match its checksum")
     return header
 
@@ -109,6 +133,8 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], text: str) -> None:
         entries[name] = {"dtype": DTYPES[part.dtype], "shape": list(part.shape), "data_offsets": [start, end]}
     head = json.dumps(entries).encode()
     head += b" " * (-len(head) % 8)
+    if len(head) > _LONGEST:
+        raise OSError(None, f"its header takes {len(head)} bytes, and a file's may take {_LONGEST}")
     file.write(len(head).to_bytes(8, "little") + head)
     for name in order:
         file.write(as_bytes(tensors[name]))
@@ -116,26 +142,33 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], text: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `path` once it is written in full and on the disk."""
+    """A new file that takes the place of `path` once it is written in full and on the disk.
+
+    Nobody but its owner can read it, at any time; of a file that is replaced, what its owner may do is kept.
+    """
     target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name[:64]}.{uuid.uuid4().hex[:12]}.tmp")
-    if os.path.exists(target) and not os.path.isfile(target):
-        raise CacheFileError(f"{path} cannot be written: it is there already and is not a file; choose another name")
+    temporary: Path | None = None
     try:
-        with open(temporary, "xb") as file:
+        mode = target.stat().st_mode if os.path.lexists(target) else stat.S_IFREG | 0o600
+        if not stat.S_ISREG(mode):
+            raise OSError(None, "it is there already and is not a file; choose another name")
+        _clean(target)
+        temporary, file = _created(target)
+        with file:
             yield file
             file.flush()
+            if mode & 0o600 != 0o600:
+                os.chmod(temporary, mode & 0o600)
             os.fsync(file.fileno())
-        if target.exists():
-            shutil.copymode(target, temporary)
-        with safe_open(temporary, "pt"):
-            pass  # refuses a header of more than 100 MB
-        os.replace(temporary, target)
+            if os.name == "nt":  # which renames no open file, and has no locks to lose by closing it
+                file.close()
+            os.replace(temporary, target)
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, (OSError, SafetensorError)):
-            reason = getattr(error, "strerror", None) or error
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            reason = error.strerror or error
             raise CacheFileError(f"{path} cannot be written: {reason}; what was there before is untouched") from error
         raise
     with contextlib.suppress(OSError):
@@ -144,6 +177,44 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _created(target: Path) -> tuple[Path, BinaryIO]:
+    """A new file beside `target`, held for as long as it is open."""
+    while True:
+        name = target.with_name(f".{target.name[:_NAMED]}.{uuid.uuid4().hex[:12]}.kvsieve-tmp")
+        file = open(name, "xb", opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115
+        # Between these two calls somebody may have taken it for a dead process's, and deleted it.
+        if _held(file.fileno()) is not False and os.fstat(file.fileno()).st_nlink:
+            return name, file
+        file.close()
+
+
+def _clean(target: Path) -> None:
+    """Delete what processes that were killed have left of their `target`; the living hold theirs."""
+    left = re.compile(re.escape(f".{target.name[:_NAMED]}.") + r"[0-9a-f]{12}\.kvsieve-tmp")
+    for name in os.listdir(target.parent):
+        if left.fullmatch(name):
+            with contextlib.suppress(OSError):
+                handle = os.open(target.parent / name, os.O_RDONLY | _CAREFULLY)
+                try:
+                    if _held(handle):
+                        os.unlink(target.parent / name)
+                finally:
+                    os.close(handle)
+
+
+def _held(handle: int) -> bool | None:
+    """Hold an open file; False where another process does, None where the system has no such locks."""
+    try:
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):
+        return None
+    return True
 
 
 def version() -> str:

@@ -19,6 +19,7 @@ from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.cache import SieveCache, Snapshot
 from kvsieve.hf.generate import Decoding, Stats, Storage, Traffic
 from kvsieve.hf.inputs import check_text
+from kvsieve.hf.saved import understood
 from kvsieve.turns import Message, Turns, stop_ids
 
 if TYPE_CHECKING:
@@ -294,16 +295,13 @@ class Chat:
         chat = saved.extra.get("chat")
         if not isinstance(chat, dict) or saved.ids is None or len(saved.ids) != 1:
             raise InputError(f"{os.fspath(path)!r} holds a cache but no chat; go on with sieve.load() and generate")
-        ids = saved.ids.to(self.sieve.model.device)
+        with understood(path):
+            messages = tuple({name: _text(each[name]) for name in ("role", "content")} for each in chat["messages"])
+            context = None if chat["context"] is None else _text(chat["context"])
+            turns, ended = tuple(map(_stats, chat["turns"])), bool(chat["ended"])
         self._cache = saved.cache
-        self._state = self._at = _State(
-            ids,
-            self._cache.snapshot(),
-            tuple(chat["messages"]),
-            tuple(map(_stats, chat["turns"])),
-            chat["context"],
-            chat["ended"],
-        )
+        ids = saved.ids.to(self.sieve.model.device)
+        self._state = self._at = _State(ids, self._cache.snapshot(), messages, turns, context, ended)
         if system is not None and system != self.system:
             has = "none" if self.system is None else repr(self.system)
             raise InputError(f"the chat in {os.fspath(path)!r} has another system prompt ({has}); leave system= out")
@@ -526,6 +524,12 @@ class _Pieces(BaseStreamer):
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got a {type(value).__name__}")
+    return value
 
 
 def _stats(data: dict[str, Any]) -> Stats:

@@ -6,6 +6,7 @@ what it held. Its `sha256` covers the header, and through the header's `tensors`
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -20,7 +21,7 @@ from torch import Tensor
 from kvsieve.cache import DenseStore, RaggedStore, View
 from kvsieve.cache.base import grown
 from kvsieve.cache.ragged import whole
-from kvsieve.errors import CacheFileError, CacheStateError, InputError
+from kvsieve.errors import CacheFileError, CacheStateError, InputError, KvsieveError
 from kvsieve.hf.cache import Passes, Reads, SieveCache, SieveLayer, TurnRecord
 from kvsieve.hf.cache_file import (
     DTYPES,
@@ -122,7 +123,7 @@ def load_cache(path: str | os.PathLike[str], sieve: Sieve, *, tokenizer: Any = N
     changed, is of another format, or was made with another model, dtype, tokenizer (where both are known) or plan.
     """
     _check_whole(sieve)
-    with opened(path) as (header, file):
+    with opened(path) as (header, file), understood(path):
         _check_model(path, header["model"], _model(sieve))
         mine = None if tokenizer is None else _vocabulary(tokenizer)
         theirs = header["tokenizer"]
@@ -132,10 +133,50 @@ def load_cache(path: str | os.PathLike[str], sieve: Sieve, *, tokenizer: Any = N
                 f"this one's {mine[:12]}; load it with the tokenizer it was made with"
             )
         _check_plan(path, header["plan"], json.loads(json.dumps(sieve.plan.to_dict())))
+        _check_tensors(path, header, file)
         tensors = {name: copied(file.get_tensor(name)) for name in file.keys()}
-    if digest(tensors) != header["tensors"]:
-        raise changed(path, "its tensors do not match their checksum")
-    return _built(path, header, tensors, sieve)
+        if digest(tensors) != header["tensors"]:
+            raise changed(path, "its tensors do not match their checksum")
+        return _made(header, tensors, sieve)
+
+
+@contextlib.contextmanager
+def understood(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Whatever goes wrong in here is the fault of what the file says, which is known to be as it was written."""
+    try:
+        yield
+    except (KvsieveError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise CacheFileError(
+            f"{path} cannot be read by kvsieve {version()}: {repr(error)[:200]}; use the version that wrote it, or "
+            "read the conversation again"
+        ) from error
+
+
+def _check_tensors(path: Any, header: dict[str, Any], file: Any) -> None:
+    """Before any of it is read: the file holds what its header speaks of, and no more."""
+    told = {}
+    parts = [header["cache"], header["layers"], header["ids"]]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, dict) and "tensor" in part:
+            told[part["tensor"]] = part["dtype"], part["shape"]
+        elif isinstance(part, (dict, list)):
+            parts += part.values() if isinstance(part, dict) else part
+    names = set(file.keys())
+    for name in sorted(told.keys() | names):
+        found = None
+        if name in names:
+            lies = file.get_slice(name)
+            found = lies.get_dtype(), lies.get_shape()
+        if found != told.get(name):
+            wanted = _tensor(told.get(name))
+            raise changed(path, f"it holds {_tensor(found)} as {_short(name)}, and its header speaks of {wanted}")
+
+
+def _tensor(kind: tuple[str, list[int]] | None) -> str:
+    return "no tensor" if kind is None else f"{kind[0]} {kind[1]}"
 
 
 def _check_whole(sieve: Sieve) -> None:
@@ -175,7 +216,8 @@ class _Packer:
                 name += "'"
             self.tensors[name] = value.detach()
             # Some scratch of methods is on the CPU whatever the model's device is.
-            return {"tensor": name, "host": value.device.type == "cpu" and self.device != value.device}
+            host = value.device.type == "cpu" and self.device != value.device
+            return {"tensor": name, "host": host, "dtype": DTYPES[value.dtype], "shape": list(value.shape)}
         if type(value) is list:
             return [self(part, f"{where}.{place}") for place, part in enumerate(value)]
         if type(value) in (tuple, set):
@@ -267,17 +309,6 @@ def _store(parts: dict[str, Any]) -> DenseStore | RaggedStore:
     store._keys, store._values, store._index = buffers
     store.lengths = parts["lengths"]
     return store
-
-
-def _built(path: Any, header: dict[str, Any], tensors: dict[str, Tensor], sieve: Sieve) -> Saved:
-    """The cache of a file that is known to be as it was written."""
-    try:
-        return _made(header, tensors, sieve)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CacheFileError(
-            f"{path} was written by kvsieve {header['kvsieve']} and cannot be read by {version()}: {error!r}; use the "
-            "version that wrote it, or read the conversation again"
-        ) from error
 
 
 def _made(header: dict[str, Any], tensors: dict[str, Tensor], sieve: Sieve) -> Saved:
