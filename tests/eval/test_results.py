@@ -160,7 +160,7 @@ def test_what_is_missing_is_said(folder, tmp_path):
         ("seed", "0", "'seed' is '0', expected an integer"),
         ("seed", True, "'seed' is True, expected an integer"),
         ("model", None, "'model' is None, expected text"),
-        ("dtype", ["x"] * 99, "'dtype' is \\['x', .*\\.\\.\\., expected text"),
+        ("dtype", ["x"] * 99, "'dtype' is \\['x', .*…, expected text"),
         ("haystack", ..., "'haystack' is missing"),
         ("tasks", [], "'tasks' is \\[\\], expected an object"),
         ("tasks", {"needle": 1}, "the task 'needle' has the title 1, expected text"),

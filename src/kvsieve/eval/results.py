@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvsieve.errors import InputError
+from kvsieve.errors import InputError, short
 
 FORMAT = 1
 FULL = "full"
@@ -174,7 +174,7 @@ def read_run(file: Path) -> Row | None:
         raise InputError(f"{file} is not JSON ({error}); run `kvsieve eval --out` into a new directory") from error
     if not isinstance(run, dict) or run.get("format") != FORMAT:
         got = run.get("format") if isinstance(run, dict) else type(run).__name__
-        raise InputError(f"{file}: expected format {FORMAT}, got {_short(got)}; use the kvsieve that wrote it")
+        raise InputError(f"{file}: expected format {FORMAT}, got {short(got)}; use the kvsieve that wrote it")
     problem = _problem(run, _RUN_FIELDS) or _problem_within(run)
     if problem:
         raise InputError(f"{file}: {problem}; mend it, or run `kvsieve eval --out` into a new directory")
@@ -183,16 +183,16 @@ def read_run(file: Path) -> Row | None:
 
 def _problem_within(run: Row) -> str | None:
     if not 0 <= run["seconds"] < 1e12:
-        return f"'seconds' is {_short(run['seconds'])}, expected wall time"
+        return f"'seconds' is {short(run['seconds'])}, expected wall time"
     for name, title in run["tasks"].items():
         if not isinstance(title, str):
-            return f"the task {_short(name)} has the title {_short(title)}, expected text"
+            return f"the task {short(name)} has the title {short(title)}, expected text"
     for number, each in enumerate(run["environments"]):
         if not isinstance(each, dict):
-            return f"environment {number} is {_short(each)}, expected an object"
+            return f"environment {number} is {short(each)}, expected an object"
     settings = run.get("settings", [])
     if not isinstance(settings, list):
-        return f"'settings' is {_short(settings)}, expected a list"
+        return f"'settings' is {short(settings)}, expected a list"
     for number, each in enumerate(settings):
         problem = _problem(each, _SETTING_FIELDS)
         if problem:
@@ -266,15 +266,10 @@ def _problem(row: Any, fields: Mapping[str, Any]) -> str | None:
         if name not in row:
             return f"{name!r} is missing"
         if not isinstance(row[name], kind) or isinstance(row[name], bool):
-            return f"{name!r} is {_short(row[name])}, expected {_kind_name(kind)}"
+            return f"{name!r} is {short(row[name])}, expected {_kind_name(kind)}"
     if "score" in fields and not 0 <= row["score"] <= 1:
-        return f"'score' is {_short(row['score'])}, expected 0 to 1"
+        return f"'score' is {short(row['score'])}, expected 0 to 1"
     return None
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _kind_name(kind: Any) -> str:

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvsieve.errors import CacheFileError
+from kvsieve.errors import CacheFileError, short
 
 FORMAT = 2
 
@@ -82,9 +82,10 @@ def _header(path: Any, metadata: dict[str, str] | None) -> dict[str, Any]:
     except (ValueError, LookupError, TypeError, RecursionError):
         raise changed(path, "its header cannot be read") from None
     if found != FORMAT:
+        who = str(header.get("kvsieve"))[:20]
         raise CacheFileError(
-            f"{path} is of format {found!r}, written by kvsieve {header.get('kvsieve')}; this version, {version()}, "
-            f"reads format {FORMAT}: use the version that wrote it, or read the conversation again"
+            f"{path} is of format {short(found, 20)}, written by kvsieve {who}; this version, {version()}, reads "
+            f"format {FORMAT}: use the version that wrote it, or read the conversation again"
         )
     if digest != mine:
         raise changed(path, "its header does not match its checksum")

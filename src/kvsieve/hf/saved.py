@@ -21,7 +21,7 @@ from torch import Tensor
 from kvsieve.cache import DenseStore, RaggedStore, View
 from kvsieve.cache.base import grown
 from kvsieve.cache.ragged import whole
-from kvsieve.errors import CacheFileError, CacheStateError, InputError, KvsieveError
+from kvsieve.errors import CacheFileError, CacheStateError, InputError, KvsieveError, short
 from kvsieve.hf.cache import Passes, Reads, SieveCache, SieveLayer, TurnRecord
 from kvsieve.hf.cache_file import (
     DTYPES,
@@ -149,7 +149,7 @@ def understood(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except Exception as error:
         raise CacheFileError(
-            f"{path} cannot be read by kvsieve {version()}: {repr(error)[:200]}; use the version that wrote it, or "
+            f"{path} cannot be read by kvsieve {version()}: {short(error)}; use the version that wrote it, or "
             "read the conversation again"
         ) from error
 
@@ -172,7 +172,7 @@ def _check_tensors(path: Any, header: dict[str, Any], file: Any) -> None:
             found = lies.get_dtype(), lies.get_shape()
         if found != told.get(name):
             wanted = _tensor(told.get(name))
-            raise changed(path, f"it holds {_tensor(found)} as {_short(name)}, and its header speaks of {wanted}")
+            raise changed(path, f"it holds {_tensor(found)} as {short(name)}, and its header speaks of {wanted}")
 
 
 def _tensor(kind: tuple[str, list[int]] | None) -> str:
