@@ -118,8 +118,10 @@ class Reader(Protocol):
         """What of each line is read for query [X, G, D], the G query heads of each line.
 
         state: scratch of these lines; what it holds is derived from their entries (tensors with a row per line, or
-        objects with a method nbytes()), which between calls only grow. With ``fixed_shapes = True`` a reader says that
-        it also knows lines whose length is on the device, and remembers nothing but a Follower (core.lines) each.
+        objects with a method held() that gives their tensors), which between calls only grow. With ``fixed_shapes =
+        True`` a reader says that it also knows lines whose length is on the device, and remembers nothing but a
+        Follower (core.lines) each. What a Follower reads to take in entries is counted by what it says; `looked_at`
+        (core.lines.Choice) tells the rest.
         """
         ...
 

@@ -99,8 +99,9 @@ class Held:
     def to(self, device: torch.device) -> Held:
         return Held(*(None if part is None else part.to(device) for part in self._parts()))
 
-    def nbytes(self) -> int:
-        return sum(0 if part is None else part.nbytes for part in self._parts())
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held."""
+        return [part for part in self._parts() if part is not None]
 
     def _parts(self) -> tuple[Tensor | None, ...]:
         return self.protected, self.segments, self.counts

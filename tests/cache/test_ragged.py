@@ -99,8 +99,9 @@ def test_memory_is_that_of_the_entries_kept():
     full.append(keys, keys.clone(), torch.arange(1000)[None])
     mask = torch.zeros(1, 2, 1000, dtype=torch.bool)
     mask[0, 0, :190], mask[0, 1, :10] = True, True
-    # Per entry: keys, values, index, and what attention adds for each head. 200 entries, room for 4 tokens of 2 heads.
-    assert keep(full, pack_ragged(mask), reserve=4).nbytes() == (200 + 4 * 2) * (2 * 64 * 4 + 4 + 2 * 4)
+    # Per entry: keys, values, index, and what attention adds for each head. 200 entries, room for 4 tokens of 2 heads;
+    # and how many each head keeps.
+    assert keep(full, pack_ragged(mask), reserve=4).nbytes() == (200 + 4 * 2) * (2 * 64 * 4 + 4 + 2 * 4) + 2 * 8
 
 
 def test_heads_that_keep_as_many_stay_dense():

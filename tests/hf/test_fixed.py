@@ -359,7 +359,12 @@ def test_a_decoder_that_cannot_be_recorded_answers_eagerly(model, monkeypatch, n
     torch.testing.assert_close(same, logits)
     told = "the decoder cannot be recorded (graph): operation not permitted when stream is capturing"
     assert ours.stats.decoding.reason == told and len(runs) == 1
-    assert ours.stats.traffic == wanted.stats.traffic
+    # What the reader remembered was thrown away, and its making anew is told.
+    again, once = ours.stats.traffic, wanted.stats.traffic
+    assert again.upkeep_bytes > once.upkeep_bytes if name == "sparq" else again == once
+    assert dataclasses.replace(again, upkeep_entries=0, upkeep_bytes=0) == dataclasses.replace(
+        once, upkeep_entries=0, upkeep_bytes=0
+    )
 
 
 def test_nothing_is_left_behind(model, stand_in):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 from torch import Tensor
@@ -16,7 +16,7 @@ class Store:
 
     lengths: real entries of each row, of its fullest head. valid_buffer: tells real entries from padding and filler;
     None while every entry is real. Subclasses say how the slots are laid out. derived: what others have computed from
-    the entries, emptied when entries change other than by appending.
+    the entries, objects whose ``held()`` gives their tensors; emptied when entries change other than by appending.
     """
 
     is_ragged = False
@@ -106,17 +106,17 @@ class Store:
 
     def nbytes(self) -> int:
         """Bytes of the tensors held, room for further entries and what is derived from them included."""
-        return self.entry_bytes() + self.metadata_bytes()
+        return storage_bytes(self.held())
 
     def entry_bytes(self) -> int:
         """Bytes of keys and values, room for further entries included."""
-        return sum(part.untyped_storage().nbytes() for part in (self._keys, self._values) if part is not None)
+        return storage_bytes(part for part in (self._keys, self._values) if part is not None)
 
-    def metadata_bytes(self) -> int:
-        """Bytes of all else: where entries stood, which are real, and what is derived from them."""
-        held = (self._index, self.valid_buffer)
-        own = sum(part.untyped_storage().nbytes() for part in held if part is not None)
-        return own + sum(part.nbytes() for part in self.derived.values())
+    def held(self) -> Iterator[Tensor]:
+        """Every tensor held: keys, values, where entries stood, which are real, and what is derived from them."""
+        yield from (part for part in (self._keys, self._values, self._index, self.valid_buffer) if part is not None)
+        for part in self.derived.values():
+            yield from part.held()
 
     def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         if self._keys is None or self._values is None or self._index is None:
@@ -127,6 +127,21 @@ class Store:
         self._keys, self._values, self._index = (change(buffer) for buffer in self._buffers())
         if self.valid_buffer is not None:
             self.valid_buffer = change(self.valid_buffer)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory that tensors lie in, counted once where several lie in the same."""
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors of dicts, lists and tuples, one within the other, as methods' scratch holds them."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(part)
 
 
 def grown(buffer: Tensor, dim: int, used: int, capacity: int) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvsieve.cache.base import tensors_in
 from kvsieve.cache.ragged import RaggedStore
 from kvsieve.cache.store import DenseStore
 from kvsieve.core.lines import Length, Lines
@@ -39,6 +40,7 @@ class Group:
     lines: int64 [X], which of all B * H' they are; None for all of them. row: int64 [X], in which row of the buffers
     each lies; body, tail: as in Lines, within that row. size: their entries. state: what the reader remembers of them.
     cost: of the last sparse read, entries read, bytes looked at and the entries there were; None before there was one.
+    known: entries that have been counted as taken in by what the reader remembers.
     """
 
     setting: Any
@@ -49,6 +51,7 @@ class Group:
     size: int
     state: dict[str, Any] = field(default_factory=dict)
     cost: tuple[int, int, int] | None = None
+    known: int = 0
     _flat: tuple[int, Tensor | None, Tensor] | None = None
 
     def flat(self, capacity: int) -> tuple[Tensor | None, Tensor]:
@@ -84,13 +87,12 @@ class Grouped:
         size = self.entries(store, group) if length is None else self.most(store, group)
         return Lines(keys, values, body, tail, self.stride, size, length)
 
-    def nbytes(self) -> int:
-        """Bytes of what readers remember, and of the lists of slots."""
-        total = 0
+    def held(self) -> Iterator[Tensor]:
+        """Every tensor of what readers remember, and of the lists of slots."""
         for group in self.groups:
-            held = [group.body, *group.state.values()]
-            total += sum(_nbytes(part) for part in held if part is not None)
-        return total
+            yield from tensors_in((group.lines, group.row, group.body, group.tail, group._flat))
+            for part in group.state.values():
+                yield from (part,) if isinstance(part, Tensor) else part.held()
 
 
 def group_lines(store: DenseStore | RaggedStore, view: View | None, settings: Sequence[Hashable]) -> Grouped:
@@ -143,10 +145,6 @@ def _joined(view: View, later: Tensor | None, batch: int, heads: int, since: int
     before = before.expand(*shape, view.slots.shape[2])
     after = before.new_ones(*shape, since) if later is None else _per(later, heads)
     return torch.cat([before, after.expand(*shape, since)], 2).flatten(0, 1)
-
-
-def _nbytes(part: Any) -> int:
-    return int(part.nbytes if isinstance(part, Tensor) else part.nbytes())
 
 
 def _per(part: Tensor, heads: int) -> Tensor:

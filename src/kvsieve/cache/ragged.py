@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Self
 
 import torch
@@ -158,6 +158,10 @@ class RaggedStore(Store):
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (*super().tensors, self._own)
+
+    def held(self) -> Iterator[Tensor]:
+        yield from super().held()
+        yield from (self._counts, self._own)
 
     def make_room(self, tokens: int) -> None:
         if self.size + tokens * self.heads > self.capacity:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ class Length:
         return self._filled[page, pages]
 
 
+@runtime_checkable
 class Follower(Protocol):
     """What a reader with ``fixed_shapes = True`` remembers of lines, entry by entry.
 
@@ -75,7 +77,13 @@ class Follower(Protocol):
         """Those of them that taking in the same entry twice would change."""
         ...
 
-    def nbytes(self) -> int: ...
+    def held(self) -> Iterable[Tensor]:
+        """Every tensor held, those that are remade at need included."""
+        ...
+
+    def taking_in(self, before: int, after: int) -> int:
+        """Bytes read to take in the entries that follow the first `before`, so that there are `after`."""
+        ...
 
 
 @dataclass

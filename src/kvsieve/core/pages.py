@@ -60,7 +60,8 @@ class PageTable:
         at = channels + self._starts
         if self.halves == 2:
             at = at + (~greatest) * dim
-        return self._table.view(-1, capacity).index_select(0, at.view(-1)).view(*at.shape, capacity)[..., :pages]
+        # Rows are cut before they are copied: there is room for further pages behind those that are filled.
+        return self._table.view(-1, capacity)[:, :pages].index_select(0, at.view(-1)).view(*at.shape, pages)
 
     def scores(self, weights: Tensor, channels: Tensor, greatest: Tensor, lines: Lines) -> tuple[Tensor, int]:
         """Weighted sums [X, G, pages] of chosen channels (see `rows`), weights [X, G, k], and the bytes looked at.
@@ -104,8 +105,16 @@ class PageTable:
     def sums(self) -> tuple[Tensor, ...]:
         return ()
 
-    def nbytes(self) -> int:
-        return 0 if self._table is None else self._table.nbytes
+    def held(self) -> tuple[Tensor, ...]:
+        return self.tensors() if self._starts is None else (*self.tensors(), self._starts)
+
+    def taking_in(self, before: int, after: int) -> int:
+        """Keys, and the bounds of the page that was begun already."""
+        if self._table is None:
+            return 0
+        lines, _, dim, _ = self._table.shape
+        begun = self.halves if before % self.page and after > before else 0
+        return lines * dim * (after - before + begun) * self._table.element_size()
 
     def _pages(self, entries: int) -> int:
         return -(-entries // self.page)

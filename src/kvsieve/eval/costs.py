@@ -91,7 +91,8 @@ def read_bytes(stats: Stats, cache: SieveCache) -> int:
     """Bytes that a token of all rows reads on average: what was touched, and transformers' own sliding windows."""
     windows = [layer for layer in cache.layers if not isinstance(layer, SieveLayer)]
     own = sum(layer.keys.nbytes + layer.values.nbytes for layer in windows)
-    return own if stats.traffic is None else own + cache.batch * (stats.traffic.bytes + stats.traffic.estimate_bytes)
+    read = stats.traffic
+    return own if read is None else own + cache.batch * (read.bytes + read.estimate_bytes + read.upkeep_bytes)
 
 
 def kept_map(cache: SieveCache, length: int) -> list[list[float]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsieve.cache import DenseStore, RaggedStore, View
+from kvsieve.cache.base import storage_bytes, tensors_in
 from kvsieve.display import mebibytes
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.compat import Cache, CacheLayerMixin, DynamicSlidingWindowLayer, plain_cache_layers
@@ -87,6 +89,13 @@ class SieveLayer(CacheLayerMixin):
         real = real[:, None] if real is not None and real.ndim == 2 else real
         self.view = View(selection.indices, real, self.store.size)
 
+    def held(self) -> Iterator[Tensor]:
+        """Every tensor held: the store's, what methods remember of the layer, and what is staged."""
+        yield from self.store.held()
+        yield from tensors_in((self.state, self._staged))
+        if self.view is not None:
+            yield from tensors_in((self.view.slots, self.view.real))
+
     def get_seq_length(self) -> int:
         """Logical: tokens seen, whatever was evicted."""
         return self.num_seen
@@ -133,7 +142,8 @@ class Reads:
     """What tokens after a prompt have read, in all layers, heads and rows together.
 
     tokens: how many, per row. entries, entry_bytes: entries attended to, exactly. looked_bytes: bytes read to choose.
-    sparse: reads that took less than everything.
+    upkeep_bytes: bytes read to make and renew what is looked at. sparse: reads that took less than everything.
+    whole_bytes: what reading all entries would have come to.
     """
 
     tokens: int = 0
@@ -141,16 +151,25 @@ class Reads:
     entry_bytes: int = 0
     looked_bytes: int = 0
     sparse: int = 0
+    upkeep_bytes: int = 0
+    whole_bytes: int = 0
 
-    def read(self, entries: int, entry: int) -> None:
-        """Count `entries` of `entry` bytes each."""
+    @property
+    def all_bytes(self) -> int:
+        """All that was read."""
+        return self.entry_bytes + self.looked_bytes + self.upkeep_bytes
+
+    def read(self, entries: int, entry: int, among: int | None = None) -> None:
+        """Count `entries` of `entry` bytes each, chosen among so many; None where they are all there are."""
         self.entries += entries
         self.entry_bytes += entries * entry
+        self.whole_bytes += (entries if among is None else among) * entry
 
-    def looked(self, count: int) -> None:
-        """Count the bytes that a reader has looked at to choose."""
+    def looked(self, count: int, upkeep: int) -> None:
+        """Count the bytes that a reader has looked at to choose, and those that it has read to remember."""
         self.sparse += 1
         self.looked_bytes += count
+        self.upkeep_bytes += upkeep
 
 
 @dataclass
@@ -438,16 +457,19 @@ class SieveCache(Cache):
         ]
 
     def nbytes(self) -> int:
-        """Bytes of all tensors held: keys, values, indices and masks, room for further entries included."""
-        total = 0 if self.mask is None else self.mask.nbytes
-        total += 0 if self.restart is None else self.restart.nbytes()
-        total += 0 if self.held is None else self.held.nbytes()
+        """Bytes of all tensors held: keys, values, indices and masks, room for further entries included, and what
+        methods and readers remember: scores, queries, views, page tables."""
+        return storage_bytes(self._tensors())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from tensors_in((self.mask, self.waiting))
+        for facts in (self.restart, self.held):
+            yield from () if facts is None else facts.tensors()
         for layer in self.layers:
             if isinstance(layer, SieveLayer):
-                total += layer.store.nbytes()
+                yield from layer.held()
             elif layer.is_initialized:
-                total += layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes()
-        return total
+                yield from (layer.keys, layer.values)
 
     def __repr__(self) -> str:
         seen = f"{self.num_seen} tokens seen" + (f" in {self.batch} rows" if self.batch > 1 else "")

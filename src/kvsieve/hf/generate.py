@@ -65,7 +65,10 @@ class Traffic:
     """What a token after the prompt read on average, counted from the tensors that were touched.
 
     entries: attended to, per layer and KV head; estimate_entries: read besides to choose them, in the bytes of as many
-    entries. bytes, estimate_bytes: the same in bytes per row, of all layers that kvsieve stores. tokens: how many read.
+    entries; upkeep_entries: read besides to make and renew what is chosen by, such as bounds of pages, likewise. bytes,
+    estimate_bytes, upkeep_bytes: the same in bytes per row, of all layers that kvsieve stores: together, all of keys,
+    values and what is remembered of them that a token reads. tokens: how many read. What an evictor that acts while
+    decoding reads to rank entries is not part of it, nor is room that passes of fixed shapes mask.
     """
 
     tokens: int
@@ -73,6 +76,8 @@ class Traffic:
     estimate_entries: float
     bytes: int
     estimate_bytes: int
+    upkeep_entries: float = 0.0
+    upkeep_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ class Storage:
     """What the cache holds at the end, in all rows and layers.
 
     entries: per layer and KV head, on average over layers, of the fullest row. bytes: keys and values, room for further
-    ones included. metadata_bytes: where they stood, which are real, and what a reader keeps to choose among them.
+    ones included. metadata_bytes: where they stood, which are real, what a reader keeps to choose among them, and what
+    methods remember.
     """
 
     entries: float
@@ -371,6 +377,12 @@ def what_ran(plan: Plan, record: TurnRecord) -> tuple[bool, list[str]]:
     if plan.read is not None and record.reads.tokens and not record.reads.sparse:
         notes.append("every token read all of what is stored: that is not more than the budget")
     applied = not notes
+    reads = record.reads
+    if reads.sparse and reads.all_bytes > reads.whole_bytes:
+        notes.append(
+            f"choosing what to read cost more than reading everything would have: {reads.all_bytes:,} bytes for "
+            f"{reads.whole_bytes:,}; what it goes by is made anew when entries are dropped, and pays over many tokens"
+        )
     if record.raised_to is not None:
         notes.append(f"the budget of {record.asked} entries was raised to {record.raised_to}, the least it can keep")
     return applied, notes
@@ -440,6 +452,8 @@ def _traffic(cache: SieveCache) -> Traffic | None:
         estimate_entries=round(reads.looked_bytes / each / (tokens * heads), 2),
         bytes=round(reads.entry_bytes / tokens),
         estimate_bytes=round(reads.looked_bytes / tokens),
+        upkeep_entries=round(reads.upkeep_bytes / each / (tokens * heads), 2),
+        upkeep_bytes=round(reads.upkeep_bytes / tokens),
     )
 
 

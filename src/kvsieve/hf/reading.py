@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvsieve import kernels
 from kvsieve.attention import dense_attention, ragged_attention, sparse_attention
 from kvsieve.cache import Grouped, group_lines
-from kvsieve.core.lines import Choice, Length, Lines, ReadFacts
+from kvsieve.core.lines import Choice, Follower, Length, Lines, ReadFacts
 
 if TYPE_CHECKING:
     from kvsieve.cache import DenseStore, RaggedStore
@@ -90,7 +90,10 @@ class Reading:
         return out.reshape(batch, query_heads, 1, -1), choices
 
     def count(self, store: DenseStore | RaggedStore, reads: Reads) -> None:
-        """Count what a token has read, the entries stored now: chosen ones are as many as ever, estimates cost more."""
+        """Count what a token has read, the entries stored now: chosen ones are as many as ever, estimates cost more.
+
+        What is remembered of the lines has taken in all of them by now, those too that were stored before it was made.
+        """
         entry = _entry_bytes(store)
         for group, all_of_it in zip(self.grouped.groups, self.whole, strict=True):
             size = self.grouped.entries(store, group)
@@ -102,8 +105,10 @@ class Reading:
             if before != size:
                 page = getattr(group.setting, "page", 1)
                 looked_at = looked_at // -(-before // page) * -(-size // page)
-            reads.looked(looked_at)
-            reads.read(entries, entry)
+            followers = [each for each in group.state.values() if isinstance(each, Follower)]
+            reads.looked(looked_at, sum(each.taking_in(group.known, size) for each in followers))
+            group.known = size
+            reads.read(entries, entry, len(group.row) * size)
 
 
 def reading_of(
@@ -179,5 +184,5 @@ class _Known:
     def __init__(self, told: tuple[object, ...], view: object, grouped: Grouped) -> None:
         self.told, self.view, self.grouped = told, view, grouped
 
-    def nbytes(self) -> int:
-        return self.grouped.nbytes()
+    def held(self) -> Iterator[Tensor]:
+        return self.grouped.held()

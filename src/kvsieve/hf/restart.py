@@ -8,7 +8,7 @@ the whole prompt, whose columns come back in front of whatever is generated.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +76,11 @@ class Restart:
         layers = {index: part.index_select(0, at.to(part.device)) for index, part in self.layers.items()}
         return dataclasses.replace(self, columns=columns, mask=mask, lengths=lengths, held=held, layers=layers)
 
-    def nbytes(self) -> int:
-        parts = [self.columns, *self.layers.values(), *([] if self.mask is None else [self.mask])]
-        return sum(part.nbytes for part in parts)
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held."""
+        yield from (self.columns, *self.layers.values())
+        yield from () if self.mask is None else (self.mask,)
+        yield from () if self.held is None else self.held.tensors()
 
 
 @dataclass(eq=False)

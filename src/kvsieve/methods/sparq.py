@@ -84,11 +84,14 @@ class _Mean:
     def __init__(self) -> None:
         self.size = 0
         self.sum = torch.zeros(())
+        # Bytes of a number of the values.
+        self._item = 0
 
     def follow(self, lines: Lines, dtype: torch.dtype) -> Tensor:
         """[X, Dv], with the values that have been stored since; see PageTable.follow."""
         if lines.length is not None:
             return self.sum.add_(lines.values_at(lines.newest())[:, 0].to(dtype)) / lines.length.count
+        self._item = lines.values.element_size()
         new = lines.values_at(lines.span(self.size, lines.size)).to(dtype).sum(1)
         self.sum = self.sum.add_(new) if self.size else new
         self.size = lines.size
@@ -103,8 +106,11 @@ class _Mean:
     def sums(self) -> tuple[Tensor, ...]:
         return (self.sum,)
 
-    def nbytes(self) -> int:
-        return self.sum.nbytes
+    def held(self) -> tuple[Tensor, ...]:
+        return self.tensors()
+
+    def taking_in(self, before: int, after: int) -> int:
+        return self.sum.numel() * (after - before) * self._item
 
 
 @register_method("sparq", title="SparQ", paper="arXiv 2312.04985", phase="while decoding", query_aware=True)
