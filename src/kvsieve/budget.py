@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.errors import PlanError
+from kvsieve.errors import PlanError, short
+from kvsieve.parameters import MOST
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,18 @@ class Budget:
     def __post_init__(self) -> None:
         if (self.tokens is None) == (self.ratio is None):
             raise PlanError(
-                f"Budget takes exactly one of tokens= and ratio=, got tokens={self.tokens!r} and ratio={self.ratio!r}"
+                f"Budget takes exactly one of tokens= and ratio=, got tokens={short(self.tokens)} and "
+                f"ratio={short(self.ratio)}"
             )
-        if self.tokens is not None and (isinstance(self.tokens, bool) or int(self.tokens) != self.tokens):
-            raise PlanError(f"Budget(tokens=...) must be a whole number of entries, got {self.tokens!r}")
-        if self.tokens is not None and self.tokens < 1:
-            raise PlanError(f"Budget(tokens=...) must be at least 1 entry, got {self.tokens}")
-        if self.ratio is not None and not 0 < self.ratio <= 1:
+        if self.tokens is not None and (isinstance(self.tokens, bool) or not isinstance(self.tokens, int)):
+            raise PlanError(f"Budget(tokens=...) must be a whole number of entries, got {short(self.tokens)}")
+        if self.tokens is not None and not 1 <= self.tokens <= MOST:
+            raise PlanError(f"Budget(tokens=...) must be at least 1 entry, at most {MOST}, got {short(self.tokens)}")
+        number = isinstance(self.ratio, (int, float)) and not isinstance(self.ratio, bool)
+        if self.ratio is not None and not (number and 0 < self.ratio <= 1):
             raise PlanError(
-                f"Budget(ratio=...) must lie in (0, 1], got {self.ratio}; write 20% as ratio=0.2 or budget='20%', "
-                "and a number of entries as tokens=2048 or budget=2048"
+                f"Budget(ratio=...) must lie in (0, 1], got {short(self.ratio)}; write 20% as ratio=0.2 or "
+                "budget='20%', and a number of entries as tokens=2048 or budget=2048"
             )
 
     @classmethod
@@ -55,10 +58,10 @@ class Budget:
                 if isinstance(error, PlanError):
                     raise
                 raise PlanError(
-                    f"budget {value!r} is neither a share like '20%' nor a number of entries like 2048"
+                    f"budget {short(value)} is neither a share like '20%' nor a number of entries like 2048"
                 ) from None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise PlanError(f"budget must be a Budget, '20%', 0.2 or 2048, got {value!r}")
+            raise PlanError(f"budget must be a Budget, '20%', 0.2 or 2048, got {short(value)}")
         return cls(tokens=value) if isinstance(value, int) else cls(ratio=float(value))
 
     def entries(self, length: int, minimum: int = 1) -> int:

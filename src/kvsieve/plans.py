@@ -10,9 +10,9 @@ from typing import Any
 
 from kvsieve.budget import Budget
 from kvsieve.display import brief, html_table
-from kvsieve.errors import PlanError
+from kvsieve.errors import PlanError, short
 from kvsieve.profiles import Fingerprint, Profile, load_profile
-from kvsieve.registry import MethodInfo, check_parameters, list_methods, method_info
+from kvsieve.registry import MethodInfo, check_complete, check_parameters, list_methods, method_info
 from kvsieve.roles import Asking, Evictor, Looker, Propagator, Reader, Rehearsing, condenses
 
 _ROLES = ("propagate", "evict", "read", "codec")
@@ -49,7 +49,7 @@ class Plan:
                 raise PlanError(f"Plan({role}=...) takes one {protocol.__name__}, got {len(value)}; choose one of them")
             if value is not None and (isinstance(value, type) or not isinstance(value, protocol)):
                 raise PlanError(
-                    f"Plan({role}=...) takes a {protocol.__name__}, got {value!r}; e.g. Plan({_EXAMPLES[role]})"
+                    f"Plan({role}=...) takes a {protocol.__name__}, got {short(value)}; e.g. Plan({_EXAMPLES[role]})"
                 )
         if self.propagate is not None and self.evict is not None and self.evict.when.chunks:
             raise PlanError(
@@ -159,10 +159,12 @@ class Plan:
 
         Raises PlanError for others.
         """
+        if not isinstance(data, dict):
+            raise PlanError(f"a plan is read from what Plan.to_dict() made, a dict, got {short(data)}")
         parts: dict[str, Any] = {}
         for key, value in data.items():
             if key in ("name", "profile"):
-                parts[key] = value if key == "name" else Fingerprint(**value)
+                parts[key] = str(value) if key == "name" else _fingerprint(value)
                 continue
             if key not in _ROLES:
                 raise PlanError(f"cannot read a plan with {key}=: it is none of its roles, {', '.join(_ROLES)}")
@@ -181,6 +183,7 @@ def plan(method: str, **parameters: Any) -> Plan:
     info = method_info(method)
     check_parameters(info, parameters)
     parameters, profile = _profiled(info, parameters)
+    check_complete(info, parameters)
     shared = {name: parameters.pop(name) for name in info.shared_options if name in parameters}
     made = info.make(**parameters)
     for role in ("evict", "read"):
@@ -212,6 +215,13 @@ def _profiled(info: MethodInfo, given: Mapping[str, Any]) -> tuple[dict[str, Any
     found = profile.for_method(info.name)
     check_parameters(info, found)
     return {**found, **parameters}, profile
+
+
+def _fingerprint(value: Any) -> Fingerprint:
+    try:
+        return Fingerprint(**value)
+    except TypeError as error:
+        raise PlanError(f"cannot read a plan whose profile is {short(value)}: {error}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -256,4 +266,8 @@ def _made(name: str, value: Any) -> Any:
     role = _role_class(str(kind))
     if role is None:
         raise PlanError(f"cannot read a plan with {name}={kind!r}: not a role class of this version of kvsieve")
-    return role(**{each: _made(each, given) for each, given in value.items() if each != "type"})
+    fields = {each: _made(each, given) for each, given in value.items() if each != "type"}
+    try:
+        return role(**fields)
+    except TypeError as error:
+        raise PlanError(f"cannot read a plan with {name}={short(value)}: {error}") from error

@@ -7,12 +7,13 @@ import importlib
 import inspect
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from kvsieve.errors import KvsieveWarning, PlanError
+from kvsieve.errors import KvsieveWarning, PlanError, short
+from kvsieve.parameters import check_kinds
 
 if TYPE_CHECKING:
     from kvsieve.plans import Plan
@@ -144,20 +145,37 @@ def list_methods() -> list[str]:
 
 def method_info(name: str) -> MethodInfo:
     """Everything known about a method. Raises PlanError with a suggestion when there is none of that name."""
+    if not isinstance(name, str):
+        raise PlanError(f"a method is told by its name, such as 'snapkv', got {short(name)}")
     load_methods()
     try:
         return _METHODS[_canonical(name)]
     except KeyError:
-        raise PlanError(f"unknown method {name!r}{did_you_mean(name, list_methods())}") from None
+        raise PlanError(f"unknown method {short(name)}{did_you_mean(name, list_methods())}") from None
 
 
-def check_parameters(info: MethodInfo, given: Iterable[str]) -> None:
-    """Raise PlanError with a suggestion for a parameter the method does not have."""
-    for name in given:
-        if name not in info.parameters:
+def check_parameters(info: MethodInfo, given: Mapping[str, Any]) -> None:
+    """Raise PlanError with a suggestion for a parameter the method does not have, or one of another kind."""
+    known = info.parameters
+    for name, value in given.items():
+        if name == "compression_ratio" and "budget" in known:
+            share = isinstance(value, float) and 0 <= value < 1
+            example = f"compression_ratio={value:g} is budget='{100 * (1 - value):g}%'" if share else "budget='20%'"
             raise PlanError(
-                f"{info.name} has no parameter {name!r}{did_you_mean(name, list(info.parameters), 'it takes')}"
+                f"{info.name} has no parameter 'compression_ratio', the share that is dropped: give budget=, the share "
+                f"that is kept; {example}"
             )
+        if name not in known:
+            raise PlanError(f"{info.name} has no parameter {name!r}{did_you_mean(name, list(known), 'it takes')}")
+    check_kinds(info.name, info.make, given)
+
+
+def check_complete(info: MethodInfo, given: Mapping[str, Any]) -> None:
+    """Raise PlanError for a parameter that the method cannot do without and that is not given."""
+    for name, default in info.parameters.items():
+        if default is inspect.Parameter.empty and name not in given:
+            example = ", ".join(f"{each}={value!r}" for each, value in info.example.items())
+            raise PlanError(f"{info.name} needs {name}=, e.g. plan({info.name!r}, {example})")
 
 
 def did_you_mean(name: str, known: list[str], lead: str | None = "known are") -> str:

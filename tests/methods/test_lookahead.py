@@ -143,7 +143,7 @@ def test_a_draft_that_ends_votes_with_what_it_has(model, prompts):
         ({"lookahead": 0}, "lookahead must be"),
         ({"draft": 10}, "at least 33 are needed"),
         ({"every": 4}, "leave every= out"),
-        ({"local": 3}, "local must be one of"),
+        ({"local": 3}, "local must be True or False, got 3"),
     ],
     ids=["lookahead", "draft", "every", "local"],
 )

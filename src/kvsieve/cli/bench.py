@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -114,7 +115,7 @@ def parse_peer_methods(text: str) -> list[tuple[str, Any, dict[str, Any]]]:
 
 def find_python(name: str) -> str:
     """The interpreter's path. Raises InputError."""
-    found = shutil.which(str(Path(name).expanduser()))
+    found = shutil.which(os.path.expanduser(name))
     if found is None:
         raise InputError(f"--peer-python {name!r} is no interpreter; expected one with kvpress, e.g. peer/bin/python")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,7 +137,7 @@ def _rows(measured: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _writable(path: Path, option: str) -> Path:
-    path = path.expanduser()
+    path = Path(os.path.expanduser(path))
     if path.is_dir() or not path.parent.is_dir():
         raise InputError(f"{option} must name a file in a folder that exists, got {str(path)!r}")
     return path
@@ -144,7 +145,7 @@ def _writable(path: Path, option: str) -> Path:
 
 def _text(path: Path) -> str:
     try:
-        return path.expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InputError(f"cannot read the text {str(path)!r}: {why}") from error

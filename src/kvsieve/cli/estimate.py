@@ -84,7 +84,7 @@ def model_config(name: str | None) -> Any:
     from transformers import AutoConfig
 
     logging.set_verbosity_error()
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     local = path.is_dir()
     looks_like_path = name.startswith((os.sep, "./", "../", "~")) or name.count("/") > 1 or name in ("", ".", "..")
     if (local and not (path / "config.json").is_file()) or (looks_like_path and not local):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -81,7 +82,7 @@ def eval_command(
         "settings": [each.described() for each in grid.settings],
     }
     # Opened before the model is loaded: a directory that cannot be written to should not cost a wait.
-    with writing(out.expanduser(), run, resume=resume) as writer:
+    with writing(Path(os.path.expanduser(out)), run, resume=resume) as writer:
         loaded, tokenizer = load_model(model, dtype)
         for each in grid.settings:
             check_model(loaded, each.plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +96,7 @@ def run_command(
 def read_prompt(name: str, question: str | None) -> str:
     """The file's text and the question. Raises InputError for a file that cannot be read or holds nothing."""
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).expanduser().read_text(encoding="utf-8")
+        text = sys.stdin.read() if name == "-" else Path(os.path.expanduser(name)).read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(f"cannot read the prompt file {name!r}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

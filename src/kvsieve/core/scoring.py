@@ -14,6 +14,9 @@ from kvsieve.types import LayerContext
 
 Pool = Literal["avg", "max"]
 
+# The widest pooling: the work grows with it, and papers take up to 63.
+WIDEST = 4095
+
 # Logits of one block: [B, H, G * W, block] in float32 stay under about 128 MiB.
 _BLOCK_ELEMENTS = 1 << 25
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import random
 import re
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ def load_haystack(source: str) -> str:
         return NOISE[0] + " "
     if source == "topics":
         return _topics()
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if not path.exists():
         raise InputError(
             f"haystack {source!r} is neither 'topics' nor 'noise' nor an existing folder or text file; check the path"

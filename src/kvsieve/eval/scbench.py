@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
 import string
 from collections import Counter
@@ -194,7 +195,7 @@ class SCBench:
         # On copies of one context a question cannot be seen when the context is reduced.
         self.modes = ("hidden",) if self.shared else ("visible", "hidden")
         self.truncate = truncate
-        self.rows = _hub_rows(subset) if source is None else _local_rows(subset, Path(source).expanduser())
+        self.rows = _hub_rows(subset) if source is None else _local_rows(subset, Path(os.path.expanduser(source)))
 
     def __len__(self) -> int:
         return len(self.rows)

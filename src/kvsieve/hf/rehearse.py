@@ -148,15 +148,17 @@ def rehearsal_tokens(sieve: Sieve, cache: SieveCache, mask: Tensor) -> int:
     rows = zip(lengths, unread, sieve.ranks.most(tuple(stored)), strict=True)
     if all(new + held <= evictor.budget.entries(length, evictor.minimum) for length, new, held in rows):
         return 0
+    # No more is fed at once than the prompt and a request that is shorter still.
+    rehearsed = min(int(evictor.rehearsed), 2 * max(lengths))
     context = getattr(sieve.config, "max_position_embeddings", None)
-    if context is not None and max(lengths) + evictor.rehearsed > context:
+    if context is not None and max(lengths) + rehearsed > context:
         warnings.warn(
-            f"{sieve.plan.name} feeds up to {evictor.rehearsed} tokens after the prompt of {max(lengths)}, and the "
+            f"{sieve.plan.name} feeds up to {rehearsed} tokens after the prompt of {max(lengths)}, and the "
             f"model's context ends at {context}: its choice may be poor; shorten the prompt, or what is fed",
             KvsieveWarning,
             stacklevel=5,
         )
-    return int(evictor.rehearsed)
+    return rehearsed
 
 
 def rehearse(sieve: Sieve, cache: SieveCache, input_ids: Tensor, mask: Tensor) -> None:

@@ -28,7 +28,7 @@ from kvsieve.core.scoring import Pool, group_mean, pool, pooled_mass
 from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods.allocators import LayerAllocator
-from kvsieve.methods.base import ScoredEvictor, check_choice, check_int, hide_padding, hold, skips
+from kvsieve.methods.base import ScoredEvictor, check_int, hide_padding, hold, skips
 from kvsieve.methods.pyramidkv import pyramid_shares
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
@@ -75,9 +75,6 @@ class AdaKV(LayerAllocator):
         super().__post_init__()
         if not 0 <= self.alpha <= 1:
             raise PlanError(f"AdaKV: alpha must be a share in [0, 1], got {self.alpha!r}")
-        check_choice(self, "normalize", self.normalize, (False, True))
-        check_choice(self, "rule", self.rule, ("paper", "kvpress"))
-        check_choice(self, "pyramid", self.pyramid, (False, True))
         check_int(self, "beta", self.beta, 1)
 
     @property

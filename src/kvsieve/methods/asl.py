@@ -26,12 +26,13 @@ import torch
 from torch import Tensor
 
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import Pool, pooled_mass
+from kvsieve.core.scoring import WIDEST, Pool, pooled_mass
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_choice, check_int, hold
+from kvsieve.methods.base import check_int, hold
 from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.snapkv import SnapKV
+from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection
@@ -40,7 +41,7 @@ Rule = Literal["asl", "gemfilter"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveTSP:
+class AdaptiveTSP(Checked):
     """Token-selective propagation from the layer where ranks have settled.
 
     rate: tokens that go on, window included; a Budget, a share or a number of the turn's prompt. tau: relative variance
@@ -63,14 +64,13 @@ class AdaptiveTSP:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rate", Budget.parse(self.rate))
-        check_choice(self, "two_pass", self.two_pass, (False, True))
-        check_choice(self, "rule", self.rule, ("asl", "gemfilter") if self.two_pass else ("asl",))
+        if self.rule == "gemfilter" and not self.two_pass:
+            raise PlanError("AdaptiveTSP: rule='gemfilter' chooses what is read again, so it needs two_pass=True")
         if not self.tau >= 0:
             raise PlanError(f"AdaptiveTSP: tau must be at least 0, got {self.tau!r}")
         check_int(self, "observed", self.observed, 2)
         check_int(self, "window", self.window, 1)
-        check_int(self, "kernel", self.kernel, 1, odd=True)
-        check_choice(self, "pooling", self.pooling, ("avg", "max"))
+        check_int(self, "kernel", self.kernel, 1, most=WIDEST, odd=True)
         if self.first is not None:
             check_int(self, "first", self.first, 0)
             if self.first < self.observed - 1:
@@ -204,7 +204,6 @@ def asl(
     rule: Rule = "asl",
 ) -> Plan:
     """FastKV whose layer is found per input, from the variance of token ranks."""
-    check_choice(AdaptiveTSP, "full_before", full_before, (False, True))
     if two_pass and full_before:
         raise PlanError("ASL: full_before=True keeps what two_pass=True does not store; leave one of them out")
     rate = Budget.parse(budget)

@@ -10,14 +10,15 @@ from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.core.selection import select_top, top_mask
-from kvsieve.errors import PlanError, UnsupportedModelError
+from kvsieve.errors import PlanError, UnsupportedModelError, short
+from kvsieve.parameters import MOST, Checked
 from kvsieve.plans import plan
 from kvsieve.roles import Looker
 from kvsieve.types import LayerContext, ModelFacts, Selection, When
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredEvictor:
+class ScoredEvictor(Checked):
     """An evictor that ranks entries: subclasses give `scores`, this class keeps the best within the budget.
 
     budget: entries kept per layer and KV head, protected ones included; a Budget or its text ("20%", 2048).
@@ -87,7 +88,7 @@ class ScoredEvictor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wrapper:
+class Wrapper(Checked):
     """An evictor that changes what the scores of another one, `base`, lead to: subclasses give `ranks`.
 
     base: an evictor that ranks entries by `scores` alone, such as SnapKV. Budget, skipped layers, `every` and all else
@@ -230,7 +231,7 @@ def parse_layers(owner: object, value: Any) -> int | tuple[int, ...]:
             return value
     raise PlanError(
         f"{type(owner).__name__}: skip_layers must be a number of first layers, at least 0, or layers such as "
-        f"(0, 1, -1), as text '0/1/-1'; got {value!r}"
+        f"(0, 1, -1), as text '0/1/-1'; got {short(value)}"
     )
 
 
@@ -255,18 +256,13 @@ def check_layers(evictor: object, num_layers: int) -> None:
         )
 
 
-def check_int(owner: object, name: str, value: object, minimum: int, *, odd: bool = False) -> None:
-    """Raise PlanError unless `value` is a whole number of at least `minimum` (and odd, if asked)."""
-    fine = isinstance(value, int) and not isinstance(value, bool) and value >= minimum and (not odd or value % 2 == 1)
-    if not fine:
-        wanted = f"{'an odd' if odd else 'a'} whole number of at least {minimum}"
-        raise PlanError(f"{type(owner).__name__}: {name} must be {wanted}, got {value!r}")
-
-
-def check_choice(owner: object, name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raise PlanError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise PlanError(f"{type(owner).__name__}: {name} must be one of {', '.join(map(str, choices))}; got {value!r}")
+def check_int(owner: object, name: str, value: object, minimum: int, *, most: int = MOST, odd: bool = False) -> None:
+    """Raise PlanError unless `value` is a whole number of at least `minimum`, at most `most`, and odd, if asked."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or not minimum <= value <= most or (odd and value % 2 == 0):  # type: ignore[operator]
+        limit = f"from {minimum} to {most}" if most < MOST else f"of at least {minimum}"
+        wanted = f"{'an odd' if odd else 'a'} whole number {limit}"
+        raise PlanError(f"{type(owner).__name__}: {name} must be {wanted}, got {short(value)}")
 
 
 def last_real(ctx: LayerContext, count: int | tuple[int, ...]) -> Tensor:

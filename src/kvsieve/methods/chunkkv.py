@@ -45,12 +45,13 @@ class ChunkKV(Wrapper):
         real = torch.ones_like(protected) if ctx.valid is None else ctx.valid.any(1).expand_as(protected)
         judged = real & ~protected
         total = scores.sum(1).masked_fill(~judged, 0)
+        chunk = min(self.chunk_length, length)
         # Chunks count real entries, so that those of a padded row are those of the row alone.
-        place = (real.cumsum(-1) - 1).clamp_min(0) // self.chunk_length
+        place = (real.cumsum(-1) - 1).clamp_min(0) // chunk
         real_first = (~real).to(torch.uint8).argsort(dim=-1, stable=True)
-        room = -length % self.chunk_length
+        room = -length % chunk
         sums, sizes = (
-            F.pad(part.gather(1, real_first), (0, room)).unflatten(1, (-1, self.chunk_length)).sum(-1)
+            F.pad(part.gather(1, real_first), (0, room)).unflatten(1, (-1, chunk)).sum(-1)
             for part in (total, judged.to(total.dtype))
         )
         means = (sums / sizes).masked_fill(sizes == 0, float("-inf"))

@@ -16,7 +16,6 @@ from torch import Tensor
 from kvsieve.budget import Budget
 from kvsieve.core.lines import Choice, Lines, ReadFacts
 from kvsieve.core.scoring import score_dtype
-from kvsieve.methods.base import check_choice
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
@@ -29,10 +28,6 @@ class ExactTopK(BudgetReader):
     fixed_shapes: ClassVar[bool] = True
     newest: bool = False
     per_group: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "per_group", self.per_group, (False, True))
 
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
         return Setting(tokens, tokens)

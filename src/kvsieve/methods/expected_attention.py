@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import group_mean, score_dtype
-from kvsieve.methods.base import ScoredEvictor, check_choice, check_int, first_real, model_facts, positions, skips
+from kvsieve.methods.base import ScoredEvictor, check_int, first_real, model_facts, positions, skips
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, When
@@ -48,9 +48,7 @@ class ExpectedAttention(ScoredEvictor):
 
     def __post_init__(self) -> None:
         check_int(self, "sinks", self.sinks, 0)
-        check_int(self, "n_future", self.n_future, 1)
-        for name in ("use_covariance", "use_vnorm"):
-            check_choice(self, name, getattr(self, name), (False, True))
+        check_int(self, "n_future", self.n_future, 1, most=1 << 16)
         super().__post_init__()
 
     @property

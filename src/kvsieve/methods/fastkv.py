@@ -16,18 +16,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import Pool, pooled_mass
+from kvsieve.core.scoring import WIDEST, Pool, pooled_mass
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_choice, check_int, hold
+from kvsieve.methods.base import check_int, hold
 from kvsieve.methods.snapkv import SnapKV
+from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class TSP:
+class TSP(Checked):
     """Token-selective propagation: after `layer` only salient tokens go on.
 
     rate: tokens that go on, window included; a Budget, a share ("30%", 0.3) or a number (2048) of the turn's prompt.
@@ -49,8 +50,7 @@ class TSP:
         if self.layer is not None:
             check_int(self, "layer", self.layer, 0)
         check_int(self, "window", self.window, 1)
-        check_int(self, "kernel", self.kernel, 1, odd=True)
-        check_choice(self, "pooling", self.pooling, ("avg", "max"))
+        check_int(self, "kernel", self.kernel, 1, most=WIDEST, odd=True)
 
     def source(self, num_layers: int) -> int:
         layer = num_layers // 2 - 1 if self.layer is None else self.layer

@@ -29,13 +29,14 @@ from kvsieve.core.scoring import group_mean
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_int, hide_padding, hold
+from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import END_OF_PROMPT, LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finch:
+class Finch(Checked):
     """Read a context in the light of its question, keeping of each chunk what the question attends to.
 
     budget: entries stored once the prompt is complete, the question's included. question: last tokens of the prompt

@@ -19,17 +19,18 @@ import torch
 from torch import Tensor
 
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import pool, score_dtype
+from kvsieve.core.scoring import WIDEST, pool, score_dtype
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_int, hold
+from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemFilter:
+class GemFilter(Checked):
     """Read again only the tokens that the prompt's last query points to at `layer`.
 
     budget: k, tokens that are read again; a Budget, a share ("20%", 0.2) or a number (1024) of the whole prompt.
@@ -51,7 +52,7 @@ class GemFilter:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         if self.layer is not None:
             check_int(self, "layer", self.layer, 0)
-        check_int(self, "kernel", self.kernel, 1, odd=True)
+        check_int(self, "kernel", self.kernel, 1, most=WIDEST, odd=True)
         check_int(self, "keep_last", self.keep_last, 0)
         if self.budget.tokens is not None and self.budget.tokens < self.keep_last:
             raise PlanError(

@@ -25,7 +25,6 @@ from kvsieve.budget import Budget
 from kvsieve.core.lines import Choice, Lines, ReadFacts
 from kvsieve.core.pages import PageTable, best_entries, held_part, largest, shares
 from kvsieve.core.scoring import score_dtype
-from kvsieve.methods.base import check_choice
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
@@ -62,10 +61,6 @@ class HSA(BudgetReader):
 
     fixed_shapes: ClassVar[bool] = True
     after_eviction: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "after_eviction", self.after_eviction, (False, True))
 
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
         stored = facts.length + facts.new_tokens

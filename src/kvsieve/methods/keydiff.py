@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
-from kvsieve.methods.base import ScoredEvictor, check_choice
+from kvsieve.methods.base import ScoredEvictor
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, When
@@ -36,10 +36,6 @@ class KeyDiff(ScoredEvictor):
     needs_heads = "own"
 
     chunks: bool = False
-
-    def __post_init__(self) -> None:
-        check_choice(self, "chunks", self.chunks, (False, True))
-        super().__post_init__()
 
     @property
     def when(self) -> When:

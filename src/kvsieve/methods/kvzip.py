@@ -27,7 +27,8 @@ from kvsieve.budget import Budget
 from kvsieve.core.queries import query_mass
 from kvsieve.core.selection import pack_ragged, select_top, top_mask
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_choice, check_int, first_real, hide_padding, hold, parse_layers, skips
+from kvsieve.methods.base import check_int, first_real, hide_padding, hold, parse_layers, skips
+from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.roles import Rehearsal
@@ -40,7 +41,7 @@ _REQUESTS = ("repeat_ids", "go_on_ids", "answer_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVzip:
+class KVzip(Checked):
     """Keep the entries that the model needs to repeat its context.
 
     budget: entries per layer and KV head, on average over layers and heads unless ``uniform``, prefix included.
@@ -77,7 +78,6 @@ class KVzip:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         check_int(self, "prefix", self.prefix, 1)
         check_int(self, "chunk_length", self.chunk_length, 1)
-        check_choice(self, "uniform", self.uniform, (False, True))
         for name in _REQUESTS:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _ids(name, getattr(self, name)))

@@ -27,7 +27,8 @@ from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import InputError, PlanError
-from kvsieve.methods.base import check_choice, check_int, parse_layers, skipped, skips
+from kvsieve.methods.base import check_int, parse_layers, skipped, skips
+from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection, When
@@ -36,7 +37,7 @@ Variant = Literal["lag", "local", "l2"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LagKV:
+class LagKV(Checked):
     """Judge each partition of `lag` entries against the next, and keep its best per KV head.
 
     budget: entries left after the prompt, sinks, last partition and remainder included. sinks: S first tokens, never
@@ -62,7 +63,6 @@ class LagKV:
         check_int(self, "sinks", self.sinks, 0)
         check_int(self, "lag", self.lag, 2)
         object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
-        check_choice(self, "variant", self.variant, ("lag", "local", "l2"))
         if self.chunks and self.budget.ratio is None:
             raise PlanError(
                 f"LagKV(chunks=True) judges chunks before the prompt's length is known, so its budget must be a share "

@@ -23,7 +23,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.queries import query_mass
 from kvsieve.core.scoring import Pool, group_mean, pool
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_choice, check_int
+from kvsieve.methods.base import check_int
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
@@ -49,8 +49,7 @@ class Lookahead(SnapKV):
     local: bool = True
 
     def __post_init__(self) -> None:
-        check_int(self, "lookahead", self.lookahead, 1)
-        check_choice(self, "local", self.local, (False, True))
+        check_int(self, "lookahead", self.lookahead, 1, most=1024)
         if self.draft is not None:
             object.__setattr__(self, "draft", Budget.parse(self.draft))
         super().__post_init__()

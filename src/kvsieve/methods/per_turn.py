@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import scored_by_name
+from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.roles import Evictor, Rehearsing, condenses
@@ -20,7 +21,7 @@ from kvsieve.types import END_OF_PROMPT, LayerContext, Selection, When
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerTurn:
+class PerTurn(Checked):
     """Keep everything, and let a turn's answer read what `base` would keep: ``PerTurn(base=SnapKV(budget=0.1))``.
 
     base: an evictor that acts at the end of a prompt only, in every layer by itself, and needs no passes of its own.

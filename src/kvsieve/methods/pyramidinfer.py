@@ -26,8 +26,9 @@ from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_choice, check_int, hold
+from kvsieve.methods.base import check_int, hold
 from kvsieve.methods.snapkv import SnapKV
+from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection
@@ -39,7 +40,7 @@ _BLOCK_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class PyramidInfer:
+class PyramidInfer(Checked):
     """Drop hidden states layer by layer.
 
     rate: share of its context, in (0, 1], that the deepest layer would pass on. It is a share per layer and the
@@ -70,7 +71,6 @@ class PyramidInfer:
         ):
             if not fine:
                 raise PlanError(f"PyramidInfer: {name} must lie in {range_}, got {getattr(self, name)!r}")
-        check_choice(self, "strategy", self.strategy, ("cosine", "linear"))
         check_int(self, "interval", self.interval, 1)
         check_int(self, "sinks", self.sinks, 0)
         check_int(self, "min_context", self.min_context, self.sinks)

@@ -25,7 +25,7 @@ from kvsieve.core.lines import Choice, Lines, ReadFacts
 from kvsieve.core.pages import PageTable, best_entries, shares
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_choice, check_int
+from kvsieve.methods.base import check_int
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
@@ -47,7 +47,6 @@ class Quest(BudgetReader):
         if self.page is not None:
             check_int(self, "page", self.page, 1)
             self._check_page(self.budget.tokens or self.page)
-        check_choice(self, "per_query_head", self.per_query_head, (False, True))
 
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
         if self.page is not None:

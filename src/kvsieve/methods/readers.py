@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from kvsieve.budget import Budget
 from kvsieve.core.lines import ReadFacts
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_choice, parse_layers, skipped
+from kvsieve.methods.base import parse_layers, skipped
+from kvsieve.parameters import Checked
 
 LEAST = 16
 
@@ -26,7 +27,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetReader:
+class BudgetReader(Checked):
     """A reader with a budget of t entries per step, layer and KV head; subclasses give `parameters` and `choose`.
 
     budget: t, at least 16, what is read to choose included unless a method says otherwise; a share is one of the prompt
@@ -45,8 +46,6 @@ class BudgetReader:
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
-        check_choice(self, "newest", self.newest, (False, True))
-        check_choice(self, "questions", self.questions, (False, True))
         if self.budget.tokens is not None and self.budget.tokens < LEAST:
             raise PlanError(
                 f"{type(self).__name__}: a budget of {self.budget.tokens} entries per step is too small, at least "

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate
-from kvsieve.errors import PlanError
+from kvsieve.errors import PlanError, short
 from kvsieve.methods.allocators import LayerAllocator
 from kvsieve.methods.base import ScoredEvictor, scored_by_name
 from kvsieve.methods.snapkv import SnapKV
@@ -40,12 +40,12 @@ class PerLayer(LayerAllocator):
         given = self.shares.split("/") if isinstance(self.shares, str) else self.shares
         try:
             shares = tuple(float(share) for share in given)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             shares = ()
         if not any(shares) or not all(0 <= share < math.inf for share in shares):
             raise PlanError(
                 "PerLayer: shares must be a number of at least 0 for every layer, one of them above 0, such as "
-                f"(2, 2, 1, 1) or '2/2/1/1'; got {self.shares!r}"
+                f"(2, 2, 1, 1) or '2/2/1/1'; got {short(self.shares)}"
             )
         object.__setattr__(self, "shares", shares)
 

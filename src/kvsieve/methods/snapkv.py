@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import Pool, pooled_mass
-from kvsieve.methods.base import ScoredEvictor, check_choice, check_int, last_real
+from kvsieve.core.scoring import WIDEST, Pool, pooled_mass
+from kvsieve.methods.base import ScoredEvictor, check_int, last_real
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext
@@ -42,9 +42,7 @@ class SnapKV(ScoredEvictor):
 
     def __post_init__(self) -> None:
         check_int(self, "window", self.window, 1)
-        check_int(self, "kernel", self.kernel, 1, odd=True)
-        check_choice(self, "pooling", self.pooling, ("avg", "max"))
-        check_choice(self, "per_query_head", self.per_query_head, (False, True))
+        check_int(self, "kernel", self.kernel, 1, most=WIDEST, odd=True)
         super().__post_init__()
 
     @property

@@ -22,7 +22,6 @@ from kvsieve.budget import Budget
 from kvsieve.core.lines import Choice, Lines, ReadFacts
 from kvsieve.core.pages import PageTable, best_entries, held_part, largest, shares
 from kvsieve.core.scoring import score_dtype
-from kvsieve.methods.base import check_choice
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
@@ -38,11 +37,6 @@ class SparQ(BudgetReader):
     fixed_shapes: ClassVar[bool] = True
     mean_value: bool = True
     per_query_head: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self, "mean_value", self.mean_value, (False, True))
-        check_choice(self, "per_query_head", self.per_query_head, (False, True))
 
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
         channels = facts.dim * tokens // (facts.length + facts.new_tokens)

@@ -50,7 +50,7 @@ def load(
 def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     local = path.is_dir()
     looks_like_path = name.startswith((os.sep, "./", "../", "~")) or name.count("/") > 1 or name in ("", ".", "..")
     if looks_like_path and not local:

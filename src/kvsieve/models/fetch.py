@@ -44,7 +44,7 @@ def cache_dir() -> Path:
     unset, and so does a relative ``XDG_CACHE_HOME`` (its specification says to ignore one).
     """
     if own := os.environ.get("KVSIEVE_CACHE"):
-        return Path(own).expanduser().absolute()
+        return Path(os.path.expanduser(own)).absolute()
     xdg = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "kvsieve"
 
@@ -138,7 +138,7 @@ def find_gguf() -> Path | None:
     override = os.environ.get("KVSIEVE_DEMO_GGUF")
     if not override:
         return published_gguf()
-    path = Path(override).expanduser()
+    path = Path(os.path.expanduser(override))
     if not path.is_file():
         raise ModelLoadError(f"KVSIEVE_DEMO_GGUF={override}: no such file; correct the path or unset the variable")
     return path

@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kvsieve.errors import PlanError
+from kvsieve.errors import PlanError, short
 
 FORMAT = 1
 
@@ -153,14 +153,15 @@ def load_profile(source: Profile | str | os.PathLike[str]) -> Profile:
     if isinstance(source, Profile):
         return source
     if not isinstance(source, (str, os.PathLike)):
-        raise PlanError(f"profile must be a Profile, a file or the name of one that is shipped, got {source!r}")
+        raise PlanError(f"profile must be a Profile, a file or the name of one that is shipped, got {short(source)}")
     if source in shipped_profiles():
         return _shipped(str(source))
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+    except (OSError, ValueError) as error:
+        text_only = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "not the name of a file"
+        why = error.strerror if isinstance(error, OSError) else text_only
         raise PlanError(
             f"cannot read the profile {str(source)!r} ({why}); it is neither a file nor shipped "
             f"({', '.join(shipped_profiles()) or 'none is'}); make one with {_HOW}"

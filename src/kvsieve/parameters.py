@@ -1,0 +1,86 @@
+"""What a method's parameters may be: their annotations say it, and this is the one place that reads them.
+
+`plan` asks for the functions that make plans, `Checked` for the classes of roles, so that both refuse alike.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, Self, Union
+
+from kvsieve.errors import PlanError, short
+
+# Columns of a cache are counted in int32, so no number of tokens is larger.
+MOST = 2**31 - 1
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "True or False",
+    str: "a text",
+    type(None): "None",
+}
+
+
+class Checked:
+    """Base of the classes of roles, which are dataclasses: what they are made with is checked before anything else."""
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        check_kinds(cls.__name__, cls, given)
+        return super().__new__(cls)
+
+
+def check_kinds(owner: str, annotated: Any, given: Mapping[str, Any]) -> None:
+    """Raise PlanError for a value that its annotation does not allow.
+
+    owner: who takes it, for the message. annotated: the function or class whose annotations hold. Those are looked at
+    that are made of whole numbers, numbers, True and False, text, None and choices; what else there is (budgets,
+    lists, roles) is checked where it is read.
+    """
+    kinds = _kinds(annotated)
+    for name, value in given.items():
+        allowed = kinds.get(name)
+        if allowed is None or any(_fits(value, kind) for kind in allowed):
+            continue
+        words = [_WORDS[kind] if kind in _WORDS else f"one of {', '.join(map(repr, kind))}" for kind in allowed]
+        large = isinstance(value, int) and not isinstance(value, bool) and (int in allowed or float in allowed)
+        limit = f" of at most {MOST}" if large else ""
+        raise PlanError(f"{owner}: {name} must be {' or '.join(words)}{limit}, got {short(value)}")
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if isinstance(kind, tuple):
+        return any(type(value) is type(choice) and value == choice for choice in kind)
+    if kind is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MOST
+    if kind is float:
+        # NaN is no more than anything.
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return number and abs(value) <= (sys.float_info.max if isinstance(value, float) else MOST)
+    return isinstance(value, kind)
+
+
+@functools.cache
+def _kinds(annotated: Any) -> dict[str, tuple[Any, ...]]:
+    """The kinds of each parameter that can be checked here: types, and tuples of choices."""
+    try:
+        hints = typing.get_type_hints(annotated)
+    except NameError:
+        # Names that only a type checker knows.
+        return {}
+    found = {name: _parts(hint) for name, hint in hints.items()}
+    return {name: parts for name, parts in found.items() if parts is not None}
+
+
+def _parts(hint: Any) -> tuple[Any, ...] | None:
+    """The kinds of one annotation; None where there is one among them that is not checked here."""
+    origin = typing.get_origin(hint)
+    if origin in (Union, types.UnionType):
+        parts = [_parts(each) for each in typing.get_args(hint)]
+        return None if None in parts else tuple(kind for part in parts if part is not None for kind in part)
+    if origin is Literal:
+        return (typing.get_args(hint),)
+    return (hint,) if hint in _WORDS else None

@@ -1,0 +1,161 @@
+"""A parameter of another kind than its annotation is a PlanError, named alike by `plan` and by the class of the role."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Literal
+
+import pytest
+
+import kvsieve
+from kvsieve import methods
+from kvsieve.budget import Budget
+from kvsieve.errors import PlanError
+from kvsieve.parameters import MOST, Checked, check_kinds
+from kvsieve.registry import method_info
+
+NAN, INF = float("nan"), float("inf")
+BAD = {
+    ("adakv", "alpha"): ("0.5", None, [0.5], NAN, INF, True),
+    ("asl", "tau"): ("low", None, NAN, {}),
+    ("asl", "observed"): (8.0, "8", None),
+    ("cake", "tau1"): ("x", None, NAN, INF, 10**400),
+    ("cake", "gamma"): ("x", NAN),
+    ("dynamickv", "most"): ("5", INF, ()),
+    ("h2o", "recent"): ("x", None, NAN),
+    ("sagekv", "recent"): ([], "half"),
+    ("pyramidinfer", "rate"): ("x", None, [1]),
+    ("pyramidinfer", "distance_weight"): ("x", INF),
+    ("squeezeattention", "p"): ("x", None, NAN),
+    ("zigzagkv", "target"): ("x", None, NAN),
+    ("zigzagkv", "floor"): ("x", {}),
+    ("snapkv", "kernel"): ("x", 7.0, True, None, 5001, MOST + 2, 10**40 + 1),
+    ("snapkv", "window"): ("8", 8.5, NAN, 10**400),
+    ("snapkv", "pooling"): ("mean", 3, None, ["avg"]),
+    ("snapkv", "per_query_head"): (1, "yes", None),
+    ("snapkv", "every"): ("x", 0.5, True, 0),
+    ("snapkv", "skip_layers"): (1.5, "a/b", [0.5], -1),
+    ("snapkv", "budget"): ([], None, {}, NAN, INF, "nan%", "1e3", "", 10**40, "9" * 5000, True),
+    ("fastkv", "tsp_rate"): ([], "many", 0),
+    ("fastkv", "tsp_layer"): ("14", 1.5),
+    ("lookahead", "draft"): ([], "x"),
+    ("lookahead", "lookahead"): (10**9, "x"),
+    ("expectedattention", "n_future"): (10**9, 0.5),
+    ("kvzip", "repeat_ids"): ("x", [1.5], 5),
+    ("per-layer", "shares"): (5, "x", [NAN], (10**400, 1), ()),
+    ("chunkkv", "base"): (5, None, "nothing", "full", "chunkkv"),
+    ("duoattention", "profile"): (5, [], "no such file", "a\0b", "~nouser/profile.json"),
+    ("quest", "newest"): (1, "x"),
+}
+
+
+@pytest.mark.parametrize(("method", "name"), BAD, ids="-".join)
+def test_a_parameter_of_another_kind_is_refused_and_named(method, name):
+    for value in BAD[method, name]:
+        with pytest.raises(PlanError) as error:
+            kvsieve.plan(method, **{name: value})
+        said = str(error.value)
+        assert name in said.lower() or name in ("base", "tsp_rate", "draft", "profile"), f"{value!r}: {said}"
+        assert len(said) < 600
+
+
+@pytest.mark.parametrize(
+    ("method", "role", "name", "value"),
+    [
+        ("snapkv", methods.SnapKV, "kernel", "x"),
+        ("snapkv", methods.SnapKV, "window", NAN),
+        ("snapkv", methods.SnapKV, "pooling", "mean"),
+        ("h2o", methods.H2O, "recent", "x"),
+        ("cake", methods.CAKE, "tau1", "x"),
+        ("quest", methods.Quest, "page", 2.5),
+        ("lagkv", methods.LagKV, "lag", "x"),
+        ("gemfilter", methods.GemFilter, "keep_last", None),
+        ("pyramidinfer", methods.PyramidInfer, "rate", "x"),
+        ("finch", methods.Finch, "chunk_length", 0.5),
+        ("kvzip", methods.KVzip, "prefix", "x"),
+    ],
+)
+def test_a_role_made_by_hand_says_the_same(method, role, name, value):
+    needed = {each.name for each in dataclasses.fields(role) if each.default is dataclasses.MISSING}
+    given = {"budget": 0.5, "question": 3}
+    with pytest.raises(PlanError) as by_hand:
+        role(**{each: given[each] for each in needed}, **{name: value})
+    with pytest.raises(PlanError) as by_name:
+        kvsieve.plan(method, **{**method_info(method).example, name: value})
+    assert str(by_hand.value).partition(": ")[2] == str(by_name.value).partition(": ")[2]
+    assert str(by_hand.value).startswith(f"{role.__name__}: {name} must be ")
+
+
+def test_fields_that_are_read_from_text_stay_so():
+    made = methods.SnapKV(budget="20%", skip_layers="0/-1")
+    assert made == methods.SnapKV(budget=Budget(ratio=0.2), skip_layers=(0, -1))
+    assert methods.PerLayer(shares="2/1").shares == (2.0, 1.0)
+    assert kvsieve.plan("h2o", recent=1).evict.recent == 1
+    for copied in (copy.deepcopy(made), pickle.loads(pickle.dumps(made)), dataclasses.replace(made)):
+        assert copied == made
+    with pytest.raises(PlanError, match="kernel"):
+        dataclasses.replace(made, kernel="x")
+
+
+def test_what_a_method_cannot_do_without_is_asked_for():
+    with pytest.raises(PlanError, match=r"per-layer needs shares=, e.g. plan\('per-layer', shares='1'\)"):
+        kvsieve.plan("per-layer")
+    with pytest.raises(PlanError, match="a method is told by its name"):
+        kvsieve.plan(5)
+
+
+def test_a_share_that_is_dropped_is_told_from_one_that_is_kept():
+    with pytest.raises(PlanError, match="compression_ratio=0.4 is budget='60%'"):
+        kvsieve.plan("snapkv", compression_ratio=0.4)
+    with pytest.raises(PlanError, match="give budget="):
+        kvsieve.plan("knorm", compression_ratio="x")
+    with pytest.raises(PlanError, match="pyramidinfer has no parameter 'compression_rate'"):
+        kvsieve.plan("pyramidinfer", compression_rate=0.4)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        5,
+        {"evict": {"type": "SnapKV", "budget": "20%", "kernle": 7}},
+        {"evict": {"type": "SnapKV"}},
+        {"evict": {"type": "SnapKV", "budget": "20%", "kernel": "7"}},
+        {"evict": {"type": 5}},
+        {"evict": "SnapKV"},
+        {"profile": {"layers": 4}},
+        {"profile": 5},
+    ],
+    ids=str,
+)
+def test_a_plan_that_cannot_be_read_is_a_plan_error(data):
+    with pytest.raises(PlanError):
+        kvsieve.Plan.from_dict(data)
+
+
+def test_annotations_are_what_is_checked():
+    def make(number: float, choice: Literal["a", 2], either: int | None, other: list[int], nothing=None):
+        """A method of somebody else's."""
+
+    for fine in ({"number": 3}, {"choice": 2}, {"either": None}, {"other": 5}, {"nothing": object()}):
+        check_kinds("it", make, fine)
+    for bad, words in (
+        ({"number": "3"}, "a number, got '3'"),
+        ({"choice": "b"}, "one of 'a', 2, got 'b'"),
+        ({"choice": 2.0}, "one of 'a', 2, got 2.0"),
+        ({"either": 1.0}, "a whole number or None, got 1.0"),
+        ({"either": MOST + 1}, f"a whole number or None of at most {MOST}"),
+    ):
+        with pytest.raises(PlanError, match=f"^it: {next(iter(bad))} must be {words}"):
+            check_kinds("it", make, bad)
+
+
+def test_a_class_that_is_no_dataclass_of_ours_is_checked_as_well():
+    @dataclasses.dataclass(frozen=True)
+    class Mine(Checked):
+        size: int = 3
+
+    assert Mine(size=4).size == 4
+    with pytest.raises(PlanError, match="Mine: size must be a whole number, got 'x'"):
+        Mine(size="x")
