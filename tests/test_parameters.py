@@ -1,4 +1,4 @@
-"""A parameter of another kind than its annotation is a PlanError, named alike by `plan` and by the class of the role."""
+"""A parameter of another kind than its annotation is a PlanError, named alike by `plan` and by a role's class."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from kvsieve.hf.compat import DynamicCache, attention_of, check_version, tensor_
 from kvsieve.hf.facts import Facts
 from kvsieve.hf.fixed import Engine
 from kvsieve.hf.generate import GenerateResult, Stats, generate, note_cache, with_stats
-from kvsieve.hf.inputs import check_ids, check_path, prompt_of
+from kvsieve.hf.inputs import check_ids, check_path, check_tokenizer, prompt_of
 from kvsieve.hf.parallel import ranks_of
 from kvsieve.hf.probe import check_model
 from kvsieve.hf.restart import read_prompt
@@ -208,6 +208,7 @@ class Sieve:
         for what cannot be saved or written.
         """
         check_path(path)
+        check_tokenizer(tokenizer)
         save_cache(path, self, cache, tokenizer=tokenizer, ids=ids, extra=extra)
 
     def load(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> Saved:
@@ -217,6 +218,7 @@ class Sieve:
         model, dtype, tokenizer (where both are known) or plan.
         """
         check_path(path)
+        check_tokenizer(tokenizer)
         return load_cache(path, self, tokenizer=tokenizer)
 
     def chat(

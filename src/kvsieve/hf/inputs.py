@@ -100,6 +100,12 @@ def check_text(name: str, text: Any) -> None:
         ) from None
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise InputError for what has no vocabulary to be told by."""
+    if tokenizer is not None and not callable(getattr(tokenizer, "get_vocab", None)):
+        raise InputError(f"tokenizer must be a tokenizer of transformers, got {short(tokenizer)}")
+
+
 def check_path(path: Any) -> None:
     """Raise InputError unless `path` can name a file."""
     fine = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)
