@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "kvsieve"
-LEAVES = {"types", "errors", "budget", "profiles", "segments", "turns", "text", "kernels", "display"}
+LEAVES = {"types", "errors", "budget", "profiles", "segments", "turns", "text", "kernels", "display", "parameters"}
 ALLOWED = {
     "core": {"core"} | LEAVES,
     "cache": {"core", "cache"} | LEAVES,

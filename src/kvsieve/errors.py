@@ -45,6 +45,10 @@ class NotAttachedError(KvsieveError, AttributeError):
     """Something asked of ``attach(...)`` outside of ``with attach(...) as sieve:``."""
 
 
+class MissingFileError(CacheFileError, InputError):
+    """A saved cache's file that is not there, or that may not be read."""
+
+
 class KvsieveWarning(UserWarning):
     """A guard changed what was asked for: the message says how."""
 

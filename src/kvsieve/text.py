@@ -6,6 +6,8 @@ import re
 
 # All that moves a terminal's cursor, changes its state or the order of what it shows, or cannot be written as UTF-8.
 _ORDERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# What Markdown reads as more than a sign; an underscore within a word is only that.
+_MARKS = re.compile(r"[\\`*\[\]<>|~#&$]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
 _LONGEST, _HEAD, _TAIL = 1200, 800, 300
 
 
@@ -27,3 +29,14 @@ def shortened(text: str) -> str:
         return text
     left_out = len(text) - _HEAD - _TAIL
     return f"{text[:_HEAD]} ... ({left_out} characters left out) ... {text[-_TAIL:]}"
+
+
+class Markdown(str):
+    """A text that is Markdown already; see `markdown_text`."""
+
+
+def markdown_text(text: str) -> str:
+    """The text as one line of Markdown, in a table's cell too: what it is made of stays as it is written."""
+    if isinstance(text, Markdown):
+        return text
+    return _MARKS.sub(r"\\\g<0>", " ".join(printable(text).split("\n")).replace("\t", " "))

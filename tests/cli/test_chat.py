@@ -17,12 +17,16 @@ import termios
 import time
 
 import pytest
+from rich.cells import cell_len
 
 import kvsieve
 from kvsieve.cli.main import run_cli
+from kvsieve.cli.words import Words
+from kvsieve.errors import InputError
 from kvsieve.models.families import build
 from toy_chats import chat_tokenizer
 from toy_words import word_tokenizer
+from unreadable import forbid
 
 NEW = "9"
 FIRST = " ".join(f"w{i % 80}" for i in range(100))
@@ -102,7 +106,7 @@ def test_methods_files_and_system_prompts(talk, model_dir, tmp_path):
     file = tmp_path / "context.txt"
     file.write_text(FIRST + "\n")
     code, out, err = talk(
-        "w1\nw2\n/stats\n", "--method", "snapkv", "--budget", "40", "--file", file, "--set", "window=8"
+        "w1\nw2\n/stats\n", "--commands", "--method", "snapkv", "--budget", "40", "--file", file, "--set", "window=8"
     )
     wanted = answers(model_dir, FIRST + "\n\nw1", "w2", method="snapkv", budget=40, window=8)
     assert code == 0 and out.splitlines() == wanted
@@ -121,7 +125,7 @@ def test_json_is_a_line_per_turn(talk, model_dir):
 
 
 def test_commands(talk, model_dir):
-    code, out, err = talk("w1\nw5\n/undo\nw2\n/help\n/quit\nw3\n")
+    code, out, err = talk("w1\nw5\n/undo\nw2\n/help\n/quit\nw3\n", "--commands")
     asked = answers(model_dir, "w1", "w5"), answers(model_dir, "w1", "w2")
     assert code == 0 and out.splitlines() == [*asked[0], asked[1][1]]
     assert "the last turn is forgotten" in err and "/save FILE" in err
@@ -138,7 +142,92 @@ def test_commands(talk, model_dir):
     ],
 )
 def test_what_cannot_be_done_ends_a_pipe(talk, line, told):
-    assert told in only_error(talk(line if isinstance(line, bytes) else f"{line}\nw2\n"), 2)
+    assert told in only_error(talk(line if isinstance(line, bytes) else f"{line}\nw2\n", "--commands"), 2)
+
+
+def test_what_looks_like_a_command_is_text_in_a_pipe(talk, model_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = ["/save chat.kv", "/quit", "/nonsense"]
+    code, out, err = talk("\n".join(lines))
+    assert code == 0 and out.splitlines() == answers(model_dir, *lines) and list(tmp_path.iterdir()) == []
+
+
+def test_only_files_that_kvsieve_saved_are_replaced(talk, saved_files, tmp_path, monkeypatch):
+    document, empty = tmp_path / "document.txt", tmp_path / "empty"
+    document.write_text(FIRST)
+    empty.touch()
+    load, loaded = kvsieve.models.load, []
+    monkeypatch.setattr(kvsieve.models, "load", lambda *given, **how: loaded.append(given) or load(*given, **how))
+    for options in ([], ["--file", document]):
+        told = only_error(talk("w1\n", "--save", document, *options), 2)
+        assert "no chat that kvsieve saved" in told and "--force" in told and not loaded
+    code, out, err = talk(f"w1\n/save {document}\nw2\n", "--commands")
+    assert code == 2 and "is no file that kvsieve saved" in err and len(out.splitlines()) == 1
+    assert document.read_text() == FIRST
+    # One that was damaged is kvsieve's still.
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes((saved_files / "chat").read_bytes()[:100])
+    for file, options in ((empty, []), (damaged, []), (document, ["--force"])):
+        assert talk("w1\n", "--save", file, *options)[0] == 0
+        assert talk("w2\n", "--load", file)[0] == 0
+
+
+def test_the_library_replaces_only_what_it_saved(model_dir, tmp_path):
+    model, tokenizer = kvsieve.models.load(model_dir, "auto")
+    notes, saved = tmp_path / "notes", tmp_path / "saved"
+    notes.write_text("mine")
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        chat = sieve.chat(tokenizer, max_new_tokens=2)
+        chat.ask("w1")
+        for save in (chat.save, lambda path: sieve.save(chat.cache, path)):
+            save(saved)
+            save(saved)
+            with pytest.raises(InputError, match="no file that kvsieve saved"):
+                save(notes)
+        assert notes.read_text() == "mine"
+        chat.save(notes, force=True)
+        assert sieve.chat(tokenizer, load=notes).messages == chat.messages
+
+
+def test_orders_to_a_terminal_are_written_out(talk, model_dir, monkeypatch, tmp_path):
+    word, real = "\x1b[2J\u202e\x9b1m", kvsieve.hf.chat._Pieces._decode
+    monkeypatch.setattr(kvsieve.hf.chat._Pieces, "_decode", lambda self, ids: real(self, ids).replace("w", word))
+    _, out, err = talk("w1\n")
+    assert "\\x1b[2J\\u202e\\x9b1m" in out and not set("\x1b\x9b\u202e") & set(out + err)
+    data = json.loads(talk("w1\n", "--json")[1])
+    assert word in data["answer"]
+    monkeypatch.undo()
+    # What the header of a file says.
+    model, tokenizer = kvsieve.models.load(model_dir, "auto")
+    model.config._name_or_path = "evil\x1b]0;title\x07"
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        chat = sieve.chat(tokenizer, max_new_tokens=2)
+        chat.ask("w1")
+        chat.save(tmp_path / "chat")
+    with kvsieve.attach(build("llama", hidden_size=32), kvsieve.plan("full")) as sieve:
+        with pytest.raises(kvsieve.errors.CacheFileError, match=r"evil\\x1b\]0;title\\x07") as told:
+            sieve.chat(tokenizer, load=tmp_path / "chat")
+    assert not set("\x1b\x07") & set(str(told.value))
+
+
+@pytest.mark.parametrize("width", [20, 21, 200])
+def test_words_are_not_broken_at_a_lines_end(width):
+    text = (
+        "The quick brown fox jumps over the lazy dog.\n\n  - an item that is long\n"
+        + "x" * 50
+        + " end 你好世界你好世界 fin"
+    )
+    for size in (1, 2, 5, len(text)):
+        words, shown = Words(width), ""
+        for at in range(0, len(text), size):
+            shown += words.add(text[at : at + size])
+        shown += words.rest()
+        assert shown.split() == text.split()
+        for line in shown.split("\n"):
+            assert cell_len(line) <= width or "x" * 20 in line
+        if width == 200:
+            assert shown == text
+    assert Words(None).add(" a") == " a"
 
 
 def test_an_answer_that_the_context_cuts_is_told(talk):
@@ -186,22 +275,28 @@ def test_a_saved_chat_goes_on(talk, model_dir, saved_files, tmp_path):
     file, more = tmp_path / "chat.kv", tmp_path / "more.kv"
     asked = ["--method", "snapkv", "--budget", "40", "--set", "window=8", "--system", "w7"]
     _, whole, _ = talk(f"{FIRST}\nw2\nw3\n", *asked)
-    code, out, err = talk(f"{FIRST}\n/save {more}\nw2\n", *asked, "--save", file)
+    code, out, err = talk(f"{FIRST}\n/save {more}\nw2\n", *asked, "--save", file, "--commands")
     assert code == 0 and f"saved to {more}" in err
     assert out.splitlines() == whole.splitlines()[:2]
     assert talk("w3\n", "--load", file)[1].splitlines() == whole.splitlines()[2:]
     for known in (more, saved_files / "chat"):
         assert talk("w2\nw3\n", "--load", known)[1].splitlines() == whole.splitlines()[1:]
     # /undo takes a turn back in the file too.
-    assert talk("w9\n/undo\n", "--load", file, "--save", file)[0] == 0
+    assert talk("w9\n/undo\n", "--load", file, "--save", file, "--commands")[0] == 0
     assert talk("w3\n", "--load", file)[1].splitlines() == whole.splitlines()[2:]
 
 
 def test_files_that_cannot_be_read_or_written(talk, saved_files, tmp_path, monkeypatch):
     damaged = tmp_path / "damaged"
     damaged.write_bytes((saved_files / "chat").read_bytes()[:-1000])
-    for name in (damaged, tmp_path / "none", saved_files):
-        assert str(name) in only_error(talk("w1\n", "--load", name), 1)
+    assert str(damaged) in only_error(talk("w1\n", "--load", damaged), 1)
+    assert "No such file" in only_error(talk("w1\n", "--load", tmp_path / "none"), 2)
+    assert "is not a file" in only_error(talk("w1\n", "--load", saved_files), 2)
+    with monkeypatch.context() as patch:
+        forbid(patch, saved_files / "chat")
+        for options in (["--load"], ["--save"]):
+            told = only_error(talk("w1\n", *options, saved_files / "chat"), 2)
+            assert "Permission denied" in told and "No such file" not in told
     assert "plan" in only_error(talk("w1\n", "--load", saved_files / "chat", "--method", "snapkv"), 1)
 
     # A turn that could not be saved is told, and saved with the next one.

@@ -17,6 +17,7 @@ from kvsieve.cli.specs import chosen_method, compared_methods
 from kvsieve.errors import PlanError
 from kvsieve.models.families import FAMILIES, build
 from toy_words import word_tokenizer
+from unreadable import forbid
 
 
 def save_tokenizer(folder, chat_template=None):
@@ -204,8 +205,16 @@ def test_an_unsupported_model(cli, gemma_dir, prompt_file):
 
 
 def test_what_is_no_model_directory(cli, tmp_path, prompt_file):
-    assert "config.json" in only_error(cli("run", tmp_path, "--prompt-file", prompt_file), 1)
-    assert "is not a directory" in only_error(cli("run", "./no/such/model", "--prompt-file", prompt_file), 1)
+    assert "config.json" in only_error(cli("run", tmp_path, "--prompt-file", prompt_file), 2)
+    assert "is not a directory" in only_error(cli("run", "./no/such/model", "--prompt-file", prompt_file), 2)
+    assert "is not a directory" in only_error(cli("run", "~no_such_user/x", "--prompt-file", prompt_file), 2)
+
+
+def test_a_model_that_may_not_be_read(cli, tmp_path, prompt_file, monkeypatch):
+    (tmp_path / "config.json").write_text("{}")
+    forbid(monkeypatch, tmp_path / "config.json")
+    error = only_error(cli("run", tmp_path, "--prompt-file", prompt_file), 2)
+    assert "Permission denied" in error and "no config.json" not in error
 
 
 def test_errors_are_json_too(cli):

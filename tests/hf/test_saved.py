@@ -570,7 +570,7 @@ def test_what_may_not_be_read_is_not_missing(model, file, tmp_path, monkeypatch)
 def test_nobody_else_can_read_what_was_said(model, talk, tmp_path, monkeypatch, before, after):
     path, modes, write = tmp_path / "talk", [], saved.write
     if before is not None:
-        path.write_text("old")
+        path.touch()
         path.chmod(before)
 
     def watch(file, *given):
@@ -591,7 +591,7 @@ def test_links_are_followed(model, talk, tmp_path):
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         cache = sieve.prefill(talk[0])
         real, link = tmp_path / "real", tmp_path / "link"
-        real.write_text("old")
+        real.touch()
         link.symlink_to(real)
         sieve.save(cache, str(link))
         assert link.is_symlink() and parts(sieve.load(real).cache) == parts(cache)
@@ -609,7 +609,7 @@ def test_what_killed_processes_left_is_cleaned(tmp_path):
         with cache_file.replacing(target) as file:
             (mine,) = set(tmp_path.iterdir()) - {dead[1], *others}
             # Another process that saves there now leaves ours alone.
-            with cache_file.replacing(target) as other:
+            with cache_file.replacing(target, force=True) as other:
                 other.write(b"other")
             assert target.read_bytes() == b"other" and mine.exists()
             file.write(b"new")
@@ -621,7 +621,7 @@ def test_an_interrupt_at_any_place_of_saving(tmp_path):
     functions = [cache_file.replacing.__wrapped__, cache_file._created, cache_file._clean, cache_file._held]
 
     def save():
-        with cache_file.replacing(target) as file:
+        with cache_file.replacing(target, force=True) as file:
             file.write(b"new")
 
     interrupts = Interrupts(functions, ())

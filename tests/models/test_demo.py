@@ -524,5 +524,12 @@ def test_load_what_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 def test_exports() -> None:
-    assert set(models.__all__) == {"ModelLoadError", "cache_dir", "fetch_demo", "load", "load_demo"}
+    assert set(models.__all__) == {
+        "ModelLoadError",
+        "ModelNotFoundError",
+        "cache_dir",
+        "fetch_demo",
+        "load",
+        "load_demo",
+    }
     assert all(hasattr(models, name) for name in models.__all__)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsieve.cli.estimate import parse_contexts
-from kvsieve.cli.output import JsonOption, emit_json, markdown_table, print_table, say
+from kvsieve.cli.output import JsonOption, emit_json, markdown_table, print_table, say, show
 from kvsieve.cli.run import DecodeOption, DtypeOption, check_loading, load_model
 from kvsieve.cli.specs import MethodRun, compared_methods, make_run, spec, split_specs
 from kvsieve.errors import InputError, UnsupportedModelError
+from kvsieve.text import markdown_text
 
 if TYPE_CHECKING:
     from kvsieve.bench.compare import Limits
@@ -250,11 +251,11 @@ def _print(report: dict[str, Any], plots: Path | None, markdown: bool, as_json: 
         return
     if report["rates"] is not None:
         bandwidth, matmul = report["rates"]["bandwidth_gb_per_s"], report["rates"]["matmul_tflops"]
-        print(f"{report['model']}, {report['dtype']}, {report['device']}, {report['new_tokens']} new tokens")
-        print(f"matrix-vector {bandwidth:.1f} GB/s, matmul {matmul:.3g} TFLOP/s, measured in this run")
+        show(f"{report['model']}, {report['dtype']}, {report['device']}, {report['new_tokens']} new tokens")
+        show(f"matrix-vector {bandwidth:.1f} GB/s, matmul {matmul:.3g} TFLOP/s, measured in this run")
     for title, headers, rows in tables(report):
         if markdown:
-            print(f"\n{title}\n\n{markdown_table(headers, rows)}")
+            show(f"\n{markdown_text(title)}\n\n{markdown_table(headers, rows)}")
         else:
-            print(f"\n{title}")
+            show(f"\n{title}")
             print_table(headers, rows)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsieve.cli.evaluate import lengths_of, names_of, progress_bar
-from kvsieve.cli.output import JsonOption, emit_json, print_table
+from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.run import DTYPES, load_model
 from kvsieve.errors import InputError, PlanError
 
@@ -95,16 +95,16 @@ def calibrate_command(
         emit_json({name: each for name, each in profile.to_dict().items() if name not in arrays} | {"out": str(out)})
         return
     print_profile(profile)
-    print(f"the profile is in {out}; use it with `kvsieve run --profile {out}` or plan(..., profile={str(out)!r})")
+    show(f"the profile is in {out}; use it with `kvsieve run --profile {out}` or plan(..., profile={str(out)!r})")
 
 
 def print_profile(profile: Profile) -> None:
     """What was found, part by part."""
     print_table(["part", "found", "by"], [list(row) for row in _rows(profile.measured)], left=3)
     for part, reason in profile.measured.get("left_out", {}).items():
-        print(f"note: {part} was left out: {reason}")
+        show(f"note: {part} was left out: {reason}")
     if not profile.measured.get("tsp", {}).get("settled", True):
-        print("note: no layer is near enough to full context; the nearest was taken")
+        show("note: no layer is near enough to full context; the nearest was taken")
 
 
 def _rows(measured: dict[str, Any]) -> list[tuple[str, str, str]]:

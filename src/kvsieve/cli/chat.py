@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsieve.cli.output import one_line, print_table, say
+from kvsieve.cli.output import one_line, print_table, say, show
 from kvsieve.cli.run import DecodeOption, DtypeOption, check_loading, load_model, read_prompt
 from kvsieve.cli.specs import chosen_method
+from kvsieve.cli.words import Words
 from kvsieve.errors import InputError, KvsieveError
 from kvsieve.plans import Plan
+from kvsieve.text import printable
 
 if TYPE_CHECKING:
     from kvsieve.hf.chat import Chat, ChatSnapshot, Reply
@@ -29,8 +32,6 @@ _COMMANDS = {
     "/help": "this",
     "/quit": "end, as Ctrl-D does",
 }
-# What a terminal could take for an order of the model's.
-_CONTROL = dict.fromkeys({*range(32), *range(127, 160)} - {ord("\n"), ord("\t")})
 
 
 def chat_command(
@@ -51,6 +52,12 @@ def chat_command(
     file: Annotated[str | None, typer.Option(help="File whose text comes before the first message.")] = None,
     load: Annotated[str | None, typer.Option(help="Go on with a chat that was saved.")] = None,
     save: Annotated[str | None, typer.Option(help="Write the chat to this file after each turn.")] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Let --save and /save replace a file that kvsieve did not save.")
+    ] = False,
+    commands: Annotated[
+        bool, typer.Option("--commands", help="Lines of piped text that begin with / are commands, not messages.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
     dtype: DtypeOption = "bfloat16",
@@ -80,7 +87,7 @@ def chat_command(
         raise InputError("--file - would read the messages' own stdin; write the text to a file")
     context = None if file is None else read_prompt(file, None)
     if save is not None:
-        _check_target(save)
+        _check_target(save, force)
     loaded, tokenizer = load_model(model, dtype)
 
     import kvsieve
@@ -88,7 +95,7 @@ def chat_command(
 
     with kvsieve.attach(loaded, plan.for_tokenizer(tokenizer), decode=decode) as sieve:
         chat = sieve.chat(tokenizer, system, load=load, max_new_tokens=max_new_tokens, chunk=chunk)
-        talk = _Talk(chat, context, save, as_json)
+        talk = _Talk(chat, context, save, force, commands, as_json)
         if talk.interactive:
             where = f"{str(loaded.dtype).removeprefix('torch.')}, {loaded.device}"
             turns = f"{len(chat.turns)} turn{'s' * (len(chat.turns) != 1)}"
@@ -103,9 +110,12 @@ class _Talk:
     In a terminal whatever fails is told and the chat goes on; with messages from a pipe it ends the command.
     """
 
-    def __init__(self, chat: Chat, context: str | None, save: str | None, as_json: bool) -> None:
-        self.chat, self.context, self.save_to, self.as_json = chat, context, save, as_json
+    def __init__(
+        self, chat: Chat, context: str | None, save: str | None, force: bool, commands: bool, as_json: bool
+    ) -> None:
+        self.chat, self.context, self.save_to, self.force, self.as_json = chat, context, save, force, as_json
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+        self.commands = commands or self.interactive
         self.watched = sys.stderr.isatty()
         self.styled = self.watched and not os.environ.get("NO_COLOR")
         # What /undo goes back to, and the text that was still to be read then.
@@ -128,7 +138,7 @@ class _Talk:
 
     def aside(self, text: str) -> None:
         sys.stdout.flush()
-        say(f"\x1b[2m{text}\x1b[0m" if self.styled else text)
+        say(text, dim=self.styled)
 
     def _lines(self) -> Iterator[str]:
         if not self.interactive:
@@ -153,7 +163,7 @@ class _Talk:
         if not line.strip():
             return False
         try:
-            if line.startswith("/"):
+            if self.commands and line.startswith("/"):
                 return self._command(line)
             self._turn(line)
         except KeyboardInterrupt:
@@ -177,7 +187,7 @@ class _Talk:
         if name == "/save":
             if not rest:
                 raise InputError("/save needs a file: /save chat.kv")
-            self.chat.save(os.path.expanduser(rest))
+            self.chat.save(os.path.expanduser(rest), force=self.force)
             self.aside(f"saved to {rest}")
         elif name == "/undo":
             self._undo()
@@ -229,33 +239,41 @@ class _Talk:
 
     def _answer(self, message: str) -> Reply:
         """Print the answer as it comes."""
-        reading, begun = False, False
+        words = Words(shutil.get_terminal_size((80, 24)).columns if self.interactive else None)
+        reading = self.watched
+
+        def told(text: str) -> None:
+            """What stands in the line until the answer begins."""
+            if reading:
+                print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
         def progress(done: int, total: int) -> None:
-            nonlocal reading
-            if self.watched and not begun and done < total:
-                reading = True
-                print(f"\r\x1b[Kreading: {done} of {total} tokens", end="", file=sys.stderr, flush=True)
+            if done < total:
+                told(f"reading: {done} of {total} tokens")
 
+        told("reading ...")
         with contextlib.closing(self.chat.stream(message, progress=progress)) as stream:
             try:
                 while True:
                     piece = next(stream)
-                    if reading and not begun:
-                        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-                    begun = True
+                    told("")
+                    reading = False
                     if not self.as_json:
-                        print(piece.translate(_CONTROL) if self.interactive else piece, end="", flush=True)
+                        show(words.add(printable(piece)), end="")
             except StopIteration as end:
+                told("")
                 if not self.as_json:
-                    print(flush=True)
+                    show(words.rest())
                 return end.value
+            except BaseException:
+                told("")
+                raise
 
     def _save_here(self) -> None:
         if self.save_to is None:
             return
         try:
-            self.chat.save(self.save_to)
+            self.chat.save(self.save_to, force=self.force)
             self.unsaved = False
         except (KvsieveError, OSError) as error:
             say(f"error: not saved: {one_line(error)}")
@@ -321,8 +339,8 @@ def _saved_plan(path: str) -> Plan:
     return Plan.from_dict(header["plan"])
 
 
-def _check_target(path: str) -> None:
-    """Raises InputError for a file that cannot be written."""
+def _check_target(path: str, force: bool) -> None:
+    """Raises InputError for a file that cannot be written, or that is not to be replaced."""
     target = Path(path).absolute()
     if target.is_dir():
         raise InputError(f"--save {path!r} is a directory; name a file")
@@ -330,3 +348,10 @@ def _check_target(path: str) -> None:
         raise InputError(f"cannot write --save {path!r}: there is no directory {str(target.parent)!r}")
     if not os.access(target.parent, os.W_OK):
         raise InputError(f"cannot write --save {path!r}: no permission to write in {str(target.parent)!r}")
+    from kvsieve.hf.cache_file import is_ours
+
+    if not force and not is_ours(path):
+        raise InputError(
+            f"--save {path!r} is there already and is no chat that kvsieve saved; name another file, or add --force to "
+            "replace it"
+        )

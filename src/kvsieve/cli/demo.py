@@ -8,7 +8,7 @@ import typer
 
 from kvsieve.cli import run
 from kvsieve.cli.document import CODE, QUESTION, build_document
-from kvsieve.cli.output import JsonOption, emit_json, say
+from kvsieve.cli.output import JsonOption, emit_json, say, show
 from kvsieve.cli.specs import MethodRun, make_run
 
 CHUNK = 1024
@@ -37,7 +37,7 @@ def demo_command(
     as_json: JsonOption = False,
 ) -> None:
     """Hide a fact in a long document and ask the demo model for it, under full KV, SnapKV and FastKV."""
-    tell = say if as_json else print
+    tell = say if as_json else show
     runs = demo_runs()
     model, tokenizer = run.load_model(None, "bfloat16")
     document = build_document(tokenizer, tokens, depth)
@@ -51,7 +51,7 @@ def demo_command(
         facts = {"question": QUESTION, "expected": CODE, "document_tokens": tokens, "depth": depth}
         emit_json({**facts, **run.report(None, results)})
     else:
-        print()
+        show()
         run.print_answers(results)
         run.print_stats(results)
         print(COLUMNS)

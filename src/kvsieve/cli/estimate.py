@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvsieve.cli.output import JsonOption, emit_json, one_line, print_table
+from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.specs import MethodRun, compared_methods, spec
 from kvsieve.errors import InputError
 
@@ -74,26 +72,21 @@ def parse_contexts(text: str, option: str = "--context") -> list[int]:
 def model_config(name: str | None) -> Any:
     """The transformers config of a directory, a hub id, or (None) the demo model.
 
-    Raises ModelLoadError for one that cannot be read.
+    Raises ModelNotFoundError for one that is not there, ModelLoadError for one that cannot be read.
     """
-    from kvsieve.models.fetch import ModelLoadError
-
     if name is None:
         return _demo_config()
     from huggingface_hub.utils import logging
     from transformers import AutoConfig
 
+    from kvsieve.models import checkpoint_source, load_error
+
     logging.set_verbosity_error()
-    path = Path(os.path.expanduser(name))
-    local = path.is_dir()
-    looks_like_path = name.startswith((os.sep, "./", "../", "~")) or name.count("/") > 1 or name in ("", ".", "..")
-    if (local and not (path / "config.json").is_file()) or (looks_like_path and not local):
-        raise ModelLoadError(f"{name!r} holds no config.json; expected a directory with one, or a hub id owner/name")
+    source, local = checkpoint_source(name)
     try:
-        return AutoConfig.from_pretrained(str(path) if local else name, local_files_only=local)
+        return AutoConfig.from_pretrained(source, local_files_only=local)
     except Exception as error:
-        where = "from its directory" if local else "from the hub (or it cannot be reached)"
-        raise ModelLoadError(f"cannot read the config of {name!r} {where}: {one_line(error)[:300]}") from error
+        raise load_error(f"cannot read the config of {name!r}", local, error) from error
 
 
 def _demo_config() -> Any:
@@ -192,12 +185,12 @@ def _notes(config: Any, contexts: list[int], dtype: str) -> list[str]:
 
 def _print(report: dict[str, Any]) -> None:
     weights = _size(report["results"][0]["weight_bytes"])
-    print(f"{report['model']}: {report['parameters'] / 1e9:.3f} B parameters, {report['layers']} layers")
-    print(f"weights {weights} in {report['dtype']}, batch {report['batch']}")
+    show(f"{report['model']}: {report['parameters'] / 1e9:.3f} B parameters, {report['layers']} layers")
+    show(f"weights {weights} in {report['dtype']}, batch {report['batch']}")
     batches = ["max batch"] if report["memory_gib"] is not None else []
     print_table(_HEADERS + batches, [_row(each) for each in report["results"]], left=2)
     for note in report["notes"]:
-        print(f"note: {note}")
+        show(f"note: {note}")
 
 
 def _row(result: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsieve.cli.output import JsonOption, emit_json, say
+from kvsieve.cli.output import JsonOption, emit_json, say, show
 from kvsieve.cli.report import aggregated, print_means
 from kvsieve.cli.run import DTYPES, load_model
 from kvsieve.cli.specs import method_specs
@@ -94,7 +94,7 @@ def eval_command(
         emit_json(aggregated(results))
         return
     print_means(results)
-    print(f"results are in {out}; `kvsieve report {out}` makes tables and pictures of them")
+    show(f"results are in {out}; `kvsieve report {out}` makes tables and pictures of them")
 
 
 def tasks_command(as_json: JsonOption = False) -> None:
@@ -164,7 +164,7 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
 
         yield note
         return
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()]
+    columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()]
     columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
     # The last minutes say more about what is left than all of it: samples differ a lot.
     with Progress(*columns, console=console, speed_estimate_period=300) as progress:

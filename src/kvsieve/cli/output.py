@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
@@ -12,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsieve.errors import KvsieveWarning
+from kvsieve.text import markdown_text, printable, shortened
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 
@@ -20,13 +23,26 @@ def emit_json(data: Any) -> None:
     print(json.dumps(data, indent=2, default=str))
 
 
-def say(text: str) -> None:
-    """Progress for people."""
-    print(text, file=sys.stderr, flush=True)
+def show(text: str = "", *, end: str = "\n") -> None:
+    """Results for people, on stdout."""
+    print(printable(text), end=end, flush=True)
+
+
+def say(text: str, *, dim: bool = False) -> None:
+    """Progress for people, on stderr."""
+    text = printable(text)
+    print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """The text in lines of at most the terminal's width, all but the first four signs further in."""
+    width = shutil.get_terminal_size((80, 24)).columns
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def one_line(message: object) -> str:
-    return " ".join(str(message).split()) or "no message"
+    """A message of any length as one line of a bearable one."""
+    return printable(shortened(" ".join(str(message).split()))) or "no message"
 
 
 @contextlib.contextmanager
@@ -57,9 +73,9 @@ def prefill_progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
     if not console.is_terminal:
         yield None
         return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens read")
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(label, total=None)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()
+    with Progress(*columns, TextColumn("tokens read"), console=console, transient=True) as progress:
+        task = progress.add_task(printable(label), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
@@ -68,19 +84,20 @@ def print_table(headers: list[str], rows: list[list[str]], *, left: int = 1) -> 
     from rich import box
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for index, header in enumerate(headers):
-        table.add_column(header, justify="left" if index < left else "right", overflow="fold")
+        table.add_column(Text(printable(header)), justify="left" if index < left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(printable(cell)) for cell in row))
     console.print(table)
 
 
 def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
-    """The same as Markdown; a cell's own bars are escaped."""
+    """The same as Markdown. Cells are text, unless they are `Markdown` already."""
     lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join(one_cell.replace("|", "\\|") for one_cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(markdown_text, line)) + " |" for line in lines)

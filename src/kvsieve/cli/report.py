@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvsieve.cli.output import JsonOption, emit_json, print_table
+from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 
 
 def report_command(
@@ -25,7 +25,7 @@ def report_command(
         emit_json({**aggregated(results), "files": [str(file) for file in written]})
         return
     print_means(results)
-    print(f"wrote {written[0]}, {written[1]} and {len(written) - 2} pictures in {folder / 'plots'}")
+    show(f"wrote {written[0]}, {written[1]} and {len(written) - 2} pictures in {folder / 'plots'}")
 
 
 def print_means(results: Any) -> None:
@@ -44,7 +44,7 @@ def print_means(results: Any) -> None:
                 if any(found):
                     texts = [f"{100 * cell.score:.1f}{plus_minus(cell)}" if cell else NONE for cell in found]
                     rows.append([label, budget_name(budget), *texts])
-        print(f"{length} tokens, mean score over tasks in %:")
+        show(f"{length} tokens, mean score over tasks in %:")
         print_table(["method", "budget", *(f"question {question}" for question in questions)], rows)
 
 

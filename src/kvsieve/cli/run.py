@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsieve.cli.output import JsonOption, emit_json, prefill_progress, print_table
+from kvsieve.cli.output import JsonOption, emit_json, prefill_progress, print_table, show
 from kvsieve.cli.specs import MethodRun, chosen_method, compared_methods
 from kvsieve.errors import InputError, PlanError
 
@@ -244,7 +244,7 @@ def report(model: str | None, results: list[dict[str, Any]]) -> dict[str, Any]:
 def print_answers(results: list[dict[str, Any]]) -> None:
     for result in results:
         mark = {True: "✓ ", False: "✗ "}.get(result.get("correct"), "")
-        print(f"{mark}{result['method']}: {result['answer']}")
+        show(f"{mark}{result['method']}: {result['answer']}")
 
 
 def print_stats(results: list[dict[str, Any]]) -> None:
@@ -252,7 +252,7 @@ def print_stats(results: list[dict[str, Any]]) -> None:
     print_table(_HEADERS, [_row(result["stats"]) for result in results])
     for result in results:
         for note in result["stats"].notes:
-            print(f"note: {result['method']}: {note}")
+            show(f"note: {result['method']}: {note}")
 
 
 def _row(stats: Stats) -> list[str]:

@@ -12,6 +12,7 @@ from kvsieve.eval import report_html as h
 from kvsieve.eval.pictures import Picture, draw
 from kvsieve.eval.results import FULL, Results, Row, distinct
 from kvsieve.eval.tables import Table, Tables, bounds, budget_name, make_tables, plus_minus
+from kvsieve.text import Markdown, markdown_text
 
 FORMATS = ("png", "svg")
 _ANSWER_LENGTH = 300
@@ -77,16 +78,20 @@ def markdown_report(results: Results) -> str:
     tables = make_tables(results, plus_minus)
     groups = (("Summary", tables.summary), ("Scores per task", tables.tasks), ("Distance to full KV", tables.fidelity),
               ("Costs", tables.costs))  # fmt: skip
-    parts = [f"# {_title(results)}"]
+    parts = [f"# {markdown_text(_title(results))}"]
     for title, found in groups:
         parts += [f"## {title}"] * bool(found)
         for table in found:
-            parts += [f"### {table.title}", markdown_table(table.headers, _plain(table)), table.note]
+            parts += [f"### {markdown_text(table.title)}", markdown_table(table.headers, _plain(table)), table.note]
     return "\n\n".join(parts) + "\n"
 
 
 def _plain(table: Table) -> list[list[str]]:
-    return [[f"**{entry.text}**" if entry.best else entry.text for entry in row] for row in table.rows]
+    return [[_bold(entry.text) if entry.best else entry.text for entry in row] for row in table.rows]
+
+
+def _bold(text: str) -> Markdown:
+    return Markdown(f"**{markdown_text(text)}**")
 
 
 def html_report(results: Results, pictures: Sequence[Picture]) -> str:

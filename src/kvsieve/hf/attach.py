@@ -198,18 +198,20 @@ class Sieve:
         tokenizer: Any = None,
         ids: Tensor | None = None,
         extra: Mapping[str, Any] | None = None,
+        force: bool = False,
     ) -> None:
         """Write a cache of this sieve to one file (safetensors), which `load` reads; docs/saved_caches.md.
 
         tokenizer: its vocabulary is then checked on loading. ids: int64 [B, N], the conversation's tokens, to go on
-        with. extra: anything JSON can hold. On any failure what was at `path` is untouched.
+        with. extra: anything JSON can hold. On any failure what was at `path` is untouched. A file there that kvsieve
+        did not save is replaced with force=True only.
 
-        Raises CacheStateError while a prompt is half-read, InputError for ids or extra that do not fit, CacheFileError
-        for what cannot be saved or written.
+        Raises CacheStateError while a prompt is half-read, InputError for ids or extra that do not fit and a path where
+        another file is, CacheFileError for what cannot be saved or written.
         """
         check_path(path)
         check_tokenizer(tokenizer)
-        save_cache(path, self, cache, tokenizer=tokenizer, ids=ids, extra=extra)
+        save_cache(path, self, cache, tokenizer=tokenizer, ids=ids, extra=extra, force=force)
 
     def load(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> Saved:
         """What `save` wrote: `.cache` on the model's device, to go on with; `.ids`, `.extra`.

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvsieve.errors import CacheFileError, short
+from kvsieve.errors import CacheFileError, InputError, MissingFileError, short
 
 FORMAT = 2
 
@@ -52,7 +52,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[tuple[dict[str, Any], Any]]
         with open(path, "rb", opener=_regular):
             pass
     except OSError as error:
-        raise CacheFileError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise MissingFileError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
         file = safe_open(os.fspath(path), "pt")
         metadata = file.metadata()
@@ -141,11 +141,26 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], text: str) -> None:
         file.write(as_bytes(tensors[name]))
 
 
+def is_ours(path: str | os.PathLike[str]) -> bool:
+    """Whether what is at `path` may be replaced unasked: nothing, an empty file, or one that `write` wrote, whatever
+    became of it. Raises MissingFileError for a file that cannot be read."""
+    begin = b'{"__metadata__": {"kvsieve"'
+    try:
+        with open(path, "rb", opener=_regular) as file:
+            found = file.read(8 + len(begin))
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        raise MissingFileError(f"{path} cannot be read: {error.strerror or error}") from error
+    return not found or found[8:] == begin
+
+
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike[str], force: bool = False) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` once it is written in full and on the disk.
 
-    Nobody but its owner can read it, at any time; of a file that is replaced, what its owner may do is kept.
+    Nobody but its owner can read it, at any time; of a file that is replaced, what its owner may do is kept. Raises
+    InputError, unless `force`, where another file than a saved cache is there.
     """
     target = Path(os.path.realpath(path))
     temporary: Path | None = None
@@ -153,6 +168,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         mode = target.stat().st_mode if os.path.lexists(target) else stat.S_IFREG | 0o600
         if not stat.S_ISREG(mode):
             raise OSError(None, "it is there already and is not a file; choose another name")
+        if not force and not is_ours(target):
+            raise InputError(
+                f"{path} is there already and is no file that kvsieve saved: it is not replaced; choose another name, "
+                "delete it, or replace it by force (force=True, --force)"
+            )
         _clean(target)
         temporary, file = _created(target)
         with file:

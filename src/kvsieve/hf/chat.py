@@ -272,10 +272,11 @@ class Chat:
 
         return self._alone(work)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write the chat to a file that ``sieve.chat(tokenizer, load=path)`` goes on with.
 
-        Raises CacheStateError in the middle of a turn, and OSError.
+        force: replace a file there that kvsieve did not save. Raises CacheStateError in the middle of a turn,
+        InputError where such a file is, CacheFileError for what cannot be saved or written.
         """
 
         def work() -> None:
@@ -286,7 +287,8 @@ class Chat:
                 "context": state.context,
                 "ended": state.ended,
             }
-            self.sieve.save(self._cache, path, tokenizer=self.tokenizer, ids=state.ids, extra={"chat": chat})
+            extra = {"chat": chat}
+            self.sieve.save(self._cache, path, tokenizer=self.tokenizer, ids=state.ids, extra=extra, force=force)
 
         self._alone(work)
 

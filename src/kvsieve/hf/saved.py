@@ -76,14 +76,16 @@ def save_cache(
     tokenizer: Any = None,
     ids: Tensor | None = None,
     extra: Mapping[str, Any] | None = None,
+    force: bool = False,
 ) -> None:
-    """Write `cache`, made by `sieve`, to one file that `load_cache` reads, in place of what was there.
+    """Write `cache`, made by `sieve`, to one file that `load_cache` reads, in place of one that was saved there.
 
     tokenizer: its vocabulary is then checked on loading. ids: int64 [B, N], the conversation's tokens. extra: anything
-    JSON can hold. The file appears whole or not at all: on any failure what was at `path` is untouched.
+    JSON can hold. The file appears whole or not at all: on any failure what was at `path` is untouched. force: replace
+    a file that is no saved cache too.
 
-    Raises CacheStateError while a prompt is half-read, InputError for ids or extra that do not fit, and CacheFileError
-    for a state or plan that cannot be saved and where the file cannot be written.
+    Raises CacheStateError while a prompt is half-read, InputError for ids or extra that do not fit and a path where
+    another file is, and CacheFileError for a state or plan that cannot be saved and where the file cannot be written.
     """
     _check_whole(sieve)
     sieve.check_cache(cache)
@@ -112,7 +114,7 @@ def save_cache(
     header = json.loads(json.dumps(header))
     header["tensors"] = digest(tensors)
     header["sha256"] = header_digest(header)
-    with replacing(path) as file:
+    with replacing(path, force) as file:
         write(file, tensors, json.dumps(header))
 
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from kvsieve.models.demo import load_demo
-from kvsieve.models.fetch import ModelLoadError, cache_dir, fetch_demo
+from kvsieve.models.fetch import ModelLoadError, ModelNotFoundError, cache_dir, fetch_demo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["ModelLoadError", "cache_dir", "fetch_demo", "load", "load_demo"]
+__all__ = ["ModelLoadError", "ModelNotFoundError", "cache_dir", "fetch_demo", "load", "load_demo"]
 
 
 def load(
@@ -35,8 +35,8 @@ def load(
         tokenizer: padding on the left; without a pad token of its own it pads with eos.  It may lack a chat template.
 
     Raises:
-        ModelLoadError: a path that names no directory, a hub that cannot be reached or does not have the model, a
-            checkpoint that does not load; and whatever `load_demo` raises.
+        ModelNotFoundError: a path that names no directory with a checkpoint, or a model that the hub does not have.
+        ModelLoadError: a hub that cannot be reached, a checkpoint that does not load; and whatever `load_demo` raises.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,22 +50,54 @@ def load(
 def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = Path(os.path.expanduser(name))
-    local = path.is_dir()
-    looks_like_path = name.startswith((os.sep, "./", "../", "~")) or name.count("/") > 1 or name in ("", ".", "..")
-    if looks_like_path and not local:
-        raise ModelLoadError(f"{name!r} is not a directory; expected a transformers checkpoint or a hub id owner/name")
-    if local and not (path / "config.json").is_file():
-        raise ModelLoadError(f"{name!r} has no config.json; expected the directory of a transformers checkpoint")
-    source = str(path) if local else name
+    source, local = checkpoint_source(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=local)
     except Exception as exc:
-        cause = next(iter(str(exc).strip().splitlines()), "") or type(exc).__name__
-        where = "from its directory" if local else "from the hub (or it cannot be reached)"
-        raise ModelLoadError(f"cannot load {name!r} {where}: {cause}") from exc
+        raise load_error(f"cannot load {name!r}", local, exc) from exc
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.eval(), tokenizer
+
+
+def checkpoint_source(name: str) -> tuple[str, bool]:
+    """What transformers is to load a name from, and whether that is a directory here (else a hub id).
+
+    Raises ModelNotFoundError for a path that holds no checkpoint, or one that may not be read.
+    """
+    expected = "expected the directory of a transformers checkpoint, or a hub id owner/name"
+    try:
+        path = Path(os.path.expanduser(name))
+        local = path.is_dir()
+    except OSError as exc:
+        raise ModelNotFoundError(f"{name!r} names no directory: {exc}; {expected}") from exc
+    looks_like_path = name.startswith((os.sep, "./", "../", "~")) or name.count("/") > 1 or name in ("", ".", "..")
+    if looks_like_path and not local:
+        raise ModelNotFoundError(f"{name!r} is not a directory; {expected}")
+    if local:
+        try:
+            open(path / "config.json", "rb").close()
+        except FileNotFoundError as exc:
+            raise ModelNotFoundError(f"{name!r} has no config.json; {expected}") from exc
+        except OSError as exc:
+            raise ModelNotFoundError(f"the config.json of {name!r} cannot be read: {exc.strerror}; {expected}") from exc
+    return (str(path) if local else name), local
+
+
+def load_error(what: str, local: bool, error: Exception) -> ModelLoadError:
+    """The error to raise where transformers could not load something. what: such as "cannot load 'owner/name'"."""
+    from huggingface_hub import errors
+
+    cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    if local:
+        return ModelLoadError(f"{what} from its directory: {cause}")
+    told: BaseException | None = error
+    while told is not None:
+        missing = (errors.RepositoryNotFoundError, errors.EntryNotFoundError, errors.HFValidationError)
+        # That it is not in the cache either says nothing of a hub that cannot be reached.
+        if isinstance(told, missing) and not isinstance(told, errors.LocalEntryNotFoundError):
+            return ModelNotFoundError(f"{what}, which the hub does not have: {cause}")
+        told = told.__cause__ or told.__context__
+    return ModelLoadError(f"{what} from the hub (or it cannot be reached): {cause}")

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from kvsieve.errors import KvsieveError
+from kvsieve.errors import InputError, KvsieveError
 
 try:
     import fcntl
@@ -35,6 +35,10 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 class ModelLoadError(KvsieveError):
     """A model or tokenizer could not be found, fetched, converted or loaded."""
+
+
+class ModelNotFoundError(ModelLoadError, InputError):
+    """A name that stands for no model: no directory of a checkpoint, and none on the hub."""
 
 
 def cache_dir() -> Path:
