@@ -143,6 +143,17 @@ def value(draw: random.Random) -> Any:
     return draw.choice(pool)
 
 
+def like(draw: random.Random, default: Any) -> Any:
+    """A value of the kind of a parameter's default, more often than not."""
+    if draw.random() < 0.4:
+        return value(draw)
+    if isinstance(default, bool):
+        return draw.random() < 0.5
+    if isinstance(default, (int, float)):
+        return draw.choice([each for each in (NUMBERS if isinstance(default, int) else REALS) if 0 <= each < 2**31])
+    return draw.choice([*REALS[3:8], *NUMBERS[4:12], "20%", "avg", "max", "0/-1", None])
+
+
 def parameter_case(draw: random.Random, number: int) -> tuple[str, Case]:
     """A method with some parameters of any kind, or a class of a role."""
     if number % 5 == 4:
@@ -161,7 +172,7 @@ def parameter_case(draw: random.Random, number: int) -> tuple[str, Case]:
     known = [*info.parameters, *info.parameters, "compression_ratio", "kernle"]
     given = dict(info.example)
     for name in draw.sample(known, min(draw.choice([1, 1, 1, 2, 3]), len(known))):
-        given[name] = value(draw)
+        given[name] = like(draw, info.parameters.get(name))
     if draw.random() < 0.1:
         given = {name: part for name, part in given.items() if name not in info.example}
     return f"plan({info.name!r}, **{given!r})", lambda world: run(world, kvsieve.plan(info.name, **given))

@@ -18,7 +18,7 @@ from kvsieve.display import mebibytes
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.cache import SieveCache, Snapshot
 from kvsieve.hf.generate import Decoding, Stats, Storage, Traffic
-from kvsieve.hf.inputs import check_text
+from kvsieve.hf.inputs import check_callable, check_text
 from kvsieve.hf.saved import understood
 from kvsieve.turns import Message, Turns, stop_ids
 
@@ -320,6 +320,7 @@ class Chat:
         most = wanted if context is None else min(wanted, context - ids.shape[1])
         stops = self._complete(options)
         progress = options.pop("progress", None)
+        check_callable("progress", progress)
 
         def shown(done: int, total: int) -> None:
             check()

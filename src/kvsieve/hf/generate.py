@@ -21,6 +21,7 @@ from kvsieve.errors import InputError, KvsieveError, UnsupportedOptionError, sho
 from kvsieve.hf.as_given import AsGiven
 from kvsieve.hf.cache import Passes, SieveCache, TurnRecord
 from kvsieve.hf.compat import generate_arguments
+from kvsieve.hf.inputs import check_callable
 from kvsieve.hf.memory import measure_peak
 from kvsieve.hf.restart import read_prompt
 from kvsieve.hf.wishes import Wishes
@@ -307,9 +308,14 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
         value = options.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise InputError(f"generate({name}=...) must be a whole number of at least {least}, got {short(value)}")
-    criteria = options.get("stopping_criteria")
-    if criteria is not None and not (isinstance(criteria, (list, tuple)) and all(map(callable, criteria))):
-        raise InputError(f"generate(stopping_criteria=...) must be a list of StoppingCriteria, got {short(criteria)}")
+    for name, kind in (("stopping_criteria", "StoppingCriteria"), ("logits_processor", "LogitsProcessor")):
+        parts = options.get(name)
+        if parts is not None and not (isinstance(parts, (list, tuple)) and all(map(callable, parts))):
+            raise InputError(f"generate({name}=...) must be a list of {kind} objects, got {short(parts)}")
+    check_callable("generate(prefix_allowed_tokens_fn=...)", options.get("prefix_allowed_tokens_fn"))
+    for name in ("put", "end"):
+        if options.get("streamer") is not None and not callable(getattr(options["streamer"], name, None)):
+            raise InputError(f"generate(streamer=...) must have put() and end(), got {short(options['streamer'])}")
     config = options.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise InputError(f"generate(generation_config=...) must be a GenerationConfig, got {short(config)}")

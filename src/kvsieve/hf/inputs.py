@@ -106,6 +106,12 @@ def check_tokenizer(tokenizer: Any) -> None:
         raise InputError(f"tokenizer must be a tokenizer of transformers, got {short(tokenizer)}")
 
 
+def check_callable(name: str, value: Any) -> None:
+    """Raise InputError for what cannot be called; None is fine."""
+    if value is not None and not callable(value):
+        raise InputError(f"{name} must be a function, got {short(value)}")
+
+
 def check_path(path: Any) -> None:
     """Raise InputError unless `path` can name a file."""
     fine = isinstance(path, (str, os.PathLike)) and isinstance(os.fspath(path), str)

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvsieve.errors import InputError, PlanError, short
+from kvsieve.errors import PlanError
 from kvsieve.hf.cache import SieveCache
 from kvsieve.hf.condense import condense
 from kvsieve.hf.evict import check_held
+from kvsieve.hf.inputs import check_callable
 from kvsieve.hf.prefill import check_prompt, chunk_ends, prefill, whole_mask
 from kvsieve.hf.session import StopForward
 from kvsieve.hf.wishes import Wishes
@@ -137,8 +138,7 @@ def read_prompt(
             f"{sieve.plan.name} feeds texts of its own, and there is no tokenizer to make token ids of them: use "
             "attach(model, plan, tokenizer=tokenizer), or attach plan.for_tokenizer(tokenizer)"
         )
-    if progress is not None and not callable(progress):
-        raise InputError(f"progress is called with (tokens read, tokens in all), got {short(progress)}, not a function")
+    check_callable("progress", progress)
     wishes = Wishes() if wishes is None else wishes
     mask = whole_mask(sieve, input_ids, attention_mask, cache, pad_token_id)
     question = wishes.question_tokens(cache.told()[0], mask, input_ids.shape[1])

@@ -27,6 +27,9 @@ from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext
 
+# Beyond these, weights and scores are no longer numbers.
+_LEAST_TAU, _MOST_GAMMA = 0.05, 1e9
+
 
 @dataclass
 class _Statistics:
@@ -68,7 +71,7 @@ def _statistics(ctx: LayerContext, window: int) -> _Statistics:
 class CakeScores(SnapKV):
     """Rank entries by the mean of the window's attention and `gamma` times its variance over the window's queries.
 
-    gamma: at least 0. The rest as in SnapKV.
+    gamma: in [0, 1e9]. The rest as in SnapKV.
     """
 
     needs_heads = "own"
@@ -78,8 +81,8 @@ class CakeScores(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.gamma >= 0:
-            raise PlanError(f"CakeScores: gamma must be at least 0, got {self.gamma!r}")
+        if not 0 <= self.gamma <= _MOST_GAMMA:
+            raise PlanError(f"CakeScores: gamma must lie in [0, {_MOST_GAMMA:g}], got {self.gamma!r}")
 
     def context_scores(self, ctx: LayerContext) -> Tensor:
         found = _statistics(ctx, self.window)
@@ -92,7 +95,7 @@ class CAKE(Cascade):
     """Divide the budget among layers by how spread out and how shifting their attention is: ``CAKE()``.
 
     base: what ranks entries and holds the budget, which is the average; its window, or the last 32 queries, are looked
-    at. tau1, tau2: of entropy and variance, above 0; larger ones make layers more alike.
+    at. tau1, tau2: of entropy and variance, at least 0.05; larger ones make layers more alike.
     """
 
     needs_heads = "all"
@@ -104,8 +107,8 @@ class CAKE(Cascade):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("tau1", "tau2"):
-            if not getattr(self, name) > 0:
-                raise PlanError(f"CAKE: {name} must be above 0, got {getattr(self, name)!r}")
+            if not getattr(self, name) >= _LEAST_TAU:
+                raise PlanError(f"CAKE: {name} must be at least {_LEAST_TAU}, got {getattr(self, name)!r}")
 
     @property
     def window(self) -> int:
