@@ -15,7 +15,8 @@ class Budget:
     Exactly one of the two is given:
 
     tokens: an absolute number of entries, at least 1.
-    ratio: a share of the prompt's true length (padding excluded), in (0, 1]; ``int(length * ratio)`` entries.
+    ratio: a share of the conversation's true length (padding excluded) once a turn's prompt is complete, in (0, 1];
+    ``int(length * ratio)`` entries.
 
     Raises PlanError when neither or both are given, or one is out of range.
     """

@@ -174,7 +174,7 @@ def test_lagkv_waits_exactly_where_it_drops_nothing(model):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Asked(type(plan.evict)):
         def select(self, ctx, counts):
-            known = "keep" in ctx.state
+            known = "counts" in ctx.state
             waits = self.waits(ctx.layer_idx, ctx.num_layers, ctx.stored, ctx.state)
             chosen = super().select(ctx, counts)
             if ctx.step.phase == "decode":

@@ -12,30 +12,16 @@ from kvsieve.budget import Budget
 from kvsieve.errors import InputError, PlanError
 from kvsieve.methods import H2O, TSP, AdaptiveTSP, KNorm, LagKV, SnapKV, StreamingLLM
 from kvsieve.models.families import build
-from kvsieve.profiles import Fingerprint, Profile
 from kvsieve.segments import role_spans
 from kvsieve.types import END_OF_PROMPT, Quotas, Selection
 from layers import context, golden, kept
+from small import plan_of, stored
 from toy_words import word_tokenizer
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LENGTH, PADDING = 200, 11
 SPANS = [(0, 3), (57, 69), (130, 131)]
 QUOTAS = [((5, 35), 14), ((90, 110), "50%")]
-
-# What makes methods reduce prompts as short as these.
-SMALL = {"window": 4, "recent": 4, "sinks": 2, "lag": 8, "question": 5, "tsp_layer": 1, "observed": 2, "first": 1}
-PARAMETERS = {
-    "asl": {"tau": 5.0, "budget": 80},
-    "chunkkv": {"chunk_length": 4},
-    "finch": {"chunk_length": 32},
-    "gemfilter": {"layer": 1},
-    "h2o": {"recent": 0.7},
-    "kvzip": {"chunk_length": 64, "repeat_ids": (), "go_on_ids": (), "answer_ids": ()},
-    "pyramidinfer": {"min_context": 8, "rate": 0.3, "recent": 0.1},
-    "sagekv": {"recent": 0.5},
-    "lookahead": {"lookahead": 3},
-}
 
 
 def drops(name):
@@ -46,21 +32,6 @@ def drops(name):
 
 
 METHODS = [name for name in kvsieve.list_methods() if drops(name)]
-
-
-def plan_of(name, model, **given):
-    """A method's plan at 40% of the prompt, with parameters fit for a tiny model; `given` where it takes them."""
-    info = kvsieve.method_info(name)
-    chosen = {**info.example, "budget": "40%", **SMALL, **PARAMETERS.get(name, {}), **given}
-    if name == "per-layer":
-        chosen["shares"] = "1/0.5/1.5/1"
-    if "profile" in info.example:
-        config = model.config
-        shape = torch.Size([config.num_hidden_layers, config.num_key_value_heads])
-        heads = golden(shape, 3).tolist()
-        filters = golden((*shape, config.hidden_size // config.num_attention_heads), 4).tolist()
-        chosen["profile"] = Profile(Fingerprint.of(model), heads=heads, q_filters=filters)
-    return kvsieve.plan(name, **{key: value for key, value in chosen.items() if key in info.parameters})
 
 
 @pytest.fixture(scope="module")
@@ -74,20 +45,6 @@ def batch():
     mask = torch.ones_like(ids)
     ids[1, :PADDING], mask[1, :PADDING] = 0, 0
     return ids, mask
-
-
-def stored(cache, padding=(0,)):
-    """Per row, layer and head: numbers of the true tokens that are stored."""
-    out = [[] for _ in padding]
-    for number, layer in cache.sieve_layers.items():
-        store = layer.store
-        index = store.index.long()
-        real = index >= 0 if store.valid is None else (index >= 0) & store.valid
-        if cache.restart is not None:
-            index = cache.restart.as_given(index, number)
-        for row, pad in enumerate(padding):
-            out[row].append([(index[row, h][real[row, h]] - pad).tolist() for h in range(index.shape[1])])
-    return out
 
 
 def every_head(cache, padding=(0,)):
@@ -211,12 +168,12 @@ def test_lagkv_by_hand():
     evictor = LagKV(budget=14, sinks=2, lag=4)
     free = kept(evictor, ctx)[0]
     assert len(free) == 14 and [sum(2 + 4 * p <= j < 6 + 4 * p for j in free) for p in range(4)] == [2, 2, 2, 2]
-    # Four protected in one partition leave four to the other three: one each.
+    # Four protected in one partition leave four to the other three: one each, and two of the newest.
     ctx = with_marks(ctx, [6, 7, 8, 9])
     held = kept(evictor, ctx)[0]
-    assert {6, 7, 8, 9} <= set(held) and len(held) == 13
-    assert [sum(2 + 4 * p <= j < 6 + 4 * p for j in held) for p in range(4)] == [1, 4, 1, 1]
-    assert ctx.state["done"].tolist() == [2 + 7]
+    assert {6, 7, 8, 9} <= set(held) and len(held) == 14
+    assert [sum(2 + 4 * p <= j < 6 + 4 * p for j in held) for p in range(4)] == [1, 4, 1, 2]
+    assert ctx.state["judged"].tolist() == [[1, 4, 1, 2]]
 
 
 @pytest.mark.parametrize("groups", [1, 3], ids=lambda g: f"G{g}")

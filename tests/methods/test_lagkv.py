@@ -40,14 +40,16 @@ def test_golden_scores():
     assert scores[0, 0].tolist() == pytest.approx([0.424305, 0.396813, 0.41908, 0.345751, 0.414051], abs=1e-6)
 
 
-def slow(keys, values, sinks, lag, keep, variant, done):
-    """Kept slots of one head's entries [n, D]; `done`: finished prefix. From eqs. 7-15, plain Python over lists."""
-    count = len(keys)
-    if count < done + 2 * lag:
-        return list(range(count)), done
-    out, partitions = list(range(done)), (count - done) // lag
+def slow(keys, values, sinks, lag, budget, variant):
+    """Kept slots of one head's entries [n, D], from eqs. 7-15, plain Python over lists."""
+    count, partitions = len(keys), (len(keys) - sinks) // lag
+    if count <= budget or partitions < 2:
+        return list(range(count))
+    # Eq. 13: what partitions keep; the newest one more, as far as that goes.
+    keep, more = divmod(budget - sinks - lag - (count - sinks) % lag, partitions - 1)
+    out = list(range(sinks))
     for p in range(partitions - 1):
-        first = done + p * lag
+        first = sinks + p * lag
         total = [0.0] * lag
         for part in (keys, values):
             reference = first if variant == "local" else first + lag
@@ -61,9 +63,10 @@ def slow(keys, values, sinks, lag, keep, variant, done):
             total = [one + other for one, other in zip(total, weights, strict=True)]
         if variant == "l2":
             total = [-float(token.norm()) for token in keys[first : first + lag]]
-        best = sorted(range(lag), key=lambda j: (-total[j], j))[:keep]
+        share = max(keep + (p >= partitions - 1 - more), 0)
+        best = sorted(range(lag), key=lambda j: (-total[j], j))[:share]
         out += [first + j for j in sorted(best)]
-    return out + list(range(done + (partitions - 1) * lag, count)), done + (partitions - 1) * keep
+    return out + list(range(sinks + (partitions - 1) * lag, count))
 
 
 @pytest.mark.parametrize("variant", ["lag", "local", "l2"])
@@ -78,9 +81,8 @@ def test_equals_the_slow_reference_in_padded_batches(variant, length):
     selection = evictor.select(ctx, counts)
     for row, pad in enumerate(padding):
         true = length - pad
-        keep = evictor.kept_per_partition(true, counts[row])
         for head in range(3):
-            wanted, _ = slow(keys[row, head, pad:], values[row, head, pad:], sinks, lag, keep, variant, sinks)
+            wanted = slow(keys[row, head, pad:], values[row, head, pad:], sinks, lag, counts[row], variant)
             if selection is None:
                 assert wanted == list(range(true))
                 continue
@@ -89,18 +91,35 @@ def test_equals_the_slow_reference_in_padded_batches(variant, length):
 
 
 @pytest.mark.parametrize("budget", ["30%", "50%", "90%"])
-def test_what_is_left_follows_equation_12(budget):
+def test_the_budget_is_met_to_the_entry(budget):
     evictor = LagKV(budget=budget, sinks=4, lag=16)
     for length in (64, 100, 211):
-        keys = torch.randn(1, 1, length, 4)
-        ctx = context(torch.zeros(1, 1, 1, 4), keys)
         asked = evictor.budget.entries(length, evictor.minimum)
-        keep = evictor.kept_per_partition(length, asked)
-        left = 4 + keep * ((length - 4) // 16 - 1) + 16 + (length - 4) % 16
-        selection = evictor.select(ctx, (asked,))
-        assert (length if selection is None else selection.indices.shape[-1]) == left <= asked
-        # One more per partition would be over the budget, unless whole partitions stay.
-        assert keep == 16 or left + (length - 4) // 16 - 1 > asked
+        selection = evictor.select(context(torch.zeros(1, 1, 1, 4), torch.randn(1, 1, length, 4)), (asked,))
+        found = selection.indices[0, 0].tolist()
+        assert len(found) == asked < length
+        judged = (length - 4) // 16 - 1
+        kept = [sum(4 + 16 * p <= slot < 20 + 16 * p for slot in found) for p in range(judged)]
+        assert max(kept) - min(kept) <= 1 and kept == sorted(kept), "alike, the newest one more"
+        assert [slot for slot in found if slot >= 4 + 16 * judged] == list(range(4 + 16 * judged, length))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room", "protected", "shares"),
+    [
+        ([8, 8, 8], 12, [0, 0, 0], [4, 4, 4]),
+        ([8, 8, 8], 14, [0, 0, 0], [4, 5, 5]),
+        # What was judged before has no more than it kept then; the others share what that leaves.
+        ([2, 3, 8], 11, [0, 0, 0], [2, 3, 6]),
+        ([2, 3, 8], 6, [0, 0, 0], [2, 2, 2]),
+        ([3, 8, 8], 2, [0, 0, 0], [0, 1, 1]),
+        ([8, 8, 8], 12, [7, 0, 0], [7, 2, 3]),
+        ([8, 8, 8], 3, [7, 0, 0], [7, 0, 0]),
+        ([], 5, [], []),
+    ],
+)
+def test_shares_by_hand(sizes, room, protected, shares):
+    assert LagKV(budget=100, sinks=0, lag=8).shares(sizes, room, protected) == shares
 
 
 def test_scaling_a_channel_changes_nothing():
@@ -112,10 +131,10 @@ def test_scaling_a_channel_changes_nothing():
 
 
 def test_a_constant_channel_gives_numbers():
-    # (30 - 10) // 3 partitions keep 6 each, beside the last partition of 10.
+    # Beside the last partition of 10 the three before keep 6, 7 and 7.
     keys = torch.randn(1, 1, 40, 4)
     keys[..., 2] = 1.0
-    assert len(kept(LagKV(budget=30, sinks=0, lag=10), context(torch.zeros(1, 1, 1, 4), keys))[0]) == 28
+    assert len(kept(LagKV(budget=30, sinks=0, lag=10), context(torch.zeros(1, 1, 1, 4), keys))[0]) == 30
 
 
 @pytest.fixture(scope="module")
@@ -123,16 +142,35 @@ def model():
     return build("llama", dtype=torch.float64)
 
 
-def test_decoding_goes_on_compressing(model):
-    ids = torch.randint(2, 120, (1, 50), generator=torch.Generator().manual_seed(2))
-    plan = kvsieve.plan("lagkv", budget="60%", sinks=2, lag=8)
-    keep = plan.evict.kept_per_partition(50, 30)
+@pytest.mark.parametrize("length", [50, 7])
+def test_decoding_goes_on_compressing(model, length):
+    """Also after a prompt that fits, down to the budget whenever a partition has filled."""
+    ids = torch.randint(2, 120, (1, length), generator=torch.Generator().manual_seed(2))
+    plan, sizes = kvsieve.plan("lagkv", budget=30, sinks=2, lag=8), []
     with kvsieve.attach(model, plan) as sieve:
-        result = sieve.generate(ids, max_new_tokens=60, min_new_tokens=60, do_sample=False)
-    seen = 50 + 59
-    left = 2 + keep * ((seen - 2) // 8 - 1) + 8 + (seen - 2) % 8
-    assert result.cache.entries() == [left] * len(result.cache.layers)
-    assert result.stats.applied and max(result.stats.kv_entries) <= 30
+        cache = sieve.new_cache()
+        handle = model.register_forward_hook(lambda *_: sizes.append(max(cache.entries())))
+        sieve.generate(ids, cache=cache, max_new_tokens=90, min_new_tokens=90, do_sample=False)
+        handle.remove()
+    assert sizes[0] == min(length, 30) and max(sizes) <= 30 + 8 and sizes.count(30) >= 7
+    ends = [0, 1], list(range(length + 81, length + 89))
+    for head in cache.layers[0].store.index[0].tolist():
+        assert (head[:2], head[-8:]) == ends
+
+
+def test_over_turns_the_first_layer_keeps_what_it_would_of_one_prompt(model):
+    """Its keys and values do not depend on what was evicted; older partitions are cut to what the newer ones get."""
+    ids = torch.randint(2, 120, (1, 320), generator=torch.Generator().manual_seed(4))
+    for budget, ends in ((60, (7, 60, 130, 137, 320)), (45, (30, 200, 320))):
+        with kvsieve.attach(model, kvsieve.plan("lagkv", budget=budget, sinks=3, lag=8)) as sieve:
+            cache = sieve.new_cache()
+            for end in ends:
+                sieve.prefill(ids[:, :end], cache=cache)
+                assert cache.entries() == [min(end, budget)] * 4
+            once = sieve.prefill(ids)
+        turns, whole = (each.layers[0].store.index[0].tolist() for each in (cache, once))
+        # A partition that once kept one fewer than the newest cannot have it back.
+        assert all(len(set(one) & set(other)) >= budget - 4 for one, other in zip(turns, whole, strict=True))
 
 
 def test_what_is_kept_does_not_depend_on_how_it_came(model):

@@ -7,12 +7,12 @@ the others keep at least sinks + recent; what is left of the total goes to the r
 budget below sinks + recent makes all heads stream, a fifth of it at most as sinks (as in RocketKV's comparison).
 
 Differences from the reference: scores are measured, not trained with gates; the budget is met exactly instead of a
-share of heads; heads keep their order, since storage is ragged; `every=n` rolls the streaming heads while decoding.
+share of heads; heads keep their order, since storage is ragged; `every=n` rolls the streaming heads while decoding; a
+later turn has as many heads stream as its budget asks for, and what streams never retrieves again.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -23,7 +23,7 @@ from torch import Tensor
 from kvsieve.budget import Budget
 from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import ScoredEvictor, check_int, first_real, hold, skips
+from kvsieve.methods.base import ScoredEvictor, check_int, first_real, hold, skipped, skips
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint, Heads, Profile, numbers, profile_with
 from kvsieve.registry import register_method
@@ -55,17 +55,29 @@ class DuoAttention(ScoredEvictor):
             raise PlanError(f"DuoAttention: heads must be numbers, [layers][KV heads]: {error}") from error
         super().__post_init__()
 
-    def head_counts(self, layers: list[int], layer: int, stored: int, budget: int) -> list[int]:
-        """Entries that each head of `layer` keeps of `stored` ones; `budget` on average over the heads of `layers`."""
-        order = sorted((-score, i, j) for i in layers for j, score in enumerate(self.heads[i]))
+    def retrieving(self, heads: int, length: int, budget: int) -> int:
+        """How many of `heads` heads keep all of `length` entries, where `budget` is the average over them."""
+        if budget >= length:
+            return heads
         least = self.sinks + self.recent
-        room = (budget - least) / (stored - least) if budget > least and stored > least else 0.0
-        retrieving = int(room * len(order)) if budget < stored else len(order)
+        return int((budget - least) / (length - least) * heads) if budget > least else 0
+
+    def head_counts(
+        self, layers: list[int], layer: int, length: int, budget: int, retrieving: int | None = None
+    ) -> list[int]:
+        """Entries that each head of `layer` keeps of `length` ones; `budget` on average over the heads of `layers`.
+
+        retrieving: how many heads still have all of them; None for all.
+        """
+        order = sorted((-score, i, j) for i in layers for j, score in enumerate(self.heads[i]))
+        budget = min(budget, length)
+        able = self.retrieving(len(order), length, budget)
+        retrieving = able if retrieving is None else min(able, retrieving)
         streaming = len(order) - retrieving
-        each, more = divmod(budget * len(order) - retrieving * stored, max(streaming, 1))
+        each, more = divmod(budget * len(order) - retrieving * length, max(streaming, 1))
         ranks = {(i, j): rank for rank, (_, i, j) in enumerate(order)}
         mine = [ranks[layer, head] for head in range(len(self.heads[layer]))]
-        return [stored if rank < retrieving else each + (rank - retrieving < more) for rank in mine]
+        return [length if rank < retrieving else each + (rank - retrieving < more) for rank in mine]
 
     def scores(self, ctx: LayerContext) -> Tensor:
         batch, heads, length = ctx.keys.shape[:3]
@@ -80,15 +92,8 @@ class DuoAttention(ScoredEvictor):
             )
         if skips(self.skip_layers, ctx):
             return None
-        if ctx.step.phase == "prefill":
-            all_layers = range(ctx.num_layers)
-            layers = [i for i in all_layers if not skips(self.skip_layers, dataclasses.replace(ctx, layer_idx=i))]
-            rows = zip(ctx.stored, counts, strict=True)
-            kept = torch.tensor([self.head_counts(layers, ctx.layer_idx, n, min(c, n)) for n, c in rows])
-            kept = kept[:, ctx.ranks.own(heads)]
-            # Retrieval heads grow with every token that is generated; the others stay what they are.
-            full = kept >= torch.tensor(ctx.stored)[:, None]
-            ctx.state["streaming"] = kept.masked_fill(full, torch.iinfo(torch.int64).max)
+        if not self._share_out(ctx, counts):
+            return None
         kept = ctx.state["streaming"].to(ctx.keys.device)
         scores = self.scores(ctx)
         for row, count in enumerate(counts):
@@ -100,7 +105,36 @@ class DuoAttention(ScoredEvictor):
         scores, _ = hold(ctx, scores, counts)
         kept = torch.maximum(kept, scores.isposinf().sum(-1))
         mask = top_mask(scores, kept)
-        return pack_ragged(mask if ctx.valid is None else mask & ctx.valid)
+        selection = pack_ragged(mask if ctx.valid is None else mask & ctx.valid)
+        left = selection.lengths or (selection.indices.shape[-1],) * len(counts)
+        ctx.state["lost"] += torch.tensor(ctx.stored) - torch.tensor(ctx.ranks.most(left))
+        return selection
+
+    def _share_out(self, ctx: LayerContext, counts: tuple[int, ...]) -> bool:
+        """Note what heads that stream may hold, [B, H] in the layer's state; False where all heads still have all.
+
+        Once a prompt is complete, and while decoding for a row that grows beyond its budget. Every layer comes to the
+        same numbers by itself: heads that retrieve have all there ever was, of which `lost` is what its fullest head
+        has not, and those that stream hold as many as each other, give or take one.
+        """
+        heads = ctx.keys.shape[1] * ctx.ranks.size
+        may = ctx.layers or range(ctx.num_layers)
+        layers = [index for index in may if not skipped(self.skip_layers, index, ctx.num_layers)]
+        every, endless = len(layers) * heads, torch.iinfo(torch.int64).max
+        state, zeros = ctx.state, torch.zeros(len(counts), dtype=torch.int64)
+        retrieving = state.get("retrieving", zeros + every).clone()
+        streaming = state.get("streaming", torch.full((len(counts), ctx.keys.shape[1]), endless)).clone()
+        state["lost"] = state.get("lost", zeros).clone()
+        for row, (stored, lost, count) in enumerate(zip(ctx.stored, state["lost"].tolist(), counts, strict=True)):
+            before, length = int(retrieving[row]), stored + lost
+            if ctx.step.phase == "decode" and before < every:
+                continue
+            retrieving[row] = min(before, self.retrieving(every, length, count))
+            kept = torch.tensor(self.head_counts(layers, ctx.layer_idx, length, count, before))[ctx.ranks.own(heads)]
+            # Heads that retrieve grow with every token that is generated.
+            streaming[row] = kept.masked_fill(kept >= length, endless)
+        state["retrieving"], state["streaming"] = retrieving, streaming
+        return bool((retrieving < every).any())
 
 
 _ONE_HEAD = Profile(Fingerprint("example", 1, 1, 1, 1, 1, 1), heads=((1.0,),))

@@ -64,7 +64,7 @@ class H2O(ScoredEvictor):
     @property
     def when(self) -> When:
         # Every pass is looked at, to add up its mass; entries go at the end of the prompt and after `every` tokens.
-        return When(steps=None if self.every is None else 1, looks=True)
+        return When(steps=self.every, looks=True)
 
     @property
     def minimum(self) -> int:
@@ -80,9 +80,6 @@ class H2O(ScoredEvictor):
         if "mass" not in ctx.state:
             self.look(ctx)
         mass = ctx.state["mass"]
-        over = max(stored - count for stored, count in zip(ctx.stored, counts, strict=True))
-        if ctx.step.phase == "decode" and over < (self.every or 1):
-            return None
         kept = tuple(min(count, stored) for count, stored in zip(counts, ctx.stored, strict=True))
         if kept == ctx.stored:
             return None

@@ -2,20 +2,26 @@
 
 After S sinks the entries are cut into partitions of L. Each is judged once, against the next one: keys and values are
 scaled, channel by channel, to the range they have there (eqs. 7-9), a token's score is the softmax, over its
-partition, of the spread over channels (eqs. 10-11), keys and values added. The best floor(r L) of every KV head stay.
-The last partition and the remainder always stay, so it runs again whenever another partition has filled: after the
-prompt, after its chunks, and while decoding. No queries and no attention weights are needed.
+partition, of the spread over channels (eqs. 10-11), keys and values added. The best r L of every KV head stay. The last
+partition and the remainder always stay, so it runs again whenever another partition has filled: after the prompt, after
+its chunks, and while decoding. No queries and no attention weights are needed.
+
+r is solved from the budget (eq. 13) whenever something must go, for all of the conversation: partitions that kept more
+are cut to it by the scores they got, so that all keep alike, as if it had been one prompt. With ``chunks=True`` it runs
+as in the paper: r is the budget's share itself, and what a partition has kept stays.
 
 Variants: "local" takes the range from the partition itself (eqs. 14-15); "l2" ranks by the smallest key norm, on the
 same frame, all of `skip_layers=2` first layers kept.
 
 Differences from the reference: scores in float32; channels that are constant in the next partition have a range of
-1e-6 instead of dividing by zero; kept entries ascending; rows of a batch have partitions of their own. The budget is
-what is stored right after the prompt, r solved from it (eq. 13), rounded down to whole tokens per partition.
+1e-6 instead of dividing by zero; kept entries ascending; rows of a batch have partitions of their own. Unless
+``chunks``, the budget is met to the entry, the newest partitions sharing what rounding r L down leaves, and holds over
+turns and, up to a partition that fills, while decoding.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -42,8 +48,8 @@ class LagKV(Checked):
 
     budget: entries left after the prompt, sinks, last partition and remainder included. sinks: S first tokens, never
     judged. lag: L, entries per partition. variant: see the module. chunks: also between the chunks of a chunked
-    prompt, which then attend to what is left; r is then the budget's share itself. decode: also while decoding.
-    skip_layers: layers that keep all: how many at the start, or which.
+    prompt, which then attend to what is left; r is then the budget's share itself, sinks and the last entries besides.
+    decode: also while decoding. skip_layers: layers that keep all: how many at the start, or which.
 
     A partition with more protected entries than its share keeps those; the others then keep less, unless ``chunks``.
     """
@@ -81,81 +87,138 @@ class LagKV(Checked):
     def minimum(self) -> int:
         return self.sinks + 2 * self.lag
 
-    def kept_per_partition(self, length: int, budget: int, protected: Sequence[int] = ()) -> int:
-        """floor(r L), from eq. 13: most entries a partition may keep so that a row of `length` has `budget` left.
+    def shares(self, sizes: Sequence[int], room: int, protected: Sequence[int]) -> list[int]:
+        """How many entries partitions of these `sizes` keep, `room` in all: alike, as far as they have as many.
 
-        protected: how many must stay of the first partitions.
+        protected: how many must stay of each.
         """
-        judged = (length - self.sinks) // self.lag - 1
-        if judged <= 0:
-            return self.lag
-        room = budget - self.sinks - self.lag - (length - self.sinks) % self.lag
-        keep = max(0, min(self.lag, room // judged))
-        while keep and sum(max(keep, held) for held in protected) + (judged - len(protected)) * keep > room:
-            keep -= 1
-        return keep
+        parts = list(zip(sizes, protected, strict=True))
+
+        def kept(each: int) -> list[int]:
+            return [min(size, max(each, must)) for size, must in parts]
+
+        each = max(bisect.bisect_right(range(self.lag + 1), room, key=lambda each: sum(kept(each))) - 1, 0)
+        shares = kept(each)
+        # What is left over is less than one for each that could keep more; the newest do.
+        rest = room - sum(shares)
+        for index in reversed(range(len(parts))):
+            if rest > 0 and shares[index] == each < sizes[index]:
+                shares[index] += 1
+                rest -= 1
+        return shares
+
+    @property
+    def _fixed(self) -> int:
+        """floor(r L) where r is the budget's share itself."""
+        return int(self.lag * (self.budget.ratio or 0))
+
+    def _acts(self, stored: int, count: int, done: int, ends_prompt: bool) -> bool:
+        """Whether a row that stores so many entries, `done` of them sinks and judged ones, loses some."""
+        another = (stored - done) // self.lag > 1
+        if self.chunks:
+            return another and self._fixed < self.lag
+        return stored > count and (another or (ends_prompt and done > self.sinks))
 
     def waits(self, layer_idx: int, num_layers: int, stored: tuple[int, ...], state: dict[str, Any]) -> bool:
         """Whether `select` would drop nothing of a layer that stores so many entries of each row."""
         if skipped(self.skip_layers, layer_idx, num_layers):
             return True
-        rows = zip(stored, state["done"].tolist(), state["keep"].tolist(), strict=True) if "keep" in state else ()
-        full = [(entries - done) // self.lag > 1 and keep < self.lag for entries, done, keep in rows]
-        return bool(full) and not any(full)
+        if "counts" not in state:
+            return False
+        rows = zip(stored, state["counts"].tolist(), self._judged(state, len(stored)).sum(1).tolist(), strict=True)
+        return not any(self._acts(entries, count, self.sinks + judged, False) for entries, count, judged in rows)
 
-    def _protected(self, ctx: LayerContext, row: int, first: int, judged: int) -> list[int]:
-        """How many entries are protected in each of the partitions from slot `first` on."""
-        if ctx.protected is None or judged < 1:
-            return [0] * max(judged, 0)
-        # What was not judged yet is the same in all heads.
-        part: Tensor = ctx.protected[row, 0, first : first + judged * self.lag]
-        return part.unflatten(0, (judged, self.lag)).sum(-1).tolist()
+    @staticmethod
+    def _judged(state: dict[str, Any], rows: int) -> Tensor:
+        """int64 [B, P]: entries left of each partition that was judged, 0 for none."""
+        judged: Tensor = state.get("judged", torch.zeros(rows, 0, dtype=torch.int64))
+        return judged
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         if skips(self.skip_layers, ctx):
             return None
-        # Per row: entries that are done with, sinks first, and how many of each partition stay.
-        done = ctx.state.setdefault("done", torch.full((len(counts),), self.sinks))
-        size = ctx.keys.shape[2]
-        starts = [size - stored + int(skip) for stored, skip in zip(ctx.stored, done, strict=True)]
-        parts = [(size - start) // self.lag - 1 for start in starts]
-        held = [self._protected(ctx, row, *where) for row, where in enumerate(zip(starts, parts, strict=True))]
-        if "keep" not in ctx.state:
-            if self.chunks:
-                # The prompt's length is not known yet: r is the budget's share itself.
-                kept = [int(self.lag * (self.budget.ratio or 0))] * len(counts)
-            else:
-                rows = zip(ctx.step.lengths, counts, held, strict=True)
-                kept = [self.kept_per_partition(*row) for row in rows]
-            ctx.state["keep"] = torch.tensor(kept)
-        mask = torch.ones(*ctx.keys.shape[:2], size, dtype=torch.bool, device=ctx.keys.device)
-        lengths = list(ctx.stored)
-        for row, stored in enumerate(ctx.stored):
-            first, judged = starts[row], parts[row]
-            keep = int(ctx.state["keep"][row])
-            mask[row, :, : size - stored] = False
-            if judged < 1 or keep >= self.lag:
-                continue
-            end = first + judged * self.lag
-            scores = self._scores(ctx.keys[row, :, first : end + self.lag], ctx.values[row, :, first : end + self.lag])
-            if ctx.protected is not None:
-                must = ctx.protected[row, :, first:end].unflatten(1, (judged, self.lag))
-                scores = scores.masked_fill(must, float("inf"))
-            stay = [max(keep, protected) for protected in held[row]]
-            best = top_mask(scores, torch.tensor([stay] * len(scores)))
-            mask[row, :, first:end] = best.flatten(1)
-            done[row] += sum(stay)
-            lengths[row] -= judged * self.lag - sum(stay)
-        if lengths == list(ctx.stored):
+        judged = [[size for size in row if size] for row in self._judged(ctx.state, len(counts)).tolist()]
+        done = [self.sinks + sum(sizes) for sizes in judged]
+        ctx.state["counts"] = torch.tensor(counts)
+        rows = zip(ctx.stored, counts, done, strict=True)
+        acts = [self._acts(*row, ctx.step.ends_prompt) for row in rows]
+        if not any(acts):
             return None
-        if ctx.valid is not None and any(
-            not bool(row[:, size - n :].all()) for row, n in zip(ctx.valid, ctx.stored, strict=True)
-        ):
-            raise InputError(
-                "LagKV cuts rows into partitions and cannot leave out tokens in their middle, which a later "
-                "attention_mask hides; leave them visible, or start with a new cache"
-            )
+        mask = torch.zeros(ctx.keys.shape[:3], dtype=torch.bool, device=ctx.keys.device)
+        lengths, scores = [], []
+        for row, sizes in enumerate(judged):
+            slots = self._slots(ctx, row, done[row] if sizes else 0)
+            stay = torch.ones_like(slots, dtype=torch.bool)
+            if acts[row]:
+                judged[row], own = self._cut(ctx, row, slots, sizes, counts[row], stay)
+            else:
+                own = self._known(ctx, row, sum(sizes))
+            scores.append(own)
+            mask[row].scatter_(1, slots, stay)
+            lengths.append(int(stay[0].sum()))
+        if tuple(lengths) == ctx.stored:
+            return None
+        most, widest = max(map(len, judged)), max(map(sum, judged))
+        ctx.state["judged"] = torch.tensor([sizes + [0] * (most - len(sizes)) for sizes in judged], dtype=torch.int64)
+        ctx.state["scores"] = torch.stack([torch.nn.functional.pad(own, (0, widest - own.shape[1])) for own in scores])
         return pack(mask, tuple(lengths))
+
+    @staticmethod
+    def _known(ctx: LayerContext, row: int, size: int) -> Tensor:
+        """[H, size]: the scores that entries of judged partitions got."""
+        if not size:
+            return torch.zeros(ctx.keys.shape[1], 0, dtype=score_dtype(ctx.keys.dtype), device=ctx.keys.device)
+        scores: Tensor = ctx.state["scores"]
+        return scores[row, :, :size]
+
+    @staticmethod
+    def _slots(ctx: LayerContext, row: int, done: int) -> Tensor:
+        """[H, n]: the slots of a row's real entries, in order, of which the first `done` must still be all there."""
+        heads, size = ctx.keys.shape[1:3]
+        stored = ctx.stored[row]
+        if ctx.valid is None:
+            return torch.arange(size - stored, size, device=ctx.keys.device).expand(heads, -1)
+        valid = ctx.valid[row].expand(heads, -1)
+        if bool((valid.sum(-1) == stored).all()) and done <= stored:
+            slots = valid.nonzero()[:, 1].view(heads, stored)
+            if not done or bool((slots[:, done - 1] - slots[:, 0] == done - 1).all()):
+                return slots
+        raise InputError(
+            "LagKV cuts rows into partitions and cannot leave out tokens of those that it has judged, which a later "
+            "attention_mask hides; leave them visible, or start with a new cache"
+        )
+
+    def _cut(
+        self, ctx: LayerContext, row: int, slots: Tensor, sizes: list[int], count: int, stay: Tensor
+    ) -> tuple[list[int], Tensor]:
+        """Choose which of a row's `slots` stay, in bool `stay` [H, n]; what partitions keep, and its scores [H, m].
+
+        sizes: what is left of the partitions that were judged before.
+        """
+        done, stored = self.sinks + sum(sizes), slots.shape[1]
+        new = max((stored - done) // self.lag - 1, 0)
+        end = done + new * self.lag
+        whole = [*sizes, *[self.lag] * new]
+        must = torch.zeros(len(slots), end - self.sinks, dtype=torch.bool, device=slots.device)
+        if ctx.protected is not None:
+            must = ctx.protected[row].gather(1, slots[:, self.sinks : end])
+        # The same tokens are protected in all heads, and stay in all of them.
+        protected = [int(part.sum()) for part in must[0].cpu().split(whole)]
+        if self.chunks:
+            kept = [*sizes, *(max(self._fixed, held) for held in protected[len(sizes) :])]
+        else:
+            kept = self.shares(whole, count - self.sinks - (stored - end), protected)
+        scores = self._known(ctx, row, done - self.sinks)
+        if new:
+            rows = slots[:, done : end + self.lag, None]
+            pair = (each[row].gather(1, rows.expand(-1, -1, each.shape[-1])) for each in (ctx.keys, ctx.values))
+            scores = torch.cat([scores, self._scores(*pair).flatten(1)], 1)
+        real = torch.arange(self.lag, device=slots.device) < torch.tensor(whole, device=slots.device)[:, None]
+        table = scores.new_full((len(slots), *real.shape), float("-inf"))
+        table[:, real] = scores.masked_fill(must, float("inf"))
+        best = top_mask(table, torch.tensor([kept] * len(slots)))[:, real]
+        stay[:, self.sinks : end] = best
+        return kept, scores[best].view(len(slots), -1)
 
     def _scores(self, keys: Tensor, values: Tensor) -> Tensor:
         """[H, (P + 1) L, D] each -> [H, P, L] scores of the first P partitions."""

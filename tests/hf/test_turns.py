@@ -1,0 +1,154 @@
+"""What a budget means over turns, for every method, and that a padded row of a batch goes the way it would alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+import kvsieve
+from kvsieve.models.families import build
+from kvsieve.roles import entries_kept
+from small import plan_of, stored
+
+ANSWER = 4
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+# More than a first turn of 10, and enough for the least that every method keeps.
+NUMBER, TURNS = 60, (10, 240, 10, 60)
+
+# Methods whose entries once a prompt is complete are not the budget's, and why; docs/options.md lists the same.
+KEEPS_ALL = {
+    **dict.fromkeys(("exacttopk", "hsa", "quest", "sparq"), "the budget is what a token reads"),
+    **dict.fromkeys(("perturn", "rocketkv-mt"), "the budget is what an answer reads"),
+    "full": "has no budget",
+}
+OWN_NUMBER = {"rocketkv": "the budget is what a token reads, and what is stored follows from it"}
+FEWER = dict.fromkeys(("asl", "fastkv", "pyramidinfer"), "deep layers hold what came to them, where that is less")
+GROWS = {"duoattention": "retrieval heads keep all that is generated, until the next prompt"}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama", dtype=torch.float64)
+
+
+@dataclass
+class Turn:
+    """Of each layer, entries per KV head on average: before a turn, once its prompt was complete, and at its end.
+
+    length: true tokens of the conversation then; fed: new ones among them.
+    """
+
+    length: int
+    fed: int
+    before: list[float]
+    prompt: list[float]
+    end: list[float]
+
+
+def talk(model, plan, turns, answer=ANSWER):
+    make, ids, out = torch.Generator().manual_seed(1), torch.zeros(1, 0, dtype=torch.int64), []
+    with kvsieve.attach(model, plan) as sieve:
+        cache, seen = sieve.new_cache(), []
+
+        def note(module, args, output):
+            seen.append([sum(map(len, heads)) / len(heads) for heads in stored(cache)[0]])
+
+        for turn in turns:
+            known, before = cache.told()[0], seen[-1] if seen else [0.0] * len(cache.sieve_layers)
+            ids = torch.cat([ids, torch.randint(2, 120, (1, turn), generator=make)], 1)
+            handle = model.register_forward_hook(note)
+            result = sieve.generate(
+                ids, torch.ones_like(ids), cache=cache, max_new_tokens=answer, min_new_tokens=answer, **GREEDY
+            )
+            handle.remove()
+            out.append(Turn(ids.shape[1], ids.shape[1] - known, before, seen[-answer], seen[-1]))
+            ids = result.sequences
+    return out
+
+
+def mean(layers):
+    return sum(layers) / len(layers)
+
+
+@pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
+@pytest.mark.parametrize("budget", [NUMBER, "20%"])
+@pytest.mark.parametrize("name", kvsieve.list_methods())
+def test_a_budget_holds_once_every_turns_prompt_is_complete(model, name, budget):
+    plan = plan_of(name, model, budget=budget)
+    for turn in talk(model, plan, TURNS):
+        there = [entries + turn.fed for entries in turn.before]
+        if name in KEEPS_ALL:
+            assert turn.prompt == there == [turn.length] * 4
+            continue
+        asked = NUMBER if budget == NUMBER else int(0.2 * turn.length)
+        if plan.evict is not None:
+            asked = max(asked, plan.evict.minimum)
+        if name in OWN_NUMBER:
+            asked = entries_kept(plan.evict, turn.length, ANSWER)
+        # A prompt that is read twice is read anew in every turn, all of the conversation.
+        wanted = min(asked, turn.length if plan.restarts else mean(there))
+        assert mean(turn.prompt) <= wanted + 1, turn
+        if name not in FEWER:
+            assert mean(turn.prompt) >= wanted - 1, turn
+
+
+def acting_while_decoding(name):
+    """A method's parameters with which it acts while decoding too; None where none makes it."""
+    info = kvsieve.method_info(name)
+    if name == "lookahead":
+        return None
+    return {"every": 3} if "every" in info.parameters else {} if name == "lagkv" else None
+
+
+DECODING = {name: given for name in kvsieve.list_methods() if (given := acting_while_decoding(name)) is not None}
+
+
+@pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
+@pytest.mark.parametrize("name", DECODING)
+def test_memory_stays_bounded_while_decoding_after_prompts_that_fit_too(model, name):
+    plan = plan_of(name, model, budget=40, **DECODING[name])
+    slack = 8 if name == "lagkv" else 2  # Tokens that come between two times it acts: a partition, or every - 1.
+    for turn in talk(model, plan, (10, 8), answer=56):
+        if name in GROWS:
+            assert any(entries < turn.length + 55 for entries in turn.end), "heads that stream roll"
+            continue
+        asked = entries_kept(plan.evict, turn.length, 56) if name in OWN_NUMBER else 40
+        assert asked - 1 <= mean(turn.end) <= asked + slack, turn
+
+
+# Turns of two rows, and tokens of their answers. The second row is padded on the left of each, so that padding comes to
+# lie in the middle of the conversation; the first turn fits, and its rows outgrow the budget at different times.
+ROWS = (32, 28, 18), (58, 41, 5), (12, 12, 5), (40, 7, 5)
+
+
+def tokens_held(cache, mask, row):
+    """Per layer and head: the numbers of a row's true tokens that are stored."""
+    numbers = (mask[row].cumsum(-1) - 1).tolist()
+    return [[[numbers[column] for column in head] for head in layer] for layer in stored(cache, [0] * len(mask))[row]]
+
+
+@pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
+@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize("name", ["duoattention", "h2o", "knorm", "lagkv", "streamingllm", "tova"])
+def test_a_padded_row_goes_the_way_it_would_alone(model, name, chunk):
+    """Over chunks, turns and decoding: the same tokens are stored, and the same are generated."""
+    given = DECODING.get(name, {})
+    plan = plan_of(name, model, budget=40, **given)
+    make = torch.Generator().manual_seed(2)
+    ids, mask = torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64)
+    with kvsieve.attach(model, plan) as sieve:
+        cache, own = sieve.new_cache(), sieve.new_cache()
+        for longest, shorter, answer in ROWS:
+            new = torch.randint(2, 120, (2, longest), generator=make)
+            real = torch.arange(longest) >= longest - torch.tensor([[longest], [shorter]])
+            ids, mask = torch.cat([ids, new * real], 1), torch.cat([mask, real.long()], 1)
+            options = {"chunk": chunk, "max_new_tokens": answer, "min_new_tokens": answer, **GREEDY}
+            alone = sieve.generate(ids[1:, mask[1].bool()], torch.ones(1, int(mask[1].sum())), cache=own, **options)
+            both = sieve.generate(ids, mask, cache=cache, **options)
+            ids, mask = both.sequences, torch.cat([mask, torch.ones(2, answer, dtype=torch.int64)], 1)
+            assert ids[1, -answer:].tolist() == alone.sequences[0, -answer:].tolist()
+            fed = mask[:, :-1]
+            mine = tokens_held(own, torch.ones(1, int(fed[1].sum()), dtype=torch.int64), 0)
+            assert tokens_held(cache, fed, 1) == mine

@@ -1,0 +1,52 @@
+"""Every method's plan at a size that reduces prompts of a few tokens, and what a cache then stores."""
+
+from __future__ import annotations
+
+import torch
+
+import kvsieve
+from kvsieve.profiles import Fingerprint, Profile
+from layers import golden
+
+# What makes methods reduce prompts as short as these.
+SMALL = {"window": 4, "recent": 4, "sinks": 2, "lag": 8, "question": 5, "tsp_layer": 1, "observed": 2, "first": 1}
+PARAMETERS = {
+    "asl": {"tau": 5.0, "budget": 80},
+    "chunkkv": {"chunk_length": 4},
+    "finch": {"chunk_length": 32},
+    "gemfilter": {"layer": 1},
+    "h2o": {"recent": 0.7},
+    "kvzip": {"chunk_length": 64, "repeat_ids": (), "go_on_ids": (), "answer_ids": ()},
+    "pyramidinfer": {"min_context": 8, "rate": 0.3, "recent": 0.1},
+    "sagekv": {"recent": 0.5},
+    "lookahead": {"lookahead": 3},
+}
+
+
+def plan_of(name, model, **given):
+    """A method's plan at 40% of the prompt, with parameters fit for a tiny model; `given` where it takes them."""
+    info = kvsieve.method_info(name)
+    chosen = {**info.example, "budget": "40%", **SMALL, **PARAMETERS.get(name, {}), **given}
+    if name == "per-layer":
+        chosen["shares"] = "1/0.5/1.5/1"
+    if "profile" in info.example:
+        config = model.config
+        shape = torch.Size([config.num_hidden_layers, config.num_key_value_heads])
+        heads = golden(shape, 3).tolist()
+        filters = golden((*shape, config.hidden_size // config.num_attention_heads), 4).tolist()
+        chosen["profile"] = Profile(Fingerprint.of(model), heads=heads, q_filters=filters)
+    return kvsieve.plan(name, **{key: value for key, value in chosen.items() if key in info.parameters})
+
+
+def stored(cache, padding=(0,)):
+    """Per row, layer and head: numbers of the true tokens that are stored."""
+    out = [[] for _ in padding]
+    for number, layer in cache.sieve_layers.items():
+        store = layer.store
+        index = store.index.long()
+        real = index >= 0 if store.valid is None else (index >= 0) & store.valid
+        if cache.restart is not None:
+            index = cache.restart.as_given(index, number)
+        for row, pad in enumerate(padding):
+            out[row].append([(index[row, h][real[row, h]] - pad).tolist() for h in range(index.shape[1])])
+    return out
