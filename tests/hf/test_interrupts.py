@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import time
@@ -159,6 +160,30 @@ def test_interrupts_of_somebody_impatient(chat):
     with pytest.raises(KeyboardInterrupt):
         stream.close()
     assert len(came) == 5 and not worker.is_alive() and told(chat) == before
+
+
+@pytest.mark.parametrize("name", ["stream that is left", "stream that fails"])
+def test_a_turn_that_is_over_leaves_no_garbage(chat, name):
+    """What it has made, tensors among it, would stay until the next collection."""
+
+    def act():
+        if name == "stream that is left":
+            left(chat)
+        else:
+            with contextlib.suppress(ZeroDivisionError):
+                list(chat.stream("w5 w6", progress=lambda done, total: 1 // 0))
+
+    act()
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        act()
+        gc.collect()
+        found = [each for each in gc.garbage if isinstance(each, (torch.Tensor, threading.Thread))]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not found
 
 
 def test_a_thread_that_begins_late_does_nothing(chat, monkeypatch):

@@ -194,7 +194,9 @@ class Chat:
                 with torch.inference_mode(inference):
                     self._alone(answer)
             except BaseException as error:
-                said.put(error)
+                # Where nobody listens any more, it would keep all that the turn has made.
+                if left.empty():
+                    said.put(error)
 
         worker = _Worker(work, left)
         # Twice, because an interrupt may come within what is done at the end.
@@ -204,7 +206,10 @@ class Chat:
                 while isinstance(part := said.get(), str):
                     yield part
                 if isinstance(part, BaseException):
-                    raise part
+                    try:
+                        raise part
+                    finally:
+                        part = None
                 reply, state = part
                 self._state = self._at = state
                 return reply
@@ -483,7 +488,11 @@ class _Worker(threading.Thread):
         if self.is_alive():
             self.join()
         if interrupt is not None:
-            raise interrupt
+            try:
+                raise interrupt
+            finally:
+                # Or it and this call would keep each other, and all that led here.
+                interrupt = None
 
 
 class _Stopped(BaseException):

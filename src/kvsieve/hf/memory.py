@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import gc
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,12 +38,18 @@ def _reset_resident_peak() -> bool:
     # Freed memory that malloc still holds would count as this block's.
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        _libc().malloc_trim(0)
     try:
         _CLEAR.write_text("5")
     except OSError:
         return False
     return True
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL:
+    # Made once: each is garbage of a kind whose collection loses an interrupt that comes meanwhile.
+    return ctypes.CDLL("libc.so.6")
 
 
 def _resident_peak() -> int | None:
