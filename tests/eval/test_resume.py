@@ -20,7 +20,7 @@ GRID = [
     "--methods",
     "snapkv:window=4,knorm,fastkv:tsp_layer=0",
 ]
-GRID += ["--budgets", "20%,40%", "--samples", "6", "--question", "both", "--cost-samples", "1", "--dtype", "float32"]
+GRID += ["--budgets", "20%,40%", "--samples", "3", "--question", "both", "--cost-samples", "1", "--dtype", "float32"]
 
 
 def rows(folder, name="samples.jsonl"):
@@ -35,16 +35,16 @@ def rows(folder, name="samples.jsonl"):
     return found
 
 
-def test_killed_five_times_and_resumed_gives_the_same_table(model_dir, tmp_path, cli):
+def test_killed_twice_and_resumed_gives_the_same_table(model_dir, tmp_path, cli):
     code, out, err = cli("eval", model_dir, *GRID, "--out", tmp_path / "whole", "--json")
     assert code == 0, err
     whole, table = rows(tmp_path / "whole"), json.loads(out)
-    assert len(whole) == 2 * 6 * (2 + 2 + 1) * 7
+    assert len(whole) == 2 * 3 * (2 + 2 + 1) * 7
     command = [sys.executable, "-m", "kvsieve.cli.main", "eval", model_dir, *GRID, "--resume"]
     command += ["--out", str(tmp_path / "killed"), "--json"]
     file, chance, kills = tmp_path / "killed" / "samples.jsonl", random.Random(3), 0
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for _ in range(5):
+    for _ in range(2):
         had = file.stat().st_size if file.exists() else 0
         with subprocess.Popen(
             command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -54,7 +54,7 @@ def test_killed_five_times_and_resumed_gives_the_same_table(model_dir, tmp_path,
             time.sleep(chance.random() * 0.3)
             kills += process.poll() is None
             process.send_signal(signal.SIGKILL)
-    assert kills == 5, "the run ended before it could be killed five times"
+    assert kills == 2, "the run ended before it could be killed twice"
     assert 0 < len(rows_or_torn(file)) < len(whole)
     # What a kill in the middle of a write would leave.
     file.write_bytes(file.read_bytes()[:-20])
@@ -63,7 +63,7 @@ def test_killed_five_times_and_resumed_gives_the_same_table(model_dir, tmp_path,
     assert rows(tmp_path / "killed") == whole
     resumed = json.loads(out)
     assert resumed["cells"] == table["cells"] and resumed["means"] == table["means"]
-    assert len(resumed["run"]["environments"]) == 6 + 0
+    assert len(resumed["run"]["environments"]) == 3
     # Nothing remains to be done, so nothing is.
     size = file.stat().st_size
     assert (
