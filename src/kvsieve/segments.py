@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.budget import Budget
-from kvsieve.errors import InputError, PlanError
+from kvsieve.errors import InputError, PlanError, short
 from kvsieve.turns import render, token_ids
 from kvsieve.types import Quotas
 
@@ -231,6 +231,10 @@ def role_spans(
     """
     if isinstance(roles, str):
         roles = (roles,)
+    if not isinstance(roles, (list, tuple)) or not all(isinstance(each, str) for each in roles):
+        raise InputError(f"roles must be names such as ('system',), got {short(roles)}")
+    if not isinstance(messages, (list, tuple)) or not all(isinstance(each, dict) for each in messages):
+        raise InputError(f"messages must be a list like [{{'role': 'user', 'content': 'hi'}}], got {short(messages)}")
     if not getattr(tokenizer, "chat_template", None):
         raise InputError(f"roles {', '.join(roles)}: the tokenizer has no chat template; give token spans instead")
     wanted = [place for place, message in enumerate(messages) if message.get("role") in roles]
@@ -286,7 +290,7 @@ def _per_row(given: Any, batch: int, is_one: Callable[[Any], bool], name: str, e
             if len(given) != batch:
                 raise InputError(f"{name} has lists for {len(given)} rows, the prompt has {batch}: give one per row")
             return [list(each) for each in given]
-    raise InputError(f"{name} is a list like {example}, or one such list per row; got {given!r}")
+    raise InputError(f"{name} is a list like {example}, or one such list per row; got {short(given)}")
 
 
 def _is_whole(value: Any) -> bool:

@@ -15,6 +15,18 @@ _MARK = "kvsieve-mark-of-the-answer"
 _OPEN, _CLOSE = "\ue000", "\ue001"
 
 
+def check_characters(name: str, text: str) -> None:
+    """Raise InputError for a text with halves of characters (surrogates), which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{name} holds half a character at position {error.start} ({text[error.start]!r}, a surrogate), which no "
+            "tokenizer can read: decode the text as it was encoded, or leave such characters out with "
+            "text.encode(errors='ignore').decode()"
+        ) from None
+
+
 def render(tokenizer: Any, messages: Sequence[Message], ask: bool = True, parse_special: bool = False) -> str:
     """The chat as its template writes it, for `token_ids`; ask: with what precedes an answer.
 
@@ -70,6 +82,7 @@ def plain_ids(tokenizer: Any, text: str, parse_special: bool = False) -> list[in
 
     Control tokens that it spells are text, unless parse_special.
     """
+    check_characters("the text", text)
     hidden = text if parse_special else escaped(tokenizer, text)
     if _OPEN not in hidden or parse_special:
         return list(tokenizer(text, verbose=False)["input_ids"])
@@ -79,6 +92,7 @@ def plain_ids(tokenizer: Any, text: str, parse_special: bool = False) -> list[in
 
 
 def _ids(tokenizer: Any, text: str, **how: Any) -> list[int]:
+    check_characters("the text", text)
     return list(tokenizer(text, add_special_tokens=False, verbose=False, **how)["input_ids"]) if text else []
 
 

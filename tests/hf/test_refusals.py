@@ -6,9 +6,12 @@ import pytest
 import torch
 
 import kvsieve
+from kvsieve.cli.run import encode
 from kvsieve.errors import CacheStateError, InputError, KvsieveError
 from kvsieve.models.families import build
+from kvsieve.segments import role_spans
 from toy_chats import chat_tokenizer
+from toy_words import word_tokenizer
 
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 PLAN = kvsieve.plan("snapkv", budget=16, window=4)
@@ -296,6 +299,15 @@ def test_half_a_character_is_refused_in_a_chat(model):
             with pytest.raises(InputError, match=r"at position 3 \('.ud800', a surrogate\)"):
                 call("w5 \ud800 w6")
         assert chat.messages == [] and chat.context is None
+    said = [{"role": "system", "content": "w5"}, {"role": "user", "content": "w6 \udcff"}]
+    with pytest.raises(InputError, match="the text holds half a character"):
+        role_spans(chat_tokenizer(), said)
+    for bad in ({"messages": "w5"}, {"messages": [5]}, {"messages": said, "roles": 5}):
+        with pytest.raises(InputError, match="must be"):
+            role_spans(chat_tokenizer(), **bad)
+    for tokenizer in (chat_tokenizer(), word_tokenizer()):
+        with pytest.raises(InputError, match="the text holds half a character"):
+            encode(tokenizer, "w6 \udcff")
 
 
 @pytest.mark.parametrize("path", [5, None, "", "a\0b", b"it", ["x"]], ids=repr)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import InputError, short
+from kvsieve.turns import check_characters
 
 _IDS = (torch.int64, torch.int32)
 # What tokenizers return beside ids and mask that says nothing a decoder-only model is told.
@@ -90,14 +91,7 @@ def check_text(name: str, text: Any) -> None:
     """Raise InputError unless `text` is one that a tokenizer can read, of at least a character."""
     if not isinstance(text, str) or not text.strip():
         raise InputError(f"{name} must be a text of at least a character, got {short(text)}")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{name} holds half a character at position {error.start} ({text[error.start]!r}, a surrogate), which no "
-            "tokenizer can read: decode the text as it was encoded, or leave such characters out with "
-            "text.encode(errors='ignore').decode()"
-        ) from None
+    check_characters(name, text)
 
 
 def check_tokenizer(tokenizer: Any) -> None:
