@@ -71,3 +71,14 @@ def cli(capsys):
         return left.value.code, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def real_model_in_float32(monkeypatch) -> None:
+    """Load the demo model in float32, whose answers do not depend on the processor and which none of them emulates."""
+    import kvsieve.models
+    from kvsieve.models import demo
+
+    load = demo.load_demo
+    for module in (demo, kvsieve.models):
+        monkeypatch.setattr(module, "load_demo", lambda *given: load(torch.float32))

@@ -44,6 +44,7 @@ def test_imports_point_inwards(package):
             assert not {name for name in names if name.partition(".")[0] == "transformers"}, file
 
 
+@pytest.mark.slow
 def test_importing_changes_nothing_in_transformers_and_makes_no_kernel():
     program = (
         "import sys, kvsieve; assert not any(name.startswith('kvsieve.kernels.') for name in sys.modules); "

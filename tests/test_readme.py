@@ -9,7 +9,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 
 import kvsieve
@@ -23,13 +22,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 @pytest.mark.slow
-def test_the_examples_print_what_the_readme_says(capsys, monkeypatch, tmp_path):
+def test_the_examples_print_what_the_readme_says(capsys, monkeypatch, tmp_path, real_model_in_float32):
     shutil.copy(ROOT / "LICENSE", tmp_path)
     monkeypatch.chdir(tmp_path)
     first, conversation = re.findall(r"```python\n(.*?)```", README, re.S)
-    # In float32, whose answers do not depend on the processor and which none of them emulates.
-    load = kvsieve.models.load_demo
-    monkeypatch.setattr(kvsieve.models, "load_demo", lambda: load(torch.float32))
     names: dict = {}
     exec(compile(first, "README.md", "exec"), names)
     printed = capsys.readouterr().out

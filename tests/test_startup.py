@@ -10,6 +10,8 @@ import pytest
 
 import kvsieve
 
+pytestmark = pytest.mark.slow
+
 HEAVY = ("torch", "transformers", "numpy", "matplotlib")
 
 

@@ -26,6 +26,8 @@ from kvsieve.models.families import build
 from kvsieve.plans import Plan
 from toy_words import word_tokenizer
 
+pytestmark = pytest.mark.slow
+
 PLANS = {
     "full": kvsieve.plan("full"),
     "snapkv:budget=20%": kvsieve.plan("snapkv", budget="20%"),

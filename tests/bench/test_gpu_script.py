@@ -16,6 +16,8 @@ from kvsieve.bench.prompts import Prompt
 from kvsieve.bench.roofline import Rates
 from kvsieve.bench.work import Work
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 GIB = 2**30
 

@@ -16,6 +16,8 @@ from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, load_profile
 from toy_words import word_tokenizer
 
+pytestmark = pytest.mark.slow
+
 SMALL = Options(kernels=(3, 5), windows=(4, 8))
 
 

@@ -395,6 +395,7 @@ def terminal():
         each.close()
 
 
+@pytest.mark.slow
 def test_a_person_at_a_terminal(terminal, model_dir):
     shown = terminal(model_dir, "--max-new-tokens", "700", "--method", "snapkv", "--budget", "40")
     shown.expect(r"llama.*snapkv; /help lists")

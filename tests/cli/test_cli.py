@@ -245,6 +245,7 @@ def test_an_interrupt_exits_with_130(monkeypatch, cli):
     ("arguments", "code"),
     [(["--version"], 0), (["run", "--prompt-file", "none", "--method", "snapvk"], 2), (["nonsense"], 2)],
 )
+@pytest.mark.slow
 def test_exit_codes_of_the_process(arguments, code):
     done = subprocess.run([sys.executable, "-m", "kvsieve.cli.main", *arguments], capture_output=True, text=True)
     assert done.returncode == code
@@ -328,7 +329,8 @@ def test_the_demo_explains_every_column():
 # the real model
 
 
-def test_demo_answers_right_three_ways(cli):
+@pytest.mark.slow
+def test_demo_answers_right_three_ways(cli, real_model_in_float32):
     code, out, _ = cli("demo", "--json")
     data = json.loads(out)
     assert [each["method"] for each in data["results"]] == ["full", "snapkv", "fastkv"]

@@ -29,6 +29,8 @@ from kvsieve.eval import lm_eval_model
 from kvsieve.eval.lm_eval_model import KvsieveLM
 from kvsieve.models.families import build
 
+pytestmark = pytest.mark.slow
+
 WORDS = ["[PAD]", "[BOS]", "[UNK]", *(f"w{i}" for i in range(124)), "[EOS]"]
 TEMPLATE = "{% for m in messages %}w100 {{ m.content }} w101 {% endfor %}{% if add_generation_prompt %}w102{% endif %}"
 SNAPKV = "method=snapkv,budget=20%,window=8,kernel=5"

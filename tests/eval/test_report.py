@@ -20,6 +20,8 @@ from kvsieve.eval.plots import frontier
 from kvsieve.eval.results import cells, cost_cells, load, task_means
 from kvsieve.eval.tables import significant
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("matplotlib")
 
 

@@ -168,7 +168,7 @@ def test_what_is_missing_is_said(folder, tmp_path):
         ("environments", [{}, 3], "environment 1 is 3, expected an object"),
         ("seconds", "long", "'seconds' is 'long', expected a number"),
         ("seconds", float("nan"), "'seconds' is nan, expected wall time"),
-        ("seconds", 10**400, "'seconds' is 1000.*, expected wall time"),
+        pytest.param("seconds", 10**400, "'seconds' is 1000.*, expected wall time", id="seconds-huge"),
         ("settings", 1, "'settings' is 1, expected a list"),
         ("settings", [{"label": "full"}], "setting 0: 'budget' is missing"),
         ("settings", ["full"], "setting 0: expected an object, got str"),
@@ -183,7 +183,7 @@ def test_a_spoiled_field_of_a_run_is_named(folder, name, value, message):
     file.write_text(json.dumps(run))
     with pytest.raises(InputError, match=f"run.json: {message}") as error:
         load(folder)
-    assert len(str(error.value)) < 300
+    assert len(str(error.value)) < 300 + len(str(folder))
     with pytest.raises(InputError, match=message), writing(folder, run, resume=True):
         pass
 

@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 GRID = [
     "--tasks",
     "needle,multiturn,shared",

@@ -482,6 +482,7 @@ def test_what_cannot_be_loaded(tokenizer, full, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["full", "snapkv", "rocketkv-mt"])
+@pytest.mark.slow
 def test_fifty_turns_with_forks_and_rollbacks(tokenizer, name):
     """Nothing piles up, and what is there is what a conversation without detours would have."""
     model = build("llama", dtype=torch.float64, max_position_embeddings=2048)

@@ -20,6 +20,8 @@ from kvsieve.hf.cache import SieveCache
 from kvsieve.models.families import build
 from toy_chats import chat_tokenizer
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = {"suppress_tokens": [0, 1, 2], "max_new_tokens": 2}
 FINE = [chats.Chat.stream, chats.Chat._alone, chats.Chat._settle, chats._Worker.wait, chats._Worker.__init__]
 FINE += [chats.Chat.ask, chats.Chat.read, chats.Chat.rollback, chats.Chat.fork, chats.Chat.snapshot]

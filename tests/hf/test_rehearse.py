@@ -256,6 +256,7 @@ def test_positions_beyond_the_context_warn(llama):
             sieve.prefill(ids, torch.ones_like(ids), chunk=512)
 
 
+@pytest.mark.slow
 def test_evaluations_give_what_each_plan_gives_alone(llama):
     context = " ".join(WORDS[3 + (7 * i) % 110] for i in range(70))
     turns = tuple(Turn(text, ("w1",), lambda answer, expected: {"score": 0.0}, 6) for text in ("w3 w4", "w9 w8 w7"))

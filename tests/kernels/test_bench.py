@@ -13,6 +13,8 @@ import torch
 from kvsieve import kernels
 from kvsieve.bench import kernels as bench
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "gpu_kernels.py")
 CPU = torch.device("cpu")
 

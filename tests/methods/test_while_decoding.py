@@ -74,6 +74,7 @@ def test_h2o_by_hand():
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.slow
 def test_a_long_generation_stays_within_its_budget(model, ids, name):
     plan = kvsieve.plan(name, **PLANS[name])
     slack = plan.evict.every - 1

@@ -19,6 +19,8 @@ import torch
 from kvsieve import models
 from kvsieve.models import ModelLoadError, cache_dir, demo, fetch, fetch_demo, load, load_demo
 
+pytestmark = pytest.mark.slow
+
 FRANCE = [{"role": "user", "content": "What is the capital of France?"}]
 
 

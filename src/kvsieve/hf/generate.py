@@ -387,7 +387,7 @@ def what_ran(plan: Plan, record: TurnRecord) -> tuple[bool, list[str]]:
     if reads.sparse and reads.all_bytes > reads.whole_bytes:
         notes.append(
             f"choosing what to read cost more than reading everything would have: {reads.all_bytes:,} bytes for "
-            f"{reads.whole_bytes:,}; what it goes by is made anew when entries are dropped, and pays over many tokens"
+            f"{reads.whole_bytes:,}; it pays with a smaller budget, a longer context, or entries dropped less often"
         )
     if record.raised_to is not None:
         notes.append(f"the budget of {record.asked} entries was raised to {record.raised_to}, the least it can keep")
