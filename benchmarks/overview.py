@@ -25,10 +25,10 @@ MIB = 2**20
 ROWS = (
     ("transformers", "transformers", None),
     ("kvsieve, full KV", "full", "full"),
-    ("FastKV 10%, calibrated", "fastkv:budget=10%;profile=smollm2-135m-instruct", "fastkv calibrated, 10%"),
+    ("FastKV 10%, calibrated", "fastkv:budget=10%:profile=smollm2-135m-instruct", "fastkv calibrated, 10%"),
     ("RocketKV, 256 entries", "rocketkv:budget=256", "rocketkv 256"),
     ("SnapKV 10%, kernel 7", "snapkv:budget=10%", "snapkv 10%"),
-    ("FastKV 10%, layer 14", "fastkv:tsp_layer=14;tsp_rate=0.2;budget=10%", "fastkv layer 14, 20%, 10%"),
+    ("FastKV 10%, layer 14", "fastkv:tsp_layer=14:tsp_rate=0.2:budget=10%", "fastkv layer 14, 20%, 10%"),
     ("kvpress, SnapKV 10%", "kvpress snapkv:budget=10%", None),
 )
 DRAWN = ROWS[:5]
@@ -43,7 +43,9 @@ def load() -> tuple[dict[str, Any], dict[str, Any]]:
 
 def longest(bench: dict[str, Any]) -> dict[str, Any]:
     """Each contender's medians at the longest prompt."""
-    return bench["lengths"][max(bench["lengths"], key=int)]["summary"]
+    summary = bench["lengths"][max(bench["lengths"], key=int)]["summary"]
+    # Older reports have semicolons between parameters.
+    return {label.replace(";", ":"): row for label, row in summary.items()}
 
 
 def table(bench: dict[str, Any], answers: dict[str, Any]) -> str:

@@ -268,7 +268,7 @@ def cli(capsys):
 
 
 def test_table(cli, folder):
-    method = "full,snapkv:budget=2048,fastkv:tsp_layer=15;tsp_rate=0.2"
+    method = "full,snapkv:budget=2048,fastkv:tsp_layer=15:tsp_rate=0.2"
     code, out, err = cli(folder, "--context", "8k,128k", "--method", method, "--memory", "80")
     assert code == 0 and err == ""
     rows = [line.split() for line in out.splitlines() if line.strip().startswith(("8192", "131072"))]

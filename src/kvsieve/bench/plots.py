@@ -115,7 +115,7 @@ def _looks(names: Sequence[str]) -> Mapping[str, Look]:
 
 def _marked(name: str, report: dict[str, Any]) -> str:
     acted = all(entry["summary"][name]["applied"] for entry in report["lengths"].values())
-    spaced = name.replace(":", " ").replace(";", ", ")
+    spaced = name.replace(":", " ", 1).replace(";", ", ").replace(":", ", ")
     return spaced if acted else f"{spaced} (did not act)"
 
 

@@ -30,7 +30,7 @@ def bench_command(
         str | None, typer.Argument(help="Hub id or directory of a checkpoint; the demo model if left out.")
     ] = None,
     methods: Annotated[
-        str, typer.Option(help="Beside transformers and full: snapkv:budget=10%,fastkv:tsp_layer=14;budget=10%.")
+        str, typer.Option(help="Beside transformers and full: snapkv:budget=10%,fastkv:tsp_layer=14:budget=10%.")
     ] = "snapkv:budget=10%,fastkv:budget=10%",
     lengths: Annotated[str, typer.Option(help="Prompt tokens: 7500, 8k (8192), or a list.")] = "2048,4096,7500",
     batch: Annotated[

@@ -22,7 +22,7 @@ def estimate_command(
     ] = None,
     context: Annotated[str, typer.Option(help="Prompt tokens per row: 7500, 8k (8192), or a list: 8k,128k.")] = "8k",
     method: Annotated[
-        str, typer.Option(help="Methods: full,snapkv:budget=10% or fastkv:tsp_layer=15;tsp_rate=0.2.")
+        str, typer.Option(help="Methods: full,snapkv:budget=10% or fastkv:tsp_layer=15:tsp_rate=0.2.")
     ] = "full,snapkv,fastkv",
     budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20% or 2048.")] = None,
     batch: Annotated[int, typer.Option(help="Rows, all of the same length.")] = 1,

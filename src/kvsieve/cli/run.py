@@ -54,7 +54,7 @@ def run_command(
         str | None, typer.Option(help="Parameters that `kvsieve calibrate` found: a file, or a shipped profile's name.")
     ] = None,
     compare: Annotated[
-        str, typer.Option(help="Methods to run before it: full,snapkv or snapkv:kernel=21;window=16,full.")
+        str, typer.Option(help="Methods to run before it: full,snapkv or snapkv:kernel=21:window=16,full.")
     ] = "",
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     protect: Annotated[

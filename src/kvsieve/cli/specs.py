@@ -1,7 +1,12 @@
-"""Methods as they are written on the command line."""
+"""Methods as they are written on the command line: ``snapkv:kernel=21:window=16``, with a comma between several.
+
+A colon or a semicolon stands before each parameter; a shell ends a command at a semicolon that is not quoted. A colon
+that no ``name=`` follows belongs to the value, such as a file's name.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +14,8 @@ from kvsieve.errors import PlanError
 from kvsieve.plans import Plan, all_parameters, plan
 from kvsieve.profiles import load_profile
 from kvsieve.registry import check_parameters, method_info
+
+_PARAMETER = re.compile(r";|:(?=\s*[A-Za-z_][\w-]*\s*=)")
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class MethodRun:
 
 def spec(method: str, given: dict[str, Any]) -> str:
     """The inverse of `split_specs` for one."""
-    settings = ";".join(f"{name}={value}" for name, value in given.items())
+    settings = ":".join(f"{name}={value}" for name, value in given.items())
     return f"{method}:{settings}" if settings else method
 
 
@@ -59,7 +66,7 @@ def chosen_method(method: str, budget: str | None, settings: list[str], profile:
 
 
 def compared_methods(text: str, budget: str | None, profile: str | None = None) -> list[MethodRun]:
-    """The runs that --compare lists: ``full,snapkv:kernel=21;window=16``, with the budget and the profile where they
+    """The runs that --compare lists: ``full,snapkv:kernel=21:window=16``, with the budget and the profile where they
     take one and were not given their own. Raises PlanError."""
     runs = []
     for method, given in method_specs(text):
@@ -74,7 +81,7 @@ def compared_methods(text: str, budget: str | None, profile: str | None = None) 
 
 
 def method_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Names and parameters of a list like ``full,snapkv:kernel=21;window=16``. Raises PlanError."""
+    """Names and parameters of a list like ``full,snapkv:kernel=21:window=16``. Raises PlanError."""
     specs = []
     for method, given in split_specs(text):
         info = method_info(method)
@@ -88,7 +95,7 @@ def split_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
     specs = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         method, _, settings = part.partition(":")
-        specs.append((method.strip(), _settings([each for each in settings.split(";") if each.strip()])))
+        specs.append((method.strip(), _settings([each for each in _PARAMETER.split(settings) if each.strip()])))
     return specs
 
 
