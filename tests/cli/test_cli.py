@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ import pytest
 import kvsieve
 from kvsieve.cli import demo, models_table, run
 from kvsieve.cli.main import run_cli
-from kvsieve.cli.specs import chosen_method, compared_methods
+from kvsieve.cli.specs import chosen_method, compared_methods, split_specs
 from kvsieve.errors import PlanError
 from kvsieve.models.families import FAMILIES, build
 from toy_words import word_tokenizer
@@ -263,6 +264,25 @@ def test_compared_methods_take_the_budget_unless_they_have_their_own():
         ("snapkv", {"budget": "10%"}),
         ("knorm", {"budget": 64}),
     ]
+
+
+@pytest.mark.parametrize(
+    "text", ["snapkv:kernel=21:window=16", "snapkv:kernel=21;window=16", "snapkv: kernel=21 : window=16"]
+)
+def test_parameters_are_separated_by_what_a_shell_leaves_alone(text):
+    (run,) = compared_methods(text, None)
+    assert run.given == {"kernel": 21, "window": 16} and run.label == "snapkv:kernel=21:window=16"
+    assert compared_methods(run.label, None)[0].given == run.given
+    assert shlex.split(run.label) == [run.label] and not set(";&|<>()$*?[]{}!~ ") & set(run.label)
+
+
+def test_a_colon_within_a_value_stays():
+    assert split_specs("a:profile=C:/x/y.json:kernel=3,b:skip_layers=0/1/-1") == [
+        ("a", {"profile": "C:/x/y.json", "kernel": 3}),
+        ("b", {"skip_layers": "0/1/-1"}),
+    ]
+    with pytest.raises(PlanError, match="name=value"):
+        split_specs("a:kernel=3;window")
 
 
 def test_values_of_parameters():

@@ -12,7 +12,7 @@ import typer
 
 from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.output import JsonOption, emit_json, markdown_table, print_table, say, show
-from kvsieve.cli.run import DecodeOption, DtypeOption, check_loading, load_model
+from kvsieve.cli.run import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.specs import MethodRun, compared_methods, make_run, spec, split_specs
 from kvsieve.errors import InputError, UnsupportedModelError
 from kvsieve.text import markdown_text
@@ -40,7 +40,7 @@ def bench_command(
     rounds: Annotated[int, typer.Option(help="Rounds that count, after one that does not.")] = 5,
     chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward pass; all at once if left out.")] = None,
     dtype: DtypeOption = "bfloat16",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the best there is if left out.")] = None,
+    device: DeviceOption = None,
     decode: DecodeOption = "auto",
     peer_python: Annotated[
         str | None, typer.Option(help="Interpreter with kvpress: measured beside, in a process of its own.")
@@ -78,9 +78,7 @@ def bench_command(
     presses = parse_peer_methods(peer_methods) if peer_python is not None else []
     python = find_python(peer_python) if peer_python is not None else None
     check_device(device)
-    loaded, tokenizer = load_model(model, dtype)
-    if device is not None:
-        loaded = loaded.to(device)
+    loaded, tokenizer = load_model(model, dtype, device)
     check_lengths(loaded, sizes, new_tokens)
     settings = {
         "batch": batch,
@@ -120,18 +118,6 @@ def find_python(name: str) -> str:
     if found is None:
         raise InputError(f"--peer-python {name!r} is no interpreter; expected one with kvpress, e.g. peer/bin/python")
     return found
-
-
-def check_device(name: str | None) -> None:
-    """Raises InputError."""
-    import torch
-
-    if name is None:
-        return
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        raise InputError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
 
 
 def check_lengths(model: Any, lengths: list[int], new_tokens: int) -> None:

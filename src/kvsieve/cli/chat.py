@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsieve.cli.output import one_line, print_table, say, show
-from kvsieve.cli.run import DecodeOption, DtypeOption, check_loading, load_model, read_prompt
+from kvsieve.cli.prompts import read_prompt
+from kvsieve.cli.run import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.specs import chosen_method
 from kvsieve.cli.words import Words
 from kvsieve.errors import InputError, KvsieveError
@@ -61,6 +62,7 @@ def chat_command(
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
     dtype: DtypeOption = "bfloat16",
+    device: DeviceOption = None,
     decode: DecodeOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON per turn, and nothing else.")] = False,
 ) -> None:
@@ -88,7 +90,8 @@ def chat_command(
     context = None if file is None else read_prompt(file, None)
     if save is not None:
         _check_target(save, force)
-    loaded, tokenizer = load_model(model, dtype)
+    check_device(device)
+    loaded, tokenizer = load_model(model, dtype, device)
 
     import kvsieve
     from kvsieve.models.fetch import MODEL_NAME

@@ -9,6 +9,7 @@ import typer
 from kvsieve.cli import run
 from kvsieve.cli.document import CODE, QUESTION, build_document
 from kvsieve.cli.output import JsonOption, emit_json, say, show
+from kvsieve.cli.prompts import Prompt
 from kvsieve.cli.specs import MethodRun, make_run
 
 CHUNK = 1024
@@ -41,10 +42,10 @@ def demo_command(
     runs = demo_runs()
     model, tokenizer = run.load_model(None, "bfloat16")
     document = build_document(tokenizer, tokens, depth)
-    prompt = run.encode(tokenizer, f"{document}\n\n{QUESTION}")
-    tell(f"{run_title(model)} reads {prompt.shape[1]} tokens of Python's help texts with one fact at {depth:.0%}.")
+    asked = run.encode(tokenizer, Prompt(f"{document}\n\n{QUESTION}"))
+    tell(f"{run_title(model)} reads {asked.ids.shape[1]} tokens of Python's help texts with one fact at {depth:.0%}.")
     tell(f"Question: {QUESTION}  (expected: {CODE})")
-    results = run.run_methods(model, tokenizer, prompt, runs, CHUNK, MAX_NEW_TOKENS)
+    results = run.run_methods(model, tokenizer, asked, runs, chunk=CHUNK, max_new_tokens=MAX_NEW_TOKENS)
     for result in results:
         result["correct"] = CODE in result["answer"]
     if as_json:

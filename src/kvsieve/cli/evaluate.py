@@ -12,7 +12,7 @@ import typer
 
 from kvsieve.cli.output import JsonOption, emit_json, say, show
 from kvsieve.cli.report import aggregated, print_means
-from kvsieve.cli.run import DTYPES, load_model
+from kvsieve.cli.run import DTYPES, DeviceOption, check_device, load_model
 from kvsieve.cli.specs import method_specs
 from kvsieve.errors import InputError, PlanError
 
@@ -42,6 +42,7 @@ def eval_command(
     batch: Annotated[int, typer.Option(help="Answers decoded together at most.")] = 8,
     chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward pass; all at once if left out.")] = None,
     dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "bfloat16",
+    device: DeviceOption = None,
     scbench: Annotated[str | None, typer.Option(help="Local copy of SCBench's rows; the hub if left out.")] = None,
     scbench_mode: Annotated[str, typer.Option(help="multi-turn or shared.")] = "multi-turn",
     as_json: JsonOption = False,
@@ -73,6 +74,7 @@ def eval_command(
         cost_samples=cost_samples,
     )
     grid.check(None)
+    check_device(device)
     run = {
         "model": model or MODEL_NAME,
         "dtype": dtype,
@@ -83,7 +85,7 @@ def eval_command(
     }
     # Opened before the model is loaded: a directory that cannot be written to should not cost a wait.
     with writing(Path(os.path.expanduser(out)), run, resume=resume) as writer:
-        loaded, tokenizer = load_model(model, dtype)
+        loaded, tokenizer = load_model(model, dtype, device)
         for each in grid.settings:
             check_model(loaded, each.plan)
         grid.check(getattr(loaded.config.get_text_config(), "max_position_embeddings", None))

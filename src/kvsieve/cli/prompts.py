@@ -1,0 +1,101 @@
+"""The prompts of `kvsieve run`: one from the command line or a file, or many from a file."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvsieve.errors import InputError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """text: with the question. system: the system prompt. extra: what else its line of JSON says."""
+
+    text: str
+    system: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """As a chat."""
+        user = {"role": "user", "content": self.text}
+        return [{"role": "system", "content": self.system}, user] if self.system else [user]
+
+
+def given_prompts(
+    text: str | None, file: str | None, many: str | None, question: str | None, system: str | None
+) -> list[Prompt]:
+    """What exactly one of --prompt, --prompt-file and --prompts-file gives. Raises InputError."""
+    given = {"--prompt": text, "--prompt-file": file, "--prompts-file": many}
+    named = [option for option, value in given.items() if value is not None]
+    if len(named) != 1:
+        got = " and ".join(named) or "none"
+        raise InputError(f"give one of --prompt TEXT, --prompt-file FILE and --prompts-file FILE, got {got}")
+    if many is not None:
+        return read_prompts(many, question, system)
+    if file is not None:
+        return [Prompt(read_prompt(file, question), system)]
+    assert text is not None
+    if not text.strip():
+        raise InputError("the prompt is empty: --prompt has no text; write some there")
+    return [Prompt(_asked(text, question, "--prompt"), system)]
+
+
+def read_prompt(name: str, question: str | None) -> str:
+    """The file's text and the question. Raises InputError for a file that cannot be read or holds nothing."""
+    return _asked(_read(name), question, f"the prompt file {name!r}")
+
+
+def read_prompts(name: str, question: str | None, system: str | None) -> list[Prompt]:
+    """A prompt per line that is not blank: its text, or a JSON object with it as "prompt".
+
+    An object may hold a "system" prompt and a "question" of its own; what else it holds is in the result's "extra". The
+    first line says which of both a file holds. Raises InputError.
+    """
+    lines = [(number, line) for number, line in enumerate(_read(name).split("\n"), 1) if line.strip()]
+    if not isinstance(_json(lines[0][1]), dict):
+        return [Prompt(_asked(line.rstrip("\r"), question, f"{name!r}, line {n}"), system) for n, line in lines]
+    return [_from_json(_json(line), question, system, f"{name!r}, line {number}") for number, line in lines]
+
+
+def _from_json(row: Any, question: str | None, system: str | None, where: str) -> Prompt:
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
+        raise InputError(f'{where}: expected a JSON object like {{"prompt": "some text"}}')
+    known = {"prompt": row["prompt"], "system": row.get("system", system), "question": row.get("question", question)}
+    for part in ("system", "question"):
+        if known[part] is not None and not isinstance(known[part], str):
+            raise InputError(f"{where}: {part!r} must be a text")
+    extra = {key: value for key, value in row.items() if key not in known}
+    return Prompt(_asked(known["prompt"], known["question"], where), known["system"], extra)
+
+
+def _json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _asked(text: str, question: str | None, where: str) -> str:
+    from kvsieve.hf.inputs import check_text
+
+    whole = f"{text.rstrip()}\n\n{question}" if question else text
+    check_text(where, whole)
+    return whole
+
+
+def _read(name: str) -> str:
+    try:
+        text = sys.stdin.read() if name == "-" else Path(os.path.expanduser(name)).read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read the prompt file {name!r}: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"the prompt file {name!r} is not UTF-8 text (byte {error.start})") from error
+    if not text.strip():
+        raise InputError(f"the prompt is empty: {'stdin' if name == '-' else repr(name)} has no text; write some there")
+    return text
