@@ -257,6 +257,27 @@ def test_arguments_of_the_wrong_kind_are_refused_and_nothing_is_read(model, ids,
     assert cache.num_seen == 0
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"num_beams": "two"},
+        {"num_return_sequences": [1]},
+        {"generation_config": "x"},
+        {"progress": 5},
+        {"prefix_allowed_tokens_fn": 5},
+        {"logits_processor": [5]},
+        {"chunk": 1.5},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_a_chats_options_of_the_wrong_kind_are_refused(model, given):
+    with kvsieve.attach(model, PLAN) as sieve:
+        chat = sieve.chat(chat_tokenizer(), max_new_tokens=2)
+        with pytest.raises(InputError) as error:
+            chat.ask("w5", **given)
+        assert next(iter(given)) in str(error.value) and chat.messages == []
+
+
 def test_an_option_that_generate_itself_refuses_is_an_input_error(model, ids):
     with kvsieve.attach(model, PLAN) as sieve:
         with pytest.raises(InputError, match="top_k=-3.*strictly positive"):
@@ -310,7 +331,7 @@ def test_half_a_character_is_refused_in_a_chat(model):
             encode(tokenizer, "w6 \udcff")
 
 
-@pytest.mark.parametrize("path", [5, None, "", "a\0b", b"it", ["x"]], ids=repr)
+@pytest.mark.parametrize("path", [5, None, "", "a\0b", "\ud800", b"it", ["x"]], ids=repr)
 def test_what_names_no_file_is_refused(model, used, path):
     with kvsieve.attach(model, PLAN) as sieve:
         for call in (lambda: sieve.save(used[0], path), lambda: sieve.load(path)):

@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvsieve.display import mebibytes
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.cache import SieveCache, Snapshot
-from kvsieve.hf.generate import Decoding, Stats, Storage, Traffic
+from kvsieve.hf.generate import Decoding, Stats, Storage, Traffic, check_values
 from kvsieve.hf.inputs import check_callable, check_text
 from kvsieve.hf.saved import understood
 from kvsieve.turns import Message, Turns, stop_ids
@@ -411,6 +411,10 @@ class Chat:
         for name, instead in _NOT_HERE.items():
             if options.get(name) is not None:
                 raise UnsupportedOptionError(f"{name}= is not for a chat: {instead}")
+        new = options.get("max_new_tokens", 1)
+        if not isinstance(new, int) or isinstance(new, bool) or new < 1:
+            raise InputError(f"max_new_tokens must be a number of tokens, at least 1, got {new!r}")
+        check_values(options)
         config = options.get("generation_config") or self.sieve.model.generation_config
         for name in ("num_beams", "num_return_sequences"):
             if (options.get(name, getattr(config, name, None)) or 1) > 1:
@@ -418,9 +422,6 @@ class Chat:
                     f"{name}={options.get(name, getattr(config, name, None))} gives a chat several answers to go on "
                     f"from; pass {name}=1, or use fork() and ask in each"
                 )
-        new = options.get("max_new_tokens", 1)
-        if not isinstance(new, int) or isinstance(new, bool) or new < 1:
-            raise InputError(f"max_new_tokens must be a number of tokens, at least 1, got {new!r}")
 
     def _alone(self, work: Callable[[], _T]) -> _T:
         """Do `work` while nobody else does anything with the chat; then the cache is what `_state` says it is.

@@ -299,11 +299,8 @@ def generate(
     return GenerateResult(sequences, stats, cache, output, token_s)
 
 
-def check_options(model: Any, options: Mapping[str, Any]) -> None:
-    """Raise before anything is read for options of ``model.generate`` that are none, or of the wrong kind.
-
-    Raises InputError for a value, UnsupportedOptionError for a name that neither generate nor the model has.
-    """
+def check_values(options: Mapping[str, Any]) -> None:
+    """Raise InputError for options of ``model.generate`` of the wrong kind, where kvsieve makes something of them."""
     for name, least in _NUMBERS.items():
         value = options.get(name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
@@ -319,12 +316,20 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
     config = options.get("generation_config")
     if config is not None and not isinstance(config, GenerationConfig):
         raise InputError(f"generate(generation_config=...) must be a GenerationConfig, got {short(config)}")
+
+
+def check_options(model: Any, options: Mapping[str, Any]) -> None:
+    """Raise before anything is read for options of ``model.generate`` that are none, or of the wrong kind.
+
+    Raises InputError for a value, UnsupportedOptionError for a name that neither generate nor the model has.
+    """
+    check_values(options)
     known = generate_arguments(model)
     for name, value in options.items():
         if value is not None and name not in known:
             raise UnsupportedOptionError(f"generate has no option {name!r}{did_you_mean(name, sorted(known), None)}")
     try:
-        copy.deepcopy(config or model.generation_config).update(**options)
+        copy.deepcopy(options.get("generation_config") or model.generation_config).update(**options)
     except (ValueError, TypeError) as error:
         raise _refusal(options, error) from error
 
