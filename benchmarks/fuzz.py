@@ -298,6 +298,8 @@ def options_of(draw: random.Random, names: list[str]) -> dict[str, Any]:
     for name in draw.sample(names, draw.choice([0, 1, 1, 2])):
         spans = name in ("protect", "quotas") and draw.random() < 0.8
         given[name] = draw.choice(SPANS) if spans else value(draw)
+    # What a caller's own function raises is the caller's.
+    given = {name: part for name, part in given.items() if not callable(part)}
     # A large number of tokens is asked for in earnest: the answer goes on until the context ends.
     if isinstance(given.get("max_new_tokens"), int) and given["max_new_tokens"] > 100:
         given["max_new_tokens"] = 100

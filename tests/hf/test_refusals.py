@@ -282,6 +282,8 @@ def test_an_option_that_generate_itself_refuses_is_an_input_error(model, ids):
     with kvsieve.attach(model, PLAN) as sieve:
         with pytest.raises(InputError, match="top_k=-3.*strictly positive"):
             sieve.generate(ids, **{**GREEDY, "top_k": -3, "do_sample": True})
+        with pytest.raises(InputError, match="temperature=tensor"):
+            sieve.generate(ids, **{**GREEDY, "temperature": torch.tensor([]), "do_sample": True})
         with pytest.raises(ValueError, match="mine"):
             sieve.generate(ids, prefix_allowed_tokens_fn=broken, **GREEDY)
 

@@ -330,7 +330,7 @@ def check_options(model: Any, options: Mapping[str, Any]) -> None:
             raise UnsupportedOptionError(f"generate has no option {name!r}{did_you_mean(name, sorted(known), None)}")
     try:
         copy.deepcopy(options.get("generation_config") or model.generation_config).update(**options)
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # of comparing what it was given, whatever that may be
         raise _refusal(options, error) from error
 
 
