@@ -210,6 +210,17 @@ def test_orders_to_a_terminal_are_written_out(talk, model_dir, monkeypatch, tmp_
     assert not set("\x1b\x07") & set(str(told.value))
 
 
+def test_who_watches_is_told_that_the_prompt_is_read(talk, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    code, out, err = talk(FIRST, "--chunk", "40")
+    assert code == 0 and "\x1b" not in out
+    # Gone before the answer begins.
+    shown = err.split("\r\x1b[K")
+    assert shown[1:3] == ["reading ...", "reading: 40 of 103 tokens"] and shown[-1].startswith(
+        ("\x1b[2m[9 tokens", "[9")
+    )
+
+
 @pytest.mark.parametrize("width", [20, 21, 200])
 def test_words_are_not_broken_at_a_lines_end(width):
     text = (

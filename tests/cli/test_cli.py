@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import sys
 import pytest
 
 import kvsieve
-from kvsieve.cli import demo, models_table, run
+from kvsieve.cli import demo, info, models_table, run
 from kvsieve.cli.main import run_cli
 from kvsieve.cli.specs import chosen_method, compared_methods, split_specs
 from kvsieve.errors import PlanError
@@ -301,7 +302,19 @@ def test_methods(cli):
     code, out, _ = cli("methods", "--markdown")
     assert code == 0 and out.startswith("# Methods\n") and "kvsieve methods --markdown" in out
     assert out.count("\n| `") == len(kvsieve.list_methods())
-    assert cli("methods")[0] == 0
+
+
+def test_methods_are_readable_in_a_narrow_terminal(cli, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    code, out, _ = cli("methods")
+    lines = out.splitlines()
+    assert code == 0 and max(map(len, lines)) <= 60
+    for name in kvsieve.list_methods():
+        about = kvsieve.method_info(name)
+        (at,) = (place for place, line in enumerate(lines) if line.startswith(f"{name}: "))
+        block = [lines[at], *itertools.takewhile(lambda line: line.startswith("    "), lines[at + 1 :])]
+        text = " ".join(" ".join(block).split())
+        assert about.summary in text and all(f" {each}=" in text for each in about.parameters)
 
 
 def test_models(cli, monkeypatch):
@@ -334,6 +347,18 @@ def test_doctor_says_what_is_missing_and_the_command(cli, monkeypatch, tmp_path)
     assert code == 1 and data["cache_directory"] == str(tmp_path)
     assert len(data["problems"]) == 1 and "kvsieve fetch-demo" in data["problems"][0]
     assert len(lines(err, "error")) == 1
+
+
+def test_doctor_does_not_contradict_itself(cli, monkeypatch):
+    monkeypatch.setattr(info, "_demo_model", lambda: ("/here", None))
+    monkeypatch.setattr(info, "_installed", lambda package: None if package in ("matplotlib", "datasets") else "1")
+    code, out, err = cli("doctor")
+    assert code == 0 and err == ""
+    assert "matplotlib:      not installed, optional: pip install 'kvsieve[eval]'" in out
+    assert out.splitlines()[-1] == "all that kvsieve needs is here; optional and not here: matplotlib, datasets"
+    monkeypatch.setattr(info, "_demo_model", lambda: ("not found", "fetch it"))
+    code, out, err = cli("doctor")
+    assert code == 1 and "is here" not in out and err == "error: fetch it\n"
 
 
 def test_fetch_demo_prints_the_path(cli, monkeypatch, tmp_path):
