@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
+import shlex
 
 import pytest
 import torch
 
 import kvsieve
-from kvsieve.calibrate import Options, Prompt, built_in_prompts, calibrate, measure, text_prompts
-from kvsieve.errors import InputError
+from kvsieve.calibrate import Options, Prompt, built_in_prompts, calibrate, forecast, measure, text_prompts
+from kvsieve.errors import InputError, PlanError
 from kvsieve.eval import plot_style
 from kvsieve.eval.prompts import Prompter
 from kvsieve.models.families import build
@@ -73,6 +76,50 @@ def test_steps_are_counted_to_the_end(model):
     assert [done for done, _, _ in steps] == list(range(len(steps))) and {total for _, total, _ in steps} == {
         len(steps) - 1
     }
+
+
+def test_quick_chooses_the_layer_that_all_layers_give(model):
+    """Whatever the bound; from the deepest on, it stops at the first layer that is not near."""
+    every = measure(model, some_prompts(2), some_prompts(1)[0], options=Options(parts=("tsp",)))
+    bounds = sorted(every.measured["tsp"]["relative"])
+    counts = []
+    for tolerance in (0.0, *(1.001 * bound for bound in bounds)):
+        chosen = []
+        for every_layer in (True, False):
+            steps = []
+            options = Options(parts=("tsp",), tolerance=tolerance, every_layer=every_layer)
+            given = (model, some_prompts(2), some_prompts(1)[0])
+            profile = measure(*given, options=options, progress=lambda *each, steps=steps: steps.append(each))
+            found = profile.measured["tsp"]
+            assert steps[-1][0] == steps[-1][1] == len(steps) - 1
+            assert found["layers"] == sorted(found["layers"]) and len(found["relative"]) == len(found["layers"])
+            chosen.append((found["layer"] if found["settled"] else None, found["settled"]))
+            if not every_layer:
+                counts.append(len(found["layers"]))
+                at = every.measured["tsp"]["layers"].index(found["layers"][0])
+                assert found["relative"] == every.measured["tsp"]["relative"][at:]
+        assert chosen[0] == chosen[1]
+    assert min(counts) == 1 < max(counts)
+    with pytest.raises(PlanError, match="compares all layers"):
+        Options(rule="argmin", every_layer=False)
+    assert Options.quick(rule="argmin").every_layer and not Options.quick().every_layer
+
+
+def test_the_time_is_forecast_before_anything_is_measured(model):
+    said = []
+    how = {"lengths": (100,), "prompts": 1, "text": " ".join(f"w{i % 120}" for i in range(500)), "options": SMALL}
+    told = {"progress": lambda *each: said.append(each), "announce": said.append}
+    calibrate(model, word_tokenizer(), **how, **told)
+    assert isinstance(said[0], float) and said[0] > 0 and said[1][0] == 0
+    # What is left out takes no time, and another prompt as much as the first.
+    clock = itertools.count()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvsieve.calibrate.run.time.perf_counter", lambda: float(next(clock)))
+        all_parts = forecast(model, some_prompts(1), SMALL)
+        assert forecast(model, some_prompts(2), SMALL) > 1.5 * all_parts
+        for part in ("pooling", "tsp", "asl", "q_filters"):
+            rest = tuple(each for each in SMALL.parts if each != part)
+            assert forecast(model, some_prompts(1), dataclasses.replace(SMALL, parts=rest)) < all_parts
 
 
 @pytest.mark.parametrize("part", ["pooling", "tsp", "asl", "heads", "q_filters"])
@@ -167,6 +214,39 @@ def test_the_command_writes_a_profile_that_run_takes(cli, model_dir, text_file, 
     assert code == 2 and "knorm takes no profile" in errors
     code, printed, _ = cli("calibrate", model_dir, *given, "--parts", "tsp", "--json")
     assert code == 0 and json.loads(printed)["measured"]["tsp"]["rate"] == "20%"
+
+
+@pytest.mark.parametrize(
+    ("options", "native", "dtype"),
+    [
+        (["--quick"], False, "float32"),
+        (["--quick"], True, "bfloat16"),
+        ([], False, "bfloat16"),
+        (["--quick", "--dtype", "bfloat16"], False, "bfloat16"),
+    ],
+)
+def test_quick_computes_as_the_processor_does(cli, model_dir, text_file, tmp_path, monkeypatch, options, native, dtype):
+    monkeypatch.setattr("kvsieve.cli.info.computes_bfloat16", lambda: native)
+    given = ("--text", text_file, "--lengths", "150", "--prompts", "1", "--parts", "heads", "--device", "cpu")
+    code, printed, _ = cli("calibrate", model_dir, *given, *options, "--out", tmp_path / "p.json", "--json")
+    assert code == 0 and json.loads(printed)["text"]["dtype"] == dtype
+
+
+@pytest.mark.parametrize("parts", ["pooling,tsp", "heads", "q_filters", "asl"])
+def test_the_closing_hint_is_a_command_that_runs(cli, model_dir, text_file, tmp_path, parts):
+    out = tmp_path / "a profile's file.json"
+    given = ("--text", text_file, "--lengths", "150", "--prompts", "1", "--dtype", "float32", "--out", out)
+    code, printed, said = cli("calibrate", model_dir, *given, "--tsp-rate", "30%", "--quick", "--parts", parts)
+    assert code == 0 and "this takes about 10 seconds" in said
+    hints = [line for line in printed.splitlines() if line.startswith("    kvsieve run ")]
+    if parts == "asl" and not load_profile(out).parameters:
+        assert not hints
+        return
+    words = shlex.split(hints[0])
+    assert words[0] == "kvsieve" and str(out) in words and model_dir in words
+    code, printed, errors = cli(*words[1:], "--json")
+    assert code == 0, errors
+    assert str(out) == json.loads(printed)["results"][0]["parameters"]["profile"]
 
 
 def test_a_profile_of_another_model_is_refused_before_anything_runs(cli, model_dir, profile, tmp_path):

@@ -2,6 +2,6 @@
 
 from kvsieve.calibrate.options import PARTS, Options
 from kvsieve.calibrate.prompts import Prompt, built_in_prompts, text_prompts
-from kvsieve.calibrate.run import calibrate, measure
+from kvsieve.calibrate.run import calibrate, forecast, measure
 
-__all__ = ["PARTS", "Options", "Prompt", "built_in_prompts", "calibrate", "measure", "text_prompts"]
+__all__ = ["PARTS", "Options", "Prompt", "built_in_prompts", "calibrate", "forecast", "measure", "text_prompts"]

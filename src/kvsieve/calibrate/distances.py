@@ -65,6 +65,11 @@ def mean(of: Sequence[Distance]) -> Distance:
     return Distance(*(sum(getattr(each, name) for each in of) / len(of) for name in ("last", "window", "norm", "kl")))
 
 
+def is_near(found: Distance, tolerance: float | None) -> bool:
+    """Whether tokens may be dropped there under "settled"."""
+    return found.relative <= (TOLERANCE if tolerance is None else tolerance) and found.kl <= KL_BOUND
+
+
 def choose_layer(found: Sequence[Distance], rule: str, tolerance: float | None) -> tuple[int, bool]:
     """Index of the candidate to take, and whether the rule was met.
 
@@ -76,8 +81,7 @@ def choose_layer(found: Sequence[Distance], rule: str, tolerance: float | None) 
     if rule == "argmin":
         bound = (1 + (tolerance or 0.0)) * found[least].last
         return next(index for index, each in enumerate(found) if each.last <= bound), True
-    bound = TOLERANCE if tolerance is None else tolerance
-    near = [each.relative <= bound and each.kl <= KL_BOUND for each in found]
+    near = [is_near(each, tolerance) for each in found]
     if not near[-1]:
         return least, False
     return max((index + 1 for index, fine in enumerate(near) if not fine), default=0), True

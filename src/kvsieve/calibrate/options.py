@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
@@ -17,8 +18,9 @@ class Options:
     """parts: which of PARTS. budget: entries kept where pooling is compared. tsp_rate: tokens that go on under
     FastKV and ASL.
 
-    rule, tolerance, max_layer: how the TSP layer is chosen, see `distances.choose_layer`. kernels, windows, poolings:
-    SnapKV's settings that are compared.
+    rule, tolerance, max_layer: how the TSP layer is chosen, see `distances.choose_layer`. every_layer: False to measure
+    from the deepest layer only down to the first that is not near, which chooses alike under "settled". kernels,
+    windows, poolings: SnapKV's settings that are compared.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -27,9 +29,15 @@ class Options:
     rule: str = "settled"
     tolerance: float | None = None
     max_layer: int | None = None
+    every_layer: bool = True
     kernels: tuple[int, ...] = (5, 7, 13, 21, 31, 63)
     windows: tuple[int, ...] = (8, 16, 32, 64)
     poolings: tuple[str, ...] = ("avg", "max")
+
+    @classmethod
+    def quick(cls, **how: Any) -> Options:
+        """A quarter of the settings, and no layer that cannot be chosen, which is most of the time."""
+        return cls(kernels=(7, 21, 63), windows=(16, 32), every_layer=how.get("rule", "settled") != "settled", **how)
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -39,6 +47,8 @@ class Options:
             raise PlanError(f"no part to calibrate was named; give some of {', '.join(PARTS)}")
         if self.rule not in RULES:
             raise PlanError(f"rule must be one of {', '.join(RULES)}, got {self.rule!r}")
+        if not self.every_layer and self.rule != "settled":
+            raise PlanError(f"the rule {self.rule!r} compares all layers; leave every_layer=True, or take settled")
         if self.tolerance is not None and not self.tolerance >= 0:
             raise PlanError(f"tolerance must be at least 0, got {self.tolerance!r}")
         if self.max_layer is not None and self.max_layer < 0:

@@ -16,7 +16,7 @@ from kvsieve.hf.stack import can_stack, stack
 from kvsieve.methods import SnapKV
 
 # Settings whose answers are computed together.
-_ROWS = 8
+ROWS = 8
 
 _ALIKE = 1.1
 
@@ -42,8 +42,8 @@ def distances(model: Any, shared: SharedPrompt, evictors: Sequence[SnapKV], answ
     """KL of each setting's answer to that of full KV, mean over the tokens of answer [1, T] but the first."""
     truth = following(model, shared.reduced(None), answer)
     found: list[float] = []
-    for first in range(0, len(evictors), _ROWS):
-        caches = [shared.reduced(evictor) for evictor in evictors[first : first + _ROWS]]
+    for first in range(0, len(evictors), ROWS):
+        caches = [shared.reduced(evictor) for evictor in evictors[first : first + ROWS]]
         together = [stack(caches)] if can_stack(caches) else caches
         for cache in together:
             found += divergence(truth, following(model, cache, answer))

@@ -31,6 +31,8 @@ Progress = Callable[[int, int, str], None]
 
 # Answers of the model itself end here.
 ANSWER = 32
+# A forecast reads so many tokens, after a few that nobody times.
+_PILOT, _WARM_UP = 1024, 16
 
 
 def calibrate(
@@ -45,11 +47,13 @@ def calibrate(
     seed: int = 0,
     options: Options | None = None,
     progress: Progress | None = None,
+    announce: Callable[[float], None] | None = None,
 ) -> Profile:
     """Calibrate a causal language model of transformers.
 
     name: of the model, in messages. text: what to read instead of generated prompts; source: its name. lengths: tokens
-    per prompt; prompts: how many of each. progress: called with (steps done, steps in all, what comes next).
+    per prompt; prompts: how many of each. progress: called with (steps done, steps in all, what comes next). announce:
+    called before the first step with the seconds that all may take, see `forecast`.
 
     The same arguments give the same profile, but for time and rounding of other machines. Raises InputError for lengths
     the model or the text does not suit, and what `attach` raises for a model that is not supported.
@@ -77,7 +81,47 @@ def calibrate(
         "seed": seed,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    return measure(model, made, held_out, prompter.stops, options or Options(), name, about, progress)
+    options = options or Options()
+    if announce is not None:
+        announce(forecast(model, made, options))
+    return measure(model, made, held_out, prompter.stops, options, name, about, progress)
+
+
+def forecast(model: Any, prompts: Sequence[Prompt], options: Options) -> float:
+    """Seconds that `measure` may take, from a few passes that are timed now: a guess within a factor of two or so."""
+    layers = Fingerprint.of(model).layers
+    found, _ = distances.candidates(model, layers, options.tsp_rate, options.max_layer)
+    if not options.every_layer:
+        # How far down it goes is not known before.
+        found = found[-max(1, len(found) // 3) :]
+    found = found if "tsp" in options.parts else []
+    settings = len(options.kernels) * len(options.windows) * len(options.poolings) * ("pooling" in options.parts)
+    plan, first = Plan(name="full"), prompts[0].ids[:, :_PILOT].to(model.device)
+    read(model, plan, first[:, :_WARM_UP])
+    per_token = _seconds(model, lambda: read(model, plan, first)) / first.shape[1]
+    alone = _seconds(model, lambda: read(model, plan, first[:, :1]))
+    # As many answers as are computed together.
+    rows = first[:, :ANSWER].expand(pooling.ROWS, -1)
+    with torch.no_grad():
+        answers = _seconds(model, lambda: model(input_ids=rows))
+    seconds = 0.0
+    for prompt in prompts:
+        length = prompt.ids.shape[1]
+        rate = options.tsp_rate.entries(length) / length  # type: ignore[union-attr]
+        # Passes over a prompt: it is read, its queries are looked at, settings choose among its entries, tokens go.
+        passes = 2.2 + 1.5 * settings / 48 + 1.1 * ("asl" in options.parts)
+        passes += sum((layer + 1 + rate * (layers - layer - 1)) / layers for layer in found)
+        seconds += passes * length * per_token + (settings + len(found)) / pooling.ROWS * answers
+        seconds += alone * (ANSWER if prompt.answer is None else 1)
+    return seconds + prompts[-1].ids.shape[1] * per_token * ("q_filters" in options.parts)
+
+
+def _seconds(model: Any, work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter() - began
 
 
 def measure(
@@ -244,7 +288,8 @@ class _Run:
     def _tsp(self, readings: Sequence[_Read], found: Sequence[int]) -> int:
         rate, pooled = self.options.tsp_rate, self.pooled
         means, worst = [], []
-        for layer in found:
+        every = self.options.every_layer
+        for layer in found if every else found[::-1]:
             each = []
             for reading in readings:
                 self._step(f"dropping tokens after layer {layer}")
@@ -252,6 +297,11 @@ class _Run:
                 each.append(distances.distance(self.model, reading.ids, layer, rate, pooled, *given))
             means.append(distances.mean(each))
             worst.append(max(one.relative for one in each))
+            if not every and not distances.is_near(means[-1], self.options.tolerance):
+                break
+        self.total -= (len(found) - len(means)) * len(readings)
+        if not every:
+            found, means, worst = found[-len(means) :], means[::-1], worst[::-1]
         index, settled = distances.choose_layer(means, self.options.rule, self.options.tolerance)
         tolerance = self.options.tolerance
         if tolerance is None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsieve.cli.evaluate import lengths_of, names_of, progress_bar
-from kvsieve.cli.output import JsonOption, emit_json, print_table, show
-from kvsieve.cli.run import DTYPES, load_model
+from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
+from kvsieve.cli.run import DTYPES, DeviceOption, check_device, load_model
 from kvsieve.errors import InputError, PlanError
 
 if TYPE_CHECKING:
@@ -27,8 +28,13 @@ def calibrate_command(
     text: Annotated[
         Path | None, typer.Option(help="A text to read, in windows; prompts with facts to find if left out.")
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens per prompt: 2048 or 1024,4096.")] = "2048",
-    prompts: Annotated[int, typer.Option(help="How many of each length.")] = 4,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Two prompts of 1024 tokens, fewer settings, only layers that may serve.")
+    ] = False,
+    lengths: Annotated[
+        str | None, typer.Option(help="Tokens per prompt: 2048 (the default; 1024 with --quick) or 1024,4096.")
+    ] = None,
+    prompts: Annotated[int | None, typer.Option(help="How many of each length: 4 if left out, 2 with --quick.")] = None,
     parts: Annotated[str, typer.Option(help="What to measure.")] = _PARTS,
     budget: Annotated[str, typer.Option(help="Entries kept where windows and kernels are compared.")] = "20%",
     tsp_rate: Annotated[str, typer.Option(help="Tokens that go on where layers are compared.")] = "20%",
@@ -42,17 +48,23 @@ def calibrate_command(
     max_layer: Annotated[int | None, typer.Option(help="Deepest TSP layer; the last but one if left out.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the distances of all layers into this PNG file.")] = None,
     seed: Annotated[int, typer.Option(help="Of the generated prompts.")] = 0,
-    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "bfloat16",
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Of the weights: {', '.join(DTYPES)}; bfloat16 if left out, with --quick what suits the processor."
+        ),
+    ] = None,
+    device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find a model's TSP layer, windows and kernels, ASL's threshold, retrieval heads and Q-Filters."""
-    if dtype not in DTYPES:
+    if dtype is not None and dtype not in DTYPES:
         raise PlanError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
     from kvsieve.calibrate import Options, calibrate
     from kvsieve.models.fetch import MODEL_NAME
 
-    options = Options(
+    options = (Options.quick if quick else Options)(
         parts=tuple(names_of(parts)),
         budget=budget,
         tsp_rate=tsp_rate,
@@ -60,7 +72,7 @@ def calibrate_command(
         tolerance=tolerance,
         max_layer=max_layer,
     )
-    wanted = lengths_of(lengths)
+    wanted = lengths_of(lengths or ("1024" if quick else "2048"))
     # Minutes of work should not end with a file that cannot be written.
     out = _writable(out, "--out")
     if plot is not None:
@@ -71,7 +83,15 @@ def calibrate_command(
         if "tsp" not in options.parts:
             raise InputError("--plot draws the distances of the part tsp, which --parts leaves out; add it")
     words = None if text is None else _text(text)
-    loaded, tokenizer = load_model(model, dtype)
+    check_device(device)
+    if dtype is None:
+        dtype = "float32" if quick and not _computes_bfloat16(device) else "bfloat16"
+    loaded, tokenizer = load_model(model, dtype, device)
+
+    def announce(seconds: float) -> None:
+        shorter = "" if quick or seconds < 300 else "; --quick takes a fraction of it"
+        say(f"this takes about {duration(seconds)}{shorter}")
+
     with progress_bar() as progress:
         profile = calibrate(
             loaded,
@@ -80,10 +100,11 @@ def calibrate_command(
             text=words,
             source="" if text is None else text.name,
             lengths=wanted,
-            prompts=prompts,
+            prompts=(2 if quick else 4) if prompts is None else prompts,
             seed=seed,
             options=options,
             progress=progress,
+            announce=announce,
         )
     profile.save(out)
     if plot is not None and "tsp" in profile.measured:
@@ -95,7 +116,40 @@ def calibrate_command(
         emit_json({name: each for name, each in profile.to_dict().items() if name not in arrays} | {"out": str(out)})
         return
     print_profile(profile)
-    show(f"the profile is in {out}; use it with `kvsieve run --profile {out}` or plan(..., profile={str(out)!r})")
+    method = method_of(profile)
+    if method is None:
+        show(f"the profile is in {out}")
+        return
+    show(f"the profile is in {out}: kvsieve.plan({method!r}, profile={str(out)!r}), or")
+    show(f"    {hint(model, method, out, dtype, device)}")
+
+
+def _computes_bfloat16(device: str | None) -> bool:
+    import torch
+
+    from kvsieve.cli.info import computes_bfloat16
+
+    on_cpu = not torch.cuda.is_available() if device is None else torch.device(device).type == "cpu"
+    return computes_bfloat16() if on_cpu else True
+
+
+def duration(seconds: float) -> str:
+    """Such as "40 seconds" or "5 minutes"; a forecast knows no better."""
+    return f"{max(10, 10 * round(seconds / 10))} seconds" if seconds < 100 else f"{round(seconds / 60)} minutes"
+
+
+def method_of(profile: Profile) -> str | None:
+    """A method that takes what was measured."""
+    arrays = {"duoattention": profile.heads, "qfilters": profile.q_filters}
+    known = [*profile.parameters, *(name for name, measured in arrays.items() if measured)]
+    return next((name for name in ("fastkv", "snapkv", *known) if name in known), None)
+
+
+def hint(model: str | None, method: str, out: Path, dtype: str, device: str | None) -> str:
+    """A command that uses the profile, as a shell takes it."""
+    words = ["kvsieve", "run", *([] if model is None else [model]), "--method", method, "--profile", str(out)]
+    words += ["--prompt", "What is the capital of France?", *([] if dtype == "bfloat16" else ["--dtype", dtype])]
+    return shlex.join([*words, *([] if device is None else ["--device", device])])
 
 
 def print_profile(profile: Profile) -> None:
