@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -91,19 +92,37 @@ def window_weights(
         yield per_query((logits(*span) - norm).exp_())
 
 
-def pool(scores: Tensor, kernel: int, kind: Pool) -> Tensor:
+def pool(scores: Tensor, kernel: int, kind: Pool, valid: Tensor | None = None) -> Tensor:
     """Smooth `scores` [..., N] along the sequence with an odd `kernel`; same length out.
 
     "avg" divides by the kernel everywhere, counting the zeros beyond the ends; "max" ignores them.
+    valid: bool [B, H or 1, N or more] for scores [B, X, N] that are 0 elsewhere; entries are neighbours then whatever
+    padding is between them, as later turns of a batch bring it.
     """
     if kernel == 1:
         return scores
+    if valid is not None:
+        return _closed_up(scores, valid, lambda part: pool(part, kernel, kind))
     flat = scores.reshape(-1, 1, scores.shape[-1])
     if kind == "avg":
         pooled = F.avg_pool1d(flat, kernel, stride=1, padding=kernel // 2)
     else:
         pooled = F.max_pool1d(flat, kernel, stride=1, padding=kernel // 2)
     return pooled.reshape(scores.shape)
+
+
+def _closed_up(scores: Tensor, valid: Tensor, smooth: Callable[[Tensor], Tensor]) -> Tensor:
+    """`smooth` of scores [B, X, N] as if all padding lay on their left; it may return fewer lines, [B, Y, N].
+
+    valid: bool [B, H or 1, N or more], X and Y multiples of its heads.
+    """
+    order = valid[..., : scores.shape[-1]].to(torch.uint8).argsort(dim=-1, stable=True)
+
+    def per_line(count: int) -> Tensor:
+        return order.repeat_interleave(count // order.shape[1], 1)
+
+    smoothed = smooth(scores.gather(-1, per_line(scores.shape[1])))
+    return torch.empty_like(smoothed).scatter_(-1, per_line(smoothed.shape[1]), smoothed)
 
 
 def group_mean(scores: Tensor, heads: int) -> Tensor:
@@ -119,8 +138,9 @@ def pooled_mass(ctx: LayerContext, window: int, kernel: int, pooling: Pool, head
     """
     window = min(window, ctx.query.shape[2])
     mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid)
-    mass = mass[..., :-window]
+    mass, valid = mass[..., :-window], ctx.valid
     if heads is not None and kernels.usable(mass):
-        return kernels.pooled(mass, heads, kernel, pooling)
-    pooled = pool(mass, kernel, pooling)
+        by_kernel = functools.partial(kernels.pooled, heads=heads, kernel=kernel, pooling=pooling)
+        return by_kernel(mass) if valid is None or kernel == 1 else _closed_up(mass, valid, by_kernel)
+    pooled = pool(mass, kernel, pooling, valid)
     return pooled if heads is None else group_mean(pooled, heads)

@@ -129,11 +129,10 @@ class Session:
     def _looks(self, when: When) -> bool:
         return when.looks and (self.step.phase == "prefill" or when.steps is not None)
 
-    @staticmethod
-    def _recent(layer: SieveLayer, query: Tensor, window: int) -> Tensor:
-        """The queries [B, Hq, <= window, D] of the last tokens, this pass's among them."""
+    def _recent(self, layer: SieveLayer, query: Tensor, window: int) -> Tensor:
+        """The queries [B, Hq, <= window, D] of the turn's last tokens, this pass's among them."""
         before = layer.state.get("recent")
-        if before is not None and query.shape[2] < window:
+        if self.step.phase == "decode" and before is not None and query.shape[2] < window:
             query = torch.cat([before, query], 2)
         # A copy, so that a whole prompt's queries are not held on to.
         layer.state["recent"] = query[:, :, -window:].clone()

@@ -49,7 +49,8 @@ class GroupedSnapKV(SnapKV):
 
     def context_scores(self, ctx: LayerContext) -> Tensor:
         mass = pooled_mass(ctx, self.window, 1, self.pooling)
-        return pool(mass if self.per_query_head else group_mean(mass, ctx.keys.shape[1]), self.kernel, self.pooling)
+        mass = mass if self.per_query_head else group_mean(mass, ctx.keys.shape[1])
+        return pool(mass, self.kernel, self.pooling, ctx.valid)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,11 +183,13 @@ class Cascade(Allocator):
 
     def _look_at(self, ctx: LayerContext, counts: tuple[int, ...]) -> Seen:
         kept = tuple(map(min, counts, ctx.stored))
-        if kept == ctx.stored:
-            # All of it stays, and its queries may be too few to rank it by.
-            scores = hide_padding(ctx, torch.zeros(ctx.keys.shape[:3], device=ctx.keys.device))
-        else:
-            scores, kept = hold(ctx, hide_padding(ctx, self.base.scores(ctx)), kept)
+        # Of such rows all stays, and their queries may be too few to rank it by.
+        whole = torch.tensor([count == stored for count, stored in zip(kept, ctx.stored, strict=True)])
+        scores = torch.zeros(ctx.keys.shape[:3], device=ctx.keys.device)
+        if not bool(whole.all()):
+            scores = self.base.scores(ctx)
+            scores = scores.masked_fill(whole.to(scores.device)[:, None, None], 0)
+        scores, kept = hold(ctx, hide_padding(ctx, scores), kept)
         scores = ctx.ranks.gather(scores) if self.compares else scores
         asked = list(map(max, counts, kept))
         must = scores.isposinf().sum(-1).amax(-1).tolist()

@@ -86,7 +86,8 @@ class CakeScores(SnapKV):
 
     def context_scores(self, ctx: LayerContext) -> Tensor:
         found = _statistics(ctx, self.window)
-        scores = pool(found.mean + self.gamma * found.variance, self.kernel, self.pooling)
+        scores = found.mean + self.gamma * found.variance
+        scores = pool(scores, self.kernel, self.pooling, ctx.valid)
         return scores if self.per_query_head else group_mean(scores, ctx.keys.shape[1])
 
 

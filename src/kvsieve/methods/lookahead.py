@@ -115,7 +115,7 @@ class Lookahead(SnapKV):
             visible = torch.cat([causal.expand(len(visible), -1, -1, -1), visible], 2)
             query = torch.cat([ctx.query[:, :, -window:], drafted.to(ctx.query.dtype)], 2)
         mass = query_mass(query, ctx.keys, ctx.scale, visible)[..., :-window]
-        return group_mean(pool(mass, self.kernel, self.pooling), heads)
+        return group_mean(pool(mass, self.kernel, self.pooling, ctx.valid), heads)
 
 
 @register_method(
