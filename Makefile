@@ -8,17 +8,20 @@ BIN := $(VENV)/bin
 WORKERS ?= auto
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
 
+# `paper=true`: the papers' defaults, as these were measured; labels leave it out. Without it, or a profile that is named,
+# parameters would be those of the shipped profile or of one that the user has saved.
+
 # The committed results: `make results` completes them, `make results METHODS=new,new:parameter=7` extends them.
 RESULTS := benchmarks/results/smollm2
 TASKS := needle,passkey64,ruler_niah_single_1,ruler_niah_single_2,ruler_niah_multikey_1,ruler_fwe,ruler_qa_1,multiturn,shared,manyshot,arithmetic,instructions
-METHODS := streamingllm,knorm,snapkv,snapkv:kernel=21,snapkv:kernel=63,fastkv:tsp_layer=22;tsp_rate=0.3;window=32;kernel=21;pooling=avg
+METHODS := streamingllm,knorm,snapkv:paper=true,snapkv:paper=true;kernel=21,snapkv:paper=true;kernel=63,fastkv:tsp_layer=22;tsp_rate=0.3;window=32;kernel=21;pooling=avg
 
 # The cells that carry the papers' claims, with the demo model's profile.
 CLAIMS := benchmarks/results/claims
 PROFILE := profile=smollm2-135m-instruct
-HIDDEN := streamingllm,snapkv,snapkv:kernel=21,lagkv:decode=false,lagkv:decode=false;lag=32,lagkv:decode=false;variant=local,lagkv:decode=false;variant=l2;skip_layers=2
-VISIBLE := snapkv:window=16,snapkv:$(PROFILE),fastkv:$(PROFILE),fastkv:tsp_layer=14;window=16;kernel=21;pooling=avg,asl:$(PROFILE),gemfilter,gemfilter:layer=22;kernel=21,pyramidinfer:rate=0.7;window=16;kernel=21,adakv:$(PROFILE),pyramidkv:$(PROFILE)
-HIDDEN_LONG := streamingllm,snapkv:kernel=21,lagkv:decode=false
+HIDDEN := streamingllm,snapkv:paper=true,snapkv:paper=true;kernel=21,lagkv:decode=false,lagkv:decode=false;lag=32,lagkv:decode=false;variant=local,lagkv:decode=false;variant=l2;skip_layers=2
+VISIBLE := snapkv:paper=true;window=16,snapkv:$(PROFILE),fastkv:$(PROFILE),fastkv:paper=true;tsp_layer=14;window=16;kernel=21;pooling=avg,asl:$(PROFILE),gemfilter:paper=true,gemfilter:layer=22;kernel=21,pyramidinfer:rate=0.7;window=16;kernel=21,adakv:$(PROFILE),pyramidkv:$(PROFILE)
+HIDDEN_LONG := streamingllm,snapkv:paper=true;kernel=21,lagkv:decode=false
 VISIBLE_LONG := snapkv:$(PROFILE),fastkv:$(PROFILE),gemfilter:layer=22;kernel=21
 
 # Sparse reading.
@@ -27,13 +30,13 @@ READERS := exacttopk,quest,sparq,hsa,rocketkv
 
 # Every method at a quarter of the entries, few samples.
 ALL := benchmarks/results/methods
-EVERY := streamingllm,knorm,snapkv:$(PROFILE),h2o,tova,sagekv,lookahead:$(PROFILE),lagkv:decode=false;lag=64,keydiff,expectedattention,qfilters:$(PROFILE),kvzip,duoattention:$(PROFILE);sinks=16;recent=64,adakv:$(PROFILE),pyramidkv:$(PROFILE),cake:$(PROFILE),zigzagkv,dynamickv:$(PROFILE),squeezeattention,chunkkv,criticalkv,fastkv:$(PROFILE),asl:$(PROFILE),gemfilter:layer=22;kernel=21,pyramidinfer:rate=0.7;window=16;kernel=21
+EVERY := streamingllm,knorm,snapkv:$(PROFILE),h2o,tova,sagekv,lookahead:$(PROFILE),lagkv:decode=false;lag=64,keydiff,expectedattention,qfilters:$(PROFILE),kvzip,duoattention:$(PROFILE);sinks=16;recent=64,adakv:$(PROFILE),pyramidkv:$(PROFILE),cake:$(PROFILE),zigzagkv:paper=true,dynamickv:$(PROFILE),squeezeattention,chunkkv:paper=true,criticalkv:paper=true,fastkv:$(PROFILE),asl:$(PROFILE),gemfilter:layer=22;kernel=21,pyramidinfer:rate=0.7;window=16;kernel=21
 
 # What is timed beside transformers; `make bench PEER=peer/bin/python` times that interpreter's kvpress as well.
 BENCH := benchmarks/results/bench
-TIMED := snapkv:budget=10%,lagkv:budget=10%,adakv:budget=10%,duoattention:budget=10%;$(PROFILE),fastkv:tsp_layer=14;tsp_rate=0.2;budget=10%,fastkv:budget=10%;$(PROFILE),gemfilter:budget=10%,rocketkv:budget=256,hsa:budget=256,quest:budget=256,sparq:budget=256
-TIMED_ENGINES := snapkv:budget=10%,rocketkv:budget=256
-TIMED_BATCH := snapkv:budget=10%,fastkv:tsp_layer=14;tsp_rate=0.2;budget=10%,rocketkv:budget=256
+TIMED := snapkv:paper=true;budget=10%,lagkv:budget=10%,adakv:paper=true;budget=10%,duoattention:budget=10%;$(PROFILE),fastkv:paper=true;tsp_layer=14;tsp_rate=0.2;budget=10%,fastkv:budget=10%;$(PROFILE),gemfilter:paper=true;budget=10%,rocketkv:budget=256,hsa:budget=256,quest:budget=256,sparq:budget=256
+TIMED_ENGINES := snapkv:paper=true;budget=10%,rocketkv:budget=256
+TIMED_BATCH := snapkv:paper=true;budget=10%,fastkv:paper=true;tsp_layer=14;tsp_rate=0.2;budget=10%,rocketkv:budget=256
 PEERS := snapkv,adakv
 BESIDE = $(if $(PEER),--peer-python $(PEER) --peer-methods $(PEERS))
 
@@ -85,11 +88,11 @@ claims: $(VENV)/.ready
 
 readers: $(VENV)/.ready
 	$(BIN)/kvsieve eval --tasks multiturn --lengths 2048 --budgets 256 \
-		--methods "rocketkv-mt,rocketkv,snapkv,exacttopk,snapkv:$(PROFILE)" --samples 50 --question visible \
+		--methods "rocketkv-mt,rocketkv,snapkv:paper=true,exacttopk,snapkv:$(PROFILE)" --samples 50 --question visible \
 		--cost-samples 0 --out $(READING) --resume
-	$(BIN)/kvsieve eval --tasks ruler_niah_single_2,ruler_niah_multikey_1 --lengths 2048 --methods "$(READERS),snapkv" \
+	$(BIN)/kvsieve eval --tasks ruler_niah_single_2,ruler_niah_multikey_1 --lengths 2048 --methods "$(READERS),snapkv:paper=true" \
 		--budgets 128,256,512 --samples 50 --question visible --cost-samples 0 --out $(READING) --resume
-	$(BIN)/kvsieve eval --tasks kv --lengths 512 --methods "$(READERS),snapkv" --budgets 64,128 --samples 50 \
+	$(BIN)/kvsieve eval --tasks kv --lengths 512 --methods "$(READERS),snapkv:paper=true" --budgets 64,128 --samples 50 \
 		--question visible --cost-samples 0 --out $(READING) --resume
 	$(BIN)/kvsieve eval --tasks ruler_niah_single_1 --lengths 7000 --methods "$(READERS)" --budgets 128,256,512 \
 		--samples 25 --question visible --cost-samples 0 --out $(READING) --resume

@@ -28,7 +28,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model, tokenizer = kvsieve.models.load_demo(torch.bfloat16)
     prompter = Prompter(tokenizer, model.generation_config.eos_token_id)
-    plan = kvsieve.plan("asl", budget="30%", tau=0)
+    plan = kvsieve.plan("asl", budget="30%", tau=0, paper=True)
     first = plan.propagate.source(model.config.num_hidden_layers)
     rows = []
     for task in chosen_tasks(TASKS):

@@ -25,7 +25,7 @@ from kvsieve.bench.prompts import text_ids
 
 PLANS = {
     "full": kvsieve.plan("full"),
-    "snapkv 10%": kvsieve.plan("snapkv", budget="10%"),
+    "snapkv 10%": kvsieve.plan("snapkv", budget="10%", paper=True),
     "lagkv 10%": kvsieve.plan("lagkv", budget="10%"),
     "rocketkv 256": kvsieve.plan("rocketkv", budget=256),
 }

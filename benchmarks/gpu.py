@@ -45,8 +45,9 @@ from kvsieve.hf.memory import measure_peak
 
 GENERATE = "transformers generate"
 METHODS = (
-    "full,fastkv:tsp_layer=15:tsp_rate=0.2:budget=10%,snapkv:budget=10%,lagkv:budget=10%,adakv:budget=10%,"
-    "asl:budget=2048:first=15:tau=2,gemfilter:budget=1024:layer=13,"
+    "full,fastkv:paper=true:tsp_layer=15:tsp_rate=0.2:budget=10%,snapkv:paper=true:budget=10%,lagkv:budget=10%,"
+    "adakv:paper=true:budget=10%,"
+    "asl:paper=true:budget=2048:first=15:tau=2,gemfilter:paper=true:budget=1024:layer=13,"
     "rocketkv:budget=256,rocketkv:budget=512,rocketkv:budget=1024,rocketkv:budget=2048,rocketkv:budget=4096"
 )
 LLAMA = dict(
@@ -80,8 +81,9 @@ TINY = LLAMA | dict(
 )
 # ASL compares two layers at least and selects before the last, so two layers are too few for it.
 TINY_METHODS = (
-    "full,fastkv:tsp_layer=0:tsp_rate=0.2:budget=10%,snapkv:budget=10%,lagkv:budget=10%:lag=8,adakv:budget=10%,"
-    "gemfilter:budget=40:layer=0,rocketkv:budget=64"
+    "full,fastkv:paper=true:tsp_layer=0:tsp_rate=0.2:budget=10%,snapkv:paper=true:budget=10%,lagkv:budget=10%:lag=8,"
+    "adakv:paper=true:budget=10%,"
+    "gemfilter:paper=true:budget=40:layer=0,rocketkv:budget=64"
 )
 CHUNKS = (None, 65536, 16384, 4096)
 # Left to the allocator and to what is not counted.
@@ -298,7 +300,7 @@ def measure(arguments: argparse.Namespace) -> None:
     config = TINY if tiny else LLAMA
     runs: dict[str, MethodRun | None] = {BASELINE: None, GENERATE: None}
     for run in compared_methods(TINY_METHODS if tiny else METHODS, None):
-        runs[run.label] = run
+        runs[run.full_label] = run
     settings = {
         "config": config,
         "decode": arguments.decode,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "kvsieve"
-LEAVES = {"types", "errors", "budget", "profiles", "segments", "turns", "text", "kernels", "display", "parameters"}
+LEAVES = set("types errors budget parameters profiles defaults segments turns text kernels display".split())
 ALLOWED = {
     "core": {"core"} | LEAVES,
     "cache": {"core", "cache"} | LEAVES,

@@ -4,23 +4,59 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvsieve.budget import Budget
+from kvsieve.defaults import digits_per_token
 from kvsieve.display import brief, html_table
 from kvsieve.errors import PlanError, short
-from kvsieve.profiles import Fingerprint, Profile, load_profile
+from kvsieve.profiles import Fingerprint, Profile, load_profile, profiles_of
 from kvsieve.registry import MethodInfo, check_complete, check_parameters, list_methods, method_info
 from kvsieve.roles import Asking, Evictor, Looker, Propagator, Reader, Rehearsing, condenses
 
 _ROLES = ("propagate", "evict", "read", "codec")
+_DERIVED = "the model's depth and tokenizer"
+_READ: dict[str, Callable[[Any], Any]] = {
+    "name": str,
+    "profile": lambda value: _record(Fingerprint, value),
+    "unset": lambda value: _record(Unset, value),
+}
 _EXAMPLES = {
     "propagate": "propagate=TSP(rate=0.2)",
     "evict": "evict=SnapKV(budget=0.2)",
     "read": "read=HSA(budget=512)",
 }
+
+
+@dataclass(frozen=True)
+class Unset:
+    """The named method of a plan and the parameters it was given, while others wait for the model; Plan.for_model."""
+
+    method: str
+    given: Mapping[str, Any] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "given", {name: _lasting(value) for name, value in self.given.items()})
+
+
+@dataclass(frozen=True)
+class Filled:
+    """Parameters that were not given and came with the model. parts: of each source, its name and what came from it."""
+
+    parts: tuple[tuple[str, Mapping[str, Any]], ...]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Parameter -> value; ``base.kernel`` is that of a wrapper's base."""
+        return {name: value for _, values in self.parts for name, value in values.items()}
+
+    def __str__(self) -> str:
+        told = []
+        for source, values in self.parts:
+            told.append(", ".join(f"{name}={value}" for name, value in values.items()) + f" from {source}")
+        return "; ".join(told)
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,7 +66,8 @@ class Plan:
     propagate: a Propagator, which hidden states go on to deeper layers. evict: an Evictor, which entries stay stored.
     read: a Reader, which entries a new token reads. codec: how they are encoded; no method has that role yet.
     profile: the model whose profile gave the parameters, if one did; `attach` refuses another.
-    name: what reports call it.
+    unset: of a plan made by name, what `attach` needs to fill in the parameters that were not given; until then they
+    stand at the paper's defaults. filled: what it filled in. name: what reports call it.
 
     Raises PlanError for an object that does not fill its role, or a combination that cannot work.
     """
@@ -40,7 +77,9 @@ class Plan:
     read: Reader | None = None
     codec: None = None
     profile: Fingerprint | None = None
-    name: str = dataclasses.field(default="", compare=False)
+    unset: Unset | None = field(default=None, repr=False)
+    filled: Filled | None = field(default=None, compare=False, repr=False)
+    name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for role, protocol in (("propagate", Propagator), ("evict", Evictor), ("read", Reader)):
@@ -89,7 +128,8 @@ class Plan:
         return html_table(f"Plan {self.name}", [*self._told(), *profile])
 
     def _told(self) -> list[tuple[str, str]]:
-        return [(role, brief(getattr(self, role))) for role in self.roles]
+        later = [("parameters not given", "with the model")] if self.unset is not None else []
+        return [(role, brief(getattr(self, role))) for role in self.roles] + later
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -144,6 +184,24 @@ class Plan:
             return self
         return dataclasses.replace(self, evict=self.evict.for_tokenizer(tokenizer))
 
+    def for_model(self, model: Any, tokenizer: Any = None) -> Plan:
+        """This plan with nothing left open: `attach` does this.
+
+        model: of transformers, or its Fingerprint. tokenizer: the model's; without one its digits are taken to be
+        tokens of their own. Parameters of a named method that were not given come, each from the first that has it,
+        from the user's own profile of such a model, from a shipped one, from the model's depth and its tokenizer's
+        digits, and from the paper. What was given, and a role that was replaced, stays. Raises PlanError for a method
+        that needs a profile where there is none, and for a profile whose parameters cannot be used.
+        """
+        out = self
+        if self.unset is not None:
+            shape = model if isinstance(model, Fingerprint) else Fingerprint.of(model)
+            info, given = method_info(self.unset.method), self.unset.given
+            before, after = _named(info, given), _on_model(info, given, shape, digits_per_token(tokenizer))
+            mine = [role for role in _ROLES if getattr(self, role) != getattr(before, role)]
+            out = dataclasses.replace(after, **{role: getattr(self, role) for role in mine}, name=self.name)
+        return out if tokenizer is None else out.for_tokenizer(tokenizer)
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description that `Plan.from_dict` reads back."""
         out: dict[str, Any] = {"name": self.name}
@@ -151,6 +209,8 @@ class Plan:
             out[role] = _plain(getattr(self, role))
         if self.profile is not None:
             out["profile"] = dataclasses.asdict(self.profile)
+        if self.unset is not None:
+            out["unset"] = dataclasses.asdict(self.unset)
         return out
 
     @classmethod
@@ -163,8 +223,8 @@ class Plan:
             raise PlanError(f"a plan is read from what Plan.to_dict() made, a dict, got {short(data)}")
         parts: dict[str, Any] = {}
         for key, value in data.items():
-            if key in ("name", "profile"):
-                parts[key] = str(value) if key == "name" else _fingerprint(value)
+            if key in _READ:
+                parts[key] = _READ[key](value)
                 continue
             if key not in _ROLES:
                 raise PlanError(f"cannot read a plan with {key}=: it is none of its roles, {', '.join(_ROLES)}")
@@ -176,13 +236,28 @@ def plan(method: str, **parameters: Any) -> Plan:
     """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``.
 
     Parameters are the method's own (`kvsieve methods` lists them); a budget is a Budget, a share such as "20%" or
-    0.2, or a number of entries. ``profile=``, where the method takes it, is a Profile, its file or the name of one that
-    is shipped: it gives the parameters that were not given here. Raises PlanError, with a suggestion, for an unknown
+    0.2, or a number of entries. Of a method that has `paper` among them, those that are not given come with the model
+    when the plan is attached (Plan.for_model); ``paper=True`` takes the paper's defaults, and ``profile=``, a Profile,
+    its file or the name of one that is shipped, takes that one's. Raises PlanError, with a suggestion, for an unknown
     method, parameter or bad value, and for a profile that cannot be read or holds nothing for the method.
     """
     info = method_info(method)
     check_parameters(info, parameters)
-    parameters, profile = _profiled(info, parameters)
+    given = dict(parameters)
+    paper = given.pop("paper", False)
+    if not isinstance(paper, bool):
+        raise PlanError(f"{info.name}: paper must be True or False, got {paper!r}")
+    if paper and given.get("profile") is not None:
+        raise PlanError(f"{info.name}: paper=True and profile= are two sources of the same parameters; leave one out")
+    made = _named(info, given)
+    if info.adapts and not paper and given.pop("profile", None) is None:
+        made = dataclasses.replace(made, unset=Unset(info.name, given))
+    return made
+
+
+def _named(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
+    """The plan of a method, with the paper's defaults for what was not given and is not in a profile that was."""
+    parameters, profile = _profiled(info, given)
     check_complete(info, parameters)
     shared = {name: parameters.pop(name) for name in info.shared_options if name in parameters}
     made = info.make(**parameters)
@@ -194,13 +269,90 @@ def plan(method: str, **parameters: Any) -> Plan:
     return dataclasses.replace(made, name=info.name, profile=profile.fingerprint if profile else made.profile)
 
 
-def all_parameters(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every parameter that `plan(method, **given)` uses: given, from the profile, or the default. JSON-ready."""
+def all_parameters(method: str, given: Mapping[str, Any], filled: Filled | None = None) -> dict[str, Any]:
+    """Every parameter of `plan(method, **given)`, JSON-ready: given, from its profile, or the paper's default.
+
+    filled: of the plan once it was attached (`sieve.plan.filled`), what came with the model.
+    """
     info = method_info(method)
-    values = {**info.parameters, **_profiled(info, given)[0], **given}
+    came = {} if filled is None else filled.values
+    values = {**info.parameters, **_profiled(info, given)[0], **came, **given}
+    values.pop("paper", None)
     if isinstance(values.get("profile"), Profile):
         values["profile"] = values["profile"].name
     return {name: str(value) if isinstance(value, Budget) else value for name, value in values.items()}
+
+
+def told(method: str, given: Mapping[str, Any], filled: Filled | None) -> dict[str, Any]:
+    """Parameters by which results of a method are told apart: those given, and what came with the model.
+
+    What is as in the paper is left out (so is ``paper=True``): a name alone means the paper's defaults.
+    """
+    usual = method_info(method).parameters
+    named = {name: value for name, value in given.items() if name != "paper"}
+    for name, value in (filled.values if filled is not None else {}).items():
+        inner = name.removeprefix("base.")
+        usually = usual[name] if inner == name else method_info(named.get("base", usual["base"])).parameters[inner]
+        if value != usually and not (name == "tsp_rate" and Budget.parse(value) == Budget.parse(usually)):
+            named[name] = value
+    return named
+
+
+def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, digits: int) -> Plan:
+    """The plan of a method whose parameters are given, or come with a model; see Plan.for_model."""
+    derived = dict(info.derive(model, digits)) if info.derive is not None else {}
+    measured: dict[str, Any] = {}
+    where, profile = _profile_for(info, model)
+    if profile is not None and info.part is None:
+        measured = profile.for_method(info.name)
+    for name in given:
+        derived.pop(name, None), measured.pop(name, None)
+    derived = {name: value for name, value in derived.items() if name not in measured}
+    tokens = Budget.parse(given["budget"]).tokens if given.get("budget") is not None else None
+    for values in (derived, measured):
+        if tokens is not None and "window" in values:
+            # A budget of few entries should not be the window's alone.
+            values["window"] = max(1, min(values["window"], tokens // 2))
+    parts = []
+    try:
+        check_parameters(info, measured)
+        if profile is not None and info.part is not None:
+            measured = {"profile": profile.name}
+            made = _named(info, {**given, "profile": profile})
+        else:
+            made = _named(info, {**derived, **measured, **given})
+    except PlanError as error:
+        raise PlanError(f"{info.name} with the parameters of {where or _DERIVED}: {error}") from error
+    if measured and profile is not None:
+        parts.append((where, measured))
+        made = dataclasses.replace(made, profile=profile.fingerprint)
+    if derived:
+        parts.append((_DERIVED, derived))
+    base = {**info.parameters, **given}.get("base")
+    if isinstance(base, str) and method_info(base).adapts:
+        own: Any = made.evict
+        inner = _on_model(method_info(base), {"budget": own.base.budget}, model, digits)
+        ranking = dataclasses.replace(inner.evict, skip_layers=own.base.skip_layers, every=own.base.every)  # type: ignore[type-var]
+        made = dataclasses.replace(made, evict=dataclasses.replace(own, base=ranking), profile=inner.profile)
+        found = inner.filled.parts if inner.filled is not None else ()
+        parts += [(source, {f"base.{name}": value for name, value in values.items()}) for source, values in found]
+    return dataclasses.replace(made, filled=Filled(tuple(parts)) if parts else None)
+
+
+def _profile_for(info: MethodInfo, model: Fingerprint) -> tuple[str, Profile | None]:
+    """The first profile of such a model that holds something for the method, and what to call it.
+
+    Raises PlanError where there is none for a method that needs one.
+    """
+    for where, profile in profiles_of(model):
+        if info.name in profile.parameters if info.part is None else getattr(profile, info.part) is not None:
+            return where, profile
+    if info.part is not None:
+        raise PlanError(
+            f"{info.name} needs a profile with {info.part}, and none of this model, {model}, is saved or shipped: "
+            f"`kvsieve calibrate MODEL --parts {info.part}` makes one; or give a file as profile="
+        )
+    return "", None
 
 
 def _profiled(info: MethodInfo, given: Mapping[str, Any]) -> tuple[dict[str, Any], Profile | None]:
@@ -217,11 +369,18 @@ def _profiled(info: MethodInfo, given: Mapping[str, Any]) -> tuple[dict[str, Any
     return {**found, **parameters}, profile
 
 
-def _fingerprint(value: Any) -> Fingerprint:
+def _record(kind: type[Any], value: Any) -> Any:
     try:
-        return Fingerprint(**value)
-    except TypeError as error:
-        raise PlanError(f"cannot read a plan whose profile is {short(value)}: {error}") from error
+        return kind(**value)
+    except (TypeError, AttributeError) as error:
+        raise PlanError(f"cannot read a plan with the {kind.__name__.lower()} {short(value)}: {error}") from error
+
+
+def _lasting(value: Any) -> Any:
+    """A parameter as it comes back from JSON, lists as tuples."""
+    if isinstance(value, list):
+        return tuple(value)
+    return str(value) if isinstance(value, Budget) else value
 
 
 def _plain(value: Any) -> Any:

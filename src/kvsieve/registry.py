@@ -17,6 +17,9 @@ from kvsieve.parameters import check_kinds
 
 if TYPE_CHECKING:
     from kvsieve.plans import Plan
+    from kvsieve.profiles import Fingerprint
+
+    Derive = Callable[[Fingerprint, int], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,9 @@ class MethodInfo:
     """A named method: what makes its Plan, and what the tables say about it.
 
     phase: when it acts. query_aware: whether what it keeps depends on the end of the prompt. example: what `make` must
-    be given to make a plan at all.
+    be given to make a plan at all. derive: gives the parameters that depend on the model, from its Fingerprint and the
+    digits per token of its tokenizer, where neither caller nor profile does. part: arrays of a profile that the method
+    cannot do without, "heads" or "q_filters".
     """
 
     name: str
@@ -34,13 +39,21 @@ class MethodInfo:
     query_aware: bool
     make: Callable[..., Plan]
     example: Mapping[str, Any] = field(default_factory=dict)
+    derive: Derive | None = None
+    part: str | None = None
 
     @property
     def parameters(self) -> dict[str, Any]:
         """Parameter names and their defaults, options that all evictors share and `profile` included."""
         own = {name: each.default for name, each in inspect.signature(self.make).parameters.items()}
         profile = {"profile": None} if _CALIBRATED.intersection(own) and "profile" not in own else {}
-        return {**own, **self.shared_options, **profile}
+        paper = {"paper": False} if (profile or self.derive or "base" in own) and self.part is None else {}
+        return {**own, **self.shared_options, **profile, **paper}
+
+    @property
+    def adapts(self) -> bool:
+        """True when parameters that are not given are taken from the model that the plan is attached to."""
+        return self.part is not None or "paper" in self.parameters
 
     @property
     def takes_profile(self) -> bool:
@@ -87,9 +100,17 @@ _SHARED = ("skip_layers", "every", "newest", "questions")
 
 
 def register_method(
-    name: str, *, title: str, paper: str, phase: str, query_aware: bool, example: Mapping[str, Any] | None = None
+    name: str,
+    *,
+    title: str,
+    paper: str,
+    phase: str,
+    query_aware: bool,
+    example: Mapping[str, Any] | None = None,
+    derive: Derive | None = None,
+    part: str | None = None,
 ) -> Callable[[Callable[..., Plan]], Callable[..., Plan]]:
-    """Decorator: make a function that returns a Plan available under `name`. example: see MethodInfo."""
+    """Decorator: make a function that returns a Plan available under `name`. example, derive, part: see MethodInfo."""
 
     def add(make: Callable[..., Plan]) -> Callable[..., Plan]:
         key = _canonical(name)
@@ -97,7 +118,7 @@ def register_method(
             importlib.import_module(_BUILT_IN)
         if key in _METHODS:
             raise PlanError(f"a method named {name!r} is registered already, by {_METHODS[key].make.__module__}")
-        _METHODS[key] = MethodInfo(name, title, paper, phase, query_aware, make, example or {})
+        _METHODS[key] = MethodInfo(name, title, paper, phase, query_aware, make, example or {}, derive, part)
         return make
 
     return add

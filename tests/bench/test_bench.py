@@ -344,7 +344,7 @@ def test_a_broken_peer_says_why(model, tmp_path, stub):
 def test_the_command_measures_writes_prints_and_draws(cli, model_dir, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("kvsieve.bench.roofline.measure_rates", lambda model: Rates(1e9, 1e10))
-    methods = "snapkv:budget=20%,fastkv:tsp_layer=1:tsp_rate=0.2:budget=10%"
+    methods = "snapkv:paper=true:budget=20%,fastkv:tsp_layer=1:tsp_rate=0.2:budget=10%"
     out, options = tmp_path / "deep" / "r.json", ["--new-tokens", 3, "--rounds", 1, "--dtype", "float32"]
     code, printed, err = cli(
         "bench", model_dir, "--methods", methods, "--lengths", "200,100", *options, "--out", out, "--json"
@@ -352,10 +352,11 @@ def test_the_command_measures_writes_prints_and_draws(cli, model_dir, tmp_path, 
     assert code == 0, err
     report = json.loads(printed)
     assert json.loads(out.read_text()) == report and list(report["lengths"]) == ["100", "200"]
-    labels = ["transformers", "full", "snapkv:budget=20%", "fastkv:tsp_layer=1:tsp_rate=0.2:budget=10%"]
+    labels = ["transformers", "full", "snapkv:budget=20%", "fastkv:tsp_layer=1:tsp_rate=0.2:budget=10%:window=16"]
     assert list(report["contenders"]) == labels == list(report["lengths"]["200"]["summary"])
     assert report["environment"]["kvsieve"] == kvsieve.__version__ and report["rates"]["matmul_tflops"] == 0.01
-    assert Plan.from_dict(report["plans"][labels[2]]) == kvsieve.plan("snapkv", budget="20%")
+    assert Plan.from_dict(report["plans"][labels[2]]) == kvsieve.plan("snapkv", budget="20%", paper=True)
+    assert report["parameters"][labels[3]]["window"] == 16, "what came with the model"
     code, printed, err = cli("bench", "--show", out, "--markdown", "--plots", tmp_path / "plots")
     assert code == 0 and "| snapkv:budget=20% |" in printed and "growth" in printed
     assert {file.name for file in (tmp_path / "plots").iterdir()} == {"latency.png", "scaling.png"}

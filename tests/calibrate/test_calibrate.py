@@ -249,6 +249,28 @@ def test_the_closing_hint_is_a_command_that_runs(cli, model_dir, text_file, tmp_
     assert str(out) == json.loads(printed)["results"][0]["parameters"]["profile"]
 
 
+def test_without_a_file_the_profile_is_kept_where_attach_finds_it(cli, model_dir, text_file, tmp_path, monkeypatch):
+    given = ("--text", text_file, "--lengths", "150", "--prompts", "1", "--dtype", "float32", "--parts", "pooling")
+    code, _, errors = cli("calibrate", model_dir, *given)
+    assert code == 2 and "cannot write to the profiles' directory" in errors and "--out" in errors
+    monkeypatch.setenv("KVSIEVE_HOME", str(tmp_path))
+    code, printed, errors = cli("calibrate", model_dir, *given)
+    assert code == 0, errors
+    (file,) = (tmp_path / "profiles").iterdir()
+    assert f"the profile is in {file}; methods take their parameters from it" in printed
+    found = load_profile(file).measured["pooling"]
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("w1 " * 200)
+    run = ("run", model_dir, "--prompt-file", prompt, "--method", "snapkv", "--budget", "100", "--json")
+    code, printed, errors = cli(*run, "--max-new-tokens", "2")
+    assert code == 0, errors
+    (result,) = json.loads(printed)["results"]
+    assert {name: result["parameters"][name] for name in ("window", "kernel", "pooling")} == {
+        name: found[name] for name in ("window", "kernel", "pooling")
+    }
+    assert f"from your profile {file.name}" in result["stats"]["notes"][-1]
+
+
 def test_a_profile_of_another_model_is_refused_before_anything_runs(cli, model_dir, profile, tmp_path):
     file, prompt = tmp_path / "p.json", tmp_path / "prompt.txt"
     profile.save(file)

@@ -66,7 +66,7 @@ def saved_files(model_dir, tmp_path_factory):
     """A directory with a saved cache, and a chat that was saved after one turn."""
     folder = tmp_path_factory.mktemp("saved")
     model, tokenizer = kvsieve.models.load(model_dir, "auto")
-    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=40, window=8)) as sieve:
+    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=40, window=8), tokenizer=tokenizer) as sieve:
         chat = sieve.chat(tokenizer, "w7", max_new_tokens=int(NEW))
         chat.ask(FIRST)
         chat.save(folder / "chat")
@@ -76,7 +76,7 @@ def saved_files(model_dir, tmp_path_factory):
 
 def answers(model_dir, *messages: str, method: str = "full", **options) -> list[str]:
     model, tokenizer = kvsieve.models.load(model_dir, "auto")
-    with kvsieve.attach(model, kvsieve.plan(method, **options)) as sieve:
+    with kvsieve.attach(model, kvsieve.plan(method, **options), tokenizer=tokenizer) as sieve:
         chat = sieve.chat(tokenizer, max_new_tokens=int(NEW))
         return [chat.ask(message).text for message in messages]
 

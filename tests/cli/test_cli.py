@@ -137,7 +137,7 @@ def test_a_prompt_shorter_than_the_window_warns_and_says_it_did_not_run(cli, mod
     code, out, err = cli("run", model_dir, "--prompt-file", short, "--method", "snapkv")
     assert code == 0
     assert len(lines(err, "warning")) == 1 == len(err.splitlines())
-    assert "5 tokens" in err and "window of 32" in err
+    assert "5 tokens" in err and "window of 16" in err
     row = next(line.split() for line in out.splitlines() if line.split()[:2] == ["snapkv", "5"])
     assert row[-1] == "no" and "note: snapkv: nothing was evicted" in out
     _, out, _ = cli("run", model_dir, "--prompt-file", short, "--method", "snapkv", "--json")

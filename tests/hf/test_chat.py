@@ -24,11 +24,11 @@ from toy_words import word_tokenizer
 PLAIN = {"suppress_tokens": [0, 1, 2], "max_new_tokens": 9}
 PLANS = {
     "full": {},
-    "snapkv": {"budget": 30, "window": 4},
-    "adakv": {"budget": 30, "window": 4},
-    "fastkv": {"budget": 30, "tsp_layer": 1, "tsp_rate": 0.5, "window": 4},
+    "snapkv": {"budget": 30, "window": 4, "paper": True},
+    "adakv": {"budget": 30, "window": 4, "paper": True},
+    "fastkv": {"budget": 30, "tsp_layer": 1, "tsp_rate": 0.5, "window": 4, "paper": True},
     "streamingllm": {"budget": 30, "every": 1},
-    "gemfilter": {"budget": 30, "layer": 1},
+    "gemfilter": {"budget": 30, "layer": 1, "paper": True},
     "kvzip": {"budget": 0.5},
     "finch": {"budget": 30, "question": 3},
     "rocketkv": {"budget": 24, "window": 4},

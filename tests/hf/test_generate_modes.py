@@ -14,7 +14,7 @@ from kvsieve.models.families import build
 
 PLAIN = {"eos_token_id": None, "pad_token_id": 0}
 FULL = kvsieve.plan("full")
-SNAPKV = kvsieve.plan("snapkv", budget=16, window=4)
+SNAPKV = kvsieve.plan("snapkv", budget=16, window=4, paper=True)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from kvsieve.models.families import build
 from toy_words import word_tokenizer
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}
-SNAPKV = kvsieve.plan("snapkv", budget="20%", window=4)
+SNAPKV = kvsieve.plan("snapkv", budget="20%", window=4, paper=True)
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +70,13 @@ def test_the_line_tells_what_the_plan_did(model, ids, method, given, expected):
 def test_objects_are_short_in_a_terminal_and_tables_in_a_notebook(model, ids):
     plan = kvsieve.plan("fastkv", budget="20%", tsp_layer=1, window=4)
     evict = "evict SnapKV(budget=20%, window=4, pooling='max')"
-    assert repr(plan) == f"<Plan fastkv: propagate TSP(rate=20%, layer=1, window=4), {evict}>"
+    roles = f"propagate TSP(rate=20%, layer=1, window=4), {evict}"
+    assert repr(plan) == f"<Plan fastkv: {roles}, parameters not given with the model>"
+    settled = repr(plan.for_model(model))
+    assert "kernel=21" in settled and "not given" not in settled
     assert repr(kvsieve.plan("full")) == "<Plan full>"
     with kvsieve.attach(model, plan) as sieve:
-        assert repr(sieve) == f"<Sieve LlamaForCausalLM, 4 layers, decode eager, {plan!r}>"
+        assert repr(sieve) == f"<Sieve LlamaForCausalLM, 4 layers, decode eager, {sieve.plan!r}>"
         assert repr(sieve.new_cache()) == "<SieveCache 0 tokens seen, 0 entries in each of 4 layers, 0.000 MiB>"
         result = sieve.generate(ids, max_new_tokens=3, min_new_tokens=3, **GREEDY)
         assert repr(result) == f"<GenerateResult [1, 53] tokens, {result.stats}>"
@@ -141,7 +144,7 @@ def test_a_pipeline_leaves_stats_too(model):
 def test_partly_compressed_models_say_so_and_name_methods_that_run():
     model = build("gemma3_text")
     ids = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(0))
-    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=10, window=4)) as sieve:
+    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=10, window=4, paper=True)) as sieve:
         stats = sieve.generate(ids, max_new_tokens=2, **GREEDY).stats
         sliding = [index for index in range(len(stats.kv_entries)) if index not in sieve.new_cache().sieve_layers]
     full = sum(stats.kv_entries[index] for index in sliding) + 60 * (len(stats.kv_entries) - len(sliding))

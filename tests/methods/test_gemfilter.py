@@ -24,7 +24,7 @@ N, K, LAYER, PADDING = 60, 20, 1, 11
 
 
 def gem(**given):
-    return kvsieve.plan("gemfilter", **{"budget": K, "layer": LAYER, **given})
+    return kvsieve.plan("gemfilter", **{"budget": K, "layer": LAYER, "paper": True, **given})
 
 
 @pytest.fixture(scope="module")

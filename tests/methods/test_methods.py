@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -149,7 +151,9 @@ def ids():
 
 
 def run(model, ids, **parameters):
-    with kvsieve.attach(model, kvsieve.plan("fastkv", **{"tsp_layer": 1, "window": 4, **parameters})) as sieve:
+    with kvsieve.attach(
+        model, kvsieve.plan("fastkv", **{"tsp_layer": 1, "window": 4, "paper": True, **parameters})
+    ) as sieve:
         return sieve.generate(
             ids, max_new_tokens=3, do_sample=False, eos_token_id=None, return_dict_in_generate=True, output_logits=True
         )
@@ -221,8 +225,10 @@ def test_a_tsp_layer_outside_the_model_is_refused(llama):
 
 def test_leaving_the_tsp_layer_out_warns(llama):
     with pytest.warns(kvsieve.KvsieveWarning, match="no tsp_layer given: using layer 1 of 4"):
-        with kvsieve.attach(llama, kvsieve.plan("fastkv")):
+        with kvsieve.attach(llama, kvsieve.plan("fastkv", paper=True)):
             pass
+    with warnings.catch_warnings(action="error"), kvsieve.attach(llama, kvsieve.plan("fastkv")) as sieve:
+        assert sieve.source == 2, "a layer that comes with the model"
 
 
 def test_a_prompt_within_the_window_is_said_not_to_be_reduced(llama, ids):

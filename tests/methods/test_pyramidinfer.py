@@ -31,7 +31,9 @@ def ids():
 
 
 def pyramid(**given):
-    return kvsieve.plan("pyramidinfer", **{"rate": 0.4, "recent": 0.1, "min_context": 8, "sinks": 2, **given})
+    return kvsieve.plan(
+        "pyramidinfer", **{"rate": 0.4, "recent": 0.1, "min_context": 8, "sinks": 2, "paper": True, **given}
+    )
 
 
 def run(model, plan, *inputs, **options):

@@ -48,8 +48,12 @@ def test_equals_the_slow_reference_in_padded_batches(groups):
 
 
 def test_it_needs_a_profile_with_filters():
-    with pytest.raises(PlanError, match="qfilters needs profile=.*kvsieve calibrate MODEL --parts q_filters"):
-        kvsieve.plan("qfilters", budget=10)
+    no_profile = "qfilters needs a profile with q_filters, and none of .*kvsieve calibrate MODEL --parts q_filters"
+    with (
+        pytest.raises(PlanError, match=no_profile),
+        kvsieve.attach(build("llama"), kvsieve.plan("qfilters", budget=10)),
+    ):
+        pass
     with pytest.raises(PlanError, match="the profile of m holds no q_filters"):
         kvsieve.plan("qfilters", profile=Profile(Fingerprint("llama", 1, 1, 1, 1, 1, 1, "m")))
     info = kvsieve.method_info("qfilters")

@@ -26,10 +26,10 @@ PARAMETERS = {
 def plan_of(name, model, **given):
     """A method's plan at 40% of the prompt, with parameters fit for a tiny model; `given` where it takes them."""
     info = kvsieve.method_info(name)
-    chosen = {**info.example, "budget": "40%", **SMALL, **PARAMETERS.get(name, {}), **given}
+    chosen = {**info.example, "budget": "40%", "paper": True, **SMALL, **PARAMETERS.get(name, {}), **given}
     if name == "per-layer":
         chosen["shares"] = "1/0.5/1.5/1"
-    if "profile" in info.example:
+    if info.part is not None:
         config = model.config
         shape = torch.Size([config.num_hidden_layers, config.num_key_value_heads])
         heads = golden(shape, 3).tolist()

@@ -95,7 +95,9 @@ class Sieve:
             )
         stats = result.stats
         run: Run = {name: getattr(stats, name) for name in ("ttft_s", "tpot_s", "kv_bytes", "peak_bytes", "applied")}
-        run |= {"rows": len(prompt.ids), "kv_read_bytes": read_bytes(stats, result.cache), "notes": list(stats.notes)}
+        run |= {"rows": len(prompt.ids), "kv_read_bytes": read_bytes(stats, result.cache)}
+        # The parameters that came with the model are in the report already.
+        run["notes"] = [note for note in stats.notes if note != str(self.plan.filled)]
         assert stats.decoding is not None
         run |= {"capture_s": stats.decoding.capture_s, "decoding": asdict(stats.decoding)}
         if stats.decoding.reason is not None:

@@ -355,8 +355,13 @@ class _Run:
         chosen = {name: getattr(self.pooled, name) for name in ("window", "kernel", "pooling")}
         found: dict[str, dict[str, Any]] = {}
         if "pooling" in self.measured:
+            # A method with a window of its own making, such as RocketKV's first stage, keeps it.
             takers = (method_info(name) for name in list_methods())
-            found = {info.name: dict(chosen) for info in takers if chosen.keys() <= info.parameters.keys()}
+            found = {
+                info.name: dict(chosen)
+                for info in takers
+                if info.derive is not None and chosen.keys() <= info.parameters.keys()
+            }
         if "tsp" in self.measured:
             rate = str(self.options.tsp_rate)
             found["fastkv"] = {"tsp_layer": self.measured["tsp"]["layer"], "tsp_rate": rate, **chosen}

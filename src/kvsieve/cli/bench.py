@@ -74,12 +74,13 @@ def bench_command(
         if value < least:
             raise InputError(f"{option} must be at least {least}, got {value}")
     sizes = sorted(set(parse_contexts(lengths, "--lengths")))
-    runs = {run.label: run for run in [make_run("full"), *compared_methods(methods, None)]}
+    named = [make_run("full"), *compared_methods(methods, None)]
     presses = parse_peer_methods(peer_methods) if peer_python is not None else []
     python = find_python(peer_python) if peer_python is not None else None
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
     check_lengths(loaded, sizes, new_tokens)
+    runs = {run.full_label: run for run in (each.for_model(loaded, tokenizer) for each in named)}
     settings = {
         "batch": batch,
         "new_tokens": new_tokens,
@@ -150,8 +151,7 @@ def run_bench(
     contenders: list[Contender] = [Transformers(model, settings["chunk"])]
     for label, run in runs.items():
         check_model(model, run.plan)
-        plan = run.plan.for_tokenizer(tokenizer)
-        contenders.append(Sieve(model, plan, label, settings["chunk"], settings["decode"]))
+        contenders.append(Sieve(model, run.plan, label, settings["chunk"], settings["decode"]))
     contenders += _peers(peer, presses)
     say("measuring the machine")
     limits, unknown = _limits(model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +25,10 @@ def calibrate_command(
     model: Annotated[
         str | None, typer.Argument(help="Hub id or directory of a checkpoint; the demo model if left out.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="The profile's file; one that is there is replaced.")] = ...,  # type: ignore[assignment]
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The profile's file; one that is there is replaced. If left out, where kvsieve finds it."),
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="A text to read, in windows; prompts with facts to find if left out.")
     ] = None,
@@ -63,6 +67,7 @@ def calibrate_command(
 
     from kvsieve.calibrate import Options, calibrate
     from kvsieve.models.fetch import MODEL_NAME
+    from kvsieve.profiles import keep_profile
 
     options = (Options.quick if quick else Options)(
         parts=tuple(names_of(parts)),
@@ -74,7 +79,9 @@ def calibrate_command(
     )
     wanted = lengths_of(lengths or ("1024" if quick else "2048"))
     # Minutes of work should not end with a file that cannot be written.
-    out = _writable(out, "--out")
+    out = None if out is None else _writable(out, "--out")
+    if out is None:
+        _make_profiles_dir()
     if plot is not None:
         from kvsieve.eval.plot_style import require_matplotlib
 
@@ -106,7 +113,11 @@ def calibrate_command(
             progress=progress,
             announce=announce,
         )
-    profile.save(out)
+    kept = out is None
+    if out is None:
+        out = keep_profile(profile)
+    else:
+        profile.save(out)
     if plot is not None and "tsp" in profile.measured:
         from kvsieve.calibrate.plot import distances_png
 
@@ -116,6 +127,9 @@ def calibrate_command(
         emit_json({name: each for name, each in profile.to_dict().items() if name not in arrays} | {"out": str(out)})
         return
     print_profile(profile)
+    if kept:
+        show(f"the profile is in {out}; methods take their parameters from it whenever they run on this model")
+        return
     method = method_of(profile)
     if method is None:
         show(f"the profile is in {out}")
@@ -195,6 +209,22 @@ def _writable(path: Path, option: str) -> Path:
     if path.is_dir() or not path.parent.is_dir():
         raise InputError(f"{option} must name a file in a folder that exists, got {str(path)!r}")
     return path
+
+
+def _make_profiles_dir() -> None:
+    """Raises InputError for a directory that cannot be written to: better before minutes of work than after."""
+    from kvsieve.profiles import profiles_dir
+
+    folder = profiles_dir()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"cannot write to the profiles' directory {str(folder)!r} ({error.strerror}); name a file with --out, or "
+            "set KVSIEVE_HOME to a directory that can be written to"
+        ) from error
 
 
 def _text(path: Path) -> str:

@@ -96,7 +96,7 @@ def chat_command(
     import kvsieve
     from kvsieve.models.fetch import MODEL_NAME
 
-    with kvsieve.attach(loaded, plan.for_tokenizer(tokenizer), decode=decode) as sieve:
+    with kvsieve.attach(loaded, plan, decode=decode, tokenizer=tokenizer) as sieve:
         chat = sieve.chat(tokenizer, system, load=load, max_new_tokens=max_new_tokens, chunk=chunk)
         talk = _Talk(chat, context, save, force, commands, as_json)
         if talk.interactive:

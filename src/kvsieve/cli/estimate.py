@@ -11,6 +11,7 @@ import typer
 from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.specs import MethodRun, compared_methods, spec
 from kvsieve.errors import InputError
+from kvsieve.plans import told
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _HEADERS = ["context", "method", "KV", "of full", "TFLOP", "TTFT ratio", "TPOT ratio"]
@@ -115,10 +116,13 @@ def make_report(
     from kvsieve.bench import estimate as costs
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.plans import Plan
+    from kvsieve.profiles import Fingerprint
 
     config = model_config(name)
     geometry = costs.geometry(config)
     size = ELEMENT_BYTES[dtype]
+    # The tokenizer, which no cost depends on much, is not loaded for this.
+    runs = [run.for_model(Fingerprint.of_config(config)) for run in runs]
     results = []
     for tokens in contexts:
         full = costs.estimate(geometry, Plan(), tokens, batch=batch, element_bytes=size)
@@ -152,7 +156,7 @@ def _result(run: MethodRun, tokens: int, one: Any, full: Any, rates: tuple[Any, 
     result = {
         "method": run.name,
         "parameters": run.parameters,
-        "given": {name: str(value) for name, value in run.given.items()},
+        "given": {name: str(value) for name, value in told(run.name, run.given, run.plan.filled).items()},
         "context_tokens": tokens,
         "deep_tokens": one.deep_tokens,
         "kv_entries_per_layer": list(one.kv_entries),

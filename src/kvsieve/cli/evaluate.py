@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,7 +57,7 @@ def eval_command(
     if question not in ("visible", "hidden", "both"):
         raise InputError(f"--question must be visible, hidden or both, got {question!r}")
 
-    from kvsieve.eval.cells import settings
+    from kvsieve.eval.cells import on_model, settings
     from kvsieve.eval.engine import Engine
     from kvsieve.eval.results import load
     from kvsieve.eval.runner import QUESTIONS, Grid, run_grid
@@ -81,13 +82,14 @@ def eval_command(
         "seed": seed,
         "haystack": haystack,
         "tasks": {task.name: task.title for task in grid.tasks},
-        "settings": [each.described() for each in grid.settings],
     }
     # Opened before the model is loaded: a directory that cannot be written to should not cost a wait.
     with writing(Path(os.path.expanduser(out)), run, resume=resume) as writer:
         loaded, tokenizer = load_model(model, dtype, device)
+        grid = replace(grid, settings=on_model(grid.settings, loaded, tokenizer))
         for each in grid.settings:
             check_model(loaded, each.plan)
+        writer.settle([each.described() for each in grid.settings])
         grid.check(getattr(loaded.config.get_text_config(), "max_position_embeddings", None))
         with progress_bar() as progress:
             run_grid(grid, Engine(loaded, tokenizer, batch=batch, chunk=chunk), writer, progress)

@@ -274,6 +274,7 @@ def run_batches(
     import kvsieve
     from kvsieve.hf.probe import check_model
 
+    runs = [each.for_model(model, tokenizer) for each in runs]
     for each in runs:
         check_model(model, each.plan)
     if warm:

@@ -7,11 +7,11 @@ that no ``name=`` follows belongs to the value, such as a file's name.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsieve.errors import PlanError
-from kvsieve.plans import Plan, all_parameters, plan
+from kvsieve.plans import Plan, all_parameters, plan, told
 from kvsieve.profiles import load_profile
 from kvsieve.registry import check_parameters, method_info
 
@@ -20,7 +20,7 @@ _PARAMETER = re.compile(r";|:(?=\s*[A-Za-z_][\w-]*\s*=)")
 
 @dataclass(frozen=True)
 class MethodRun:
-    """A method to run: its name, the parameters that were given, and the plan they make."""
+    """A method to run: its name, the parameters that were given, and the plan they make; see `for_model`."""
 
     name: str
     given: dict[str, Any]
@@ -32,9 +32,18 @@ class MethodRun:
         return spec(self.name, self.given)
 
     @property
+    def full_label(self) -> str:
+        """What names its results: also what came with the model, and not that the rest is the paper's; plans.told."""
+        return spec(self.name, told(self.name, self.given, self.plan.filled))
+
+    @property
     def parameters(self) -> dict[str, Any]:
         """All parameters with their values, JSON-ready."""
-        return all_parameters(self.name, self.given)
+        return all_parameters(self.name, self.given, self.plan.filled)
+
+    def for_model(self, model: Any, tokenizer: Any = None) -> MethodRun:
+        """The same with a plan in which nothing is left open; see Plan.for_model. Raises PlanError."""
+        return replace(self, plan=self.plan.for_model(model, tokenizer))
 
 
 def spec(method: str, given: dict[str, Any]) -> str:

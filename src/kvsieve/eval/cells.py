@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.eval.results import FULL
-from kvsieve.plans import Plan, all_parameters, plan
+from kvsieve.plans import Plan, all_parameters, plan, told
 from kvsieve.registry import method_info
 
 
@@ -18,8 +18,8 @@ from kvsieve.registry import method_info
 class Setting:
     """One method at one budget.
 
-    label: the method and the parameters that were given, the budget apart: "snapkv kernel=21". budget: as text, None
-    for a method without one. parameters: all of them, JSON-ready.
+    label: the method and the parameters that were given, the budget apart: "snapkv kernel=21"; for_model adds what
+    came with the model. budget: as text, None for a method without one. parameters: all of them, JSON-ready.
     """
 
     method: str
@@ -27,6 +27,11 @@ class Setting:
     budget: str | None
     parameters: dict[str, Any]
     plan: Plan
+    given: dict[str, Any] = field(default_factory=dict)
+
+    def for_model(self, model: Any, tokenizer: Any = None) -> Setting:
+        """The same with nothing left open, in plan, parameters and label; see Plan.for_model. Raises PlanError."""
+        return _setting(self.method, self.given, self.plan.for_model(model, tokenizer))
 
     def described(self) -> dict[str, Any]:
         """What a results directory says of it."""
@@ -36,14 +41,16 @@ class Setting:
 
 def setting(method: str, given: dict[str, Any]) -> Setting:
     """Raises PlanError."""
-    info = method_info(method)
-    made = plan(method, **given)
-    shown = all_parameters(method, given)
+    return _setting(method_info(method).name, given, plan(method, **given))
+
+
+def _setting(method: str, given: dict[str, Any], made: Plan) -> Setting:
+    shown = all_parameters(method, given, made.filled)
     if "budget" in shown:
         shown["budget"] = str(Budget.parse(shown["budget"]))
-    named = " ".join(f"{name}={value}" for name, value in given.items() if name != "budget")
-    label = f"{info.name} {named}".strip()
-    return Setting(info.name, label, shown.get("budget"), shown, dataclasses.replace(made, name=label))
+    named = " ".join(f"{name}={value}" for name, value in told(method, given, made.filled).items() if name != "budget")
+    label = f"{method} {named}".strip()
+    return Setting(method, label, shown.get("budget"), shown, dataclasses.replace(made, name=label), given)
 
 
 def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[str]) -> list[Setting]:
@@ -62,7 +69,22 @@ def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[st
             one = setting(method, {**given, "budget": budget} if takes and budget is not None else given)
             if not takes and one in out and budget != (budgets or [None])[0]:
                 continue
-            if any((one.label, one.budget) == (other.label, other.budget) for other in out):
-                raise PlanError(f"{one.label!r} at a budget of {one.budget} is named twice; name each setting once")
+            # With `paper` and without, a label is the same until the model is known.
+            _check_new(one, out, lambda each: (each.label, each.budget, each.given.get("paper", False)))
             out.append(one)
     return out
+
+
+def on_model(settings: Sequence[Setting], model: Any, tokenizer: Any = None) -> list[Setting]:
+    """Settings with nothing left open; see Setting.for_model. Raises PlanError, also for two that have become one."""
+    out: list[Setting] = []
+    for each in settings:
+        one = each.for_model(model, tokenizer)
+        _check_new(one, out, lambda each: (each.label, each.budget))
+        out.append(one)
+    return out
+
+
+def _check_new(one: Setting, others: Sequence[Setting], told_apart: Callable[[Setting], Any]) -> None:
+    if any(told_apart(one) == told_apart(other) for other in others):
+        raise PlanError(f"{one.label!r} at a budget of {one.budget} is named twice; name each setting once")

@@ -74,7 +74,7 @@ class Engine:
         if sample.independent and question == "visible":
             raise InputError("questions on copies of one context are asked hidden only; see --question")
         encoded = self.prompter.encode(sample)
-        plans = [plan.for_tokenizer(self.prompter.tokenizer) for plan in plans]
+        plans = [plan.for_model(self.model, self.prompter.tokenizer) for plan in plans]
         visible = question == "visible"
         expected = sample.turns[0].max_new_tokens
         states = self._read(plans, encoded.prompt if visible else encoded.context, expected)

@@ -73,13 +73,14 @@ class KvsieveLM(HFLM):
             pretrained, tokenizer = kvsieve.models.load(None, dtype, arguments.pop("device"))
             arguments.setdefault("tokenizer", tokenizer)
         super().__init__(pretrained=pretrained, **arguments)
+        self.plan = self.plan.for_model(self.model, self.tokenizer)
         check_model(self.model, self.plan)
         _log.info("kvsieve plan: %s", json.dumps(self.plan.to_dict()))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """As HFLM's. Warns (KvsieveWarning) when the plan acted on no prompt, or not on all."""
         before = len(self.calls)
-        with attach(self.model, self.plan.for_tokenizer(self.tokenizer)) as sieve:
+        with attach(self.model, self.plan) as sieve:
             self._sieve = sieve
             try:
                 answers = super().generate_until(requests, disable_tqdm=disable_tqdm)

@@ -31,9 +31,10 @@ _FIXED = ("model", "dtype", "seed", "haystack")
 class ResultsWriter:
     """Appends to DIR/samples.jsonl and DIR/costs.jsonl and keeps DIR/run.json.
 
-    run: what identifies the evaluation: model, dtype, seed, haystack; the titles of its tasks, and its settings, each
-    with all parameters. A directory that holds results already is only continued with `resume`, and only by a run that
-    agrees in these. What was written is on the disk, so that neither a kill nor a power cut takes it away.
+    run: what identifies the evaluation: model, dtype, seed, haystack; the titles of its tasks; and its settings, each
+    with all parameters, or none where only `settle` brings them. A directory that holds results already is only
+    continued with `resume`, and only by a run that agrees in these. What was written is on the disk, so that neither a
+    kill nor a power cut takes it away.
 
     Raises InputError otherwise, or when another process is writing there, and KvsieveError where a file cannot be
     written.
@@ -63,7 +64,7 @@ class ResultsWriter:
                 )
         self.run = {"format": FORMAT, **run, "environments": [], "seconds": 0.0, **known}
         self.run["tasks"] = {**known.get("tasks", {}), **run["tasks"]}
-        self.run["settings"] = self._merged(known.get("settings", []), run["settings"])
+        self.run["settings"] = self._merged(known.get("settings", []), run.get("settings", []))
         self.run["environments"] = [*self.run["environments"], environment()]
         self.env = len(self.run["environments"]) - 1
         self._before = float(self.run["seconds"])
@@ -95,6 +96,10 @@ class ResultsWriter:
                     f"{each['parameters']}; name them as they were, or write to another --out"
                 )
         return list(held.values())
+
+    def settle(self, settings: list[Row]) -> None:
+        """Add settings that only the model made known. Raises InputError where their parameters were others before."""
+        self.run["settings"] = self._merged(self.run["settings"], settings)
 
     def save(self, seconds: float) -> None:
         """Write run.json; seconds: wall time of this invocation so far."""

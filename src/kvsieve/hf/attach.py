@@ -287,8 +287,11 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
     decoder's weights once more in the form its matrix products want (their memory again, faster at once); "auto" by a
     graph on CUDA, else eagerly. What cannot be run so is run eagerly, and ``stats.decoding`` says why.
 
-    tokenizer: the model's, for plans that feed texts of their own (`kvzip`, which asks the model to repeat its prompt);
-    others need none. ``sieve.chat(tokenizer)`` serves as well.
+    tokenizer: the model's, for plans that feed texts of their own (`kvzip`, which asks the model to repeat its prompt;
+    ``sieve.chat(tokenizer)`` serves as well), and for parameters that depend on how it splits digits.
+
+    Parameters of a named method that were not given are settled here (Plan.for_model): ``sieve.plan`` has them, and
+    ``stats.notes`` say where they are from.
 
     Raises UnsupportedModelError when the plan cannot run on the model, PlanError when a layer lies outside it or it
     cannot run where heads are divided among processes (docs/parallel.md), and KvsieveError when the model has a plan
@@ -301,12 +304,11 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
 def _attached(model: Any, plan: Plan, decode: str, tokenizer: Any) -> Iterator[Sieve]:
     if not isinstance(plan, Plan):
         raise KvsieveError(f"attach takes a Plan, got {plan!r}; make one with kvsieve.plan('snapkv', budget='20%')")
-    if tokenizer is not None:
-        plan = plan.for_tokenizer(tokenizer)
     check_version()
     found = attention_of(text_config(model)) if hasattr(model, "config") else None
     if found == attention.NAME:
         raise KvsieveError("the model has a plan attached already; leave that `with` block first")
+    plan = plan.for_model(model, tokenizer)
     check_model(model, plan)
     sieve = Sieve(model, plan, decode)
     caution = plan.caution(sieve.num_layers)

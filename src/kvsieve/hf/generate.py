@@ -119,7 +119,8 @@ class Stats:
     complete; kv_asked: the budget's entries, None without one. kv_bytes: bytes of all cache tensors held at the end.
     ttft_s, tpot_s: seconds to the first token, and per token after it (None with fewer than two), without what
     decoding.capture_s tells apart. new_tokens: tokens generated per row. peak_bytes: peak memory during the call,
-    weights included (None where unknown). notes: what did not go as asked. report: what a method tells of its choice,
+    weights included (None where unknown). notes: what did not go as asked, and which parameters came
+    with the model. report: what a method tells of its choice,
     such as ASL's layer. traffic: what each token after the first one read, None if there was none. storage: what is
     held, entries and metadata apart. decoding: how they were computed. compressed_layers: layers that held fewer
     entries than under full KV once the prompt was complete; kv_share: of the entries that all layers would have held
@@ -431,7 +432,7 @@ def _stats(sieve: Sieve, cache: SieveCache, clock: _Clock, began: float, peak: i
         tpot_s=(times[-1] - times[0] - record.passes.capture_s) / (len(times) - 1) if len(times) > 1 else None,
         new_tokens=len(times),
         peak_bytes=peak,
-        notes=notes,
+        notes=notes if plan.filled is None else [*notes, str(plan.filled)],
         report=record.report,
         traffic=_traffic(cache),
         storage=_storage(cache),

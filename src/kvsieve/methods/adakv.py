@@ -22,6 +22,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate, winners
 from kvsieve.core.scoring import Pool, group_mean, pool, pooled_mass
@@ -166,7 +167,9 @@ def _match(per_head: Tensor, heads: int) -> Tensor:
     return per_head.repeat_interleave(heads // per_head.shape[1], 1)
 
 
-@register_method("adakv", title="Ada-KV", paper="arXiv 2407.11550", phase="end of prompt", query_aware=True)
+@register_method(
+    "adakv", title="Ada-KV", paper="arXiv 2407.11550", phase="end of prompt", query_aware=True, derive=defaults.pooling
+)
 def adakv(
     budget: Budget | str | int | float = "20%",
     alpha: float = 0.2,

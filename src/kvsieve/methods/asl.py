@@ -25,6 +25,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import WIDEST, Pool, pooled_mass
 from kvsieve.core.selection import pack, top_mask
@@ -190,6 +191,7 @@ def _report(rows: list[_Row], method: AdaptiveTSP) -> dict[str, object]:
     paper="Taniguchi et al., Adaptive Layer Selection",
     phase="prefill, end of prompt",
     query_aware=True,
+    derive=defaults.asl,
 )
 def asl(
     budget: Budget | str | int | float = 2048,

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import Pool, group_mean, pool, score_dtype, window_weights
 from kvsieve.errors import PlanError
@@ -122,7 +123,9 @@ class CAKE(Cascade):
         return [max(entropy, 0.0) ** (1 / self.tau1) * spread ** (1 / self.tau2) for entropy, spread in pairs]
 
 
-@register_method("cake", title="CAKE", paper="arXiv 2503.12491", phase="end of prompt", query_aware=True)
+@register_method(
+    "cake", title="CAKE", paper="arXiv 2503.12491", phase="end of prompt", query_aware=True, derive=defaults.pooling
+)
 def cake(
     budget: Budget | str | int | float = "20%",
     tau1: float = 1.0,

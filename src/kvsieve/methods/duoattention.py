@@ -25,7 +25,7 @@ from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import ScoredEvictor, check_int, first_real, hold, skipped, skips
 from kvsieve.plans import Plan
-from kvsieve.profiles import Fingerprint, Heads, Profile, numbers, profile_with
+from kvsieve.profiles import Heads, Profile, array_of, numbers
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
@@ -87,8 +87,8 @@ class DuoAttention(ScoredEvictor):
         heads = ctx.keys.shape[1] * ctx.ranks.size
         if len(self.heads) != ctx.num_layers or any(len(layer) != heads for layer in self.heads):
             raise PlanError(
-                f"DuoAttention has scores of {len(self.heads)} layers with {len(self.heads[0])} KV heads each, the "
-                f"model has {ctx.num_layers} with {heads}: calibrate this model"
+                f"DuoAttention has scores of {len(self.heads)} layers with {len(self.heads[0]) if self.heads else 0} "
+                f"KV heads each, the model has {ctx.num_layers} with {heads}: calibrate this model"
             )
         if skips(self.skip_layers, ctx):
             return None
@@ -137,16 +137,13 @@ class DuoAttention(ScoredEvictor):
         return bool((retrieving < every).any())
 
 
-_ONE_HEAD = Profile(Fingerprint("example", 1, 1, 1, 1, 1, 1), heads=((1.0,),))
-
-
 @register_method(
     "duoattention",
     title="DuoAttention",
     paper="arXiv 2410.10819",
     phase="end of prompt",
     query_aware=False,
-    example={"profile": _ONE_HEAD},
+    part="heads",
 )
 def duoattention(
     budget: Budget | str | int | float = "50%",
@@ -155,7 +152,5 @@ def duoattention(
     recent: int = 256,
 ) -> Plan:
     """All entries in retrieval heads, sinks and recent ones in the others; takes a model's profile."""
-    loaded = profile_with("heads", "duoattention", profile)
-    assert loaded.heads is not None
-    evictor = DuoAttention(budget=Budget.parse(budget), heads=loaded.heads, sinks=sinks, recent=recent)
-    return Plan(evict=evictor, profile=loaded.fingerprint)
+    heads, model = array_of("heads", "duoattention", profile)
+    return Plan(evict=DuoAttention(budget=Budget.parse(budget), heads=heads, sinks=sinks, recent=recent), profile=model)

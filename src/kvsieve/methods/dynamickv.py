@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import torch
 
+from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate
 from kvsieve.core.scoring import Pool
@@ -84,7 +85,14 @@ class DynamicKV(Cascade):
         return min(layer.stored[row], max(layer.floors[row], most))
 
 
-@register_method("dynamickv", title="DynamicKV", paper="arXiv 2412.14838", phase="end of prompt", query_aware=True)
+@register_method(
+    "dynamickv",
+    title="DynamicKV",
+    paper="arXiv 2412.14838",
+    phase="end of prompt",
+    query_aware=True,
+    derive=defaults.pooling,
+)
 def dynamickv(
     budget: Budget | str | int | float = "20%",
     most: float = 5.0,

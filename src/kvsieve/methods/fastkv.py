@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import WIDEST, Pool, pooled_mass
 from kvsieve.core.selection import select_top
@@ -87,7 +88,14 @@ class TSP(Checked):
         return select_top(held[:, 0], counts)
 
 
-@register_method("fastkv", title="FastKV", paper="arXiv 2502.01068", phase="prefill, end of prompt", query_aware=True)
+@register_method(
+    "fastkv",
+    title="FastKV",
+    paper="arXiv 2502.01068",
+    phase="prefill, end of prompt",
+    query_aware=True,
+    derive=defaults.fastkv,
+)
 def fastkv(
     budget: Budget | str | int | float = "10%",
     tsp_layer: int | None = None,

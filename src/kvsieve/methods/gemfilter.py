@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import WIDEST, pool, score_dtype
 from kvsieve.core.selection import pack, top_mask
@@ -110,7 +111,14 @@ class GemFilter(Checked):
         return top_mask(held[:, 0], counts), counts
 
 
-@register_method("gemfilter", title="GemFilter", paper="arXiv 2409.17422", phase="prefill", query_aware=True)
+@register_method(
+    "gemfilter",
+    title="GemFilter",
+    paper="arXiv 2409.17422",
+    phase="prefill",
+    query_aware=True,
+    derive=defaults.gemfilter,
+)
 def gemfilter(
     budget: Budget | str | int | float = 1024, layer: int | None = None, kernel: int = 5, keep_last: int = 1
 ) -> Plan:

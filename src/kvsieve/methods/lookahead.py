@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.queries import query_mass
 from kvsieve.core.scoring import Pool, group_mean, pool
@@ -119,7 +120,12 @@ class Lookahead(SnapKV):
 
 
 @register_method(
-    "lookahead", title="Lookahead Q-Cache", paper="arXiv 2505.20334", phase="end of prompt", query_aware=True
+    "lookahead",
+    title="Lookahead Q-Cache",
+    paper="arXiv 2505.20334",
+    phase="end of prompt",
+    query_aware=True,
+    derive=defaults.pooling,
 )
 def lookahead(
     budget: Budget | str | int | float = "20%",

@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.selection import select_top
@@ -150,7 +151,12 @@ def _tail_mass(ctx: LayerContext, weights: Tensor) -> Tensor:
 
 
 @register_method(
-    "pyramidinfer", title="PyramidInfer", paper="arXiv 2405.12532", phase="prefill, end of prompt", query_aware=True
+    "pyramidinfer",
+    title="PyramidInfer",
+    paper="arXiv 2405.12532",
+    phase="prefill, end of prompt",
+    query_aware=True,
+    derive=defaults.pooling,
 )
 def pyramidinfer(
     rate: float = 0.9,

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate, pyramid
 from kvsieve.core.scoring import Pool
@@ -52,7 +53,14 @@ def pyramid_shares(length: int, count: int, floor: int, spare: int, layers: int,
     return [spare + each for each in allocate(line, (count - spare) * layers, *bounds)]
 
 
-@register_method("pyramidkv", title="PyramidKV", paper="arXiv 2406.02069", phase="end of prompt", query_aware=True)
+@register_method(
+    "pyramidkv",
+    title="PyramidKV",
+    paper="arXiv 2406.02069",
+    phase="end of prompt",
+    query_aware=True,
+    derive=defaults.pooling,
+)
 def pyramidkv(
     budget: Budget | str | int | float = "20%",
     beta: int = 20,

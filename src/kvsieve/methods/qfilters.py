@@ -23,7 +23,7 @@ from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import ScoredEvictor, check_int, last_real
 from kvsieve.plans import Plan
-from kvsieve.profiles import Filters, Fingerprint, Profile, numbers, profile_with
+from kvsieve.profiles import Filters, Profile, array_of, numbers
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext
 
@@ -73,16 +73,13 @@ class QFilters(ScoredEvictor):
         return scores.masked_fill(last_real(ctx, self.recent), float("inf")) if self.recent else scores
 
 
-_ONE_HEAD = Profile(Fingerprint("example", 1, 1, 1, 1, 1, 1), q_filters=(((1.0,),),))
-
-
 @register_method(
     "qfilters",
     title="Q-Filters",
     paper="arXiv 2503.02812",
     phase="end of prompt",
     query_aware=False,
-    example={"profile": _ONE_HEAD},
+    part="q_filters",
 )
 def qfilters(
     budget: Budget | str | int | float = "20%",
@@ -90,7 +87,5 @@ def qfilters(
     recent: int = 0,
 ) -> Plan:
     """Keys along the direction queries of their head share, no queries needed; takes a model's profile."""
-    loaded = profile_with("q_filters", "qfilters", profile)
-    assert loaded.q_filters is not None
-    evictor = QFilters(budget=Budget.parse(budget), filters=loaded.q_filters, recent=recent)
-    return Plan(evict=evictor, profile=loaded.fingerprint)
+    filters, model = array_of("q_filters", "qfilters", profile)
+    return Plan(evict=QFilters(budget=Budget.parse(budget), filters=filters, recent=recent), profile=model)

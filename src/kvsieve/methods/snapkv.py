@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import WIDEST, Pool, pooled_mass
 from kvsieve.methods.base import ScoredEvictor, check_int, last_real
@@ -68,7 +69,9 @@ class SnapKV(ScoredEvictor):
         return scores.masked_fill(recent, float("inf"))
 
 
-@register_method("snapkv", title="SnapKV", paper="arXiv 2404.14469", phase="end of prompt", query_aware=True)
+@register_method(
+    "snapkv", title="SnapKV", paper="arXiv 2404.14469", phase="end of prompt", query_aware=True, derive=defaults.pooling
+)
 def snapkv(
     budget: Budget | str | int | float = "20%",
     window: int = 32,

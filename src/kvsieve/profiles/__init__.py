@@ -6,16 +6,20 @@ arrays some methods need: retrieval scores of heads, filters. Profiles of some m
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kvsieve.errors import PlanError, short
+from kvsieve.errors import KvsieveWarning, PlanError, short
 
 FORMAT = 1
 
@@ -41,16 +45,28 @@ class Fingerprint:
     @classmethod
     def of(cls, model: Any, name: str = "") -> Fingerprint:
         """That of a model of transformers, from its config. name: by default that of its checkpoint."""
-        config = model.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_attention_heads", None) or 0
+        return cls.of_config(model.config, name)
+
+    @classmethod
+    def of_config(cls, config: Any, name: str = "") -> Fingerprint:
+        """That of the models with this config of transformers."""
+        config = config.get_text_config(decoder=True)
+
+        def of(name: str) -> int:
+            # Where layers differ, transformers refuses to tell one number.
+            with contextlib.suppress(RuntimeError):
+                return getattr(config, name, None) or 0
+            return 0
+
+        heads, width = of("num_attention_heads"), of("hidden_size")
         return cls(
             model_type=config.model_type,
-            layers=getattr(config, "num_hidden_layers", None) or 0,
+            layers=of("num_hidden_layers"),
             query_heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1),
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
+            kv_heads=of("num_key_value_heads") or heads,
+            head_dim=of("head_dim") or width // max(heads, 1),
+            hidden_size=width,
+            vocab_size=of("vocab_size"),
             name=name or Path(str(getattr(config, "_name_or_path", "") or "")).name,
         )
 
@@ -58,6 +74,12 @@ class Fingerprint:
         """Names of the fields that differ."""
         names = [each.name for each in fields(self) if each.compare]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
+
+    @property
+    def digest(self) -> str:
+        """12 hex digits that models of one shape share."""
+        shape = [getattr(self, each.name) for each in fields(self) if each.compare]
+        return hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
         shape = (
@@ -169,16 +191,76 @@ def load_profile(source: Profile | str | os.PathLike[str]) -> Profile:
     return _parsed(text, f"the profile {str(source)!r}")
 
 
-def profile_with(part: str, method: str, source: Profile | str | os.PathLike[str] | None) -> Profile:
-    """The profile a method takes an array from, "heads" or "q_filters". Raises PlanError without one that holds it."""
-    how = f"`kvsieve calibrate MODEL --parts {part} --out profile.json` makes one"
+def profiles_dir() -> Path:
+    """Directory of the user's own profiles, in which `attach` looks; it need not exist yet.
+
+    ``$KVSIEVE_HOME/profiles``, else ``$XDG_DATA_HOME/kvsieve/profiles``, else ``~/.local/share/kvsieve/profiles``. An
+    empty variable counts as unset, and so does a relative ``XDG_DATA_HOME``.
+    """
+    if own := os.environ.get("KVSIEVE_HOME"):
+        return Path(own).expanduser().absolute() / "profiles"
+    xdg = os.environ.get("XDG_DATA_HOME", "")
+    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".local" / "share") / "kvsieve" / "profiles"
+
+
+def own_profile(model: Fingerprint) -> Path:
+    """The file in `profiles_dir` in which a model's profile is kept, one for each name and shape."""
+    return profiles_dir() / f"{_plain_name(model)}-{model.digest}.json"
+
+
+def _plain_name(model: Fingerprint) -> str:
+    """A checkpoint's own name, without its owner or folder, as a file may be called."""
+    return re.sub(r"[^a-z0-9.]+", "-", Path(model.name).name.lower()).strip("-.") or "model"
+
+
+def keep_profile(profile: Profile) -> Path:
+    """Save a profile where `attach` finds it, in place of an earlier one of this model; its file. Raises OSError."""
+    file = own_profile(profile.fingerprint)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    profile.save(file)
+    return file
+
+
+def profiles_of(model: Fingerprint) -> Iterator[tuple[str, Profile]]:
+    """Profiles of models of this shape, and what to call each: the user's own, then those that are shipped.
+
+    Of the user's own, one of the model's name comes first, then those saved last. A file that cannot be read is left
+    out with a KvsieveWarning.
+    """
+    found, files = [], []
+    # Whoever has no home, or one that cannot be read, has no profiles there.
+    with contextlib.suppress(RuntimeError, OSError):
+        files = list(profiles_dir().glob(f"*-{model.digest}.json"))
+    for file in files:
+        try:
+            profile = _parsed(file.read_text(encoding="utf-8"), f"the profile {str(file)!r}")
+            another = _plain_name(profile.fingerprint) != _plain_name(model)
+            found.append((another, -file.stat().st_mtime, file.name, profile))
+        except (OSError, UnicodeDecodeError, PlanError) as error:
+            warnings.warn(f"a profile of this model is left out: {error}", KvsieveWarning, stacklevel=2)
+    for *_, name, profile in sorted(found, key=lambda each: each[:3]):
+        if profile.fingerprint == model:
+            yield f"your profile {name}", profile
+    for name in shipped_profiles():
+        if _shipped(name).fingerprint == model:
+            yield f"the shipped profile {name}", _shipped(name)
+
+
+def array_of(part: str, method: str, source: Profile | str | os.PathLike[str] | None) -> tuple[Any, Fingerprint | None]:
+    """The array a method takes from a profile, "heads" or "q_filters", and the profile's model; () and None without.
+
+    Raises PlanError for a profile that does not hold it.
+    """
     if source is None:
-        shipped = ", ".join(shipped_profiles()) or "none is shipped"
-        raise PlanError(f"{method} needs profile=, a file or the name of one that is shipped ({shipped}); {how}")
+        return (), None
     loaded = load_profile(source)
-    if getattr(loaded, part) is None:
-        raise PlanError(f"the profile of {loaded.name or 'the model'} holds no {part}; {how}")
-    return loaded
+    found = getattr(loaded, part)
+    if found is None:
+        raise PlanError(
+            f"the profile of {loaded.name or 'the model'} holds no {part}, which {method} needs; `kvsieve calibrate "
+            f"MODEL --parts {part} --out profile.json` makes one"
+        )
+    return found, loaded.fingerprint
 
 
 @functools.cache
@@ -219,4 +301,15 @@ def _json(value: Any, indent: str = "") -> str:
     return json.dumps(value, allow_nan=False)
 
 
-__all__ = ["FORMAT", "Filters", "Fingerprint", "Heads", "Profile", "load_profile", "numbers", "shipped_profiles"]
+__all__ = [
+    "FORMAT",
+    "Filters",
+    "Fingerprint",
+    "Heads",
+    "Profile",
+    "keep_profile",
+    "load_profile",
+    "numbers",
+    "profiles_dir",
+    "shipped_profiles",
+]

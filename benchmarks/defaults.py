@@ -1,0 +1,93 @@
+"""What methods answer with the paper's defaults, with those that follow from the model, and with its profile.
+
+    python benchmarks/defaults.py [MODEL] [--lengths 1024,2048] [--tasks needle,kv] [--samples 4] [--first 1]
+
+MODEL: a directory or hub id, the demo model if left out. Samples are those of `kvsieve eval` with seed 0, of which the
+first stands at the start of the text, so counting begins at 1. All plans read the same prompts, greedily, in bf16, and
+see the question. Rows are added to benchmarks/results/defaults.json, in place of those of the same sample and plan.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvsieve
+from kvsieve.bench import environment
+from kvsieve.defaults import digits_per_token
+from kvsieve.eval.engine import Engine
+from kvsieve.eval.tasks import chosen_tasks
+from kvsieve.profiles import Fingerprint
+
+METHODS = {"snapkv": "10%", "adakv": "10%", "fastkv": "10%", "gemfilter": "20%"}
+KEY = ("model", "task", "length", "sample", "method", "defaults")
+
+
+def plans(model: Any, tokenizer: Any) -> dict[tuple[str, str], kvsieve.Plan]:
+    """(method, which defaults) -> plan, full KV first."""
+    shape = Fingerprint.of(model)
+    found = {("full", "paper"): kvsieve.plan("full")}
+    for name, budget in METHODS.items():
+        derived = kvsieve.method_info(name).derive(shape, digits_per_token(tokenizer))
+        found[name, "paper"] = kvsieve.plan(name, budget=budget, paper=True)
+        found[name, "derived"] = kvsieve.plan(name, budget=budget, paper=True, **derived)
+        own = kvsieve.plan(name, budget=budget).for_model(model, tokenizer)
+        if own.profile is not None:
+            found[name, "profile"] = own
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--lengths", default="1024,2048")
+    parser.add_argument("--tasks", default="needle,ruler_niah_multikey_1,kv")
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "defaults.json")
+    arguments = parser.parse_args()
+    model, tokenizer = kvsieve.models.load(arguments.model, dtype=torch.bfloat16)
+    name = kvsieve.models.fetch.MODEL_NAME if arguments.model is None else Path(arguments.model).name
+    engine = Engine(model, tokenizer)
+    compared = plans(model, tokenizer)
+    report = (
+        json.loads(arguments.out.read_text())
+        if arguments.out.exists()
+        else {"environments": [], "plans": {}, "rows": []}
+    )
+    report["plans"][name] = {" ".join(key): plan.to_dict() for key, plan in compared.items()}
+    rows = {tuple(row[part] for part in KEY): row for row in report["rows"]}
+    report["environments"].append(environment())
+    for index in range(arguments.first, arguments.first + arguments.samples):
+        for length in map(int, arguments.lengths.split(",")):
+            for task in chosen_tasks(arguments.tasks.split(",")):
+                sample = task.sample(index, length, 0, engine.prompter.count)
+                outcomes = engine.run(sample, list(compared.values()), "visible")
+                for (method, defaults), outcome in zip(compared, outcomes, strict=True):
+                    key = (name, task.name, length, index, method, defaults)
+                    told = {"score": outcome.metrics["score"], "kl": round(outcome.kl, 4), "answer": outcome.answers[0]}
+                    rows[key] = {**dict(zip(KEY, key, strict=True)), **told, "env": len(report["environments"]) - 1}
+                print(f"{name}: sample {index}, {task.name} at {length}", flush=True)
+                report["rows"] = list(rows.values())
+                arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print_table(report["rows"])
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """Per model and plan: right answers of those that full KV gives, and the mean divergence from it."""
+    cell = ("model", "task", "length", "sample")
+    known = {tuple(row[part] for part in cell) for row in rows if row["method"] == "full" and row["score"] == 1}
+    print("| model | method | defaults | right of full KV's | KL |\n|---|---|---|---|---|")
+    for model, method, defaults in dict.fromkeys((row["model"], row["method"], row["defaults"]) for row in rows):
+        mine = [row for row in rows if (row["model"], row["method"], row["defaults"]) == (model, method, defaults)]
+        right = [row["score"] == 1 for row in mine if tuple(row[part] for part in cell) in known]
+        kl = sum(row["kl"] for row in mine) / len(mine)
+        print(f"| {model} | {method} | {defaults} | {sum(right)} of {len(right)} | {kl:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
