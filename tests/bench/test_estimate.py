@@ -319,9 +319,10 @@ def test_bad_input_is_one_line_and_exit_code_2(cli, folder, arguments, message):
     assert err.startswith("error: ") and err.count("\n") == 1 and message in err
 
 
-def test_a_model_that_cannot_be_estimated_or_read_ends_with_code_1(cli, tmp_path):
+def test_a_model_that_cannot_be_estimated_or_is_not_there(cli, tmp_path):
     config_of("deepseek_v3").save_pretrained(tmp_path / "latent")
     (tmp_path / "empty").mkdir()
-    for name, message in (("latent", "latent attention"), ("empty", "config.json"), ("gone", "config.json")):
+    wrong = (("latent", 1, "latent attention"), ("empty", 2, "config.json"), ("gone", 2, "gone"))
+    for name, expected, message in wrong:
         code, out, err = cli(str(tmp_path / name))
-        assert code == 1 and out == "" and err.count("\n") == 1 and message in err
+        assert (name, code) == (name, expected) and out == "" and err.count("\n") == 1 and message in err, err

@@ -32,7 +32,7 @@ COARSE = ("/hf/chat.py", "/hf/cache.py")
 @pytest.fixture(scope="module")
 def sieve():
     model = build("llama", num_hidden_layers=2)
-    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=12, window=2)) as made:
+    with kvsieve.attach(model, kvsieve.plan("snapkv", paper=True, budget=12, window=2)) as made:
         yield made
 
 
