@@ -19,7 +19,7 @@ _DIGITS = "7305816294"
 def digits_per_token(tokenizer: Any = None) -> int:
     """How many digits of a number a tokenizer puts into one token, rounded: 1 where it splits them one by one.
 
-    tokenizer: of transformers; None takes 1, as most have it since 2023, which is never too narrow. Raises InputError
+    tokenizer: of transformers; None takes 1, so that no kernel is too narrow. Raises InputError
     for what is no tokenizer.
     """
     if tokenizer is None:
