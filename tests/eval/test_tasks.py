@@ -116,7 +116,7 @@ def test_titles_differ():
 @pytest.mark.parametrize("name", ["needle", "passkey64"])
 def test_grid_goes_from_the_beginning_to_the_end(name, haystack):
     for index in range(11):
-        sample = made(name, index, haystack=haystack)
+        sample = made(name, index, length=2400, haystack=haystack)
         assert sample.meta == {"depth": index / 10}
         needle = re.search(r"(The special magic number|The pass key is) .*?\.( Remember.*?\.)?", sample.context)
         place = needle.start() / (len(sample.context) - len(needle.group()))
