@@ -245,6 +245,7 @@ def test_ids_that_are_none_are_refused(model, name):
         {"generation_config": {"do_sample": False}},
         {"pad_token_id": "x"},
         {"max_nwe_tokens": 3},
+        {"synced_gpus": True},
         {"inputs": torch.ones(2, 40, dtype=torch.long)},
     ],
     ids=lambda given: next(iter(given)),
