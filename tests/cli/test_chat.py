@@ -374,13 +374,13 @@ class Terminal:
     def ends(self) -> int:
         """Read to the end; the exit code.
 
-        Python's readline looks for signals before it waits: an interrupt in between is seen at the next key only.
+        An interrupt between the prompt and readline's wait is seen only once a line has been read: Enter ends one.
         """
         end = time.monotonic() + 240
         with contextlib.suppress(OSError):
             while time.monotonic() < end:
                 if not select.select([self.master], [], [], 2)[0]:
-                    self.type(" ")
+                    self.type("\r")
                 elif read := os.read(self.master, 4096):
                     self.shown += read.decode(errors="replace")
                 else:

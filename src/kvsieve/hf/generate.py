@@ -314,7 +314,8 @@ def check_values(options: Mapping[str, Any]) -> None:
     for name in ("put", "end"):
         if options.get("streamer") is not None and not callable(getattr(options["streamer"], name, None)):
             raise InputError(f"generate(streamer=...) must have put() and end(), got {short(options['streamer'])}")
-    if options.get("synced_gpus") and not torch.distributed.is_initialized():
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if options.get("synced_gpus") and not grouped:
         raise InputError(
             "generate(synced_gpus=True) is for several processes, and no process group is there; leave it out"
         )
