@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 
 import kvsieve
-from kvsieve.bench import environment
-from kvsieve.eval.prompts import Prompter
-from kvsieve.eval.tasks import chosen_tasks
+from kvsieve.report.environment import environment
+from kvsieve.tasks import chosen_tasks
+from kvsieve.tasks.prompter import Prompter
 
 TASKS = ("needle", "multiturn", "ruler_niah_single_1", "ruler_qa_1")
 LENGTHS = (1024, 4096)

@@ -24,8 +24,8 @@ from torch import Tensor
 
 import kvsieve
 from kvsieve.attention import blocked, dense
-from kvsieve.bench import environment
 from kvsieve.bench.prompts import text_ids
+from kvsieve.report.environment import environment
 
 HEADS, GROUPS, DIM, LAYERS = 3, 3, 64, 30
 SCALE = DIM**-0.5

@@ -20,8 +20,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import kvsieve
-from kvsieve.bench import environment
 from kvsieve.bench.prompts import text_ids
+from kvsieve.report.environment import environment
 
 PLANS = {
     "full": kvsieve.plan("full"),

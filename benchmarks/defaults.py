@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 import kvsieve
-from kvsieve.bench import environment
 from kvsieve.defaults import digits_per_token
 from kvsieve.eval.engine import Engine
-from kvsieve.eval.tasks import chosen_tasks
 from kvsieve.profiles import Fingerprint
+from kvsieve.report.environment import environment
+from kvsieve.tasks import chosen_tasks
 
 METHODS = {"snapkv": "10%", "adakv": "10%", "fastkv": "10%", "gemfilter": "20%"}
 KEY = ("model", "task", "length", "sample", "method", "defaults")

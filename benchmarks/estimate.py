@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from kvsieve import Plan
-from kvsieve.bench import environment
 from kvsieve.bench.estimate import Estimate, Geometry, check_priced, estimate, geometry
 from kvsieve.cli.estimate import model_config
-from kvsieve.cli.output import markdown_table
 from kvsieve.errors import PlanError
+from kvsieve.report.environment import environment
+from kvsieve.report.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 QUANTITIES = {"ttft": "ttft_s", "tpot": "tpot_s", "kv": "kv_bytes"}

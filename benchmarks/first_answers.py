@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 import kvsieve
-from kvsieve.bench import environment
 from kvsieve.cli.demo import demo_runs
 from kvsieve.cli.document import QUESTION, build_document
+from kvsieve.report.environment import environment
 
 PROFILE = "smollm2-135m-instruct"
 # Every parameter that decides an answer is written out, so that these stay what was timed when defaults change.

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StoppingCriteria, StoppingCriteriaList
 
-from kvsieve.bench import environment
 from kvsieve.bench.compare import Limits, element_bytes, run_length, summarise, write_report
 from kvsieve.bench.contenders import BASELINE, Contender, Sieve, Transformers
 from kvsieve.bench.estimate import Geometry, geometry
@@ -42,6 +41,7 @@ from kvsieve.cli.output import print_table, printed_warnings
 from kvsieve.cli.specs import MethodRun, compared_methods
 from kvsieve.hf.fixed import ENGINES
 from kvsieve.hf.memory import measure_peak
+from kvsieve.report.environment import environment
 
 GENERATE = "transformers generate"
 METHODS = (

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from kvsieve import kernels
-from kvsieve.bench import environment
-from kvsieve.cli.output import markdown_table
+from kvsieve.report.environment import environment
+from kvsieve.report.tables import markdown_table
 
 
 def table(report: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvsieve.eval.plot_style import new_figure, png_bytes, style
+from kvsieve.report.plot_style import new_figure, png_bytes, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

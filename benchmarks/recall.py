@@ -23,11 +23,11 @@ from pydoc_data.topics import topics
 import torch
 
 import kvsieve
-from kvsieve.bench import environment
 from kvsieve.core.lines import Choice, Lines, ReadFacts
 from kvsieve.hf.shared import next_logits
 from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
 from kvsieve.methods.readers import Setting
+from kvsieve.report.environment import environment
 
 READERS = {"hsa": HSA, "quest": Quest, "sparq": SparQ}
 

@@ -9,9 +9,9 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 import kvsieve
 from kvsieve.errors import InputError
-from kvsieve.eval.prompts import Prompter
-from kvsieve.eval.types import Sample, Turn
 from kvsieve.segments import role_spans
+from kvsieve.tasks.prompter import Prompter
+from kvsieve.tasks.samples import Sample, Turn
 from kvsieve.turns import Turns, plain_ids, render, special_ids, token_ids
 from toy_chats import chat_tokenizer
 

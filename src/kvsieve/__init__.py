@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsieve.budget import Budget
 from kvsieve.errors import KvsieveError, KvsieveWarning
+from kvsieve.version import __version__
 
 if TYPE_CHECKING:
     from kvsieve import methods, models
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from kvsieve.plans import Plan, plan
     from kvsieve.registry import list_methods, method_info, register_method
 
-__version__ = "0.1.0"
-
 __all__ = [
     "Budget",
     "KvsieveError",
@@ -35,6 +34,7 @@ __all__ = [
     "Plan",
     "Sieve",
     "SieveCache",
+    "__version__",
     "attach",
     "list_methods",
     "method_info",

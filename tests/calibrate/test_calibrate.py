@@ -13,10 +13,10 @@ import torch
 import kvsieve
 from kvsieve.calibrate import Options, Prompt, built_in_prompts, calibrate, forecast, measure, text_prompts
 from kvsieve.errors import InputError, PlanError
-from kvsieve.eval import plot_style
-from kvsieve.eval.prompts import Prompter
 from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, load_profile
+from kvsieve.report import plot_style
+from kvsieve.tasks.prompter import Prompter
 from toy_words import word_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -10,8 +10,9 @@ import pytest
 import fake_results
 import kvsieve
 from kvsieve.cli import run
-from kvsieve.cli.output import markdown_table, print_table
+from kvsieve.cli.output import print_table
 from kvsieve.errors import InputError, KvsieveWarning
+from kvsieve.report.tables import markdown_table
 from kvsieve.text import Markdown, markdown_text, printable, shortened
 
 EVIL = "[/bold] [red]x[/] a|b `c` *d* <e> \x1b[31m\x9b\x07\r\n_f_"

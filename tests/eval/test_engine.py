@@ -8,9 +8,9 @@ import torch
 import kvsieve
 from kvsieve.errors import InputError
 from kvsieve.eval.engine import Engine
-from kvsieve.eval.types import Sample, Turn
 from kvsieve.hf.shared import next_logits
 from kvsieve.models.families import build
+from kvsieve.tasks.samples import Sample, Turn
 from toy_words import WORDS, word_tokenizer
 
 PLANS = [

@@ -8,11 +8,11 @@ import re
 import pytest
 
 from kvsieve.errors import InputError
-from kvsieve.eval import haystack, words
-from kvsieve.eval.fit import fit, fit_padded
-from kvsieve.eval.haystack import draw, hide, load_haystack, noise_words, passage
-from kvsieve.eval.tasks.ruler import spread
-from kvsieve.eval.types import Sample
+from kvsieve.tasks import haystack, words
+from kvsieve.tasks.fit import fit, fit_padded
+from kvsieve.tasks.haystack import draw, hide, load_haystack, noise_words, passage
+from kvsieve.tasks.ruler import spread
+from kvsieve.tasks.samples import Sample
 
 TEXT = "One two three. Four five! Six seven eight nine?\n\nTen eleven. Twelve.\n\nThirteen fourteen fifteen."
 

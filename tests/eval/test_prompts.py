@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvsieve.errors import InputError
-from kvsieve.eval.prompts import Prompter
-from kvsieve.eval.scoring import match_all
-from kvsieve.eval.types import Sample, Turn
+from kvsieve.tasks.prompter import Prompter
+from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.scoring import match_all
 
 CHAT = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}<turn>{% endfor %}"

@@ -16,8 +16,9 @@ import pytest
 import fake_results as fake
 from kvsieve.cli.main import run_cli
 from kvsieve.errors import KvsieveError
+from kvsieve.eval.aggregate import cells, cost_cells, task_means
 from kvsieve.eval.plots import frontier
-from kvsieve.eval.results import cells, cost_cells, load, task_means
+from kvsieve.eval.results import load
 from kvsieve.eval.tables import significant
 
 pytestmark = pytest.mark.slow

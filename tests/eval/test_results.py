@@ -11,7 +11,8 @@ import pytest
 
 import fake_results as fake
 from kvsieve.errors import InputError
-from kvsieve.eval.results import budgets_of, cells, cost_cells, load, task_means, wilson
+from kvsieve.eval.aggregate import budgets_of, cells, cost_cells, task_means, wilson
+from kvsieve.eval.results import load
 from kvsieve.eval.store import writing
 
 

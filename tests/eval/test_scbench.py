@@ -10,8 +10,8 @@ import datasets
 import pytest
 
 from kvsieve.errors import InputError
-from kvsieve.eval import scbench
-from kvsieve.eval.scbench import SUBSETS, SCBench
+from kvsieve.tasks import scbench
+from kvsieve.tasks.scbench import SUBSETS, SCBench
 
 KV = {
     "id": 7,
@@ -177,7 +177,7 @@ def test_a_hub_out_of_reach(monkeypatch):
 
 
 def test_nothing_heavy_is_imported():
-    program = "import sys, kvsieve, kvsieve.eval.scbench; assert not {'datasets', 'lm_eval'} & set(sys.modules)"
+    program = "import sys, kvsieve, kvsieve.tasks.scbench; assert not {'datasets', 'lm_eval'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvsieve.eval import scoring
+from kvsieve.tasks import scoring
 
 KEY = "1234567890" * 6 + "1234"  # neighbours differ, so a dropped digit puts all that follow out of place
 

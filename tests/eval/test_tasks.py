@@ -10,10 +10,10 @@ from collections import Counter
 import pytest
 
 from kvsieve.errors import InputError
-from kvsieve.eval import words as lists
-from kvsieve.eval.prompts import Prompter
-from kvsieve.eval.tasks import all_tasks, chosen_tasks, shots
-from kvsieve.eval.words import COUNTRIES, TOWNS
+from kvsieve.tasks import all_tasks, chosen_tasks, shots
+from kvsieve.tasks import words as lists
+from kvsieve.tasks.prompter import Prompter
+from kvsieve.tasks.words import COUNTRIES, TOWNS
 
 TASKS = all_tasks()
 RULER = [name for name in TASKS if name.startswith("ruler_")]

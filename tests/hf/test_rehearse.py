@@ -10,9 +10,9 @@ import torch
 import kvsieve
 from kvsieve.errors import PlanError, UnsupportedOptionError
 from kvsieve.eval.engine import Engine
-from kvsieve.eval.types import Sample, Turn
 from kvsieve.methods import TSP, KVzip, Lookahead
 from kvsieve.models.families import build
+from kvsieve.tasks.samples import Sample, Turn
 from kvsieve.types import END_OF_PROMPT
 from toy_chats import chat_tokenizer
 from toy_words import WORDS, word_tokenizer

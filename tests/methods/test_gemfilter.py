@@ -12,9 +12,9 @@ import kvsieve
 from kvsieve.errors import InputError, KvsieveWarning, PlanError, UnsupportedOptionError
 from kvsieve.eval.costs import kept_map
 from kvsieve.eval.engine import Engine
-from kvsieve.eval.types import Sample, Turn
 from kvsieve.methods import HSA, TSP, GemFilter, SnapKV
 from kvsieve.models.families import build
+from kvsieve.tasks.samples import Sample, Turn
 from layers import context, golden
 from toy_words import WORDS, word_tokenizer
 

@@ -10,9 +10,9 @@ import torch
 import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.eval.engine import Engine
-from kvsieve.eval.types import Sample, Turn
 from kvsieve.methods import PyramidInfer, pyramidinfer
 from kvsieve.models.families import build
+from kvsieve.tasks.samples import Sample, Turn
 from layers import context
 from toy_words import WORDS, word_tokenizer
 

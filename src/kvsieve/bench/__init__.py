@@ -1,5 +1,1 @@
-"""Measuring: what every result file says about where it was measured."""
-
-from kvsieve.bench.environment import environment
-
-__all__ = ["environment"]
+"""Measuring speed and memory: kvsieve, plain transformers and kvpress side by side, and estimates without running."""

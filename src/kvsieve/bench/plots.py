@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsieve.bench.contenders import BASELINE, is_peer
-from kvsieve.eval.plot_style import Look, add_legend, legend_height, looks, new_figure, png_bytes, style
+from kvsieve.report.plot_style import Look, add_legend, legend_height, looks, new_figure, png_bytes, style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

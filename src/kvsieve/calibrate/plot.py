@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from kvsieve.calibrate.distances import KL_BOUND
 from kvsieve.errors import InputError
-from kvsieve.eval.plot_style import Look, looks, new_figure, png_bytes, style
 from kvsieve.profiles import Profile
+from kvsieve.report.plot_style import Look, looks, new_figure, png_bytes, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import InputError
-from kvsieve.eval.prompts import Prompter
-from kvsieve.eval.tasks import chosen_tasks
+from kvsieve.tasks import chosen_tasks
+from kvsieve.tasks.prompter import Prompter
 from kvsieve.turns import escaped, token_ids
 
 # Digits and sentences to be found in prose, by a question at the end.

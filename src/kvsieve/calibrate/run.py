@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.bench.environment import environment
 from kvsieve.budget import Budget
 from kvsieve.calibrate import distances, pooling, ranks
 from kvsieve.calibrate.filters import QuerySums, correlation
@@ -19,12 +18,13 @@ from kvsieve.calibrate.options import Options
 from kvsieve.calibrate.prompts import TASKS, Prompt, built_in_prompts, text_prompts
 from kvsieve.calibrate.reading import Watcher, following, greedy, read
 from kvsieve.errors import InputError
-from kvsieve.eval.prompts import Prompter
 from kvsieve.hf.shared import read_shared
 from kvsieve.methods import SnapKV
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint, Profile, numbers
 from kvsieve.registry import list_methods, method_info
+from kvsieve.report.environment import environment
+from kvsieve.tasks.prompter import Prompter
 from kvsieve.types import LayerContext
 
 Progress = Callable[[int, int, str], None]

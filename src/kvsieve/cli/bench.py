@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsieve.cli.estimate import parse_contexts
-from kvsieve.cli.output import JsonOption, emit_json, markdown_table, print_table, say, show
+from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
 from kvsieve.cli.run import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.specs import MethodRun, compared_methods, make_run, spec, split_specs
 from kvsieve.errors import InputError, UnsupportedModelError
+from kvsieve.report.tables import markdown_table
 from kvsieve.text import markdown_text
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def bench_command(
 ) -> None:
     """Time and memory per method beside plain transformers, in one run, with the machine's limit."""
     if plots is not None:
-        from kvsieve.eval.plot_style import require_matplotlib
+        from kvsieve.report.plot_style import require_matplotlib
 
         require_matplotlib()
     if show is not None:
@@ -144,9 +145,9 @@ def run_bench(
     """The report, JSON-ready; written to `out` after every length."""
     from kvsieve.bench import compare, prompts
     from kvsieve.bench.contenders import BASELINE, Sieve, Transformers
-    from kvsieve.bench.environment import environment
     from kvsieve.hf.probe import check_model
     from kvsieve.models.fetch import MODEL_NAME
+    from kvsieve.report.environment import environment
 
     contenders: list[Contender] = [Transformers(model, settings["chunk"])]
     for label, run in runs.items():

@@ -83,7 +83,7 @@ def calibrate_command(
     if out is None:
         _make_profiles_dir()
     if plot is not None:
-        from kvsieve.eval.plot_style import require_matplotlib
+        from kvsieve.report.plot_style import require_matplotlib
 
         plot = _writable(plot, "--plot")
         require_matplotlib()

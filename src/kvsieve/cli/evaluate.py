@@ -18,7 +18,7 @@ from kvsieve.cli.specs import method_specs
 from kvsieve.errors import InputError, PlanError
 
 if TYPE_CHECKING:
-    from kvsieve.eval.types import Task
+    from kvsieve.tasks.samples import Task
 
 
 def eval_command(
@@ -59,8 +59,9 @@ def eval_command(
 
     from kvsieve.eval.cells import on_model, settings
     from kvsieve.eval.engine import Engine
+    from kvsieve.eval.grid import QUESTIONS, Grid
     from kvsieve.eval.results import load
-    from kvsieve.eval.runner import QUESTIONS, Grid, run_grid
+    from kvsieve.eval.runner import run_grid
     from kvsieve.eval.store import writing
     from kvsieve.hf.probe import check_model
     from kvsieve.models.fetch import MODEL_NAME
@@ -104,8 +105,8 @@ def eval_command(
 def tasks_command(as_json: JsonOption = False) -> None:
     """List the tasks of `kvsieve eval`."""
     from kvsieve.cli.output import print_table
-    from kvsieve.eval.scbench import SUBSETS
-    from kvsieve.eval.tasks import all_tasks
+    from kvsieve.tasks import all_tasks
+    from kvsieve.tasks.scbench import SUBSETS
 
     rows = [(task.name, task.title, " or ".join(task.modes)) for task in all_tasks().values()]
     rows += [(name, "SCBench, from the hub or --scbench", "visible or hidden") for name in SUBSETS]
@@ -116,8 +117,8 @@ def tasks_command(as_json: JsonOption = False) -> None:
 
 
 def _tasks(names: list[str], haystack: str, scbench: str | None, mode: str) -> list[Task]:
-    from kvsieve.eval.scbench import SCBench
-    from kvsieve.eval.tasks import chosen_tasks
+    from kvsieve.tasks import chosen_tasks
+    from kvsieve.tasks.scbench import SCBench
 
     public = [name for name in names if name.startswith("scbench")]
     built_in = [name for name in names if name not in public]

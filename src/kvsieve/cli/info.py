@@ -10,8 +10,9 @@ import typer
 
 import kvsieve
 from kvsieve.budget import Budget
-from kvsieve.cli.output import JsonOption, emit_json, markdown_table, one_line, say, show, wrapped
+from kvsieve.cli.output import JsonOption, emit_json, one_line, say, show, wrapped
 from kvsieve.errors import KvsieveError
+from kvsieve.report.tables import markdown_table
 from kvsieve.text import Markdown
 
 # Packages of the extras, and the extra each belongs to.

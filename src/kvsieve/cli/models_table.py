@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvsieve.cli.output import JsonOption, emit_json, markdown_table, one_line, print_table, show
+from kvsieve.cli.output import JsonOption, emit_json, one_line, print_table, show
+from kvsieve.report.tables import markdown_table
 
 SUPPORTED, EVICTION_ONLY, REFUSED, NOT_BUILT = "supported", "eviction only", "refused", "not in this transformers"
 

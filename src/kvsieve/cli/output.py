@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsieve.errors import KvsieveWarning
-from kvsieve.text import markdown_text, printable, shortened
+from kvsieve.text import printable, shortened
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 
@@ -95,9 +95,3 @@ def print_table(headers: list[str], rows: list[list[str]], *, left: int = 1) -> 
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
     console.print(table)
-
-
-def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
-    """The same as Markdown. Cells are text, unless they are `Markdown` already."""
-    lines = [headers, ["---"] * len(headers), *rows]
-    return "\n".join("| " + " | ".join(map(markdown_text, line)) + " |" for line in lines)

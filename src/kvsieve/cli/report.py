@@ -30,8 +30,9 @@ def report_command(
 
 def print_means(results: Any) -> None:
     """A table per length; one column per question mode, which fits a terminal."""
-    from kvsieve.eval.results import budgets_of, cells, distinct, labels_of, task_means
+    from kvsieve.eval.aggregate import budgets_of, cells, labels_of, task_means
     from kvsieve.eval.tables import NONE, budget_name, plus_minus
+    from kvsieve.report.labels import distinct
 
     means = task_means(cells(results.samples))
     for length in sorted(distinct(cell.length for cell in means)):
@@ -50,7 +51,8 @@ def print_means(results: Any) -> None:
 
 def aggregated(results: Any) -> dict[str, Any]:
     """JSON-ready: the run, its cells, their means over tasks and the costs."""
-    from kvsieve.eval.results import cells, cost_cells, finite, task_means
+    from kvsieve.eval.aggregate import cells, cost_cells, task_means
+    from kvsieve.eval.rows import finite
 
     parts = cells(results.samples)
     return {

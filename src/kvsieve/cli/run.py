@@ -328,8 +328,8 @@ def _answer(sieve: Any, tokenizer: Any, rows: Sequence[Asked], **options: Any) -
 
 def report(model: str | None, results: list[dict[str, Any]]) -> dict[str, Any]:
     """JSON-ready."""
-    from kvsieve.bench.environment import environment
     from kvsieve.models.fetch import MODEL_NAME
+    from kvsieve.report.environment import environment
 
     plain = [{**result, "stats": result["stats"].to_dict()} for result in results]
     return {"model": model or MODEL_NAME, "results": plain, "environment": environment()}

@@ -9,9 +9,9 @@ from typing import Any
 
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
-from kvsieve.eval.results import FULL
 from kvsieve.plans import Plan, all_parameters, plan, told
 from kvsieve.registry import method_info
+from kvsieve.report.labels import FULL
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,19 @@
-"""What each setting costs, measured alone: one prompt, one method, one after another in rotated order."""
+"""The costs of each setting, measured alone: one prompt, one method, one after another in rotated order."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvsieve.eval.cells import Setting
-from kvsieve.eval.haystack import load_haystack
+from kvsieve.eval.engine import Engine
+from kvsieve.eval.grid import Grid
 from kvsieve.eval.store import ResultsWriter, Row
-from kvsieve.eval.tasks.needle import Needle
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache import SieveCache, SieveLayer
-from kvsieve.hf.generate import Stats
-
-if TYPE_CHECKING:
-    from kvsieve.eval.engine import Engine
-    from kvsieve.eval.runner import Grid
+from kvsieve.tasks.haystack import load_haystack
+from kvsieve.tasks.needle import Needle
+from kvsieve.traffic import read_bytes
 
 NEW_TOKENS = 32
 WARM_UP = 64
@@ -85,14 +81,6 @@ def measure_one(engine: Engine, setting: Setting, ids: Tensor) -> Row:
         "kv_entries": stats.kv_entries,
         "kept": kept_map(result.cache, ids.shape[1]),
     }
-
-
-def read_bytes(stats: Stats, cache: SieveCache) -> int:
-    """Bytes that a token of all rows reads on average: what was touched, and transformers' own sliding windows."""
-    windows = [layer for layer in cache.layers if not isinstance(layer, SieveLayer)]
-    own = sum(layer.keys.nbytes + layer.values.nbytes for layer in windows)
-    read = stats.traffic
-    return own if read is None else own + cache.batch * (read.bytes + read.estimate_bytes + read.upkeep_bytes)
 
 
 def kept_map(cache: SieveCache, length: int) -> list[list[float]]:

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import InputError
-from kvsieve.eval.prompts import Prompter
-from kvsieve.eval.types import Sample, Turn
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache import SieveCache, TurnRecord
 from kvsieve.hf.generate import what_ran
@@ -20,6 +18,8 @@ from kvsieve.hf.restart import read_prompt
 from kvsieve.hf.shared import next_logits, read_alone, read_shared
 from kvsieve.hf.stack import can_stack, stack
 from kvsieve.plans import Plan
+from kvsieve.tasks.prompter import Prompter
+from kvsieve.tasks.samples import Sample, Turn
 
 # Answer tokens of full KV over which other plans' distributions are compared with it.
 _COMPARED = 32

@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvsieve.eval import plots, plots_maps
-from kvsieve.eval.plot_style import looks, png_bytes, style, svg_bytes
-from kvsieve.eval.results import Results, Row, cells, cost_cells, distinct, task_means
+from kvsieve.eval.aggregate import cells, cost_cells, task_means
+from kvsieve.eval.results import Results
+from kvsieve.eval.rows import Row
+from kvsieve.report.labels import distinct
+from kvsieve.report.pictures import SVG_LIMIT, Picture
+from kvsieve.report.plot_style import looks, png_bytes, style, svg_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# An SVG above this is slower to show than the PNG, and larger.
-_SVG_LIMIT = 300_000
 NEEDLE = "needle"
-
-
-@dataclass(frozen=True)
-class Picture:
-    """kind: which picture it is, for the report's sections. alt: what a reader who does not see it should know."""
-
-    name: str
-    kind: str
-    title: str
-    alt: str
-    width: int
-    svg: bytes
-    png: bytes | None
-
-    @property
-    def inline(self) -> tuple[str, bytes]:
-        """MIME type and content, for the report."""
-        if self.png is not None and len(self.svg) > _SVG_LIMIT:
-            return "image/png", self.png
-        return "image/svg+xml", self.svg
 
 
 def draw(results: Results, png: bool = True) -> list[Picture]:
@@ -45,7 +26,7 @@ def draw(results: Results, png: bool = True) -> list[Picture]:
         for name, kind, title, alt, make in _wanted(results):
             figure = make()
             svg = svg_bytes(figure)
-            picture = png_bytes(figure) if png or len(svg) > _SVG_LIMIT else None
+            picture = png_bytes(figure) if png or len(svg) > SVG_LIMIT else None
             found.append(Picture(name, kind, title, alt, round(96 * figure.get_size_inches()[0]), svg, picture))
     return found
 

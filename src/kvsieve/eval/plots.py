@@ -6,7 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvsieve.eval.plot_style import (
+from kvsieve.eval.aggregate import Cell, CostCell, budgets_of
+from kvsieve.report.labels import FULL, budget_order, distinct
+from kvsieve.report.plot_style import (
     Look,
     add_legend,
     budget_places,
@@ -15,7 +17,6 @@ from kvsieve.eval.plot_style import (
     set_budget_axis,
     wrap,
 )
-from kvsieve.eval.results import FULL, Cell, CostCell, budget_order, budgets_of, distinct
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvsieve.eval.plot_style import new_figure, wrap
-from kvsieve.eval.results import FULL, CostCell, Row, budget_order, budgets_of, distinct, labels_of
+from kvsieve.eval.aggregate import CostCell, budgets_of, labels_of
+from kvsieve.eval.rows import Row
+from kvsieve.report.labels import FULL, budget_order, distinct
+from kvsieve.report.plot_style import new_figure, wrap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvsieve.cli.output import markdown_table
 from kvsieve.errors import InputError
-from kvsieve.eval import report_html as h
-from kvsieve.eval.pictures import Picture, draw
-from kvsieve.eval.results import FULL, Results, Row, distinct
-from kvsieve.eval.tables import Table, Tables, bounds, budget_name, make_tables, plus_minus
+from kvsieve.eval.pictures import draw
+from kvsieve.eval.results import Results
+from kvsieve.eval.rows import Row
+from kvsieve.eval.tables import Tables, bounds, budget_name, make_tables, plus_minus
+from kvsieve.report import html as h
+from kvsieve.report.labels import FULL, distinct
+from kvsieve.report.pictures import Picture
+from kvsieve.report.tables import Table, markdown_table
 from kvsieve.text import Markdown, markdown_text
 
 FORMATS = ("png", "svg")

@@ -9,19 +9,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
-from kvsieve.bench.environment import environment
 from kvsieve.errors import InputError, KvsieveError
-from kvsieve.eval.results import (
-    COST_FIELDS,
-    FORMAT,
-    SAMPLE_FIELDS,
-    SAMPLE_KEY,
-    Row,
-    finite,
-    read_run,
-    sealed,
-    unsealed,
-)
+from kvsieve.eval.results import FORMAT, read_run
+from kvsieve.eval.rows import COST_FIELDS, SAMPLE_FIELDS, SAMPLE_KEY, Row, finite, sealed, unsealed
+from kvsieve.report.environment import environment
 
 COST_KEY = ("length", "label", "budget", "repeat")
 _LOCK, _DRAFT = ".lock", "run.json.part"

@@ -5,41 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvsieve.eval.results import (
-    FULL,
-    Cell,
-    CostCell,
-    Results,
-    budgets_of,
-    cells,
-    cost_cells,
-    distinct,
-    labels_of,
-    task_means,
-)
+from kvsieve.eval.aggregate import Cell, CostCell, budgets_of, cells, cost_cells, labels_of, task_means
+from kvsieve.eval.results import Results
+from kvsieve.report.labels import FULL, distinct
+from kvsieve.report.tables import Entry, Table
 
 DAGGER = "†"
 NONE = "–"
 _MIB = 2**20
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One value of a table; `best` ones are bold."""
-
-    text: str
-    best: bool = False
-
-
-@dataclass(frozen=True)
-class Table:
-    """names: how many of the first columns are names and not numbers."""
-
-    title: str
-    headers: list[str]
-    rows: list[list[Entry]]
-    names: int
-    note: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kvsieve.eval.fit import Count, fit
-from kvsieve.eval.haystack import passage
-from kvsieve.eval.scoring import Check, instructions
-from kvsieve.eval.tasks.base import Generated
-from kvsieve.eval.types import Sample, Turn
-from kvsieve.eval.words import FIRST_NAMES, TOWNS
+from kvsieve.tasks.base import Generated
+from kvsieve.tasks.fit import Count, fit
+from kvsieve.tasks.haystack import passage
+from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.scoring import Check, instructions
+from kvsieve.tasks.words import FIRST_NAMES, TOWNS
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvsieve.eval.fit import Count, fit, fit_padded
-from kvsieve.eval.haystack import NOISE, hide, passage
-from kvsieve.eval.scoring import match_all
-from kvsieve.eval.tasks.base import Generated
-from kvsieve.eval.types import Sample, Turn
-from kvsieve.eval.words import numbers, uuids, word_keys
+from kvsieve.tasks.base import Generated
+from kvsieve.tasks.fit import Count, fit, fit_padded
+from kvsieve.tasks.haystack import NOISE, hide, passage
+from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.scoring import match_all
+from kvsieve.tasks.words import numbers, uuids, word_keys
 
 _PLACES = 40
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import InputError
-from kvsieve.eval.types import Sample
+from kvsieve.tasks.samples import Sample
 from kvsieve.turns import escaped, render, stop_ids, token_ids
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvsieve.errors import InputError
-from kvsieve.eval.haystack import load_haystack
-from kvsieve.eval.tasks.documents import Documents
-from kvsieve.eval.tasks.instructions import Instructions
-from kvsieve.eval.tasks.needle import Needle, PassKey
-from kvsieve.eval.tasks.pairs import Facts, KeyValue
-from kvsieve.eval.tasks.ruler import CommonWords, FrequentWords, Niah, VariableTracking
-from kvsieve.eval.tasks.shots import Arithmetic, ManyShot
-from kvsieve.eval.types import Task
 from kvsieve.registry import did_you_mean
+from kvsieve.tasks.documents import Documents
+from kvsieve.tasks.haystack import load_haystack
+from kvsieve.tasks.instructions import Instructions
+from kvsieve.tasks.needle import Needle, PassKey
+from kvsieve.tasks.pairs import Facts, KeyValue
+from kvsieve.tasks.ruler import CommonWords, FrequentWords, Niah, VariableTracking
+from kvsieve.tasks.samples import Task
+from kvsieve.tasks.shots import Arithmetic, ManyShot
 
 
 def _ruler(text: str) -> list[Task]:

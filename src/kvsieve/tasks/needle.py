@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kvsieve.eval.fit import Count, fit
-from kvsieve.eval.haystack import hide, passage
-from kvsieve.eval.scoring import digits, match_all
-from kvsieve.eval.tasks.base import Generated
-from kvsieve.eval.types import Sample, Turn
+from kvsieve.tasks.base import Generated
+from kvsieve.tasks.fit import Count, fit
+from kvsieve.tasks.haystack import hide, passage
+from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.scoring import digits, match_all
 
 DEPTHS = 11
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kvsieve.eval.fit import Count, fit_padded
-from kvsieve.eval.scoring import first_number, first_word
-from kvsieve.eval.tasks.base import Generated
-from kvsieve.eval.types import Sample, Turn
-from kvsieve.eval.words import FIRST_NAMES
+from kvsieve.tasks.base import Generated
+from kvsieve.tasks.fit import Count, fit_padded
+from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.scoring import first_number, first_word
+from kvsieve.tasks.words import FIRST_NAMES
 
 _TOPICS = {
     "food": (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvsieve.errors import InputError
-from kvsieve.eval.haystack import noise_words
-from kvsieve.eval.types import Sample
+from kvsieve.tasks.haystack import noise_words
+from kvsieve.tasks.samples import Sample
 
 Count = Callable[[Sample], int]
 

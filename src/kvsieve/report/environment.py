@@ -12,14 +12,14 @@ from typing import Any
 import torch
 import transformers
 
-import kvsieve
+from kvsieve.version import __version__
 
 
 def environment() -> dict[str, Any]:
     """Versions, processor, device, threads, time (UTC) and, in a checkout, the commit measured (JSON-ready)."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "kvsieve": kvsieve.__version__,
+        "kvsieve": __version__,
         "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,

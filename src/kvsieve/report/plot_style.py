@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvsieve.errors import KvsieveError
-from kvsieve.eval.results import FULL, budget_order
+from kvsieve.report.labels import FULL, budget_order
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kvsieve.eval.fit import Count
-from kvsieve.eval.haystack import draw
-from kvsieve.eval.types import Sample
+from kvsieve.tasks.fit import Count
+from kvsieve.tasks.haystack import draw
+from kvsieve.tasks.samples import Sample
 
 BOTH = ("visible", "hidden")
 

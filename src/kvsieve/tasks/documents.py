@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kvsieve.eval.fit import Count, fit_padded
-from kvsieve.eval.scoring import match_any
-from kvsieve.eval.tasks.base import Generated
-from kvsieve.eval.types import Sample, Turn
-from kvsieve.eval.words import COUNTRIES, FIRST_NAMES, LAST_NAMES, TOWNS
+from kvsieve.tasks.base import Generated
+from kvsieve.tasks.fit import Count, fit_padded
+from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.scoring import match_any
+from kvsieve.tasks.words import COUNTRIES, FIRST_NAMES, LAST_NAMES, TOWNS
 
 _JOBS = "baker clockmaker botanist pilot sculptor chemist carpenter librarian violinist geologist".split()
 _SIGHTS = ("bridge", "harbor", "market", "tower", "park")

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from kvsieve.errors import InputError
-from kvsieve.eval.scoring import match_all
-from kvsieve.eval.types import Sample, Score, Turn
 from kvsieve.registry import did_you_mean
+from kvsieve.tasks.samples import Sample, Score, Turn
+from kvsieve.tasks.scoring import match_all
 
 HUB_ID = "microsoft/SCBench"
 _GAP = "\n...\n"

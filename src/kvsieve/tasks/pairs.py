@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from kvsieve.eval.fit import Count, fit, fit_padded
-from kvsieve.eval.haystack import hide, passage
-from kvsieve.eval.scoring import match_all
-from kvsieve.eval.tasks.base import Generated
-from kvsieve.eval.tasks.ruler import spread
-from kvsieve.eval.types import Sample, Turn
-from kvsieve.eval.words import numbers, word_keys
+from kvsieve.tasks.base import Generated
+from kvsieve.tasks.fit import Count, fit, fit_padded
+from kvsieve.tasks.haystack import hide, passage
+from kvsieve.tasks.ruler import spread
+from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.scoring import match_all
+from kvsieve.tasks.words import numbers, word_keys
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import html
 import itertools
 from collections.abc import Iterable, Sequence
 
-from kvsieve.eval.pictures import Picture
-from kvsieve.eval.tables import Table
+from kvsieve.report.pictures import Picture
+from kvsieve.report.tables import Table
 
 _CSS = """
 :root { color-scheme: light dark; --ink: #1d2127; --quiet: #5b6470; --paper: #ffffff; --shade: #f4f5f7;

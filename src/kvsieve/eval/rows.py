@@ -1,0 +1,106 @@
+"""Rows of a results directory: the fields each has, and a line of JSON with a checksum for each."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvsieve.errors import short
+
+NUMBER = (int, float)
+SAMPLE_FIELDS: dict[str, Any] = {
+    "task": str,
+    "length": int,
+    "question": str,
+    "sample": int,
+    "label": str,
+    "budget": (str, type(None)),
+    "score": NUMBER,
+}
+COST_FIELDS: dict[str, Any] = {
+    "length": int,
+    "label": str,
+    "budget": (str, type(None)),
+    "repeat": int,
+    "env": int,
+    "new_tokens": int,
+    "ttft_s": NUMBER,
+    "token_s": list,
+}
+SAMPLE_KEY = ("task", "length", "question", "sample", "label", "budget")
+# How a row ends that carries its checksum.
+_SEAL = re.compile(rb', "checksum": "([0-9a-f]{16})"\}\Z')
+Row = dict[str, Any]
+
+
+def sealed(row: Row) -> bytes:
+    """A row as a line of a file, with a checksum of it at its end."""
+    # A model's answer may hold half a character.
+    text = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return text[:-1] + f', "checksum": "{_checksum(text)}"}}\n'.encode()
+
+
+def unsealed(line: bytes, fields: Mapping[str, Any]) -> Row:
+    """The row of a line, which has at least `fields`. Raises ValueError for another, and for one that was changed.
+
+    Rows without a checksum, as older versions wrote them, are taken as they are.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if isinstance(row, dict) and "checksum" in row:
+        seal = _SEAL.search(line)
+        if seal is None or _checksum(line[: seal.start()] + b"}") != seal[1].decode():
+            raise ValueError("it does not match its checksum: it was damaged or changed after it was written")
+        del row["checksum"]
+    problem = row_problem(row, fields)
+    if problem:
+        raise ValueError(problem)
+    return row
+
+
+def _checksum(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def row_problem(row: Any, fields: Mapping[str, Any]) -> str | None:
+    """Describe the first field that is missing or of another kind; None for a row that is right."""
+    if not isinstance(row, dict):
+        return f"expected an object, got {type(row).__name__}"
+    for name, kind in fields.items():
+        if name not in row:
+            return f"{name!r} is missing"
+        if not isinstance(row[name], kind) or isinstance(row[name], bool):
+            return f"{name!r} is {short(row[name])}, expected {_kind_name(kind)}"
+    if "score" in fields and not 0 <= row["score"] <= 1:
+        return f"'score' is {short(row['score'])}, expected 0 to 1"
+    return None
+
+
+def _kind_name(kind: Any) -> str:
+    names = {int: "an integer", str: "text", list: "a list", dict: "an object", NUMBER: "a number"}
+    return names.get(kind, "text or null")
+
+
+def groups(rows: Iterable[Row], key: Sequence[str], first_only: bool = False) -> dict[tuple[Any, ...], Any]:
+    """Rows by their values of `key`: a list of each, or the first of each alone."""
+    found: dict[tuple[Any, ...], Any] = {}
+    for row in rows:
+        name = tuple(row[part] for part in key)
+        if first_only:
+            found.setdefault(name, row)
+        else:
+            found.setdefault(name, []).append(row)
+    return found
+
+
+def finite(value: Any) -> Any:
+    """The same with None for numbers that JSON cannot write."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,28 @@
+"""A drawn picture with what a page says about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# An SVG above this is slower to show than the PNG, and larger.
+SVG_LIMIT = 300_000
+
+
+@dataclass(frozen=True)
+class Picture:
+    """kind: which picture it is, for the report's sections. alt: what a reader who does not see it should know."""
+
+    name: str
+    kind: str
+    title: str
+    alt: str
+    width: int
+    svg: bytes
+    png: bytes | None
+
+    @property
+    def inline(self) -> tuple[str, bytes]:
+        """MIME type and content, for the report."""
+        if self.png is not None and len(self.svg) > SVG_LIMIT:
+            return "image/png", self.png
+        return "image/svg+xml", self.svg
