@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvsieve.errors import CacheFileError, InputError, MissingFileError, short
+from kvsieve.version import __version__
 
 FORMAT = 2
 
@@ -84,7 +85,7 @@ def _header(path: Any, metadata: dict[str, str] | None) -> dict[str, Any]:
     if found != FORMAT:
         who = str(header.get("kvsieve"))[:20]
         raise CacheFileError(
-            f"{path} is of format {short(found, 20)}, written by kvsieve {who}; this version, {version()}, reads "
+            f"{path} is of format {short(found, 20)}, written by kvsieve {who}; this version, {__version__}, reads "
             f"format {FORMAT}: use the version that wrote it, or read the conversation again"
         )
     if digest != mine:
@@ -236,10 +237,3 @@ def _held(handle: int) -> bool | None:
     except (ImportError, OSError):
         return None
     return True
-
-
-def version() -> str:
-    # Imported here because the package imports this module.
-    import kvsieve
-
-    return kvsieve.__version__

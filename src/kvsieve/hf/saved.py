@@ -34,7 +34,6 @@ from kvsieve.hf.cache_file import (
     header_digest,
     opened,
     replacing,
-    version,
     write,
 )
 from kvsieve.hf.compat import Cache, DynamicSlidingWindowLayer
@@ -43,6 +42,7 @@ from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint
 from kvsieve.roles import condenses
 from kvsieve.segments import Held
+from kvsieve.version import __version__
 
 if TYPE_CHECKING:
     from kvsieve.hf.attach import Sieve
@@ -99,7 +99,7 @@ def save_cache(
     pack = _Packer(sieve.model.device)
     header = {
         MARK: FORMAT,
-        "kvsieve": version(),
+        "kvsieve": __version__,
         "model": _model(sieve),
         "tokenizer": None if tokenizer is None else _vocabulary(tokenizer),
         "plan": _json(sieve.plan.to_dict(), f"the plan {sieve.plan.name!r}", CacheFileError),
@@ -151,7 +151,7 @@ def understood(path: str | os.PathLike[str]) -> Iterator[None]:
         raise
     except Exception as error:
         raise CacheFileError(
-            f"{path} cannot be read by kvsieve {version()}: {short(error)}; use the version that wrote it, or "
+            f"{path} cannot be read by kvsieve {__version__}: {short(error)}; use the version that wrote it, or "
             "read the conversation again"
         ) from error
 
