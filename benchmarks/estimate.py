@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from kvsieve import Plan
-from kvsieve.bench.estimate import Estimate, Geometry, check_priced, estimate, geometry
+from kvsieve.bench.estimate import Estimate, check_priced, estimate
+from kvsieve.bench.geometry import Geometry, geometry
 from kvsieve.cli.estimate import model_config
 from kvsieve.errors import PlanError
 from kvsieve.report.environment import environment

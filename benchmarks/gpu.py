@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, Stoppi
 
 from kvsieve.bench.compare import Limits, element_bytes, run_length, summarise, write_report
 from kvsieve.bench.contenders import BASELINE, Contender, Sieve, Transformers
-from kvsieve.bench.estimate import Geometry, geometry
+from kvsieve.bench.geometry import Geometry, geometry
 from kvsieve.bench.plain import held_bytes
 from kvsieve.bench.prompts import Prompt
 from kvsieve.bench.roofline import Rates, measure_rates

@@ -15,7 +15,7 @@ from source_tree import circles, imports, modules
 STOREYS = (
     ("version", "text", "types", "display", "kernels"),
     ("errors",),
-    ("parameters", "profiles", "turns", "core", "models", "report"),
+    ("parameters", "profiles", "turns", "core", "models", "report", "protection"),
     ("budget", "defaults", "cache", "attention"),
     ("segments", "roles"),
     ("registry",),

@@ -13,7 +13,8 @@ import kvsieve
 from kvsieve.bench import compare, roofline
 from kvsieve.bench.compare import Limits, element_bytes, run_length
 from kvsieve.bench.contenders import PeerMethod, Sieve, Transformers
-from kvsieve.bench.estimate import estimate, geometry
+from kvsieve.bench.estimate import estimate
+from kvsieve.bench.geometry import geometry
 from kvsieve.bench.peer_process import Peer
 from kvsieve.bench.plain import read_and_decode
 from kvsieve.bench.prompts import Prompt, left_padded, make_rows, row_lengths

@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, DynamicCache, GPTNeoXConfig, LlamaConfig, Qwen2Config, T5Config
 
 import kvsieve
-from kvsieve.bench.estimate import check_priced, estimate, geometry, largest_batch
+from kvsieve.bench.estimate import check_priced, estimate, largest_batch
+from kvsieve.bench.geometry import geometry
 from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.main import run_cli
 from kvsieve.errors import InputError, PlanError, UnsupportedModelError

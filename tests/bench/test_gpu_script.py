@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvsieve.bench.estimate import geometry
+from kvsieve.bench.geometry import geometry
 from kvsieve.bench.prompts import Prompt
 from kvsieve.bench.roofline import Rates
 from kvsieve.bench.work import Work

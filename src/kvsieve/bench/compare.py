@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvsieve.bench.contenders import BASELINE, Contender, Run, is_peer, measure
-from kvsieve.bench.estimate import Geometry
+from kvsieve.bench.geometry import Geometry
 from kvsieve.bench.prompts import Prompt, left_padded
 from kvsieve.bench.roofline import Rates
 from kvsieve.bench.work import Work

@@ -5,10 +5,8 @@ Rates are of launches in a CUDA graph, as decoding runs them, over so many diffe
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -17,200 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.attention import dense_attention, ragged_attention, sparse_attention
-from kvsieve.core.lines import Choice, Lines
-from kvsieve.core.scoring import window_mass
-from kvsieve.methods.hsa import hsa_setting
+from kvsieve.bench.kernel_tasks import LLAMA, Shape, large, small
 
 # Largest error that passes, relative to the largest number of the twin in float64, by the dtype of the result.
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}
 # Inputs of one measurement are made until no cache holds them, or they take about this much.
 HELD_BYTES = 24 << 30
 ROUNDS = 25
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A layer: H KV heads, G query heads for each, D channels."""
-
-    heads: int
-    groups: int
-    dim: int
-    device: torch.device
-    dtype: torch.dtype
-
-    def random(self, *size: int) -> Tensor:
-        return torch.randn(size, device=self.device).to(self.dtype)
-
-
-LLAMA = {"heads": 8, "groups": 4, "dim": 128}
-
-
-@dataclass(frozen=True)
-class Task:
-    """One kernel on one shape. tensors: makes its inputs; run: by kernel; plain: in torch; bytes: least a run moves."""
-
-    name: str
-    shape: str
-    bytes: int
-    tensors: Callable[[], tuple[Tensor, ...]]
-    run: Callable[..., Tensor]
-    plain: Callable[..., Tensor]
-
-
-def dense(shape: Shape, batch: int, length: int) -> Task:
-    """A token's attention over all entries."""
-
-    def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return dense_attention(query, keys, values, scale=shape.dim**-0.5)
-
-    def tensors() -> tuple[Tensor, ...]:
-        query = shape.random(batch, shape.heads * shape.groups, 1, shape.dim)
-        return query, *(shape.random(batch, shape.heads, length, shape.dim) for _ in range(2))
-
-    moved = 2 * batch * shape.heads * length * shape.dim * shape.dtype.itemsize
-    return Task("decode, dense", f"{batch} x {length}", moved, tensors, run, run)
-
-
-def ragged(shape: Shape, batch: int, length: int) -> Task:
-    """The same over heads of which one keeps half of all, the next half of the rest, and so on."""
-    slots = length * shape.heads
-
-    def run(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        return ragged_attention(query, keys, values, bias, scale=shape.dim**-0.5)
-
-    def tensors() -> tuple[Tensor, ...]:
-        query = shape.random(batch, shape.heads * shape.groups, 1, shape.dim)
-        bias = torch.full((batch, shape.heads, slots), torch.finfo(shape.dtype).min, device=shape.device).to(
-            shape.dtype
-        )
-        start = 0
-        for head in range(shape.heads):
-            end = slots if head == shape.heads - 1 else start + (slots - start) // 2
-            bias[:, head, start:end] = 0
-            start = end
-        return query, shape.random(batch, slots, shape.dim), shape.random(batch, slots, shape.dim), bias
-
-    moved = batch * slots * (2 * shape.dim + shape.heads) * shape.dtype.itemsize
-    return Task("decode, ragged", f"{batch} x {slots}", moved, tensors, run, run)
-
-
-def chosen(shape: Shape, batch: int, length: int, count: int) -> Task:
-    """A token's attention over `count` of the entries of each KV head, anywhere."""
-    lines = batch * shape.heads
-
-    @functools.cache
-    def stored() -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = (shape.random(lines * length, shape.dim) for _ in range(2))
-        return keys, values, torch.arange(lines, device=shape.device) * length
-
-    def run(query: Tensor, keys: Tensor, values: Tensor, tail: Tensor, entries: Tensor) -> Tensor:
-        among = Lines(keys, values, None, tail, 1, length)
-        return sparse_attention(query, among, Choice(entries), scale=shape.dim**-0.5)
-
-    def tensors() -> tuple[Tensor, ...]:
-        entries = torch.rand(lines, length, device=shape.device).argsort(-1)[:, :count].contiguous()
-        return shape.random(lines, shape.groups, shape.dim), *stored(), entries
-
-    moved = lines * count * (2 * shape.dim * shape.dtype.itemsize + 8)
-    return Task("decode, chosen entries", f"{batch} x {count} of {length}", moved, tensors, run, run)
-
-
-def estimates(shape: Shape, batch: int, pages: int, channels: int) -> Task:
-    """HSA's scores of pages in chosen channels."""
-    lines, dim = batch * shape.heads, shape.dim
-
-    def plain(table: Tensor, weights: Tensor, at: Tensor) -> Tensor:
-        rows = table.flatten(1, 2).gather(1, at[..., None].expand(-1, -1, pages))
-        return weights @ rows.to(weights.dtype)
-
-    def tensors() -> tuple[Tensor, ...]:
-        at = torch.rand(lines, 2 * dim, device=shape.device).argsort(-1)[:, :channels].contiguous()
-        weights = torch.randn(lines, shape.groups, channels, device=shape.device)
-        return shape.random(lines, 2, dim, pages), weights, at
-
-    moved = lines * pages * (channels * shape.dtype.itemsize + 4 * shape.groups)
-    what = f"{batch} x {pages} pages, {channels} channels"
-    return Task("page scores, HSA", what, moved, tensors, kernels.page_scores, plain)
-
-
-def bounds(shape: Shape, batch: int, pages: int) -> Task:
-    """Quest's bounds of pages."""
-    lines = batch * shape.heads
-
-    def plain(table: Tensor, query: Tensor) -> Tensor:
-        query, table = query.to(torch.promote_types(query.dtype, torch.float32)), table.to(query.dtype)
-        table = table.to(query.dtype)
-        return query.clamp(min=0) @ table[:, 0] + query.clamp(max=0) @ table[:, 1]
-
-    def tensors() -> tuple[Tensor, ...]:
-        return shape.random(lines, 2, shape.dim, pages), shape.random(lines, shape.groups, shape.dim)
-
-    moved = lines * pages * (2 * shape.dim * shape.dtype.itemsize + 4 * shape.groups)
-    return Task("page scores, Quest", f"{batch} x {pages} pages", moved, tensors, kernels.page_bounds, plain)
-
-
-def update(shape: Shape, batch: int, pages: int) -> Task:
-    """A new entry's key taken into the newest page of 16."""
-    lines = batch * shape.heads
-
-    def run(table: Tensor, keys: Tensor, length: Tensor) -> Tensor:
-        kernels.update_pages(table, keys, length, 16)
-        return table
-
-    def plain(table: Tensor, keys: Tensor, length: Tensor) -> Tensor:
-        at = (length - 1) // 16
-        old = table.index_select(3, at)[..., 0]
-        wider = torch.stack([torch.maximum(old[:, 0], keys), torch.minimum(old[:, 1], keys)], 1)
-        return table.index_copy_(3, at, wider[..., None])
-
-    def tensors() -> tuple[Tensor, ...]:
-        length = torch.tensor([16 * pages - 3], device=shape.device)
-        return shape.random(lines, 2, shape.dim, pages), shape.random(lines, shape.dim), length
-
-    return Task("page update", f"{batch} x {pages} pages", lines * shape.dim * 10, tensors, run, plain)
-
-
-def mass(shape: Shape, batch: int, length: int, window: int) -> Task:
-    """What the last `window` queries of a prompt attend to."""
-
-    def run(query: Tensor, keys: Tensor) -> Tensor:
-        return window_mass(query, keys, shape.dim**-0.5)
-
-    def tensors() -> tuple[Tensor, ...]:
-        query = shape.random(batch, shape.heads * shape.groups, window, shape.dim)
-        return query, shape.random(batch, shape.heads, length, shape.dim)
-
-    moved = batch * shape.heads * length * (2 * shape.dim * shape.dtype.itemsize + 4 * shape.groups)
-    return Task("window mass", f"{batch} x {length}, window {window}", moved, tensors, run, run)
-
-
-def small(shape: Shape) -> list[Task]:
-    """Every kernel on odd sizes."""
-    return [
-        dense(shape, 2, 501),
-        ragged(shape, 2, 167),
-        chosen(shape, 2, 300, 77),
-        estimates(shape, 2, 301, 7),
-        bounds(shape, 2, 301),
-        update(shape, 2, 33),
-        mass(shape, 2, 333, 13),
-    ]
-
-
-def large(shape: Shape) -> list[Task]:
-    """What Llama-3.1-8B's layer has to do at 8K to 128K tokens."""
-    at_512, at_4096 = (hsa_setting(131072, tokens, shape.dim) for tokens in (512, 4096))
-    return [
-        *(dense(shape, *size) for size in ((1, 8192), (1, 131072), (4, 32768))),
-        *(ragged(shape, *size) for size in ((1, 13107), (4, 13107))),
-        *(chosen(shape, *size) for size in ((1, 131072, 256), (1, 131072, 2048), (8, 32768, 2048))),
-        *(estimates(shape, 1, 131072 // one.page, one.channels) for one in (at_512, at_4096)),
-        estimates(shape, 8, 131072 // at_4096.page, at_4096.channels),
-        *(bounds(shape, batch, 8192) for batch in (1, 4)),
-        update(shape, 1, 8192),
-        *(mass(shape, 1, *size) for size in ((32768, 32), (131072, 8), (131072, 32))),
-    ]
 
 
 def check(device: torch.device) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvsieve.bench.estimate import Geometry
+from kvsieve.bench.geometry import Geometry
 
 # Weights that are read in one go, so that no cache holds them; and rows of a large product.
 READ_BYTES = 2**29

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvsieve.bench.estimate import Geometry
+from kvsieve.bench.geometry import Geometry
 from kvsieve.hf.cache import SieveLayer
 
 

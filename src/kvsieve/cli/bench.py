@@ -202,7 +202,7 @@ def _peers(peer: Peer | None, presses: list[tuple[str, Any, dict[str, Any]]]) ->
 def _limits(model: Any) -> tuple[Limits | None, str | None]:
     """What limits are computed from, or why they are not known."""
     from kvsieve.bench.compare import Limits, element_bytes
-    from kvsieve.bench.estimate import geometry
+    from kvsieve.bench.geometry import geometry
     from kvsieve.bench.roofline import measure_rates
 
     try:

@@ -114,31 +114,32 @@ def make_report(
 ) -> dict[str, Any]:
     """JSON-ready; units are in the key names. rates: TFLOP/s of linear layers and of attention, GB/s of memory."""
     from kvsieve.bench import estimate as costs
+    from kvsieve.bench.geometry import geometry
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.plans import Plan
     from kvsieve.profiles import Fingerprint
 
     config = model_config(name)
-    geometry = costs.geometry(config)
+    shape = geometry(config)
     size = ELEMENT_BYTES[dtype]
     # The tokenizer, which no cost depends on much, is not loaded for this.
     runs = [run.for_model(Fingerprint.of_config(config)) for run in runs]
     results = []
     for tokens in contexts:
-        full = costs.estimate(geometry, Plan(), tokens, batch=batch, element_bytes=size)
+        full = costs.estimate(shape, Plan(), tokens, batch=batch, element_bytes=size)
         for run in runs:
-            one = costs.estimate(geometry, run.plan, tokens, element_bytes=size)
-            whole = costs.estimate(geometry, run.plan, tokens, batch=batch, element_bytes=size)
+            one = costs.estimate(shape, run.plan, tokens, element_bytes=size)
+            whole = costs.estimate(shape, run.plan, tokens, batch=batch, element_bytes=size)
             results.append(_result(run, tokens, whole, full, rates))
             if memory_gib is not None:
                 results[-1]["largest_batch"] = costs.largest_batch(one, memory_gib * 2**30)
     return {
         "model": name or MODEL_NAME,
         "model_type": config.model_type,
-        "parameters": geometry.parameters,
-        "layers": len(geometry.layers),
-        "sliding_window_layers": sum(layer.window is not None for layer in geometry.layers),
-        "layers_without_own_kv": sum(layer.reads != index for index, layer in enumerate(geometry.layers)),
+        "parameters": shape.parameters,
+        "layers": len(shape.layers),
+        "sliding_window_layers": sum(layer.window is not None for layer in shape.layers),
+        "layers_without_own_kv": sum(layer.reads != index for index, layer in enumerate(shape.layers)),
         "dtype": dtype,
         "batch": batch,
         "memory_gib": memory_gib,

@@ -20,7 +20,7 @@ from kvsieve.hf.compat import Cache, CacheLayerMixin, DynamicSlidingWindowLayer,
 if TYPE_CHECKING:
     from kvsieve.hf.restart import Restart
     from kvsieve.plans import Plan
-    from kvsieve.segments import Held
+    from kvsieve.protection import Held
     from kvsieve.types import Selection
 
 

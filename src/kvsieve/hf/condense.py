@@ -19,7 +19,7 @@ from kvsieve.hf.cache import SieveCache
 from kvsieve.hf.evict import check_held
 from kvsieve.hf.prefill import chunk_ends
 from kvsieve.plans import Plan
-from kvsieve.segments import Held
+from kvsieve.protection import Held
 from kvsieve.types import END_OF_PROMPT, LayerContext, Selection
 
 if TYPE_CHECKING:

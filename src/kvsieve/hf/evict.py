@@ -7,8 +7,8 @@ import dataclasses
 from kvsieve.cache import keep
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache import SieveCache
+from kvsieve.protection import lost
 from kvsieve.roles import Evictor, entries_kept
-from kvsieve.segments import lost
 from kvsieve.types import LayerContext, Selection
 
 

@@ -24,8 +24,8 @@ from kvsieve.hf.prefill import check_prompt, chunk_ends, prefill, whole_mask
 from kvsieve.hf.session import StopForward
 from kvsieve.hf.wishes import Wishes
 from kvsieve.plans import Plan
+from kvsieve.protection import Held
 from kvsieve.roles import condenses
-from kvsieve.segments import Held
 from kvsieve.types import LayerContext, Selection
 
 if TYPE_CHECKING:

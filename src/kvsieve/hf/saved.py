@@ -40,8 +40,8 @@ from kvsieve.hf.compat import Cache, DynamicSlidingWindowLayer
 from kvsieve.hf.restart import Restart
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint
+from kvsieve.protection import Held
 from kvsieve.roles import condenses
-from kvsieve.segments import Held
 from kvsieve.version import __version__
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from torch import Tensor
 from kvsieve.errors import InputError, short
 from kvsieve.hf.cache import SieveCache
 from kvsieve.plans import Plan
+from kvsieve.protection import Held
 from kvsieve.roles import entries_kept
-from kvsieve.segments import Held, protected_columns, quota_columns, token_numbers
+from kvsieve.segments import protected_columns, quota_columns, token_numbers
 
 
 @dataclass(frozen=True)

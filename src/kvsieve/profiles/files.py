@@ -1,0 +1,131 @@
+"""Where profiles are found: shipped with kvsieve, in the user's own directory, or in a file that is named."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import warnings
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kvsieve.errors import KvsieveWarning, PlanError, short
+from kvsieve.profiles.fingerprint import Fingerprint
+from kvsieve.profiles.profile import HOW_TO_MAKE, Profile
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with kvsieve."""
+    files = resources.files(__package__).iterdir()
+    return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
+
+
+def load_profile(source: Profile | str | os.PathLike[str]) -> Profile:
+    """A profile from its file, by the name of one that is shipped, or as it is. Raises PlanError."""
+    if isinstance(source, Profile):
+        return source
+    if not isinstance(source, (str, os.PathLike)):
+        raise PlanError(f"profile must be a Profile, a file or the name of one that is shipped, got {short(source)}")
+    if source in shipped_profiles():
+        return _shipped(str(source))
+    path = Path(os.path.expanduser(source))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        text_only = "not UTF-8 text" if isinstance(error, UnicodeDecodeError) else "not the name of a file"
+        why = error.strerror if isinstance(error, OSError) else text_only
+        raise PlanError(
+            f"cannot read the profile {str(source)!r} ({why}); it is neither a file nor shipped "
+            f"({', '.join(shipped_profiles()) or 'none is'}); make one with {HOW_TO_MAKE}"
+        ) from error
+    return _parsed(text, f"the profile {str(source)!r}")
+
+
+def profiles_dir() -> Path:
+    """Directory of the user's own profiles, in which `attach` looks; it need not exist yet.
+
+    ``$KVSIEVE_HOME/profiles``, else ``$XDG_DATA_HOME/kvsieve/profiles``, else ``~/.local/share/kvsieve/profiles``. An
+    empty variable counts as unset, and so does a relative ``XDG_DATA_HOME``.
+    """
+    if own := os.environ.get("KVSIEVE_HOME"):
+        return Path(own).expanduser().absolute() / "profiles"
+    xdg = os.environ.get("XDG_DATA_HOME", "")
+    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".local" / "share") / "kvsieve" / "profiles"
+
+
+def own_profile(model: Fingerprint) -> Path:
+    """The file in `profiles_dir` in which a model's profile is kept, one for each name and shape."""
+    return profiles_dir() / f"{_plain_name(model)}-{model.digest}.json"
+
+
+def _plain_name(model: Fingerprint) -> str:
+    """A checkpoint's own name, without its owner or folder, as a file may be called."""
+    return re.sub(r"[^a-z0-9.]+", "-", Path(model.name).name.lower()).strip("-.") or "model"
+
+
+def keep_profile(profile: Profile) -> Path:
+    """Save a profile where `attach` finds it, in place of an earlier one of this model; its file. Raises OSError."""
+    file = own_profile(profile.fingerprint)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    profile.save(file)
+    return file
+
+
+def profiles_of(model: Fingerprint) -> Iterator[tuple[str, Profile]]:
+    """Profiles of models of this shape, and what to call each: the user's own, then those that are shipped.
+
+    Of the user's own, one of the model's name comes first, then those saved last. A file that cannot be read is left
+    out with a KvsieveWarning.
+    """
+    found, files = [], []
+    # Whoever has no home, or one that cannot be read, has no profiles there.
+    with contextlib.suppress(RuntimeError, OSError):
+        files = list(profiles_dir().glob(f"*-{model.digest}.json"))
+    for file in files:
+        try:
+            profile = _parsed(file.read_text(encoding="utf-8"), f"the profile {str(file)!r}")
+            another = _plain_name(profile.fingerprint) != _plain_name(model)
+            found.append((another, -file.stat().st_mtime, file.name, profile))
+        except (OSError, UnicodeDecodeError, PlanError) as error:
+            warnings.warn(f"a profile of this model is left out: {error}", KvsieveWarning, stacklevel=2)
+    for *_, name, profile in sorted(found, key=lambda each: each[:3]):
+        if profile.fingerprint == model:
+            yield f"your profile {name}", profile
+    for name in shipped_profiles():
+        if _shipped(name).fingerprint == model:
+            yield f"the shipped profile {name}", _shipped(name)
+
+
+def array_of(part: str, method: str, source: Profile | str | os.PathLike[str] | None) -> tuple[Any, Fingerprint | None]:
+    """The array a method takes from a profile, "heads" or "q_filters", and the profile's model; () and None without.
+
+    Raises PlanError for a profile that does not hold it.
+    """
+    if source is None:
+        return (), None
+    loaded = load_profile(source)
+    found = getattr(loaded, part)
+    if found is None:
+        raise PlanError(
+            f"the profile of {loaded.name or 'the model'} holds no {part}, which {method} needs; `kvsieve calibrate "
+            f"MODEL --parts {part} --out profile.json` makes one"
+        )
+    return found, loaded.fingerprint
+
+
+@functools.cache
+def _shipped(name: str) -> Profile:
+    text = (resources.files(__package__) / f"{name}.json").read_text(encoding="utf-8")
+    return _parsed(text, f"the shipped profile {name!r}")
+
+
+def _parsed(text: str, where: str) -> Profile:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"{where} is damaged (not JSON: {error}); make it anew with {HOW_TO_MAKE}") from error
+    return Profile.from_dict(data, where)

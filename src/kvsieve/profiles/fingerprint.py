@@ -1,0 +1,70 @@
+"""The shape of a model, by which a profile is known to fit it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The shape of a model, which tells whether a profile fits it. `name` is for messages and is not compared."""
+
+    model_type: str
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    name: str = field(default="", compare=False)
+
+    @classmethod
+    def of(cls, model: Any, name: str = "") -> Fingerprint:
+        """That of a model of transformers, from its config. name: by default that of its checkpoint."""
+        return cls.of_config(model.config, name)
+
+    @classmethod
+    def of_config(cls, config: Any, name: str = "") -> Fingerprint:
+        """That of the models with this config of transformers."""
+        config = config.get_text_config(decoder=True)
+
+        def of(name: str) -> int:
+            # Where layers differ, transformers refuses to tell one number.
+            with contextlib.suppress(RuntimeError):
+                return getattr(config, name, None) or 0
+            return 0
+
+        heads, width = of("num_attention_heads"), of("hidden_size")
+        return cls(
+            model_type=config.model_type,
+            layers=of("num_hidden_layers"),
+            query_heads=heads,
+            kv_heads=of("num_key_value_heads") or heads,
+            head_dim=of("head_dim") or width // max(heads, 1),
+            hidden_size=width,
+            vocab_size=of("vocab_size"),
+            name=name or Path(str(getattr(config, "_name_or_path", "") or "")).name,
+        )
+
+    def differences(self, other: Fingerprint) -> list[str]:
+        """Names of the fields that differ."""
+        names = [each.name for each in fields(self) if each.compare]
+        return [name for name in names if getattr(self, name) != getattr(other, name)]
+
+    @property
+    def digest(self) -> str:
+        """12 hex digits that models of one shape share."""
+        shape = [getattr(self, each.name) for each in fields(self) if each.compare]
+        return hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:12]
+
+    def __str__(self) -> str:
+        shape = (
+            f"{self.model_type}, {self.layers} layers, {self.query_heads} query and {self.kv_heads} KV heads of "
+            f"{self.head_dim}, {self.hidden_size} channels, {self.vocab_size} tokens"
+        )
+        return f"{self.name or 'a model'} ({shape})"

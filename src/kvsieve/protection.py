@@ -1,0 +1,154 @@
+"""Entries that must stay stored: protected ones, and parts of the prompt with a quota; checking that they did."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import InputError
+from kvsieve.types import Quotas
+
+
+@dataclass(frozen=True)
+class Held:
+    """What of a conversation must stay stored, by column as fed; columns from W on are free.
+
+    protected: bool [B, W], or None. segments: int32 [B, W], the part with a quota that a column belongs to, from 1 on,
+    0 for none, or None; counts: int64 [B, S], entries of each part that must stay.
+    """
+
+    protected: Tensor | None = None
+    segments: Tensor | None = None
+    counts: Tensor | None = None
+
+    def at(self, index: Tensor, valid: Tensor | None) -> tuple[Tensor | None, Quotas | None]:
+        """The same for stored entries: index int [B, H, N] their columns, valid bool [B, H or 1, N] or None."""
+        protected, quotas = _looked_up(self.protected, index, valid), None
+        if self.segments is not None and self.counts is not None:
+            segment = _looked_up(self.segments, index, valid)
+            assert segment is not None
+            quotas = Quotas(segment, self.counts.to(index.device))
+        return protected, quotas
+
+    def needed(self, among: int | Tensor) -> list[int]:
+        """Entries per row that must stay of the first so many columns, or of those where a bool [B, W] is True."""
+        protected, segments, counts = (None if part is None else part.cpu() for part in self._parts())
+        if segments is None or counts is None:
+            assert protected is not None
+            return _part(protected, among).sum(-1).tolist()
+        protected = torch.zeros_like(segments, dtype=torch.bool) if protected is None else protected
+        protected, segments = _part(_wider(protected, segments.shape[1]), among), _part(segments, among)
+        total = protected.sum(-1)
+        for part, count in enumerate(counts.T, 1):
+            inside = segments == part
+            asked = torch.minimum(count, inside.sum(-1))
+            total = total + (asked - (inside & protected).sum(-1)).clamp_min(0)
+        return total.tolist()
+
+    def is_missing(self, width: int, index: Tensor, valid: Tensor | None) -> bool:
+        """Whether a layer that has seen `width` columns lacks some of this in a head; index, valid: see `at`."""
+        protected, quotas = self.at(index, valid)
+        if protected is not None and self.protected is not None:
+            asked = self.protected[:, :width].sum(-1, keepdim=True).to(index.device)
+            if bool((protected.sum(-1) < asked).any()):
+                return True
+        if quotas is None or self.segments is None:
+            return False
+        parts = quotas.counts.shape[1]
+        to_come = _sizes(self.segments[:, None, width:], parts).to(index.device)
+        return bool((_sizes(quotas.segment, parts) + to_come < quotas.counts[:, None]).any())
+
+    def joined(self, other: Held) -> Held:
+        """Both; `other` speaks of at least as many columns. Raises InputError where quotas overlap."""
+        protected = _both(self.protected, other.protected, torch.logical_or)
+        if self.segments is None or other.segments is None:
+            mine = self if other.segments is None else other
+            return Held(protected, _both(self.segments, other.segments, torch.add), mine.counts)
+        assert self.counts is not None and other.counts is not None
+        old = _wider(self.segments, other.segments.shape[1])
+        if bool(((old > 0) & (other.segments > 0)).any()):
+            raise InputError("quotas: a span overlaps one of an earlier turn; make them disjoint")
+        shifted = other.segments + (other.segments > 0).int() * self.counts.shape[1]
+        return Held(protected, old + shifted, torch.cat([self.counts, other.counts], 1))
+
+    def columns(self, columns: Tensor) -> Held:
+        """The same for a prompt made of these columns, int64 [B, K], -1 for filler."""
+        parts = (_looked_up(part, columns[:, None], None) for part in (self.protected, self.segments))
+        protected, segments = (None if part is None else part[:, 0] for part in parts)
+        return dataclasses.replace(self, protected=protected, segments=segments)
+
+    def rows(self, rows: Tensor) -> Held:
+        """The same with row ``rows[i]`` as row i."""
+        return Held(*(None if part is None else part.index_select(0, rows.to(part.device)) for part in self._parts()))
+
+    def to(self, device: torch.device) -> Held:
+        return Held(*(None if part is None else part.to(device) for part in self._parts()))
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor held."""
+        return [part for part in self._parts() if part is not None]
+
+    def _parts(self) -> tuple[Tensor | None, ...]:
+        return self.protected, self.segments, self.counts
+
+
+def lost(protected: Tensor | None, quotas: Quotas | None, indices: Tensor, real: Tensor | None) -> str | None:
+    """What a selection of slots drops of what must stay, as a clause; None if nothing.
+
+    protected, quotas: of the M entries it chooses from. indices: int64 [B, X, K], X a multiple of their heads; real:
+    bool [B, X, K], False for filler, None for none.
+    """
+    if protected is not None:
+        held = _chosen(protected, indices, real).sum(-1)
+        before = protected.sum(-1).repeat_interleave(indices.shape[1] // protected.shape[1], 1)
+        gone = int((before - held).max())
+        if gone > 0:
+            return f"it drops {gone} protected entries of a head: it does not honour protect="
+    if quotas is not None:
+        parts = quotas.counts.shape[1]
+        before = _sizes(quotas.segment, parts).repeat_interleave(indices.shape[1] // quotas.segment.shape[1], 1)
+        left = _sizes(_chosen(quotas.segment, indices, real), parts)
+        short = torch.minimum(before, quotas.counts[:, None]) - left
+        if int(short.max()) > 0:
+            return f"it leaves a quota {int(short.max())} entries short in a head: it does not honour quotas="
+    return None
+
+
+def _sizes(segment: Tensor, parts: int) -> Tensor:
+    """int64 [B, H, S]: entries of each part."""
+    flat = torch.zeros(*segment.shape[:2], parts + 1, dtype=torch.int64, device=segment.device)
+    return flat.scatter_add_(2, segment.long(), torch.ones_like(segment, dtype=torch.int64))[..., 1:]
+
+
+def _chosen(part: Tensor, indices: Tensor, real: Tensor | None) -> Tensor:
+    picked = part.repeat_interleave(indices.shape[1] // part.shape[1], 1).gather(2, indices)
+    return picked if real is None else picked.masked_fill(~real, 0)
+
+
+def _looked_up(part: Tensor | None, index: Tensor, valid: Tensor | None) -> Tensor | None:
+    """part [B, W] at the columns `index` [B, H, N]; 0 for filler, padding and later columns."""
+    if part is None:
+        return None
+    width = part.shape[1]
+    columns = index.long().clamp(0, width - 1)
+    found = part.to(index.device)[:, None].expand(-1, index.shape[1], -1).gather(2, columns)
+    outside = (index < 0) | (index >= width)
+    return found.masked_fill(outside if valid is None else outside | ~valid, 0)
+
+
+def _part(part: Tensor, among: int | Tensor) -> Tensor:
+    return part[:, :among] if isinstance(among, int) else part * among.cpu()
+
+
+def _wider(part: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(part, (0, width - part.shape[1]))
+
+
+def _both(one: Tensor | None, other: Tensor | None, join: Callable[[Tensor, Tensor], Tensor]) -> Tensor | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return join(_wider(one, other.shape[1]), other)
