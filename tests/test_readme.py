@@ -18,7 +18,10 @@ from kvsieve.cli.specs import method_specs
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 @pytest.mark.slow
@@ -64,7 +67,7 @@ def code_lines(text: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_and_its_options_exist(page):
     group = typer.main.get_command(app)
     for name, *arguments in commands(page):
@@ -91,7 +94,7 @@ def test_make_has_every_target_that_is_named():
     assert set(re.findall(r"`make ([a-z]+)`", README)) == targets - {"clean"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_somewhere(page):
     for target in re.findall(r"\]\(([^)]+)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.S)):
         if "://" in target:
