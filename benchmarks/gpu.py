@@ -39,8 +39,8 @@ from kvsieve.bench.work import Work
 from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.output import print_table, printed_warnings
 from kvsieve.cli.specs import MethodRun, compared_methods
-from kvsieve.hf.fixed import ENGINES
-from kvsieve.hf.memory import measure_peak
+from kvsieve.hf.decode.engine import ENGINES
+from kvsieve.hf.generate.peak_memory import measure_peak
 from kvsieve.report.environment import environment
 
 GENERATE = "transformers generate"

@@ -18,7 +18,7 @@ from kvsieve.defaults import digits_per_token
 from kvsieve.errors import InputError, KvsieveWarning, PlanError
 from kvsieve.eval.cells import on_model, settings
 from kvsieve.eval.store import writing
-from kvsieve.hf.saved import read_header
+from kvsieve.hf.persist.saved import read_header
 from kvsieve.methods import TSP, SnapKV
 from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, Profile, keep_profile, load_profile, profiles_dir

@@ -23,7 +23,7 @@ from kvsieve.version import __version__
 if TYPE_CHECKING:
     from kvsieve import methods, models
     from kvsieve.hf.attach import Sieve, attach
-    from kvsieve.hf.cache import SieveCache
+    from kvsieve.hf.cache.cache import SieveCache
     from kvsieve.plans import Plan, plan
     from kvsieve.registry import list_methods, method_info, register_method
 
@@ -47,7 +47,7 @@ __all__ = [
 _HOME = {
     "Plan": "kvsieve.plans",
     "Sieve": "kvsieve.hf.attach",
-    "SieveCache": "kvsieve.hf.cache",
+    "SieveCache": "kvsieve.hf.cache.cache",
     "attach": "kvsieve.hf.attach",
     "list_methods": "kvsieve.registry",
     "method_info": "kvsieve.registry",

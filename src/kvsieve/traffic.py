@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvsieve.hf.cache import SieveCache, SieveLayer
-from kvsieve.hf.generate import Stats
+from kvsieve.hf.cache.cache import SieveCache, SieveLayer
+from kvsieve.hf.generate.generate import Stats
 
 
 def read_bytes(stats: Stats, cache: SieveCache) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvsieve
-from kvsieve.hf import session
+from kvsieve.hf.forward import session
 from kvsieve.methods import HSA, Quest, SparQ
 from kvsieve.models.families import build
 from kvsieve.plans import Plan

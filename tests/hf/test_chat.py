@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 import kvsieve
 from kvsieve.errors import CacheFileError, CacheStateError, InputError, UnsupportedOptionError
-from kvsieve.hf import session as sessions
-from kvsieve.hf.chat import _Pieces
+from kvsieve.hf.chat.chat import _Pieces
+from kvsieve.hf.forward import session as sessions
 from kvsieve.models.families import build
 from kvsieve.turns import Turns, render
 from toy_chats import MOVING, chat_tokenizer, template

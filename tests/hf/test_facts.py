@@ -11,8 +11,8 @@ import torch
 import kvsieve
 from kvsieve import Budget, Plan
 from kvsieve.errors import PlanError, UnsupportedModelError
-from kvsieve.hf.facts import Facts
-from kvsieve.hf.probe import check_model, why_unsupported
+from kvsieve.hf.model.facts import Facts
+from kvsieve.hf.model.support import check_model, why_unsupported
 from kvsieve.methods import CriticalKV, ExpectedAttention, SnapKV
 from kvsieve.models.families import build
 from kvsieve.types import END_OF_PROMPT

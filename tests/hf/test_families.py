@@ -11,7 +11,7 @@ from transformers import logging
 import kvsieve
 from kvsieve.cache import DenseStore
 from kvsieve.errors import UnsupportedModelError
-from kvsieve.hf.probe import why_unsupported
+from kvsieve.hf.model.support import why_unsupported
 from kvsieve.models.families import FAMILIES, build
 from kvsieve.types import Selection
 

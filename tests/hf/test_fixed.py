@@ -9,7 +9,7 @@ import torch
 
 import kvsieve
 from kvsieve.errors import PlanError
-from kvsieve.hf import fixed
+from kvsieve.hf.decode import engine as fixed
 from kvsieve.hf.shared import next_logits
 from kvsieve.kernels.interpreter import interpreted
 from kvsieve.methods import HSA, DuoAttention, DynamicKV, KNorm, PyramidKV
@@ -92,7 +92,7 @@ def check_same(model, plan, ids, mask=None, fixed=11, captures=1, **options):
     passes = ours.cache.record.passes
     assert (passes.fixed, passes.captures) == (fixed, captures)
     assert ours.stats.decoding.engine == "graph" and ours.stats.decoding.reason is None
-    assert wanted.stats.decoding == kvsieve.hf.generate.Decoding("eager", None, 0, 0.0)
+    assert wanted.stats.decoding == kvsieve.hf.generate.generate.Decoding("eager", None, 0, 0.0)
     return ours
 
 

@@ -9,7 +9,7 @@ from transformers.generation import BaseStreamer, StoppingCriteria
 
 import kvsieve
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
-from kvsieve.hf import session
+from kvsieve.hf.forward import session
 from kvsieve.models.families import build
 
 PLAIN = {"eos_token_id": None, "pad_token_id": 0}

@@ -14,9 +14,9 @@ import torch
 import kvsieve
 from interrupts import Interrupts
 from kvsieve.errors import CacheStateError
-from kvsieve.hf import chat as chats
-from kvsieve.hf import session as sessions
-from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.chat import chat as chats
+from kvsieve.hf.forward import session as sessions
 from kvsieve.models.families import build
 from toy_chats import chat_tokenizer
 
@@ -26,7 +26,7 @@ OPTIONS = {"suppress_tokens": [0, 1, 2], "max_new_tokens": 2}
 FINE = [chats.Chat.stream, chats.Chat._alone, chats.Chat._settle, chats._Worker.wait, chats._Worker.__init__]
 FINE += [chats.Chat.ask, chats.Chat.read, chats.Chat.rollback, chats.Chat.fork, chats.Chat.snapshot]
 FINE += [SieveCache.rollback]
-COARSE = ("/hf/chat.py", "/hf/cache.py")
+COARSE = ("/hf/chat/chat.py", "/hf/cache/cache.py")
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from transformers import GenerationConfig, MaxLengthCriteria, StoppingCriteriaLi
 
 import kvsieve
 from kvsieve.errors import KvsieveWarning, NotAttachedError, UnsupportedModelError
-from kvsieve.hf.generate import Stats
-from kvsieve.hf.probe import methods_for, why_unsupported
+from kvsieve.hf.generate.generate import Stats
+from kvsieve.hf.model.support import methods_for, why_unsupported
 from kvsieve.models.families import build
 from toy_words import word_tokenizer
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kvsieve
-from kvsieve.hf.packed import PackedLinears
+from kvsieve.hf.decode.packed_weights import PackedLinears
 from kvsieve.models.families import build
 
 PROMPT = torch.arange(3, 83)[None]

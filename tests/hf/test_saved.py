@@ -19,7 +19,7 @@ import kvsieve
 from interrupts import Interrupts
 from kvsieve.cache import RaggedStore
 from kvsieve.errors import CacheFileError, CacheStateError, InputError
-from kvsieve.hf import cache_file, saved
+from kvsieve.hf.persist import cache_file, saved
 from kvsieve.methods import SnapKV
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
@@ -296,7 +296,7 @@ def file(model, talk, tmp_path_factory):
 
 
 def test_the_header_is_read_without_a_model(file):
-    header = kvsieve.hf.saved.read_header(file)
+    header = kvsieve.hf.persist.saved.read_header(file)
     assert header["kvsieve"] == kvsieve.__version__ and header["extra"] == {"turns": 1}
     assert header["model"]["id"] == "acme/tiny" and header["model"]["class"] == "LlamaForCausalLM"
     plan = kvsieve.plan("snapkv", budget=30, window=4).for_model(build("llama"))

@@ -7,9 +7,9 @@ import torch
 
 import kvsieve
 from kvsieve.errors import CacheStateError
-from kvsieve.hf.cache import SieveLayer
+from kvsieve.hf.cache.batching import can_stack, stack
+from kvsieve.hf.cache.cache import SieveLayer
 from kvsieve.hf.shared import next_logits, read_shared
-from kvsieve.hf.stack import can_stack, stack
 from kvsieve.models.families import build
 
 PLANS = {

@@ -14,7 +14,7 @@ from kvsieve.bench.peer_process import Peer
 from kvsieve.bench.plain import read_and_decode
 from kvsieve.bench.prompts import Prompt
 from kvsieve.bench.work import Work
-from kvsieve.hf.memory import measure_peak
+from kvsieve.hf.generate.peak_memory import measure_peak
 from kvsieve.plans import Plan
 from kvsieve.traffic import read_bytes
 

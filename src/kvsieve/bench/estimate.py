@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvsieve.bench.geometry import Geometry, Layer
 from kvsieve.errors import InputError, PlanError
-from kvsieve.hf.probe import check_model
+from kvsieve.hf.model.support import check_model
 from kvsieve.methods import TSP, ScoredEvictor
 from kvsieve.methods.base import skipped
 from kvsieve.plans import Plan

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvsieve.calibrate.reading import divergence, following, read
-from kvsieve.hf.probe import why_unsupported
+from kvsieve.hf.model.support import why_unsupported
 from kvsieve.methods import TSP, SnapKV
 from kvsieve.plans import Plan
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvsieve.calibrate.options import Options
 from kvsieve.calibrate.reading import divergence, following
 from kvsieve.errors import InputError
+from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.shared import SharedPrompt
-from kvsieve.hf.stack import can_stack, stack
 from kvsieve.methods import SnapKV
 
 # Settings whose answers are computed together.

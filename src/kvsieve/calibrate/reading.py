@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.hf.attach import attach
-from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.plans import Plan
 from kvsieve.types import END_OF_PROMPT, LayerContext, Selection, When
 

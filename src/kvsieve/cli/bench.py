@@ -145,7 +145,7 @@ def run_bench(
     """The report, JSON-ready; written to `out` after every length."""
     from kvsieve.bench import compare, prompts
     from kvsieve.bench.contenders import BASELINE, Sieve, Transformers
-    from kvsieve.hf.probe import check_model
+    from kvsieve.hf.model.support import check_model
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.report.environment import environment
 

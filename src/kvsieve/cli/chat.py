@@ -23,8 +23,8 @@ from kvsieve.plans import Plan
 from kvsieve.text import printable
 
 if TYPE_CHECKING:
-    from kvsieve.hf.chat import Chat, ChatSnapshot, Reply
-    from kvsieve.hf.generate import Stats
+    from kvsieve.hf.chat.chat import Chat, ChatSnapshot, Reply
+    from kvsieve.hf.generate.generate import Stats
 
 _COMMANDS = {
     "/save FILE": "write the chat to FILE; go on with it by --load FILE",
@@ -334,7 +334,7 @@ def _span(entries: list[Any]) -> str:
 
 def _saved_plan(path: str) -> Plan:
     """What a saved chat was made under. Raises CacheFileError, and InputError for a cache without a chat."""
-    from kvsieve.hf.saved import read_header
+    from kvsieve.hf.persist.saved import read_header
 
     header = read_header(path)
     if "chat" not in header["extra"]:
@@ -351,7 +351,7 @@ def _check_target(path: str, force: bool) -> None:
         raise InputError(f"cannot write --save {path!r}: there is no directory {str(target.parent)!r}")
     if not os.access(target.parent, os.W_OK):
         raise InputError(f"cannot write --save {path!r}: no permission to write in {str(target.parent)!r}")
-    from kvsieve.hf.cache_file import is_ours
+    from kvsieve.hf.persist.cache_file import is_ours
 
     if not force and not is_ours(path):
         raise InputError(

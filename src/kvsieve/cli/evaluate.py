@@ -63,7 +63,7 @@ def eval_command(
     from kvsieve.eval.results import load
     from kvsieve.eval.runner import run_grid
     from kvsieve.eval.store import writing
-    from kvsieve.hf.probe import check_model
+    from kvsieve.hf.model.support import check_model
     from kvsieve.models.fetch import MODEL_NAME
 
     grid = Grid(

@@ -65,7 +65,7 @@ def _with_progress() -> Iterator[Row]:
 
 def _examine(family: Any) -> Row:
     import kvsieve
-    from kvsieve.hf.probe import why_unsupported
+    from kvsieve.hf.model.support import why_unsupported
     from kvsieve.models.families import build
 
     try:

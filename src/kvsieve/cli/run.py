@@ -18,7 +18,7 @@ from kvsieve.errors import InputError, PlanError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvsieve.hf.generate import Stats
+    from kvsieve.hf.generate.generate import Stats
 
 DTYPES = ("bfloat16", "float16", "float32", "auto")
 DtypeOption = Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")]
@@ -158,7 +158,7 @@ def parse_protect(given: list[str], system: bool) -> tuple[list[str], list[tuple
 
 def check_loading(dtype: str, decode: str) -> None:
     """Raises PlanError for a --dtype or --decode that there is not."""
-    from kvsieve.hf.fixed import ENGINES
+    from kvsieve.hf.decode.engine import ENGINES
 
     for option, value, known in (("--dtype", dtype, DTYPES), ("--decode", decode, ENGINES)):
         if value not in known:
@@ -272,7 +272,7 @@ def run_batches(
     import torch
 
     import kvsieve
-    from kvsieve.hf.probe import check_model
+    from kvsieve.hf.model.support import check_model
 
     runs = [each.for_model(model, tokenizer) for each in runs]
     for each in runs:

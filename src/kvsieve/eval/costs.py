@@ -10,7 +10,7 @@ from kvsieve.eval.engine import Engine
 from kvsieve.eval.grid import Grid
 from kvsieve.eval.store import ResultsWriter, Row
 from kvsieve.hf.attach import attach
-from kvsieve.hf.cache import SieveCache, SieveLayer
+from kvsieve.hf.cache.cache import SieveCache, SieveLayer
 from kvsieve.tasks.haystack import load_haystack
 from kvsieve.tasks.needle import Needle
 from kvsieve.traffic import read_bytes

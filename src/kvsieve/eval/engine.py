@@ -12,11 +12,11 @@ from torch import Tensor
 
 from kvsieve.errors import InputError
 from kvsieve.hf.attach import attach
-from kvsieve.hf.cache import SieveCache, TurnRecord
-from kvsieve.hf.generate import what_ran
-from kvsieve.hf.restart import read_prompt
+from kvsieve.hf.cache.batching import can_stack, stack
+from kvsieve.hf.cache.cache import SieveCache, TurnRecord
+from kvsieve.hf.generate.generate import what_ran
+from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.shared import next_logits, read_alone, read_shared
-from kvsieve.hf.stack import can_stack, stack
 from kvsieve.plans import Plan
 from kvsieve.tasks.prompter import Prompter
 from kvsieve.tasks.samples import Sample, Turn

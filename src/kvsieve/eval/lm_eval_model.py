@@ -30,8 +30,8 @@ except ImportError as error:
 import kvsieve
 from kvsieve.errors import KvsieveWarning, PlanError, UnsupportedOptionError
 from kvsieve.hf.attach import Sieve, attach
-from kvsieve.hf.generate import Stats
-from kvsieve.hf.probe import check_model
+from kvsieve.hf.generate.generate import Stats
+from kvsieve.hf.model.support import check_model
 from kvsieve.registry import did_you_mean, list_methods, method_info
 
 if TYPE_CHECKING:

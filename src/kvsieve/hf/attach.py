@@ -24,20 +24,20 @@ from kvsieve.errors import (
     UnsupportedOptionError,
     short,
 )
-from kvsieve.hf import attention
-from kvsieve.hf import session as sessions
-from kvsieve.hf.cache import Owner, SieveCache
-from kvsieve.hf.chat import Chat
+from kvsieve.hf.cache.cache import Owner, SieveCache
+from kvsieve.hf.chat.chat import Chat
 from kvsieve.hf.compat import DynamicCache, attention_of, check_version, tensor_parallel_mesh, text_config
-from kvsieve.hf.facts import Facts
-from kvsieve.hf.fixed import Engine
-from kvsieve.hf.generate import GenerateResult, Stats, generate, note_cache, with_stats
+from kvsieve.hf.decode.engine import Engine
+from kvsieve.hf.forward import attention
+from kvsieve.hf.forward import session as sessions
+from kvsieve.hf.generate.generate import GenerateResult, Stats, generate, note_cache, with_stats
 from kvsieve.hf.inputs import check_ids, check_path, check_tokenizer, prompt_of
-from kvsieve.hf.parallel import ranks_of
-from kvsieve.hf.probe import check_model
-from kvsieve.hf.restart import read_prompt
-from kvsieve.hf.saved import Saved, load_cache, save_cache
-from kvsieve.hf.wishes import Wishes
+from kvsieve.hf.model.facts import Facts
+from kvsieve.hf.model.parallel import ranks_of
+from kvsieve.hf.model.support import check_model
+from kvsieve.hf.persist.saved import Saved, load_cache, save_cache
+from kvsieve.hf.prompt.constraints import Wishes
+from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.plans import Plan
 
 _log = logging.getLogger(__name__)

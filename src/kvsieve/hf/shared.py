@@ -18,9 +18,9 @@ from torch import Tensor
 from kvsieve.budget import Budget
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.attach import attach
-from kvsieve.hf.cache import SieveCache
-from kvsieve.hf.evict import evict
-from kvsieve.hf.restart import read_prompt
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.evict import evict
+from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.plans import Plan
 from kvsieve.roles import Looker
 from kvsieve.types import LayerContext, Selection, When

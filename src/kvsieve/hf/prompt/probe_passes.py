@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.errors import KvsieveWarning
-from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.plans import Plan
 from kvsieve.roles import Evictor, Look
 from kvsieve.types import LayerContext, Selection, When

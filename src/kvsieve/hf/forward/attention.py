@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import CacheStateError, UnsupportedModelError, UnsupportedOptionError
-from kvsieve.hf.cache import SieveLayer
+from kvsieve.hf.cache.cache import SieveLayer
 from kvsieve.hf.compat import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -16,7 +16,7 @@ from kvsieve.hf.compat import (
     sdpa_attention,
     sdpa_mask,
 )
-from kvsieve.hf.session import current
+from kvsieve.hf.forward.session import current
 
 # transformers tests implementation names for substrings: none of flash, sdpa, flex, paged or "/" may occur in it.
 NAME = "kvsieve"

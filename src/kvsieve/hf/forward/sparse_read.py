@@ -16,7 +16,7 @@ from kvsieve.core.lines import Choice, Follower, Length, Lines, ReadFacts
 
 if TYPE_CHECKING:
     from kvsieve.cache import DenseStore, RaggedStore
-    from kvsieve.hf.cache import Reads, SieveCache, SieveLayer
+    from kvsieve.hf.cache.cache import Reads, SieveCache, SieveLayer
     from kvsieve.roles import Reader
 
 

@@ -16,10 +16,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvsieve.display import mebibytes
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
-from kvsieve.hf.cache import SieveCache, Snapshot
-from kvsieve.hf.generate import Decoding, Stats, Storage, Traffic, check_values
+from kvsieve.hf.cache.cache import SieveCache, Snapshot
+from kvsieve.hf.generate.generate import Decoding, Stats, Storage, Traffic, check_values
 from kvsieve.hf.inputs import check_callable, check_text
-from kvsieve.hf.saved import understood
+from kvsieve.hf.persist.saved import understood
 from kvsieve.turns import Message, Turns, stop_ids
 
 if TYPE_CHECKING:

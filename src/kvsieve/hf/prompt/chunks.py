@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import InputError, KvsieveWarning, short
-from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.session import StopForward
 from kvsieve.hf.inputs import check_ids, check_mask, refuse_strange
-from kvsieve.hf.rehearse import rehearsal_tokens, rehearse
-from kvsieve.hf.session import StopForward
+from kvsieve.hf.prompt.probe_passes import rehearsal_tokens, rehearse
 
 if TYPE_CHECKING:
     from kvsieve.hf.attach import Sieve

@@ -6,7 +6,7 @@ import dataclasses
 
 from kvsieve.cache import keep
 from kvsieve.errors import PlanError
-from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.protection import lost
 from kvsieve.roles import Evictor, entries_kept
 from kvsieve.types import LayerContext, Selection

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kvsieve.attention import dense_attention
 from kvsieve.errors import CacheStateError, InputError, UnsupportedModelError, UnsupportedOptionError
-from kvsieve.hf.cache import SieveCache, SieveLayer
-from kvsieve.hf.evict import check_held, evict
+from kvsieve.hf.cache.cache import SieveCache, SieveLayer
+from kvsieve.hf.forward.evict import check_held, evict
+from kvsieve.hf.forward.sparse_read import read_token
 from kvsieve.hf.inputs import check_mask, refuse_strange, strange
-from kvsieve.hf.reading import read_token
 from kvsieve.plans import Plan
 from kvsieve.roles import Looker
 from kvsieve.types import ALONE, LayerContext, ModelFacts, Ranks, Selection, Step, When

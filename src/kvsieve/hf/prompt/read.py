@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import PlanError
-from kvsieve.hf.cache import SieveCache
-from kvsieve.hf.condense import condense
-from kvsieve.hf.evict import check_held
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.evict import check_held
+from kvsieve.hf.forward.session import StopForward
 from kvsieve.hf.inputs import check_callable
-from kvsieve.hf.prefill import check_prompt, chunk_ends, prefill, whole_mask
-from kvsieve.hf.session import StopForward
-from kvsieve.hf.wishes import Wishes
+from kvsieve.hf.prompt.chunked_compression import condense
+from kvsieve.hf.prompt.chunks import check_prompt, chunk_ends, prefill, whole_mask
+from kvsieve.hf.prompt.constraints import Wishes
 from kvsieve.plans import Plan
 from kvsieve.protection import Held
 from kvsieve.roles import condenses

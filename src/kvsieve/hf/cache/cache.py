@@ -18,7 +18,7 @@ from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.compat import Cache, CacheLayerMixin, DynamicSlidingWindowLayer, plain_cache_layers
 
 if TYPE_CHECKING:
-    from kvsieve.hf.restart import Restart
+    from kvsieve.hf.prompt.read import Restart
     from kvsieve.plans import Plan
     from kvsieve.protection import Held
     from kvsieve.types import Selection

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import InputError, short
-from kvsieve.hf.cache import SieveCache
+from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.plans import Plan
 from kvsieve.protection import Held
 from kvsieve.roles import entries_kept

@@ -18,13 +18,13 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from kvsieve.display import html_table, mebibytes, percent
 from kvsieve.errors import InputError, KvsieveError, UnsupportedOptionError, short
-from kvsieve.hf.as_given import AsGiven
-from kvsieve.hf.cache import Passes, SieveCache, TurnRecord
+from kvsieve.hf.cache.cache import Passes, SieveCache, TurnRecord
 from kvsieve.hf.compat import generate_arguments
+from kvsieve.hf.generate.original_prompt import AsGiven
+from kvsieve.hf.generate.peak_memory import measure_peak
 from kvsieve.hf.inputs import check_callable
-from kvsieve.hf.memory import measure_peak
-from kvsieve.hf.restart import read_prompt
-from kvsieve.hf.wishes import Wishes
+from kvsieve.hf.prompt.constraints import Wishes
+from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.plans import Plan
 from kvsieve.registry import did_you_mean
 

@@ -22,11 +22,11 @@ from kvsieve.cache import DenseStore, RaggedStore
 from kvsieve.cache.lines import Group
 from kvsieve.core.lines import Follower, Length
 from kvsieve.errors import UnsupportedModelError
-from kvsieve.hf import session as sessions
-from kvsieve.hf.cache import SieveCache, SieveLayer
+from kvsieve.hf.cache.cache import SieveCache, SieveLayer
 from kvsieve.hf.compat import Cache
-from kvsieve.hf.reading import Reading, count_all, reading_of
-from kvsieve.hf.session import Session
+from kvsieve.hf.forward import session as sessions
+from kvsieve.hf.forward.session import Session
+from kvsieve.hf.forward.sparse_read import Reading, count_all, reading_of
 
 
 class Numbers:

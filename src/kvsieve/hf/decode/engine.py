@@ -22,11 +22,11 @@ from transformers.utils import ModelOutput
 
 from kvsieve.cache.base import MIN_ROOM
 from kvsieve.errors import PlanError
-from kvsieve.hf import session as sessions
-from kvsieve.hf.cache import SieveCache
-from kvsieve.hf.fixed_pass import FixedPass
-from kvsieve.hf.packed import PackedLinears
-from kvsieve.hf.session import Session
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.decode.packed_weights import PackedLinears
+from kvsieve.hf.decode.recorded_pass import FixedPass
+from kvsieve.hf.forward import session as sessions
+from kvsieve.hf.forward.session import Session
 
 ENGINES = ("auto", "eager", "packed", "graph", "compile")
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kvsieve.cache import DenseStore
-from kvsieve.hf.cache import SieveCache, SieveLayer
+from kvsieve.hf.cache.cache import SieveCache, SieveLayer
 
 
 def can_stack(caches: Sequence[SieveCache]) -> bool:

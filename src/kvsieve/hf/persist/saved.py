@@ -22,8 +22,9 @@ from kvsieve.cache import DenseStore, RaggedStore, View
 from kvsieve.cache.base import grown
 from kvsieve.cache.ragged import whole
 from kvsieve.errors import CacheFileError, CacheStateError, InputError, KvsieveError, short
-from kvsieve.hf.cache import Passes, Reads, SieveCache, SieveLayer, TurnRecord
-from kvsieve.hf.cache_file import (
+from kvsieve.hf.cache.cache import Passes, Reads, SieveCache, SieveLayer, TurnRecord
+from kvsieve.hf.compat import Cache, DynamicSlidingWindowLayer
+from kvsieve.hf.persist.cache_file import (
     DTYPES,
     FORMAT,
     MARK,
@@ -36,8 +37,7 @@ from kvsieve.hf.cache_file import (
     replacing,
     write,
 )
-from kvsieve.hf.compat import Cache, DynamicSlidingWindowLayer
-from kvsieve.hf.restart import Restart
+from kvsieve.hf.prompt.read import Restart
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint
 from kvsieve.protection import Held

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import UnsupportedModelError
-from kvsieve.hf.cache import SieveCache
-from kvsieve.hf.evict import check_held
-from kvsieve.hf.prefill import chunk_ends
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.evict import check_held
+from kvsieve.hf.prompt.chunks import chunk_ends
 from kvsieve.plans import Plan
 from kvsieve.protection import Held
 from kvsieve.types import END_OF_PROMPT, LayerContext, Selection

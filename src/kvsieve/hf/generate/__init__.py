@@ -1,0 +1,1 @@
+"""Generating under a plan, and the statistics of it."""
