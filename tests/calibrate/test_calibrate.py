@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.calibrate import Options, Prompt, built_in_prompts, calibrate, forecast, measure, text_prompts
+from kvsieve.calibrate import Material, Options, Prompt, built_in_prompts, calibrate, forecast, measure, text_prompts
 from kvsieve.errors import InputError, PlanError
 from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, load_profile
@@ -107,9 +107,9 @@ def test_quick_chooses_the_layer_that_all_layers_give(model):
 
 def test_the_time_is_forecast_before_anything_is_measured(model):
     said = []
-    how = {"lengths": (100,), "prompts": 1, "text": " ".join(f"w{i % 120}" for i in range(500)), "options": SMALL}
+    material = Material(" ".join(f"w{i % 120}" for i in range(500)), lengths=(100,), prompts=1)
     told = {"progress": lambda *each: said.append(each), "announce": said.append}
-    calibrate(model, word_tokenizer(), **how, **told)
+    calibrate(model, word_tokenizer(), material, options=SMALL, **told)
     assert isinstance(said[0], float) and said[0] > 0 and said[1][0] == 0
     # What is left out takes no time, and another prompt as much as the first.
     clock = itertools.count()
@@ -177,9 +177,9 @@ def test_windows_of_a_text():
 
 def test_lengths_must_suit_the_model(model):
     with pytest.raises(InputError, match="prompts of 500 tokens and answers of 32.*context of 512"):
-        calibrate(model, word_tokenizer(), lengths=(100, 500))
+        calibrate(model, word_tokenizer(), Material(lengths=(100, 500)))
     with pytest.raises(InputError, match="at least 1 prompt"):
-        calibrate(model, word_tokenizer(), prompts=0)
+        calibrate(model, word_tokenizer(), Material(prompts=0))
 
 
 @pytest.fixture

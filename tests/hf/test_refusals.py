@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import kvsieve
+from kvsieve.cli.answers import encode
 from kvsieve.cli.prompts import Prompt
-from kvsieve.cli.run import encode
 from kvsieve.errors import CacheStateError, InputError, KvsieveError
 from kvsieve.models.families import build
 from kvsieve.segments import role_spans

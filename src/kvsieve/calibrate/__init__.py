@@ -1,7 +1,18 @@
 """Calibration: what a model needs of its methods' parameters, measured once and kept as a profile. An application."""
 
+from kvsieve.calibrate.duration import forecast
 from kvsieve.calibrate.options import PARTS, Options
-from kvsieve.calibrate.prompts import Prompt, built_in_prompts, text_prompts
-from kvsieve.calibrate.run import calibrate, forecast, measure
+from kvsieve.calibrate.prompts import Material, Prompt, built_in_prompts, text_prompts
+from kvsieve.calibrate.run import calibrate, measure
 
-__all__ = ["PARTS", "Options", "Prompt", "built_in_prompts", "calibrate", "forecast", "measure", "text_prompts"]
+__all__ = [
+    "PARTS",
+    "Material",
+    "Options",
+    "Prompt",
+    "built_in_prompts",
+    "calibrate",
+    "forecast",
+    "measure",
+    "text_prompts",
+]

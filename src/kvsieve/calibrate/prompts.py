@@ -1,13 +1,15 @@
-"""What a model is calibrated on: generated prompts with facts to find, or windows of a text."""
+"""Prompts to calibrate on: generated ones with facts to find, or windows of a text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvsieve.calibrate.options import ANSWER
 from kvsieve.errors import InputError
 from kvsieve.tasks import chosen_tasks
 from kvsieve.tasks.prompter import Prompter
@@ -64,3 +66,52 @@ def text_prompts(prompter: Prompter, text: str, lengths: Sequence[int], count: i
             ids = torch.tensor([start + tokens[first : first + inside]])
             made.append(Prompt(ids[:, :-CONTINUATION], ids[:, -CONTINUATION:]))
     return made
+
+
+@dataclass(frozen=True)
+class Material:
+    """The prompts that a model is calibrated on.
+
+    Attributes:
+        text: read in windows, instead of generated prompts.
+        source: the text's name, for the profile.
+        lengths: tokens per prompt.
+        prompts: how many of each length.
+        seed: of the generated prompts.
+    """
+
+    text: str | None = None
+    source: str = "text"
+    lengths: Sequence[int] = (2048,)
+    prompts: int = 4
+    seed: int = 0
+
+    def check(self, context: int | None) -> None:
+        """Raise InputError for no prompts, or prompts longer than the model's context."""
+        if self.prompts < 1 or not self.lengths:
+            raise InputError(
+                f"a calibration needs at least 1 prompt of 1 length, got {self.prompts} of {list(self.lengths)}"
+            )
+        if context is not None and max(self.lengths) + ANSWER > context:
+            raise InputError(
+                f"prompts of {max(self.lengths)} tokens and answers of {ANSWER} are longer than the model's context of "
+                f"{context}; choose smaller lengths"
+            )
+
+    def prompts_for(self, prompter: Prompter) -> tuple[list[Prompt], Prompt]:
+        """The prompts, and one more of the first length that nothing is fitted to. Raises InputError."""
+        first = self.lengths[:1]
+        if self.text is None:
+            made = built_in_prompts(prompter, self.lengths, self.prompts, self.seed)
+            return made, built_in_prompts(prompter, first, self.prompts + 1, self.seed)[-1]
+        made = text_prompts(prompter, self.text, self.lengths, self.prompts)
+        return made, text_prompts(prompter, self.text, first, 2 * self.prompts + 2)[1]
+
+    def described(self) -> dict[str, Any]:
+        """JSON-ready, for the profile; without the text itself."""
+        return {
+            "source": f"generated: {', '.join(TASKS)}" if self.text is None else self.source,
+            "lengths": list(self.lengths),
+            "prompts": self.prompts,
+            "seed": self.seed,
+        }

@@ -4,124 +4,51 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from kvsieve.budget import Budget
-from kvsieve.calibrate import distances, pooling, ranks
-from kvsieve.calibrate.filters import QuerySums, correlation
-from kvsieve.calibrate.heads import RetrievalScores, kept_by_streaming
+from kvsieve.calibrate.duration import forecast
 from kvsieve.calibrate.options import Options
-from kvsieve.calibrate.prompts import TASKS, Prompt, built_in_prompts, text_prompts
-from kvsieve.calibrate.reading import Watcher, following, greedy, read
-from kvsieve.errors import InputError
-from kvsieve.hf.shared import read_shared
-from kvsieve.methods import SnapKV
-from kvsieve.plans import Plan
-from kvsieve.profiles import Fingerprint, Profile, numbers
-from kvsieve.registry import list_methods, method_info
+from kvsieve.calibrate.parts import Parts, Progress
+from kvsieve.calibrate.prompts import Material, Prompt
+from kvsieve.profiles import Fingerprint, Profile
 from kvsieve.report.environment import environment
 from kvsieve.tasks.prompter import Prompter
-from kvsieve.types import LayerContext
-
-Progress = Callable[[int, int, str], None]
-
-# Answers of the model itself end here.
-ANSWER = 32
-# A forecast reads so many tokens, after a few that nobody times.
-_PILOT, _WARM_UP = 1024, 16
 
 
 def calibrate(
     model: Any,
     tokenizer: Any,
+    material: Material | None = None,
     *,
     name: str = "",
-    text: str | None = None,
-    source: str = "text",
-    lengths: Sequence[int] = (2048,),
-    prompts: int = 4,
-    seed: int = 0,
     options: Options | None = None,
     progress: Progress | None = None,
     announce: Callable[[float], None] | None = None,
 ) -> Profile:
     """Calibrate a causal language model of transformers.
 
-    name: of the model, in messages. text: what to read instead of generated prompts; source: its name. lengths: tokens
-    per prompt; prompts: how many of each. progress: called with (steps done, steps in all, what comes next). announce:
-    called before the first step with the seconds that all may take, see `forecast`.
+    The same arguments give the same profile, but for time and rounding of other machines.
 
-    The same arguments give the same profile, but for time and rounding of other machines. Raises InputError for lengths
-    the model or the text does not suit, and what `attach` raises for a model that is not supported.
+    Args:
+        material: the prompts to read; by default 4 generated ones of 2048 tokens.
+        name: of the model, in messages.
+        options: what is measured, and how.
+        progress: called with (steps done, steps in all, what comes next).
+        announce: called before the first step with the seconds that all may take, see `forecast`.
+
+    Raises:
+        InputError: for lengths the model or the text does not suit; and what `attach` raises for a model that is not
+            supported.
     """
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if prompts < 1 or not lengths:
-        raise InputError(f"a calibration needs at least 1 prompt of 1 length, got {prompts} of {list(lengths)}")
-    if context is not None and max(lengths) + ANSWER > context:
-        raise InputError(
-            f"prompts of {max(lengths)} tokens and answers of {ANSWER} are longer than the model's context of "
-            f"{context}; choose smaller lengths"
-        )
+    material = material or Material()
+    material.check(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None))
     prompter = Prompter(tokenizer, model.generation_config.eos_token_id)
-    if text is None:
-        made = built_in_prompts(prompter, lengths, prompts, seed)
-        # One more than there are of the first length: nothing was fitted to it.
-        held_out = built_in_prompts(prompter, lengths[:1], prompts + 1, seed)[-1]
-    else:
-        made = text_prompts(prompter, text, lengths, prompts)
-        held_out = text_prompts(prompter, text, lengths[:1], 2 * prompts + 2)[1]
-    about = {
-        "source": f"generated: {', '.join(TASKS)}" if text is None else source,
-        "lengths": list(lengths),
-        "prompts": prompts,
-        "seed": seed,
-        "dtype": str(model.dtype).removeprefix("torch."),
-    }
+    made, held_out = material.prompts_for(prompter)
+    about = {**material.described(), "dtype": str(model.dtype).removeprefix("torch.")}
     options = options or Options()
     if announce is not None:
         announce(forecast(model, made, options))
     return measure(model, made, held_out, prompter.stops, options, name, about, progress)
-
-
-def forecast(model: Any, prompts: Sequence[Prompt], options: Options) -> float:
-    """Seconds that `measure` may take, from a few passes that are timed now: a guess within a factor of two or so."""
-    layers = Fingerprint.of(model).layers
-    found, _ = distances.candidates(model, layers, options.tsp_rate, options.max_layer)
-    if not options.every_layer:
-        # How far down it goes is not known before.
-        found = found[-max(1, len(found) // 3) :]
-    found = found if "tsp" in options.parts else []
-    settings = len(options.kernels) * len(options.windows) * len(options.poolings) * ("pooling" in options.parts)
-    plan, first = Plan(name="full"), prompts[0].ids[:, :_PILOT].to(model.device)
-    read(model, plan, first[:, :_WARM_UP])
-    per_token = _seconds(model, lambda: read(model, plan, first)) / first.shape[1]
-    alone = _seconds(model, lambda: read(model, plan, first[:, :1]))
-    # As many answers as are computed together.
-    rows = first[:, :ANSWER].expand(pooling.ROWS, -1)
-    with torch.no_grad():
-        answers = _seconds(model, lambda: model(input_ids=rows))
-    seconds = 0.0
-    for prompt in prompts:
-        length = prompt.ids.shape[1]
-        rate = options.tsp_rate.entries(length) / length  # type: ignore[union-attr]
-        # Passes over a prompt: it is read, its queries are looked at, settings choose among its entries, tokens go.
-        passes = 2.2 + 1.5 * settings / 48 + 1.1 * ("asl" in options.parts)
-        passes += sum((layer + 1 + rate * (layers - layer - 1)) / layers for layer in found)
-        seconds += passes * length * per_token + (settings + len(found)) / pooling.ROWS * answers
-        seconds += alone * (ANSWER if prompt.answer is None else 1)
-    return seconds + prompts[-1].ids.shape[1] * per_token * ("q_filters" in options.parts)
-
-
-def _seconds(model: Any, work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return time.perf_counter() - began
 
 
 def measure(
@@ -134,8 +61,8 @@ def measure(
     about: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """The same from token ids. held_out: a prompt for the filters' check. stops: tokens that end an answer."""
-    run = _Run(model, options or Options(), Fingerprint.of(model, name), progress)
+    """Calibrate from token ids. held_out: a prompt for the filters' check. stops: tokens that end an answer."""
+    run = Parts(model, options or Options(), Fingerprint.of(model, name), progress)
     began = time.perf_counter()
     run.everything(prompts, held_out, stops)
     if progress is not None:
@@ -151,225 +78,3 @@ def measure(
         text=text,
         environment=environment(),
     )
-
-
-@dataclass
-class _Read:
-    """What later parts need of a prompt: full KV's answer, its log-probabilities, final hidden states of the window."""
-
-    ids: Tensor
-    answer: Tensor
-    truth: Tensor
-    hidden: Tensor = field(default_factory=lambda: torch.empty(0))
-
-
-@dataclass
-class _Run:
-    model: Any
-    options: Options
-    fingerprint: Fingerprint
-    progress: Progress | None
-    measured: dict[str, Any] = field(default_factory=dict)
-    heads: Any = None
-    q_filters: Any = None
-    done: int = 0
-    total: int = 0
-
-    def everything(self, prompts: Sequence[Prompt], held_out: Prompt, stops: Collection[int]) -> None:
-        parts, layers = self.options.parts, self.fingerprint.layers
-        found, why_not = distances.candidates(self.model, layers, self.options.tsp_rate, self.options.max_layer)
-        propagates = [part for part in ("tsp", "asl") if part in parts]
-        if propagates and not found:
-            # Everything else can be measured all the same.
-            self.measured["left_out"] = {part: why_not for part in propagates}
-            propagates = []
-        if "asl" in propagates and layers < 4:
-            self.measured["left_out"] = {"asl": f"it has too few layers ({layers})"}
-            propagates.remove("asl")
-        per_prompt = 2 + ("pooling" in parts) + ("asl" in propagates) + len(found) * ("tsp" in propagates)
-        self.total = len(prompts) * per_prompt + ("q_filters" in parts)
-        readings = self._pooling(prompts, stops)
-        self._queries(readings, held_out)
-        layer = self._tsp(readings, found) if "tsp" in propagates else None
-        if "asl" in propagates:
-            self._asl(readings, layer)
-
-    @property
-    def pooled(self) -> SnapKV:
-        """The window and pooling that were chosen, SnapKV's own where that part was not asked for."""
-        chosen = self.measured.get("pooling", {})
-        given = {name: chosen[name] for name in ("window", "kernel", "pooling") if name in chosen}
-        return SnapKV(budget=Budget(ratio=0.5), **given)
-
-    def _step(self, what: str) -> None:
-        if self.progress is not None:
-            self.progress(self.done, self.total, what)
-        self.done += 1
-
-    def _pooling(self, prompts: Sequence[Prompt], stops: Collection[int]) -> list[_Read]:
-        """Read every prompt once under full KV, and compare SnapKV's settings on it."""
-        wanted = "pooling" in self.options.parts
-        evictors = pooling.settings(self.options, min(each.ids.shape[1] for each in prompts)) if wanted else []
-        window = max((each.window for each in evictors), default=1)
-        readings, found = [], []
-        for prompt in prompts:
-            self._step("reading prompts")
-            shared = read_shared(self.model, None, prompt.ids, torch.ones_like(prompt.ids), window=window)
-            answer = prompt.answer
-            if answer is None:
-                answer = greedy(self.model, shared.cache, shared.logits, stops, ANSWER)
-            readings.append(_Read(prompt.ids, answer, following(self.model, shared.reduced(None), answer)))
-            if wanted:
-                self._step("comparing windows and kernels")
-                found.append(pooling.distances(self.model, shared, evictors, answer))
-        if wanted:
-            kl = [sum(column) / len(column) for column in zip(*found, strict=True)]
-            chosen = pooling.choose(evictors, kl)
-            best = evictors[chosen]
-            grid = [
-                {"window": each.window, "pooling": each.pooling, "kernel": each.kernel, "kl": _short(value)}
-                for each, value in zip(evictors, kl, strict=True)
-            ]
-            self.measured["pooling"] = {
-                **{name: getattr(best, name) for name in ("window", "kernel", "pooling")},
-                "budget": str(self.options.budget),
-                "kl": _short(kl[chosen]),
-                "grid": grid,
-            }
-        return readings
-
-    def _queries(self, readings: Sequence[_Read], held_out: Prompt) -> None:
-        """Read prompts with their answers and look at the queries of every layer."""
-        sums, scores = QuerySums(), RetrievalScores()
-        wants_heads, wants_filters = ("heads" in self.options.parts), ("q_filters" in self.options.parts)
-        for reading in readings:
-            self._step("reading queries")
-
-            def see(ctx: LayerContext, reading: _Read = reading) -> None:
-                if wants_filters:
-                    sums.see(ctx)
-                if wants_heads:
-                    scores.see(ctx, reading.ids, reading.answer)
-
-            ids = torch.cat([reading.ids, reading.answer[:, :-1]], 1)
-            hidden, _ = read(self.model, Plan(evict=Watcher(see)), ids)
-            prompt = reading.ids.shape[1]
-            reading.hidden = hidden[:, max(0, prompt - self.pooled.window) : prompt]
-            scores.prompts += 1
-        shape = self.fingerprint
-        if wants_heads:
-            self.heads = numbers(scores.result(scores.scores, shape.layers, shape.kv_heads), 2)
-            sinks, recent = kept_by_streaming(min(each.ids.shape[1] for each in readings))
-            flat = sorted(score for each in self.heads for score in each)
-            self.measured["heads"] = {
-                "sinks": sinks,
-                "recent": recent,
-                "median": flat[len(flat) // 2],
-                "highest": flat[-1],
-                "beyond": scores.result(scores.beyond, shape.layers, shape.kv_heads),
-            }
-        if wants_filters:
-            made = sums.result(shape.layers, shape.kv_heads, shape.head_dim)
-            self.q_filters = numbers([[[round(v, 4) for v in head] for head in each.tolist()] for each in made], 3)
-            self._check_filters(made, held_out)
-
-    def _check_filters(self, made: Sequence[Tensor], held_out: Prompt) -> None:
-        self._step("checking filters")
-        found: dict[int, list[float]] = {}
-        watcher = Watcher(lambda ctx: found.update({ctx.layer_idx: correlation(ctx, made[ctx.layer_idx])}))
-        read(self.model, Plan(evict=watcher), held_out.ids)
-        flat = [value for each in found.values() for value in each]
-        self.measured["q_filters"] = {
-            "correlation": round(sum(flat) / max(len(flat), 1), 3),
-            "negative": f"{sum(value < 0 for value in flat)} of {len(flat)}",
-            "correlations": [[round(v, 3) for v in found.get(layer, [])] for layer in range(self.fingerprint.layers)],
-        }
-
-    def _tsp(self, readings: Sequence[_Read], found: Sequence[int]) -> int:
-        rate, pooled = self.options.tsp_rate, self.pooled
-        means, worst = [], []
-        every = self.options.every_layer
-        for layer in found if every else found[::-1]:
-            each = []
-            for reading in readings:
-                self._step(f"dropping tokens after layer {layer}")
-                given = (reading.hidden, reading.answer, reading.truth)
-                each.append(distances.distance(self.model, reading.ids, layer, rate, pooled, *given))
-            means.append(distances.mean(each))
-            worst.append(max(one.relative for one in each))
-            if not every and not distances.is_near(means[-1], self.options.tolerance):
-                break
-        self.total -= (len(found) - len(means)) * len(readings)
-        if not every:
-            found, means, worst = found[-len(means) :], means[::-1], worst[::-1]
-        index, settled = distances.choose_layer(means, self.options.rule, self.options.tolerance)
-        tolerance = self.options.tolerance
-        if tolerance is None:
-            tolerance = distances.TOLERANCE if self.options.rule == "settled" else 0.0
-        self.measured["tsp"] = {
-            "layer": found[index],
-            "rule": self.options.rule,
-            "tolerance": tolerance,
-            "settled": settled,
-            "rate": str(rate),
-            "window": pooled.window,
-            "kernel": pooled.kernel,
-            "pooling": pooled.pooling,
-            "layers": list(found),
-            "distance": [_short(each.last) for each in means],
-            "distance_window": [_short(each.window) for each in means],
-            "relative": [_short(each.relative) for each in means],
-            "relative_worst": [_short(each) for each in worst],
-            "kl": [_short(each.kl) for each in means],
-        }
-        return found[index]
-
-    def _asl(self, readings: Sequence[_Read], layer: int | None) -> None:
-        observed = ranks.observed_layers(self.fingerprint.layers)
-        start, rate, window = observed - 1, self.options.tsp_rate, self.pooled.window
-        lengths = [each.ids.shape[1] for each in readings]
-        if not all(window < rate.entries(length) < length for length in lengths):  # type: ignore[union-attr]
-            reason = f"a rate of {rate} and a window of {window} leave nothing to rank"
-            self.measured.setdefault("left_out", {})["asl"] = reason
-            return
-        traces = []
-        for reading in readings:
-            self._step("following ranks")
-            traces.append(ranks.trace(self.model, reading.ids, rate, self.pooled, observed))
-        if layer is None:
-            layer = max(start, self.fingerprint.layers // 3)
-        best = ranks.recommend(traces, start, layer)
-        self.measured["asl"] = {
-            "first": best.first,
-            "tau": best.tau,
-            "observed": observed,
-            "not_before": layer,
-            "adapts": best.adapts,
-            "selects_at": best.layers,
-            "first_of_trace": start,
-            "variance": [[_short(value) for value in each] for each in traces],
-        }
-
-    def parameters(self) -> dict[str, dict[str, Any]]:
-        """Per method, what was found for it: the pooling for all that pool a window's attention."""
-        chosen = {name: getattr(self.pooled, name) for name in ("window", "kernel", "pooling")}
-        found: dict[str, dict[str, Any]] = {}
-        if "pooling" in self.measured:
-            # A method with a window of its own making, such as RocketKV's first stage, keeps it.
-            takers = (method_info(name) for name in list_methods())
-            found = {
-                info.name: dict(chosen)
-                for info in takers
-                if info.derive is not None and chosen.keys() <= info.parameters.keys()
-            }
-        if "tsp" in self.measured:
-            rate = str(self.options.tsp_rate)
-            found["fastkv"] = {"tsp_layer": self.measured["tsp"]["layer"], "tsp_rate": rate, **chosen}
-        if "asl" in self.measured:
-            found["asl"] = {**{name: self.measured["asl"][name] for name in ("first", "tau", "observed")}, **chosen}
-        return found
-
-
-def _short(value: float) -> float | None:
-    """Four digits; None for what JSON cannot write."""
-    return float(f"{value:.4g}") if abs(value) < float("inf") else None

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsieve.cli.estimate import parse_contexts
+from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
-from kvsieve.cli.run import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.specs import MethodRun, compared_methods, make_run, spec, split_specs
 from kvsieve.errors import InputError, UnsupportedModelError
 from kvsieve.report.tables import markdown_table
@@ -92,11 +92,11 @@ def bench_command(
     from kvsieve.bench.peer_process import Peer
 
     if python is None:
-        report = run_bench(model, loaded, tokenizer, runs, [], None, sizes, settings, out)
+        report = run_bench(model, loaded, tokenizer, runs, [], sizes, settings, out)
     else:
         say(f"starting {python}")
         with Peer(python, loaded) as peer:
-            report = run_bench(model, loaded, tokenizer, runs, presses, peer, sizes, settings, out)
+            report = run_bench(model, loaded, tokenizer, runs, _peers(peer, presses), sizes, settings, out)
     _print(report, plots, markdown, as_json)
 
 
@@ -136,8 +136,7 @@ def run_bench(
     model: Any,
     tokenizer: Any,
     runs: dict[str, MethodRun],
-    presses: list[tuple[str, Any, dict[str, Any]]],
-    peer: Peer | None,
+    peers: list[PeerMethod],
     lengths: list[int],
     settings: dict[str, Any],
     out: Path | None,
@@ -153,7 +152,7 @@ def run_bench(
     for label, run in runs.items():
         check_model(model, run.plan)
         contenders.append(Sieve(model, run.plan, label, settings["chunk"], settings["decode"]))
-    contenders += _peers(peer, presses)
+    contenders += peers
     say("measuring the machine")
     limits, unknown = _limits(model)
     report: dict[str, Any] = {
@@ -187,11 +186,9 @@ def run_bench(
     return report
 
 
-def _peers(peer: Peer | None, presses: list[tuple[str, Any, dict[str, Any]]]) -> list[PeerMethod]:
+def _peers(peer: Peer, presses: list[tuple[str, Any, dict[str, Any]]]) -> list[PeerMethod]:
     from kvsieve.bench.contenders import PeerMethod, peer_name
 
-    if peer is None:
-        return []
     found = [PeerMethod(peer, "full", None, {}, peer_name("full"))]
     for method, budget, options in presses:
         given = {"budget": str(budget), **options}

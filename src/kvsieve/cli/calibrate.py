@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import shlex
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvsieve.cli.evaluate import lengths_of, names_of, progress_bar
+from kvsieve.cli.loading import DTYPES, DeviceOption, check_device, load_model
 from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
-from kvsieve.cli.run import DTYPES, DeviceOption, check_device, load_model
 from kvsieve.errors import InputError, PlanError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def calibrate_command(
     if dtype is not None and dtype not in DTYPES:
         raise PlanError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
 
-    from kvsieve.calibrate import Options, calibrate
+    from kvsieve.calibrate import Material, Options, calibrate
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.profiles import keep_profile
 
@@ -78,18 +79,13 @@ def calibrate_command(
         max_layer=max_layer,
     )
     wanted = lengths_of(lengths or ("1024" if quick else "2048"))
+    count = (2 if quick else 4) if prompts is None else prompts
     # Minutes of work should not end with a file that cannot be written.
     out = None if out is None else _writable(out, "--out")
     if out is None:
         _make_profiles_dir()
-    if plot is not None:
-        from kvsieve.report.plot_style import require_matplotlib
-
-        plot = _writable(plot, "--plot")
-        require_matplotlib()
-        if "tsp" not in options.parts:
-            raise InputError("--plot draws the distances of the part tsp, which --parts leaves out; add it")
-    words = None if text is None else _text(text)
+    plot = None if plot is None else _picture_file(plot, options.parts)
+    material = Material(None if text is None else _text(text), "" if text is None else text.name, wanted, count, seed)
     check_device(device)
     if dtype is None:
         dtype = "float32" if quick and not _computes_bfloat16(device) else "bfloat16"
@@ -103,39 +99,34 @@ def calibrate_command(
         profile = calibrate(
             loaded,
             tokenizer,
+            material,
             name=model or MODEL_NAME,
-            text=words,
-            source="" if text is None else text.name,
-            lengths=wanted,
-            prompts=(2 if quick else 4) if prompts is None else prompts,
-            seed=seed,
             options=options,
             progress=progress,
             announce=announce,
         )
-    kept = out is None
     if out is None:
-        out = keep_profile(profile)
+        file = keep_profile(profile)
     else:
-        profile.save(out)
+        file = out
+        profile.save(file)
     if plot is not None and "tsp" in profile.measured:
         from kvsieve.calibrate.plot import distances_png
 
         plot.write_bytes(distances_png(profile))
     if as_json:
         arrays = ("heads", "q_filters")
-        emit_json({name: each for name, each in profile.to_dict().items() if name not in arrays} | {"out": str(out)})
+        emit_json({name: each for name, each in profile.to_dict().items() if name not in arrays} | {"out": str(file)})
         return
     print_profile(profile)
-    if kept:
-        show(f"the profile is in {out}; methods take their parameters from it whenever they run on this model")
-        return
     method = method_of(profile)
-    if method is None:
-        show(f"the profile is in {out}")
-        return
-    show(f"the profile is in {out}: kvsieve.plan({method!r}, profile={str(out)!r}), or")
-    show(f"    {hint(model, method, out, dtype, device)}")
+    if out is None:
+        show(f"the profile is in {file}; methods take their parameters from it whenever they run on this model")
+    elif method is None:
+        show(f"the profile is in {file}")
+    else:
+        show(f"the profile is in {file}: kvsieve.plan({method!r}, profile={str(file)!r}), or")
+        show(f"    {hint(model, method, file, dtype, device)}")
 
 
 def _computes_bfloat16(device: str | None) -> bool:
@@ -175,7 +166,7 @@ def print_profile(profile: Profile) -> None:
         show("note: no layer is near enough to full context; the nearest was taken")
 
 
-def _rows(measured: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     rows = []
     if "pooling" in measured:
         one = measured["pooling"]
@@ -208,6 +199,17 @@ def _writable(path: Path, option: str) -> Path:
     path = Path(os.path.expanduser(path))
     if path.is_dir() or not path.parent.is_dir():
         raise InputError(f"{option} must name a file in a folder that exists, got {str(path)!r}")
+    return path
+
+
+def _picture_file(path: Path, parts: Sequence[str]) -> Path:
+    """The file of --plot. Raises InputError where nothing can be written or drawn, KvsieveError without matplotlib."""
+    from kvsieve.report.plot_style import require_matplotlib
+
+    path = _writable(path, "--plot")
+    require_matplotlib()
+    if "tsp" not in parts:
+        raise InputError("--plot draws the distances of the part tsp, which --parts leaves out; add it")
     return path
 
 

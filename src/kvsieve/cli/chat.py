@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import shutil
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvsieve.cli.output import one_line, print_table, say, show
+from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.prompts import read_prompt
-from kvsieve.cli.run import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.specs import chosen_method
-from kvsieve.cli.words import Words
-from kvsieve.errors import InputError, KvsieveError
+from kvsieve.cli.talk import Talk
+from kvsieve.errors import InputError
 from kvsieve.plans import Plan
-from kvsieve.text import printable
-
-if TYPE_CHECKING:
-    from kvsieve.hf.chat.chat import Chat, ChatSnapshot, Reply
-    from kvsieve.hf.generate.generate import Stats
-
-_COMMANDS = {
-    "/save FILE": "write the chat to FILE; go on with it by --load FILE",
-    "/undo": "forget the last turn",
-    "/stats": "what every turn cost",
-    "/help": "this",
-    "/quit": "end, as Ctrl-D does",
-}
 
 
 def chat_command(
@@ -98,238 +79,13 @@ def chat_command(
 
     with kvsieve.attach(loaded, plan, decode=decode, tokenizer=tokenizer) as sieve:
         chat = sieve.chat(tokenizer, system, load=load, max_new_tokens=max_new_tokens, chunk=chunk)
-        talk = _Talk(chat, context, save, force, commands, as_json)
+        talk = Talk(chat, context, save, force, commands, as_json)
         if talk.interactive:
             where = f"{str(loaded.dtype).removeprefix('torch.')}, {loaded.device}"
             turns = f"{len(chat.turns)} turn{'s' * (len(chat.turns) != 1)}"
             after = "" if load is None else f", after {turns}"
             talk.aside(f"{model or MODEL_NAME} ({where}), {plan.name}{after}; /help lists the commands, Ctrl-D ends")
         talk.run()
-
-
-class _Talk:
-    """The loop over messages and commands.
-
-    In a terminal whatever fails is told and the chat goes on; with messages from a pipe it ends the command.
-    """
-
-    def __init__(
-        self, chat: Chat, context: str | None, save: str | None, force: bool, commands: bool, as_json: bool
-    ) -> None:
-        self.chat, self.context, self.save_to, self.force, self.as_json = chat, context, save, force, as_json
-        self.interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
-        self.commands = commands or self.interactive
-        self.watched = sys.stderr.isatty()
-        self.styled = self.watched and not os.environ.get("NO_COLOR")
-        # What /undo goes back to, and the text that was still to be read then.
-        self.before: tuple[ChatSnapshot, str | None] | None = None
-        self.unsaved = True
-
-    def run(self) -> None:
-        """Raises typer.Exit when what --save asks for could not be written in the end."""
-        ended = False
-        try:
-            for line in self._lines():
-                if self._do(line):
-                    break
-            ended = True
-        finally:
-            if self.save_to is not None and self.unsaved and self.chat.turns:
-                self._save_here()
-            if ended and self.save_to is not None and self.unsaved and self.chat.turns:
-                raise typer.Exit(1)
-
-    def aside(self, text: str) -> None:
-        sys.stdout.flush()
-        say(text, dim=self.styled)
-
-    def _lines(self) -> Iterator[str]:
-        if not self.interactive:
-            try:
-                yield from (line.rstrip("\r\n") for line in sys.stdin)
-            except UnicodeDecodeError as error:
-                raise InputError(f"stdin is not UTF-8 text (byte {error.start})") from error
-            return
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (input() then edits lines and knows the last ones)
-        while True:
-            try:
-                yield input("> ")
-            except (EOFError, KeyboardInterrupt):
-                print()
-                return
-            except UnicodeDecodeError as error:
-                say(f"error: that was no UTF-8 text (byte {error.start})")
-
-    def _do(self, line: str) -> bool:
-        """Do what a line says; True when the talk is over."""
-        if not line.strip():
-            return False
-        try:
-            if self.commands and line.startswith("/"):
-                return self._command(line)
-            self._turn(line)
-        except KeyboardInterrupt:
-            if not self.interactive:
-                raise
-            # An answer that is stopped is told by _turn; this was a file being written, which is all or nothing.
-            say("\nerror: interrupted, not saved" if self.unsaved else "\ninterrupted")
-        except KvsieveError as error:
-            if not self.interactive:
-                raise
-            say(f"error: {one_line(error)}")
-        except Exception as error:
-            if not self.interactive or isinstance(error, BrokenPipeError):
-                raise
-            say(f"error: unexpected {type(error).__name__}: {one_line(error)}; the turn is forgotten")
-        return False
-
-    def _command(self, line: str) -> bool:
-        name, _, rest = line.strip().partition(" ")
-        rest = rest.strip()
-        if name == "/save":
-            if not rest:
-                raise InputError("/save needs a file: /save chat.kv")
-            self.chat.save(os.path.expanduser(rest), force=self.force)
-            self.aside(f"saved to {rest}")
-        elif name == "/undo":
-            self._undo()
-        elif name == "/stats":
-            self._print_turns()
-        elif name == "/help":
-            for command, what in _COMMANDS.items():
-                self.aside(f"{command:<11} {what}")
-        elif name in ("/quit", "/exit"):
-            return True
-        else:
-            raise InputError(f"unknown command {name}; /help lists them; a message that begins so needs a space before")
-        return False
-
-    def _undo(self) -> None:
-        if self.before is None:
-            raise InputError("/undo forgets the last turn of this session, once; there is none")
-        taken, self.context = self.before
-        self.before = None
-        self.chat.rollback(taken)
-        self.unsaved = True
-        self.aside("the last turn is forgotten")
-        self._save_here()
-
-    def _turn(self, line: str) -> None:
-        message = line if self.context is None else f"{self.context}\n\n{line}"
-        before = self.chat.snapshot(), self.context
-        turns = len(self.chat.turns)
-        try:
-            reply = self._answer(message)
-        except KeyboardInterrupt:
-            if not self.interactive:
-                raise
-            print()
-            if len(self.chat.turns) == turns:
-                self.aside("stopped; the turn is forgotten")
-                return
-            reply = None
-        self.before, self.context, self.unsaved = before, None, True
-        if self.as_json and reply is not None:
-            data = {"message": line, "answer": reply.text, "ended": reply.ended, "stats": reply.stats.to_dict()}
-            print(json.dumps(data, default=str), flush=True)
-        else:
-            self.aside(f"[{_cost(self.chat)}]")
-            for note in self.chat.turns[-1].notes:
-                if note.startswith("the answer was cut"):
-                    self.aside(f"note: {note}")
-        self._save_here()
-
-    def _answer(self, message: str) -> Reply:
-        """Print the answer as it comes."""
-        words = Words(shutil.get_terminal_size((80, 24)).columns if self.interactive else None)
-        reading = self.watched
-
-        def told(text: str) -> None:
-            """What stands in the line until the answer begins."""
-            if reading:
-                print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-        def progress(done: int, total: int) -> None:
-            if done < total:
-                told(f"reading: {done} of {total} tokens")
-
-        told("reading ...")
-        with contextlib.closing(self.chat.stream(message, progress=progress)) as stream:
-            try:
-                while True:
-                    piece = next(stream)
-                    told("")
-                    reading = False
-                    if not self.as_json:
-                        show(words.add(printable(piece)), end="")
-            except StopIteration as end:
-                told("")
-                if not self.as_json:
-                    show(words.rest())
-                return end.value
-            except BaseException:
-                told("")
-                raise
-
-    def _save_here(self) -> None:
-        if self.save_to is None:
-            return
-        try:
-            self.chat.save(self.save_to, force=self.force)
-            self.unsaved = False
-        except (KvsieveError, OSError) as error:
-            say(f"error: not saved: {one_line(error)}")
-
-    def _print_turns(self) -> None:
-        headers = [
-            "turn",
-            "prompt tokens",
-            "new tokens",
-            "TTFT s",
-            "tokens/s",
-            "KV kept",
-            "KV read",
-            "KV held MiB",
-            "ran",
-        ]
-        sys.stdout.flush()
-        rows = [[str(number), *_row(stats)] for number, stats in enumerate(self.chat.turns, 1)]
-        with contextlib.redirect_stdout(sys.stdout if self.interactive else sys.stderr):
-            print_table(headers, rows)
-        for number, stats in enumerate(self.chat.turns, 1):
-            for note in stats.notes:
-                self.aside(f"note: turn {number}: {note}")
-
-
-def _cost(chat: Chat) -> str:
-    """A turn in one line."""
-    stats, entries, seen = chat.turns[-1], chat.cache.entries(), chat.cache.told()[0]
-    parts = [f"{stats.new_tokens} tokens", f"first after {stats.ttft_s:.2f} s"]
-    if stats.tpot_s:
-        parts.append(f"{1 / stats.tpot_s:.1f} tokens/s")
-    parts.append(f"{_span(entries)} of {seen} entries kept")
-    if stats.traffic is not None:
-        parts.append(f"{stats.traffic.entries:.0f} read per step")
-    return ", ".join(parts)
-
-
-def _row(stats: Stats) -> list[str]:
-    return [
-        str(stats.prompt_tokens),
-        str(stats.new_tokens),
-        f"{stats.ttft_s:.2f}",
-        "-" if not stats.tpot_s else f"{1 / stats.tpot_s:.1f}",
-        _span(stats.kv_entries),
-        "-" if stats.traffic is None else f"{stats.traffic.entries:.0f}",
-        f"{stats.kv_bytes / 2**20:.1f}",
-        "yes" if stats.applied else "no",
-    ]
-
-
-def _span(entries: list[Any]) -> str:
-    least, most = min(entries), max(entries)
-    return str(most) if least == most else f"{least}–{most}"
 
 
 def _saved_plan(path: str) -> Plan:

@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
-from kvsieve.cli import run
+from kvsieve.cli.answers import Generation, encode, run_methods
 from kvsieve.cli.document import CODE, QUESTION, build_document
+from kvsieve.cli.loading import load_model
 from kvsieve.cli.output import JsonOption, emit_json, say, show
 from kvsieve.cli.prompts import Prompt
+from kvsieve.cli.run import print_answers, print_stats, report
 from kvsieve.cli.specs import MethodRun, make_run
 
 CHUNK = 1024
@@ -40,21 +42,21 @@ def demo_command(
     """Hide a fact in a long document and ask the demo model for it, under full KV, SnapKV and FastKV."""
     tell = say if as_json else show
     runs = demo_runs()
-    model, tokenizer = run.load_model(None, "bfloat16")
+    model, tokenizer = load_model(None, "bfloat16")
     document = build_document(tokenizer, tokens, depth)
-    asked = run.encode(tokenizer, Prompt(f"{document}\n\n{QUESTION}"))
+    asked = encode(tokenizer, Prompt(f"{document}\n\n{QUESTION}"))
     tell(f"{run_title(model)} reads {asked.ids.shape[1]} tokens of Python's help texts with one fact at {depth:.0%}.")
     tell(f"Question: {QUESTION}  (expected: {CODE})")
-    results = run.run_methods(model, tokenizer, asked, runs, chunk=CHUNK, max_new_tokens=MAX_NEW_TOKENS)
+    results = run_methods(model, tokenizer, asked, runs, Generation(CHUNK, MAX_NEW_TOKENS))
     for result in results:
         result["correct"] = CODE in result["answer"]
     if as_json:
         facts = {"question": QUESTION, "expected": CODE, "document_tokens": tokens, "depth": depth}
-        emit_json({**facts, **run.report(None, results)})
+        emit_json({**facts, **report(None, results)})
     else:
         show()
-        run.print_answers(results)
-        run.print_stats(results)
+        print_answers(results)
+        print_stats(results)
         print(COLUMNS)
     wrong = [result["method"] for result in results if not result["correct"]]
     if wrong:

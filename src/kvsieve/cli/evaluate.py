@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvsieve.cli.loading import DTYPES, DeviceOption, check_device, load_model
 from kvsieve.cli.output import JsonOption, emit_json, say, show
 from kvsieve.cli.report import aggregated, print_means
-from kvsieve.cli.run import DTYPES, DeviceOption, check_device, load_model
 from kvsieve.cli.specs import method_specs
 from kvsieve.errors import InputError, PlanError
 
@@ -125,7 +125,7 @@ def _tasks(names: list[str], haystack: str, scbench: str | None, mode: str) -> l
     if scbench is not None and not public:
         raise InputError("--scbench names rows of SCBench, but --tasks names no scbench_... task; add one")
     made: list[Task] = chosen_tasks(built_in, haystack) if built_in or not public else []
-    return [*made, *(SCBench(name, scbench, mode) for name in public)]  # type: ignore[arg-type]
+    return [*made, *(SCBench(name, scbench, mode) for name in public)]
 
 
 def names_of(text: str) -> list[str]:

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsieve.cli.output import JsonOption, emit_json, prefill_progress, print_table, show
-from kvsieve.cli.prompts import Prompt, given_prompts
-from kvsieve.cli.specs import MethodRun, chosen_method, compared_methods
-from kvsieve.errors import InputError, PlanError
+from kvsieve.cli.answers import Generation, check_lengths, encode, run_batches, run_methods
+from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
+from kvsieve.cli.output import JsonOption, emit_json, print_table, show
+from kvsieve.cli.prompts import given_prompts
+from kvsieve.cli.specs import chosen_method, compared_methods
+from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvsieve.hf.generate.generate import Stats
 
-DTYPES = ("bfloat16", "float16", "float32", "auto")
-DtypeOption = Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the best there is if left out.")]
-DecodeOption = Annotated[
-    str, typer.Option(help="How tokens are generated: auto (graph on CUDA, else eager), eager, packed, graph, compile.")
-]
-_WARM_UP_TOKENS = 16
 _HEADERS = [
     "method",
     "prompt tokens",
@@ -101,15 +91,15 @@ def run_command(
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
     asked = [encode(tokenizer, each, roles, spans, parse_special) for each in prompts]
-    how = {"chunk": chunk, "max_new_tokens": max_new_tokens, "decode": decode, "sampling": sampling, "seed": seed}
+    how = Generation(chunk, max_new_tokens, decode, sampling, seed)
     if prompts_file is not None:
         check_lengths(loaded, asked)
-        for result in run_batches(loaded, tokenizer, asked, runs, batch, **how):
+        for result in run_batches(loaded, tokenizer, asked, runs, batch, how):
             extra = prompts[result["index"]].extra
             row = {**result, "stats": result["stats"].to_dict(), **({"extra": extra} if extra else {})}
             print(json.dumps(row, default=str), flush=True)
         return
-    results = run_methods(loaded, tokenizer, asked[0], runs, **how)
+    results = run_methods(loaded, tokenizer, asked[0], runs, how)
     if as_json:
         emit_json(report(model, results))
         return
@@ -156,176 +146,6 @@ def parse_protect(given: list[str], system: bool) -> tuple[list[str], list[tuple
     return roles, spans
 
 
-def check_loading(dtype: str, decode: str) -> None:
-    """Raises PlanError for a --dtype or --decode that there is not."""
-    from kvsieve.hf.decode.engine import ENGINES
-
-    for option, value, known in (("--dtype", dtype, DTYPES), ("--decode", decode, ENGINES)):
-        if value not in known:
-            raise PlanError(f"{option} must be one of {', '.join(known)}, got {value!r}")
-
-
-def check_device(name: str | None) -> None:
-    """Raises InputError."""
-    import torch
-
-    if name is None:
-        return
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError, ValueError) as error:
-        raise InputError(f"--device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-
-
-def load_model(name: str | None, dtype: str, device: str | None = None) -> tuple[Any, Any]:
-    """The model, on the best device if none is named, and its tokenizer, without transformers' own messages."""
-    import torch
-    from huggingface_hub.utils import disable_progress_bars
-    from transformers.utils import logging
-
-    import kvsieve
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    return kvsieve.models.load(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype), device=device)
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A prompt as tokens. ids: int64 [1, N]. protect: spans of tokens that no method may evict."""
-
-    ids: Tensor
-    protect: list[tuple[int, int]]
-
-
-def encode(
-    tokenizer: Any,
-    prompt: Prompt,
-    roles: Sequence[str] = (),
-    spans: Sequence[tuple[int, int]] = (),
-    parse_special: bool = False,
-) -> Asked:
-    """A prompt through the chat template where there is one; with roles, the spans of their messages are protected.
-
-    Control tokens that the prompt spells are text, unless parse_special. Raises InputError.
-    """
-    import torch
-
-    from kvsieve.segments import role_spans
-    from kvsieve.turns import plain_ids, render, token_ids
-
-    protect = [*spans]
-    if roles:
-        protect += role_spans(tokenizer, prompt.messages, roles, parse_special=parse_special)[1]
-    if getattr(tokenizer, "chat_template", None):
-        ids = token_ids(tokenizer, render(tokenizer, prompt.messages, parse_special=parse_special))
-    else:
-        plain = f"{prompt.system}\n\n{prompt.text}" if prompt.system else prompt.text
-        ids = plain_ids(tokenizer, plain, parse_special)
-    return Asked(torch.tensor([ids], dtype=torch.int64), protect)
-
-
-def check_lengths(model: Any, asked: Sequence[Asked]) -> None:
-    """Raises InputError where a prompt of many is longer than the context: none of them is answered then."""
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    longest = max(range(len(asked)), key=lambda index: asked[index].ids.shape[1])
-    if context is not None and asked[longest].ids.shape[1] > context:
-        raise InputError(
-            f"prompt {longest} (counted from 0) has {asked[longest].ids.shape[1]} tokens, the model's context ends at "
-            f"{context}; shorten it or leave it out"
-        )
-
-
-def run_methods(model: Any, tokenizer: Any, asked: Asked, runs: list[MethodRun], **how: Any) -> list[dict[str, Any]]:
-    """Answers under each method, in order: ``{"method", "label", "parameters", "answer", "stats"}``.
-
-    how: see `run_batches`, which says what is raised.
-    """
-    results = list(run_batches(model, tokenizer, [asked], runs, 1, warm=True, **how))
-    return [{name: part for name, part in each.items() if name != "index"} for each in results]
-
-
-def run_batches(
-    model: Any,
-    tokenizer: Any,
-    asked: Sequence[Asked],
-    runs: list[MethodRun],
-    batch: int,
-    *,
-    chunk: int,
-    max_new_tokens: int,
-    decode: str = "auto",
-    sampling: dict[str, Any] | None = None,
-    seed: int | None = None,
-    warm: bool = False,
-) -> Iterator[dict[str, Any]]:
-    """Answers, method by method and `batch` prompts at a time: ``{"index", "method", "label", "parameters", "answer",
-    "stats"}``, the statistics those of the batch.
-
-    sampling: options of generate, greedy if left out; seed: set before each method. decode: see `kvsieve.attach`.
-    warm: for times that are compared, read a few tokens first.
-
-    Raises UnsupportedModelError or PlanError, before anything runs, when the model cannot run one of them.
-    """
-    import torch
-
-    import kvsieve
-    from kvsieve.hf.model.support import check_model
-
-    runs = [each.for_model(model, tokenizer) for each in runs]
-    for each in runs:
-        check_model(model, each.plan)
-    if warm:
-        _warm_up(model, asked[0].ids)
-    options = {"chunk": chunk, "max_new_tokens": max_new_tokens, **(sampling or {"do_sample": False})}
-    for run in runs:
-        if seed is not None:
-            torch.manual_seed(seed)
-        with kvsieve.attach(model, run.plan.for_tokenizer(tokenizer), decode=decode) as sieve:
-            for first in range(0, len(asked), batch):
-                rows = asked[first : first + batch]
-                told = f", prompts {first} to {first + len(rows) - 1} of {len(asked)}" if len(asked) > 1 else ""
-                with prefill_progress(f"{run.label}{told}") as progress:
-                    answers, stats = _answer(sieve, tokenizer, rows, progress=progress, **options)
-                facts = {"method": run.name, "label": run.label, "parameters": run.parameters}
-                for index, answer in enumerate(answers, first):
-                    yield {"index": index, **facts, "answer": answer, "stats": stats}
-
-
-def _warm_up(model: Any, prompt: Tensor) -> None:
-    """Without this the first method's time would include what a process does only once."""
-    import kvsieve
-
-    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
-        ids = prompt[:, :_WARM_UP_TOKENS].to(model.device)
-        sieve.generate(ids, ids.new_ones(ids.shape), max_new_tokens=2, do_sample=False)
-
-
-def _answer(sieve: Any, tokenizer: Any, rows: Sequence[Asked], **options: Any) -> tuple[list[str], Stats]:
-    """Answers to prompts that are padded on the left to one batch."""
-    from kvsieve.turns import stop_ids
-
-    longest = max(each.ids.shape[1] for each in rows)
-    filler = tokenizer.pad_token_id or 0
-    ids = rows[0].ids.new_full((len(rows), longest), filler)
-    # A pad token in a prompt's text is no padding.
-    mask = ids.new_zeros(ids.shape)
-    for row, each in enumerate(rows):
-        ids[row, longest - each.ids.shape[1] :] = each.ids[0]
-        mask[row, longest - each.ids.shape[1] :] = 1
-    ids, mask = ids.to(sieve.model.device), mask.to(sieve.model.device)
-    ends, answers = stop_ids(tokenizer, sieve.model.generation_config.eos_token_id), []
-    options |= {"eos_token_id": sorted(ends) or None, "pad_token_id": filler}
-    result = sieve.generate(ids, mask, protect=[each.protect for each in rows], **options)
-    for made in result.sequences[:, longest:].tolist():
-        # Rows that ended earlier are filled up.
-        end = next((at for at, token in enumerate(made) if token in ends), len(made))
-        answers.append(tokenizer.decode(made[:end], skip_special_tokens=True).strip())
-    return answers, result.stats
-
-
 def report(model: str | None, results: list[dict[str, Any]]) -> dict[str, Any]:
     """JSON-ready."""
     from kvsieve.models.fetch import MODEL_NAME
@@ -338,7 +158,7 @@ def report(model: str | None, results: list[dict[str, Any]]) -> dict[str, Any]:
 def print_answers(results: list[dict[str, Any]], name: str = "method") -> None:
     """name: what methods are called, "label" with their parameters."""
     for result in results:
-        mark = {True: "✓ ", False: "✗ "}.get(result.get("correct"), "")
+        mark = {True: "✓ ", False: "✗ ", None: ""}[result.get("correct")]
         show(f"{mark}{result[name]}: {result['answer']}")
 
 

@@ -56,9 +56,14 @@ class Task(Protocol):
     whether a method sees the question when it chooses what to keep.
     """
 
-    name: str
-    title: str
-    modes: tuple[str, ...]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def modes(self) -> tuple[str, ...]: ...
 
     def sample(self, index: int, length: int, seed: int, count: Callable[[Sample], int]) -> Sample:
         """Sample `index`, the same for the same arguments, of at most `length` prompt tokens and close to it.

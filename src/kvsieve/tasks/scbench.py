@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from kvsieve.errors import InputError
 from kvsieve.registry import did_you_mean
@@ -97,7 +97,7 @@ class SCBench:
         self,
         subset: str,
         source: str | Path | None = None,
-        mode: Literal["multi-turn", "shared"] = "multi-turn",
+        mode: str = "multi-turn",
         truncate: bool = False,
     ) -> None:
         if subset not in _KINDS:

@@ -1,0 +1,56 @@
+"""A forecast of how long a calibration takes, from a few passes that are timed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kvsieve.calibrate import distances, pooling
+from kvsieve.calibrate.options import ANSWER, Options
+from kvsieve.calibrate.prompts import Prompt
+from kvsieve.calibrate.reading import read
+from kvsieve.plans import Plan
+from kvsieve.profiles import Fingerprint
+
+# A forecast reads so many tokens, after a few that nobody times.
+_PILOT, _WARM_UP = 1024, 16
+
+
+def forecast(model: Any, prompts: Sequence[Prompt], options: Options) -> float:
+    """Seconds that `measure` may take, from a few passes that are timed now: a guess within a factor of two or so."""
+    layers = Fingerprint.of(model).layers
+    found, _ = distances.candidates(model, layers, options.tsp_rate, options.max_layer)
+    if not options.every_layer:
+        # How far down it goes is not known before.
+        found = found[-max(1, len(found) // 3) :]
+    found = found if "tsp" in options.parts else []
+    settings = len(options.kernels) * len(options.windows) * len(options.poolings) * ("pooling" in options.parts)
+    plan, first = Plan(name="full"), prompts[0].ids[:, :_PILOT].to(model.device)
+    read(model, plan, first[:, :_WARM_UP])
+    per_token = _seconds(model, lambda: read(model, plan, first)) / first.shape[1]
+    alone = _seconds(model, lambda: read(model, plan, first[:, :1]))
+    # As many answers as are computed together.
+    rows = first[:, :ANSWER].expand(pooling.ROWS, -1)
+    with torch.no_grad():
+        answers = _seconds(model, lambda: model(input_ids=rows))
+    seconds = 0.0
+    for prompt in prompts:
+        length = prompt.ids.shape[1]
+        rate = options.tsp_rate.entries(length) / length  # type: ignore[union-attr]
+        # Passes over a prompt: it is read, its queries are looked at, settings choose among its entries, tokens go.
+        passes = 2.2 + 1.5 * settings / 48 + 1.1 * ("asl" in options.parts)
+        passes += sum((layer + 1 + rate * (layers - layer - 1)) / layers for layer in found)
+        seconds += passes * length * per_token + (settings + len(found)) / pooling.ROWS * answers
+        seconds += alone * (ANSWER if prompt.answer is None else 1)
+    return seconds + prompts[-1].ids.shape[1] * per_token * ("q_filters" in options.parts)
+
+
+def _seconds(model: Any, work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
+    return time.perf_counter() - began
