@@ -14,6 +14,7 @@ from kvsieve.hf.shared import next_logits
 from kvsieve.kernels.interpreter import interpreted
 from kvsieve.methods import HSA, DuoAttention, DynamicKV, KNorm, PyramidKV
 from kvsieve.models.families import build
+from small import recorder_stand_in
 
 PLANS = {
     "full": {},
@@ -34,14 +35,9 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.fixture
-def stand_in(monkeypatch):
-    """A recorder that runs a pass once, as a warm-up does, and then whenever it is asked to."""
-
-    def record(run):
-        run()
-        return run
-
-    monkeypatch.setitem(fixed.RECORDERS, "graph", lambda device: record)
+def stand_in():
+    with recorder_stand_in():
+        yield
 
 
 @pytest.fixture(scope="module")

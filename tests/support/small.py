@@ -1,10 +1,13 @@
-"""Every method's plan at a size that reduces prompts of a few tokens, and what a cache then stores."""
+"""Every method's plan at a size that reduces prompts of a few tokens, what a cache then stores, and a recorder."""
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 
 import kvsieve
+from kvsieve.hf import fixed
 from kvsieve.profiles import Fingerprint, Profile
 from layers import golden
 
@@ -50,3 +53,19 @@ def stored(cache, padding=(0,)):
         for row, pad in enumerate(padding):
             out[row].append([(index[row, h][real[row, h]] - pad).tolist() for h in range(index.shape[1])])
     return out
+
+
+@contextlib.contextmanager
+def recorder_stand_in(engine="graph"):
+    """Let this engine record a pass by running it once, as a warm-up does, and then run it whenever it is asked to."""
+
+    def record(run):
+        run()
+        return run
+
+    before = fixed.RECORDERS[engine]
+    fixed.RECORDERS[engine] = lambda device: record
+    try:
+        yield
+    finally:
+        fixed.RECORDERS[engine] = before

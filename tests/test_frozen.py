@@ -1,0 +1,66 @@
+"""Every method does on a tiny model what the committed record says; benchmarks/freeze.py wrote it."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvsieve
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "freeze.py"
+RECORD = Path(__file__).parent / "data" / "frozen.json.gz"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("benchmarks_freeze", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def model(script):
+    return script.tiny_model()
+
+
+@pytest.fixture(scope="module")
+def record(script):
+    return script.read(RECORD)
+
+
+@pytest.mark.parametrize("name", kvsieve.list_methods())
+def test_behaviour_is_as_recorded(script, model, record, name):
+    expected = record.get(name, {})
+    found = script.frozen(model, name)
+    lines = [
+        f"{name}, {case}: {line}" for case in found for line in script.differences(expected.get(case), found[case])
+    ]
+    assert not lines, "\n".join(lines)
+
+
+def test_the_record_is_of_these_methods_and_cases(script, record):
+    assert sorted(record) == sorted(kvsieve.list_methods())
+    assert all(list(cases) == list(script.CASES) for cases in record.values())
+
+
+def test_other_tokens_logits_and_refusals_are_told(script, record):
+    before = record["snapkv"]["two turns"]
+    assert script.differences(before, copy.deepcopy(before)) == []
+    other = copy.deepcopy(before)
+    other["kept 1"][0][2][1] = "0-3"
+    (line,) = script.differences(before, other)
+    assert "kept 1: other tokens in 1 heads, first in row 0, layer 2, head 1" in line
+    other = copy.deepcopy(before)
+    other["logits 0"][1][0][3] += 1e-5
+    assert script.differences(before, other) == []
+    other["logits 0"][1][0][3] += 1e-2
+    assert script.differences(before, other) == ["logits 0: differ by up to 0.01"]
+    assert script.differences(before, {"refused": "PlanError"}) == ["was runs, is PlanError"]
+    assert script.differences(None, before) == ["is not in the record: write it again"]
