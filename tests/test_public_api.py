@@ -1,0 +1,110 @@
+"""The public names and their signatures, written down: whoever changes one changes this file, and the changelog."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import kvsieve
+from kvsieve.hf.chat import Chat, Reply
+from kvsieve.hf.generate import GenerateResult, Stats
+from kvsieve.hf.saved import Saved
+
+NAMES = """
+    Budget KvsieveError KvsieveWarning Plan Sieve SieveCache __version__ attach list_methods method_info methods models
+    plan register_method
+"""
+FUNCTIONS = """
+    attach(model, plan, *, decode='auto', tokenizer=None)
+    list_methods()
+    method_info(name)
+    plan(method, **parameters)
+    register_method(name, *, title, paper, phase, query_aware, example=None, derive=None, part=None)
+"""
+MODELS = """
+    cache_dir()
+    fetch_demo(quiet=False)
+    load(model_id_or_dir, dtype=torch.bfloat16, device=None)
+    load_demo(dtype=torch.bfloat16)
+"""
+SIEVE = """
+    adopt(self, cache)
+    chat(self, tokenizer, system=None, *, load=None, max_new_tokens=512, chunk=1024, **options)
+    check_cache(self, cache)
+    generate(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
+        question=None, reduce=True, **options)
+    load(self, path, *, tokenizer=None)
+    new_cache(self)
+    prefill(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
+        reduce=True)
+    save(self, cache, path, *, tokenizer=None, ids=None, extra=None, force=False)
+    use_tokenizer(self, tokenizer)
+"""
+CHAT = """
+    ask(self, message, on_text=None, **options)
+    cache
+    context
+    fork(self)
+    ids
+    messages
+    read(self, text, **options)
+    rollback(self, snapshot)
+    save(self, path, *, force=False)
+    snapshot(self)
+    stream(self, message, **options)
+    system
+    turns
+"""
+FIELDS = {
+    GenerateResult: "sequences stats cache output token_s",
+    Reply: "text tokens ended stats",
+    Saved: "cache ids extra",
+    Stats: """
+        method applied prompt_tokens deep_tokens kv_entries kv_asked kv_bytes ttft_s tpot_s new_tokens peak_bytes notes
+        report traffic storage decoding compressed_layers kv_share
+    """,
+}
+
+
+def lines(text: str) -> list[str]:
+    """One signature per line; a deeper indented line goes on with the one before."""
+    return text.strip("\n").replace("\n        ", " ").replace("    ", "").splitlines()
+
+
+def written(name: str, member: object) -> str:
+    """As a signature is written above: no annotations, and a property is its name."""
+    if not callable(member):
+        return name
+    signature = inspect.signature(member)
+    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    return name + str(signature.replace(parameters=bare, return_annotation=signature.empty))
+
+
+def members(owner: object, names: list[str] | None = None) -> list[str]:
+    names = [name for name in vars(owner) if not name.startswith("_")] if names is None else names
+    return [written(name, getattr(owner, name)) for name in sorted(names)]
+
+
+def test_the_names_of_the_package_are_these():
+    assert sorted(kvsieve.__all__) == NAMES.split()
+    assert all(hasattr(kvsieve, name) for name in kvsieve.__all__)
+
+
+def test_functions_take_these_parameters():
+    functions = [name for name in kvsieve.__all__ if inspect.isfunction(getattr(kvsieve, name))]
+    assert members(kvsieve, functions) == lines(FUNCTIONS)
+    functions = [name for name in kvsieve.models.__all__ if inspect.isfunction(getattr(kvsieve.models, name))]
+    assert members(kvsieve.models, functions) == lines(MODELS)
+
+
+def test_a_sieve_has_these_methods():
+    assert members(kvsieve.Sieve) == lines(SIEVE)
+
+
+def test_a_chat_has_these_methods_and_properties():
+    assert members(Chat) == lines(CHAT)
+
+
+def test_results_have_these_fields():
+    for made, names in FIELDS.items():
+        assert [each.name for each in dataclasses.fields(made)] == names.split(), made.__name__
