@@ -40,7 +40,7 @@ TIMED_BATCH := snapkv:paper=true;budget=10%,fastkv:paper=true;tsp_layer=14;tsp_r
 PEERS := snapkv,adakv
 BESIDE = $(if $(PEER),--peer-python $(PEER) --peer-methods $(PEERS))
 
-.PHONY: demo test quick lint types bench results claims readers methods docs clean
+.PHONY: demo test quick lint types bench results claims readers methods docs site clean
 
 demo: $(VENV)/.ready
 	$(BIN)/kvsieve demo
@@ -109,6 +109,11 @@ methods: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(BIN)/kvsieve models --markdown > docs/supported_models.md
 	$(BIN)/kvsieve methods --markdown > docs/methods.md
+
+# The documentation as a web site; broken links and pages that the navigation leaves out fail.
+site: $(VENV)/.ready
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --strict --site-dir site
 
 $(VENV)/.ready: pyproject.toml constraints.txt requirements-demo.txt
 	$(PYTHON) -m venv $(VENV)

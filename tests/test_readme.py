@@ -19,7 +19,7 @@ from kvsieve.cli.specs import method_specs
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "examples/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 

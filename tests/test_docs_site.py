@@ -1,0 +1,55 @@
+"""The documentation's site, without building it: its navigation, the API page's names, the pages' outward links."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import reduce
+from pathlib import Path
+
+import pytest
+
+import kvsieve
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+SETTINGS = (ROOT / "mkdocs.yml").read_text()
+API = re.findall(r"^::: (\S+)$", (DOCS / "api.md").read_text(), re.M)
+
+
+def test_the_navigation_has_every_page_once():
+    navigation = SETTINGS.partition("\nnav:\n")[2].partition("\n\n")[0]
+    pages = re.findall(r"(\w+\.md)$", navigation, re.M)
+    assert sorted(pages) == sorted(page.name for page in DOCS.glob("*.md"))
+
+
+def test_the_index_leads_to_every_other_page():
+    linked = set(re.findall(r"\]\((\w+\.md)\)", (DOCS / "index.md").read_text()))
+    assert linked == {page.name for page in DOCS.glob("*.md")} - {"index.md"}
+
+
+@pytest.mark.parametrize("name", API)
+def test_every_name_of_the_api_page_exists_and_is_described(name):
+    assert reduce(getattr, name.split(".")[1:], kvsieve).__doc__
+
+
+def test_the_api_page_has_the_public_names():
+    documented = {name.removeprefix("kvsieve.") for name in API}
+    # The errors' page has two of them, and modules and the version are not described there.
+    assert documented >= set(kvsieve.__all__) - {"KvsieveError", "KvsieveWarning", "__version__", "methods", "models"}
+
+
+def test_links_out_of_docs_lead_to_the_repository_and_pictures_are_shown():
+    spec = importlib.util.spec_from_file_location("site_links", ROOT / "benchmarks" / "site_links.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = {"repo_url": "https://example.org/repo"}
+    text = "[a](../README.md#make) ![b](../benchmarks/b.png) [c](chat.md)"
+    assert module.on_page_markdown(text, None, config, None) == (
+        "[a](https://example.org/repo/blob/main/README.md#make) ![b](benchmarks/b.png) [c](chat.md)"
+    )
+
+
+def test_what_the_site_is_built_into_is_ignored():
+    target = re.search(r"mkdocs build .*--site-dir (\w+)", (ROOT / "Makefile").read_text()).group(1)
+    assert f"{target}/" in (ROOT / ".gitignore").read_text().splitlines()
