@@ -5,7 +5,7 @@
 bf16, the demo model's shape: milliseconds per layer for a whole prompt and for one decoded token (30 layers' keys and
 values in turn, so that they come from memory), both kinds in turns, medians of rounds and of their ratios. Then what
 the demo model makes of each: its next-token distributions beside those of the same weights in float32. Where
-`kvsieve.attention.blocked.pays` is False the products are timed all the same.
+`kvsieve.attention.blocked.faster_here` is False the products are timed all the same.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def token(length: int, rounds: int) -> dict[str, float]:
         {
             "fused_ms": lambda: [F.scaled_dot_product_attention(query, keys, values) for keys, values in layers],
             "products_ms": lambda: [
-                blocked.thin_attention(query, keys, values, None, scale=SCALE) for keys, values in layers
+                blocked.single_query_attention(query, keys, values, None, scale=SCALE) for keys, values in layers
             ],
         },
         rounds,
@@ -97,7 +97,7 @@ def fidelity(length: int = 1500) -> dict[str, dict[str, float]]:
 
 
 def _log_probabilities(model, ids: Tensor, products: bool) -> Tensor:
-    with kvsieve.attach(model, kvsieve.plan("full")), mock.patch.object(dense, "pays", lambda query: products):
+    with kvsieve.attach(model, kvsieve.plan("full")), mock.patch.object(dense, "faster_here", lambda query: products):
         return model(ids).logits[0].float().log_softmax(-1)
 
 
@@ -112,7 +112,7 @@ def main() -> None:
     with torch.no_grad():
         report = {
             "environment": environment(),
-            "products_are_used_here": blocked.pays(torch.zeros(1, dtype=torch.bfloat16)),
+            "products_are_used_here": blocked.faster_here(torch.zeros(1, dtype=torch.bfloat16)),
             "rounds": arguments.rounds,
             "prompt": {length: prompt(length, arguments.rounds) for length in lengths},
             "token": {length: token(length, 3 * arguments.rounds) for length in [250, 500, *lengths]},

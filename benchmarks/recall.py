@@ -23,7 +23,7 @@ from pydoc_data.topics import topics
 import torch
 
 import kvsieve
-from kvsieve.core.lines import Choice, Lines, ReadFacts
+from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.hf.shared import next_logits
 from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
 from kvsieve.methods.readers import Setting
@@ -46,24 +46,24 @@ class Judge:
     def reads_all(self, setting: ReadFacts, size: int) -> bool:
         return False
 
-    def choose(self, query, lines: Lines, state: dict, scale: float, facts: ReadFacts) -> Choice:
-        keys = lines.keys_at(lines.span(0, lines.size)).float()
+    def choose(self, query, kv_rows: KVRows, state: dict, scale: float, facts: ReadFacts) -> Choice:
+        keys = kv_rows.keys_at(kv_rows.span(0, kv_rows.size)).float()
         weights = (query.float() @ keys.transpose(1, 2) * scale).softmax(-1).sum(1)
         for budget in self.budgets:
             oracle = ExactTopK(budget=budget, per_group=True)
-            best = oracle.choose(query, lines, {}, scale, Setting(budget, budget // 2)).entries
+            best = oracle.choose(query, kv_rows, {}, scale, Setting(budget, budget // 2)).entries
             for name, kind in READERS.items():
                 reader = kind(budget=budget, newest=False)
                 own = state.setdefault(f"{name} {budget}", _Own())
-                entries = reader.choose(query, lines, own.state, scale, reader.setting(facts)).entries
+                entries = reader.choose(query, kv_rows, own.state, scale, reader.setting(facts)).entries
                 hit = (entries[:, :, None] == best[:, None, :]).any(1).float().mean()
                 mass = weights.gather(1, entries).sum(1) / weights.gather(1, best).sum(1)
                 self.found[name, budget, facts.layer_idx].append((hit.item(), mass.mean().item()))
-        return Choice(lines.span(0, lines.size))
+        return Choice(kv_rows.span(0, kv_rows.size))
 
 
 class _Own:
-    """One reader's memory of the lines."""
+    """One reader's memory of the KV rows."""
 
     def __init__(self) -> None:
         self.state: dict = {}
@@ -93,8 +93,8 @@ def random(judge: Judge, length: int, steps: int, like: float, heads: int = 3, g
     state: dict = {}
     for size in range(length + 1, length + steps + 1):
         query = torch.randn(heads, groups, dim, generator=made)
-        lines = Lines(flat, flat, None, tail, 1, size)
-        judge.choose(query, lines, state, dim**-0.5, ReadFacts(0, 1, length, 0, dim))
+        kv_rows = KVRows(flat, flat, None, tail, 1, size)
+        judge.choose(query, kv_rows, state, dim**-0.5, ReadFacts(0, 1, length, 0, dim))
 
 
 def table(judge: Judge) -> dict:

@@ -14,8 +14,8 @@ from kvsieve.types import Quotas
 
 
 @dataclass(frozen=True)
-class Held:
-    """What of a conversation must stay stored, by column as fed; columns from W on are free.
+class ProtectedTokens:
+    """Tokens of a conversation that must stay stored, by token index as fed; those from W on are free.
 
     protected: bool [B, W], or None. segments: int32 [B, W], the part with a quota that a column belongs to, from 1 on,
     0 for none, or None; counts: int64 [B, S], entries of each part that must stay.
@@ -62,31 +62,33 @@ class Held:
         to_come = _sizes(self.segments[:, None, width:], parts).to(index.device)
         return bool((_sizes(quotas.segment, parts) + to_come < quotas.counts[:, None]).any())
 
-    def joined(self, other: Held) -> Held:
+    def joined(self, other: ProtectedTokens) -> ProtectedTokens:
         """Both; `other` speaks of at least as many columns. Raises InputError where quotas overlap."""
         protected = _both(self.protected, other.protected, torch.logical_or)
         if self.segments is None or other.segments is None:
             mine = self if other.segments is None else other
-            return Held(protected, _both(self.segments, other.segments, torch.add), mine.counts)
+            return ProtectedTokens(protected, _both(self.segments, other.segments, torch.add), mine.counts)
         assert self.counts is not None and other.counts is not None
         old = _wider(self.segments, other.segments.shape[1])
         if bool(((old > 0) & (other.segments > 0)).any()):
             raise InputError("quotas: a span overlaps one of an earlier turn; make them disjoint")
         shifted = other.segments + (other.segments > 0).int() * self.counts.shape[1]
-        return Held(protected, old + shifted, torch.cat([self.counts, other.counts], 1))
+        return ProtectedTokens(protected, old + shifted, torch.cat([self.counts, other.counts], 1))
 
-    def columns(self, columns: Tensor) -> Held:
-        """The same for a prompt made of these columns, int64 [B, K], -1 for filler."""
-        parts = (_looked_up(part, columns[:, None], None) for part in (self.protected, self.segments))
+    def reindexed(self, token_index: Tensor) -> ProtectedTokens:
+        """Protection of a prompt made of the tokens at `token_index`, int64 [B, K], -1 for filler."""
+        parts = (_looked_up(part, token_index[:, None], None) for part in (self.protected, self.segments))
         protected, segments = (None if part is None else part[:, 0] for part in parts)
         return dataclasses.replace(self, protected=protected, segments=segments)
 
-    def rows(self, rows: Tensor) -> Held:
+    def rows(self, rows: Tensor) -> ProtectedTokens:
         """The same with row ``rows[i]`` as row i."""
-        return Held(*(None if part is None else part.index_select(0, rows.to(part.device)) for part in self._parts()))
+        return ProtectedTokens(
+            *(None if part is None else part.index_select(0, rows.to(part.device)) for part in self._parts())
+        )
 
-    def to(self, device: torch.device) -> Held:
-        return Held(*(None if part is None else part.to(device) for part in self._parts()))
+    def to(self, device: torch.device) -> ProtectedTokens:
+        return ProtectedTokens(*(None if part is None else part.to(device) for part in self._parts()))
 
     def tensors(self) -> list[Tensor]:
         """Every tensor held."""
@@ -134,8 +136,8 @@ def _looked_up(part: Tensor | None, index: Tensor, valid: Tensor | None) -> Tens
     if part is None:
         return None
     width = part.shape[1]
-    columns = index.long().clamp(0, width - 1)
-    found = part.to(index.device)[:, None].expand(-1, index.shape[1], -1).gather(2, columns)
+    at = index.long().clamp(0, width - 1)
+    found = part.to(index.device)[:, None].expand(-1, index.shape[1], -1).gather(2, at)
     outside = (index < 0) | (index >= width)
     return found.masked_fill(outside if valid is None else outside | ~valid, 0)
 

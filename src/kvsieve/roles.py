@@ -14,7 +14,7 @@ from kvsieve.types import LayerContext, Selection, When
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvsieve.core.lines import Choice, Lines, ReadFacts
+    from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 
 Look = Callable[[LayerContext], None]
 
@@ -96,7 +96,7 @@ def entries_kept(evictor: Evictor, length: int, new_tokens: int = 0) -> int:
 class Reader(Protocol):
     """Chooses which stored entries a new token reads.
 
-    It sees lines (core.lines): the entries of one KV head of one row, all of them real, whatever they are stored in.
+    It sees KV rows (core.kv_rows): the entries of one KV head of one batch row, all real, whatever they are stored in.
     Prompts are read densely; with ``questions`` set, one that the plan leaves whole is read as answers are.
     """
 
@@ -104,24 +104,24 @@ class Reader(Protocol):
     def questions(self) -> bool: ...
 
     def setting(self, facts: ReadFacts) -> Hashable | None:
-        """The parameters for one row's lines in one layer; None where everything is read.
+        """The parameters for one row's KV rows in one layer; None where everything is read.
 
         Raises PlanError for a budget that cannot be honoured there.
         """
         ...
 
     def reads_all(self, setting: Any, size: int) -> bool:
-        """Whether lines of `size` entries are read whole."""
+        """Whether KV rows of `size` entries are read whole."""
         ...
 
-    def choose(self, query: Tensor, lines: Lines, state: dict[str, Any], scale: float, setting: Any) -> Choice:
-        """What of each line is read for query [X, G, D], the G query heads of each line.
+    def choose(self, query: Tensor, kv_rows: KVRows, state: dict[str, Any], scale: float, setting: Any) -> Choice:
+        """What of each KV row is read for query [X, G, D], the G query heads of each KV row.
 
-        state: scratch of these lines; what it holds is derived from their entries (tensors with a row per line, or
-        objects with a method held() that gives their tensors), which between calls only grow. With ``fixed_shapes =
-        True`` a reader says that it also knows lines whose length is on the device, and remembers nothing but a
-        Follower (core.lines) each. What a Follower reads to take in entries is counted by what it says; `looked_at`
-        (core.lines.Choice) tells the rest.
+        state: scratch of these KV rows; what it holds is derived from their entries (tensors with a row per KV row, or
+        objects with a method all_tensors() that gives their tensors), which between calls only grow. With
+        ``fixed_shapes = True`` a reader says that it also knows KV rows whose length is on the device, and remembers
+        nothing but IncrementalMetadata (core.kv_rows) of each. What that reads to take in entries, it tells itself
+        (update_bytes); `metadata_bytes` (core.kv_rows.Choice) tells the rest.
         """
         ...
 

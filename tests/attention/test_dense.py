@@ -51,8 +51,8 @@ def test_blocks_of_products_equal_the_reference(new, groups, padding, monkeypatc
 
 
 def test_only_bfloat16_on_a_cpu_is_taken_apart_into_products():
-    assert not blocked.pays(torch.zeros(1)) and not blocked.pays(torch.zeros(1, dtype=torch.float16))
-    assert not blocked.pays(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
+    assert not blocked.faster_here(torch.zeros(1)) and not blocked.faster_here(torch.zeros(1, dtype=torch.float16))
+    assert not blocked.faster_here(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
 
 
 @pytest.mark.parametrize("padding", [None, "rows", "heads"])
@@ -64,7 +64,7 @@ def test_a_token_by_products_equals_the_reference(padding):
     if valid is not None:
         mask = valid[:, :, None].clone()
         mask[..., -1] = True
-    ours = blocked.thin_attention(query.view(2, 2, 3, 8), keys, values, mask, scale=0.3).view(2, 6, 1, 8)
+    ours = blocked.single_query_attention(query.view(2, 2, 3, 8), keys, values, mask, scale=0.3).view(2, 6, 1, 8)
     torch.testing.assert_close(
         ours, reference_attention(query, keys, values, scale=0.3, valid=valid), atol=1e-12, rtol=0
     )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.core.lines import Length, Lines
-from kvsieve.core.pages import PageTable, best_entries, shares
+from kvsieve.core.kv_rows import DeviceLength, KVRows
+from kvsieve.core.pages import PageTable, best_entries, page_softmax
 
 
-def lines(keys, size):
-    """Lines over keys [X, N, D], of which the first `size` are stored."""
+def kv_rows(keys, size):
+    """KV rows over keys [X, N, D], of which the first `size` are stored."""
     rows = torch.arange(len(keys))
     flat = keys.flatten(0, 1)
-    return Lines(flat, flat, None, rows * keys.shape[1], 1, size)
+    return KVRows(flat, flat, None, rows * keys.shape[1], 1, size)
 
 
 @pytest.mark.parametrize("page", [1, 2, 3, 7, 50])
@@ -21,7 +21,7 @@ def test_incremental_equals_recomputed(page):
     keys = torch.randn(2, 41, 5, dtype=torch.float64)
     table = PageTable(page)
     for size in (4, 5, 6, 7, 20, 21, 40, 41):
-        table.follow(lines(keys, size))
+        table.update(kv_rows(keys, size))
         bounds = table.bounds()
         assert bounds.shape[-1] == -(-size // page)
         for at in range(bounds.shape[-1]):
@@ -33,7 +33,7 @@ def test_incremental_equals_recomputed(page):
 def test_a_page_bounds_the_logits_of_its_entries():
     keys, query = torch.randn(3, 40, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
     table = PageTable(6)
-    table.follow(lines(keys, 40))
+    table.update(kv_rows(keys, 40))
     greatest, least = table.bounds().unbind(1)
     bound = torch.maximum(query[..., None] * greatest, query[..., None] * least).sum(1)
     logits = (keys @ query[..., None])[..., 0]
@@ -44,21 +44,21 @@ def test_a_page_bounds_the_logits_of_its_entries():
 def test_chosen_channels_of_all_pages():
     keys = torch.randn(2, 10, 6)
     table = PageTable(4)
-    table.follow(lines(keys, 10))
+    table.update(kv_rows(keys, 10))
     channels = torch.tensor([[5, 0], [2, 3]])
     greatest = torch.tensor([[True, False], [False, True]])
     rows = table.rows(channels, greatest)
-    for line in range(2):
+    for row in range(2):
         for i in range(2):
-            half = 0 if greatest[line, i] else 1
-            assert torch.equal(rows[line, i], table.bounds()[line, half, channels[line, i]])
+            half = 0 if greatest[row, i] else 1
+            assert torch.equal(rows[row, i], table.bounds()[row, half, channels[row, i]])
 
 
 def test_entries_of_a_page_share_its_softmax_weight():
     scores = torch.randn(2, 4, dtype=torch.float64)
     for size in (10, 11, 12):
         whole = scores.repeat_interleave(3, -1)[..., :size].softmax(-1)
-        torch.testing.assert_close(shares(scores, size, 3) / 3, whole[..., ::3])
+        torch.testing.assert_close(page_softmax(scores, size, 3) / 3, whole[..., ::3])
 
 
 def test_the_cut_falls_inside_a_page_and_short_pages_are_made_up_for():
@@ -80,27 +80,27 @@ def test_a_length_on_the_device_gives_what_the_same_entries_give(page, newest):
     """Entries are taken in one at a time, in buffers of fixed size; what lies beyond the end is never chosen."""
     keys, query = torch.randn(2, 41, 5, dtype=torch.float64), torch.randn(2, 3, 5, dtype=torch.float64)
     fixed, grown = PageTable(page), PageTable(page)
-    fixed.follow(lines(keys, 20))
+    fixed.update(kv_rows(keys, 20))
     fixed.make_room(41)
     table = fixed.tensors()[0]
     for size in range(21, 40):
-        held = lines(keys, 41)
-        held.length = Length(torch.tensor(size))
-        fixed.follow(held)
-        grown.follow(lines(keys, size))
+        held = kv_rows(keys, 41)
+        held.length = DeviceLength(torch.tensor(size))
+        fixed.update(held)
+        grown.update(kv_rows(keys, size))
         pages = grown.bounds().shape[-1]
         assert torch.equal(fixed.bounds(size), grown.bounds()) and fixed.tensors()[0] is table
-        scores, looked_at = fixed.bound(query, held)
-        wanted, before = grown.bound(query, lines(keys, size))
-        assert looked_at // -(-41 // page) == before // pages
-        weights = shares(scores, 41, page, held.length)
-        wanted = shares(wanted, size, page)
+        scores, metadata_bytes = fixed.bound(query, held)
+        wanted, before = grown.bound(query, kv_rows(keys, size))
+        assert metadata_bytes // -(-41 // page) == before // pages
+        weights = page_softmax(scores, 41, page, held.length)
+        wanted = page_softmax(wanted, size, page)
         torch.testing.assert_close(weights[..., :pages], wanted)
         assert not weights[..., pages:].any()
         chosen = best_entries(weights, 41, page, 9, newest, held.length)
         assert torch.equal(chosen.sort(-1).values, best_entries(wanted, size, page, 9, newest).sort(-1).values)
     # Weights may be negative (Quest's bounds), those of pages beyond the end anything.
-    held = Length(torch.tensor(8))
+    held = DeviceLength(torch.tensor(8))
     for page, wanted in ((1, [1, 2]), (3, [3, 4, 5, 6, 7])):
         weights = torch.tensor([-3.0, -1.0, -2.0, -5.0, -4.0, -7.0, -6.0, -9.0, 0.0, 0.0, 0.0, 0.0])[: 12 // page]
         weights = weights if page == 1 else weights.index_fill(0, torch.tensor([3]), 0.0)

@@ -86,8 +86,8 @@ class Touched(TorchDispatchMode):
 
 def remembered(store):
     """The tables of pages that readers keep of a store."""
-    lines = store.derived.get("lines")
-    groups = [] if lines is None else lines.grouped.groups
+    kv_rows = store.derived.get("kv_rows")
+    groups = [] if kv_rows is None else kv_rows.grouped.groups
     return [
         part for group in groups for name, table in group.state.items() if name == "pages" for part in table.tensors()
     ]

@@ -9,7 +9,7 @@ import torch
 
 import kvsieve
 from kvsieve.cache.base import storage_bytes
-from kvsieve.core.lines import ReadFacts
+from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.errors import PlanError
 from kvsieve.hf.shared import next_logits
 from kvsieve.methods import HSA, PerTurn, Quest, RocketEviction, SnapKV
@@ -85,8 +85,8 @@ class _Always:
     def reads_all(self, setting, size):
         return False
 
-    def choose(self, query, lines, state, scale, setting):
-        return self.inner.choose(query, lines, state, scale, dataclasses.replace(setting, count=lines.size))
+    def choose(self, query, kv_rows, state, scale, setting):
+        return self.inner.choose(query, kv_rows, state, scale, dataclasses.replace(setting, count=kv_rows.size))
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -269,9 +269,9 @@ def test_traffic_and_storage_are_those_of_the_papers_formulas(model, name):
     kept = RocketEviction(budget=32).entries(200, new) + new - 1 if name == "rocketkv" else 200 + new - 1
     assert stats.storage.entries == kept == last
     # What a reader keeps: the bounds of pages, one half of them where a page is one entry.
-    table = store.derived["lines"].grouped.groups[0].state["pages"]
+    table = store.derived["kv_rows"].grouped.groups[0].state["pages"]
     halves = 1 if setting.page == 1 else 2
     used = table.bounds().numel()
     assert used == heads * halves * dim * -(-last // setting.page)
     assert stats.storage.metadata_bytes + stats.storage.bytes == stats.kv_bytes
-    assert stats.storage.metadata_bytes >= storage_bytes(table.held()) >= used * item
+    assert stats.storage.metadata_bytes >= storage_bytes(table.all_tensors()) >= used * item

@@ -228,7 +228,7 @@ def test_any_scratch_of_a_method_comes_back_or_is_named(model, talk, path):
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         cache = sieve.prefill(talk[0])
         cache.layers[1].state = {**state, "1": torch.ones(1), 1: torch.zeros(1)}
-        cache.layers[2].store.derived["lines"] = object()
+        cache.layers[2].store.derived["kv_rows"] = object()
         sieve.save(cache, path)
         back = sieve.load(path).cache
         assert parts(back) == parts(cache) and back.layers[2].store.derived == {}
@@ -378,9 +378,9 @@ def test_files_of_other_kinds_and_formats_are_refused(model, file, tmp_path):
         refused(tmp_path / "none", sieve, "No such file")
         refused(tmp_path / "plain", sieve, "without a cache of kvsieve")
         refused(tmp_path / "odd", sieve, "header cannot be read")
-        for version in (1, 3, "2", None):
+        for version in (1, 2, 4, "3", None):
             written(kvsieve_cache=version, kvsieve="9.0")
-            refused(tmp_path / "c", sieve, rf"format {version!r}, written by kvsieve 9.0; this version, .* format 2")
+            refused(tmp_path / "c", sieve, rf"format {version!r}, written by kvsieve 9.0; this version, .* format 3")
         refused(written(extra={"turns": 2}), sieve, "header does not match its checksum")
         refused(written(sha256=None), sieve, "header does not match its checksum")
         lost = {name: part for name, part in data.items() if name != "layers.2.values"}

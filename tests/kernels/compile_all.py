@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kvsieve.kernels import decode, window
-from kvsieve.kernels.decode import decode_attention, line_attention, ragged_decode
+from kvsieve.kernels.decode import decode_attention, kv_row_attention, ragged_decode
 from kvsieve.kernels.pages import page_bounds, page_scores, update_pages
 from kvsieve.kernels.window import pooled, window_mass
 
@@ -57,19 +57,21 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     decode_attention(query, keys, values, scale=0.1, length=count, valid=valid)
     bias = torch.zeros(1, heads, length, dtype=dtype)
     ragged_decode(query, keys[0, :1], values[0, :1], bias, scale=0.1)
-    lines = query.view(heads, groups, dim)
+    packed = query.view(heads, groups, dim)
     flat = keys.flatten(0, 2), values.flatten(0, 2)
     slots, tail = (torch.zeros(heads, *size, dtype=torch.int64) for size in ((length,), ()))
-    line_attention(lines, *flat, scale=0.1, entries=slots[:, :256], tail=tail)
-    line_attention(lines, *flat, scale=0.1, entries=slots[:, None, :256].expand(-1, groups, -1), body=slots, tail=tail)
-    line_attention(lines, *flat, scale=0.1, body=slots, tail=tail, stride=heads, length=count, capacity=length)
+    kv_row_attention(packed, *flat, scale=0.1, entries=slots[:, :256], tail=tail)
+    kv_row_attention(
+        packed, *flat, scale=0.1, entries=slots[:, None, :256].expand(-1, groups, -1), body=slots, tail=tail
+    )
+    kv_row_attention(packed, *flat, scale=0.1, body=slots, tail=tail, stride=heads, length=count, capacity=length)
     window = torch.zeros(1, heads * groups, 40, dim, dtype=dtype)[:, :, 8:]
     window_mass(window, keys, 0.1)
     window_mass(window, keys, 0.1, valid)
     for pooling in ("avg", "max"):
         pooled(torch.zeros(1, heads * groups, length), heads, 7, pooling)
     table = torch.zeros(heads, 2, dim, 4096, dtype=dtype)
-    page_bounds(table, lines, count)
+    page_bounds(table, packed, count)
     page_scores(table[..., :4001], torch.zeros(heads, groups, 9), slots[:, :9])
     update_pages(table, torch.zeros(heads, dim, dtype=dtype), count, 16)
     update_pages(table[:, :1], torch.zeros(heads, dim, dtype=dtype), 5, 1)

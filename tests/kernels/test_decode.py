@@ -9,11 +9,11 @@ from kvsieve import kernels
 from kvsieve.attention import dense_attention, ragged_attention, sparse_attention
 from kvsieve.attention.reference import reference_attention
 from kvsieve.cache import DenseStore, keep
-from kvsieve.core.lines import Choice, Lines
+from kvsieve.core.kv_rows import Choice, KVRows
 from kvsieve.core.selection import pack_ragged
 from kvsieve.kernels import decode, launch
 
-# Types with numbers of query heads per line.
+# Types with numbers of query heads per KV row.
 MIXES = {
     "fp32-G3": (torch.float32, 3),
     "bf16-G1": (torch.bfloat16, 1),
@@ -25,7 +25,7 @@ CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 @pytest.fixture(params=[1, 50], ids=["one-part", "parts"], autouse=True)
 def parts(request, monkeypatch):
-    """How far lines are split; tiles are small, so that there are several of them."""
+    """How far KV rows are split; tiles are small, so that there are several of them."""
     monkeypatch.setattr(decode, "multiprocessors", lambda device: request.param)
     monkeypatch.setattr(decode, "_BYTES", 2048)
     if request.param == 1:
@@ -81,40 +81,40 @@ def test_heads_of_different_numbers_of_entries(dtype, groups):
     close(ours, reference_attention(query, keys, values, scale=0.3, valid=kept))
 
 
-def lines_in(keys, values, body, stride):
-    """Lines over the slots of flat buffers; `size` entries each, of which `body` are listed."""
-    lines, size = 4, 50
+def kv_rows_in(keys, values, body, stride):
+    """KV rows over the slots of flat buffers; `size` entries each, of which `body` are listed."""
+    kv_rows, size = 4, 50
     slots = torch.randperm(len(keys))
-    tail = 2 + torch.arange(lines)
-    listed = slots[: lines * body].view(lines, body) if body else None
-    return Lines(keys, values, listed, tail, stride, size)
+    tail = 2 + torch.arange(kv_rows)
+    listed = slots[: kv_rows * body].view(kv_rows, body) if body else None
+    return KVRows(keys, values, listed, tail, stride, size)
 
 
 @pytest.mark.parametrize("body", [0, 1, 21], ids=lambda n: f"{n}-listed")
 @pytest.mark.parametrize("chosen", [None, 7, 49, "per-query-head", "one-for-all"])
-def test_entries_of_lines(body, chosen):
+def test_entries_of_kv_rows(body, chosen):
     query, keys, values = tensors(torch.bfloat16 if body else torch.float32, 1, heads=12, size=250, batch=1)
     query, keys, values = query.view(4, 3, 20), keys[0, 0], values[0, 0]
-    lines = lines_in(keys, values, body, stride=4)
-    everything = lines.span(0, lines.size)
+    kv_rows = kv_rows_in(keys, values, body, stride=4)
+    everything = kv_rows.span(0, kv_rows.size)
     entries = everything
     if isinstance(chosen, int):
-        entries = torch.rand(4, lines.size).argsort(-1)[:, :chosen]
+        entries = torch.rand(4, kv_rows.size).argsort(-1)[:, :chosen]
     elif chosen == "per-query-head":
-        entries = torch.rand(4, 3, lines.size).argsort(-1)[..., :9]
+        entries = torch.rand(4, 3, kv_rows.size).argsort(-1)[..., :9]
     elif chosen is None:
         entries = None
     if entries is None:
-        where = {"body": lines.body, "tail": lines.tail, "stride": 4}
-        length = torch.tensor(lines.size - 5)
-        ours = kernels.line_attention(query, keys, values, scale=0.3, length=length, capacity=lines.size, **where)
+        where = {"body": kv_rows.body, "tail": kv_rows.tail, "stride": 4}
+        length = torch.tensor(kv_rows.size - 5)
+        ours = kernels.kv_row_attention(query, keys, values, scale=0.3, length=length, capacity=kv_rows.size, **where)
         entries = everything[:, :-5]
     else:
-        ours = sparse_attention(query, lines, Choice(entries), scale=0.3)
+        ours = sparse_attention(query, kv_rows, Choice(entries), scale=0.3)
     per_head = entries if entries.ndim == 3 else entries[:, None].expand(-1, 3, -1)
     found = [
         reference_attention(
-            query[None, :, one, None], *(part[None] for part in lines.read(per_head[:, one])), scale=0.3
+            query[None, :, one, None], *(part[None] for part in kv_rows.read(per_head[:, one])), scale=0.3
         )
         for one in range(3)
     ]
@@ -123,10 +123,10 @@ def test_entries_of_lines(body, chosen):
 
 def test_a_blend_follows():
     query, keys, values = tensors(torch.bfloat16, 2, batch=1)
-    lines = Lines(keys.flatten(0, 2), values.flatten(0, 2), None, torch.arange(2) * 77, 1, 77)
+    kv_rows = KVRows(keys.flatten(0, 2), values.flatten(0, 2), None, torch.arange(2) * 77, 1, 77)
     choice = Choice(torch.arange(9).expand(2, -1), (torch.rand(2, 2), torch.randn(2, 12)))
-    plain = sparse_attention(query.view(2, 2, 20), lines, Choice(choice.entries), scale=0.3)
-    ours = sparse_attention(query.view(2, 2, 20), lines, choice, scale=0.3)
+    plain = sparse_attention(query.view(2, 2, 20), kv_rows, Choice(choice.entries), scale=0.3)
+    ours = sparse_attention(query.view(2, 2, 20), kv_rows, choice, scale=0.3)
     weight, vector = choice.blend
     close(ours, weight[..., None] * plain + (1 - weight[..., None]) * vector[:, None])
 

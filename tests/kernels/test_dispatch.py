@@ -100,4 +100,4 @@ def test_every_function_is_found_and_others_are_not():
 def test_a_line_needs_to_know_how_long_it_is():
     x = torch.zeros(1, 1, 16)
     with pytest.raises(ValueError, match="capacity"):
-        kernels.line_attention(x, x[0], x[0], scale=1.0, length=torch.tensor(1))
+        kernels.kv_row_attention(x, x[0], x[0], scale=1.0, length=torch.tensor(1))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvsieve import kernels
-from kvsieve.core.lines import Lines
+from kvsieve.core.kv_rows import KVRows
 from kvsieve.core.pages import PageTable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -17,7 +17,7 @@ MIXES = {"fp32-G1": (torch.float32, 1), "bf16-G3": (torch.bfloat16, 3), "fp16-G1
 def table_of(keys, page):
     table = PageTable(page)
     flat = keys.flatten(0, 1)
-    table.follow(Lines(flat, flat, None, torch.arange(len(keys)) * keys.shape[1], 1, keys.shape[1]))
+    table.update(KVRows(flat, flat, None, torch.arange(len(keys)) * keys.shape[1], 1, keys.shape[1]))
     return table
 
 

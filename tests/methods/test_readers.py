@@ -9,7 +9,7 @@ import torch
 
 import kvsieve
 from kvsieve.attention import sparse_attention
-from kvsieve.core.lines import Lines, ReadFacts
+from kvsieve.core.kv_rows import KVRows, ReadFacts
 from kvsieve.core.pages import best_entries
 from kvsieve.errors import PlanError
 from kvsieve.methods import HSA, ExactTopK, PerTurn, Quest, RocketEviction, SnapKV, SparQ
@@ -18,18 +18,18 @@ from kvsieve.methods.readers import Setting
 from layers import context, golden
 
 
-def lines_of(keys, values):
-    """Lines over keys and values [X, N, D]."""
+def kv_rows_of(keys, values):
+    """KV rows over keys and values [X, N, D]."""
     size = keys.shape[1]
-    return Lines(keys.flatten(0, 1), values.flatten(0, 1), None, torch.arange(len(keys)) * size, 1, size)
+    return KVRows(keys.flatten(0, 1), values.flatten(0, 1), None, torch.arange(len(keys)) * size, 1, size)
 
 
 def read(reader, query, keys, values, setting, scale=None):
     """entries and output [X, G, D] of one step from nothing."""
-    lines = lines_of(keys, values)
+    kv_rows = kv_rows_of(keys, values)
     scale = keys.shape[-1] ** -0.5 if scale is None else scale
-    choice = reader.choose(query, lines, {}, scale, setting)
-    return choice, sparse_attention(query, lines, choice, scale=scale)
+    choice = reader.choose(query, kv_rows, {}, scale, setting)
+    return choice, sparse_attention(query, kv_rows, choice, scale=scale)
 
 
 @pytest.fixture(params=[1, 2, 3, 4, 8], ids=lambda g: f"G{g}")
@@ -39,7 +39,7 @@ def step(request):
     return [torch.randn(2, size, 6, dtype=torch.float64) for size in (request.param, 47, 47)]
 
 
-# Slow references: one line, plain loops.
+# Slow references: one KV row, plain loops.
 
 
 def softmax(numbers):
@@ -87,11 +87,11 @@ def slow_hsa(query, keys, page, channels, count, newest):
 def test_hsa(step, page, channels, count, newest):
     query, keys, values = step
     choice, out = read(HSA(budget=16, newest=newest), query, keys, values, Setting(16, count, page, channels))
-    for line in range(2):
-        wanted = slow_hsa(query[line], keys[line], page, channels, count, newest)
-        assert sorted(choice.entries[line].tolist()) == wanted
-        for g, q in enumerate(query[line]):
-            torch.testing.assert_close(out[line, g], attend(q, keys[line], values[line], wanted, 6**-0.5))
+    for row in range(2):
+        wanted = slow_hsa(query[row], keys[row], page, channels, count, newest)
+        assert sorted(choice.entries[row].tolist()) == wanted
+        for g, q in enumerate(query[row]):
+            torch.testing.assert_close(out[row, g], attend(q, keys[row], values[row], wanted, 6**-0.5))
 
 
 def slow_quest(query, keys, page, count, grouped, newest):
@@ -116,12 +116,12 @@ def test_quest(step, page, count, newest, grouped):
     query, keys, values = step
     reader = Quest(budget=64, page=16, per_query_head=not grouped, newest=newest)
     choice, out = read(reader, query, keys, values, Setting(16, count, page))
-    for line in range(2):
-        wanted = slow_quest(query[line], keys[line], page, count, grouped, newest)
-        for g, q in enumerate(query[line]):
-            mine = choice.entries[line] if grouped else choice.entries[line, g]
+    for row in range(2):
+        wanted = slow_quest(query[row], keys[row], page, count, grouped, newest)
+        for g, q in enumerate(query[row]):
+            mine = choice.entries[row] if grouped else choice.entries[row, g]
             assert sorted(mine.tolist()) == wanted[g]
-            torch.testing.assert_close(out[line, g], attend(q, keys[line], values[line], wanted[g], 6**-0.5))
+            torch.testing.assert_close(out[row, g], attend(q, keys[row], values[row], wanted[g], 6**-0.5))
 
 
 def slow_sparq(query, keys, values, channels, count, grouped):
@@ -146,13 +146,11 @@ def test_sparq(step, channels, count, grouped):
     query, keys, values = step
     reader = SparQ(budget=16, newest=False, per_query_head=not grouped)
     choice, out = read(reader, query, keys, values, Setting(16, count, 1, channels))
-    for line in range(2):
-        for g, (entries, wanted) in enumerate(
-            slow_sparq(query[line], keys[line], values[line], channels, count, grouped)
-        ):
-            mine = choice.entries[line] if grouped else choice.entries[line, g]
+    for row in range(2):
+        for g, (entries, wanted) in enumerate(slow_sparq(query[row], keys[row], values[row], channels, count, grouped)):
+            mine = choice.entries[row] if grouped else choice.entries[row, g]
             assert sorted(mine.tolist()) == entries
-            torch.testing.assert_close(out[line, g], wanted)
+            torch.testing.assert_close(out[row, g], wanted)
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["per-head", "grouped"])
@@ -246,8 +244,8 @@ def test_at_any_length_the_newest_is_read_and_the_query_has_its_say(name, budget
             continue
         page, count = setting.page, setting.count
         # Of pages the greatest and the least value of every channel, or one of them in few.
-        looked_at = 2 * dim if name == "quest" else setting.channels
-        estimates = -(-stored // page) * looked_at / (2 * dim)
+        metadata_bytes = 2 * dim if name == "quest" else setting.channels
+        estimates = -(-stored // page) * metadata_bytes / (2 * dim)
         assert count + estimates <= setting.tokens + 1, (length, setting)
         # However full the newest page is, at the end of the prompt and all through the answer.
         for size in {stored - 40, stored - 39, stored - (stored - 1) % page, stored - 1, stored}:
@@ -268,7 +266,7 @@ def test_quest_at_131072_entries_and_its_own_budget_depends_on_the_query():
     setting = reader.setting(ReadFacts(0, 30, 131000, 72, 8))
     assert setting == Setting(512, 256, 512)
     chosen = [
-        set(reader.choose(q, lines_of(keys, keys), {}, 1.0, setting).entries[0].tolist()) for q in (query, -query)
+        set(reader.choose(q, kv_rows_of(keys, keys), {}, 1.0, setting).entries[0].tolist()) for q in (query, -query)
     ]
     assert all(131071 in each and len(each) == 256 for each in chosen) and len(chosen[0] & chosen[1]) == 128
 

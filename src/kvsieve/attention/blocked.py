@@ -10,8 +10,8 @@ _ELEMENTS = 1 << 24
 _QUERIES = 128
 
 
-def pays(query: Tensor) -> bool:
-    """Whether this is faster here than torch's fused CPU kernel.
+def faster_here(query: Tensor) -> bool:
+    """Tell whether two products are faster on this processor than torch's fused CPU kernel.
 
     It is in bfloat16 on processors with AVX-512 BF16 and without AMX: the fused kernel takes more than twice the time
     there (benchmarks/attention.py). Logits are rounded to bfloat16, as in transformers' eager
@@ -53,7 +53,7 @@ def blocked_attention(
     return out
 
 
-def thin_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+def single_query_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
     """Attention of one token per row: query [B, H, G, D], mask bool [B, H or 1, 1, N] or None -> [B, H, G, Dv].
 
     The product with the keys is taken the other way round, keys first: a matrix with three rows is read badly.

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from kvsieve import kernels
-from kvsieve.attention.blocked import blocked_attention, pays, thin_attention
+from kvsieve.attention.blocked import blocked_attention, faster_here, single_query_attention
 
 # Elements of one boolean mask block; a prompt of any length needs no N x N mask.
 _MASK_ELEMENTS = 1 << 25
@@ -37,14 +37,14 @@ def dense_attention(
         if valid is not None:
             mask = valid[:, :, None, :].clone()
             mask[..., -1] = True
-        if length >= LONG and pays(query):
-            out = thin_attention(packed, keys, values, mask, scale=scale)
+        if length >= LONG and faster_here(query):
+            out = single_query_attention(packed, keys, values, mask, scale=scale)
         else:
             out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
         return out.reshape(batch, query_heads, 1, values.shape[-1])
     if valid is not None and valid.shape[1] == 1:
         return _rows_alone(query, keys, values, scale, valid)
-    if pays(query):
+    if faster_here(query):
         return blocked_attention(query, keys, values, scale=scale, valid=valid)
     if new == length and valid is None:
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)

@@ -6,20 +6,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.core.lines import Choice, Lines
+from kvsieve.core.kv_rows import Choice, KVRows
 
 
-def sparse_attention(query: Tensor, lines: Lines, choice: Choice, *, scale: float) -> Tensor:
-    """query: [X, G, D], the G query heads of each line. Returns [X, G, Dv]; only the chosen rows are read.
+def sparse_attention(query: Tensor, kv_rows: KVRows, choice: Choice, *, scale: float) -> Tensor:
+    """query: [X, G, D], the G query heads of each KV row. Returns [X, G, Dv]; only the chosen rows are read.
 
     They are copied first, where no kernel reads them in place.
     """
     entries = choice.entries
-    if kernels.usable(query, lines.keys, lines.values):
-        slots = {"body": lines.body, "tail": lines.tail, "stride": lines.stride}
-        out = kernels.line_attention(query, lines.keys, lines.values, scale=scale, entries=entries, **slots)
+    if kernels.usable(query, kv_rows.keys, kv_rows.values):
+        slots = {"body": kv_rows.body, "tail": kv_rows.tail, "stride": kv_rows.stride}
+        out = kernels.kv_row_attention(query, kv_rows.keys, kv_rows.values, scale=scale, entries=entries, **slots)
     else:
-        keys, values = lines.read(entries)
+        keys, values = kv_rows.read(entries)
         if entries.ndim == 2:
             out = F.scaled_dot_product_attention(query[:, None], keys[:, None], values[:, None], scale=scale)[:, 0]
         else:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.attention import dense_attention, ragged_attention, sparse_attention
-from kvsieve.core.lines import Choice, Lines
+from kvsieve.core.kv_rows import Choice, KVRows
 from kvsieve.core.scoring import window_mass
 from kvsieve.methods.hsa import hsa_setting
 
@@ -84,46 +84,46 @@ def ragged(shape: Shape, batch: int, length: int) -> Task:
 
 def chosen(shape: Shape, batch: int, length: int, count: int) -> Task:
     """A token's attention over `count` of the entries of each KV head, anywhere."""
-    lines = batch * shape.heads
+    kv_rows = batch * shape.heads
 
     @functools.cache
     def stored() -> tuple[Tensor, Tensor, Tensor]:
-        keys, values = (shape.random(lines * length, shape.dim) for _ in range(2))
-        return keys, values, torch.arange(lines, device=shape.device) * length
+        keys, values = (shape.random(kv_rows * length, shape.dim) for _ in range(2))
+        return keys, values, torch.arange(kv_rows, device=shape.device) * length
 
     def run(query: Tensor, keys: Tensor, values: Tensor, tail: Tensor, entries: Tensor) -> Tensor:
-        among = Lines(keys, values, None, tail, 1, length)
+        among = KVRows(keys, values, None, tail, 1, length)
         return sparse_attention(query, among, Choice(entries), scale=shape.dim**-0.5)
 
     def tensors() -> tuple[Tensor, ...]:
-        entries = torch.rand(lines, length, device=shape.device).argsort(-1)[:, :count].contiguous()
-        return shape.random(lines, shape.groups, shape.dim), *stored(), entries
+        entries = torch.rand(kv_rows, length, device=shape.device).argsort(-1)[:, :count].contiguous()
+        return shape.random(kv_rows, shape.groups, shape.dim), *stored(), entries
 
-    moved = lines * count * (2 * shape.dim * shape.dtype.itemsize + 8)
+    moved = kv_rows * count * (2 * shape.dim * shape.dtype.itemsize + 8)
     return Task("decode, chosen entries", f"{batch} x {count} of {length}", moved, tensors, run, run)
 
 
 def estimates(shape: Shape, batch: int, pages: int, channels: int) -> Task:
     """HSA's scores of pages in chosen channels."""
-    lines, dim = batch * shape.heads, shape.dim
+    kv_rows, dim = batch * shape.heads, shape.dim
 
     def plain(table: Tensor, weights: Tensor, at: Tensor) -> Tensor:
         rows = table.flatten(1, 2).gather(1, at[..., None].expand(-1, -1, pages))
         return weights @ rows.to(weights.dtype)
 
     def tensors() -> tuple[Tensor, ...]:
-        at = torch.rand(lines, 2 * dim, device=shape.device).argsort(-1)[:, :channels].contiguous()
-        weights = torch.randn(lines, shape.groups, channels, device=shape.device)
-        return shape.random(lines, 2, dim, pages), weights, at
+        at = torch.rand(kv_rows, 2 * dim, device=shape.device).argsort(-1)[:, :channels].contiguous()
+        weights = torch.randn(kv_rows, shape.groups, channels, device=shape.device)
+        return shape.random(kv_rows, 2, dim, pages), weights, at
 
-    moved = lines * pages * (channels * shape.dtype.itemsize + 4 * shape.groups)
+    moved = kv_rows * pages * (channels * shape.dtype.itemsize + 4 * shape.groups)
     what = f"{batch} x {pages} pages, {channels} channels"
     return Task("page scores, HSA", what, moved, tensors, kernels.page_scores, plain)
 
 
 def bounds(shape: Shape, batch: int, pages: int) -> Task:
     """Quest's bounds of pages."""
-    lines = batch * shape.heads
+    kv_rows = batch * shape.heads
 
     def plain(table: Tensor, query: Tensor) -> Tensor:
         query, table = query.to(torch.promote_types(query.dtype, torch.float32)), table.to(query.dtype)
@@ -131,15 +131,15 @@ def bounds(shape: Shape, batch: int, pages: int) -> Task:
         return query.clamp(min=0) @ table[:, 0] + query.clamp(max=0) @ table[:, 1]
 
     def tensors() -> tuple[Tensor, ...]:
-        return shape.random(lines, 2, shape.dim, pages), shape.random(lines, shape.groups, shape.dim)
+        return shape.random(kv_rows, 2, shape.dim, pages), shape.random(kv_rows, shape.groups, shape.dim)
 
-    moved = lines * pages * (2 * shape.dim * shape.dtype.itemsize + 4 * shape.groups)
+    moved = kv_rows * pages * (2 * shape.dim * shape.dtype.itemsize + 4 * shape.groups)
     return Task("page scores, Quest", f"{batch} x {pages} pages", moved, tensors, kernels.page_bounds, plain)
 
 
 def update(shape: Shape, batch: int, pages: int) -> Task:
     """A new entry's key taken into the newest page of 16."""
-    lines = batch * shape.heads
+    kv_rows = batch * shape.heads
 
     def run(table: Tensor, keys: Tensor, length: Tensor) -> Tensor:
         kernels.update_pages(table, keys, length, 16)
@@ -153,9 +153,9 @@ def update(shape: Shape, batch: int, pages: int) -> Task:
 
     def tensors() -> tuple[Tensor, ...]:
         length = torch.tensor([16 * pages - 3], device=shape.device)
-        return shape.random(lines, 2, shape.dim, pages), shape.random(lines, shape.dim), length
+        return shape.random(kv_rows, 2, shape.dim, pages), shape.random(kv_rows, shape.dim), length
 
-    return Task("page update", f"{batch} x {pages} pages", lines * shape.dim * 10, tensors, run, plain)
+    return Task("page update", f"{batch} x {pages} pages", kv_rows * shape.dim * 10, tensors, run, plain)
 
 
 def mass(shape: Shape, batch: int, length: int, window: int) -> Task:

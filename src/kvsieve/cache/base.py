@@ -16,7 +16,8 @@ class Store:
 
     lengths: real entries of each row, of its fullest head. valid_buffer: tells real entries from padding and filler;
     None while every entry is real. Subclasses say how the slots are laid out. derived: what others have computed from
-    the entries, objects whose ``held()`` gives their tensors; emptied when entries change other than by appending.
+    the entries, objects whose ``all_tensors()`` gives their tensors; emptied when entries change other than by
+    appending.
     """
 
     is_ragged = False
@@ -64,19 +65,19 @@ class Store:
         """Have slots for `tokens` further tokens; buffers that have them stay what they are."""
         raise NotImplementedError
 
-    def expect(self, column: int) -> None:
-        """Write ahead, for all slots not in use, what `put` leaves out: real tokens come, the next from `column`."""
+    def prepare_slots(self, token_index: int) -> None:
+        """Write ahead, for all slots not in use, what `put` leaves out: real tokens come, the next is `token_index`."""
         raise NotImplementedError
 
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store one token's entries [B, H, 1, D] at `slots` (int64, one per slot it takes) which `expect` prepared.
+        """Store one token's entries [B, H, 1, D] at `slots` (int64, one per slot it takes), after `prepare_slots`.
 
-        Touches the buffers only, and reads nothing back from the device: `take_note` says that it has happened.
+        Touches the buffers only, and reads nothing back from the device; call `advance_host_length` afterwards.
         """
         raise NotImplementedError
 
-    def take_note(self) -> None:
-        """A token has been `put` behind the last one, in every row."""
+    def advance_host_length(self) -> None:
+        """Count on the host that a token has been `put` behind the last one, in every row."""
         self.size += self.stride
         self.lengths = tuple(length + 1 for length in self.lengths)
 
@@ -106,17 +107,17 @@ class Store:
 
     def nbytes(self) -> int:
         """Bytes of the tensors held, room for further entries and what is derived from them included."""
-        return storage_bytes(self.held())
+        return storage_bytes(self.all_tensors())
 
     def entry_bytes(self) -> int:
         """Bytes of keys and values, room for further entries included."""
         return storage_bytes(part for part in (self._keys, self._values) if part is not None)
 
-    def held(self) -> Iterator[Tensor]:
+    def all_tensors(self) -> Iterator[Tensor]:
         """Every tensor held: keys, values, where entries stood, which are real, and what is derived from them."""
         yield from (part for part in (self._keys, self._values, self._index, self.valid_buffer) if part is not None)
         for part in self.derived.values():
-            yield from part.held()
+            yield from part.all_tensors()
 
     def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         if self._keys is None or self._values is None or self._index is None:

@@ -120,7 +120,7 @@ class RaggedStore(Store):
         self,
         keys: Tensor,
         values: Tensor,
-        columns: Tensor,
+        token_index: Tensor,
         valid: Tensor | None = None,
         counts: tuple[int, ...] | None = None,
         reserve: int = 0,
@@ -136,7 +136,7 @@ class RaggedStore(Store):
         slots = slice(self.size, end)
         for to, part in zip(self._buffers()[:2], (keys, values), strict=True):
             to[:, slots].unflatten(1, (new, heads)).copy_(part.transpose(1, 2))
-        self._buffers()[2][:, slots].unflatten(1, (new, heads)).copy_(columns[:, :, None].expand(batch, -1, heads))
+        self._buffers()[2][:, slots].unflatten(1, (new, heads)).copy_(token_index[:, :, None].expand(batch, -1, heads))
         # What follows the end is read along: nobody's, whatever another user of the same buffers has put there.
         after = whole(end) - end
         own = _bias_of_turns(heads, new * heads, after, keys.dtype, keys.device)
@@ -159,17 +159,17 @@ class RaggedStore(Store):
     def tensors(self) -> tuple[Tensor | None, ...]:
         return (*super().tensors, self._own)
 
-    def held(self) -> Iterator[Tensor]:
-        yield from super().held()
+    def all_tensors(self) -> Iterator[Tensor]:
+        yield from super().all_tensors()
         yield from (self._counts, self._own)
 
     def make_room(self, tokens: int) -> None:
         if self.size + tokens * self.heads > self.capacity:
             self._resize(whole(self.size + tokens * self.heads))
 
-    def expect(self, column: int) -> None:
+    def prepare_slots(self, token_index: int) -> None:
         index, heads = self._buffers()[2][:, self.size :], self.heads
-        index.copy_(column + torch.arange(index.shape[1], device=index.device) // heads)
+        index.copy_(token_index + torch.arange(index.shape[1], device=index.device) // heads)
         self._own = _bias_of_turns(heads, heads, 0, self._bias().dtype, index.device)
         # Nobody's until they are put: all of the buffer is read.
         self._bias()[:, :, self.size :] = torch.finfo(self._bias().dtype).min
@@ -182,8 +182,8 @@ class RaggedStore(Store):
             to.index_copy_(1, slots, part[:, :, 0])
         self._bias().index_copy_(2, slots, self._own.expand(len(keys), -1, -1))
 
-    def take_note(self) -> None:
-        super().take_note()
+    def advance_host_length(self) -> None:
+        super().advance_host_length()
         self.hides_newest = False
 
     def remask(self, mask: Tensor) -> None:

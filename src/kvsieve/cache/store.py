@@ -15,7 +15,7 @@ class DenseStore(Store):
     """Preallocated, growing buffers of one layer.
 
     keys, values: [B, H, capacity, D]; the first `size` entries are in use, appended in place.
-    index: int32 [B, H, capacity], column of each entry in the row as it was fed (padding counted), -1 for filler.
+    index: int32 [B, H, capacity], token index of each entry in the row as it was fed (padding counted), -1 for filler.
     valid: bool [B, H or 1, capacity] once anything stored is padding or filler, else None.
     lengths: real entries of each row, the same for all its heads.
 
@@ -52,14 +52,14 @@ class DenseStore(Store):
         self,
         keys: Tensor,
         values: Tensor,
-        columns: Tensor,
+        token_index: Tensor,
         valid: Tensor | None = None,
         counts: tuple[int, ...] | None = None,
         reserve: int = 0,
     ) -> None:
         """Store new entries [B, H, L, D] at the end.
 
-        columns: int [1 or B, L], where the tokens stood in the row. valid: bool [B, L], None when all are real;
+        token_index: int [1 or B, L], where the tokens stood in the row. valid: bool [B, L], None when all are real;
         counts: then the number of real ones per row. reserve: room to leave for entries known to follow, when the
         buffers must grow.
         """
@@ -78,7 +78,7 @@ class DenseStore(Store):
             self.derived = {}
         buffers[0][:, :, self.size : end] = keys
         buffers[1][:, :, self.size : end] = values
-        buffers[2][:, :, self.size : end] = columns[:, None]
+        buffers[2][:, :, self.size : end] = token_index[:, None]
         if valid is not None and self.valid_buffer is None:
             self.valid_buffer = torch.ones(batch, 1, buffers[0].shape[2], dtype=torch.bool, device=keys.device)
         if self.valid_buffer is not None:
@@ -92,12 +92,12 @@ class DenseStore(Store):
         if self.size + tokens > self.capacity:
             self._resize(self.size + tokens)
 
-    def expect(self, column: int) -> None:
+    def prepare_slots(self, token_index: int) -> None:
         keys, values, index = (part[:, :, self.size :] for part in self._buffers())
         # Masked, but read: what was never written could be no number.
         keys.zero_()
         values.zero_()
-        index.copy_(torch.arange(column, column + index.shape[2], device=index.device))
+        index.copy_(torch.arange(token_index, token_index + index.shape[2], device=index.device))
         if self.valid_buffer is not None:
             self.valid_buffer[:, :, self.size :] = True
 

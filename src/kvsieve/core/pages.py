@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.core.lines import Length, Lines
+from kvsieve.core.kv_rows import DeviceLength, KVRows
 
 
 class PageTable:
@@ -32,15 +32,15 @@ class PageTable:
     def halves(self) -> int:
         return 1 if self.page == 1 else 2
 
-    def follow(self, lines: Lines) -> None:
+    def update(self, kv_rows: KVRows) -> None:
         """Take in the entries that have been stored since; those of full pages never change again.
 
-        Of lines whose length is on the device, the newest one: all others must be in.
+        Of KV rows whose length is on the device, the newest one: all others must be in.
         """
-        if lines.length is not None:
-            self._take(lines.keys_at(lines.newest()), lines.length, self._pages(lines.size))
-        elif self.size < lines.size:
-            self._add(lines.keys_at(lines.span(self.size, lines.size)))
+        if kv_rows.length is not None:
+            self._take(kv_rows.keys_at(kv_rows.newest()), kv_rows.length, self._pages(kv_rows.size))
+        elif self.size < kv_rows.size:
+            self._add(kv_rows.keys_at(kv_rows.span(self.size, kv_rows.size)))
 
     def bounds(self, size: int | None = None) -> Tensor:
         """[X, halves, D, pages] of so many entries (None: those taken in), a view."""
@@ -54,45 +54,45 @@ class PageTable:
         """
         assert self._table is not None
         pages = self._pages(self.size if size is None else size)
-        lines, _, dim, capacity = self._table.shape
-        if self._starts is None or len(self._starts) != lines:
-            self._starts = torch.arange(lines, device=channels.device)[:, None] * (self.halves * dim)
+        kv_rows, _, dim, capacity = self._table.shape
+        if self._starts is None or len(self._starts) != kv_rows:
+            self._starts = torch.arange(kv_rows, device=channels.device)[:, None] * (self.halves * dim)
         at = channels + self._starts
         if self.halves == 2:
             at = at + (~greatest) * dim
-        # Rows are cut before they are copied: there is room for further pages behind those that are filled.
+        # Rows are cut before they are copied: there is room for further pages behind those that are in use.
         return self._table.view(-1, capacity)[:, :pages].index_select(0, at.view(-1)).view(*at.shape, pages)
 
-    def scores(self, weights: Tensor, channels: Tensor, greatest: Tensor, lines: Lines) -> tuple[Tensor, int]:
+    def scores(self, weights: Tensor, channels: Tensor, greatest: Tensor, kv_rows: KVRows) -> tuple[Tensor, int]:
         """Weighted sums [X, G, pages] of chosen channels (see `rows`), weights [X, G, k], and the bytes looked at.
 
-        Of pages beyond the end of lines whose length is on the device, anything.
+        Of pages beyond the end of KV rows whose length is on the device, anything.
         """
         assert self._table is not None
-        pages = self._pages(lines.size)
-        looked_at = channels.numel() * pages * self._table.element_size()
+        pages = self._pages(kv_rows.size)
+        metadata_bytes = channels.numel() * pages * self._table.element_size()
         if kernels.usable(self._table, weights):
             at = channels + (~greatest) * self._table.shape[2] if self.halves == 2 else channels
-            return kernels.page_scores(self._table[..., :pages], weights, at, self._count(lines)), looked_at
-        return weights @ self.rows(channels, greatest, lines.size).to(weights.dtype), looked_at
+            return kernels.page_scores(self._table[..., :pages], weights, at, self._count(kv_rows)), metadata_bytes
+        return weights @ self.rows(channels, greatest, kv_rows.size).to(weights.dtype), metadata_bytes
 
-    def bound(self, query: Tensor, lines: Lines) -> tuple[Tensor, int]:
+    def bound(self, query: Tensor, kv_rows: KVRows) -> tuple[Tensor, int]:
         """The greatest logit [X, G, pages] that query [X, G, D] can have in a page, and the bytes looked at.
 
-        In the query's dtype; of pages beyond the end of lines whose length is on the device, anything.
+        In the query's dtype; of pages beyond the end of KV rows whose length is on the device, anything.
         """
-        bounds = self.bounds(lines.size)
-        looked_at = bounds.numel() * bounds.element_size()
+        bounds = self.bounds(kv_rows.size)
+        metadata_bytes = bounds.numel() * bounds.element_size()
         if kernels.usable(bounds, query):
-            return kernels.page_bounds(bounds, query, self._count(lines)), looked_at
+            return kernels.page_bounds(bounds, query, self._count(kv_rows)), metadata_bytes
         bounds = bounds.to(query.dtype)
         if self.halves == 1:
-            return query @ bounds[:, 0], looked_at
-        return query.clamp(min=0) @ bounds[:, 0] + query.clamp(max=0) @ bounds[:, 1], looked_at
+            return query @ bounds[:, 0], metadata_bytes
+        return query.clamp(min=0) @ bounds[:, 0] + query.clamp(max=0) @ bounds[:, 1], metadata_bytes
 
-    def _count(self, lines: Lines) -> Tensor | None:
-        """Pages of lines whose length is on the device."""
-        return None if lines.length is None else lines.length.filled(self.page, self._pages(lines.size)).count
+    def _count(self, kv_rows: KVRows) -> Tensor | None:
+        """Pages of KV rows whose length is on the device."""
+        return None if kv_rows.length is None else kv_rows.length.occupancy(self.page, self._pages(kv_rows.size)).count
 
     def make_room(self, entries: int) -> None:
         needed = self._pages(entries)
@@ -102,19 +102,19 @@ class PageTable:
     def tensors(self) -> tuple[Tensor, ...]:
         return () if self._table is None else (self._table,)
 
-    def sums(self) -> tuple[Tensor, ...]:
+    def accumulators(self) -> tuple[Tensor, ...]:
         return ()
 
-    def held(self) -> tuple[Tensor, ...]:
+    def all_tensors(self) -> tuple[Tensor, ...]:
         return self.tensors() if self._starts is None else (*self.tensors(), self._starts)
 
-    def taking_in(self, before: int, after: int) -> int:
+    def update_bytes(self, before: int, after: int) -> int:
         """Keys, and the bounds of the page that was begun already."""
         if self._table is None:
             return 0
-        lines, _, dim, _ = self._table.shape
+        kv_rows, _, dim, _ = self._table.shape
         begun = self.halves if before % self.page and after > before else 0
-        return lines * dim * (after - before + begun) * self._table.element_size()
+        return kv_rows * dim * (after - before + begun) * self._table.element_size()
 
     def _pages(self, entries: int) -> int:
         return -(-entries // self.page)
@@ -130,19 +130,19 @@ class PageTable:
         self._table = table
         return table
 
-    def _take(self, keys: Tensor, length: Length, pages: int) -> None:
+    def _take(self, keys: Tensor, length: DeviceLength, pages: int) -> None:
         """Take in the newest key [X, 1, D]: a page begins with it, or its bounds widen."""
         assert self._table is not None
         if kernels.usable(self._table, keys):
             kernels.update_pages(self._table, keys[:, 0], length.count, self.page)
             return
-        filled = length.filled(self.page, pages)
+        occupancy = length.occupancy(self.page, pages)
         new = keys.transpose(1, 2)[:, None].expand(-1, self.halves, -1, -1)
         if self.page > 1:
-            old = self._table.index_select(3, filled.newest)
+            old = self._table.index_select(3, occupancy.newest)
             wider = torch.stack([torch.maximum(old[:, 0], new[:, 0]), torch.minimum(old[:, 1], new[:, 1])], 1)
-            new = torch.where(filled.first, new, wider)
-        self._table.index_copy_(3, filled.newest, new)
+            new = torch.where(occupancy.first, new, wider)
+        self._table.index_copy_(3, occupancy.newest, new)
 
     def _add(self, keys: Tensor) -> None:
         new = keys.shape[1]
@@ -190,13 +190,13 @@ def held_part(chosen: Tensor, query: Tensor) -> Tensor:
     return (part / whole.clamp_min(tiny)).clamp_min(tiny)
 
 
-def shares(scores: Tensor, size: int, page: int, length: Length | None = None) -> Tensor:
+def page_softmax(scores: Tensor, size: int, page: int, length: DeviceLength | None = None) -> Tensor:
     """Softmax over `size` entries that have their page's score: `page` times the weight of one, [..., pages].
 
     length: how many of them there are, where the device knows; pages beyond the end weigh nothing.
     """
     if length is not None:
-        part = length.filled(page, scores.shape[-1]).part.to(scores.dtype)
+        part = length.occupancy(page, scores.shape[-1]).part.to(scores.dtype)
         return (scores + part.log()).softmax(-1) / part.clamp_min(1 / page)
     short = size % page
     if not short:
@@ -209,7 +209,7 @@ def shares(scores: Tensor, size: int, page: int, length: Length | None = None) -
 
 
 def best_entries(
-    weights: Tensor, size: int, page: int, count: int, newest: bool, length: Length | None = None
+    weights: Tensor, size: int, page: int, count: int, newest: bool, length: DeviceLength | None = None
 ) -> Tensor:
     """The `count` entries of the pages with the highest weights [..., pages]: int64 [..., count].
 
@@ -220,10 +220,10 @@ def best_entries(
     """
     pages, end = weights.shape[-1], size if length is None else length.count
     if length is not None:
-        weights.masked_fill_(length.filled(page, pages).hidden, float("-inf"))
+        weights.masked_fill_(length.occupancy(page, pages).hidden, float("-inf"))
     if page == 1:
         if newest and length is not None:
-            weights.index_fill_(-1, length.filled(page, pages).newest, float("inf"))
+            weights.index_fill_(-1, length.occupancy(page, pages).newest, float("inf"))
         elif newest:
             weights[..., -1] = float("inf")
         return weights.topk(count, dim=-1).indices

@@ -21,7 +21,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Public functions by the module that defines them.
 _FUNCTIONS = {
     "decode_attention": "decode",
-    "line_attention": "decode",
+    "kv_row_attention": "decode",
     "ragged_decode": "decode",
     "page_bounds": "pages",
     "page_scores": "pages",

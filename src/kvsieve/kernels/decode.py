@@ -1,8 +1,8 @@
 """Attention of one new token per row, split along the entries and merged by log-sum-exp.
 
 One kernel serves whatever entries lie in: dense stores, heads that keep different numbers of entries, views, and the
-entries that a reader has chosen. It works on lines (core.lines): a KV head of a row with its G query heads, or, where
-heads share a flat buffer, a row with all of them.
+entries that a reader has chosen. It works on KV rows (core.kv_rows): a KV head of a batch row with its G query heads,
+or, where heads share a flat buffer, a batch row with all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvsieve.kernels.split import merge_kernel, split_kernel
 # Entries a program reads at a time: 64 keys and values of 128 bfloat16 channels are 32 KiB, of which two or three
 # stages are in flight; two such programs keep a multiprocessor's share of 4.8 TB/s (about 36 KiB per us) covered.
 _BYTES = 32 << 10
-# Parts of a line that are merged at a time.
+# Parts of a KV row that are merged at a time.
 _MERGED = 32
 
 
@@ -61,7 +61,7 @@ def ragged_decode(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, 
     return out[:, :, None]
 
 
-def line_attention(
+def kv_row_attention(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -74,25 +74,25 @@ def line_attention(
     length: Tensor | int | None = None,
     capacity: int | None = None,
 ) -> Tensor:
-    """Attention over chosen entries of lines, or over their first `length` entries.
+    """Attention over chosen entries of KV rows, or over their first `length` entries.
 
-    query: [X, G, D]; keys [S, D], values [S, Dv], body, tail, stride: as in `core.lines.Lines`. entries: int64 [X, k],
-    or [X, G, k] for a choice per query head, by their number in the line; None for the first `length`: int, or one
-    integer on the device, then with its static bound `capacity`. Returns [X, G, Dv].
+    query: [X, G, D]; keys [S, D], values [S, Dv], body, tail, stride: as in `core.kv_rows.KVRows`. entries: int64
+    [X, k], or [X, G, k] for a choice per query head, by their number in the KV row; None for the first `length`: int,
+    or one integer on the device, then with its static bound `capacity`. Returns [X, G, Dv].
     """
-    lines, groups, _ = query.shape
+    query_rows, groups, _ = query.shape
     if entries is not None:
         length = entries.shape[-1]
         if entries.ndim == 3:
-            query, entries = query.reshape(lines * groups, 1, -1), entries.flatten(0, 1)
+            query, entries = query.reshape(query_rows * groups, 1, -1), entries.flatten(0, 1)
     if isinstance(length, int):
         capacity = length
     if length is None or capacity is None:
-        raise ValueError("line_attention needs entries=, an int length=, or length= on the device and capacity=")
-    keys, values = (part.expand(lines, 1, -1, -1) for part in (keys, values))
+        raise ValueError("kv_row_attention needs entries=, an int length=, or length= on the device and capacity=")
+    keys, values = (part.expand(query_rows, 1, -1, -1) for part in (keys, values))
     where = {"entries": entries, "body": body, "tail": tail, "stride": stride}
     out, _ = attend(query, keys, values, scale=scale, count=length, capacity=capacity, **where)
-    return out.view(lines, groups, -1)
+    return out.view(query_rows, groups, -1)
 
 
 def attend(
@@ -111,29 +111,29 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """What the others are made of: attention of [X, G, D] over keys [B, H, N, D], and the logits' log-sum-exp [X, G].
 
-    X is a multiple of B * H; query lines that share one follow each other. A line has `count` entries, never more than
-    `capacity`: those that body, tail and stride say, as in `core.lines.Lines` (by default one slot after the other), or
-    of them the chosen ones, entries int64 [X, count]. mask: by slot, bool [B, H, N], where the last entry is seen
-    whatever it says, or what is added to the logits, [B, H or a multiple, N].
+    X is a multiple of B * H; query rows that share a KV row follow each other. A KV row has `count` entries, never more
+    than `capacity`: those that body, tail and stride say, as in `core.kv_rows.KVRows` (by default one slot after the
+    other), or of them the chosen ones, entries int64 [X, count]. mask: by slot, bool [B, H, N], where the last entry is
+    seen whatever it says, or what is added to the logits, [B, H or a multiple, N].
     """
-    lines, groups, dim = query.shape
+    query_rows, groups, dim = query.shape
     batch, heads, value_dim = *keys.shape[:2], values.shape[-1]
     query, keys, values = query.contiguous(), rows(keys), rows(values)
     if mask is not None:
         mask = rows(mask.view(torch.uint8) if mask.dtype == torch.bool else mask)
     widths = padded(dim), padded(value_dim)
     block = fitting(_BYTES, sum(widths) * keys.element_size(), 128)
-    share = cdiv(lines * capacity, PER_SM * multiprocessors(query.device))
+    share = cdiv(query_rows * capacity, PER_SM * multiprocessors(query.device))
     per = cdiv(share, block) * block
     parts = cdiv(capacity, per)
-    out, norm = query.new_empty(lines, groups, value_dim), query.new_empty(lines, groups, dtype=torch.float32)
+    out, norm = query.new_empty(query_rows, groups, value_dim), query.new_empty(query_rows, groups, dtype=torch.float32)
     to, norms = out, norm
     if parts > 1:
-        to = query.new_empty(lines, parts, groups, value_dim, dtype=torch.float32)
-        norms = query.new_empty(lines, parts, groups, dtype=torch.float32)
+        to = query.new_empty(query_rows, parts, groups, value_dim, dtype=torch.float32)
+        norms = query.new_empty(query_rows, parts, groups, dtype=torch.float32)
     on_device = isinstance(count, Tensor)
     with on(query):
-        split_kernel[lines, parts](
+        split_kernel[query_rows, parts](
             query,
             keys,
             values,
@@ -157,7 +157,7 @@ def attend(
             0 if mask is None else mask.stride(0),
             0 if mask is None else mask.stride(1),
             heads,
-            COPIES=lines // (batch * heads),
+            COPIES=query_rows // (batch * heads),
             MASKS=1 if mask is None else mask.shape[1] // heads,
             GROUPS=groups,
             DIM=dim,
@@ -176,7 +176,7 @@ def attend(
             num_stages=3,
         )
         if parts > 1:
-            merge_kernel[lines, groups](
+            merge_kernel[query_rows, groups](
                 to,
                 norms,
                 out,

@@ -13,7 +13,7 @@ from kvsieve.kernels.launch import cdiv, on, padded, power_of_two, precision, ro
 _PAGES, _ROWS = 128, 32
 
 
-@triton.jit(do_not_specialize=["number", "capacity", "wanted", "index_line"])
+@triton.jit(do_not_specialize=["number", "capacity", "wanted", "index_row"])
 def scores_kernel(
     table,
     weights,
@@ -24,10 +24,10 @@ def scores_kernel(
     capacity,
     width,
     wanted,
-    table_line,
+    table_row,
     table_half,
     table_channel,
-    index_line,
+    index_row,
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
     CHOSEN: tl.constexpr,
@@ -38,15 +38,15 @@ def scores_kernel(
     PAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    line = tl.program_id(1).to(tl.int64)
+    kv_row = tl.program_id(1).to(tl.int64)
     if COUNT:
         real = tl.load(number_of).to(tl.int32)
     else:
         real = number
     page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     group = tl.arange(0, PADDED_GROUPS)
-    table += line * table_line
-    weights += line * GROUPS * wanted
+    table += kv_row * table_row
+    weights += kv_row * GROUPS * wanted
     sums = tl.full([PADDED_GROUPS, PAGES], 0.0, tl.float32)
     # Nothing is read for tiles of pages that are not there yet. Within a tile reads end with the table's row: where its
     # width is a multiple of 16, they are wide.
@@ -55,7 +55,7 @@ def scores_kernel(
         each = at + tl.arange(0, ROWS)
         inside = each < wanted
         if CHOSEN:
-            place = tl.load(index + line * index_line + each, mask=inside, other=0)
+            place = tl.load(index + kv_row * index_row + each, mask=inside, other=0)
         else:
             place = each.to(tl.int64)
         values = tl.load(
@@ -77,13 +77,13 @@ def scores_kernel(
             sums += tl.dot(high, values)
             sums += tl.dot(low, values)
     tl.store(
-        out + (line * GROUPS + group[:, None]) * capacity + page[None, :],
+        out + (kv_row * GROUPS + group[:, None]) * capacity + page[None, :],
         tl.where((page < real)[None, :], sums, float("-inf")),
         mask=(group < GROUPS)[:, None] & (page < capacity)[None, :],
     )
 
 
-@triton.jit(do_not_specialize=["number", "page", "key_line"])
+@triton.jit(do_not_specialize=["number", "page", "key_row"])
 def update_kernel(
     table,
     keys,
@@ -91,16 +91,16 @@ def update_kernel(
     number,
     page,
     capacity,
-    table_line,
+    table_row,
     table_half,
     table_channel,
-    key_line,
+    key_row,
     HALVES: tl.constexpr,
     DIM: tl.constexpr,
     COUNT: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
-    line = tl.program_id(0).to(tl.int64)
+    kv_row = tl.program_id(0).to(tl.int64)
     if COUNT:
         newest = tl.load(number_of).to(tl.int32) - 1
     else:
@@ -109,8 +109,8 @@ def update_kernel(
     begins = newest % page == 0
     dim = tl.arange(0, PADDED_DIM)
     real = (dim < DIM) & (at < capacity)
-    key = tl.load(keys + line * key_line + dim, mask=real, other=0.0)
-    places = table + line * table_line + dim.to(tl.int64) * table_channel + at
+    key = tl.load(keys + kv_row * key_row + dim, mask=real, other=0.0)
+    places = table + kv_row * table_row + dim.to(tl.int64) * table_channel + at
     tl.store(places, tl.where(begins, key, tl.maximum(tl.load(places, mask=real, other=0.0), key)), mask=real)
     if HALVES == 2:
         places += table_half
@@ -127,13 +127,13 @@ def page_scores(
     None for all rows in order. pages: how many there are, int or one integer on the device, None for P; scores of those
     behind are -inf. HSA's estimates are that for chosen channels; chosen rows are read in place, not copied first.
     """
-    lines, halves, dim, capacity = table.shape
+    kv_rows, halves, dim, capacity = table.shape
     groups, wanted = weights.shape[1:]
     table, weights = rows(table), weights.to(torch.float32).contiguous()
-    out = weights.new_empty(lines, groups, capacity)
+    out = weights.new_empty(kv_rows, groups, capacity)
     on_device = isinstance(pages, Tensor)
     with on(table):
-        scores_kernel[cdiv(capacity, _PAGES), lines](
+        scores_kernel[cdiv(capacity, _PAGES), kv_rows](
             table,
             weights,
             None if rows_of is None else rows(rows_of),
@@ -177,16 +177,16 @@ def page_bounds(table: Tensor, query: Tensor, pages: Tensor | int | None = None)
 
 
 def update_pages(table: Tensor, keys: Tensor, length: Tensor | int, page: int) -> None:
-    """Take the newest entry of each line, keys [X, D], into the table [X, halves, D, P] of pages of `page` entries.
+    """Take the newest entry of each KV row, keys [X, D], into the table [X, halves, D, P] of pages of `page` entries.
 
-    length: entries of each line with it, int or one integer on the device. An entry that begins a page is its bounds;
+    length: entries of each KV row with it, int or one integer on the device. An entry that begins a page is its bounds;
     others widen them.
     """
-    lines, halves, dim, capacity = table.shape
+    kv_rows, halves, dim, capacity = table.shape
     keys = rows(keys)
     on_device = isinstance(length, Tensor)
     with on(table):
-        update_kernel[lines,](
+        update_kernel[kv_rows,](
             table,
             keys,
             length if on_device else None,

@@ -1,4 +1,4 @@
-"""The two kernels of kernels.decode: attention over one part of a line, and the merge of a line's parts."""
+"""The two kernels of kernels.decode: attention over one part of a KV row, and the merge of a KV row's parts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 # Arguments that change from step to step: nothing is compiled anew for them.
-_FREE = ["count", "capacity", "per", "kept", "entries_line", "body_line", "mask_row", "mask_head"]
+_FREE = ["count", "capacity", "per", "kept", "entries_row", "body_row", "mask_row", "mask_head"]
 
 
 @triton.jit(do_not_specialize=_FREE)
@@ -33,8 +33,8 @@ def split_kernel(
     value_row,
     value_head,
     value_slot,
-    entries_line,
-    body_line,
+    entries_row,
+    body_row,
     mask_row,
     mask_head,
     heads,
@@ -54,9 +54,9 @@ def split_kernel(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    line = tl.program_id(0).to(tl.int64)
+    query_row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    owner = line // COPIES
+    owner = query_row // COPIES
     row = owner // heads
     head = owner % heads
     if COUNT:
@@ -74,7 +74,7 @@ def split_kernel(
     dim = tl.arange(0, PADDED_DIM)
     value_dim = tl.arange(0, PADDED_VALUE_DIM)
     q = tl.load(
-        query + line * (GROUPS * DIM) + group[:, None] * DIM + dim[None, :],
+        query + query_row * (GROUPS * DIM) + group[:, None] * DIM + dim[None, :],
         mask=(group < GROUPS)[:, None] & (dim < DIM)[None, :],
         other=0.0,
     )
@@ -87,12 +87,12 @@ def split_kernel(
         index = at + tl.arange(0, BLOCK)
         real = index < last
         if CHOSEN:
-            entry = tl.load(entries + line * entries_line + index, mask=real, other=0)
+            entry = tl.load(entries + query_row * entries_row + index, mask=real, other=0)
         else:
             entry = index.to(tl.int64)
         slot = after + (entry - kept) * stride
         if LISTED:
-            listed = tl.load(body + owner * body_line + entry, mask=real & (entry < kept), other=0)
+            listed = tl.load(body + owner * body_row + entry, mask=real & (entry < kept), other=0)
             slot = tl.where(entry < kept, listed, slot)
         k = tl.load(
             keys + slot[:, None] * key_slot + dim[None, :], mask=real[:, None] & (dim < DIM)[None, :], other=0.0
@@ -131,7 +131,7 @@ def split_kernel(
 
     some = total > 0
     divisor = tl.where(some, total, 1.0)
-    place = (line * tl.num_programs(1) + part) * GROUPS + group
+    place = (query_row * tl.num_programs(1) + part) * GROUPS + group
     real_group = group < GROUPS
     tl.store(
         norm + place,
@@ -158,16 +158,16 @@ def merge_kernel(
     PADDED_VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    line = tl.program_id(0).to(tl.int64)
+    query_row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     at = tl.arange(0, PADDED_PARTS)
-    norms += line * number * GROUPS + group
-    parts += (line * number * GROUPS + group) * VALUE_DIM
+    norms += query_row * number * GROUPS + group
+    parts += (query_row * number * GROUPS + group) * VALUE_DIM
     each = tl.load(norms + at * GROUPS, mask=at < number, other=float("-inf"))
     greatest = tl.max(each, 0)
     finite = tl.where(greatest == float("-inf"), 0.0, greatest)
     total = tl.sum(tl.exp(each - finite), 0)
-    # Parts behind a line's last entry hold nothing.
+    # Parts behind a KV row's last entry hold nothing.
     used = tl.max(tl.where(each > float("-inf"), at + 1, 0), 0)
     dim = tl.arange(0, PADDED_VALUE_DIM)
     sums = tl.full([PADDED_VALUE_DIM], 0.0, tl.float32)
@@ -182,6 +182,6 @@ def merge_kernel(
         )
         sums += tl.sum(weights[:, None] * part, 0)
     divisor = tl.where(total > 0, total, 1.0)
-    place = line * GROUPS + group
+    place = query_row * GROUPS + group
     tl.store(out + place * VALUE_DIM + dim, sums / divisor, mask=dim < VALUE_DIM)
     tl.store(norm + place, tl.where(total > 0, finite + tl.log(divisor), float("-inf")))

@@ -47,9 +47,9 @@ def norm_kernel(
     PRECISION: tl.constexpr,
 ):
     part = tl.program_id(1)
-    line = tl.program_id(2).to(tl.int64)
-    row = line // heads
-    head = line % heads
+    kv_row = tl.program_id(2).to(tl.int64)
+    row = kv_row // heads
+    head = kv_row % heads
     # A head's rows run over its groups first, then over the window.
     at_row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     asked = at_row % window
@@ -86,7 +86,7 @@ def norm_kernel(
         greatest = higher
     some = total > 0
     tl.store(
-        norm + (line * tl.num_programs(1) + part) * (GROUPS * window) + at_row,
+        norm + (kv_row * tl.num_programs(1) + part) * (GROUPS * window) + at_row,
         tl.where(some, (greatest + tl.log2(tl.where(some, total, 1.0))) * 0.6931471805599453, float("-inf")),
         mask=at_row < GROUPS * window,
     )
@@ -119,9 +119,9 @@ def mass_kernel(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    line = tl.program_id(1).to(tl.int64)
-    row = line // heads
-    head = line % heads
+    kv_row = tl.program_id(1).to(tl.int64)
+    row = kv_row // heads
+    head = kv_row % heads
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     dim = tl.arange(0, PADDED_DIM)
     real = index < length
@@ -148,7 +148,7 @@ def mass_kernel(
                 mask=inside[:, None] & (dim < DIM)[None, :],
                 other=0.0,
             )
-            level = tl.load(norm + (line * GROUPS + group) * window + asked, mask=inside, other=float("-inf"))
+            level = tl.load(norm + (kv_row * GROUPS + group) * window + asked, mask=inside, other=float("-inf"))
             if VALID:
                 inside = inside & (tl.load(valid + corner + asked, mask=inside, other=0) != 0)
             inside = inside & (level > float("-inf"))
@@ -156,7 +156,7 @@ def mass_kernel(
             seen = real[:, None] & inside[None, :] & (index[:, None] <= (corner + asked)[None, :])
             weights = tl.exp2((logits - tl.where(inside, level, 0.0)[None, :]) * 1.4426950408889634)
             total += tl.sum(tl.where(seen, weights, 0.0), 1)
-        tl.store(mass + (line * GROUPS + group) * length + index, total, mask=index < length)
+        tl.store(mass + (kv_row * GROUPS + group) * length + index, total, mask=index < length)
 
 
 @triton.jit(do_not_specialize=["length", "mass_row", "mass_head"])
@@ -172,8 +172,8 @@ def pool_kernel(
     GREATEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    line = tl.program_id(1).to(tl.int64)
-    mass += line // heads * mass_row + line % heads * GROUPS * mass_head
+    kv_row = tl.program_id(1).to(tl.int64)
+    mass += kv_row // heads * mass_row + kv_row % heads * GROUPS * mass_head
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.full([BLOCK], 0.0, tl.float32)
     for _ in range(GROUPS):
@@ -189,7 +189,7 @@ def pool_kernel(
             total += best
         mass += mass_head
     divisor = GROUPS if GREATEST else GROUPS * KERNEL
-    tl.store(out + line * length + index, total / divisor, mask=index < length)
+    tl.store(out + kv_row * length + index, total / divisor, mask=index < length)
 
 
 def window_mass(query: Tensor, keys: Tensor, scale: float, valid: Tensor | None = None) -> Tensor:
@@ -199,7 +199,7 @@ def window_mass(query: Tensor, keys: Tensor, scale: float, valid: Tensor | None 
     """
     batch, query_heads, window, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
-    groups, lines = query_heads // heads, batch * heads
+    groups, kv_rows = query_heads // heads, batch * heads
     query, keys = rows(query), rows(keys)
     if valid is not None:
         valid = rows(valid.view(torch.uint8)).expand(batch, heads, -1)
@@ -208,10 +208,10 @@ def window_mass(query: Tensor, keys: Tensor, scale: float, valid: Tensor | None 
     block = fitting(_KEY_BYTES, channels, 128)
     tile = min(fitting(_QUERY_BYTES, channels, 128), padded(groups * window))
     tiles = cdiv(groups * window, tile)
-    share = cdiv(tiles * lines * length, PER_SM * multiprocessors(query.device))
+    share = cdiv(tiles * kv_rows * length, PER_SM * multiprocessors(query.device))
     per = cdiv(share, block) * block
     parts = cdiv(length, per)
-    norm = query.new_empty(lines, parts, groups * window, dtype=torch.float32)
+    norm = query.new_empty(kv_rows, parts, groups * window, dtype=torch.float32)
     mass = query.new_empty(batch, query_heads, length, dtype=torch.float32)
     strides = (
         *query.stride()[:3],
@@ -229,11 +229,11 @@ def window_mass(query: Tensor, keys: Tensor, scale: float, valid: Tensor | None 
         "num_warps": 4,
     }
     with on(query):
-        norm_kernel[tiles, parts, lines](
+        norm_kernel[tiles, parts, kv_rows](
             query, keys, valid, norm, float(scale), length, window, per, *strides, ROWS=tile, num_stages=3, **shapes
         )
         norm = norm.logsumexp(1)
-        mass_kernel[cdiv(length, block), lines](
+        mass_kernel[cdiv(length, block), kv_rows](
             query,
             keys,
             valid,

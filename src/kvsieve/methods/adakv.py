@@ -29,7 +29,7 @@ from kvsieve.core.scoring import Pool, group_mean, pool, pooled_mass
 from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods.allocators import LayerAllocator
-from kvsieve.methods.base import ScoredEvictor, check_int, hide_padding, hold, skips
+from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int, hide_padding, skips
 from kvsieve.methods.pyramidkv import pyramid_shares
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
@@ -100,7 +100,7 @@ class AdaKV(LayerAllocator):
         later = ctx.state.pop("allocated")[:, None].expand(-1, ctx.keys.shape[1])
         selection = None
         if any(count < stored for count, stored in zip(counts, ctx.stored, strict=True)):
-            scores, counts = hold(ctx, hide_padding(ctx, self.base.scores(ctx)), counts)
+            scores, counts = apply_protection(ctx, hide_padding(ctx, self.base.scores(ctx)), counts)
             budgets = self.head_budgets(ctx.ranks.gather(scores), counts)
             budgets = budgets[:, ctx.ranks.own(budgets.shape[1])]
             later = _match(later, budgets.shape[1]).where(fits[:, None], budgets.cpu())
@@ -114,7 +114,7 @@ class AdaKV(LayerAllocator):
         stored = ctx.valid if ctx.valid is not None else torch.ones_like(ctx.index, dtype=torch.bool)
         if bool((stored.sum(-1) <= heads).all()):
             return None
-        scores, _ = hold(ctx, hide_padding(ctx, self.base.scores(ctx)), counts)
+        scores, _ = apply_protection(ctx, hide_padding(ctx, self.base.scores(ctx)), counts)
         heads = torch.maximum(_match(heads, scores.shape[1]), scores.isposinf().sum(-1))
         return pack_ragged(top_mask(scores, heads) & ~scores.isneginf())
 

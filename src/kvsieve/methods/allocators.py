@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvsieve.core.allocation import allocate, water_fill
 from kvsieve.core.selection import pack_ragged, top_mask
-from kvsieve.methods.base import ScoredEvictor, Wrapper, hide_padding, hold, keep_best, skipped, skips
+from kvsieve.methods.base import ScoredEvictor, Wrapper, apply_protection, hide_padding, keep_best, skipped, skips
 from kvsieve.types import LayerContext, Selection
 
 _ENDLESS = 1 << 60
@@ -81,7 +81,7 @@ class LayerAllocator(Allocator):
 
 
 @dataclass
-class Seen:
+class LayerScores:
     """A layer of this pass, as it is now.
 
     scores: [B, X, n] of what it stores, +inf for what must stay, -inf for filler. Per row: counts, entries asked for;
@@ -118,14 +118,14 @@ class Cascade(Allocator):
 
     # Whether everything is held until the last layer has been seen.
     holds_all: ClassVar[bool] = False
-    # Whether layers are weighed by what each entry scores, so that `Seen` holds the scores of all ranks' heads.
+    # Whether layers are weighed by what each entry scores, so that `LayerScores` holds the scores of all ranks' heads.
     compares: ClassVar[bool] = False
 
     def weigh(self, ctx: LayerContext) -> list[float]:
         """What this layer is weighed by, per row."""
         raise NotImplementedError
 
-    def weights(self, seen: Sequence[Seen], row: int) -> list[float]:
+    def weights(self, seen: Sequence[LayerScores], row: int) -> list[float]:
         """Weights of the layers so far, in proportion to which a row's budget is shared out."""
         return [layer.weights[row] for layer in seen]
 
@@ -138,7 +138,7 @@ class Cascade(Allocator):
             return None
         if ctx.step.phase == "decode":
             return keep_best(self.base, ctx, self.remembered(ctx, counts))
-        seen: list[Seen] = ctx.shared.setdefault("seen", [])
+        seen: list[LayerScores] = ctx.shared.setdefault("seen", [])
         seen.append(self._look_at(ctx, counts))
         ahead = len(self.acting(ctx)) - len(seen)
         rows = [self.targets(seen, row, count * ahead, last=ahead == 0) for row, count in enumerate(counts)]
@@ -159,7 +159,7 @@ class Cascade(Allocator):
         mine = ctx.ranks.own(chosen.indices.shape[1])
         return Selection(chosen.indices[:, mine], chosen.lengths)
 
-    def targets(self, seen: Sequence[Seen], row: int, ahead: int, *, last: bool) -> list[int]:
+    def targets(self, seen: Sequence[LayerScores], row: int, ahead: int, *, last: bool) -> list[int]:
         """Entries of each layer so far that stay in one row; ahead: what the layers to come are asked for."""
         stored = [layer.stored[row] for layer in seen]
         if not last and self.holds_all:
@@ -181,7 +181,7 @@ class Cascade(Allocator):
     def _less(given: Sequence[int], bounds: Sequence[int]) -> list[int]:
         return [max(bound - each, 0) for each, bound in zip(given, bounds, strict=True)]
 
-    def _look_at(self, ctx: LayerContext, counts: tuple[int, ...]) -> Seen:
+    def _look_at(self, ctx: LayerContext, counts: tuple[int, ...]) -> LayerScores:
         kept = tuple(map(min, counts, ctx.stored))
         # Of such rows all stays, and their queries may be too few to rank it by.
         whole = torch.tensor([count == stored for count, stored in zip(kept, ctx.stored, strict=True)])
@@ -189,7 +189,7 @@ class Cascade(Allocator):
         if not bool(whole.all()):
             scores = self.base.scores(ctx)
             scores = scores.masked_fill(whole.to(scores.device)[:, None, None], 0)
-        scores, kept = hold(ctx, hide_padding(ctx, scores), kept)
+        scores, kept = apply_protection(ctx, hide_padding(ctx, scores), kept)
         scores = ctx.ranks.gather(scores) if self.compares else scores
         asked = list(map(max, counts, kept))
         must = scores.isposinf().sum(-1).amax(-1).tolist()
@@ -197,9 +197,9 @@ class Cascade(Allocator):
             min(stored, max(stored if count >= stored else self.minimum, held))
             for count, stored, held in zip(asked, ctx.stored, must, strict=True)
         ]
-        return Seen(ctx.layer_idx, scores, asked, floors, list(ctx.stored), self.weigh(ctx), ctx.state)
+        return LayerScores(ctx.layer_idx, scores, asked, floors, list(ctx.stored), self.weigh(ctx), ctx.state)
 
-    def _remember(self, seen: Sequence[Seen], rows: Sequence[Sequence[int]]) -> None:
+    def _remember(self, seen: Sequence[LayerScores], rows: Sequence[Sequence[int]]) -> None:
         """Note what each layer may hold while decoding: what it got, and its part of what the prompt had no use for."""
         later = []
         for row, kept in enumerate(rows):

@@ -30,7 +30,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.scoring import WIDEST, Pool, pooled_mass
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_int, hold
+from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.parameters import Checked
@@ -126,7 +126,7 @@ class AdaptiveTSP(Checked):
         else:
             ranked = torch.nn.functional.pad(saliency, (0, window), value=float("inf"))
             # What the caller wants kept goes on as well, beyond `rate` if need be.
-            held, counts = hold(ctx, ranked.masked_fill(~mask, float("-inf"))[:, None], kept, insist=True)
+            held, counts = apply_protection(ctx, ranked.masked_fill(~mask, float("-inf"))[:, None], kept, insist=True)
             best = top_mask(held[:, 0], counts)
         for index in chosen:
             rows[index].tokens, rows[index].kept = best[index], counts[index]

@@ -168,7 +168,7 @@ def keep_best(evictor: ScoredEvictor | Wrapper, ctx: LayerContext, counts: tuple
     kept = tuple(min(count, stored) for count, stored in zip(counts, ctx.stored, strict=True))
     if skips(evictor.skip_layers, ctx) or kept == ctx.stored:
         return None
-    return select_top(*hold(ctx, hide_padding(ctx, evictor.ranks(ctx, kept)), kept))
+    return select_top(*apply_protection(ctx, hide_padding(ctx, evictor.ranks(ctx, kept)), kept))
 
 
 def hide_padding(ctx: LayerContext, scores: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def scored_by_name(
     return replace(made.evict, skip_layers=parse_layers(made.evict, skip_layers), every=every)
 
 
-def hold(
+def apply_protection(
     ctx: LayerContext, scores: Tensor, kept: tuple[int, ...], *, insist: bool = False
 ) -> tuple[Tensor, tuple[int, ...]]:
     """Scores [B, X, M] of the last M entries (padding -inf) and counts per row, so that what the caller wants stays.

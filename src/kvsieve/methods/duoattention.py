@@ -23,7 +23,7 @@ from torch import Tensor
 from kvsieve.budget import Budget
 from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import ScoredEvictor, check_int, first_real, hold, skipped, skips
+from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int, first_real, skipped, skips
 from kvsieve.plans import Plan
 from kvsieve.profiles import Heads, Profile, array_of, numbers
 from kvsieve.registry import register_method
@@ -102,7 +102,7 @@ class DuoAttention(ScoredEvictor):
             scores[row].masked_fill_(sinks[row if len(sinks) > 1 else 0], float("inf"))
         if ctx.valid is not None:
             scores = scores.masked_fill(~ctx.valid, float("-inf"))
-        scores, _ = hold(ctx, scores, counts)
+        scores, _ = apply_protection(ctx, scores, counts)
         kept = torch.maximum(kept, scores.isposinf().sum(-1))
         mask = top_mask(scores, kept)
         selection = pack_ragged(mask if ctx.valid is None else mask & ctx.valid)

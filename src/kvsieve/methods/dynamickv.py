@@ -22,7 +22,7 @@ from kvsieve.core.allocation import allocate
 from kvsieve.core.scoring import Pool
 from kvsieve.core.selection import top_mask
 from kvsieve.errors import PlanError
-from kvsieve.methods.allocators import Cascade, Seen
+from kvsieve.methods.allocators import Cascade, LayerScores
 from kvsieve.methods.base import ScoredEvictor, check_int
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
@@ -56,7 +56,7 @@ class DynamicKV(Cascade):
     def weigh(self, ctx: LayerContext) -> list[float]:
         return [0.0] * len(ctx.stored)
 
-    def weights(self, seen: Sequence[Seen], row: int) -> list[float]:
+    def weights(self, seen: Sequence[LayerScores], row: int) -> list[float]:
         """How many of the best entries of all layers so far each of them has."""
         lines, budget = [], 0
         for layer in seen:
@@ -69,7 +69,7 @@ class DynamicKV(Cascade):
         best = top_mask(scores[None], (budget,))[0] & ~scores.isneginf()
         return [float(part.sum()) for part in best.split([len(line) for line in lines])]
 
-    def targets(self, seen: Sequence[Seen], row: int, ahead: int, *, last: bool) -> list[int]:
+    def targets(self, seen: Sequence[LayerScores], row: int, ahead: int, *, last: bool) -> list[int]:
         most = [self._most(layer, row) for layer in seen]
         if not last and len(seen) % self.interval:
             return most
@@ -79,7 +79,7 @@ class DynamicKV(Cascade):
         parts = allocate(self.weights(seen, row), total, *bounds)
         return [each + part for each, part in zip(given, parts, strict=True)]
 
-    def _most(self, layer: Seen, row: int) -> int:
+    def _most(self, layer: LayerScores, row: int) -> int:
         count = layer.counts[row]
         most = self.spare + int(self.most * (count - self.spare))
         return min(layer.stored[row], max(layer.floors[row], most))

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvsieve.budget import Budget
-from kvsieve.core.lines import Choice, Lines, ReadFacts
+from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
@@ -32,19 +32,19 @@ class ExactTopK(BudgetReader):
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
         return Setting(tokens, tokens)
 
-    def choose(self, query: Tensor, lines: Lines, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
-        keys = lines.keys_at(lines.span(0, lines.size))
+    def choose(self, query: Tensor, kv_rows: KVRows, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
+        keys = kv_rows.keys_at(kv_rows.span(0, kv_rows.size))
         dtype = score_dtype(query.dtype)
         logits = query.to(dtype) @ keys.to(dtype).transpose(1, 2) * scale
-        if lines.length is not None:
-            logits.masked_fill_(~lines.length.real(lines.size), float("-inf"))
+        if kv_rows.length is not None:
+            logits.masked_fill_(~kv_rows.length.real(kv_rows.size), float("-inf"))
         if self.per_group:
             logits = (logits - logits.logsumexp(-1, keepdim=True)).logsumexp(1)
         if self.newest:
-            last = lines.newest()[0]
+            last = kv_rows.newest()[0]
             logits.index_fill_(-1, last, float("inf"))
         best = logits.topk(setting.count, dim=-1).indices
-        return Choice(best.sort(dim=-1).values, looked_at=keys.nbytes)
+        return Choice(best.sort(dim=-1).values, metadata_bytes=keys.nbytes)
 
 
 @register_method("exacttopk", title="Exact top-k", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)

@@ -20,7 +20,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.scoring import WIDEST, Pool, pooled_mass
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_int, hold
+from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
@@ -84,7 +84,7 @@ class TSP(Checked):
         if ctx.valid is not None:
             scores = scores.masked_fill(~ctx.valid[:, 0, first:], float("-inf"))
         # What the caller wants kept goes on as well, beyond `rate` if need be.
-        held, counts = hold(ctx, scores[:, None], counts, insist=True)
+        held, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
         return select_top(held[:, 0], counts)
 
 

@@ -28,7 +28,7 @@ from kvsieve.core.queries import query_mass
 from kvsieve.core.scoring import group_mean
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_int, hide_padding, hold
+from kvsieve.methods.base import apply_protection, check_int, hide_padding
 from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
@@ -86,7 +86,7 @@ class Finch(Checked):
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection:
         """The ``counts[b]`` best entries of each head of row b before the question's; see roles.Condensing."""
         scores = torch.nn.functional.pad(self.scores(ctx), (0, self.question), value=float("-inf"))
-        return select_top(*hold(ctx, hide_padding(ctx, scores), counts))
+        return select_top(*apply_protection(ctx, hide_padding(ctx, scores), counts))
 
 
 @register_method(

@@ -23,7 +23,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.scoring import WIDEST, pool, score_dtype
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_int, hold
+from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
@@ -107,7 +107,7 @@ class GemFilter(Checked):
             scores = scores.masked_fill(~real, float("-inf"))
         if self.keep_last:
             scores[:, -self.keep_last :] = float("inf")
-        held, counts = hold(ctx, scores[:, None], counts, insist=True)
+        held, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
         return top_mask(held[:, 0], counts), counts
 
 

@@ -19,7 +19,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.scoring import group_mean, window_mass
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import ScoredEvictor, hold, last_real, skips
+from kvsieve.methods.base import ScoredEvictor, apply_protection, last_real, skips
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection, When
@@ -84,7 +84,7 @@ class H2O(ScoredEvictor):
         if kept == ctx.stored:
             return None
         scores = mass if ctx.valid is None else mass.masked_fill(~ctx.valid, float("-inf"))
-        scores, kept = hold(ctx, scores, kept)
+        scores, kept = apply_protection(ctx, scores, kept)
         must = scores.isposinf().sum(-1).amax(-1).tolist()
         scores, most = scores.clone(), torch.finfo(scores.dtype).max
         for row, count in enumerate(kept):

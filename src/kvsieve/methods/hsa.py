@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvsieve.budget import Budget
-from kvsieve.core.lines import Choice, Lines, ReadFacts
-from kvsieve.core.pages import PageTable, best_entries, held_part, largest, shares
+from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
+from kvsieve.core.pages import PageTable, best_entries, held_part, largest, page_softmax
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
@@ -68,19 +68,19 @@ class HSA(BudgetReader):
             stored = stored_entries(facts.length, facts.new_tokens, tokens)
         return hsa_setting(stored, tokens, facts.dim)
 
-    def choose(self, query: Tensor, lines: Lines, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
+    def choose(self, query: Tensor, kv_rows: KVRows, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
         table = state.setdefault("pages", PageTable(setting.page))
-        table.follow(lines)
+        table.update(kv_rows)
         query = query.to(score_dtype(query.dtype))
         channels = largest(query.abs().sum(1), setting.channels)
         greatest = query.sum(1).gather(1, channels) > 0
         chosen = query.gather(2, channels[:, None].expand(-1, query.shape[1], -1))
         part = held_part(chosen, query)
-        estimates, looked_at = table.scores(chosen * (scale / part.sqrt()), channels, greatest, lines)
-        weights = shares(estimates, lines.size, setting.page, lines.length).sum(1)
-        count = min(setting.count, lines.size)
-        entries = best_entries(weights, lines.size, setting.page, count, self.newest, lines.length)
-        return Choice(entries, looked_at=looked_at)
+        estimates, metadata_bytes = table.scores(chosen * (scale / part.sqrt()), channels, greatest, kv_rows)
+        weights = page_softmax(estimates, kv_rows.size, setting.page, kv_rows.length).sum(1)
+        count = min(setting.count, kv_rows.size)
+        entries = best_entries(weights, kv_rows.size, setting.page, count, self.newest, kv_rows.length)
+        return Choice(entries, metadata_bytes=metadata_bytes)
 
 
 @register_method("hsa", title="HSA", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)

@@ -27,7 +27,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.queries import query_mass
 from kvsieve.core.selection import pack_ragged, select_top, top_mask
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_int, first_real, hide_padding, hold, parse_layers, skips
+from kvsieve.methods.base import apply_protection, check_int, first_real, hide_padding, parse_layers, skips
 from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
@@ -167,9 +167,9 @@ class KVzip(Checked):
         scores = scores.masked_fill(first_real(ctx, self.prefix), float("inf"))
         kept = tuple(min(count, stored) for count, stored in zip(counts, ctx.stored, strict=True))
         if self.uniform:
-            return None if kept == ctx.stored else select_top(*hold(ctx, hide_padding(ctx, scores), kept))
+            return None if kept == ctx.stored else select_top(*apply_protection(ctx, hide_padding(ctx, scores), kept))
         layers: dict[int, tuple[Tensor, int]] = ctx.shared.setdefault(_STATE, {})
-        held = hold(ctx, hide_padding(ctx, scores), kept)[0]
+        held = apply_protection(ctx, hide_padding(ctx, scores), kept)[0]
         layers[ctx.layer_idx] = ctx.ranks.gather(held), held.shape[2]
         return self._threshold(layers, counts, ctx.ranks) if closes else None
 

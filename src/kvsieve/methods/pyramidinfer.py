@@ -27,7 +27,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import check_int, hold
+from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
@@ -119,7 +119,9 @@ class PyramidInfer(Checked):
         if ctx.step.turn_start == 0:
             always = always | (from_end > length - self.sinks)
         scores = ctx.ranks.mean(_tail_mass(ctx, weights)[:, -ctx.offered :]).masked_fill(always, float("inf"))
-        held, counts = hold(ctx, scores.masked_fill(from_end > length, float("-inf"))[:, None], counts, insist=True)
+        held, counts = apply_protection(
+            ctx, scores.masked_fill(from_end > length, float("-inf"))[:, None], counts, insist=True
+        )
         return select_top(held[:, 0], counts)
 
 

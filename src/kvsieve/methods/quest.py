@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from kvsieve.budget import Budget
-from kvsieve.core.lines import Choice, Lines, ReadFacts
-from kvsieve.core.pages import PageTable, best_entries, shares
+from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
+from kvsieve.core.pages import PageTable, best_entries, page_softmax
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_int
@@ -61,15 +61,15 @@ class Quest(BudgetReader):
                 "budget="
             )
 
-    def choose(self, query: Tensor, lines: Lines, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
+    def choose(self, query: Tensor, kv_rows: KVRows, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
         table = state.setdefault("pages", PageTable(setting.page))
-        table.follow(lines)
-        weights, looked_at = table.bound(query.to(score_dtype(query.dtype)) * scale, lines)
+        table.update(kv_rows)
+        weights, metadata_bytes = table.bound(query.to(score_dtype(query.dtype)) * scale, kv_rows)
         if not self.per_query_head:
-            weights = shares(weights, lines.size, setting.page, lines.length).sum(1)
-        count = min(setting.count, lines.size)
-        entries = best_entries(weights, lines.size, setting.page, count, self.newest, lines.length)
-        return Choice(entries, looked_at=looked_at)
+            weights = page_softmax(weights, kv_rows.size, setting.page, kv_rows.length).sum(1)
+        count = min(setting.count, kv_rows.size)
+        entries = best_entries(weights, kv_rows.size, setting.page, count, self.newest, kv_rows.length)
+        return Choice(entries, metadata_bytes=metadata_bytes)
 
 
 @register_method("quest", title="Quest", paper="arXiv 2406.10774", phase="while decoding", query_aware=True)

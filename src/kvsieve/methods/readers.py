@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsieve.budget import Budget
-from kvsieve.core.lines import ReadFacts
+from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import parse_layers, skipped
 from kvsieve.parameters import Checked
@@ -15,7 +15,7 @@ LEAST = 16
 
 @dataclass(frozen=True)
 class Setting:
-    """A reader's parameters for some lines.
+    """A reader's parameters for some KV rows.
 
     tokens: t, the budget. count: entries read exactly. page: entries per page. channels: key channels looked at.
     """
@@ -31,7 +31,7 @@ class BudgetReader(Checked):
     """A reader with a budget of t entries per step, layer and KV head; subclasses give `parameters` and `choose`.
 
     budget: t, at least 16, what is read to choose included unless a method says otherwise; a share is one of the prompt
-    and of the tokens expected after it. Lines that are no longer than t are read whole.
+    and of the tokens expected after it. KV rows that are no longer than t are read whole.
     skip_layers: layers that read everything; see ScoredEvictor.
     newest: the newest page is always read, or as many of its newest entries as are half of what is read; the rest is
     for the query to choose. False: the query chooses all, and the current token may be left out.

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kvsieve.budget import Budget
-from kvsieve.core.lines import Choice, Lines, ReadFacts
-from kvsieve.core.pages import PageTable, best_entries, held_part, largest, shares
+from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
+from kvsieve.core.pages import PageTable, best_entries, held_part, largest, page_softmax
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
@@ -42,10 +42,10 @@ class SparQ(BudgetReader):
         channels = facts.dim * tokens // (facts.length + facts.new_tokens)
         return Setting(tokens, tokens // 2, 1, min(max(channels, 1), facts.dim))
 
-    def choose(self, query: Tensor, lines: Lines, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
+    def choose(self, query: Tensor, kv_rows: KVRows, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
         table = state.setdefault("pages", PageTable(1))
-        table.follow(lines)
-        count, groups = min(setting.count, lines.size), query.shape[1]
+        table.update(kv_rows)
+        count, groups = min(setting.count, kv_rows.size), query.shape[1]
         query = query.to(score_dtype(query.dtype))
         asked = query if self.per_query_head else query.abs().sum(1, keepdim=True)
         channels = largest(asked.abs(), setting.channels)
@@ -55,21 +55,21 @@ class SparQ(BudgetReader):
         part = held_part(chosen, query)
         chosen = chosen * (scale / part.sqrt())
         if self.per_query_head:
-            rows = table.rows(channels.flatten(1), everything, lines.size)
-            looked_at = rows.nbytes
+            rows = table.rows(channels.flatten(1), everything, kv_rows.size)
+            metadata_bytes = rows.nbytes
             rows = rows.to(query.dtype).unflatten(1, (-1, setting.channels))
-            estimates = shares((chosen[:, :, None] @ rows)[:, :, 0], lines.size, 1, lines.length)
+            estimates = page_softmax((chosen[:, :, None] @ rows)[:, :, 0], kv_rows.size, 1, kv_rows.length)
             weights = estimates.clone()
         else:
-            logits, looked_at = table.scores(chosen, channels[:, 0], everything, lines)
-            estimates = shares(logits, lines.size, 1, lines.length)
+            logits, metadata_bytes = table.scores(chosen, channels[:, 0], everything, kv_rows)
+            estimates = page_softmax(logits, kv_rows.size, 1, kv_rows.length)
             weights = estimates.sum(1)
-        entries = best_entries(weights, lines.size, 1, count, self.newest, lines.length)
+        entries = best_entries(weights, kv_rows.size, 1, count, self.newest, kv_rows.length)
         blend = None
         if self.mean_value:
             held = estimates.gather(2, entries if self.per_query_head else entries[:, None].expand(-1, groups, -1))
-            blend = held.sum(-1), state.setdefault("values", _Mean()).follow(lines, query.dtype)
-        return Choice(entries, blend, looked_at)
+            blend = held.sum(-1), state.setdefault("values", _Mean()).update(kv_rows, query.dtype)
+        return Choice(entries, blend, metadata_bytes)
 
 
 class _Mean:
@@ -81,14 +81,14 @@ class _Mean:
         # Bytes of a number of the values.
         self._item = 0
 
-    def follow(self, lines: Lines, dtype: torch.dtype) -> Tensor:
-        """[X, Dv], with the values that have been stored since; see PageTable.follow."""
-        if lines.length is not None:
-            return self.sum.add_(lines.values_at(lines.newest())[:, 0].to(dtype)) / lines.length.count
-        self._item = lines.values.element_size()
-        new = lines.values_at(lines.span(self.size, lines.size)).to(dtype).sum(1)
+    def update(self, kv_rows: KVRows, dtype: torch.dtype) -> Tensor:
+        """[X, Dv], with the values that have been stored since; see PageTable.update."""
+        if kv_rows.length is not None:
+            return self.sum.add_(kv_rows.values_at(kv_rows.newest())[:, 0].to(dtype)) / kv_rows.length.count
+        self._item = kv_rows.values.element_size()
+        new = kv_rows.values_at(kv_rows.span(self.size, kv_rows.size)).to(dtype).sum(1)
         self.sum = self.sum.add_(new) if self.size else new
-        self.size = lines.size
+        self.size = kv_rows.size
         return self.sum / self.size
 
     def make_room(self, entries: int) -> None:
@@ -97,13 +97,13 @@ class _Mean:
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.sum,)
 
-    def sums(self) -> tuple[Tensor, ...]:
+    def accumulators(self) -> tuple[Tensor, ...]:
         return (self.sum,)
 
-    def held(self) -> tuple[Tensor, ...]:
+    def all_tensors(self) -> tuple[Tensor, ...]:
         return self.tensors()
 
-    def taking_in(self, before: int, after: int) -> int:
+    def update_bytes(self, before: int, after: int) -> int:
         return self.sum.numel() * (after - before) * self._item
 
 

@@ -27,7 +27,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.allocation import clusters
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError, UnsupportedModelError
-from kvsieve.methods.allocators import Cascade, Seen
+from kvsieve.methods.allocators import Cascade, LayerScores
 from kvsieve.methods.base import ScoredEvictor, model_facts, scored_by_name
 from kvsieve.methods.streaming_llm import StreamingLLM
 from kvsieve.plans import Plan
@@ -85,7 +85,7 @@ class SqueezeAttention(Cascade):
         # Hidden states are whole on every rank, but may differ in their last bits.
         return [total / max(number, 1.0) for total, number in ctx.ranks.mean(seen).tolist()]
 
-    def weights(self, seen: Sequence[Seen], row: int) -> list[float]:
+    def weights(self, seen: Sequence[LayerScores], row: int) -> list[float]:
         groups = clusters([layer.weights[row] for layer in seen], 3)
         similar = groups.count(max(groups))
         if similar == len(seen):

@@ -20,7 +20,7 @@ from kvsieve.hf.compat import Cache, CacheLayerMixin, DynamicSlidingWindowLayer,
 if TYPE_CHECKING:
     from kvsieve.hf.prompt.read import Restart
     from kvsieve.plans import Plan
-    from kvsieve.protection import Held
+    from kvsieve.protection import ProtectedTokens
     from kvsieve.types import Selection
 
 
@@ -89,9 +89,9 @@ class SieveLayer(CacheLayerMixin):
         real = real[:, None] if real is not None and real.ndim == 2 else real
         self.view = View(selection.indices, real, self.store.size)
 
-    def held(self) -> Iterator[Tensor]:
+    def all_tensors(self) -> Iterator[Tensor]:
         """Every tensor held: the store's, what methods remember of the layer, and what is staged."""
-        yield from self.store.held()
+        yield from self.store.all_tensors()
         yield from tensors_in((self.state, self._staged))
         if self.view is not None:
             yield from tensors_in((self.view.slots, self.view.real))
@@ -292,7 +292,7 @@ class SieveCache(Cache):
         self.rehearsed = False
         self.own_plan: Plan | None = None
         # What the caller wants kept, whatever the plan drops; and whether the plan acts on this turn's prompt.
-        self.held: Held | None = None
+        self.held: ProtectedTokens | None = None
         self.reduces = True
         # (hidden, cos, sin, position_ids) of the chunks that wait for deferred propagation.
         self.waiting: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -467,7 +467,7 @@ class SieveCache(Cache):
             yield from () if facts is None else facts.tensors()
         for layer in self.layers:
             if isinstance(layer, SieveLayer):
-                yield from layer.held()
+                yield from layer.all_tensors()
             elif layer.is_initialized:
                 yield from (layer.keys, layer.values)
 

@@ -187,7 +187,7 @@ class Engine:
             made.inputs[name].copy_(tensor)
         with self._may_fail(cache), made.standing_in():
             hidden = run().clone()
-        made.take_note(cache)
+        made.advance_host_length(cache)
         return self._output(last_hidden_state=hidden, past_key_values=cache)  # type: ignore[operator]
 
     @contextlib.contextmanager
@@ -209,7 +209,7 @@ class Engine:
         """Raise Refused for a pass that fixed shapes cannot serve."""
         cache, evictor, reader = session.cache, session.plan.evict, session.plan.read
         config = getattr(self.decoder, "config", None)
-        device = session.tokens.columns.device.type
+        device = session.tokens.token_index.device.type
         if session.tokens.size > 1:
             raise Refused("a pass of several tokens")
         if session.tokens.valid is not None:
@@ -251,7 +251,7 @@ class Engine:
         if "position_ids" not in inputs:
             if session.cache.mask is not None:
                 raise Refused("rows are padded and no position_ids are given")
-            inputs["position_ids"] = session.tokens.columns
+            inputs["position_ids"] = session.tokens.token_index
         return inputs, given
 
     def _made(self, session: Session, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[FixedPass, Run]:
@@ -265,7 +265,7 @@ class Engine:
         reason = made.prepare(cache)
         if reason is not None:
             raise Refused(reason)
-        sums = [(part, part.clone()) for part in made.sums()]
+        sums = [(part, part.clone()) for part in made.accumulators()]
         with self._may_fail(cache), made.standing_in():
             run = self._record(made.run)
         for part, before in sums:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.attention import ragged_attention
-from kvsieve.attention.blocked import pays, thin_attention
+from kvsieve.attention.blocked import faster_here, single_query_attention
 from kvsieve.attention.dense import LONG
 from kvsieve.cache import DenseStore, RaggedStore
-from kvsieve.cache.lines import Group
-from kvsieve.core.lines import Follower, Length
+from kvsieve.cache.row_groups import Group
+from kvsieve.core.kv_rows import DeviceLength, IncrementalMetadata
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache, SieveLayer
 from kvsieve.hf.compat import Cache
@@ -51,7 +51,7 @@ class FixedLayer(SieveLayer):
     """What a recorded pass knows of one layer. reading: as in `read_token`; None where everything is read.
 
     slots, lengths: where in the pass's numbers the new entry's slots lie, and the lengths of what is read: of each
-    group of lines, or of the store. All tensors are those the store had when the pass was made.
+    group of KV rows, or of the store. All tensors are those the store had when the pass was made.
     """
 
     def __init__(self, layer: SieveLayer, reading: Reading | None, numbers: Numbers) -> None:
@@ -61,7 +61,7 @@ class FixedLayer(SieveLayer):
         # Asked here because torch.compile cannot.
         self.threads = torch.get_num_threads()
         keys = self.tensors[0]
-        self.thin = keys is not None and keys.shape[-2] >= LONG and pays(keys)
+        self.thin = keys is not None and keys.shape[-2] >= LONG and faster_here(keys)
         self.remembered = self._remembered()
         self.places = self.count(layer, numbers)
         self.slots, *self.lengths = self.places
@@ -91,7 +91,7 @@ class FixedLayer(SieveLayer):
         return all(ours is its for ours, its in zip(self.remembered, self._remembered(), strict=True))
 
     def knows(self, store: DenseStore | RaggedStore) -> bool:
-        """Whether a reader knows all entries of the lines that it chooses from, and what choosing costs."""
+        """Whether a reader knows all entries of the KV rows that it chooses from, and what choosing costs."""
         if self.reading is None:
             return True
         grouped = self.reading.grouped
@@ -111,8 +111,8 @@ class FixedLayer(SieveLayer):
                     each.make_room(grouped.most(self.store, group))
         self.remembered = self._remembered()
 
-    def followers(self) -> list[Follower]:
-        """What a reader remembers of the lines that it chooses from."""
+    def metadata(self) -> list[IncrementalMetadata]:
+        """What a reader remembers of the KV rows that it chooses from."""
         return [each for group in self._chosen_from() for each in group.state.values()]
 
     def _chosen_from(self) -> list[Group]:
@@ -122,7 +122,7 @@ class FixedLayer(SieveLayer):
         return [group for group, whole in pairs if not whole]
 
     def _remembered(self) -> list[Tensor]:
-        return [part for each in self.followers() for part in each.tensors()]
+        return [part for each in self.metadata() for part in each.tensors()]
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, made: FixedPass) -> Tensor:
         store = self.store
@@ -138,7 +138,7 @@ class FixedLayer(SieveLayer):
         return self._dense(query, keys, values, scale, lengths[0], valid)
 
     def _dense(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, length: Length, valid: Tensor | None
+        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, length: DeviceLength, valid: Tensor | None
     ) -> Tensor:
         """Attention of one token over the first `length` of all slots; see dense_attention."""
         if kernels.usable(query, keys, values):
@@ -150,19 +150,19 @@ class FixedLayer(SieveLayer):
             mask = mask & valid[:, :, None]
         packed = query.reshape(batch, heads, query_heads // heads, dim)
         if self.thin:
-            out = thin_attention(packed, keys, values, mask, scale=scale)
+            out = single_query_attention(packed, keys, values, mask, scale=scale)
         else:
             out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
         return out.reshape(batch, query_heads, 1, values.shape[-1])
 
-    def take_note(self, layer: SieveLayer, reads: Any) -> None:
+    def advance_host_length(self, layer: SieveLayer, reads: Any) -> None:
         """Count what a pass has done to `layer` and what it has read."""
-        layer.store.take_note()
+        layer.store.advance_host_length()
         if self.reading is None:
             count_all(layer.store, reads)
             return
         self.reading.count(layer.store, reads)
-        for each in self.followers():
+        for each in self.metadata():
             each.size += 1
 
 
@@ -189,8 +189,8 @@ class FixedPass(Session):
         super().__init__(session.plan, None, session.cache, session.step, session.tokens, session.num_layers)
         self.forward, self.inputs = forward, inputs
         for layer in session.cache.sieve_layers.values():
-            layer.store.expect(session.cache.num_seen)
-        numbers = Numbers(session.tokens.columns.device)
+            layer.store.prepare_slots(session.cache.num_seen)
+        numbers = Numbers(session.tokens.token_index.device)
         self.layers = [
             FixedLayer(layer, self.reading(session.cache, index), numbers)
             for index, layer in session.cache.sieve_layers.items()
@@ -199,7 +199,7 @@ class FixedPass(Session):
         self.values, self._steps = (
             torch.tensor(part, device=numbers.device) for part in (numbers.starts, numbers.steps)
         )
-        self._lengths: dict[int, Length] = {}
+        self._lengths: dict[int, DeviceLength] = {}
         self.cache = FixedCache(layers=list(self.layers))  # type: ignore[assignment]
         self.options = options
         self._given = {**options, "attention_mask": None, "past_key_values": self.cache}
@@ -212,16 +212,16 @@ class FixedPass(Session):
         assert isinstance(layer, FixedLayer)
         return layer.attend(query, key, value, scale, self)
 
-    def length(self, at: slice) -> Length:
+    def length(self, at: slice) -> DeviceLength:
         """The length at `at` among the numbers; one for all layers of a pass that share it."""
         if at.start not in self._lengths:
-            self._lengths[at.start] = Length(self.values[at.start])
+            self._lengths[at.start] = DeviceLength(self.values[at.start])
         return self._lengths[at.start]
 
     def prepare(self, cache: SieveCache) -> str | None:
         """Make room in what readers remember; or say why the pass cannot be run yet.
 
-        A layer's lines are first read eagerly: that builds what is remembered of them, and tells what reading costs.
+        A layer's KV rows are first read eagerly: that builds what is remembered of them, and tells what reading costs.
         """
         if not all(ours.knows(ours.store) for ours in self.layers):
             return "a first pass of the reader is run eagerly"
@@ -229,9 +229,9 @@ class FixedPass(Session):
             ours.make_room()
         return None
 
-    def sums(self) -> list[Tensor]:
+    def accumulators(self) -> list[Tensor]:
         """What running the pass once more than its token needs would change."""
-        return [part for ours in self.layers for each in ours.followers() for part in each.sums()]
+        return [part for ours in self.layers for each in ours.metadata() for part in each.accumulators()]
 
     def fits(self, cache: SieveCache) -> bool:
         """Whether the pass can be run on what `cache` stores now; brings the numbers in line where they are not."""
@@ -257,13 +257,13 @@ class FixedPass(Session):
         self._sizes = [(layer.store.size, layer.store.stride) for layer in layers]
         for ours, layer in zip(self.layers, layers, strict=True):
             ours.store = layer.store
-            layer.store.expect(self._seen)
+            layer.store.prepare_slots(self._seen)
 
-    def take_note(self, cache: SieveCache) -> None:
+    def advance_host_length(self, cache: SieveCache) -> None:
         """Do the host's part of a pass that has been run."""
         self.passes += 1
         for ours, layer in zip(self.layers, cache.sieve_layers.values(), strict=True):
-            ours.take_note(layer, cache.record.reads)
+            ours.advance_host_length(layer, cache.record.reads)
 
     def run(self) -> Tensor:
         """Hidden states [B, 1, C] of the tokens in `inputs`, whose entries are stored; the numbers have moved on."""

@@ -31,22 +31,22 @@ _COMPILED: Session | None = None
 
 @dataclass
 class Tokens:
-    """The tokens that travel through a layer: columns int [1 or B, L], valid bool [B, L] or None, real ones per row."""
+    """Tokens that travel through a layer: token_index int [1 or B, L], valid bool [B, L] or None, real ones per row."""
 
-    columns: Tensor
+    token_index: Tensor
     valid: Tensor | None
     counts: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        return self.columns.shape[1]
+        return self.token_index.shape[1]
 
     def narrow(self, selection: Selection) -> Tokens:
         """Those of a selection [B, K] among them."""
         rows = selection.indices
-        columns = self.columns.expand(rows.shape[0], -1).gather(1, rows)
+        token_index = self.token_index.expand(rows.shape[0], -1).gather(1, rows)
         valid = selection.real()
-        return Tokens(columns, valid, selection.lengths or (rows.shape[1],) * rows.shape[0])
+        return Tokens(token_index, valid, selection.lengths or (rows.shape[1],) * rows.shape[0])
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Session:
         if self._reads():
             out = self._read(index, layer, query, key, value, scale, room)
         else:
-            store.append(key, value, tokens.columns, tokens.valid, tokens.counts, room)
+            store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
             out = dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
         evictor = self.plan.evict
         if evictor is not None and self._looks(evictor.when) and isinstance(evictor, Looker):
@@ -113,7 +113,7 @@ class Session:
         for at in range(tokens.size):
             one = slice(at, at + 1)
             valid = None if tokens.valid is None else tokens.valid[:, one]
-            layer.store.append(key[:, :, one], value[:, :, one], tokens.columns[:, one], valid, reserve=room)
+            layer.store.append(key[:, :, one], value[:, :, one], tokens.token_index[:, one], valid, reserve=room)
             asked = query[:, :, one]
             outs.append(read_token(self.plan.read, self.cache, layer, index, self.num_layers, asked, scale))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
@@ -209,9 +209,9 @@ class Session:
                 hidden, cos, sin, positions = (torch.cat(parts, dim=1) for parts in zip(*waiting, strict=True))
                 waiting.clear()
                 end = self.step.start + self.step.num_new
-                columns = torch.arange(self.step.turn_start, end, device=hidden.device)[None]
+                token_index = torch.arange(self.step.turn_start, end, device=hidden.device)[None]
                 valid = None if self.cache.mask is None else self.cache.mask[:, self.step.turn_start :]
-                self.tokens = Tokens(columns, valid, self.step.turn_lengths)
+                self.tokens = Tokens(token_index, valid, self.step.turn_lengths)
                 self.narrowed = {"position_embeddings": (cos, sin), "position_ids": positions}
         selection, self.selection = self.selection, None
         if selection is not None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.attention import dense_attention, ragged_attention, sparse_attention
-from kvsieve.cache import Grouped, group_lines
-from kvsieve.core.lines import Choice, Follower, Length, Lines, ReadFacts
+from kvsieve.cache import RowGroups, group_rows
+from kvsieve.core.kv_rows import Choice, DeviceLength, IncrementalMetadata, KVRows, ReadFacts
 
 if TYPE_CHECKING:
     from kvsieve.cache import DenseStore, RaggedStore
@@ -37,7 +37,7 @@ def read_token(
         for group, choice in zip(reading.grouped.groups, choices, strict=True):
             if choice is not None:
                 size = reading.grouped.entries(store, group)
-                group.cost = choice.entries.numel(), choice.looked_at, size
+                group.cost = choice.entries.numel(), choice.metadata_bytes, size
         reading.count(store, reads)
         return out
     count_all(store, reads)
@@ -49,10 +49,10 @@ def read_token(
 
 @dataclass
 class Reading:
-    """How a token reads a layer's lines, group by group. whole: which groups it reads all of."""
+    """How a token reads a layer's KV rows, group by group. whole: which groups it reads all of."""
 
     reader: Reader | None
-    grouped: Grouped
+    grouped: RowGroups
     whole: tuple[bool, ...]
 
     def attend(
@@ -60,11 +60,11 @@ class Reading:
         store: DenseStore | RaggedStore,
         query: Tensor,
         scale: float,
-        lengths: Sequence[Length] | None = None,
+        lengths: Sequence[DeviceLength] | None = None,
     ) -> tuple[Tensor, list[Choice | None]]:
         """[B, Hq, 1, Dv], and what was chosen of each group, None where all of it is read.
 
-        lengths: of each group's lines, where the device knows.
+        lengths: of each group's KV rows, where the device knows.
         """
         grouped = self.grouped
         batch, query_heads, _, dim = query.shape
@@ -72,27 +72,27 @@ class Reading:
         out: Tensor | None = None
         choices: list[Choice | None] = []
         for at, (group, all_of_it) in enumerate(zip(grouped.groups, self.whole, strict=True)):
-            lines = grouped.lines(store, group, None if lengths is None else lengths[at])
-            asked = packed if group.lines is None else packed[group.lines]
+            kv_rows = grouped.kv_rows(store, group, None if lengths is None else lengths[at])
+            asked = packed if group.kv_rows is None else packed[group.kv_rows]
             if self.reader is None or all_of_it:
                 choices.append(None)
-                found = _read_whole(asked, lines, scale)
+                found = _read_whole(asked, kv_rows, scale)
             else:
-                choice = self.reader.choose(asked, lines, group.state, scale, group.setting)
+                choice = self.reader.choose(asked, kv_rows, group.state, scale, group.setting)
                 choices.append(choice)
-                found = sparse_attention(asked, lines, choice, scale=scale)
-            if group.lines is None:
+                found = sparse_attention(asked, kv_rows, choice, scale=scale)
+            if group.kv_rows is None:
                 out = found
             else:
                 out = packed.new_empty(*packed.shape[:2], found.shape[-1]) if out is None else out
-                out[group.lines] = found
+                out[group.kv_rows] = found
         assert out is not None
         return out.reshape(batch, query_heads, 1, -1), choices
 
     def count(self, store: DenseStore | RaggedStore, reads: Reads) -> None:
         """Count what a token has read, the entries stored now: chosen ones are as many as ever, estimates cost more.
 
-        What is remembered of the lines has taken in all of them by now, those too that were stored before it was made.
+        What is remembered of the KV rows has taken in all entries by now, also those stored before it was made.
         """
         entry = _entry_bytes(store)
         for group, all_of_it in zip(self.grouped.groups, self.whole, strict=True):
@@ -101,12 +101,12 @@ class Reading:
                 reads.read(len(group.row) * size, entry)
                 continue
             assert group.cost is not None
-            entries, looked_at, before = group.cost
+            entries, metadata_bytes, before = group.cost
             if before != size:
                 page = getattr(group.setting, "page", 1)
-                looked_at = looked_at // -(-before // page) * -(-size // page)
-            followers = [each for each in group.state.values() if isinstance(each, Follower)]
-            reads.looked(looked_at, sum(each.taking_in(group.known, size) for each in followers))
+                metadata_bytes = metadata_bytes // -(-before // page) * -(-size // page)
+            metadata = [each for each in group.state.values() if isinstance(each, IncrementalMetadata)]
+            reads.looked(metadata_bytes, sum(each.update_bytes(group.known, size) for each in metadata))
             group.known = size
             reads.read(entries, entry, len(group.row) * size)
 
@@ -123,7 +123,7 @@ def reading_of(
         reader is None or group.setting is None or reader.reads_all(group.setting, size)
         for group, size in zip(grouped.groups, sizes, strict=True)
     )
-    # Where there is no view, lines are all that is stored.
+    # Where there is no view, KV rows are all that is stored.
     return None if layer.view is None and all(whole) else Reading(reader, grouped, whole)
 
 
@@ -133,20 +133,20 @@ def count_all(store: DenseStore | RaggedStore, reads: Reads) -> None:
     reads.read(rows * store.size * (1 if store.is_ragged else store.heads), _entry_bytes(store))
 
 
-def _read_whole(query: Tensor, lines: Lines, scale: float) -> Tensor:
-    """query [X, G, D] -> [X, G, Dv], over all entries of each line."""
-    length = lines.length
-    everything = lines.span(0, lines.size)
+def _read_whole(query: Tensor, kv_rows: KVRows, scale: float) -> Tensor:
+    """query [X, G, D] -> [X, G, Dv], over all entries of each KV row."""
+    length = kv_rows.length
+    everything = kv_rows.span(0, kv_rows.size)
     if length is None:
-        return sparse_attention(query, lines, Choice(everything), scale=scale)
-    if kernels.usable(query, lines.keys):
-        slots = {"body": lines.body, "tail": lines.tail, "stride": lines.stride}
-        return kernels.line_attention(
-            query, lines.keys, lines.values, scale=scale, length=length.count, capacity=lines.size, **slots
+        return sparse_attention(query, kv_rows, Choice(everything), scale=scale)
+    if kernels.usable(query, kv_rows.keys):
+        slots = {"body": kv_rows.body, "tail": kv_rows.tail, "stride": kv_rows.stride}
+        return kernels.kv_row_attention(
+            query, kv_rows.keys, kv_rows.values, scale=scale, length=length.count, capacity=kv_rows.size, **slots
         )
-    keys, values = lines.read(everything)
+    keys, values = kv_rows.read(everything)
     return F.scaled_dot_product_attention(
-        query[:, None], keys[:, None], values[:, None], attn_mask=length.real(lines.size)[None], scale=scale
+        query[:, None], keys[:, None], values[:, None], attn_mask=length.real(kv_rows.size)[None], scale=scale
     )[:, 0]
 
 
@@ -157,13 +157,13 @@ def _entry_bytes(store: DenseStore | RaggedStore) -> int:
 
 def _grouped(
     reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: int, num_layers: int
-) -> Grouped | None:
-    """The layer's lines, as they were grouped when this turn's answer began; None without reader and view."""
+) -> RowGroups | None:
+    """The layer's KV rows, as they were grouped when this turn's answer began; None without reader and view."""
     store = layer.store
     if reader is None and layer.view is None:
         return None
     told = (reader, cache.turn, cache.prompt_lengths, cache.new_tokens)
-    before = store.derived.get("lines")
+    before = store.derived.get("kv_rows")
     if before is not None and before.told == told and before.view is layer.view:
         return before.grouped
     settings: list[Any] = [None] * len(cache.prompt_lengths)
@@ -173,16 +173,16 @@ def _grouped(
         settings = [reader.setting(each) for each in facts]
     if layer.view is None and all(setting is None for setting in settings):
         return None
-    grouped = group_lines(store, layer.view, settings)
-    store.derived["lines"] = _Known(told, layer.view, grouped)
+    grouped = group_rows(store, layer.view, settings)
+    store.derived["kv_rows"] = _Known(told, layer.view, grouped)
     return grouped
 
 
 class _Known:
-    """Grouped lines, and what they were grouped by."""
+    """Grouped KV rows, and what they were grouped by."""
 
-    def __init__(self, told: tuple[object, ...], view: object, grouped: Grouped) -> None:
+    def __init__(self, told: tuple[object, ...], view: object, grouped: RowGroups) -> None:
         self.told, self.view, self.grouped = told, view, grouped
 
-    def held(self) -> Iterator[Tensor]:
-        return self.grouped.held()
+    def all_tensors(self) -> Iterator[Tensor]:
+        return self.grouped.all_tensors()

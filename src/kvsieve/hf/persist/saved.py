@@ -40,14 +40,14 @@ from kvsieve.hf.persist.cache_file import (
 from kvsieve.hf.prompt.read import Restart
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint
-from kvsieve.protection import Held
+from kvsieve.protection import ProtectedTokens
 from kvsieve.roles import condenses
 from kvsieve.version import __version__
 
 if TYPE_CHECKING:
     from kvsieve.hf.attach import Sieve
 
-_RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (TurnRecord, Reads, Passes, Held, Restart, View)}
+_RECORDS: dict[str, Any] = {kind.__name__: kind for kind in (TurnRecord, Reads, Passes, ProtectedTokens, Restart, View)}
 # Of a cache and a layer: what is written apart, what says only that a prompt is half-read, what transformers notes.
 _APART = {"layers", "owner", "passing", "_snapshots", "waiting", "own_plan", "in_flight", "more_chunks", "reordered"}
 _APART |= {"_is_user_defined"}

@@ -19,7 +19,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.evict import check_held
 from kvsieve.hf.prompt.chunks import chunk_ends
 from kvsieve.plans import Plan
-from kvsieve.protection import Held
+from kvsieve.protection import ProtectedTokens
 from kvsieve.types import END_OF_PROMPT, LayerContext, Selection
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class _Step:
     targets: tuple[int, ...]
     columns: Tensor
     origins: dict[int, Tensor]
-    held: Held | None
+    held: ProtectedTokens | None
     moves: dict[int, Tensor] = field(default_factory=dict)
 
     when = END_OF_PROMPT
@@ -102,7 +102,7 @@ def condense(
     *,
     chunk: int | None,
     progress: Callable[[int, int], None] | None,
-    held: Held | None = None,
+    held: ProtectedTokens | None = None,
 ) -> Condensed:
     """Read all but the question of a prompt into an empty cache, keeping what the plan's evictor chooses.
 
@@ -144,7 +144,7 @@ def condense(
         if held is not None:
             numbers = torch.arange(width) - width + torch.tensor(lengths)[:, None]
             ends = torch.tensor([min(start + evictor.chunk_length, context) for context in contexts])
-            must = held.columns(columns).needed((numbers >= 0) & (numbers < ends[:, None]))
+            must = held.reindexed(columns).needed((numbers >= 0) & (numbers < ends[:, None]))
             targets = tuple(map(max, targets, must))
         given = columns.gather(1, at.clamp_min(0)).masked_fill(at < 0, -1)
         step = _Step(evictor, targets, given.to(sieve.model.device), origins, held)

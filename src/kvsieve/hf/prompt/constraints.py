@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsieve.errors import InputError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.plans import Plan
-from kvsieve.protection import Held
+from kvsieve.protection import ProtectedTokens
 from kvsieve.roles import entries_kept
 from kvsieve.segments import protected_columns, quota_columns, token_numbers
 
@@ -52,7 +52,9 @@ class Wishes:
             )
         return self.question
 
-    def held(self, plan: Plan, cache: SieveCache, mask: Tensor | None, shape: torch.Size, question: int) -> Held | None:
+    def held(
+        self, plan: Plan, cache: SieveCache, mask: Tensor | None, shape: torch.Size, question: int
+    ) -> ProtectedTokens | None:
         """What must stay of the conversation [B, N], earlier turns' wishes included, by its columns as given.
 
         Raises InputError for a span outside the prompt, for tokens that are gone already, and for more than the plan's
@@ -70,7 +72,7 @@ class Wishes:
             self._check_plan(plan, held, mask, shape, question)
         return held
 
-    def _asked(self, numbers: Tensor) -> Held | None:
+    def _asked(self, numbers: Tensor) -> ProtectedTokens | None:
         protected, segments, counts = None, None, None
         if self.protect is not None:
             protected = protected_columns(self.protect, numbers)
@@ -80,9 +82,11 @@ class Wishes:
             protected = None
         if counts is not None and not counts.shape[1]:
             segments, counts = None, None
-        return None if protected is None and segments is None else Held(protected, segments, counts)
+        return None if protected is None and segments is None else ProtectedTokens(protected, segments, counts)
 
-    def _check_plan(self, plan: Plan, held: Held, mask: Tensor | None, shape: torch.Size, question: int) -> None:
+    def _check_plan(
+        self, plan: Plan, held: ProtectedTokens, mask: Tensor | None, shape: torch.Size, question: int
+    ) -> None:
         evictor = plan.evict
         if held.segments is not None and evictor is not None and not getattr(evictor, "takes_quotas", False):
             raise InputError(
@@ -115,11 +119,11 @@ class Wishes:
                     )
 
 
-def _check_stored(cache: SieveCache, new: Held) -> None:
+def _check_stored(cache: SieveCache, new: ProtectedTokens) -> None:
     """Tokens of earlier turns can be held only while every layer and head still has them."""
     if cache.restart is not None:
         given, read = new.needed(cache.restart.length), cache.restart.columns.cpu()
-        if given != new.columns(read).needed(read.shape[1]):
+        if given != new.reindexed(read).needed(read.shape[1]):
             raise InputError(
                 "protect= and quotas= ask for tokens of an earlier turn, which were not read again; ask in the call "
                 "that feeds them"

@@ -24,7 +24,7 @@ from kvsieve.hf.prompt.chunked_compression import condense
 from kvsieve.hf.prompt.chunks import check_prompt, chunk_ends, prefill, whole_mask
 from kvsieve.hf.prompt.constraints import Wishes
 from kvsieve.plans import Plan
-from kvsieve.protection import Held
+from kvsieve.protection import ProtectedTokens
 from kvsieve.roles import condenses
 from kvsieve.types import LayerContext, Selection
 
@@ -49,7 +49,7 @@ class Restart:
     length: int
     mask: Tensor | None
     lengths: tuple[int, ...]
-    held: Held | None = None
+    held: ProtectedTokens | None = None
     layers: dict[int, Tensor] = field(default_factory=dict)
 
     def told(self, num_seen: int) -> tuple[int, Tensor | None]:
@@ -205,7 +205,7 @@ def read_prompt(
 
 
 def _with_later(
-    input_ids: Tensor, mask: Tensor | None, cache: SieveCache, held: Held | None, filler: int
+    input_ids: Tensor, mask: Tensor | None, cache: SieveCache, held: ProtectedTokens | None, filler: int
 ) -> tuple[Tensor, Tensor]:
     """The ids that were read again and all that was given after those they were chosen from, and their mask.
 
@@ -221,7 +221,7 @@ def _with_later(
     cache.restart = dataclasses.replace(restart, lengths=lengths, held=held)
     if held is not None and not restart.layers:
         columns = torch.arange(restart.length, input_ids.shape[1], device=read.device).expand(len(ids), -1)
-        cache.held = held.columns(torch.cat([read, columns], 1).to(restart.columns.device))
+        cache.held = held.reindexed(torch.cat([read, columns], 1).to(restart.columns.device))
     return ids, real
 
 
@@ -236,7 +236,7 @@ def _read_again(
     filler: int,
     progress: Progress | None,
     leave_last: bool,
-    held: Held | None,
+    held: ProtectedTokens | None,
     question: int,
     reduce: bool,
 ) -> None:
@@ -259,7 +259,7 @@ def _read_again(
         before = columns.shape[1]
         ids = input_ids.gather(1, columns)
         shown = _shifted(progress, 0, before + max(wanted))
-        shown_held = None if held is None else held.columns(columns.masked_fill(~real, -1).to(sieve.model.device))
+        shown_held = None if held is None else held.reindexed(columns.masked_fill(~real, -1).to(sieve.model.device))
         selection, report = _choose(sieve, ids, real.long(), chunk, shown, shown_held)
         if selection is not None:
             columns = columns.gather(1, selection.indices.to(columns.device))
@@ -272,7 +272,7 @@ def _read_again(
     if condensed is not None:
         cache.restart = dataclasses.replace(cache.restart, layers=condensed.layers)
     # Where heads hold different tokens, nothing is evicted after this.
-    cache.held = None if held is None or cache.restart.layers else held.columns(marked)
+    cache.held = None if held is None or cache.restart.layers else held.reindexed(marked)
     ids, real = input_ids.gather(1, columns.clamp_min(0)).masked_fill(~real, filler), real.long()
     prefill(
         sieve,
@@ -298,7 +298,7 @@ def _read_again(
 
 
 def _choose(
-    sieve: Sieve, ids: Tensor, mask: Tensor, chunk: int | None, progress: Progress | None, held: Held | None
+    sieve: Sieve, ids: Tensor, mask: Tensor, chunk: int | None, progress: Progress | None, held: ProtectedTokens | None
 ) -> tuple[Selection | None, dict[str, Any]]:
     """The first pass: the tokens chosen among ids [B, N], and what the propagator told of its choice."""
     scratch = sieve.new_cache()

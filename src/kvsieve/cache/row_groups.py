@@ -1,4 +1,4 @@
-"""A store's entries as lines (core.lines), grouped so that those of a group are read together."""
+"""A store's entries as KV rows (core.kv_rows), grouped so that those of a group are read together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvsieve.cache.base import tensors_in
 from kvsieve.cache.ragged import RaggedStore
 from kvsieve.cache.store import DenseStore
-from kvsieve.core.lines import Length, Lines
+from kvsieve.core.kv_rows import DeviceLength, KVRows
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,16 @@ class View:
 
 @dataclass
 class Group:
-    """Lines of equal length and parameters, as they were when they were grouped.
+    """KV rows of equal length and parameters, as they were when they were grouped.
 
-    lines: int64 [X], which of all B * H' they are; None for all of them. row: int64 [X], in which row of the buffers
-    each lies; body, tail: as in Lines, within that row. size: their entries. state: what the reader remembers of them.
+    kv_rows: int64 [X], which of all B * H' they are; None for all of them. row: int64 [X], in which row of the buffers
+    each lies; body, tail: as in KVRows, within that row. size: their entries. state: what the reader remembers of them.
     cost: of the last sparse read, entries read, bytes looked at and the entries there were; None before there was one.
     known: entries that have been counted as taken in by what the reader remembers.
     """
 
     setting: Any
-    lines: Tensor | None
+    kv_rows: Tensor | None
     row: Tensor
     body: Tensor | None
     tail: Tensor
@@ -64,8 +64,11 @@ class Group:
 
 
 @dataclass
-class Grouped:
-    """The lines of a store when it held `stored` slots. heads: H', lines per row; stride: slots per further entry."""
+class RowGroups:
+    """The KV rows of a store, in groups that are read together, made when it held `stored` slots.
+
+    heads: H', KV rows per batch row. stride: slots per further entry.
+    """
 
     groups: list[Group]
     heads: int
@@ -73,30 +76,30 @@ class Grouped:
     stored: int
 
     def entries(self, store: DenseStore | RaggedStore, group: Group) -> int:
-        """Entries of a group's lines now: those that were appended since are their last ones."""
+        """Entries of a group's KV rows now: those that were appended since are their last ones."""
         return group.size + (store.size - self.stored) // self.stride
 
     def most(self, store: DenseStore | RaggedStore, group: Group) -> int:
-        """Entries that a group's lines can have in the buffers there are."""
+        """Entries that a group's KV rows can have in the buffers there are."""
         return group.size + (store.capacity - self.stored) // self.stride
 
-    def lines(self, store: DenseStore | RaggedStore, group: Group, length: Length | None = None) -> Lines:
-        """A group's lines now; or, with their length on the device, as many entries as there are slots for."""
+    def kv_rows(self, store: DenseStore | RaggedStore, group: Group, length: DeviceLength | None = None) -> KVRows:
+        """A group's KV rows now; or, with their length on the device, as many entries as there are slots for."""
         keys, values = (part.flatten(0, -2) for part in store._buffers()[:2])
         body, tail = group.flat(store.capacity)
         size = self.entries(store, group) if length is None else self.most(store, group)
-        return Lines(keys, values, body, tail, self.stride, size, length)
+        return KVRows(keys, values, body, tail, self.stride, size, length)
 
-    def held(self) -> Iterator[Tensor]:
+    def all_tensors(self) -> Iterator[Tensor]:
         """Every tensor of what readers remember, and of the lists of slots."""
         for group in self.groups:
-            yield from tensors_in((group.lines, group.row, group.body, group.tail, group._flat))
+            yield from tensors_in((group.kv_rows, group.row, group.body, group.tail, group._flat))
             for part in group.state.values():
-                yield from (part,) if isinstance(part, Tensor) else part.held()
+                yield from (part,) if isinstance(part, Tensor) else part.all_tensors()
 
 
-def group_lines(store: DenseStore | RaggedStore, view: View | None, settings: Sequence[Hashable]) -> Grouped:
-    """The lines of a store, or of a view of it; settings: the parameters of each row, lines of unlike ones apart."""
+def group_rows(store: DenseStore | RaggedStore, view: View | None, settings: Sequence[Hashable]) -> RowGroups:
+    """Group the KV rows of a store, or of a view of it, by length and by `settings`, the parameters per batch row."""
     keys = store._buffers()[0]
     device, batch, heads = keys.device, keys.shape[0], store.heads
     now = torch.arange(store.size, device=device)
@@ -117,10 +120,10 @@ def group_lines(store: DenseStore | RaggedStore, view: View | None, settings: Se
         real = _joined(view, later, batch, heads, slots.shape[1] - view.slots.shape[2])
         at, tail = (part.repeat_interleave(copies) for part in (at, tail))
     counts = [slots.shape[1]] * len(slots) if real is None else real.sum(-1).tolist()
-    kinds = [(settings[line // heads], count) for line, count in enumerate(counts)]
+    kinds = [(settings[number // heads], count) for number, count in enumerate(counts)]
     groups = []
     for setting, count in dict.fromkeys(kinds):
-        mine = [line for line, kind in enumerate(kinds) if kind == (setting, count)]
+        mine = [number for number, kind in enumerate(kinds) if kind == (setting, count)]
         which = None if len(mine) == len(kinds) else torch.tensor(mine, device=device)
         if real is None and view is None:
             # The first `size` slots in order: nothing to look up.
@@ -133,7 +136,7 @@ def group_lines(store: DenseStore | RaggedStore, view: View | None, settings: Se
             groups.append(Group(setting, which, at[which], body, first[which], count))
         else:
             groups.append(Group(setting, None, at, body, first, count))
-    return Grouped(groups, heads, stride, store.size)
+    return RowGroups(groups, heads, stride, store.size)
 
 
 def _joined(view: View, later: Tensor | None, batch: int, heads: int, since: int) -> Tensor | None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 
 @dataclass
-class Filled:
-    """What of so many pages of lines is there: hidden: bool [pages], True beyond the end. part: float64 [pages].
+class PageOccupancy:
+    """What of so many pages of KV rows is there: hidden: bool [pages], True beyond the end. part: float64 [pages].
 
     newest: int64 [1], the page of the newest entry. first: bool [1], whether that entry begins it. part: of its page
     entries, how much a page holds, 0 beyond the end. count: int64 [], pages that hold any.
@@ -25,16 +25,16 @@ class Filled:
     count: Tensor
 
 
-class Length:
-    """How many entries lines really have, on the device: shapes then stay the same from token to token.
+class DeviceLength:
+    """How many entries KV rows really have, on the device: shapes then stay the same from token to token.
 
-    count: int64 [], at least 1. What follows from it is worked out once for all lines of that length.
+    count: int64 [], at least 1. What follows from it is worked out once for all KV rows of that length.
     """
 
     def __init__(self, count: Tensor) -> None:
         self.count = count
         self._real: dict[int, Tensor] = {}
-        self._filled: dict[tuple[int, int], Filled] = {}
+        self._occupancy: dict[tuple[int, int], PageOccupancy] = {}
 
     def real(self, size: int) -> Tensor:
         """bool [size]: which of so many entries there are."""
@@ -42,23 +42,23 @@ class Length:
             self._real[size] = torch.arange(size, device=self.count.device) < self.count
         return self._real[size]
 
-    def filled(self, page: int, pages: int) -> Filled:
-        if (page, pages) not in self._filled:
+    def occupancy(self, page: int, pages: int) -> PageOccupancy:
+        if (page, pages) not in self._occupancy:
             held = (self.count - torch.arange(pages, device=self.count.device) * page).clamp(0, page)
             last = self.count - 1
-            self._filled[page, pages] = Filled(
+            self._occupancy[page, pages] = PageOccupancy(
                 hidden=held == 0,
                 part=held.double() / page,
                 newest=(last // page).view(1),
                 first=(last % page == 0).view(1),
                 count=last // page + 1,
             )
-        return self._filled[page, pages]
+        return self._occupancy[page, pages]
 
 
 @runtime_checkable
-class Follower(Protocol):
-    """What a reader with ``fixed_shapes = True`` remembers of lines, entry by entry.
+class IncrementalMetadata(Protocol):
+    """What a reader with ``fixed_shapes = True`` remembers of KV rows, entry by entry.
 
     size: entries taken in; a pass of fixed shapes takes one in on the device, and its driver counts it here.
     """
@@ -73,22 +73,24 @@ class Follower(Protocol):
         """All that is remembered."""
         ...
 
-    def sums(self) -> tuple[Tensor, ...]:
+    def accumulators(self) -> tuple[Tensor, ...]:
         """Those of them that taking in the same entry twice would change."""
         ...
 
-    def held(self) -> Iterable[Tensor]:
+    def all_tensors(self) -> Iterable[Tensor]:
         """Every tensor held, those that are remade at need included."""
         ...
 
-    def taking_in(self, before: int, after: int) -> int:
+    def update_bytes(self, before: int, after: int) -> int:
         """Bytes read to take in the entries that follow the first `before`, so that there are `after`."""
         ...
 
 
 @dataclass
-class Lines:
-    """Entries of X lines, `size` each; a line is one KV head of one row (one query head, where each has its own set).
+class KVRows:
+    """Per-head KV sequences: X KV rows of `size` entries each.
+
+    A KV row is the entries of one KV head of one batch row (of one query head, where each has its own set).
 
     keys: [S, D] and values: [S, Dv], all slots they may lie in. body: int64 [X, K], slots of the first K entries, or
     None where K is 0. tail: int64 [X], the slot of entry K; every further one lies `stride` slots behind. length: how
@@ -101,10 +103,10 @@ class Lines:
     tail: Tensor
     stride: int
     size: int
-    length: Length | None = None
+    length: DeviceLength | None = None
 
     def newest(self) -> Tensor:
-        """The last entry of every line, int64 [X, 1]."""
+        """The last entry of every KV row, int64 [X, 1]."""
         last = self.size - 1 if self.length is None else self.length.count - 1
         return (torch.zeros_like(self.tail) + last)[:, None]
 
@@ -122,7 +124,7 @@ class Lines:
         return self._rows(self.keys, slots), self._rows(self.values, slots)
 
     def span(self, start: int, end: int) -> Tensor:
-        """Entries start ... end - 1 of every line, int64 [X, end - start]."""
+        """Entries start ... end - 1 of every KV row, int64 [X, end - start]."""
         return torch.arange(start, end, device=self.tail.device).expand(len(self.tail), -1)
 
     def slots(self, entries: Tensor) -> Tensor:
@@ -142,7 +144,7 @@ class Lines:
 
 @dataclass(frozen=True)
 class ReadFacts:
-    """What a reader may derive its parameters from, for the lines of one row in one layer.
+    """What a reader may derive its parameters from, for the KV rows of one batch row in one layer.
 
     length: true tokens of the conversation when the turn's prompt was complete. new_tokens: how many are expected after
     it, 0 if nobody said. dim: D, the size of a key.
@@ -157,12 +159,13 @@ class ReadFacts:
 
 @dataclass
 class Choice:
-    """What a reader wants read of each line.
+    """What a reader wants read of each KV row.
 
-    entries: int64 [X, k], the same for all query heads of a line, or [X, G, k]. blend: (weight [X, G], vector [X, Dv]):
-    the output becomes ``weight * output + (1 - weight) * vector``. looked_at: bytes read to find this out.
+    entries: int64 [X, k], the same for all query heads of a KV row, or [X, G, k]. blend: (weight [X, G], vector
+    [X, Dv]): the output becomes ``weight * output + (1 - weight) * vector``. metadata_bytes: bytes read to
+    choose.
     """
 
     entries: Tensor
     blend: tuple[Tensor, Tensor] | None = None
-    looked_at: int = 0
+    metadata_bytes: int = 0
