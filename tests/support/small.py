@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 import kvsieve
-from kvsieve.hf import fixed
+from kvsieve.hf.decode import engine as engines
 from kvsieve.profiles import Fingerprint, Profile
 from layers import golden
 
@@ -63,9 +63,9 @@ def recorder_stand_in(engine="graph"):
         run()
         return run
 
-    before = fixed.RECORDERS[engine]
-    fixed.RECORDERS[engine] = lambda device: record
+    before = engines.RECORDERS[engine]
+    engines.RECORDERS[engine] = lambda device: record
     try:
         yield
     finally:
-        fixed.RECORDERS[engine] = before
+        engines.RECORDERS[engine] = before
