@@ -9,10 +9,9 @@ tables and pictures (docs/evaluation.md).
 import argparse
 from collections import defaultdict
 
-from kvsieve.eval.tasks import chosen_tasks
-
 import kvsieve
 from kvsieve.eval.engine import Engine
+from kvsieve.tasks import chosen_tasks
 
 PLANS = {
     "full": kvsieve.plan("full"),  # the reference comes first

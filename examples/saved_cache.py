@@ -13,7 +13,7 @@ import kvsieve
 MINUTES = Path(__file__).parent / "minutes.txt"
 QUESTIONS = (
     "Why is the dredging of the east channel late?",
-    "How many passengers has the waiting room of the new ferry terminal room for?",
+    "What does the new ferry terminal cost?",
     "When is the next meeting?",
 )
 
