@@ -98,7 +98,7 @@ def copy(absent: Path, good: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch) 
             if file.name != demo.MANIFEST:
                 os.link(file, out / file.name)
 
-    monkeypatch.setattr(demo, "_convert", link)
+    monkeypatch.setattr(demo, "convert", link)
     monkeypatch.setenv("KVSIEVE_DEMO_GGUF", str(gguf))
     load_demo()
     calls.clear()
@@ -256,7 +256,7 @@ def test_answer_ends_its_turn(warm: Path) -> None:
 
 
 def test_warm_load_needs_neither_gguf_nor_source(warm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_convert", lambda *args: pytest.fail("converted again"))
+    monkeypatch.setattr(demo, "convert", lambda *args: pytest.fail("converted again"))
     monkeypatch.setitem(sys.modules, "gguf", None)
     monkeypatch.setattr(fetch, "PACKAGE", "kvsieve_no_such_package")
     monkeypatch.delenv("KVSIEVE_DEMO_GGUF")
@@ -333,7 +333,7 @@ def test_failed_conversion_leaves_nothing(
         raise error
 
     monkeypatch.setenv("KVSIEVE_DEMO_GGUF", str(gguf))
-    monkeypatch.setattr(demo, "_convert", fail)
+    monkeypatch.setattr(demo, "convert", fail)
     with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else ModelLoadError):
         load_demo()
     assert not checkpoint(absent).exists() and leftovers(absent) == []
@@ -373,8 +373,8 @@ def test_unwritable_cache(absent: Path, gguf: Path, monkeypatch: pytest.MonkeyPa
 def test_two_processes_convert_once(tmp_path: Path, gguf: Path) -> None:
     code = (
         "from kvsieve.models import demo\n"
-        "convert = demo._convert\n"
-        "demo._convert = lambda *args: (print('converted'), convert(*args))\n"
+        "convert = demo.convert\n"
+        "demo.convert = lambda *args: (print('converted'), convert(*args))\n"
         "model, _ = demo.load_demo()\n"
         "print('loaded', model.dtype)\n"
     )
@@ -398,7 +398,7 @@ def test_killed_half_way(copy: tuple[Path, list[Path]], gguf: Path, tmp_path: Pa
         "    (out / 'model.safetensors').write_bytes(b'half')\n"
         "    print('half', flush=True)\n"
         "    time.sleep(600)\n"
-        "demo._convert = convert\n"
+        "demo.convert = convert\n"
         "demo.load_demo()\n"
     )
     env = child_env(cache, gguf)

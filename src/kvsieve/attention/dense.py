@@ -25,23 +25,11 @@ def dense_attention(
     Entry j is visible to query i when j <= N - L + i and j is valid; every query sees itself. What padding gets is
     finite and otherwise open. Returns [B, Hq, L, Dv]. Keys and values are never repeated in memory while decoding.
     """
-    batch, query_heads, new, dim = query.shape
-    heads, length = keys.shape[1], keys.shape[2]
-    groups = query_heads // heads
+    batch, query_heads, new, _ = query.shape
+    length = keys.shape[2]
+    groups = query_heads // keys.shape[1]
     if new == 1:
-        if kernels.usable(query, keys, values):
-            return kernels.decode_attention(query, keys, values, scale=scale, valid=valid)
-        # The query heads of a group become the rows of one query block: keys are read once per KV head.
-        packed = query.reshape(batch, heads, groups, dim)
-        mask = None
-        if valid is not None:
-            mask = valid[:, :, None, :].clone()
-            mask[..., -1] = True
-        if length >= LONG and faster_here(query):
-            out = single_query_attention(packed, keys, values, mask, scale=scale)
-        else:
-            out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
-        return out.reshape(batch, query_heads, 1, values.shape[-1])
+        return _one_token(query, keys, values, scale, valid)
     if valid is not None and valid.shape[1] == 1:
         return _rows_alone(query, keys, values, scale, valid)
     if faster_here(query):
@@ -77,6 +65,26 @@ def dense_attention(
             )
         )
     return torch.cat(parts, 2)
+
+
+def _one_token(query: Tensor, keys: Tensor, values: Tensor, scale: float, valid: Tensor | None) -> Tensor:
+    """dense_attention of a single token, which sees all valid entries."""
+    batch, query_heads, _, dim = query.shape
+    heads, length = keys.shape[1], keys.shape[2]
+    groups = query_heads // heads
+    if kernels.usable(query, keys, values):
+        return kernels.decode_attention(query, keys, values, scale=scale, valid=valid)
+    # The query heads of a group become the rows of one query block: keys are read once per KV head.
+    packed = query.reshape(batch, heads, groups, dim)
+    mask = None
+    if valid is not None:
+        mask = valid[:, :, None, :].clone()
+        mask[..., -1] = True
+    if length >= LONG and faster_here(query):
+        out = single_query_attention(packed, keys, values, mask, scale=scale)
+    else:
+        out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
+    return out.reshape(batch, query_heads, 1, values.shape[-1])
 
 
 def _rows_alone(query: Tensor, keys: Tensor, values: Tensor, scale: float, valid: Tensor) -> Tensor:

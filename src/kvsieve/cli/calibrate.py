@@ -70,14 +70,8 @@ def calibrate_command(
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.profiles import keep_profile
 
-    options = (Options.quick if quick else Options)(
-        parts=tuple(names_of(parts)),
-        budget=budget,
-        tsp_rate=tsp_rate,
-        rule=rule,
-        tolerance=tolerance,
-        max_layer=max_layer,
-    )
+    chosen = {"budget": budget, "tsp_rate": tsp_rate, "rule": rule, "tolerance": tolerance, "max_layer": max_layer}
+    options = (Options.quick if quick else Options)(parts=tuple(names_of(parts)), **chosen)
     wanted = lengths_of(lengths or ("1024" if quick else "2048"))
     count = (2 if quick else 4) if prompts is None else prompts
     # Minutes of work should not end with a file that cannot be written.

@@ -23,30 +23,14 @@ from kvsieve.models.fetch import (
     scratch_dir,
     sha256_file,
 )
+from kvsieve.models.gguf_reader import convert
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Part of the checkpoint's directory name: raise it whenever _convert writes something different.
+# Part of the checkpoint's directory name: raise it whenever gguf_reader.convert writes something different.
 CHECKPOINT_VERSION = 1
 MANIFEST = "manifest.json"
-
-_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_TOP_TENSORS = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
 
 
 def load_demo(dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -119,7 +103,7 @@ def _rebuild(gguf: Path | None, digest: str, target: Path, problem: str) -> None
         new = tmp / "new"
         try:
             new.mkdir()
-            _convert(gguf, new)
+            convert(gguf, new)
             files = {p.name: {"size": p.stat().st_size, "sha256": sha256_file(p)} for p in sorted(new.iterdir())}
             (new / MANIFEST).write_text(json.dumps({"gguf_sha256": digest, "files": files}, indent=1))
         except ModelLoadError:
@@ -134,89 +118,6 @@ def _rebuild(gguf: Path | None, digest: str, target: Path, problem: str) -> None
             # Where there are no locks another process may have been first; its result is as good.
             if checkpoint_problem(target):
                 raise ModelLoadError(f"cannot put the checkpoint at {target}: {_first_line(exc)}") from exc
-
-
-def _convert(gguf_file: Path, out: Path) -> None:
-    """Write a SmolLM2 GGUF file as a transformers checkpoint.
-
-    Done here and not by transformers' own reader because that needs accelerate, takes three times as long and leaves
-    out the tokenizer's splitting into single digits.
-    """
-    try:
-        import gguf
-    except ImportError as exc:
-        raise ModelLoadError(
-            "converting the demo model needs the package gguf, which is missing; run `pip install 'kvsieve[demo]'`"
-        ) from exc
-    import tokenizers
-    from safetensors.torch import save
-    from transformers import GenerationConfig, LlamaConfig, PreTrainedTokenizerFast
-
-    reader = gguf.GGUFReader(gguf_file)
-
-    def field(key: str) -> Any:
-        return reader.fields[key].contents()
-
-    for key, want in {"general.architecture": "llama", "tokenizer.ggml.pre": "smollm"}.items():
-        if key not in reader.fields or field(key) != want:
-            got = field(key) if key in reader.fields else "nothing"
-            raise ModelLoadError(f"{gguf_file} has {key} = {got}, expected {want}: only SmolLM2 GGUF files can be read")
-
-    heads, kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
-    state = {}
-    for tensor in reader.tensors:
-        weight = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
-        name = _TOP_TENSORS.get(tensor.name)
-        if name is None:
-            _, layer, kind, _ = tensor.name.split(".")
-            name = f"model.layers.{layer}.{_TENSORS[kind]}.weight"
-            if kind in ("attn_q", "attn_k"):
-                # GGUF has the two halves of each head's rotary pairs interleaved, transformers one after the other.
-                n = heads if kind == "attn_q" else kv_heads
-                weight = weight.unflatten(0, (n, -1, 2)).transpose(1, 2).flatten(0, 2)
-        state[name] = weight.to(torch.bfloat16).contiguous()
-    # save_file would make the file unreadable for other users of a shared cache, whatever the umask.
-    (out / "model.safetensors").write_bytes(save(state, metadata={"format": "pt"}))
-
-    tokens: list[str] = field("tokenizer.ggml.tokens")
-    bos, eos, pad = (tokens.index(t) for t in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
-    special: dict[str, Any] = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
-    LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        dtype="bfloat16",
-        vocab_size=len(tokens),
-        hidden_size=field("llama.embedding_length"),
-        intermediate_size=field("llama.feed_forward_length"),
-        num_hidden_layers=field("llama.block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        max_position_embeddings=field("llama.context_length"),
-        rms_norm_eps=field("llama.attention.layer_norm_rms_epsilon"),
-        rope_parameters={"rope_type": "default", "rope_theta": field("llama.rope.freq_base")},
-        tie_word_embeddings="lm_head.weight" not in state,
-        **special,
-    ).save_pretrained(out)
-    GenerationConfig(**special).save_pretrained(out)
-
-    merges = [tuple(m.split(" ")) for m in field("tokenizer.ggml.merges")]
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE({t: i for i, t in enumerate(tokens)}, merges))
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
-        [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    bpe.decoder = tokenizers.decoders.ByteLevel()
-    control = gguf.TokenType.CONTROL
-    bpe.add_special_tokens([t for t, k in zip(tokens, field("tokenizer.ggml.token_type"), strict=True) if k == control])
-    PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        bos_token=tokens[bos],
-        eos_token=tokens[eos],
-        pad_token=tokens[pad],
-        unk_token=tokens[pad],
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        model_max_length=field("llama.context_length"),
-        chat_template=field("tokenizer.chat_template"),
-    ).save_pretrained(out)
 
 
 def _load_checkpoint(target: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
