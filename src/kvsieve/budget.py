@@ -1,4 +1,4 @@
-"""The one meaning of "budget": entries kept per layer and KV head, sinks and recent window included."""
+"""Budgets: entries kept per layer and KV head, attention sinks and recent window included."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from kvsieve.parameters import MOST
 
 @dataclass(frozen=True)
 class Budget:
-    """How many KV entries a layer keeps per KV head, sinks and recent window included.
+    """Number of KV entries that a layer keeps per KV head, sinks and recent window included.
 
-    Exactly one of the two is given:
+    Exactly one of the two is given.
 
-    tokens: an absolute number of entries, at least 1.
-    ratio: a share of the conversation's true length (padding excluded) once a turn's prompt is complete, in (0, 1];
-    ``int(length * ratio)`` entries.
+    Attributes:
+        tokens: an absolute number of entries, at least 1.
+        ratio: a share in (0, 1] of the conversation's true length (padding excluded) once a turn's prompt is complete:
+            ``int(length * ratio)`` entries.
 
-    Raises PlanError when neither or both are given, or one is out of range.
+    Raises:
+        PlanError: neither or both are given, or one is out of range.
     """
 
     tokens: int | None = None
@@ -43,9 +45,13 @@ class Budget:
 
     @classmethod
     def parse(cls, value: Budget | str | int | float) -> Budget:
-        """Read a budget as users write it: ``"20%"`` or ``0.2`` (ratio), ``"2048"`` or ``2048`` (tokens).
+        """Read a budget as users write it.
 
-        Raises PlanError when the text is neither.
+        Args:
+            value: ``"20%"`` or ``0.2`` (ratio), ``"2048"`` or ``2048`` (tokens), or a Budget.
+
+        Raises:
+            PlanError: the value is neither.
         """
         if isinstance(value, Budget):
             return value

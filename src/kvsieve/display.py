@@ -1,4 +1,4 @@
-"""How objects show themselves: in one short line, and as a small table in a notebook."""
+"""Representation of objects: one short line, and a small table in a notebook."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ _LONGEST = 40
 
 
 def mebibytes(count: int) -> str:
-    """``11.1 MiB``."""
+    """Write bytes as ``11.1 MiB``."""
     value = count / 2**20
     return f"{value:.1f} MiB" if value >= 0.1 else f"{value:.3f} MiB"
 
 
 def percent(share: float) -> str:
-    """``20%``; below one per cent with a decimal."""
+    """Write a share as ``20%``; below one per cent with a decimal."""
     return f"{share:.0%}" if share >= 0.01 or share == 0 else f"{share:.1%}"
 
 
 def brief(value: Any) -> str:
-    """A role, or a field of one, without what is at its default: ``SnapKV(budget=20%, window=32)``."""
+    """Write a role, or a field of one, without what is at its default: ``SnapKV(budget=20%, window=32)``."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if type(value).__str__ is not object.__str__:
             return str(value)
@@ -36,7 +36,7 @@ def brief(value: Any) -> str:
 
 
 def html_table(title: str, rows: Iterable[tuple[str, object]]) -> str:
-    """What a notebook shows: a caption and a row for each name and value, all escaped."""
+    """Table for a notebook: a caption and a row for each name and value, all escaped."""
     body = "".join(
         f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
         f"<td style='text-align:left'>{html.escape(str(value))}</td></tr>"

@@ -1,4 +1,4 @@
-"""Errors and warnings. Every message names what was got, what was expected and the way out."""
+"""Errors and warnings. Every message says what was got, what was expected and what to do."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from kvsieve.text import printable, shortened
 
 
 class KvsieveError(Exception):
-    """Base of every error kvsieve raises: its message names what was got, what was expected, and the way out.
+    """Base of every error that kvsieve raises; its message says what was got, what was expected, and what to do.
 
-    What it quotes is shortened where it is long, and control characters are written out.
+    Long quotations are shortened, and control characters are written out.
     """
 
     def __init__(self, *args: object) -> None:
@@ -26,7 +26,7 @@ class InputError(KvsieveError, ValueError):
 
 
 class UnsupportedModelError(KvsieveError, NotImplementedError):
-    """The model's architecture does something kvsieve cannot honour yet."""
+    """A model whose architecture does something that kvsieve cannot honour yet."""
 
 
 class UnsupportedOptionError(KvsieveError, NotImplementedError):
@@ -42,7 +42,7 @@ class CacheFileError(KvsieveError):
 
 
 class NotAttachedError(KvsieveError, AttributeError):
-    """Something asked of ``attach(...)`` outside of ``with attach(...) as sieve:``."""
+    """A call on ``attach(...)`` outside of ``with attach(...) as sieve:``."""
 
 
 class MissingFileError(CacheFileError, InputError):
@@ -50,11 +50,11 @@ class MissingFileError(CacheFileError, InputError):
 
 
 class KvsieveWarning(UserWarning):
-    """A guard changed what was asked for: the message says how."""
+    """A guard has changed what was asked for; the message says how."""
 
 
 def short(value: Any, most: int = 120) -> str:
-    """What was got, for a message: its repr, at most `most` characters of it, on one line."""
+    """Quote a value in a message: its repr, at most `most` characters of it, on one line."""
     try:
         # A long text is cut before it is quoted, what holds many things is told by its size.
         text = repr(value[:most] + "…" if isinstance(value, str) and len(value) > most else value)

@@ -1,4 +1,4 @@
-"""What a method's parameters may be: their annotations say it, and this is the one place that reads them.
+"""Checking of methods' parameters against their annotations; no other place reads those.
 
 `plan` asks for the functions that make plans, `Checked` for the classes of roles, so that both refuse alike.
 """
@@ -26,7 +26,7 @@ _WORDS: dict[Any, str] = {
 
 
 class Checked:
-    """Base of the classes of roles, which are dataclasses: what they are made with is checked before anything else."""
+    """Base of the classes of roles, which are dataclasses: checks the arguments before anything else."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         check_kinds(cls.__name__, cls, given)
@@ -34,11 +34,18 @@ class Checked:
 
 
 def check_kinds(owner: str, annotated: Any, given: Mapping[str, Any]) -> None:
-    """Raise PlanError for a value that its annotation does not allow.
+    """Check arguments against annotations.
 
-    owner: who takes it, for the message. annotated: the function or class whose annotations hold. Those are looked at
-    that are made of whole numbers, numbers, True and False, text, None and choices; what else there is (budgets,
-    lists, roles) is checked where it is read.
+    Annotations made of int, float, bool, str, None and Literal are checked; others (budgets, lists, roles) are checked
+    where the value is read.
+
+    Args:
+        owner: who takes the arguments, for the message.
+        annotated: the function or class whose annotations hold.
+        given: the arguments, by name.
+
+    Raises:
+        PlanError: a value is none that its annotation allows.
     """
     kinds = _kinds(annotated)
     for name, value in given.items():
@@ -65,7 +72,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 @functools.cache
 def _kinds(annotated: Any) -> dict[str, tuple[Any, ...]]:
-    """The kinds of each parameter that can be checked here: types, and tuples of choices."""
+    """Kinds of each parameter that can be checked here: types, and tuples of choices."""
     try:
         hints = typing.get_type_hints(annotated)
     except NameError:
@@ -76,7 +83,7 @@ def _kinds(annotated: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _parts(hint: Any) -> tuple[Any, ...] | None:
-    """The kinds of one annotation; None where there is one among them that is not checked here."""
+    """Kinds of one annotation; None where one of them is not checked here."""
     origin = typing.get_origin(hint)
     if origin in (Union, types.UnionType):
         parts = [_parts(each) for each in typing.get_args(hint)]

@@ -17,8 +17,10 @@ from kvsieve.types import Quotas
 class ProtectedTokens:
     """Tokens of a conversation that must stay stored, by token index as fed; those from W on are free.
 
-    protected: bool [B, W], or None. segments: int32 [B, W], the part with a quota that a column belongs to, from 1 on,
-    0 for none, or None; counts: int64 [B, S], entries of each part that must stay.
+    Attributes:
+        protected: bool [B, W], tokens that must stay; None for none.
+        segments: int32 [B, W], the part with a quota that a token belongs to, from 1 on; 0 for none. None: no quotas.
+        counts: int64 [B, S], entries of each part that must stay.
     """
 
     protected: Tensor | None = None
@@ -26,7 +28,15 @@ class ProtectedTokens:
     counts: Tensor | None = None
 
     def at(self, index: Tensor, valid: Tensor | None) -> tuple[Tensor | None, Quotas | None]:
-        """The same for stored entries: index int [B, H, N] their columns, valid bool [B, H or 1, N] or None."""
+        """Look up stored entries.
+
+        Args:
+            index: int [B, H, N], token index of each entry.
+            valid: bool [B, H or 1, N], False for padding and filler; None when every entry is real.
+
+        Returns:
+            Protected entries, bool [B, H, N], and their quotas; each None where there are none.
+        """
         protected, quotas = _looked_up(self.protected, index, valid), None
         if self.segments is not None and self.counts is not None:
             segment = _looked_up(self.segments, index, valid)
@@ -35,7 +45,11 @@ class ProtectedTokens:
         return protected, quotas
 
     def needed(self, among: int | Tensor) -> list[int]:
-        """Entries per row that must stay of the first so many columns, or of those where a bool [B, W] is True."""
+        """Count the entries per row that must stay.
+
+        Args:
+            among: of the first so many tokens, or of those where a bool [B, W] is True.
+        """
         protected, segments, counts = (None if part is None else part.cpu() for part in self._parts())
         if segments is None or counts is None:
             assert protected is not None
@@ -50,7 +64,13 @@ class ProtectedTokens:
         return total.tolist()
 
     def is_missing(self, width: int, index: Tensor, valid: Tensor | None) -> bool:
-        """Whether a layer that has seen `width` columns lacks some of this in a head; index, valid: see `at`."""
+        """Tell whether a layer lacks, in some head, entries that must stay.
+
+        Args:
+            width: tokens of each row that the layer has seen, padding included.
+            index: see `at`.
+            valid: see `at`.
+        """
         protected, quotas = self.at(index, valid)
         if protected is not None and self.protected is not None:
             asked = self.protected[:, :width].sum(-1, keepdim=True).to(index.device)
@@ -63,7 +83,14 @@ class ProtectedTokens:
         return bool((_sizes(quotas.segment, parts) + to_come < quotas.counts[:, None]).any())
 
     def joined(self, other: ProtectedTokens) -> ProtectedTokens:
-        """Both; `other` speaks of at least as many columns. Raises InputError where quotas overlap."""
+        """Join with the tokens that must stay from a later turn on.
+
+        Args:
+            other: covers at least as many tokens as this one.
+
+        Raises:
+            InputError: quotas of the two overlap.
+        """
         protected = _both(self.protected, other.protected, torch.logical_or)
         if self.segments is None or other.segments is None:
             mine = self if other.segments is None else other
@@ -82,7 +109,7 @@ class ProtectedTokens:
         return dataclasses.replace(self, protected=protected, segments=segments)
 
     def rows(self, rows: Tensor) -> ProtectedTokens:
-        """The same with row ``rows[i]`` as row i."""
+        """Protection with row ``rows[i]`` of this one as row i."""
         return ProtectedTokens(
             *(None if part is None else part.index_select(0, rows.to(part.device)) for part in self._parts())
         )
@@ -99,10 +126,13 @@ class ProtectedTokens:
 
 
 def lost(protected: Tensor | None, quotas: Quotas | None, indices: Tensor, real: Tensor | None) -> str | None:
-    """What a selection of slots drops of what must stay, as a clause; None if nothing.
+    """Describe the entries that must stay and that a selection drops, as a clause of a message; None if none.
 
-    protected, quotas: of the M entries it chooses from. indices: int64 [B, X, K], X a multiple of their heads; real:
-    bool [B, X, K], False for filler, None for none.
+    Args:
+        protected: bool [B, H, M], of the entries that the selection chooses from; None for none.
+        quotas: of the same entries; None for none.
+        indices: int64 [B, X, K], X a multiple of H.
+        real: bool [B, X, K], False for filler; None for none.
     """
     if protected is not None:
         held = _chosen(protected, indices, real).sum(-1)
@@ -121,7 +151,7 @@ def lost(protected: Tensor | None, quotas: Quotas | None, indices: Tensor, real:
 
 
 def _sizes(segment: Tensor, parts: int) -> Tensor:
-    """int64 [B, H, S]: entries of each part."""
+    """Entries of each part, int64 [B, H, S]."""
     flat = torch.zeros(*segment.shape[:2], parts + 1, dtype=torch.int64, device=segment.device)
     return flat.scatter_add_(2, segment.long(), torch.ones_like(segment, dtype=torch.int64))[..., 1:]
 
@@ -132,7 +162,7 @@ def _chosen(part: Tensor, indices: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _looked_up(part: Tensor | None, index: Tensor, valid: Tensor | None) -> Tensor | None:
-    """part [B, W] at the columns `index` [B, H, N]; 0 for filler, padding and later columns."""
+    """Values of `part` [B, W] at token indices `index` [B, H, N]; 0 for filler, padding and later tokens."""
     if part is None:
         return None
     width = part.shape[1]

@@ -22,7 +22,16 @@ Quota = tuple[Span, int | float | str]
 
 
 def token_numbers(mask: Tensor | None, batch: int, length: int) -> Tensor:
-    """int64 [B, N]: the number of each column's token in its row, -1 for padding. mask: [B, N], None for no padding."""
+    """Number the true tokens of each row.
+
+    Args:
+        mask: [B, N], 0 for padding; None for no padding.
+        batch: B.
+        length: N.
+
+    Returns:
+        int64 [B, N], -1 for padding.
+    """
     if mask is None:
         return torch.arange(length).expand(batch, length)
     real = mask.cpu().bool()
@@ -30,9 +39,17 @@ def token_numbers(mask: Tensor | None, batch: int, length: int) -> Tensor:
 
 
 def protected_columns(protect: Sequence[Any], numbers: Tensor) -> Tensor:
-    """bool [B, N]: True for the columns that `protect` covers, a list of spans or one such list per row.
+    """Mark the tokens that `protect` covers.
 
-    numbers: see `token_numbers`. Raises InputError for a span outside the prompt.
+    Args:
+        protect: a list of spans, or one such list per row.
+        numbers: see `token_numbers`.
+
+    Returns:
+        bool [B, N].
+
+    Raises:
+        InputError: a span lies outside the prompt.
     """
     out = torch.zeros_like(numbers, dtype=torch.bool)
     for row, spans in enumerate(_per_row(protect, len(numbers), _is_span, "protect", "[(0, 40), (100, 120)]")):
@@ -42,10 +59,17 @@ def protected_columns(protect: Sequence[Any], numbers: Tensor) -> Tensor:
 
 
 def quota_columns(quotas: Sequence[Any], numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """int32 [B, N], the segment of each column from 1 on (0 for none), and int64 [B, S], the entries each must keep.
+    """Number the segments that have a quota.
 
-    quotas: ``(span, n)`` with n a number of entries or a share of the segment, in a list or one list per row.
-    Raises InputError for a span outside the prompt, one that overlaps another, or a quota of more than its tokens.
+    Args:
+        quotas: ``(span, n)`` with n a number of entries or a share of the segment, in a list or one list per row.
+        numbers: see `token_numbers`.
+
+    Returns:
+        Segment of each token, int32 [B, N], from 1 on and 0 for none; entries that each must keep, int64 [B, S].
+
+    Raises:
+        InputError: a span lies outside the prompt or overlaps another, or a quota asks for more than its tokens.
     """
     rows = _per_row(quotas, len(numbers), _is_quota, "quotas", "[((0, 40), 10), ((40, 90), '20%')]")
     segments = torch.zeros_like(numbers, dtype=torch.int32)
@@ -77,13 +101,24 @@ def role_spans(
     add_generation_prompt: bool = True,
     parse_special: bool = False,
 ) -> tuple[Tensor, list[Span]]:
-    """A chat's token ids, int64 [1, N], and the spans of the messages whose role is among `roles`, for ``protect=``.
+    """Render a chat and find the spans of its messages of some roles, for ``protect=``.
 
-    A message's span is all that the tokenizer's chat template writes for it, its header and end included. Control
-    tokens that a message's text spells, such as ``<|im_end|>``, are text, unless parse_special.
+    A message's span is all that the tokenizer's chat template writes for it, its header and end included.
 
-    Raises InputError without a template, without such a message, and where a message's tokens cannot be told from
-    what follows: the template refuses or rewrites the conversation up to there, or a token reaches across.
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        messages: the chat, ``[{"role": "user", "content": "hi"}, ...]``.
+        roles: roles of the wanted messages. Default: ``("system",)``.
+        add_generation_prompt: write what precedes an answer. Default True.
+        parse_special: read control tokens that a message's text spells, such as ``<|im_end|>``, as what they spell.
+            Default False: they are text.
+
+    Returns:
+        The chat's token ids, int64 [1, N], and the spans.
+
+    Raises:
+        InputError: there is no template or no such message, or a message's tokens cannot be told from what follows: the
+            template refuses or rewrites the conversation up to there, or a token reaches across.
     """
     if isinstance(roles, str):
         roles = (roles,)

@@ -1,4 +1,4 @@
-"""Text from elsewhere made fit to be shown: answers, names of files, what a file's header says."""
+"""Making text from elsewhere fit to be shown: answers, names of files, what a file's header says."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ _LONGEST, _HEAD, _TAIL = 1200, 800, 300
 
 
 def printable(text: str) -> str:
-    """The text without orders to a terminal: control characters are written out (``\\x1b``), carriage returns left
-    out; newlines and tabs stay."""
+    """Write a text's control characters out (``\\x1b``), so that it gives a terminal no orders.
+
+    Carriage returns are left out; newlines and tabs stay.
+    """
     return _ORDERS.sub(_written, text)
 
 
@@ -23,8 +25,7 @@ def _written(match: re.Match[str]) -> str:
 
 
 def shortened(text: str) -> str:
-    """A message of at most about 1200 characters: of a longer one, such as one that quotes a whole document, the
-    beginning and the end."""
+    """Shorten a message to about 1200 characters, its beginning and its end."""
     if len(text) <= _LONGEST:
         return text
     left_out = len(text) - _HEAD - _TAIL
@@ -32,11 +33,11 @@ def shortened(text: str) -> str:
 
 
 class Markdown(str):
-    """A text that is Markdown already; see `markdown_text`."""
+    """Text that is Markdown already; see `markdown_text`."""
 
 
 def markdown_text(text: str) -> str:
-    """The text as one line of Markdown, in a table's cell too: what it is made of stays as it is written."""
+    """Escape a text as one line of Markdown, for a table's cell too: it shows as it is written."""
     if isinstance(text, Markdown):
         return text
     return _MARKS.sub(r"\\\g<0>", " ".join(printable(text).split("\n")).replace("\t", " "))

@@ -1,4 +1,4 @@
-"""A conversation's turns as text and tokens: what the chat template writes, and what ends an answer."""
+"""Turns of a conversation as text and tokens: what the chat template writes, and what ends an answer."""
 
 from __future__ import annotations
 
@@ -28,10 +28,17 @@ def check_characters(name: str, text: str) -> None:
 
 
 def render(tokenizer: Any, messages: Sequence[Message], ask: bool = True, parse_special: bool = False) -> str:
-    """The chat as its template writes it, for `token_ids`; ask: with what precedes an answer.
+    """Render a chat with the tokenizer's template, for `token_ids`.
 
-    Control tokens that a message's text spells are text, and have stand-ins here; parse_special: they are what they
-    are for the tokenizer. Raises InputError where the template refuses the chat.
+    Args:
+        tokenizer: a tokenizer with a chat template.
+        messages: the chat.
+        ask: write what precedes an answer. Default True.
+        parse_special: read control tokens that a message's text spells as what they spell. Default False: they are
+            text, and stand-ins take their place here.
+
+    Raises:
+        InputError: the template refuses the chat.
     """
     if not parse_special:
         messages = [{name: escaped(tokenizer, part) for name, part in each.items()} for each in messages]
@@ -42,7 +49,7 @@ def render(tokenizer: Any, messages: Sequence[Message], ask: bool = True, parse_
 
 
 def escaped(tokenizer: Any, text: str) -> str:
-    """The text with stand-ins for the control tokens it spells: `token_ids` takes them for text."""
+    """Replace the control tokens that a text spells by stand-ins, which `token_ids` takes for text."""
     if not isinstance(text, str):  # what else a message may hold is the template's business
         return text
     names = [_OPEN, *_controls(tokenizer)]
@@ -50,9 +57,10 @@ def escaped(tokenizer: Any, text: str) -> str:
 
 
 def token_ids(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a piece of a rendered chat, in which the template has written the special tokens already.
+    """Tokenize a piece of a rendered chat, in which the template has written the special tokens already.
 
-    Raises InputError for a control token in a message that the tokenizer cannot write as text.
+    Raises:
+        InputError: a message has a control token that the tokenizer cannot write as text.
     """
     if _OPEN not in text:
         return _ids(tokenizer, text)
@@ -78,9 +86,12 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def plain_ids(tokenizer: Any, text: str, parse_special: bool = False) -> list[int]:
-    """Token ids of a text without chat template, with what the tokenizer puts before and behind any text.
+    """Tokenize a text without chat template, with what the tokenizer puts before and behind any text.
 
-    Control tokens that it spells are text, unless parse_special.
+    Args:
+        tokenizer: any tokenizer.
+        text: the text.
+        parse_special: read control tokens that it spells as what they spell. Default False: they are text.
     """
     check_characters("the text", text)
     hidden = text if parse_special else escaped(tokenizer, text)
@@ -140,6 +151,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
+    """Ids of the tokenizer's special tokens, added ones included."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(token for token, text in added if text.special)}
 
@@ -152,10 +164,13 @@ def stop_ids(tokenizer: Any, *stops: Any) -> frozenset[int]:
 
 
 class Turns:
-    """What each turn adds to a conversation as fed: nothing is written twice, no answer is read as text again.
+    """Token ids that each turn adds to a conversation: nothing is written twice, no answer is read as text again.
 
     A user message may be given in parts: parts of it that were fed already are named by `before`, and with
     ``open_end=True`` a further part follows.
+
+    Raises:
+        InputError: the tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -171,13 +186,19 @@ class Turns:
     def added(
         self, messages: Sequence[Message], text: str, *, before: str | None = None, open_end: bool = False
     ) -> list[int]:
-        """Token ids that the user message `text` adds behind `messages`, what precedes the answer included.
-
-        messages: all that was said before. before: the message's text so far, fed already; `text` goes on with it.
-        open_end: the message is not complete, so only its text and what precedes it are written.
+        """Token ids that a user message adds to a conversation, what precedes the answer included.
 
         Where an answer comes before, the ids begin with what the template writes behind it, its end of turn included.
-        Raises InputError where the template refuses the conversation, or rewrites what was fed.
+
+        Args:
+            messages: all that was said before.
+            text: the message, or its next part.
+            before: the message's text so far, fed already; `text` goes on with it. Default None: `text` begins the
+                message.
+            open_end: the message is not complete, so only its text and what precedes it are written. Default False.
+
+        Raises:
+            InputError: the template refuses the conversation, or rewrites what was fed.
         """
         said = [*messages]
         mark = _unique(text, before or "", *(message["content"] for message in said))
@@ -202,7 +223,7 @@ class Turns:
         return token_ids(self.tokenizer, rest)
 
     def _check_known(self, known: str, said: list[Message], before: str | None) -> None:
-        """What comes before the mark must be what was fed: up to the last question, or to an open message's text."""
+        """Check that what precedes the mark was fed: up to the last question, or to an open message's text."""
         fed = said if before is not None else said[:-1]
         if not fed or fed == said[:1] and fed[0]["role"] == "system":
             return

@@ -1,5 +1,8 @@
-"""Facts handed to methods. Shape legend: B batch, Hq query heads, H KV heads, G = Hq // H, L new tokens,
-N stored entries, K kept entries, D head dimension, W observation window."""
+"""Facts handed to methods.
+
+Shape legend: B batch, Hq query heads, H KV heads, G = Hq // H, L new tokens, N stored entries, K kept entries, D head
+dimension, W observation window.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ if TYPE_CHECKING:
 class Step:
     """Facts of one forward pass, the same for all its layers.
 
-    start: tokens of every row fed before this pass, padding included.
-    num_new: tokens fed by this pass (L).
-    phase: "prefill" while a turn's prompt is read, "decode" after it.
-    is_last_chunk: False only for the leading chunks of a chunked prefill.
-    turn: 0 for the first prompt on a cache, 1 for the next ...
-    turn_start: value of `start` when this turn's prompt began.
-    lengths: true tokens seen so far by each row, this pass included, padding excluded.
-    turn_lengths: the same, counting this turn only.
+    Attributes:
+        start: tokens of every row fed before this pass, padding included.
+        num_new: tokens fed by this pass (L).
+        phase: "prefill" while a turn's prompt is read, "decode" after it.
+        is_last_chunk: False only for the leading chunks of a chunked prefill.
+        turn: 0 for the first prompt on a cache, 1 for the next ...
+        turn_start: value of `start` when this turn's prompt began.
+        lengths: true tokens seen so far by each row, this pass included, padding excluded.
+        turn_lengths: true tokens of this turn seen so far by each row.
     """
 
     start: int
@@ -41,11 +45,14 @@ class Step:
 
 @dataclass(frozen=True)
 class When:
-    """When an evictor acts besides the end of every prompt.
+    """Moments an evictor acts at, besides the end of every prompt.
 
-    chunks: also after each earlier chunk of a chunked prefill. steps: also while decoding, whenever this many tokens
-    have been generated since it acted last; None for never. looks: it has a `look` as well (roles.Looker), called in
-    every pass of a prompt, and of the decoding where `steps` is set, before it acts; looking drops nothing.
+    Attributes:
+        chunks: also after each earlier chunk of a chunked prefill. Default False.
+        steps: also while decoding, whenever this many tokens have been generated since it acted last. Default None:
+            never.
+        looks: it has a `look` as well (roles.Looker), called in every pass of a prompt, and of the decoding where
+            `steps` is set, before it acts; looking drops nothing. Default False.
     """
 
     chunks: bool = False
@@ -60,7 +67,9 @@ END_OF_PROMPT = When()
 class Quotas:
     """Parts of the prompt of which a number of entries must stay, per layer and head.
 
-    segment: int32 [B, H, N], the part of each entry from 1 on, 0 for none. counts: int64 [B, S], entries of each part.
+    Attributes:
+        segment: int32 [B, H, N], part of each entry, from 1 on; 0 for none.
+        counts: int64 [B, S], entries of each part that must stay.
     """
 
     segment: Tensor
@@ -68,11 +77,11 @@ class Quotas:
 
 
 class Ranks:
-    """The processes that share the heads of every layer, under tensor parallelism; this class is one that is alone.
+    """Processes that share the heads of every layer, under tensor parallelism; this class is one that is alone.
 
-    Of `size` processes the one of `rank` has the rank-th part of the query heads and of the KV heads, in order. What
-    returns a tensor or counts is called on all of them alike, equally often and in the same order, and gives the same
-    on all, bit for bit.
+    Of `size` processes the one of `rank` has the rank-th part of the query heads and of the KV heads, in order. Methods
+    that return a tensor or counts are called on all processes alike, equally often and in the same order, and give the
+    same on all, bit for bit.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -83,23 +92,23 @@ class Ranks:
         """Raise UnsupportedModelError unless a layer that shows so many query heads is divided by heads."""
 
     def own(self, heads: int) -> slice:
-        """Which of `heads`, all there are, are this rank's."""
+        """Slice of this rank's heads among `heads`, all there are."""
         each = heads // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
     def mean(self, part: Tensor) -> Tensor:
-        """Mean over the ranks, of what has the same shape on all."""
+        """Mean over the ranks of a tensor of the same shape on all."""
         return part
 
     def gather(self, scores: Tensor) -> Tensor:
-        """Scores [B, X, N] of this rank's heads -> [B, X * size, M] of all.
+        """Gather scores [B, X, N] of this rank's heads to [B, X * size, M] of all.
 
         M is the largest N of all ranks; where there are fewer, -inf comes first.
         """
         return scores
 
     def most(self, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """For each row the largest count of all ranks."""
+        """Largest count of all ranks, for each row."""
         return counts
 
 
@@ -107,50 +116,68 @@ ALONE = Ranks()
 
 
 class ModelFacts(Protocol):
-    """What some methods need of the model beyond queries, keys and values; worked out when first asked for.
+    """Facts of the model that some methods need beyond queries, keys and values; computed when first asked for.
 
-    Both raise UnsupportedModelError, with the reason, where the model does not give it.
+    Both methods raise UnsupportedModelError, with the reason, where the model does not give the fact.
     """
 
     def output_weight(self, layer_idx: int) -> Tensor:
-        """[Hq, D, C] view of the attention's output projection: what each query head's D channels become of C.
+        """View of the attention's output projection: what each query head's D channels become of C.
 
         In the model's dtype. Gates and norms between attention and projection, which a few models have, are left out.
+
+        Returns:
+            [Hq, D, C].
         """
         ...
 
     def rotate(self, layer_idx: int, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
-        """Turn x [B, heads, L, D] as the layer turns its queries and keys at `positions`, int64 [B or 1, L].
+        """Rotate x as the layer rotates its queries and keys.
 
-        A pure rotation (a factor such as YaRN's is left out), the identity in a layer without positions. float32, or
-        float64 for float64 `x`. inverse: turn back.
+        A pure rotation (a factor such as YaRN's is left out), the identity in a layer without positions.
+
+        Args:
+            layer_idx: index of the layer.
+            x: [B, heads, L, D].
+            positions: int64 [B or 1, L].
+            inverse: rotate back.
+
+        Returns:
+            The shape of `x`, in float32, or float64 for float64 `x`.
         """
         ...
 
 
 @dataclass
 class LayerContext:
-    """What one layer sees right after its attention, with this pass's keys and values already stored.
+    """One layer right after its attention, with this pass's keys and values already stored.
 
-    query: [B, Hq, L, D], post-RoPE. They belong to the last L of the N stored entries: this pass's queries, or, where
-        an evictor acts while decoding, those of its `window` last tokens.
-    keys, values: [B, H, N, D], post-RoPE; views of the store, not to be written to.
-    index: int32 [B, H, N], column of each entry in the row as it was fed (padding counted), -1 for filler.
-    valid: bool [B, H or 1, N], False for padding and filler; None when every entry is real.
-    stored: real entries of each row, of its fullest head.
-    scale: the factor the model multiplies query-key products with.
-    state: scratch of this layer that lives as long as the cache; tensors in it have a row per row of the batch.
-    offered: tokens of this turn that have come to this layer, the last `offered` stored entries; offered_counts: real
-        ones among them per row. What a propagator chooses from.
-    shared: scratch of this pass, the same for all layers; what is put under "report" goes into the statistics.
-    protected: bool [B, H, N], entries that the caller wants kept whatever their score; None for none. A row's are the
-        same tokens in every layer and head.
-    quotas: parts of which so many must stay; None for none.
-    model: facts about the model; there for an evictor that names what it needs in `needs` (see roles.Evictor).
-    layers: indices of the layers whose entries the plan may reduce, in order; () for all `num_layers`.
-    hidden: [B, L, C], the hidden states of this pass's tokens as they enter the layer, and output: [B, Hq, L, Dv], what
-        each head's attention made of them; only while a Looker that names "hidden" in `needs` looks.
-    ranks: the processes that have the other heads, if Hq and H are not all there are; see roles.heads_needed.
+    Attributes:
+        layer_idx: index of the layer.
+        num_layers: layers of the model.
+        step: facts of this pass.
+        scale: factor of the model's query-key products.
+        query: [B, Hq, L, D], post-RoPE. They belong to the last L of the N stored entries: this pass's queries, or,
+            where an evictor acts while decoding, those of its `window` last tokens.
+        keys: [B, H, N, D], post-RoPE; a view of the store, not to be written to.
+        values: [B, H, N, Dv]; a view of the store, not to be written to.
+        index: int32 [B, H, N], token index of each entry in its row as fed (padding counted), -1 for filler.
+        valid: bool [B, H or 1, N], False for padding and filler; None when every entry is real.
+        stored: real entries of each row, of its fullest head.
+        state: scratch of this layer that lives as long as the cache; tensors in it have a row per row of the batch.
+        offered: tokens of this turn that have come to this layer, the last `offered` stored entries: what a propagator
+            chooses from.
+        offered_counts: real ones among the offered, per row.
+        shared: scratch of this pass, the same for all layers; what is put under "report" goes into the statistics.
+        protected: bool [B, H, N], entries that the caller wants kept whatever their score, of a row the same tokens in
+            every layer and head; None for none.
+        quotas: parts of which so many entries must stay; None for none.
+        model: facts about the model, for an evictor that names what it needs in `needs` (see roles.Evictor).
+        layers: indices of the layers whose entries the plan may reduce, in order; () for all `num_layers`.
+        hidden: [B, L, C], hidden states of this pass's tokens as they enter the layer; only while a Looker that names
+            "hidden" in `needs` looks.
+        output: [B, Hq, L, Dv], what each head's attention made of them; as `hidden`.
+        ranks: the processes that have the other heads, if Hq and H are not all there are; see roles.heads_needed.
     """
 
     layer_idx: int
@@ -178,11 +205,15 @@ class LayerContext:
 
 @dataclass(frozen=True)
 class Selection:
-    """Entries that stay, per KV head (indices [B, H, K]) or per row (indices [B, K]), as slots of what was offered.
+    """Entries that stay, as slots of what was offered.
 
-    indices: int64, ascending. Rows that keep fewer than K carry filler on the left, as left padding does.
-    lengths: real entries of each row (of its fullest head), at the right end; None when all K are real in every row.
-    head_lengths: real entries of each row and head, where heads keep different numbers; then they are stored ragged.
+    Attributes:
+        indices: int64, ascending, [B, H, K] per KV head or [B, K] per row. Rows that keep fewer than K carry filler on
+            the left, as left padding does.
+        lengths: real entries of each row (of its fullest head), at the right end; None when all K are real in every
+            row.
+        head_lengths: real entries of each row and head, where heads keep different numbers; then they are stored
+            ragged.
     """
 
     indices: Tensor
@@ -190,7 +221,7 @@ class Selection:
     head_lengths: tuple[tuple[int, ...], ...] | None = None
 
     def real(self) -> Tensor | None:
-        """bool [B, K], or [B, H, K] for a ragged selection: False for filler; None when there is none."""
+        """Mask of the real entries: bool [B, K], or [B, H, K] for a ragged selection; None when there is no filler."""
         counts = self.lengths if self.head_lengths is None else self.head_lengths
         if counts is None:
             return None

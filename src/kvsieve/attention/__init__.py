@@ -1,4 +1,4 @@
-"""Attention over stored entries. `reference` is the slow definition; every fast path is tested against it."""
+"""Attention over stored entries. `reference` is the slow definition that every fast path is tested against."""
 
 from kvsieve.attention.dense import dense_attention
 from kvsieve.attention.ragged import ragged_attention

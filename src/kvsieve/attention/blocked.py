@@ -1,4 +1,4 @@
-"""Attention of many new tokens as two matrix products per block of queries: for processors that are fast at those."""
+"""Attention of many new tokens as two matrix products per block of queries, for processors that are fast at those."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _QUERIES = 128
 
 
 def faster_here(query: Tensor) -> bool:
-    """Tell whether two products are faster on this processor than torch's fused CPU kernel.
+    """Tell whether two matrix products are faster on this processor than torch's fused CPU kernel.
 
-    It is in bfloat16 on processors with AVX-512 BF16 and without AMX: the fused kernel takes more than twice the time
-    there (benchmarks/attention.py). Logits are rounded to bfloat16, as in transformers' eager
-    attention; what the model makes of it is as near to float32 as with the fused kernel (the same script).
+    True in bfloat16 on processors with AVX-512 BF16 and without AMX, where the fused kernel takes more than twice the
+    time (benchmarks/attention.py). Logits are rounded to bfloat16, as in transformers' eager attention; the model's
+    output is as near to float32 as with the fused kernel (the same script).
     """
     if query.device.type != "cpu" or query.dtype != torch.bfloat16:
         return False
@@ -54,9 +54,19 @@ def blocked_attention(
 
 
 def single_query_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
-    """Attention of one token per row: query [B, H, G, D], mask bool [B, H or 1, 1, N] or None -> [B, H, G, Dv].
+    """Attention of one new token per row.
 
-    The product with the keys is taken the other way round, keys first: a matrix with three rows is read badly.
+    The product with the keys is taken keys first, because a matrix of G rows is read badly.
+
+    Args:
+        query: [B, H, G, D], the query heads of each KV head.
+        keys: [B, H, N, D].
+        values: [B, H, N, Dv].
+        mask: bool [B, H or 1, 1, N], False for entries that are hidden; None for none.
+        scale: factor of the query-key products.
+
+    Returns:
+        [B, H, G, Dv].
     """
     logits = (keys @ query.transpose(2, 3)).transpose(2, 3) * scale
     if mask is not None:
@@ -65,7 +75,7 @@ def single_query_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Te
 
 
 def _hide(logits: Tensor, later: Tensor, valid: Tensor | None) -> None:
-    """Hide from [B, H, G, rows, seen] what comes later than a query and what is not real; each query sees itself."""
+    """Mask logits [B, H, G, rows, seen] of later and of unreal entries, in place; each query sees itself."""
     rows, seen = logits.shape[-2:]
     own = logits[..., seen - rows :]
     own.masked_fill_(later[:rows, :rows], float("-inf"))

@@ -1,4 +1,4 @@
-"""Attention over uniformly stored entries: torch's scaled_dot_product_attention, or what is faster on the machine."""
+"""Attention over entries of equal number per head: torch's scaled_dot_product_attention, or whatever is faster."""
 
 from __future__ import annotations
 
@@ -21,9 +21,18 @@ def dense_attention(
 ) -> Tensor:
     """Causal attention of the last L of N stored entries over all N.
 
-    query: [B, Hq, L, D]; keys: [B, H, N, D]; values: [B, H, N, Dv]; valid: bool [B, H or 1, N], None when all real.
-    Entry j is visible to query i when j <= N - L + i and j is valid; every query sees itself. What padding gets is
-    finite and otherwise open. Returns [B, Hq, L, Dv]. Keys and values are never repeated in memory while decoding.
+    Entry j is visible to query i when j <= N - L + i and j is valid; every query sees itself. The output for padding is
+    finite and otherwise undefined. Keys and values are never repeated in memory while decoding.
+
+    Args:
+        query: [B, Hq, L, D].
+        keys: [B, H, N, D].
+        values: [B, H, N, Dv].
+        scale: factor of the query-key products.
+        valid: bool [B, H or 1, N], False for padding; None when all entries are real.
+
+    Returns:
+        [B, Hq, L, Dv].
     """
     batch, query_heads, new, _ = query.shape
     length = keys.shape[2]
@@ -88,7 +97,7 @@ def _one_token(query: Tensor, keys: Tensor, values: Tensor, scale: float, valid:
 
 
 def _rows_alone(query: Tensor, keys: Tensor, values: Tensor, scale: float, valid: Tensor) -> Tensor:
-    """Each row over its real entries: no masks, and what is padding costs nothing."""
+    """Attend row by row over the real entries only: no masks, and padding costs nothing."""
     batch, query_heads, new, _ = query.shape
     out = query.new_empty(batch, new, query_heads, values.shape[-1]).transpose(1, 2)
     for row, real in enumerate(valid[:, 0]):
@@ -104,7 +113,7 @@ def _rows_alone(query: Tensor, keys: Tensor, values: Tensor, scale: float, valid
 
 
 def _some(part: Tensor, real: Tensor) -> Tensor:
-    """Of [heads, L, D] the columns where `real`; a view where those are the last ones."""
+    """Take the entries of [heads, L, D] where `real`; a view where those are the last ones."""
     count = int(real.sum())
     if bool(real[-count:].all()):
         return part[:, -count:]

@@ -15,15 +15,22 @@ _LEAST = 256
 def ragged_attention(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float, threads: int | None = None
 ) -> Tensor:
-    """Each KV head's queries attend to that head's entries of a flat buffer.
-
-    query: [B, Hq, 1, D]; keys: [B, T, D]; values: [B, T, Dv], all heads' entries; bias: [B, H, T] in their dtype, 0 for
-    a head's own entries and its dtype's least number for the others. Returns [B, Hq, 1, Dv].
+    """Attention of each KV head's queries over that head's entries of a flat buffer.
 
     One call for all heads: a head's queries meet the other heads' entries too and are masked there, which costs
     arithmetic, of which decoding has plenty, and reads every key and value once. torch gives such a call one thread per
     row, so on a CPU the buffer is cut into as many equal parts as there are threads, merged by their log-sum-exp.
-    threads: None asks torch, which a compiled pass cannot do.
+
+    Args:
+        query: [B, Hq, 1, D].
+        keys: [B, T, D], all heads' entries.
+        values: [B, T, Dv].
+        bias: [B, H, T] in the keys' dtype, 0 for a head's own entries and the dtype's least number for the others.
+        scale: factor of the query-key products.
+        threads: CPU threads; None asks torch, which a compiled pass cannot do.
+
+    Returns:
+        [B, Hq, 1, Dv].
     """
     if kernels.usable(query, keys, values, bias):
         return kernels.ragged_decode(query, keys, values, bias, scale=scale)
@@ -45,7 +52,7 @@ def ragged_attention(
 
 
 def _parts(batch: int, slots: int, threads: int) -> int:
-    """How many parts each row is cut into: a power of two that divides `slots`."""
+    """Number of parts that each row is cut into: a power of two that divides `slots`."""
     wanted = min(-(-threads // batch), slots // _LEAST)
     parts = 1
     while parts * 2 <= wanted and slots % (parts * 2) == 0:

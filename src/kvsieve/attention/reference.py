@@ -1,4 +1,4 @@
-"""The slow, obviously right definition of attention over stored entries."""
+"""Slow, obviously right definition of attention over stored entries."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ def reference_attention(
 ) -> Tensor:
     """Causal attention of the last L of N entries over all N, one query head at a time, in float64.
 
-    query: [B, Hq, L, D]; keys: [B, H, N, D]; values: [B, H, N, Dv]; valid: bool [B, H or 1, N] or None.
     Entry j is visible to query i when j <= N - L + i and j is valid; every query sees itself.
-    Returns [B, Hq, L, Dv] in the dtype of `query`.
+
+    Args:
+        query: [B, Hq, L, D].
+        keys: [B, H, N, D].
+        values: [B, H, N, Dv].
+        scale: factor of the query-key products.
+        valid: bool [B, H or 1, N], False for padding; None when all entries are real.
+
+    Returns:
+        [B, Hq, L, Dv] in the dtype of `query`.
     """
     batch, query_heads, new, _ = query.shape
     heads, length = keys.shape[1], keys.shape[2]

@@ -10,9 +10,18 @@ from kvsieve.core.kv_rows import Choice, KVRows
 
 
 def sparse_attention(query: Tensor, kv_rows: KVRows, choice: Choice, *, scale: float) -> Tensor:
-    """query: [X, G, D], the G query heads of each KV row. Returns [X, G, Dv]; only the chosen rows are read.
+    """Attention over the chosen entries only.
 
-    They are copied first, where no kernel reads them in place.
+    The chosen keys and values are copied first, where no kernel reads them in place.
+
+    Args:
+        query: [X, G, D], the G query heads of each KV row.
+        kv_rows: what the entries were chosen from.
+        choice: the chosen entries.
+        scale: factor of the query-key products.
+
+    Returns:
+        [X, G, Dv].
     """
     entries = choice.entries
     if kernels.usable(query, kv_rows.keys, kv_rows.values):

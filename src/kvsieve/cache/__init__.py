@@ -1,4 +1,4 @@
-"""Where keys and values live. Pure torch; the adapters that transformers sees are in kvsieve.hf.cache."""
+"""Stores of keys and values. Pure torch; the adapters that transformers sees are in kvsieve.hf.cache."""
 
 from kvsieve.cache.base import Store
 from kvsieve.cache.ragged import RaggedStore, keep

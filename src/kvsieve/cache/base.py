@@ -1,4 +1,4 @@
-"""What the stores have in common: growing buffers of one layer, and copies of them."""
+"""Base of the stores: growing buffers of one layer, and copies of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ MIN_ROOM = 64
 class Store:
     """Buffers of one layer's entries, of which the first `size` slots are in use.
 
-    lengths: real entries of each row, of its fullest head. valid_buffer: tells real entries from padding and filler;
-    None while every entry is real. Subclasses say how the slots are laid out. derived: what others have computed from
-    the entries, objects whose ``all_tensors()`` gives their tensors; emptied when entries change other than by
-    appending.
+    Subclasses define how the slots are laid out.
+
+    Attributes:
+        size: slots in use.
+        lengths: real entries of each row, of its fullest head.
+        valid_buffer: tells real entries from padding and filler; None while every entry is real.
+        derived: metadata that others have computed from the entries, objects whose ``all_tensors()`` gives their
+            tensors; emptied whenever entries change other than by appending.
     """
 
     is_ragged = False
@@ -34,6 +38,7 @@ class Store:
 
     @property
     def is_empty(self) -> bool:
+        """True before the first entries are stored."""
         return self._keys is None
 
     @property
@@ -58,21 +63,30 @@ class Store:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """All that `put` and reading touch: buffers of keys, values and index, what tells real entries, and more."""
+        """Tensors that `put` and reading touch: buffers of keys, values and index, and the mask of real entries."""
         return (*self._buffers(), self.valid_buffer)
 
     def make_room(self, tokens: int) -> None:
-        """Have slots for `tokens` further tokens; buffers that have them stay what they are."""
+        """Allocate slots for `tokens` further tokens; buffers that have them stay the same objects."""
         raise NotImplementedError
 
     def prepare_slots(self, token_index: int) -> None:
-        """Write ahead, for all slots not in use, what `put` leaves out: real tokens come, the next is `token_index`."""
+        """Write ahead, in all slots not in use, what `put` leaves out; the tokens to come are real.
+
+        Args:
+            token_index: token index of the next token in its row.
+        """
         raise NotImplementedError
 
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Store one token's entries [B, H, 1, D] at `slots` (int64, one per slot it takes), after `prepare_slots`.
+        """Write the entries of one token to prepared slots.
 
-        Touches the buffers only, and reads nothing back from the device; call `advance_host_length` afterwards.
+        Touches the buffers only and reads nothing back from the device; call `advance_host_length` afterwards.
+
+        Args:
+            keys: [B, H, 1, D].
+            values: [B, H, 1, Dv].
+            slots: int64, one per slot that the token takes, prepared by `prepare_slots`.
         """
         raise NotImplementedError
 
@@ -90,14 +104,14 @@ class Store:
             self.lengths = tuple(self.lengths[row] for row in rows.tolist())
 
     def share(self) -> Self:
-        """A copy on the same buffers, right while only one of the two appends; what either drops, the other keeps."""
+        """Copy on the same buffers, valid while only one of the two appends; what either drops, the other keeps."""
         self._shared = True
         copied = copy.copy(self)
         copied.derived = {}
         return copied
 
     def clone(self) -> Self:
-        """A copy that shares no memory with this one."""
+        """Copy that shares no memory with this one."""
         copied = copy.copy(self)
         copied.derived = {}
         if not self.is_empty:
@@ -106,7 +120,7 @@ class Store:
         return copied
 
     def nbytes(self) -> int:
-        """Bytes of the tensors held, room for further entries and what is derived from them included."""
+        """Bytes of all tensors held, including room for further entries and derived metadata."""
         return storage_bytes(self.all_tensors())
 
     def entry_bytes(self) -> int:
@@ -114,7 +128,7 @@ class Store:
         return storage_bytes(part for part in (self._keys, self._values) if part is not None)
 
     def all_tensors(self) -> Iterator[Tensor]:
-        """Every tensor held: keys, values, where entries stood, which are real, and what is derived from them."""
+        """Every tensor held: keys, values, token indices, the mask of real entries, and derived metadata."""
         yield from (part for part in (self._keys, self._values, self._index, self.valid_buffer) if part is not None)
         for part in self.derived.values():
             yield from part.all_tensors()
@@ -131,13 +145,13 @@ class Store:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory that tensors lie in, counted once where several lie in the same."""
+    """Bytes of the memory that tensors lie in, counted once where several share it."""
     storages = (tensor.untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of dicts, lists and tuples, one within the other, as methods' scratch holds them."""
+    """Yield the tensors of nested dicts, lists and tuples, as methods' scratch holds them."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):
@@ -146,7 +160,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def grown(buffer: Tensor, dim: int, used: int, capacity: int) -> Tensor:
-    """A buffer with `capacity` slots along `dim` that starts with the `used` slots of this one; the others are zero."""
+    """Copy of a buffer with `capacity` slots along `dim`: the `used` first ones of this one, then zeros."""
     shape = list(buffer.shape)
     shape[dim] = capacity
     fresh = buffer.new_zeros(shape)

@@ -18,13 +18,17 @@ LANES = 8
 
 
 class RaggedStore(Store):
-    """The entries of all heads in one flat buffer: those kept, head by head, then a slot per head for each new token.
+    """Entries of all heads in one flat buffer: those kept, head by head, then a slot per head for each new token.
 
     Flat buffers [B, capacity, ...] of keys, values and index; rows that kept less have filler before the new tokens.
-    valid_buffer: [B, H, capacity] in the keys' dtype, what attention adds to a head's logits: 0 where a slot holds a
-    real entry of the head, the least number elsewhere. Attention needs no more than that, so nothing is padded to the
-    fullest head. hides_newest: whether the newest token is padding in some row. `keys`, `values`, `index` and `valid`
-    are padded copies [B, H, N, ...], right-aligned, made on every reading: for evictors and later turns only.
+    Nothing is padded to the fullest head: attention needs the flat buffers and `valid_buffer` only. `keys`, `values`,
+    `index` and `valid` are padded copies [B, H, N, ...], right-aligned, made on every reading, for evictors and later
+    turns.
+
+    Attributes:
+        valid_buffer: [B, H, capacity] in the keys' dtype, what attention adds to a head's logits: 0 where a slot holds
+            a real entry of the head, the dtype's least number elsewhere.
+        hides_newest: True where the newest token is padding in some row.
     """
 
     is_ragged = True
@@ -40,9 +44,14 @@ class RaggedStore(Store):
 
     @classmethod
     def build(cls, keys: Tensor, values: Tensor, index: Tensor, selection: Selection, reserve: int = 0) -> Self:
-        """What a selection [B, H', K] keeps of [B, H, N, D] keys and values and [B, H, N] index.
+        """Build a store of the entries that a selection keeps.
 
-        H' a multiple of H stores a copy per query head. reserve: tokens to leave room for.
+        Args:
+            keys: [B, H, N, D].
+            values: [B, H, N, Dv].
+            index: int32 [B, H, N].
+            selection: indices [B, H', K], H' a multiple of H; a larger one stores a copy per query head.
+            reserve: tokens to leave room for.
         """
         slots, real = selection.indices, selection.real()
         batch, heads, size = slots.shape
@@ -78,7 +87,7 @@ class RaggedStore(Store):
 
     @property
     def flat(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys [B, T, D], values [B, T, Dv] and what to add to each head's logits, [B, H, T]; T is a multiple of LANES.
+        """Keys [B, T, D], values [B, T, Dv] and the bias of each head's logits, [B, H, T]; T is a multiple of LANES.
 
         Every head sees its newest entry, padding or not.
         """
@@ -187,7 +196,7 @@ class RaggedStore(Store):
         self.hides_newest = False
 
     def remask(self, mask: Tensor) -> None:
-        """Apply a changed attention mask, bool [B, columns fed], to what is stored."""
+        """Apply a changed attention mask to the stored entries; mask: bool [B, tokens fed]."""
         self.derived = {}
         index = self._buffers()[2][:, : self.size].long()
         real = mask.gather(1, index.clamp_min(0)) & (index >= 0)
@@ -203,11 +212,11 @@ class RaggedStore(Store):
         return self.valid_buffer
 
     def _visible(self) -> Tensor:
-        """bool [B, H, size]: the real entries of each head."""
+        """Mask of the real entries of each head, bool [B, H, size]."""
         return self._bias()[:, :, : self.size] == 0
 
     def _owned(self) -> Tensor:
-        """bool [B, H, size]: the slots of each head, real or not."""
+        """Mask of the slots of each head, real or not, bool [B, H, size]."""
         ends = self._counts.cumsum(-1)[..., None]
         slots = torch.arange(self._body, device=ends.device)
         body = (slots >= ends - self._counts[..., None]) & (slots < ends)
@@ -215,7 +224,7 @@ class RaggedStore(Store):
         return torch.cat([body, own.expand(len(body), -1, -1)], -1)
 
     def _padded(self, buffer: Tensor) -> Tensor:
-        """[B, capacity, X] -> [B, H, N, X], each head's entries at the right end, in their order."""
+        """Turn [B, capacity, X] into [B, H, N, X], each head's entries at the right end, in order."""
         batch, heads = self._counts.shape
         most, width = int(self._counts.max()), buffer.shape[-1]
         slots = self._counts.cumsum(-1)[..., None] - most + torch.arange(most, device=buffer.device)
@@ -236,24 +245,24 @@ class RaggedStore(Store):
 
 @functools.lru_cache(maxsize=64)
 def _turns(heads: int, slots: int, device: torch.device) -> Tensor:
-    """bool [H, slots]: one slot per head in turn, as new tokens are stored; shared, not to be written to."""
+    """Mask of one slot per head in turn, as new tokens are stored: bool [H, slots], shared, not to be written to."""
     return torch.arange(slots, device=device) % heads == torch.arange(heads, device=device)[:, None]
 
 
 @functools.lru_cache(maxsize=64)
 def _bias_of_turns(heads: int, slots: int, after: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[H, slots + after]: what attention adds for new tokens' slots, and for those after them, which are nobody's."""
+    """Bias of new tokens' slots, and of `after` slots behind them that belong to no head: [H, slots + after]."""
     own = torch.nn.functional.pad(_turns(heads, slots, device), (0, after))
     return torch.zeros(heads, slots + after, dtype=dtype, device=device).masked_fill_(~own, torch.finfo(dtype).min)
 
 
 def whole(slots: int) -> int:
-    """The next multiple of LANES: what a flat buffer is read up to."""
+    """Round slots up to a multiple of LANES, as far as a flat buffer is read."""
     return -(-slots // LANES) * LANES
 
 
 def keep(store: DenseStore | RaggedStore, selection: Selection, reserve: int = 0) -> DenseStore | RaggedStore:
-    """What `selection` leaves of a store, freed of the rest: the store itself, or a ragged one. See DenseStore.keep."""
+    """Reduce a store to a selection: the same store, or a ragged one where heads keep different numbers of entries."""
     if isinstance(store, DenseStore) and selection.head_lengths is None:
         store.keep(selection, reserve)
         return store

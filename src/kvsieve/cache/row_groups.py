@@ -1,4 +1,4 @@
-"""A store's entries as KV rows (core.kv_rows), grouped so that those of a group are read together."""
+"""A store's entries as KV rows (core.kv_rows), grouped so that those of one group are read together."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from kvsieve.core.kv_rows import DeviceLength, KVRows
 
 @dataclass(frozen=True)
 class View:
-    """The part of a store that is read in this turn, and what is stored after it.
+    """Part of a store that is read in this turn, besides what is stored after it.
 
-    slots: int64 [B, H', K], H' the stored heads or a multiple of them; real: bool, the same shape or [B, 1, K], None
-    when all are. end: entries that were stored when it was chosen.
+    Attributes:
+        slots: int64 [B, H', K]; H' is the number of stored heads or a multiple of it.
+        real: bool, the shape of `slots` or [B, 1, K], False for filler; None when all are real.
+        end: entries that were stored when the view was chosen.
     """
 
     slots: Tensor
@@ -28,7 +30,7 @@ class View:
     end: int
 
     def rows(self, rows: Tensor) -> View:
-        """The same with row ``rows[i]`` as row i."""
+        """View with row ``rows[i]`` of this one as row i."""
         slots, real = (None if part is None else part[rows.to(part.device)] for part in (self.slots, self.real))
         return View(slots, real, self.end)  # type: ignore[arg-type]
 
@@ -37,10 +39,16 @@ class View:
 class Group:
     """KV rows of equal length and parameters, as they were when they were grouped.
 
-    kv_rows: int64 [X], which of all B * H' they are; None for all of them. row: int64 [X], in which row of the buffers
-    each lies; body, tail: as in KVRows, within that row. size: their entries. state: what the reader remembers of them.
-    cost: of the last sparse read, entries read, bytes looked at and the entries there were; None before there was one.
-    known: entries that have been counted as taken in by what the reader remembers.
+    Attributes:
+        setting: the reader's parameters; None where everything is read.
+        kv_rows: int64 [X], their numbers among all B * H' KV rows; None for all of them.
+        row: int64 [X], row of the buffers that each lies in.
+        body: as in KVRows, within that row.
+        tail: as in KVRows, within that row.
+        size: entries of each.
+        state: metadata that the reader keeps of them.
+        cost: of the last sparse read: entries read, bytes of metadata read, entries there were; None before the first.
+        known: entries that have been counted as taken in by the metadata.
     """
 
     setting: Any
@@ -55,7 +63,7 @@ class Group:
     _flat: tuple[int, Tensor | None, Tensor] | None = None
 
     def flat(self, capacity: int) -> tuple[Tensor | None, Tensor]:
-        """body and tail where rows of `capacity` slots lie one behind the other."""
+        """`body` and `tail` for buffers whose rows, of `capacity` slots each, lie one after another."""
         if self._flat is None or self._flat[0] != capacity:
             start = self.row * capacity
             body = None if self.body is None else self.body + start[:, None]
@@ -65,9 +73,13 @@ class Group:
 
 @dataclass
 class RowGroups:
-    """The KV rows of a store, in groups that are read together, made when it held `stored` slots.
+    """Groups of a store's KV rows that are read together.
 
-    heads: H', KV rows per batch row. stride: slots per further entry.
+    Attributes:
+        groups: the groups.
+        heads: H', KV rows per row of the batch.
+        stride: slots per further entry.
+        stored: slots in use when they were grouped.
     """
 
     groups: list[Group]
@@ -76,22 +88,22 @@ class RowGroups:
     stored: int
 
     def entries(self, store: DenseStore | RaggedStore, group: Group) -> int:
-        """Entries of a group's KV rows now: those that were appended since are their last ones."""
+        """Entries of a group's KV rows now: those appended since are the last ones."""
         return group.size + (store.size - self.stored) // self.stride
 
     def most(self, store: DenseStore | RaggedStore, group: Group) -> int:
-        """Entries that a group's KV rows can have in the buffers there are."""
+        """Entries that a group's KV rows can have in the present buffers."""
         return group.size + (store.capacity - self.stored) // self.stride
 
     def kv_rows(self, store: DenseStore | RaggedStore, group: Group, length: DeviceLength | None = None) -> KVRows:
-        """A group's KV rows now; or, with their length on the device, as many entries as there are slots for."""
+        """KV rows of a group now; with their length on the device, as many entries as there are slots for."""
         keys, values = (part.flatten(0, -2) for part in store._buffers()[:2])
         body, tail = group.flat(store.capacity)
         size = self.entries(store, group) if length is None else self.most(store, group)
         return KVRows(keys, values, body, tail, self.stride, size, length)
 
     def all_tensors(self) -> Iterator[Tensor]:
-        """Every tensor of what readers remember, and of the lists of slots."""
+        """Every tensor of the readers' metadata and of the lists of slots."""
         for group in self.groups:
             yield from tensors_in((group.kv_rows, group.row, group.body, group.tail, group._flat))
             for part in group.state.values():
@@ -140,7 +152,7 @@ def group_rows(store: DenseStore | RaggedStore, view: View | None, settings: Seq
 
 
 def _joined(view: View, later: Tensor | None, batch: int, heads: int, since: int) -> Tensor | None:
-    """bool [B * H', K + since]: which slots of a view and of what came after it are real; None for all."""
+    """Mask of the real slots of a view and of what came after it, bool [B * H', K + since]; None for all."""
     if view.real is None and (later is None or bool(later.all())):
         return None
     shape = (batch, heads)

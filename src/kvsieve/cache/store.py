@@ -1,4 +1,4 @@
-"""Storage of one layer's keys and values, the same number of entries for every KV head."""
+"""Storage of one layer's keys and values with the same number of entries for every KV head."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from kvsieve.types import Selection
 class DenseStore(Store):
     """Preallocated, growing buffers of one layer.
 
-    keys, values: [B, H, capacity, D]; the first `size` entries are in use, appended in place.
-    index: int32 [B, H, capacity], token index of each entry in the row as it was fed (padding counted), -1 for filler.
-    valid: bool [B, H or 1, capacity] once anything stored is padding or filler, else None.
-    lengths: real entries of each row, the same for all its heads.
+    Reading gives views of the buffers, of which the first `size` entries are in use and appended to in place. `keep`
+    moves the entries that stay into new, smaller buffers, so that the memory of the others is really returned.
 
-    Reading gives views of the buffers. `keep` moves the entries that stay into new, smaller buffers, so that the
-    memory of the others is really returned.
+    Attributes:
+        keys: [B, H, size, D].
+        values: [B, H, size, Dv].
+        index: int32 [B, H, size], token index of each entry in its row as fed (padding counted), -1 for filler.
+        valid: bool [B, H or 1, size] once anything stored is padding or filler, else None.
+        lengths: real entries of each row, the same for all its heads.
     """
 
     @property
@@ -57,11 +59,15 @@ class DenseStore(Store):
         counts: tuple[int, ...] | None = None,
         reserve: int = 0,
     ) -> None:
-        """Store new entries [B, H, L, D] at the end.
+        """Store new entries at the end.
 
-        token_index: int [1 or B, L], where the tokens stood in the row. valid: bool [B, L], None when all are real;
-        counts: then the number of real ones per row. reserve: room to leave for entries known to follow, when the
-        buffers must grow.
+        Args:
+            keys: [B, H, L, D].
+            values: [B, H, L, Dv].
+            token_index: int [1 or B, L], index of each token in its row as fed, padding counted.
+            valid: bool [B, L], False for padding; None when all are real.
+            counts: real tokens per row, if `valid` is given and they are known; None counts them.
+            reserve: tokens to leave room for when the buffers must grow.
         """
         batch, heads, new, _ = keys.shape
         if self._keys is None:
@@ -110,8 +116,10 @@ class DenseStore(Store):
     def keep(self, selection: Selection, reserve: int = 0) -> None:
         """Keep only the selected slots and free the rest.
 
-        selection.indices: [B, H', K] with H' a multiple of the stored heads: each head's slots, or, for H' larger,
-        a copy per query head. reserve: room to leave for entries known to follow.
+        Args:
+            selection: indices [B, H', K], H' a multiple of the stored heads: each head's slots, or, where H' is larger,
+                a copy per query head.
+            reserve: tokens to leave room for.
         """
         indices = selection.indices
         copies = indices.shape[1] // self.heads
@@ -150,7 +158,7 @@ class DenseStore(Store):
             self.lengths = selection.lengths or ()
 
     def remask(self, mask: Tensor) -> None:
-        """Apply a changed attention mask, bool [B, columns fed], to what is stored."""
+        """Apply a changed attention mask to the stored entries; mask: bool [B, tokens fed]."""
         self.derived = {}
         index = self.index.long()
         rows = torch.arange(index.shape[0], device=index.device)[:, None, None]
@@ -163,9 +171,13 @@ class DenseStore(Store):
 
     @classmethod
     def stack(cls, stores: Sequence[DenseStore], reserve: int = 0) -> DenseStore:
-        """One store whose rows are those of `stores`, which stay as they are; shorter ones get filler on the left.
+        """Build one store whose rows are those of `stores`, which stay as they are.
 
-        All must have as many heads. reserve: room to leave for entries known to follow.
+        Shorter ones get filler on the left.
+
+        Args:
+            stores: stores with equally many heads.
+            reserve: tokens to leave room for.
         """
         size, rows = max(store.size for store in stores), sum(len(store.lengths) for store in stores)
         out = cls()

@@ -1,4 +1,4 @@
-"""How a budget is shared out among layers or heads: bounded, in whole entries, and with an exact total."""
+"""Division of a budget among layers or heads: bounded, in whole entries, and with an exact total."""
 
 from __future__ import annotations
 
@@ -13,11 +13,22 @@ from kvsieve.core.selection import top_mask
 
 
 def water_fill(weights: Sequence[float], total: int, floors: Sequence[int], caps: Sequence[int]) -> list[float]:
-    """Shares in proportion to `weights`, within floors and caps, that sum to `total` or as near as the bounds allow.
+    """Divide `total` in proportion to weights, within bounds.
 
-    Each is ``clip(level * weight, floor, cap)`` with one level for all; once the others are full, those of weight 0 get
-    alike. A further party lowers the level, so shares only ever shrink as parties are added. Raises ValueError for
-    weights that are negative or not finite.
+    Each share is ``clip(level * weight, floor, cap)`` with one level for all; once the others are full, those of weight
+    0 get equal shares. A further party lowers the level, so shares only ever shrink as parties are added.
+
+    Args:
+        weights: one per party, finite and not negative.
+        total: entries to divide.
+        floors: least share of each party.
+        caps: largest share of each party.
+
+    Returns:
+        Shares that sum to `total`, or come as near as the bounds allow.
+
+    Raises:
+        ValueError: a weight is negative or not finite.
     """
     if not all(0 <= weight < math.inf for weight in weights):
         raise ValueError(f"weights must be finite and not negative, got {list(weights)}")
@@ -45,7 +56,7 @@ def water_fill(weights: Sequence[float], total: int, floors: Sequence[int], caps
 
 
 def allocate(weights: Sequence[float], total: int, floors: Sequence[int], caps: Sequence[int]) -> list[int]:
-    """`water_fill` in whole entries that sum exactly to `total`, or to the nearest sum that the bounds allow.
+    """Divide `total` as `water_fill` does, in whole entries that sum to it as nearly as the bounds allow.
 
     Fractions are rounded by the largest remainder; equal ones, up to rounding errors, go to the lower index.
     """
@@ -68,9 +79,15 @@ def pyramid(
 ) -> list[float]:
     """Context entries of each layer, falling linearly from the first to the last, `budget` of them on average.
 
-    length: tokens of the prompt, `window` of which are kept besides. The last layer gets a `beta`-th of the budget; no
-    layer more than there are; all the same while the prompt is shorter than twice the budget. floored: whole steps from
-    layer to layer, as the original code has them, which sum to more than the budget.
+    No layer gets more than there are; all get the same while the prompt is shorter than twice the budget.
+
+    Args:
+        length: tokens of the prompt.
+        window: tokens of the prompt that are kept besides.
+        budget: average entries per layer.
+        layers: number of layers.
+        beta: the last layer gets a `beta`-th of the budget.
+        floored: whole steps from layer to layer, as in the original code, which sum to more than the budget.
     """
     if length < max(2 * budget, budget + window) or layers == 1:
         return [budget] * layers
@@ -83,9 +100,16 @@ def pyramid(
 
 
 def winners(scores: Tensor, counts: Sequence[int]) -> Tensor:
-    """int64 [B, H]: how many of the ``counts[b]`` best of all heads' `scores` [B, H, N] each head has; -inf never wins.
+    """Count how many of the ``counts[b]`` best scores of all heads each head has.
 
-    Ties go to the lower head, then the lower slot.
+    -inf never wins; ties go to the lower head, then the lower slot.
+
+    Args:
+        scores: [B, H, N].
+        counts: one number per row.
+
+    Returns:
+        int64 [B, H].
     """
     flat = scores.flatten(1)
     best = top_mask(flat, tuple(counts)) & ~flat.isneginf()
@@ -93,10 +117,13 @@ def winners(scores: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def clusters(values: Sequence[float], count: int) -> list[int]:
-    """Which of at most `count` clusters each value is in, 0 for the smallest values: 1-D k-means, solved exactly.
+    """Assign each value to one of at most `count` clusters: 1-D k-means, solved exactly.
 
-    The partition of the sorted values with the least sum of squared distances to the means, by dynamic programming;
-    equal values share a cluster, and of equally good partitions the one with the larger upper clusters is taken.
+    The partition of the sorted values with the least sum of squared distances to the means, by dynamic programming.
+    Equal values share a cluster; of equally good partitions the one with the larger upper clusters is taken.
+
+    Returns:
+        Cluster of each value, 0 for that of the smallest values.
     """
     points = sorted(set(values))
     sizes = [list(values).count(point) for point in points]
@@ -128,7 +155,7 @@ def clusters(values: Sequence[float], count: int) -> list[int]:
 
 
 def tokens_reaching(mass: Tensor, target: float) -> Tensor:
-    """float [B]: fewest entries that hold `target` of the `mass` [B, H, N] of each head, mean over heads."""
+    """Fewest entries that hold the share `target` of the `mass` [B, H, N] of each head, mean over heads: float [B]."""
     ordered = mass.sort(-1, descending=True).values.cumsum(-1)
     short = ordered < target * ordered[..., -1:]
     return (short.sum(-1) + 1).to(torch.float64 if mass.dtype == torch.float64 else torch.float32).mean(-1)

@@ -1,4 +1,4 @@
-"""What a query reads from: the entries of single KV heads of single rows, in order, all of them real."""
+"""Per-head KV sequences (KV rows): the entries of one KV head of one batch row, in order, all of them real."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from torch import Tensor
 
 @dataclass
 class PageOccupancy:
-    """What of so many pages of KV rows is there: hidden: bool [pages], True beyond the end. part: float64 [pages].
+    """Occupancy of the pages of KV rows of one length, which is known on the device only.
 
-    newest: int64 [1], the page of the newest entry. first: bool [1], whether that entry begins it. part: of its page
-    entries, how much a page holds, 0 beyond the end. count: int64 [], pages that hold any.
+    Attributes:
+        hidden: bool [pages], True for pages beyond the end.
+        part: float64 [pages], filled share of each page, 0 beyond the end.
+        newest: int64 [1], index of the page that holds the newest entry.
+        first: bool [1], True where the newest entry is the first of its page.
+        count: int64 [], pages that hold at least one entry.
     """
 
     hidden: Tensor
@@ -26,9 +30,12 @@ class PageOccupancy:
 
 
 class DeviceLength:
-    """How many entries KV rows really have, on the device: shapes then stay the same from token to token.
+    """Length of KV rows, kept on the device: shapes then stay the same from token to token.
 
-    count: int64 [], at least 1. What follows from it is worked out once for all KV rows of that length.
+    What follows from the length is computed once for all KV rows that share it.
+
+    Attributes:
+        count: int64 [], entries of each KV row, at least 1.
     """
 
     def __init__(self, count: Tensor) -> None:
@@ -37,12 +44,13 @@ class DeviceLength:
         self._occupancy: dict[tuple[int, int], PageOccupancy] = {}
 
     def real(self, size: int) -> Tensor:
-        """bool [size]: which of so many entries there are."""
+        """Mask of the entries that exist: bool [size], True below the length."""
         if size not in self._real:
             self._real[size] = torch.arange(size, device=self.count.device) < self.count
         return self._real[size]
 
     def occupancy(self, page: int, pages: int) -> PageOccupancy:
+        """Occupancy of `pages` pages of `page` entries each."""
         if (page, pages) not in self._occupancy:
             held = (self.count - torch.arange(pages, device=self.count.device) * page).clamp(0, page)
             last = self.count - 1
@@ -58,31 +66,37 @@ class DeviceLength:
 
 @runtime_checkable
 class IncrementalMetadata(Protocol):
-    """What a reader with ``fixed_shapes = True`` remembers of KV rows, entry by entry.
+    """Metadata of KV rows that a reader with ``fixed_shapes = True`` updates entry by entry.
 
-    size: entries taken in; a pass of fixed shapes takes one in on the device, and its driver counts it here.
+    Attributes:
+        size: entries taken in. A pass with fixed shapes takes one in on the device; the host counts it here.
     """
 
     size: int
 
     def make_room(self, entries: int) -> None:
-        """Have room for so many entries in all, without a change of shape on the way."""
+        """Allocate room for `entries` entries in all, so that no shape changes on the way."""
         ...
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that is remembered."""
+        """Tensors that a recorded pass reads and writes."""
         ...
 
     def accumulators(self) -> tuple[Tensor, ...]:
-        """Those of them that taking in the same entry twice would change."""
+        """Those of `tensors` that would be wrong if the same entry were taken in twice."""
         ...
 
     def all_tensors(self) -> Iterable[Tensor]:
-        """Every tensor held, those that are remade at need included."""
+        """Every tensor held, including those that are remade when needed."""
         ...
 
     def update_bytes(self, before: int, after: int) -> int:
-        """Bytes read to take in the entries that follow the first `before`, so that there are `after`."""
+        """Bytes read to take in new entries.
+
+        Args:
+            before: entries taken in so far.
+            after: entries taken in afterwards.
+        """
         ...
 
 
@@ -92,9 +106,14 @@ class KVRows:
 
     A KV row is the entries of one KV head of one batch row (of one query head, where each has its own set).
 
-    keys: [S, D] and values: [S, Dv], all slots they may lie in. body: int64 [X, K], slots of the first K entries, or
-    None where K is 0. tail: int64 [X], the slot of entry K; every further one lies `stride` slots behind. length: how
-    many of the `size` are really there, None for all; the others may be looked at, and must not be chosen.
+    Attributes:
+        keys: [S, D], all slots that the entries may lie in.
+        values: [S, Dv], the same slots.
+        body: int64 [X, K], slots of the first K entries; None where K is 0.
+        tail: int64 [X], slot of entry K.
+        stride: slots from one entry after the first K to the next.
+        size: entries of each KV row; with `length`, the most there can be.
+        length: entries that exist, on the device. The others may be looked at but must not be chosen. None: all exist.
     """
 
     keys: Tensor
@@ -106,7 +125,7 @@ class KVRows:
     length: DeviceLength | None = None
 
     def newest(self) -> Tensor:
-        """The last entry of every KV row, int64 [X, 1]."""
+        """Index of the last entry of every KV row, int64 [X, 1]."""
         last = self.size - 1 if self.length is None else self.length.count - 1
         return (torch.zeros_like(self.tail) + last)[:, None]
 
@@ -124,11 +143,11 @@ class KVRows:
         return self._rows(self.keys, slots), self._rows(self.values, slots)
 
     def span(self, start: int, end: int) -> Tensor:
-        """Entries start ... end - 1 of every KV row, int64 [X, end - start]."""
+        """Indices start ... end - 1 for every KV row, int64 [X, end - start]."""
         return torch.arange(start, end, device=self.tail.device).expand(len(self.tail), -1)
 
     def slots(self, entries: Tensor) -> Tensor:
-        """Where entries int64 [X, ...] lie."""
+        """Slots of the entries at indices int64 [X, ...]."""
         kept = 0 if self.body is None else self.body.shape[1]
         after = entries * self.stride + (self.tail - kept * self.stride).view(-1, *(1,) * (entries.ndim - 1))
         if self.body is None:
@@ -144,10 +163,14 @@ class KVRows:
 
 @dataclass(frozen=True)
 class ReadFacts:
-    """What a reader may derive its parameters from, for the KV rows of one batch row in one layer.
+    """Facts that a reader may derive its parameters from, for one batch row in one layer.
 
-    length: true tokens of the conversation when the turn's prompt was complete. new_tokens: how many are expected after
-    it, 0 if nobody said. dim: D, the size of a key.
+    Attributes:
+        layer_idx: index of the layer.
+        num_layers: layers of the model.
+        length: true tokens of the conversation when the turn's prompt was complete.
+        new_tokens: tokens expected after the prompt, 0 if unknown.
+        dim: D, the size of a key.
     """
 
     layer_idx: int
@@ -159,11 +182,13 @@ class ReadFacts:
 
 @dataclass
 class Choice:
-    """What a reader wants read of each KV row.
+    """Entries that a reader wants read of each KV row.
 
-    entries: int64 [X, k], the same for all query heads of a KV row, or [X, G, k]. blend: (weight [X, G], vector
-    [X, Dv]): the output becomes ``weight * output + (1 - weight) * vector``. metadata_bytes: bytes read to
-    choose.
+    Attributes:
+        entries: int64 [X, k], the same for all query heads of a KV row, or [X, G, k] for each its own.
+        blend: (weight [X, G], vector [X, Dv]); the output becomes ``weight * output + (1 - weight) * vector``. None:
+            the output is taken as it is.
+        metadata_bytes: bytes of metadata read to choose.
     """
 
     entries: Tensor

@@ -1,4 +1,4 @@
-"""Pages of consecutive entries: their channel-wise bounds, kept up to date, and tokens chosen by pages' weights."""
+"""Pages of consecutive entries: channel-wise bounds, kept up to date, and entries chosen by the weights of pages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from kvsieve.core.kv_rows import DeviceLength, KVRows
 
 
 class PageTable:
-    """Least and greatest value of every key channel over each page of `page` consecutive entries (Quest, HSA).
+    """Largest and smallest value of every key channel over each page of consecutive entries (Quest, HSA).
 
     Channel-major, [X, halves, D, capacity], so that a few channels of all pages are contiguous reads; half 0 holds the
-    greatest values, half 1 the least ones. Pages of one entry need one half only.
+    largest values, half 1 the smallest. Pages of one entry need one half only.
+
+    Attributes:
+        page: entries per page.
+        size: entries taken in.
     """
 
     def __init__(self, page: int) -> None:
@@ -26,16 +30,18 @@ class PageTable:
 
     @property
     def pages(self) -> int:
+        """Pages that hold at least one entry."""
         return self._pages(self.size)
 
     @property
     def halves(self) -> int:
+        """1 for pages of one entry, else 2."""
         return 1 if self.page == 1 else 2
 
     def update(self, kv_rows: KVRows) -> None:
-        """Take in the entries that have been stored since; those of full pages never change again.
+        """Take in the entries stored since the last call; full pages never change again.
 
-        Of KV rows whose length is on the device, the newest one: all others must be in.
+        Where the length of the KV rows is on the device, only the newest entry is taken in; all others must be in.
         """
         if kv_rows.length is not None:
             self._take(kv_rows.keys_at(kv_rows.newest()), kv_rows.length, self._pages(kv_rows.size))
@@ -43,14 +49,20 @@ class PageTable:
             self._add(kv_rows.keys_at(kv_rows.span(self.size, kv_rows.size)))
 
     def bounds(self, size: int | None = None) -> Tensor:
-        """[X, halves, D, pages] of so many entries (None: those taken in), a view."""
+        """Bounds of the pages of the first `size` entries (None: of all taken in), a view [X, halves, D, pages]."""
         assert self._table is not None
         return self._table[..., : self._pages(self.size if size is None else size)]
 
     def rows(self, channels: Tensor, greatest: Tensor, size: int | None = None) -> Tensor:
-        """Chosen channels, int64 [X, k], of all pages [X, k, pages]: greatest values where `greatest`, else least.
+        """Copy the bounds of chosen channels for all pages.
 
-        size: of so many entries, None for those taken in.
+        Args:
+            channels: int64 [X, k].
+            greatest: bool [X, k], True for the largest values, False for the smallest.
+            size: pages of so many entries; None for those taken in.
+
+        Returns:
+            [X, k, pages].
         """
         assert self._table is not None
         pages = self._pages(self.size if size is None else size)
@@ -64,9 +76,16 @@ class PageTable:
         return self._table.view(-1, capacity)[:, :pages].index_select(0, at.view(-1)).view(*at.shape, pages)
 
     def scores(self, weights: Tensor, channels: Tensor, greatest: Tensor, kv_rows: KVRows) -> tuple[Tensor, int]:
-        """Weighted sums [X, G, pages] of chosen channels (see `rows`), weights [X, G, k], and the bytes looked at.
+        """Weighted sums over chosen channels, for every page.
 
-        Of pages beyond the end of KV rows whose length is on the device, anything.
+        Args:
+            weights: [X, G, k].
+            channels: int64 [X, k]; see `rows`.
+            greatest: bool [X, k]; see `rows`.
+            kv_rows: what the table was made of.
+
+        Returns:
+            Scores [X, G, pages], undefined for pages beyond a length on the device, and the bytes of metadata read.
         """
         assert self._table is not None
         pages = self._pages(kv_rows.size)
@@ -77,9 +96,15 @@ class PageTable:
         return weights @ self.rows(channels, greatest, kv_rows.size).to(weights.dtype), metadata_bytes
 
     def bound(self, query: Tensor, kv_rows: KVRows) -> tuple[Tensor, int]:
-        """The greatest logit [X, G, pages] that query [X, G, D] can have in a page, and the bytes looked at.
+        """Upper bound of the logits that a query can have in each page.
 
-        In the query's dtype; of pages beyond the end of KV rows whose length is on the device, anything.
+        Args:
+            query: [X, G, D].
+            kv_rows: what the table was made of.
+
+        Returns:
+            Bounds [X, G, pages] in the query's dtype, undefined for pages beyond a length on the device, and the bytes
+            of metadata read.
         """
         bounds = self.bounds(kv_rows.size)
         metadata_bytes = bounds.numel() * bounds.element_size()
@@ -91,7 +116,7 @@ class PageTable:
         return query.clamp(min=0) @ bounds[:, 0] + query.clamp(max=0) @ bounds[:, 1], metadata_bytes
 
     def _count(self, kv_rows: KVRows) -> Tensor | None:
-        """Pages of KV rows whose length is on the device."""
+        """Pages that hold entries, where the length is on the device; else None."""
         return None if kv_rows.length is None else kv_rows.length.occupancy(self.page, self._pages(kv_rows.size)).count
 
     def make_room(self, entries: int) -> None:
@@ -109,7 +134,7 @@ class PageTable:
         return self.tensors() if self._starts is None else (*self.tensors(), self._starts)
 
     def update_bytes(self, before: int, after: int) -> int:
-        """Keys, and the bounds of the page that was begun already."""
+        """Count the new keys, and the bounds of the page that had begun; see IncrementalMetadata."""
         if self._table is None:
             return 0
         kv_rows, _, dim, _ = self._table.shape
@@ -120,7 +145,7 @@ class PageTable:
         return -(-entries // self.page)
 
     def _grow(self, like: Tensor, needed: int) -> Tensor:
-        """A table of `needed` pages and some more that starts with this one's; like: [X, ...] of its dtype."""
+        """Allocate a table of `needed` pages and some more that starts with this one's; like: [X, ...] of its dtype."""
         dim = like.shape[2]
         # A multiple of 16, for wide reads.
         capacity = -(-(needed + max(32, needed // 8)) // 16) * 16
@@ -176,12 +201,12 @@ class PageTable:
 
 
 def largest(sizes: Tensor, count: int) -> Tensor:
-    """int64 [..., count]: the channels of greatest size [..., D], the lower one of equals first."""
+    """Indices of the `count` largest of `sizes` [..., D], the lower one of equals first: int64 [..., count]."""
     return sizes.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def held_part(chosen: Tensor, query: Tensor) -> Tensor:
-    """[..., 1]: the part of a query's size, sum of |q|, that is in its chosen channels; never quite 0.
+    """Share of a query's size, the sum of |q|, that lies in its chosen channels: [..., 1], never quite 0.
 
     SparQ's temperature divides by its root, and a group's channels may be 0 in one of its query heads.
     """
@@ -191,9 +216,16 @@ def held_part(chosen: Tensor, query: Tensor) -> Tensor:
 
 
 def page_softmax(scores: Tensor, size: int, page: int, length: DeviceLength | None = None) -> Tensor:
-    """Softmax over `size` entries that have their page's score: `page` times the weight of one, [..., pages].
+    """Softmax over entries that all have the score of their page.
 
-    length: how many of them there are, where the device knows; pages beyond the end weigh nothing.
+    Args:
+        scores: [..., pages].
+        size: entries in all.
+        page: entries per page.
+        length: entries that exist, where the device knows; pages beyond the end get 0.
+
+    Returns:
+        `page` times the weight of one entry of each page, [..., pages].
     """
     if length is not None:
         part = length.occupancy(page, scores.shape[-1]).part.to(scores.dtype)
@@ -211,12 +243,21 @@ def page_softmax(scores: Tensor, size: int, page: int, length: DeviceLength | No
 def best_entries(
     weights: Tensor, size: int, page: int, count: int, newest: bool, length: DeviceLength | None = None
 ) -> Tensor:
-    """The `count` entries of the pages with the highest weights [..., pages]: int64 [..., count].
+    """Choose the entries of the pages with the highest weights.
 
-    Of the last page that is needed, its first entries; which of pages that weigh the same is left to torch. newest: the
-    last page is taken whatever it weighs, but no more than its newest entries that are half of `count` (one at least):
-    the weights have their say however long pages are. `weights` is written to. length: how many of `size` entries there
-    are, where the device knows; at least `count`.
+    Of the last page that is needed, its first entries are taken; which of two pages of equal weight, torch decides.
+
+    Args:
+        weights: [..., pages]; written to.
+        size: entries in all.
+        page: entries per page.
+        count: entries to choose.
+        newest: take the last page whatever it weighs, but no more than its newest entries that make up half of `count`
+            (at least one), so that the weights count however long pages are.
+        length: entries that exist, at least `count`, where the device knows; None for `size`.
+
+    Returns:
+        int64 [..., count].
     """
     pages, end = weights.shape[-1], size if length is None else length.count
     if length is not None:

@@ -26,11 +26,18 @@ def query_mass(
 ) -> Tensor:
     """Softmax attention of T queries over N entries, reduced over the queries.
 
-    query: [B, Hq, T, D]; keys: [B, H, N, D], both post-RoPE. visible: bool, broadcastable to [B, H, T, N], the entries
-    each query's softmax runs over; a query that sees none gives nothing. weights: broadcastable to [B, H, T], factors
-    of the queries. block: queries at a time; None keeps memory within bounds.
+    Args:
+        query: [B, Hq, T, D], post-RoPE.
+        keys: [B, H, N, D], post-RoPE.
+        scale: factor of the query-key products.
+        visible: bool, broadcastable to [B, H, T, N], entries that each query's softmax runs over; a query that sees
+            none contributes nothing.
+        weights: factors of the queries, broadcastable to [B, H, T]; None for 1.
+        reduce: "sum" or "max" over the queries.
+        block: queries computed at a time; None keeps memory within bounds.
 
-    Returns [B, Hq, N] in float32 (float64 for float64 inputs).
+    Returns:
+        [B, Hq, N] in float32 (float64 for float64 inputs).
     """
     batch, query_heads, count, _ = query.shape
     heads, length = keys.shape[1], keys.shape[2]

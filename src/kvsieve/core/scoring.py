@@ -23,7 +23,7 @@ _BLOCK_ELEMENTS = 1 << 25
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """float32 for half-precision inputs, else the input's own: scores in bfloat16 are full of ties."""
+    """Dtype to score in: float32 for half-precision inputs (bfloat16 scores are full of ties), else the input's own."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
@@ -32,14 +32,19 @@ def window_mass(
 ) -> Tensor:
     """Softmax attention mass that a window of queries gives to every stored entry, summed over the window.
 
-    query: [B, Hq, W, D], post-RoPE; the queries of the last W of the N entries.
-    keys: [B, H, N, D], post-RoPE.
-    valid: bool [B, H or 1, N]; padding receives no mass, and queries that are padding give none.
-    block: entries scored at a time; None chooses it so that no N x N matrix is ever held.
+    The softmax runs over all N entries with the causal mask inside the window, so the mass of a query head sums to W.
+    Source: SnapKV (arXiv 2404.14469), and the observation windows of FastKV, ASL, PyramidKV, Ada-KV and RocketKV, which
+    share it.
 
-    Returns [B, Hq, N] in float32 (float64 for float64 inputs). The softmax runs over all N entries with the causal
-    mask inside the window, so a row's mass over the entries sums to W. Source: SnapKV (arXiv 2404.14469), and the
-    observation windows of FastKV, ASL, PyramidKV, Ada-KV and RocketKV, which share it.
+    Args:
+        query: [B, Hq, W, D], post-RoPE; the queries of the last W of the N entries.
+        keys: [B, H, N, D], post-RoPE.
+        scale: factor of the query-key products.
+        valid: bool [B, H or 1, N]; padding receives no mass, and queries that are padding give none. None: all real.
+        block: entries scored at a time; None chooses it so that no N x N matrix is ever held.
+
+    Returns:
+        [B, Hq, N] in float32 (float64 for float64 inputs).
     """
     if block is None and kernels.usable(query, keys):
         return kernels.window_mass(query, keys, scale, valid)
@@ -50,9 +55,9 @@ def window_mass(
 def window_weights(
     query: Tensor, keys: Tensor, scale: float, *, valid: Tensor | None = None, block: int | None = None
 ) -> Iterator[Tensor]:
-    """The softmax weights behind `window_mass`, [B, Hq, W, block] for one block of consecutive entries after another.
+    """Yield the softmax weights behind `window_mass`, [B, Hq, W, block], one block of entries after another.
 
-    Zero for queries that are padding. Arguments as there.
+    Zero for queries that are padding. Arguments as in `window_mass`.
     """
     batch, query_heads, window, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
@@ -93,11 +98,17 @@ def window_weights(
 
 
 def pool(scores: Tensor, kernel: int, kind: Pool, valid: Tensor | None = None) -> Tensor:
-    """Smooth `scores` [..., N] along the sequence with an odd `kernel`; same length out.
+    """Smooth scores along the sequence.
 
-    "avg" divides by the kernel everywhere, counting the zeros beyond the ends; "max" ignores them.
-    valid: bool [B, H or 1, N or more] for scores [B, X, N] that are 0 elsewhere; entries are neighbours then whatever
-    padding is between them, as later turns of a batch bring it.
+    Args:
+        scores: [..., N].
+        kernel: width, odd; 1 returns the scores as they are.
+        kind: "avg" divides by the kernel everywhere, counting zeros beyond the ends; "max" ignores them.
+        valid: bool [B, H or 1, N or more], for scores [B, X, N] that are 0 where it is False. Entries are then
+            neighbours whatever padding lies between them, as later turns of a batch bring it. None: no padding.
+
+    Returns:
+        The shape of `scores`.
     """
     if kernel == 1:
         return scores
@@ -112,9 +123,12 @@ def pool(scores: Tensor, kernel: int, kind: Pool, valid: Tensor | None = None) -
 
 
 def _closed_up(scores: Tensor, valid: Tensor, smooth: Callable[[Tensor], Tensor]) -> Tensor:
-    """`smooth` of scores [B, X, N] as if all padding lay on their left; it may return fewer lines, [B, Y, N].
+    """Apply `smooth` to scores [B, X, N] as if all padding lay on the left; it may return fewer heads, [B, Y, N].
 
-    valid: bool [B, H or 1, N or more], X and Y multiples of its heads.
+    Args:
+        scores: [B, X, N].
+        valid: bool [B, H or 1, N or more]; X and Y are multiples of its heads.
+        smooth: function of the scores.
     """
     order = valid[..., : scores.shape[-1]].to(torch.uint8).argsort(dim=-1, stable=True)
 
@@ -132,9 +146,17 @@ def group_mean(scores: Tensor, heads: int) -> Tensor:
 
 
 def pooled_mass(ctx: LayerContext, window: int, kernel: int, pooling: Pool, heads: int | None = None) -> Tensor:
-    """[B, Hq, N - w] pooled mass that the last w = min(window, L) queries of this pass give to the entries before.
+    """Pooled mass that the last queries of this pass give to the entries before them.
 
-    heads: then the mean over the query heads of each of so many, [B, heads, N - w].
+    Args:
+        ctx: the layer.
+        window: queries, at most w = min(window, L) of them.
+        kernel: see `pool`.
+        pooling: see `pool`.
+        heads: average over the query heads of each of so many heads; None for no average.
+
+    Returns:
+        [B, Hq, N - w], or [B, heads, N - w].
     """
     window = min(window, ctx.query.shape[2])
     mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid)

@@ -9,10 +9,19 @@ from kvsieve.types import Selection
 
 
 def top_mask(scores: Tensor, counts: tuple[int, ...] | Tensor) -> Tensor:
-    """bool, the shape of `scores` [B, ..., N]: True for the best entries of each line.
+    """Mark the best entries along the last dimension.
 
-    counts: how many, one number per row b or an int64 tensor with one per line ([B, H] for scores [B, H, N]).
-    Higher score first, then lower slot first, whatever the device. NaN scores are refused (ValueError).
+    Higher score first, then lower slot first, whatever the device.
+
+    Args:
+        scores: [B, ..., N].
+        counts: entries to mark: one number per row of the batch, or int64 [B, H] for scores [B, H, N].
+
+    Returns:
+        bool, the shape of `scores`.
+
+    Raises:
+        ValueError: a score is NaN.
     """
     if bool(scores.isnan().any()):
         raise ValueError("scores contain NaN: the model's keys or queries hold NaN or infinity")
@@ -32,7 +41,7 @@ def top_mask(scores: Tensor, counts: tuple[int, ...] | Tensor) -> Tensor:
 
 
 def pack(mask: Tensor, counts: tuple[int, ...]) -> Selection:
-    """Turn a keep-mask [B, ..., N] with ``counts[b]`` entries set in each line of row b into a Selection."""
+    """Turn a keep-mask [B, ..., N], with ``counts[b]`` entries set in each head of row b, into a Selection."""
     size = max(counts)
     if all(count == size for count in counts):
         indices = mask.nonzero()[:, -1].view(*mask.shape[:-1], size)
@@ -41,7 +50,7 @@ def pack(mask: Tensor, counts: tuple[int, ...]) -> Selection:
 
 
 def pack_ragged(mask: Tensor) -> Selection:
-    """Turn a keep-mask [B, H, N] whose heads keep different numbers of entries into a Selection, ragged if need be."""
+    """Turn a keep-mask [B, H, N] whose heads keep different numbers of entries into a Selection, ragged if needed."""
     per_head = mask.sum(-1)
     if bool((per_head == per_head[:, :1]).all()):
         return pack(mask, tuple(per_head[:, 0].tolist()))
@@ -50,7 +59,7 @@ def pack_ragged(mask: Tensor) -> Selection:
 
 
 def select_top(scores: Tensor, counts: tuple[int, ...]) -> Selection:
-    """Keep the ``counts[b]`` best entries of each line of row b of `scores` [B, ..., N]; see `top_mask`."""
+    """Keep the ``counts[b]`` best entries of each head of row b of `scores` [B, ..., N]; see `top_mask`."""
     return pack(top_mask(scores, counts), counts)
 
 

@@ -34,7 +34,7 @@ _interpreted = False
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Whether kernels run on these tensors: all on a GPU that `reason` has nothing against, of dtypes in DTYPES."""
+    """Tell whether kernels run on these tensors: all on a GPU that `reason` accepts, in dtypes of DTYPES."""
     if any(each.dtype not in DTYPES for each in tensors):
         return False
     return _interpreted or (all(each.is_cuda for each in tensors) and reason(tensors[0].device) is None)
@@ -42,7 +42,7 @@ def usable(*tensors: Tensor) -> bool:
 
 @functools.cache
 def reason(device: torch.device) -> str | None:
-    """Why kernels would not run on `device`; None where they do. KVSIEVE_KERNELS is read once."""
+    """Reason why kernels do not run on `device`; None where they do. KVSIEVE_KERNELS is read once."""
     if device.type != "cuda":
         return f"kernels run on CUDA devices, not on {device.type}"
     if os.environ.get("KVSIEVE_KERNELS") == "0":
@@ -58,7 +58,7 @@ def reason(device: torch.device) -> str | None:
 
 
 def __getattr__(name: str) -> Any:
-    """The kernels' functions, whose modules import triton, when they are first asked for."""
+    """Import a kernel's function, and triton with it, when it is first asked for."""
     if name not in _FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_FUNCTIONS[name]}"), name)

@@ -31,8 +31,16 @@ def decode_attention(
 ) -> Tensor:
     """Attention over the first `length` of N stored entries; the last of them is seen, padding or not.
 
-    query: [B, Hq, 1, D]; keys: [B, H, N, D]; values: [B, H, N, Dv], views of larger buffers or not; valid: bool
-    [B, H or 1, N]. length: int, or one integer on the device; None for N. Returns [B, Hq, 1, Dv].
+    Args:
+        query: [B, Hq, 1, D].
+        keys: [B, H, N, D], a view of a larger buffer or not.
+        values: [B, H, N, Dv], a view of a larger buffer or not.
+        scale: factor of the query-key products.
+        length: entries, an int or one integer on the device; None for N.
+        valid: bool [B, H or 1, N], False for padding; None when all entries are real.
+
+    Returns:
+        [B, Hq, 1, Dv].
     """
     batch, heads, capacity, _ = keys.shape
     length = capacity if length is None else length
@@ -43,11 +51,20 @@ def decode_attention(
 
 
 def ragged_decode(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float) -> Tensor:
-    """`attention.ragged.ragged_attention`: every KV head's queries over a flat buffer that it shares with the others.
+    """Attention of every KV head's queries over a flat buffer that it shares with the others.
 
-    query: [B, Hq, 1, D]; keys: [B, T, D]; values: [B, T, Dv]; bias: [B, H, T], what is added to a head's logits. A tile
-    of entries is read once for all heads, so that heads of different numbers of entries are equal shares of work.
-    Returns [B, Hq, 1, Dv].
+    The kernel of `attention.ragged.ragged_attention`. A tile of entries is read once for all heads, so heads with
+    different numbers of entries are equal shares of work.
+
+    Args:
+        query: [B, Hq, 1, D].
+        keys: [B, T, D].
+        values: [B, T, Dv].
+        bias: [B, H, T], added to a head's logits.
+        scale: factor of the query-key products.
+
+    Returns:
+        [B, Hq, 1, Dv].
     """
     out, _ = attend(
         query[:, :, 0],
@@ -76,9 +93,24 @@ def kv_row_attention(
 ) -> Tensor:
     """Attention over chosen entries of KV rows, or over their first `length` entries.
 
-    query: [X, G, D]; keys [S, D], values [S, Dv], body, tail, stride: as in `core.kv_rows.KVRows`. entries: int64
-    [X, k], or [X, G, k] for a choice per query head, by their number in the KV row; None for the first `length`: int,
-    or one integer on the device, then with its static bound `capacity`. Returns [X, G, Dv].
+    Args:
+        query: [X, G, D].
+        keys: [S, D]; keys, values, body, tail and stride as in `core.kv_rows.KVRows`.
+        values: [S, Dv].
+        scale: factor of the query-key products.
+        entries: int64 [X, k], or [X, G, k] for a choice per query head, indices in the KV row; None for the first
+            `length`.
+        body: int64 [X, K], or None.
+        tail: int64 [X]; None for 0.
+        stride: slots from one further entry to the next.
+        length: entries, an int or one integer on the device.
+        capacity: static bound of a `length` on the device.
+
+    Returns:
+        [X, G, Dv].
+
+    Raises:
+        ValueError: none of entries=, an int length=, and length= with capacity= is given.
     """
     query_rows, groups, _ = query.shape
     if entries is not None:
@@ -109,12 +141,26 @@ def attend(
     stride: int = 1,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What the others are made of: attention of [X, G, D] over keys [B, H, N, D], and the logits' log-sum-exp [X, G].
+    """Attention of [X, G, D] over keys [B, H, N, D], and the logits' log-sum-exp; the other functions are made of it.
 
-    X is a multiple of B * H; query rows that share a KV row follow each other. A KV row has `count` entries, never more
-    than `capacity`: those that body, tail and stride say, as in `core.kv_rows.KVRows` (by default one slot after the
-    other), or of them the chosen ones, entries int64 [X, count]. mask: by slot, bool [B, H, N], where the last entry is
-    seen whatever it says, or what is added to the logits, [B, H or a multiple, N].
+    X is a multiple of B * H; query rows that share a KV row follow each other.
+
+    Args:
+        query: [X, G, D].
+        keys: [B, H, N, D].
+        values: [B, H, N, Dv].
+        scale: factor of the query-key products.
+        count: entries of a KV row, an int or one integer on the device.
+        capacity: most entries that `count` can be.
+        entries: int64 [X, count], indices of the chosen entries; None for all.
+        body: as in `core.kv_rows.KVRows`; None where nothing is listed.
+        tail: as in `core.kv_rows.KVRows`; None for 0.
+        stride: slots from one entry to the next.
+        mask: by slot: bool [B, H, N], where the last entry is seen whatever it says, or a bias of the logits, [B, H or
+            a multiple, N]; None for none.
+
+    Returns:
+        Output [X, G, Dv] and log-sum-exp float32 [X, G].
     """
     query_rows, groups, dim = query.shape
     batch, heads, value_dim = *keys.shape[:2], values.shape[-1]

@@ -16,11 +16,14 @@ from kvsieve import kernels
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """`kernels.usable` holds for CPU tensors, and kernels run on them.
+    """Run kernels on CPU tensors, for which `kernels.usable` then holds.
 
-    Triton decides when a kernel is defined, so in a process that does this none must have been used on a GPU before:
-    RuntimeError. Its own library is jitted already where torch has imported it, and its product of bfloat16 multiplies
-    their bits (3.7), hence the exchanges.
+    Triton decides when a kernel is defined, so none may have been used on a GPU in this process before. Its own library
+    is jitted already where torch has imported it, and its product of bfloat16 multiplies their bits (3.7), hence the
+    exchanges.
+
+    Raises:
+        RuntimeError: kernels were made for a GPU in this process.
     """
     product = InterpreterBuilder.create_dot
     jitted = {name: each for name, each in vars(tl.standard).items() if isinstance(each, triton.JITFunction)}

@@ -120,12 +120,19 @@ def update_kernel(
 def page_scores(
     table: Tensor, weights: Tensor, rows_of: Tensor | None = None, pages: Tensor | int | None = None
 ) -> Tensor:
-    """Weighted sums of a table's rows, for every page: float32 [X, G, P].
+    """Weighted sums of a table's rows, for every page.
 
-    table: [X, halves, D, P], channel-major, or the first P pages of a wider one; reads are wide where that one's width
-    is a multiple of 16. weights: [X, G, J]; rows_of: int64 [X, J], half * D + channel of the row that a weight is for,
-    None for all rows in order. pages: how many there are, int or one integer on the device, None for P; scores of those
-    behind are -inf. HSA's estimates are that for chosen channels; chosen rows are read in place, not copied first.
+    HSA's estimates are that for chosen channels; chosen rows are read in place, not copied first.
+
+    Args:
+        table: [X, halves, D, P], channel-major, or the first P pages of a wider one; reads are wide where that one's
+            width is a multiple of 16.
+        weights: [X, G, J].
+        rows_of: int64 [X, J], half * D + channel of the row that each weight is for; None for all rows in order.
+        pages: pages that exist, an int or one integer on the device; None for P. Those behind them score -inf.
+
+    Returns:
+        float32 [X, G, P].
     """
     kv_rows, halves, dim, capacity = table.shape
     groups, wanted = weights.shape[1:]
@@ -161,7 +168,7 @@ def page_scores(
 
 
 def _width(table: Tensor) -> int:
-    """How far the rows of a table can be read: behind its pages too, where it is the beginning of a wider one."""
+    """Width up to which the rows of a table can be read: beyond its pages too, where a wider one begins with it."""
     end = table.storage_offset() + sum((table.shape[at] - 1) * table.stride(at) for at in range(3))
     width = table.stride(2)
     whole = width > table.shape[3] and (end + width) * table.element_size() <= table.untyped_storage().nbytes()
@@ -169,7 +176,16 @@ def _width(table: Tensor) -> int:
 
 
 def page_bounds(table: Tensor, query: Tensor, pages: Tensor | int | None = None) -> Tensor:
-    """Quest's bounds ``sum_d max(q_d * max_d, q_d * min_d)`` for query [X, G, D], float32 [X, G, P]; as page_scores."""
+    """Compute Quest's bounds ``sum_d max(q_d * max_d, q_d * min_d)`` of every page.
+
+    Args:
+        table: see `page_scores`.
+        query: [X, G, D].
+        pages: see `page_scores`.
+
+    Returns:
+        float32 [X, G, P].
+    """
     query = query.to(torch.float32)
     if table.shape[1] == 2:
         query = torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)
@@ -177,10 +193,15 @@ def page_bounds(table: Tensor, query: Tensor, pages: Tensor | int | None = None)
 
 
 def update_pages(table: Tensor, keys: Tensor, length: Tensor | int, page: int) -> None:
-    """Take the newest entry of each KV row, keys [X, D], into the table [X, halves, D, P] of pages of `page` entries.
+    """Take the newest entry of each KV row into the table, in place.
 
-    length: entries of each KV row with it, int or one integer on the device. An entry that begins a page is its bounds;
-    others widen them.
+    An entry that begins a page is its bounds; others widen them.
+
+    Args:
+        table: [X, halves, D, P].
+        keys: [X, D].
+        length: entries of each KV row with the new one, an int or one integer on the device.
+        page: entries per page.
     """
     kv_rows, halves, dim, capacity = table.shape
     keys = rows(keys)

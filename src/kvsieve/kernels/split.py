@@ -1,4 +1,4 @@
-"""The two kernels of kernels.decode: attention over one part of a KV row, and the merge of a KV row's parts."""
+"""Kernels of kernels.decode: attention over one part of a KV row, and the merge of a KV row's parts."""
 
 from __future__ import annotations
 

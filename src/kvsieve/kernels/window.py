@@ -193,9 +193,16 @@ def pool_kernel(
 
 
 def window_mass(query: Tensor, keys: Tensor, scale: float, valid: Tensor | None = None) -> Tensor:
-    """`core.scoring.window_mass`: query [B, Hq, W, D], keys [B, H, N, D], valid bool [B, H or 1, N] -> [B, Hq, N].
+    """Attention mass that a window of queries gives to every entry; see `core.scoring.window_mass`.
 
-    float32. Queries and keys may be views of larger buffers.
+    Args:
+        query: [B, Hq, W, D], a view of a larger buffer or not.
+        keys: [B, H, N, D], a view of a larger buffer or not.
+        scale: factor of the query-key products.
+        valid: bool [B, H or 1, N], False for padding; None when all entries are real.
+
+    Returns:
+        float32 [B, Hq, N].
     """
     batch, query_heads, window, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
@@ -251,9 +258,16 @@ def window_mass(query: Tensor, keys: Tensor, scale: float, valid: Tensor | None 
 
 
 def pooled(mass: Tensor, heads: int, kernel: int, pooling: str) -> Tensor:
-    """`core.scoring.pool` of mass [B, Hq, M], then the mean over the query heads of each of `heads`: [B, heads, M].
+    """Pool as `core.scoring.pool` does, then average over the query heads of each of `heads`.
 
-    float32. kernel: odd; pooling: "avg" or "max".
+    Args:
+        mass: [B, Hq, M].
+        heads: heads of the result.
+        kernel: width, odd.
+        pooling: "avg" or "max".
+
+    Returns:
+        float32 [B, heads, M].
     """
     batch, query_heads, length = mass.shape
     mass = rows(mass)
