@@ -22,8 +22,8 @@ parser.add_argument("--max-new-tokens", type=int, default=120, help="of each ans
 given = parser.parse_args()
 
 model, tokenizer = kvsieve.models.load(given.model)
-# 256 entries per layer and head after every turn. LagKV compares each partition of `lag` tokens with the next one.
-plan = kvsieve.plan("lagkv", budget=256, lag=64)
+# 128 entries per layer and head after every turn. LagKV compares each partition of `lag` tokens with the next one.
+plan = kvsieve.plan("lagkv", budget=128, lag=32)
 with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve:
     chat = sieve.chat(tokenizer, max_new_tokens=given.max_new_tokens)
     for question in QUESTIONS:
