@@ -48,6 +48,15 @@ def frozen_garbage():
     gc.unfreeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def poisoned_memory():
+    """What kvsieve takes from torch without filling it is NaN in tests; reading it before it is written then shows."""
+    from poison import poison
+
+    with poison():
+        yield
+
+
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory) -> str:
     """A checkpoint of a tiny random model whose tokens are words; what must differ a file makes itself."""
