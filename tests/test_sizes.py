@@ -24,10 +24,8 @@ KNOWN_FILES = {
 }
 KNOWN_FUNCTIONS = {
     "hf _read_again",
-    "hf condense",
     "hf generate",
     "hf open_session",
-    "hf prefill",
     "hf read_prompt",
     "kernels attend",
     "kernels split_kernel",
@@ -66,8 +64,11 @@ def has_given_signature(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef)
 
 
 def lines(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without the docstring, which may list parameters one per line."""
     first = node.body[0].lineno if has_given_signature(name, node) else node.lineno
-    return (node.end_lineno or first) - first + 1
+    docstring = node.body[0] if ast.get_docstring(node) is not None else None
+    left_out = 0 if docstring is None else (docstring.end_lineno or 0) - docstring.lineno + 1
+    return (node.end_lineno or first) - first + 1 - left_out
 
 
 def parameters(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:

@@ -17,7 +17,7 @@ _DIGITS = "7305816294"
 
 
 def digits_per_token(tokenizer: Any = None) -> int:
-    """How many digits of a number a tokenizer puts into one token, rounded: 1 where it splits them one by one.
+    """Digits of a number that a tokenizer puts into one token, rounded: 1 where it splits them one by one.
 
     tokenizer: of transformers; None takes 1, so that no kernel is too narrow. Raises InputError
     for what is no tokenizer.
@@ -36,12 +36,12 @@ def pooling(model: Fingerprint, digits: int) -> dict[str, Any]:
 
 
 def fastkv(model: Fingerprint, digits: int) -> dict[str, Any]:
-    """The same, and the layer after which tokens are dropped."""
+    """The pooling, and the layer after which tokens are dropped."""
     return {"tsp_layer": settled_layer(model), **pooling(model, digits)}
 
 
 def asl(model: Fingerprint, digits: int) -> dict[str, Any]:
-    """The same, and the first layer that may select: it does as soon as ranks move less than there."""
+    """The pooling, and the first layer that may select: it does as soon as ranks move less than there."""
     layer = settled_layer(model)
     # Of a shallow model no layer has enough others before it.
     return {**({"first": layer, "tau": 1.0} if layer >= 7 else {}), **pooling(model, digits)}

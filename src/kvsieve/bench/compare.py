@@ -39,7 +39,7 @@ GAINS = ("decode_gain", "gain")
 
 @dataclass(frozen=True)
 class Limits:
-    """What limits are computed from. rates: measured in this run. element_bytes: of a weight, and of a key's."""
+    """Inputs of the limits. rates: measured in this run. element_bytes: of a weight, and of a key's."""
 
     geometry: Geometry
     rates: Rates
@@ -126,7 +126,7 @@ def _ratios(mine: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dict
 
 
 def metrics(sample: dict[str, Any], new_tokens: int) -> dict[str, float | None]:
-    """What a round of one contender comes to, by METRICS, ALONE and GAINS; without what was not measured."""
+    """Numbers of one round of one contender, by METRICS, ALONE and GAINS; without what was not measured."""
     out: dict[str, float | None] = {}
     alone = sample["alone"]
     run = _main(sample)

@@ -1,4 +1,4 @@
-"""What can be measured: plain transformers, a plan under kvsieve, and another library in its own interpreter."""
+"""Contenders of a measurement: plain transformers, a plan under kvsieve, another library in its own interpreter."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Contender(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """What ran, JSON-ready."""
+        """Describe what ran, JSON-ready."""
         ...
 
 

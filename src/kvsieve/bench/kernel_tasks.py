@@ -60,7 +60,7 @@ def dense(shape: Shape, batch: int, length: int) -> Task:
 
 
 def ragged(shape: Shape, batch: int, length: int) -> Task:
-    """The same over heads of which one keeps half of all, the next half of the rest, and so on."""
+    """A token's attention over ragged heads: one keeps half of all, the next half of the rest, and so on."""
     slots = length * shape.heads
 
     def run(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def update(shape: Shape, batch: int, pages: int) -> Task:
 
 
 def mass(shape: Shape, batch: int, length: int, window: int) -> Task:
-    """What the last `window` queries of a prompt attend to."""
+    """Attention mass of a prompt's last `window` queries."""
 
     def run(query: Tensor, keys: Tensor) -> Tensor:
         return window_mass(query, keys, shape.dim**-0.5)
@@ -186,7 +186,7 @@ def small(shape: Shape) -> list[Task]:
 
 
 def large(shape: Shape) -> list[Task]:
-    """What Llama-3.1-8B's layer has to do at 8K to 128K tokens."""
+    """The work of one layer of Llama-3.1-8B at 8K to 128K tokens."""
     at_512, at_4096 = (hsa_setting(131072, tokens, shape.dim) for tokens in (512, 4096))
     return [
         *(dense(shape, *size) for size in ((1, 8192), (1, 131072), (4, 32768))),

@@ -51,7 +51,7 @@ class Peer:
     def run(
         self, ids: list[list[int]], new_tokens: int, method: str, kept: int | None, options: dict[str, Any]
     ) -> dict[str, Any]:
-        """What bench.plain.read_and_decode returns there, and the peak. Raises KvsieveError when it fails."""
+        """Run bench.plain.read_and_decode there; its result, and the peak. Raises KvsieveError when it fails."""
         request = {"ids": ids, "new_tokens": new_tokens, "method": method, "kept": kept, "options": options}
         assert self._process.stdin is not None
         try:

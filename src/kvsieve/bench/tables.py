@@ -33,7 +33,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
 
 
 def notes(report: dict[str, Any]) -> list[str]:
-    """What did not go as asked, a line each; what did not act first."""
+    """Notes on contenders that did not run as asked, a line each; those that did not act first."""
     silent, told = [], []
     for length, entry in report["lengths"].items():
         for name, row in entry["summary"].items():

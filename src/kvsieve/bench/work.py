@@ -1,4 +1,4 @@
-"""What reading a prompt takes, counted while it is read: tokens and entries that every layer met, KV bytes held."""
+"""The work of reading a prompt, counted while it is read: tokens and entries that every layer met, KV bytes held."""
 
 from __future__ import annotations
 

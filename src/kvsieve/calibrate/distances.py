@@ -19,7 +19,7 @@ KL_BOUND = 0.1
 
 @dataclass(frozen=True)
 class Distance:
-    """How far propagation after one layer is from full context, on one prompt or as a mean over several.
+    """Distance of propagation after one layer from full context, on one prompt or as a mean over several.
 
     last: squared L2 distance of the last prompt token's hidden state after the final norm; window: mean over the
     window's tokens; relative: `last` as a share of the squared norm under full context. kl: of the answer's tokens
@@ -66,7 +66,7 @@ def mean(of: Sequence[Distance]) -> Distance:
 
 
 def is_near(found: Distance, tolerance: float | None) -> bool:
-    """Whether tokens may be dropped there under "settled"."""
+    """Tell if tokens may be dropped there under "settled"."""
     return found.relative <= (TOLERANCE if tolerance is None else tolerance) and found.kl <= KL_BOUND
 
 

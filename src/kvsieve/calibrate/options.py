@@ -1,4 +1,4 @@
-"""What is calibrated, and how."""
+"""Options of a calibration: the parts to measure, and the settings to compare."""
 
 from __future__ import annotations
 

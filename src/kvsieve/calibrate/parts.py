@@ -28,7 +28,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass
 class Reading:
-    """What later parts need of a prompt: full KV's answer, its log-probabilities, final hidden states of the window."""
+    """A prompt as later parts need it: full KV's answer, its log-probabilities, final hidden states of the window."""
 
     ids: Tensor
     answer: Tensor

@@ -197,7 +197,7 @@ def _peers(peer: Peer, presses: list[tuple[str, Any, dict[str, Any]]]) -> list[P
 
 
 def _limits(model: Any) -> tuple[Limits | None, str | None]:
-    """What limits are computed from, or why they are not known."""
+    """Inputs of the limits, or the reason why they are not known."""
     from kvsieve.bench.compare import Limits, element_bytes
     from kvsieve.bench.geometry import geometry
     from kvsieve.bench.roofline import measure_rates

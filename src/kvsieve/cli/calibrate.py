@@ -152,7 +152,7 @@ def hint(model: str | None, method: str, out: Path, dtype: str, device: str | No
 
 
 def print_profile(profile: Profile) -> None:
-    """What was found, part by part."""
+    """Print what was found, part by part."""
     print_table(["part", "found", "by"], [list(row) for row in _rows(profile.measured)], left=3)
     for part, reason in profile.measured.get("left_out", {}).items():
         show(f"note: {part} was left out: {reason}")

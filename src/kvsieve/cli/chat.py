@@ -89,7 +89,7 @@ def chat_command(
 
 
 def _saved_plan(path: str) -> Plan:
-    """What a saved chat was made under. Raises CacheFileError, and InputError for a cache without a chat."""
+    """The plan that a saved chat was made under. Raises CacheFileError, and InputError for a cache without a chat."""
     from kvsieve.hf.persist.saved import read_header
 
     header = read_header(path)

@@ -160,7 +160,7 @@ def _device() -> dict[str, Any]:
 
 
 def computes_bfloat16() -> bool:
-    """Whether the processor is known to compute in bfloat16; others do so right, only slowly."""
+    """Tell if the processor is known to compute in bfloat16; others do so right, only slowly."""
     # Flags are all that tells.
     flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     return any(flag in flags for flag in ("avx512_bf16", "amx_bf16"))

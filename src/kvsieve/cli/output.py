@@ -1,4 +1,4 @@
-"""What the commands print: JSON and results on stdout, everything else as single lines on stderr."""
+"""Output of the commands: JSON and results on stdout, everything else as single lines on stderr."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Prompt:
 def given_prompts(
     text: str | None, file: str | None, many: str | None, question: str | None, system: str | None
 ) -> list[Prompt]:
-    """What exactly one of --prompt, --prompt-file and --prompts-file gives. Raises InputError."""
+    """Prompts from exactly one of --prompt, --prompt-file and --prompts-file. Raises InputError."""
     given = {"--prompt": text, "--prompt-file": file, "--prompts-file": many}
     named = [option for option, value in given.items() if value is not None]
     if len(named) != 1:

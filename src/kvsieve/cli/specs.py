@@ -33,7 +33,7 @@ class MethodRun:
 
     @property
     def full_label(self) -> str:
-        """What names its results: also what came with the model, and not that the rest is the paper's; plans.told."""
+        """Label of its results: with what came from the model, and not that the rest is the paper's; see plans.told."""
         return spec(self.name, told(self.name, self.given, self.plan.filled))
 
     @property
@@ -42,7 +42,7 @@ class MethodRun:
         return all_parameters(self.name, self.given, self.plan.filled)
 
     def for_model(self, model: Any, tokenizer: Any = None) -> MethodRun:
-        """The same with a plan in which nothing is left open; see Plan.for_model. Raises PlanError."""
+        """This run with a plan in which nothing is left open; see Plan.for_model. Raises PlanError."""
         return replace(self, plan=self.plan.for_model(model, tokenizer))
 
 
@@ -100,7 +100,10 @@ def method_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def split_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """The same of names that need not be our methods'. Raises PlanError for a parameter that is not written so."""
+    """Names and parameters as `method_specs` gives them, of names that need not be our methods'.
+
+    Raises PlanError for a parameter that is not written so.
+    """
     specs = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         method, _, settings = part.partition(":")

@@ -169,7 +169,7 @@ class Talk:
         reading = self.watched
 
         def told(text: str) -> None:
-            """What stands in the line until the answer begins."""
+            """Replace what stands in the line until the answer begins."""
             if reading:
                 print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 

@@ -18,7 +18,7 @@ class Words:
         self._column, self._held = 0, ""
 
     def add(self, piece: str) -> str:
-        """What can be shown now."""
+        """Take a piece; returns what can be shown now."""
         if self.width is None:
             return piece
         *words, self._held = re.findall(r"\s*\S+|\s+$", self._held + piece) or [""]
@@ -27,7 +27,7 @@ class Words:
         return out + self.rest() if cell_len(self._held.strip()) >= self.width else out
 
     def rest(self) -> str:
-        """What was held back."""
+        """Release what was held back."""
         word, self._held = self._held, ""
         return self._placed(word)
 

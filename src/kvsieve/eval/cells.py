@@ -1,4 +1,4 @@
-"""What an evaluation runs: methods crossed with budgets."""
+"""Settings of an evaluation: methods crossed with budgets."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Setting:
     given: dict[str, Any] = field(default_factory=dict)
 
     def for_model(self, model: Any, tokenizer: Any = None) -> Setting:
-        """The same with nothing left open, in plan, parameters and label; see Plan.for_model. Raises PlanError."""
+        """This setting with nothing left open, in plan, parameters and label; see Plan.for_model. Raises PlanError."""
         return _setting(self.method, self.given, self.plan.for_model(model, tokenizer))
 
     def described(self) -> dict[str, Any]:
-        """What a results directory says of it."""
+        """Describe it for a results directory."""
         names = ("label", "budget", "method", "parameters")
         return {name: getattr(self, name) for name in names}
 

@@ -27,7 +27,7 @@ _COMPARED = 32
 
 @dataclass
 class Outcome:
-    """What one plan made of one sample. Metrics as in docs/evaluation.md."""
+    """Result of one plan on one sample. Metrics as in docs/evaluation.md."""
 
     answers: list[str]
     metrics: dict[str, float]
@@ -223,7 +223,7 @@ class Engine:
 
 
 def _later(plan: Plan) -> Plan:
-    """What remains of a plan once the prompt is complete."""
+    """Reduce a plan to what remains of it once the prompt is complete."""
     rest = dataclasses.replace(plan, propagate=None)
     if rest.evict is not None and (rest.evict.when.chunks or rest.evict.when.steps or rest.views):
         return rest

@@ -186,7 +186,7 @@ def _panel_grid(
 def _columns(
     labels: Sequence[str], budgets: Sequence[str | None], value: Callable[[str, str | None], np.ndarray | None]
 ) -> tuple[int, dict[tuple[int, int], str | None]]:
-    """How many columns the grid has, and the budget at each place (row, column) that is taken."""
+    """Number of columns of the grid, and the budget at each place (row, column) that is taken."""
     known = {label: [budget for budget in budgets if value(label, budget) is not None] for label in labels}
     # What has no budget stands in the first column: one of its own only where a label is there with and without.
     own = any(None in found and len(found) > 1 for found in known.values())

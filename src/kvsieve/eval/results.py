@@ -30,7 +30,7 @@ _SETTING_FIELDS: dict[str, Any] = {"label": str, "budget": (str, type(None)), "p
 
 @dataclass(frozen=True)
 class Results:
-    """What a results directory holds."""
+    """Contents of a results directory."""
 
     folder: Path
     run: Row
@@ -64,7 +64,7 @@ def load(folder: str | Path) -> Results:
 
 
 def read_run(file: Path) -> Row | None:
-    """What run.json says, checked; None where there is none. Raises InputError."""
+    """Contents of run.json, checked; None where there is none. Raises InputError."""
     data = _data(file)
     if data is None:
         return None
@@ -101,7 +101,7 @@ def _problem_within(run: Row) -> str | None:
 
 
 def _data(file: Path) -> bytes | None:
-    """What is in a file; None where there is none."""
+    """Contents of a file; None where there is none."""
     try:
         return file.read_bytes()
     except (FileNotFoundError, NotADirectoryError):

@@ -100,7 +100,7 @@ def groups(rows: Iterable[Row], key: Sequence[str], first_only: bool = False) ->
 
 
 def finite(value: Any) -> Any:
-    """The same with None for numbers that JSON cannot write."""
+    """Replace numbers that JSON cannot write by None."""
     if isinstance(value, dict):
         return {key: finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

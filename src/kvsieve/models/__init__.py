@@ -63,7 +63,7 @@ def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, Pre
 
 
 def checkpoint_source(name: str) -> tuple[str, bool]:
-    """What transformers is to load a name from, and whether that is a directory here (else a hub id).
+    """Directory or hub id that transformers loads a name from, and True for a directory here (else a hub id).
 
     Raises ModelNotFoundError for a path that holds no checkpoint, or one that may not be read.
     """

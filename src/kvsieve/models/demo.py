@@ -66,7 +66,7 @@ def load_demo(dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Pre
 
 
 def checkpoint_problem(target: Path, thorough: bool = False) -> str | None:
-    """What is wrong with a converted checkpoint by its files' sizes and, if `thorough`, hashes; None if nothing."""
+    """Describe what is wrong with a checkpoint by its files' sizes and, if `thorough`, hashes; None if nothing."""
     try:
         files = json.loads((target / MANIFEST).read_text())["files"]
         for name, want in files.items():

@@ -20,7 +20,7 @@ HOW_TO_MAKE = "`kvsieve calibrate MODEL --out profile.json`"
 
 @dataclass(frozen=True)
 class Profile:
-    """What calibration found out about one model.
+    """Parameters and arrays that calibration found for one model.
 
     fingerprint: the model. parameters: method -> parameter -> value, defaults of `plan(method, profile=...)`.
     heads: [layers][KV heads] retrieval scores in [0, 1], 0 for a head that fetches nothing from far back.

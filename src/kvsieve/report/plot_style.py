@@ -1,4 +1,4 @@
-"""What all pictures share: colours and markers, wrapped names, and saving. matplotlib's object API only."""
+"""Common style of all pictures: colours and markers, wrapped names, and saving. matplotlib's object API only."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PNG_DPI = 144
 
 @dataclass(frozen=True)
 class Look:
-    """How a label is drawn, the same in all pictures."""
+    """Colour and marker of a label, the same in all pictures."""
 
     colour: str
     marker: str

@@ -27,6 +27,6 @@ class Table:
 
 
 def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
-    """The same as Markdown. Cells are text, unless they are `Markdown` already."""
+    """Write a table as Markdown. Cells are text, unless they are `Markdown` already."""
     lines = [headers, ["---"] * len(headers), *rows]
     return "\n".join("| " + " | ".join(map(markdown_text, line)) + " |" for line in lines)

@@ -1,4 +1,4 @@
-"""What generated tasks share."""
+"""Base of the generated tasks."""
 
 from __future__ import annotations
 

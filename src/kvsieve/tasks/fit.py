@@ -39,7 +39,7 @@ def fit(make: Callable[[int], Sample], count: Count, length: int, name: str) -> 
 
 
 def fit_padded(make: Callable[[int, str], Sample], count: Count, length: int, name: str) -> Sample:
-    """The same for units too long to hit a length: what is missing is filled with noise.
+    """Fit units too long to hit a length, as `fit` does: what is missing is filled with noise.
 
     make: (units, filler text) -> sample.
     """

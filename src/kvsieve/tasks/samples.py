@@ -1,4 +1,4 @@
-"""What a task hands to the engine: samples, in plain text."""
+"""Samples, which tasks hand to the engine, in plain text."""
 
 from __future__ import annotations
 

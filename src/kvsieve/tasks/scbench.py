@@ -34,7 +34,7 @@ _GAP = "\n...\n"
 
 @dataclass(frozen=True)
 class _Kind:
-    """How one kind of question is asked and scored."""
+    """One kind of question: the way it is asked and scored."""
 
     title: str
     score: Score
