@@ -193,16 +193,9 @@ def pool_kernel(
 
 
 def window_mass(query: Tensor, keys: Tensor, scale: float, valid: Tensor | None = None) -> Tensor:
-    """Attention mass that a window of queries gives to every entry; see `core.scoring.window_mass`.
+    """Attention mass that a window of queries gives to every entry, float32 [B, Hq, N].
 
-    Args:
-        query: [B, Hq, W, D], a view of a larger buffer or not.
-        keys: [B, H, N, D], a view of a larger buffer or not.
-        scale: factor of the query-key products.
-        valid: bool [B, H or 1, N], False for padding; None when all entries are real.
-
-    Returns:
-        float32 [B, Hq, N].
+    Arguments as in `core.scoring.window_mass`; query and keys may be views of larger buffers.
     """
     batch, query_heads, window, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
