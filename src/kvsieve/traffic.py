@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvsieve.hf.cache.cache import SieveCache, SieveLayer
 from kvsieve.hf.generate.generate import Stats
 
 
 def read_bytes(stats: Stats, cache: SieveCache) -> int:
     """Bytes that a token of all rows reads on average: what was touched, and transformers' own sliding windows."""
-    windows = [layer for layer in cache.layers if not isinstance(layer, SieveLayer)]
-    own = sum(layer.keys.nbytes + layer.values.nbytes for layer in windows)
+    windows: list[Any] = [layer for layer in cache.layers if not isinstance(layer, SieveLayer)]
+    own = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in windows)
     read = stats.traffic
     return own if read is None else own + cache.batch * (read.bytes + read.estimate_bytes + read.upkeep_bytes)

@@ -47,7 +47,7 @@ def measure(device: torch.device) -> dict[str, Any]:
     shape = Shape(**LLAMA, device=device, dtype=torch.bfloat16)
     copied = _copy_rate(device)
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    prefill: dict[str, float] = {}
+    prefill: dict[int, float] = {}
     rows = []
     for task in large(shape):
         sets = [task.tensors()]
@@ -104,7 +104,8 @@ def _milliseconds(runs: list[Callable[[], Tensor]]) -> float:
 def _layer_ms(shape: Shape, length: int, inner: int = 14336) -> float:
     """Attention and linear layers of one decoder layer reading a prompt of `length` tokens."""
     heads, width = shape.heads * shape.groups, shape.heads * shape.groups * shape.dim
-    query, *stored = (shape.random(1, each, length, shape.dim) for each in (heads, shape.heads, shape.heads))
+    query = shape.random(1, heads, length, shape.dim)
+    keys, values = (shape.random(1, shape.heads, length, shape.dim) for _ in range(2))
     x, wide = shape.random(length, width), shape.random(length, inner)
     outs = (width + 2 * shape.heads * shape.dim, width, inner, inner)
     weights, down = [shape.random(each, width) for each in outs], shape.random(width, inner)
@@ -113,6 +114,6 @@ def _layer_ms(shape: Shape, length: int, inner: int = 14336) -> float:
         for weight in weights:
             F.linear(x, weight)
         F.linear(wide, down)
-        return F.scaled_dot_product_attention(query, *stored, is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
 
     return _milliseconds([run])

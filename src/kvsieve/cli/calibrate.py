@@ -6,6 +6,7 @@ import os
 import shlex
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -70,8 +71,14 @@ def calibrate_command(
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.profiles import keep_profile
 
-    chosen = {"budget": budget, "tsp_rate": tsp_rate, "rule": rule, "tolerance": tolerance, "max_layer": max_layer}
-    options = (Options.quick if quick else Options)(parts=tuple(names_of(parts)), **chosen)
+    options = (Options.quick if quick else Options)(
+        parts=tuple(names_of(parts)),
+        budget=budget,
+        tsp_rate=tsp_rate,
+        rule=rule,
+        tolerance=tolerance,
+        max_layer=max_layer,
+    )
     wanted = lengths_of(lengths or ("1024" if quick else "2048"))
     count = (2 if quick else 4) if prompts is None else prompts
     # Minutes of work should not end with a file that cannot be written.
@@ -85,10 +92,6 @@ def calibrate_command(
         dtype = "float32" if quick and not _computes_bfloat16(device) else "bfloat16"
     loaded, tokenizer = load_model(model, dtype, device)
 
-    def announce(seconds: float) -> None:
-        shorter = "" if quick or seconds < 300 else "; --quick takes a fraction of it"
-        say(f"this takes about {duration(seconds)}{shorter}")
-
     with progress_bar() as progress:
         profile = calibrate(
             loaded,
@@ -97,7 +100,7 @@ def calibrate_command(
             name=model or MODEL_NAME,
             options=options,
             progress=progress,
-            announce=announce,
+            announce=partial(announce, quick),
         )
     if out is None:
         file = keep_profile(profile)
@@ -130,6 +133,12 @@ def _computes_bfloat16(device: str | None) -> bool:
 
     on_cpu = not torch.cuda.is_available() if device is None else torch.device(device).type == "cpu"
     return computes_bfloat16() if on_cpu else True
+
+
+def announce(quick: bool, seconds: float) -> None:
+    """Say how long it may take, and what is quicker."""
+    shorter = "" if quick or seconds < 300 else "; --quick takes a fraction of it"
+    say(f"this takes about {duration(seconds)}{shorter}")
 
 
 def duration(seconds: float) -> str:

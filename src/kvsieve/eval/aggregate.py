@@ -104,13 +104,23 @@ def _cell(key: tuple[Any, ...], rows: list[Row]) -> Cell:
     score = sum(row["score"] for row in rows) / len(rows)
     names = distinct(name for row in rows for name in row.get("metrics") or {} if name != "score")
     metrics = {name: mean_of((row.get("metrics") or {}).get(name) for row in rows) for name in names}
+    task, length, question, label, budget = key
+    low, high = wilson(score, len(rows))
     return Cell(
-        *key,
+        task,
+        length,
+        question,
+        label,
+        budget,
         len(rows),
         score,
-        *wilson(score, len(rows)),
+        low,
+        high,
         metrics={name: value for name, value in metrics.items() if value is not None},
-        **{name: mean_of(row.get(name) for row in rows) for name in ("kl", "top1", "kl_last", "kv_share")},
+        kl=mean_of(row.get("kl") for row in rows),
+        top1=mean_of(row.get("top1") for row in rows),
+        kl_last=mean_of(row.get("kl_last") for row in rows),
+        kv_share=mean_of(row.get("kv_share") for row in rows),
         not_applied=sum(row.get("applied") is False for row in rows),
     )
 
@@ -128,13 +138,22 @@ def task_means(parts: Iterable[Cell]) -> list[Cell]:
 
 def _task_mean(key: tuple[Any, ...], group: list[Cell]) -> Cell:
     score, n = sum(cell.score for cell in group) / len(group), sum(cell.n for cell in group)
+    length, question, label, budget = key
+    low, high = wilson(score, n)
     return Cell(
         "mean",
-        *key,
+        length,
+        question,
+        label,
+        budget,
         n,
         score,
-        *wilson(score, n),
-        **{name: mean_of(getattr(cell, name) for cell in group) for name in ("kl", "top1", "kl_last", "kv_share")},
+        low,
+        high,
+        kl=mean_of(cell.kl for cell in group),
+        top1=mean_of(cell.top1 for cell in group),
+        kl_last=mean_of(cell.kl_last for cell in group),
+        kv_share=mean_of(cell.kv_share for cell in group),
         not_applied=sum(cell.not_applied for cell in group),
         tasks=len(group),
     )
@@ -163,11 +182,8 @@ def cost_cells(costs: Iterable[Row]) -> list[CostCell]:
 def _cost_cell(key: tuple[Any, ...], rows: list[Row], full: Mapping[tuple[Any, ...], Row]) -> CostCell:
     spreads, ratios = {}, {}
     for name, quantity in _QUANTITIES.items():
-        values = [quantity(row) for row in rows]
-        if name == "tpot_s":
-            single = [seconds for row in rows for seconds in row["token_s"]]
-            values = single or values
-        values = [value for value in values if value is not None]
+        single = [seconds for row in rows for seconds in row["token_s"]] if name == "tpot_s" else []
+        values = single or [value for row in rows if (value := quantity(row)) is not None]
         if values:
             p95, p99 = np.percentile(values, [95, 99])
             spreads[name] = Spread(float(np.median(values)), float(np.mean(values)), float(p95), float(p99))
@@ -175,7 +191,9 @@ def _cost_cell(key: tuple[Any, ...], rows: list[Row], full: Mapping[tuple[Any, .
         shares = [ours / theirs for ours, theirs in pairs if ours is not None and theirs]
         if shares:
             ratios[name] = float(np.median(shares))
-    return CostCell(*key, len(rows), rows[0]["new_tokens"], spreads, ratios, kept=rows[0].get("kept") or None)
+    length, label, budget = key
+    kept = rows[0].get("kept") or None
+    return CostCell(length, label, budget, len(rows), rows[0]["new_tokens"], spreads, ratios, kept)
 
 
 def _occasion(row: Row) -> tuple[Any, ...]:

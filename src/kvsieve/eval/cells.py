@@ -60,14 +60,15 @@ def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[st
     its default without any). Raises PlanError, also for a setting that is named twice.
     """
     out = [setting(FULL, {})]
-    for budget in budgets or [None]:
+    asked: Sequence[str | None] = budgets or [None]
+    for budget in asked:
         for method, given in methods:
             info = method_info(method)
             if info.name == FULL:
                 continue
             takes = "budget" in info.parameters and "budget" not in given
             one = setting(method, {**given, "budget": budget} if takes and budget is not None else given)
-            if not takes and one in out and budget != (budgets or [None])[0]:
+            if not takes and one in out and budget != asked[0]:
                 continue
             # With `paper` and without, a label is the same until the model is known.
             _check_new(one, out, lambda each: (each.label, each.budget, each.given.get("paper", False)))

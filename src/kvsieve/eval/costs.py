@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -88,6 +90,7 @@ def kept_map(cache: SieveCache, length: int) -> list[list[float]]:
     bins = torch.arange(length) * BINS // length
     size = torch.bincount(bins, minlength=BINS).clamp_min(1)
     out = []
+    layer: Any
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, SieveLayer):
             index = layer.store.index if cache.restart is None else cache.restart.as_given(layer.store.index, number)

@@ -89,8 +89,8 @@ class Engine:
         for turn, ids in zip(sample.turns, new, strict=True):
             asked = held
             if ids is not None:
-                how = {"fork": sample.independent, "act": visible, "expected": turn.max_new_tokens}
-                asked = [self._continue(state, ids, **how) for state in held]
+                expected = turn.max_new_tokens
+                asked = [self._continue(each, ids, sample.independent, visible, expected) for each in held]
             if not sample.independent:
                 held = asked
             answers, distances = self._answer(self._stacked(asked) if visible else asked, turn)
@@ -134,7 +134,7 @@ class Engine:
                 states[i] = _State([plan], shared.reduced(plan.evict), shared.logits, ids, ids)
         return [states[i] for i in range(len(plans))]
 
-    def _continue(self, state: _State, ids: Tensor, *, fork: bool, act: bool, expected: int) -> _State:
+    def _continue(self, state: _State, ids: Tensor, fork: bool, act: bool, expected: int) -> _State:
         """Feed `ids` to conversations (to a copy of them with `fork`); with `act` their plan acts on them as well."""
         given = torch.cat([state.given, ids], 1)
         plan = state.plans[0] if act else _later(state.plans[0])

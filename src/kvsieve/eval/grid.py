@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 
 from kvsieve.errors import InputError
@@ -43,7 +43,7 @@ class Grid:
         for index in range(self.samples):
             for length in self.lengths:
                 for task in self.tasks:
-                    if index >= (len(task) if hasattr(task, "__len__") else self.samples):
+                    if index >= (len(task) if isinstance(task, Sized) else self.samples):
                         continue
                     for question in self.questions:
                         if question in task.modes:

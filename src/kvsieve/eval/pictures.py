@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvsieve.eval import plots, plots_maps
@@ -43,26 +44,26 @@ def _wanted(results: Results) -> Iterator[tuple[str, str, str, str, Callable[[],
         yield (f"accuracy-{end}", "accuracy", f"Score by budget: {what}",
                f"One panel per task: score against budget for each method, with 95% intervals; {what}. "
                "The tables hold the same numbers.",
-               lambda mine=mine: plots.accuracy_by_budget(mine, titles, look))  # fmt: skip
+               partial(plots.accuracy_by_budget, mine, titles, look))  # fmt: skip
         yield (f"tradeoff-{end}", "tradeoff", f"Mean score against cost: {what}",
                f"Mean score over tasks against KV memory, time per token and time to first token; {what}. "
                "A line joins the best scores for their cost.",
-               lambda average=average, measured=measured: plots.trade_off(average, measured, look))  # fmt: skip
+               partial(plots.trade_off, average, measured, look))  # fmt: skip
         if any(cell.kl is not None or cell.top1 is not None for cell in average):
             yield (f"fidelity-{end}", "fidelity", f"Distance to full KV: {what}",
                    f"KL divergence to full KV and agreement of the top token, against budget; {what}.",
-                   lambda average=average: plots.fidelity(average, look))  # fmt: skip
+                   partial(plots.fidelity, average, look))  # fmt: skip
     yield from _needles(results)
     for length in sorted(distinct(cell.length for cell in costs), reverse=True):
         measured = [cell for cell in costs if cell.length == length]
         yield (f"latency-{length}", "latency", f"Time for one answer: {length} tokens",
                f"Bars of the time to the first token and of decoding the rest, per method and budget; {length} tokens.",
-               lambda measured=measured: plots.latency(measured))  # fmt: skip
+               partial(plots.latency, measured))  # fmt: skip
         if any(plots_maps.has_map(cell) for cell in measured):
             yield (f"kept-{length}", "kept", f"Tokens kept by layer and position: {length} tokens",
                    "Heat maps of the share of tokens that each layer keeps, by position in the prompt, "
                    f"one per method and budget; {length} tokens.",
-                   lambda measured=measured: plots_maps.kept_map(measured))  # fmt: skip
+                   partial(plots_maps.kept_map, measured))  # fmt: skip
 
 
 def _has_depth(row: Row) -> bool:
@@ -75,4 +76,4 @@ def _needles(results: Results) -> Iterator[tuple[str, str, str, str, Callable[[]
         mine = [row for row in rows if row["question"] == question]
         yield (f"needle-{question}", "needle", f"Needle by depth: question {question}",
                f"Heat maps of the score by depth of the needle, one per method; question {question}.",
-               lambda mine=mine: plots_maps.needle_map(mine, results.labels))  # fmt: skip
+               partial(plots_maps.needle_map, mine, results.labels))  # fmt: skip

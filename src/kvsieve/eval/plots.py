@@ -77,7 +77,7 @@ def _score_lines(
         mine = sorted((cell for cell in mine if cell.budget is not None), key=lambda cell: budget_order(cell.budget))
         if mine:
             handles[label] = axes.errorbar(
-                [places[cell.budget] + shift for cell in mine],
+                [places[cell.budget or ""] + shift for cell in mine],
                 [100 * cell.score for cell in mine],
                 [[100 * (c.score - c.low) for c in mine], [100 * (c.high - c.score) for c in mine]],
                 color=style[label].colour, marker=style[label].marker, markersize=5, linewidth=1.4, elinewidth=0.7,
@@ -131,7 +131,8 @@ def trade_off(means: Sequence[Cell], costs: Sequence[CostCell], style: Mapping[s
 def _scatter(
     axes: Axes, points: Sequence[tuple[Cell, float]], style: Mapping[str, Look], budgets: Sequence[str | None]
 ) -> None:
-    sizes = {budget: 22.0 + 18.0 * place for place, budget in enumerate(b for b in budgets if b is not None)}
+    given: list[str | None] = [budget for budget in budgets if budget is not None]
+    sizes = {budget: 22.0 + 18.0 * place for place, budget in enumerate(given)}
     xs = [x for _, x in points]
     if points and min(xs) > 0 and max(xs) / min(xs) > 6:
         axes.set_xscale("log", base=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -56,7 +57,7 @@ def _needle_by_budget(
     grid = figure.subplots(rows, columns, squeeze=False)
     for panel in grid.flat[len(wanted) :]:
         panel.set_visible(False)
-    image = None
+    image: Any = None
     for index, (panel, label) in enumerate(zip(grid.flat, wanted, strict=False)):
         mine = [row for row in samples if row["label"] == label]
         shown = [budget for budget in budgets if any(row["budget"] == budget for row in mine)]
@@ -70,13 +71,21 @@ def _needle_by_budget(
     return figure
 
 
+def _is_depth(depth: float, x: float) -> bool:
+    return round(x, 3) == depth
+
+
+def _is_tenth(low: int, x: float) -> bool:
+    return min(int(10 * x + 1e-9), 9) == low
+
+
 def _depth_bins(samples: Sequence[Row]) -> dict[str, Callable[[float], bool]]:
     """Name of the row in the map -> which depths belong to it."""
     depths = sorted(distinct(round(row["meta"]["depth"], 3) for row in samples))
     if len(depths) <= _MOST_DEPTHS:
-        return {f"{100 * depth:g}": lambda x, depth=depth: round(x, 3) == depth for depth in depths}
+        return {f"{100 * depth:g}": functools.partial(_is_depth, depth) for depth in depths}
     return {
-        f"{10 * low}–{10 * low + 10}": lambda x, low=low: min(int(10 * x + 1e-9), 9) == low
+        f"{10 * low}–{10 * low + 10}": functools.partial(_is_tenth, low)
         for low in sorted({min(int(10 * depth + 1e-9), 9) for depth in depths})
     }
 
@@ -157,7 +166,7 @@ def _panel_grid(
     width = _NAME_WIDTH + panel[0] * given + 1.1
     figure = new_figure(width, 0.9 + len(labels) * (panel[1] + 0.12))
     grid = figure.subplots(len(labels), given, squeeze=False)
-    image = None
+    image: Any = None
     for i, label in enumerate(labels):
         for j in range(given):
             axes = grid[i][j]
@@ -165,7 +174,9 @@ def _panel_grid(
                 axes.set_axis_off()  # not invisible: the label's name hangs on the first panel
                 continue
             budget = runs[i, j]
-            image = draw(axes, value(label, budget))
+            found = value(label, budget)
+            assert found is not None
+            image = draw(axes, found)
             if runs.get((i - 1, j), "") != budget:
                 axes.set_title("no budget" if budget is None else f"budget {budget}")
             below = any((row, j) in runs for row in range(i + 1, len(labels)))
@@ -190,7 +201,7 @@ def _columns(
     known = {label: [budget for budget in budgets if value(label, budget) is not None] for label in labels}
     # What has no budget stands in the first column: one of its own only where a label is there with and without.
     own = any(None in found and len(found) > 1 for found in known.values())
-    columns = budgets if own else [budget for budget in budgets if budget is not None] or [None]
+    columns: Sequence[str | None] = budgets if own else [each for each in budgets if each is not None] or [None]
     places = {
         (i, 0 if budget is None else columns.index(budget)): budget
         for i, label in enumerate(labels)

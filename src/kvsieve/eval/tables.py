@@ -154,7 +154,7 @@ def _fidelity(means: Sequence[Cell], length: int) -> Table:
         for question in questions:
             cell = by_place.get((*run, question))
             values = ("kl", 1, "{:.4f}"), ("kl_last", 1, "{:.4f}"), ("top1", 100, "{:.1f}"), ("kv_share", 100, "{:.1f}")
-            row += [Entry(_number(cell and getattr(cell, name), scale, form)) for name, scale, form in values]
+            row += [Entry(_number(getattr(cell, name, None), scale, form)) for name, scale, form in values]
         rows.append(row)
     return Table(f"Distance to full KV: {length} tokens", headers, rows, 2, "Means over tasks; KL in nats.")
 

@@ -7,6 +7,8 @@ or, where heads share a flat buffer, a batch row with all of them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -122,7 +124,7 @@ def kv_row_attention(
     if length is None or capacity is None:
         raise ValueError("kv_row_attention needs entries=, an int length=, or length= on the device and capacity=")
     keys, values = (part.expand(query_rows, 1, -1, -1) for part in (keys, values))
-    where = {"entries": entries, "body": body, "tail": tail, "stride": stride}
+    where: dict[str, Any] = {"entries": entries, "body": body, "tail": tail, "stride": stride}
     out, _ = attend(query, keys, values, scale=scale, count=length, capacity=capacity, **where)
     return out.view(query_rows, groups, -1)
 

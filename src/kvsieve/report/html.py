@@ -110,7 +110,8 @@ def _row(data: Table, number: int) -> str:
         elif index:
             parts.append(f'<th scope="row">{content}</th>')
         elif number == 0 or data.rows[number - 1][0] != entry:
-            below = sum(1 for _ in itertools.takewhile(lambda each, name=entry: each[0] == name, data.rows[number:]))
+            names = (each[0] for each in data.rows[number:])
+            below = len(list(itertools.takewhile(entry.__eq__, names)))
             scope = "rowgroup" if below > 1 else "row"
             parts.append(f'<th scope="{scope}" rowspan="{below}" class="label">{content}</th>')
     return "".join(parts)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours that stand out on white; 6 colours and 11 markers give 66 different pairs.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h")
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9.0,
     "axes.titlesize": 9.0,
@@ -80,9 +80,10 @@ def wrap(text: str, width: int = 26, lines: int = 4) -> str:
 def new_figure(width: float, height: float) -> Figure:
     """Inches."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06, wspace=0.03, hspace=0.04)
+    padding = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06, wspace=0.03, hspace=0.04)
+    figure = Figure(figsize=(width, height), layout=padding)
     return figure
 
 

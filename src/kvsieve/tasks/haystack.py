@@ -81,7 +81,7 @@ def hide(words: Sequence[str], needles: Sequence[str], depths: Sequence[float]) 
     depths: shares of the words, 0 the beginning, 1 the end; one per needle.
     """
     ends = [0, *(i + 1 for i, word in enumerate(words) if _ends_sentence(word)), len(words)]
-    places = [min(ends, key=lambda end, depth=depth: abs(end - depth * len(words))) for depth in depths]
+    places = [min((abs(end - depth * len(words)), end) for end in ends)[1] for depth in depths]
     parts, last = [], 0
     for place, needle in sorted(zip(places, needles, strict=True), key=lambda pair: pair[0]):
         parts += ["".join(words[last:place]).rstrip(" "), needle]

@@ -56,7 +56,7 @@ class ManyShot(Generated):
 
         def make(shots: int, filler: str) -> Sample:
             fresh = random.Random(more)
-            lines = []
+            lines: list[str] = []
             while len(lines) < shots:
                 topic = fresh.choice(list(_TOPICS))
                 shown = _sentence(fresh, topic)
@@ -88,7 +88,7 @@ class Arithmetic(Generated):
 
         def make(shots: int, filler: str) -> Sample:
             fresh = random.Random(more)
-            lines = []
+            lines: list[str] = []
             while len(lines) < shots:
                 shown, asked, term, value = _sum(fresh)
                 if shown != story:
