@@ -102,7 +102,7 @@ methods: $(VENV)/.ready
 	$(BIN)/kvsieve eval --tasks needle,ruler_niah_multikey_1,ruler_qa_1 --lengths 1024 --methods "$(EVERY)" \
 		--budgets 25% --samples 5 --question both --cost-samples 0 --out $(ALL) --resume
 	$(BIN)/kvsieve eval --tasks needle,ruler_niah_multikey_1,ruler_qa_1 --lengths 1024 \
-		--methods "finch:question=64;chunk_length=512" --budgets 25% --samples 5 --question visible --cost-samples 0 \
+		--methods "finch:question_tokens=64;chunk_length=512" --budgets 25% --samples 5 --question visible --cost-samples 0 \
 		--out $(ALL) --resume
 	$(BIN)/kvsieve report $(ALL) --formats png
 

@@ -159,7 +159,7 @@ def parameter_case(draw: random.Random, number: int) -> tuple[str, Case]:
     if number % 5 == 4:
         role = draw.choice(ROLES)
         names = [each.name for each in dataclasses.fields(role)]
-        needed = {"budget": "50%", "rate": "50%", "question": 3, "shares": (1, 1, 1, 1)}
+        needed = {"budget": "50%", "rate": "50%", "question_tokens": 3, "shares": (1, 1, 1, 1)}
         needed["base"] = methods.SnapKV(budget=0.5, window=4)
         made = {each.name for each in dataclasses.fields(role) if each.default is dataclasses.MISSING}
         if made <= needed.keys():
@@ -193,7 +193,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "snapkv": {"budget": 16, "window": 4},
     "fastkv": {"budget": 16, "window": 4, "tsp_layer": 1, "tsp_rate": 0.5},
     "gemfilter": {"budget": 16, "layer": 1},
-    "finch": {"budget": 24, "question": 3},
+    "finch": {"budget": 24, "question_tokens": 3},
     "kvzip": {"budget": 0.5},
     "h2o": {"budget": 16},
     "hsa": {"budget": 16},

@@ -28,16 +28,16 @@ from kvsieve.hf.shared import next_logits
 from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
 from kvsieve.methods.readers import Setting
 from kvsieve.report.environment import environment
+from kvsieve.roles import Reader
 
 READERS = {"hsa": HSA, "quest": Quest, "sparq": SparQ}
 
 
 @dataclass(frozen=True)
-class Judge:
+class Judge(Reader):
     """A reader that reads everything and notes what others would have read. found: (reader, budget, layer) -> pairs."""
 
     budgets: tuple[int, ...]
-    questions: bool = False
     found: dict = field(default_factory=lambda: defaultdict(list), compare=False)
 
     def setting(self, facts: ReadFacts) -> ReadFacts:

@@ -42,7 +42,6 @@ KNOWN = {
     "methods readers.py",
     "plans.py plans.py",
     "registry.py registry.py",
-    "roles.py roles.py",
 }
 
 

@@ -79,7 +79,7 @@ def test_a_parameter_of_another_kind_is_refused_and_named(method, name):
 )
 def test_a_role_made_by_hand_says_the_same(method, role, name, value):
     needed = {each.name for each in dataclasses.fields(role) if each.default is dataclasses.MISSING}
-    given = {"budget": 0.5, "question": 3}
+    given = {"budget": 0.5, "question_tokens": 3}
     with pytest.raises(PlanError) as by_hand:
         role(**{each: given[each] for each in needed}, **{name: value})
     with pytest.raises(PlanError) as by_name:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,10 +12,20 @@ from kvsieve.defaults import digits_per_token
 from kvsieve.display import brief, html_table
 from kvsieve.errors import PlanError, short
 from kvsieve.profiles import Fingerprint, Profile, load_profile, profiles_of
-from kvsieve.registry import MethodInfo, check_complete, check_parameters, list_methods, method_info
-from kvsieve.roles import Asking, Evictor, Looker, Propagator, Reader, Rehearsing, condenses
+from kvsieve.registry import MethodInfo, check_complete, check_parameters, load_methods, method_info, shared_options
+from kvsieve.roles import (
+    ChunkedEvictor,
+    DelegatingEvictor,
+    Evictor,
+    ProbingEvictor,
+    Propagator,
+    Reader,
+    Role,
+    role_class,
+    role_name,
+)
 
-_ROLES = ("propagate", "evict", "read", "codec")
+_ROLES: dict[str, type[Role]] = {"propagate": Propagator, "evict": Evictor, "read": Reader}
 _DERIVED = "the model's depth and tokenizer"
 _READ: dict[str, Callable[[Any], Any]] = {
     "name": str,
@@ -64,7 +73,7 @@ class Plan:
     """What to do with one model's context.
 
     propagate: a Propagator, which hidden states go on to deeper layers. evict: an Evictor, which entries stay stored.
-    read: a Reader, which entries a new token reads. codec: how they are encoded; no method has that role yet.
+    read: a Reader, which entries a new token reads.
     profile: the model whose profile gave the parameters, if one did; `attach` refuses another.
     unset: of a plan made by name, what `attach` needs to fill in the parameters that were not given; until then they
     stand at the paper's defaults. filled: what it filled in. name: what reports call it.
@@ -75,50 +84,56 @@ class Plan:
     propagate: Propagator | None = None
     evict: Evictor | None = None
     read: Reader | None = None
-    codec: None = None
     profile: Fingerprint | None = None
     unset: Unset | None = field(default=None, repr=False)
     filled: Filled | None = field(default=None, compare=False, repr=False)
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for role, protocol in (("propagate", Propagator), ("evict", Evictor), ("read", Reader)):
-            value = getattr(self, role)
+        for role, base in _ROLES.items():
+            value = vars(self)[role]
             if isinstance(value, (tuple, list)):
-                raise PlanError(f"Plan({role}=...) takes one {protocol.__name__}, got {len(value)}; choose one of them")
-            if value is not None and (isinstance(value, type) or not isinstance(value, protocol)):
+                raise PlanError(f"Plan({role}=...) takes one {base.__name__}, got {len(value)}; choose one of them")
+            if value is not None and not isinstance(value, base):
                 raise PlanError(
-                    f"Plan({role}=...) takes a {protocol.__name__}, got {short(value)}; e.g. Plan({_EXAMPLES[role]})"
+                    f"Plan({role}=...) takes a {base.__name__}, got {short(value)}; e.g. Plan({_EXAMPLES[role]}), or a "
+                    f"class of your own that derives from kvsieve.roles.{base.__name__}"
                 )
-        if self.propagate is not None and self.evict is not None and self.evict.when.chunks:
-            raise PlanError(
-                f"{type(self.evict).__name__} acts on every chunk of a prompt, {type(self.propagate).__name__} on the "
-                "whole of it: they cannot be combined"
-            )
-        if self.evict is not None and self.evict.when.looks and not isinstance(self.evict, Looker):
-            raise PlanError(f"{type(self.evict).__name__} has When(looks=True) and no method look(ctx); add one")
-        if self.propagate is not None and (self.rehearses or condenses(self.evict)):
-            raise PlanError(
-                f"{type(self.evict).__name__} needs passes of its own over the prompt, of which "
-                f"{type(self.propagate).__name__} drops tokens: they cannot be combined"
-            )
-        for role in ("read", "codec"):
-            if getattr(self, role) is not None and self.restarts:
-                what = self.evict if condenses(self.evict) else self.propagate
-                raise PlanError(
-                    f"{type(what).__name__} reads a short prompt again, in full, and is not combined with "
-                    f"{role}=; leave it None"
-                )
-        if self.codec is not None:
-            raise PlanError("Plan(codec=...) is not supported by this version of kvsieve: leave it None")
-        if self.views and self.restarts:
-            raise PlanError(
-                f"{type(self.propagate).__name__} keeps a short prompt in place of the one given, so "
-                f"{type(self.evict).__name__} could not keep everything for later turns: they cannot be combined"
-            )
+        self._check_together()
         if not self.name:
             parts = [type(getattr(self, role)).__name__ for role in self.roles]
             object.__setattr__(self, "name", "+".join(parts) or "full")
+
+    def _check_together(self) -> None:
+        """Raise PlanError for roles that cannot work with each other."""
+        propagate, evict = self.propagate, self.evict
+        if evict is not None and evict.when.observes and type(evict).observe is Evictor.observe:
+            raise PlanError(
+                f"{type(evict).__name__} has When(observes=True) and no method observe(ctx) of its own; add one"
+            )
+        if propagate is not None and evict is not None:
+            names = type(evict).__name__, type(propagate).__name__
+            if evict.when.chunks:
+                raise PlanError(
+                    f"{names[0]} acts on every chunk of a prompt, {names[1]} on the whole of it: they cannot be "
+                    "combined"
+                )
+            if isinstance(evict, (ProbingEvictor, ChunkedEvictor)):
+                raise PlanError(
+                    f"{names[0]} needs passes of its own over the prompt, of which {names[1]} drops tokens: they "
+                    "cannot be combined"
+                )
+            if evict.traits.is_view and propagate.two_pass:
+                raise PlanError(
+                    f"{names[1]} keeps a short prompt in place of the one given, so {names[0]} could not keep "
+                    "everything for later turns: they cannot be combined"
+                )
+        if self.read is not None and self.shortens_prompt:
+            what = evict if isinstance(evict, ChunkedEvictor) else propagate
+            raise PlanError(
+                f"{type(what).__name__} reads a short prompt again, in full, and is not combined with read=; leave it "
+                "None"
+            )
 
     def __repr__(self) -> str:
         return f"<Plan {self.name}{': ' if self.roles else ''}{', '.join(f'{a} {b}' for a, b in self._told())}>"
@@ -139,24 +154,24 @@ class Plan:
     @property
     def acts_once(self) -> bool:
         """True when nothing is dropped before a prompt is complete or while decoding, and one reading is enough."""
-        if self.restarts or self.rehearses:
+        if self.shortens_prompt or self.probes:
             return False
         return self.evict is None or not (self.evict.when.chunks or self.evict.when.steps)
 
     @property
-    def restarts(self) -> bool:
+    def shortens_prompt(self) -> bool:
         """True when the cache holds a shorter prompt in place of the one given, which was read to find it."""
-        return bool(getattr(self.propagate, "restarts", False)) or condenses(self.evict)
+        return (self.propagate is not None and self.propagate.two_pass) or isinstance(self.evict, ChunkedEvictor)
 
     @property
-    def views(self) -> bool:
+    def is_view(self) -> bool:
         """True when the evictor drops nothing, and chooses afresh in every turn what its answer reads."""
-        return bool(getattr(self.evict, "views", False))
+        return self.evict is not None and self.evict.traits.is_view
 
     @property
-    def rehearses(self) -> bool:
-        """True when the evictor needs passes of its own before a prompt is complete; see roles.Rehearsing."""
-        return isinstance(self.evict, Rehearsing)
+    def probes(self) -> bool:
+        """True when the evictor needs passes of its own before a prompt is complete; see roles.ProbingEvictor."""
+        return isinstance(self.evict, ProbingEvictor)
 
     @property
     def window(self) -> int:
@@ -164,23 +179,21 @@ class Plan:
         return max((part.window for part in (self.propagate, self.evict) if part is not None), default=0)
 
     def queries(self, length: int) -> int:
-        """The same for a prompt of `length` tokens; the last chunk of a chunked prefill holds at least these."""
-        asked = getattr(self.propagate, "queries", None)
-        return max(self.window, 0 if asked is None else asked(length))
+        """`window` for a prompt of `length` tokens; the last chunk of a chunked prefill holds at least these."""
+        return max(self.window, 0 if self.propagate is None else self.propagate.queries(length))
 
     def caution(self, num_layers: int) -> str | None:
         """What to warn of before the plan runs on a model of `num_layers` layers."""
-        said = getattr(self.propagate, "caution", None)
-        return None if said is None else said(num_layers)
+        return None if self.propagate is None else self.propagate.caution(num_layers)
 
     @property
     def lacks_tokenizer(self) -> bool:
         """True when the evictor feeds texts of its own whose token ids are not known; see `for_tokenizer`."""
-        return isinstance(self.evict, Asking) and self.evict.lacks_tokenizer
+        return self.evict is not None and self.evict.lacks_tokenizer
 
     def for_tokenizer(self, tokenizer: Any) -> Plan:
         """This plan, with what its evictor leaves to the tokenizer filled in: token ids of texts that it feeds."""
-        if not isinstance(self.evict, Asking) or not self.evict.lacks_tokenizer:
+        if self.evict is None or not self.evict.lacks_tokenizer:
             return self
         return dataclasses.replace(self, evict=self.evict.for_tokenizer(tokenizer))
 
@@ -261,11 +274,13 @@ def _named(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
     check_complete(info, parameters)
     shared = {name: parameters.pop(name) for name in info.shared_options if name in parameters}
     made = info.make(**parameters)
-    for role in ("evict", "read"):
-        part = getattr(made, role)
-        mine = {name: value for name, value in shared.items() if hasattr(part, name)}
-        if mine:
-            made = dataclasses.replace(made, **{role: dataclasses.replace(part, **mine)})
+    changed: dict[str, Any] = {}
+    parts: dict[str, Role | None] = {"evict": made.evict, "read": made.read}
+    for role, part in parts.items():
+        mine = shared.keys() & shared_options(part)
+        if part is not None and mine:
+            changed[role] = dataclasses.replace(part, **{name: shared[name] for name in mine})  # type: ignore[type-var]
+    made = dataclasses.replace(made, **changed)
     return dataclasses.replace(made, name=info.name, profile=profile.fingerprint if profile else made.profile)
 
 
@@ -329,11 +344,12 @@ def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, di
     if derived:
         parts.append((_DERIVED, derived))
     base = {**info.parameters, **given}.get("base")
-    if isinstance(base, str) and method_info(base).adapts:
-        own: Any = made.evict
-        inner = _on_model(method_info(base), {"budget": own.base.budget}, model, digits)
-        ranking = dataclasses.replace(inner.evict, skip_layers=own.base.skip_layers, every=own.base.every)  # type: ignore[type-var]
-        made = dataclasses.replace(made, evict=dataclasses.replace(own, base=ranking), profile=inner.profile)
+    if isinstance(base, str) and method_info(base).adapts and isinstance(made.evict, DelegatingEvictor):
+        own = made.evict.base
+        inner = _on_model(method_info(base), {"budget": own.budget}, model, digits)
+        assert inner.evict is not None
+        ranking: Evictor = dataclasses.replace(inner.evict, **shared_options(own))  # type: ignore[type-var]
+        made = dataclasses.replace(made, evict=dataclasses.replace(made.evict, base=ranking), profile=inner.profile)
         found = inner.filled.parts if inner.filled is not None else ()
         parts += [(source, {f"base.{name}": value for name, value in values.items()}) for source, values in found]
     return dataclasses.replace(made, filled=Filled(tuple(parts)) if parts else None)
@@ -389,32 +405,8 @@ def _plain(value: Any) -> Any:
         return str(value)
     if dataclasses.is_dataclass(value):
         fields = {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-        return {"type": _type_name(type(value)), **fields}
+        return {"type": role_name(type(value)), **fields}
     return value
-
-
-def _type_name(kind: type) -> str:
-    """How a role's class is written: by its name where it is one of kvsieve.methods, else "module:name"."""
-    # Imported here because every method's file imports this one.
-    from kvsieve import methods
-
-    ours = getattr(methods, kind.__name__, None) is kind
-    return kind.__name__ if ours else f"{kind.__module__}:{kind.__name__}"
-
-
-def _role_class(name: str) -> type | None:
-    """The inverse; only for classes that stand in a module which registered a method, as a file may name anything."""
-    from kvsieve import methods
-
-    module, colon, kind = name.rpartition(":")
-    if not colon:
-        found = getattr(methods, kind, None)
-    elif module in {method_info(each).make.__module__ for each in list_methods()}:
-        found = vars(sys.modules[module]).get(kind)
-        found = found if getattr(found, "__module__", None) == module else None
-    else:
-        found = None
-    return found if isinstance(found, type) and dataclasses.is_dataclass(found) else None
 
 
 def _made(name: str, value: Any) -> Any:
@@ -422,7 +414,8 @@ def _made(name: str, value: Any) -> Any:
     if not isinstance(value, dict) or ("type" not in value and name not in _ROLES):
         return value
     kind = value.get("type")
-    role = _role_class(str(kind))
+    load_methods()
+    role = role_class(str(kind))
     if role is None:
         raise PlanError(f"cannot read a plan with {name}={kind!r}: not a role class of this version of kvsieve")
     fields = {each: _made(each, given) for each, given in value.items() if each != "type"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import inspect
@@ -18,6 +19,7 @@ from kvsieve.parameters import check_kinds
 if TYPE_CHECKING:
     from kvsieve.plans import Plan
     from kvsieve.profiles import Fingerprint
+    from kvsieve.roles import Role
 
     Derive = Callable[[Fingerprint, int], Mapping[str, Any]]
 
@@ -64,12 +66,7 @@ class MethodInfo:
     def shared_options(self) -> dict[str, Any]:
         """Options of the plan's evictor and reader that need not be named in the function that makes the plan."""
         made, taken = self.make(**self.example), inspect.signature(self.make).parameters
-        return {
-            name: getattr(part, name)
-            for part in (made.evict, made.read)
-            for name in _SHARED
-            if name not in taken and hasattr(part, name)
-        }
+        return {name: each for name, each in shared_options(made.evict, made.read).items() if name not in taken}
 
     @property
     def summary(self) -> str:
@@ -78,7 +75,8 @@ class MethodInfo:
     @property
     def storage(self) -> str:
         """How entries are stored: "ragged" where KV heads may keep different numbers of them, else "uniform"."""
-        return "ragged" if getattr(self.make(**self.example).evict, "ragged", False) else "uniform"
+        evictor = self.make(**self.example).evict
+        return "ragged" if evictor is not None and evictor.traits.ragged else "uniform"
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -96,7 +94,13 @@ _loaded = False
 _CALIBRATED = frozenset({"tsp_layer", "window", "kernel", "pooling", "tau"})
 
 # Fields of evictors and readers that every method with such a one takes as parameters.
-_SHARED = ("skip_layers", "every", "newest", "questions")
+_SHARED = ("skip_layers", "every", "newest", "sparse_questions")
+
+
+def shared_options(*parts: Role | None) -> dict[str, Any]:
+    """Options that every evictor or reader with such a field has, and what they are set to in these."""
+    fields = [(part, {each.name for each in dataclasses.fields(part)}) for part in parts if part is not None]  # type: ignore[arg-type]
+    return {name: vars(part)[name] for part, names in fields for name in _SHARED if name in names}
 
 
 def register_method(

@@ -51,13 +51,13 @@ class When:
         chunks: also after each earlier chunk of a chunked prefill. Default False.
         steps: also while decoding, whenever this many tokens have been generated since it acted last. Default None:
             never.
-        looks: it has a `look` as well (roles.Looker), called in every pass of a prompt, and of the decoding where
-            `steps` is set, before it acts; looking drops nothing. Default False.
+        observes: its `observe` is called in every pass of a prompt, and of the decoding where `steps` is set, before
+            it acts; observing drops nothing. Default False.
     """
 
     chunks: bool = False
     steps: int | None = None
-    looks: bool = False
+    observes: bool = False
 
 
 END_OF_PROMPT = When()
@@ -172,12 +172,12 @@ class LayerContext:
         protected: bool [B, H, N], entries that the caller wants kept whatever their score, of a row the same tokens in
             every layer and head; None for none.
         quotas: parts of which so many entries must stay; None for none.
-        model: facts about the model, for an evictor that names what it needs in `needs` (see roles.Evictor).
+        model: facts about the model, for an evictor whose traits name it in `needs` (see roles.Traits).
         layers: indices of the layers whose entries the plan may reduce, in order; () for all `num_layers`.
-        hidden: [B, L, C], hidden states of this pass's tokens as they enter the layer; only while a Looker that names
-            "hidden" in `needs` looks.
+        hidden: [B, L, C], hidden states of this pass's tokens as they enter the layer; only in `observe` of
+            an evictor that names "hidden" in `needs`.
         output: [B, Hq, L, Dv], what each head's attention made of them; as `hidden`.
-        ranks: the processes that have the other heads, if Hq and H are not all there are; see roles.heads_needed.
+        ranks: the processes that have the other heads, if Hq and H are not all there are; see roles.Traits.heads.
     """
 
     layer_idx: int

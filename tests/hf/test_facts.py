@@ -15,7 +15,7 @@ from kvsieve.hf.model.facts import Facts
 from kvsieve.hf.model.support import check_model, why_unsupported
 from kvsieve.methods import CriticalKV, ExpectedAttention, SnapKV
 from kvsieve.models.families import build
-from kvsieve.types import END_OF_PROMPT
+from kvsieve.roles import Evictor, Traits
 
 EXPECTED = Plan(evict=ExpectedAttention(budget=0.5))
 CRITICAL = Plan(evict=CriticalKV(base=SnapKV(budget=0.5, window=4)))
@@ -28,15 +28,16 @@ FAMILIES = (
 
 
 @dataclass(frozen=True)
-class Spy:
+class Spy(Evictor):
     """Keeps everything and remembers what each layer was shown."""
 
     seen: dict = field(default_factory=dict, compare=False)
-    needs: tuple = ("rotary", "output_weight")
+    asked: tuple = ("rotary", "output_weight")
     budget: Budget = Budget(ratio=1.0)
-    window: int = 0
-    minimum: int = 1
-    when: object = END_OF_PROMPT
+
+    @property
+    def traits(self):
+        return Traits(needs=self.asked)
 
     def select(self, ctx, counts):
         self.seen[ctx.layer_idx] = ctx
@@ -150,7 +151,7 @@ def test_only_full_attention_layers_are_asked():
 
 def test_unknown_needs_are_an_error():
     with pytest.raises(PlanError, match="needs 'magic' of the model; known are rotary, output_weight"):
-        check_model(build("llama"), Plan(evict=Spy(needs=("magic",))))
+        check_model(build("llama"), Plan(evict=Spy(asked=("magic",))))
 
 
 def test_models_without_weights_are_taken_on_trust():

@@ -14,6 +14,7 @@ from kvsieve.hf.shared import next_logits
 from kvsieve.kernels.interpreter import interpreted
 from kvsieve.methods import HSA, DuoAttention, DynamicKV, KNorm, PyramidKV
 from kvsieve.models.families import build
+from kvsieve.roles import Reader
 from small import recorder_stand_in
 
 PLANS = {
@@ -162,8 +163,8 @@ def test_evictors_that_act_now_and_then(model, stand_in, name, options, fixed, c
     assert ours.stats.traffic == wanted.stats.traffic
 
 
-def test_lagkv_waits_exactly_where_it_drops_nothing(model):
-    """Under `waits`, select is not called; called anyway, it must not have anything to say."""
+def test_lagkv_says_exactly_where_it_drops_nothing(model):
+    """Under `is_noop`, select is not called; called anyway, it must not have anything to say."""
     plan = kvsieve.plan("lagkv", budget=60, lag=8, sinks=2, skip_layers=1)
     asked = []
 
@@ -171,11 +172,11 @@ def test_lagkv_waits_exactly_where_it_drops_nothing(model):
     class Asked(type(plan.evict)):
         def select(self, ctx, counts):
             known = "counts" in ctx.state
-            waits = self.waits(ctx.layer_idx, ctx.num_layers, ctx.stored, ctx.state)
+            noop = self.is_noop(ctx.layer_idx, ctx.num_layers, ctx.stored, ctx.state)
             chosen = super().select(ctx, counts)
             if ctx.step.phase == "decode":
-                asked.append(waits)
-                assert waits == (chosen is None) and known == (ctx.layer_idx > 0)
+                asked.append(noop)
+                assert noop == (chosen is None) and known == (ctx.layer_idx > 0)
             return chosen
 
     given = {each.name: getattr(plan.evict, each.name) for each in dataclasses.fields(plan.evict)}
@@ -256,11 +257,10 @@ def test_an_answer_is_recorded_once_whatever_its_length(model, stand_in):
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
+class Own(Reader):
     """A reader that knows nothing of lengths on the device."""
 
     inner: HSA = HSA(budget=16)
-    questions: bool = False
 
     def setting(self, facts):
         return self.inner.setting(facts)
@@ -268,8 +268,8 @@ class Own:
     def reads_all(self, setting, size):
         return False
 
-    def choose(self, *given):
-        return self.inner.choose(*given)
+    def choose(self, query, lines, state, scale, setting):
+        return self.inner.choose(query, lines, state, scale, setting)
 
 
 REFUSED = {

@@ -24,7 +24,6 @@ import kvsieve
 from kvsieve.errors import KvsieveError, KvsieveWarning
 from kvsieve.methods import TOVA, TSP, AdaKV, DuoAttention, PyramidKV, QFilters, SnapKV
 from kvsieve.models.families import build
-from kvsieve.roles import heads_needed
 from kvsieve.types import ALONE, Ranks
 from toy_words import word_tokenizer
 
@@ -63,7 +62,7 @@ CASES = {
     "chunkkv": (named("chunkkv", budget="30%", base="knorm", chunk_length=4), {}),
     "chunkkv tova": (named("chunkkv", budget="30%", base="tova", chunk_length=4), {}),
     "lookahead": (named("lookahead", budget=14, lookahead=3, **WINDOW), {}),
-    "finch": (named("finch", budget="40%", question=5, chunk_length=16), {}),
+    "finch": (named("finch", budget="40%", question_tokens=5, chunk_length=16), {}),
     "pyramidkv": (named("pyramidkv", budget=14, **WINDOW), {}),
     "per-layer": (named("per-layer", budget="30%", shares="4/3/2/1", base="tova"), {}),
     "adakv": (named("adakv", budget=14, every=2, **WINDOW), {}),
@@ -264,7 +263,7 @@ def test_nothing_acts_in_vain(one):
 
 
 REFUSED = {
-    "undeclared": "PlanError: 'Silent' cannot run .* divided among 2 processes: Silent does not say, in needs_heads",
+    "undeclared": "PlanError: 'Silent' cannot run .* divided among 2 processes: Silent does not say whose heads",
     "undeclared base": "PlanError: 'PyramidKV' cannot run .* PyramidKV does not say",
     "ragged by all heads": "PlanError: 'AdaKV' cannot run",
     "save": "CacheFileError: the model's heads are divided among 2 processes",
@@ -290,7 +289,7 @@ def test_the_example_prints_once(directory, ranks):
 def needed(name: str) -> str:
     info = kvsieve.method_info(name)
     made = info.make(**info.example)
-    said = {heads_needed(role) for role in (made.propagate, made.evict) if role is not None}
+    said = {role.traits.heads for role in (made.propagate, made.evict) if role is not None}
     return "refused" if None in said else "all" if "all" in said else "own"
 
 

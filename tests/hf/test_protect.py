@@ -12,8 +12,9 @@ from kvsieve.budget import Budget
 from kvsieve.errors import InputError, PlanError
 from kvsieve.methods import H2O, TSP, AdaptiveTSP, KNorm, LagKV, SnapKV, StreamingLLM
 from kvsieve.models.families import build
+from kvsieve.roles import Evictor, Propagator
 from kvsieve.segments import role_spans
-from kvsieve.types import END_OF_PROMPT, Quotas, Selection
+from kvsieve.types import Quotas, Selection
 from layers import context, golden, kept
 from small import plan_of, stored
 from toy_words import word_tokenizer
@@ -28,7 +29,7 @@ def drops(name):
     """Whether a method drops anything; readers and views keep all."""
     info = kvsieve.method_info(name)
     plan = info.make(**info.example)
-    return bool(set(plan.roles) - {"read"}) and not plan.views
+    return bool(set(plan.roles) - {"read"}) and not plan.is_view
 
 
 METHODS = [name for name in kvsieve.list_methods() if drops(name)]
@@ -70,7 +71,7 @@ def test_nothing_that_is_held_is_dropped(model, batch, name):
     """In padded batches as alone, in chunks, while decoding and at a later turn."""
     ids, mask = batch
     plan = plan_of(name, model)
-    takes = plan.evict is None or getattr(plan.evict, "takes_quotas", False)
+    takes = plan.evict is None or plan.evict.traits.takes_quotas
     quotas = QUOTAS if takes else []
     held = {"protect": SPANS, "quotas": quotas}
     pads = (0, PADDING)
@@ -216,14 +217,10 @@ def test_what_is_held_goes_on(model, batch, propagator):
 
 
 @dataclass(frozen=True)
-class Latest:
+class Latest(Evictor, takes_quotas=True):
     """A third party's evictor that knows nothing of what must stay."""
 
     budget: Budget = Budget(ratio=0.5)
-    window: int = 0
-    minimum: int = 1
-    when = END_OF_PROMPT
-    takes_quotas = True
 
     def select(self, ctx, counts):
         slots = torch.arange(ctx.keys.shape[2] - counts[0], ctx.keys.shape[2])
@@ -231,9 +228,7 @@ class Latest:
 
 
 @dataclass(frozen=True)
-class LatestOn:
-    window: int = 0
-
+class LatestOn(Propagator):
     def source(self, num_layers):
         return 1
 
@@ -369,7 +364,7 @@ def test_a_question_is_not_seen_and_kept_whole(model, batch, name):
     assert stats.kv_entries == apart.stats.kv_entries
     if plan.propagate is not None:
         assert QUESTION < stats.deep_tokens < LENGTH
-    if plan.acts_once or plan.restarts:
+    if plan.acts_once or plan.shortens_prompt:
         numbers = (range(LENGTH - QUESTION, LENGTH + 2), range(LENGTH - PADDING - QUESTION, LENGTH - PADDING + 2))
         for row, before, after in zip(numbers, context, stored(asked.cache, (0, PADDING)), strict=True):
             assert after == [[[*head, *row] for head in layer] for layer in before]

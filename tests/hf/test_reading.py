@@ -14,6 +14,7 @@ from kvsieve.errors import PlanError
 from kvsieve.hf.shared import next_logits
 from kvsieve.methods import HSA, PerTurn, Quest, RocketEviction, SnapKV
 from kvsieve.models.families import build
+from kvsieve.roles import Reader
 
 READERS = {
     "exacttopk": {"budget": 16},
@@ -73,11 +74,11 @@ def test_reading_all_pages_is_dense(model, name):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Always:
+class _Always(Reader):
     """A reader that chooses although all would fit, as many entries as there are."""
 
     inner: object
-    questions: bool = False
+    sparse_questions: bool = False
 
     def setting(self, facts):
         return dataclasses.replace(self.inner.setting(facts), count=1000, tokens=16)
@@ -209,7 +210,7 @@ def test_a_question_may_be_read_sparsely_too(model):
     token = prompt(2, 1, seed=9)
     for questions in (False, True):
         # Pages that do not depend on the length of the prompt.
-        plan = kvsieve.plan("quest", budget=16, page=4, questions=questions)
+        plan = kvsieve.plan("quest", budget=16, page=4, sparse_questions=questions)
         with kvsieve.attach(model, plan) as sieve, torch.no_grad():
             cache = sieve.prefill(ids)
             cache = sieve.prefill(whole, cache=cache, reduce=False)

@@ -12,8 +12,8 @@ from kvsieve.errors import PlanError, UnsupportedOptionError
 from kvsieve.eval.engine import Engine
 from kvsieve.methods import TSP, KVzip, Lookahead
 from kvsieve.models.families import build
+from kvsieve.roles import ProbingEvictor
 from kvsieve.tasks.samples import Sample, Turn
-from kvsieve.types import END_OF_PROMPT
 from toy_chats import chat_tokenizer
 from toy_words import WORDS, word_tokenizer
 
@@ -30,19 +30,17 @@ PLANS = {
 
 
 @dataclass(frozen=True)
-class Spy:
+class Spy(ProbingEvictor):
     """Rehearses, and then keeps everything all the same."""
 
     action: object
     budget: kvsieve.Budget = kvsieve.Budget(ratio=0.5)
     window: int = 0
-    minimum: int = 1
-    when: object = END_OF_PROMPT
-    rehearsed: int = 1
+    probe_tokens: int = 1
     seen: list = field(default_factory=list, compare=False)
 
-    def rehearse(self, rehearsal):
-        self.seen.append(self.action(rehearsal))
+    def probe(self, passes):
+        self.seen.append(self.action(passes))
 
     def select(self, ctx, counts):
         return None
@@ -79,7 +77,7 @@ def test_a_rehearsal_sees_the_conversation_and_leaves_no_trace(model, prompts, w
         shapes, out = [], []
         branch = rehearsal.branch()
         out.append(branch.read_rest(logits=True))
-        out.append(branch.feed(fed, real, look=lambda ctx: shapes.append(ctx.keys.shape[2]), logits=True))
+        out.append(branch.feed(fed, real, observe=lambda ctx: shapes.append(ctx.keys.shape[2]), logits=True))
         out.append(branch.branch().feed(fed[:, -1:], logits=True))
         # What was fed to the branch's branch is gone.
         out.append(branch.feed(torch.tensor([[4], [3]]), logits=True))
@@ -251,7 +249,7 @@ def nothing_fed():
 
 def test_positions_beyond_the_context_warn(llama):
     ids = torch.randint(2, 120, (1, llama.config.max_position_embeddings - 3))
-    with kvsieve.attach(llama, rehearsed_by(lambda rehearsal: None, rehearsed=9)) as sieve:
+    with kvsieve.attach(llama, rehearsed_by(lambda rehearsal: None, probe_tokens=9)) as sieve:
         with pytest.warns(kvsieve.KvsieveWarning, match="feeds up to 9 tokens after the prompt"):
             sieve.prefill(ids, torch.ones_like(ids), chunk=512)
 
@@ -263,7 +261,7 @@ def test_evaluations_give_what_each_plan_gives_alone(llama):
     plans = [
         kvsieve.plan("full"),
         *PLANS.values(),
-        kvsieve.plan("finch", budget="50%", question=4, chunk_length=16),
+        kvsieve.plan("finch", budget="50%", question_tokens=4, chunk_length=16),
         kvsieve.plan("snapkv", budget="50%", window=4),
     ]
     engine = Engine(llama, word_tokenizer())

@@ -47,7 +47,7 @@ PLANS = {
     "fastkv": {"budget": 30, "tsp_layer": 1, "tsp_rate": 0.5, "window": 4},
     "asl": {"budget": 50, "tau": 5.0, "first": 1, "observed": 2},
     "gemfilter": {"budget": 30, "layer": 1},
-    "finch": {"budget": 40, "question": 12, "chunk_length": 32},
+    "finch": {"budget": 40, "question_tokens": 12, "chunk_length": 32},
     "kvzip": {"budget": 30, "chunk_length": 64, "repeat_ids": (3, 5), "go_on_ids": (7,), "answer_ids": (9,)},
     "quest": {"budget": 30},
     "rocketkv-mt": {"budget": 40},

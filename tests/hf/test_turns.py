@@ -9,7 +9,6 @@ import torch
 
 import kvsieve
 from kvsieve.models.families import build
-from kvsieve.roles import entries_kept
 from small import plan_of, stored
 
 ANSWER = 4
@@ -86,9 +85,9 @@ def test_a_budget_holds_once_every_turns_prompt_is_complete(model, name, budget)
         if plan.evict is not None:
             asked = max(asked, plan.evict.minimum)
         if name in OWN_NUMBER:
-            asked = entries_kept(plan.evict, turn.length, ANSWER)
+            asked = plan.evict.entries(turn.length, ANSWER)
         # A prompt that is read twice is read anew in every turn, all of the conversation.
-        wanted = min(asked, turn.length if plan.restarts else mean(there))
+        wanted = min(asked, turn.length if plan.shortens_prompt else mean(there))
         assert mean(turn.prompt) <= wanted + 1, turn
         if name not in FEWER:
             assert mean(turn.prompt) >= wanted - 1, turn
@@ -114,7 +113,7 @@ def test_memory_stays_bounded_while_decoding_after_prompts_that_fit_too(model, n
         if name in GROWS:
             assert any(entries < turn.length + 55 for entries in turn.end), "heads that stream roll"
             continue
-        asked = entries_kept(plan.evict, turn.length, 56) if name in OWN_NUMBER else 40
+        asked = plan.evict.entries(turn.length, 56) if name in OWN_NUMBER else 40
         assert asked - 1 <= mean(turn.end) <= asked + slack, turn
 
 

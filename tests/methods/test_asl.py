@@ -12,6 +12,7 @@ from kvsieve.errors import PlanError
 from kvsieve.methods import TSP, AdaptiveTSP, GemFilter, SnapKV
 from kvsieve.methods.asl import _Row
 from kvsieve.models.families import build
+from kvsieve.roles import Propagator
 from layers import context, golden
 
 LAYERS = 9
@@ -173,7 +174,7 @@ def test_a_model_without_room_is_refused(model):
             pass
 
 
-class Look:
+class Look(Propagator):
     """A propagator that only remembers what it was shown."""
 
     window = 4
@@ -257,8 +258,8 @@ def test_two_passes_of_a_prompt_that_fits_are_one(model, ids):
 
 def test_two_pass_plans():
     plan = kvsieve.plan("asl", two_pass=True, budget=64)
-    assert plan.evict is None and plan.restarts and not plan.acts_once
-    assert not kvsieve.plan("asl").restarts and kvsieve.Plan.from_dict(plan.to_dict()) == plan
+    assert plan.evict is None and plan.shortens_prompt and not plan.acts_once
+    assert not kvsieve.plan("asl").shortens_prompt and kvsieve.Plan.from_dict(plan.to_dict()) == plan
     for bad in ({"rule": "gemfilter"}, {"two_pass": True, "rule": "best"}, {"two_pass": True, "full_before": True}):
         with pytest.raises(PlanError, match="rule|full_before"):
             kvsieve.plan("asl", **bad)
@@ -266,4 +267,4 @@ def test_two_pass_plans():
 
 def test_a_rate_of_no_more_than_the_window_leaves_a_token_to_rank():
     part = AdaptiveTSP(rate=4, window=4, observed=2, first=1)
-    assert part.keeps(50) == 5 and part.keeps(3) == 3
+    assert part.reread_tokens(50) == 5 and part.reread_tokens(3) == 3

@@ -90,7 +90,9 @@ def slow(model, ids, budget):
 
 def test_all_of_it_equals_the_slow_reference_in_a_padded_batch(model, prompts):
     ids, mask = prompts
-    with kvsieve.attach(model, kvsieve.plan("finch", budget="40%", question=QUESTION, chunk_length=CHUNK)) as sieve:
+    with kvsieve.attach(
+        model, kvsieve.plan("finch", budget="40%", question_tokens=QUESTION, chunk_length=CHUNK)
+    ) as sieve:
         results = [sieve.generate(ids, mask, chunk=chunk, **LOGITS) for chunk in (None, 7)]
         alone = sieve.generate(ids[1:, PADDING:], **LOGITS)
     assert torch.allclose(alone.output.logits[3][0], results[0].output.logits[3][1], atol=1e-6)
@@ -113,7 +115,7 @@ def test_all_of_it_equals_the_slow_reference_in_a_padded_batch(model, prompts):
 def test_keeping_everything_is_the_model_itself(model, prompts):
     ids, mask = prompts
     theirs = model.generate(ids, attention_mask=mask, **GREEDY)
-    plan = kvsieve.plan("finch", budget="100%", question=QUESTION, chunk_length=CHUNK)
+    plan = kvsieve.plan("finch", budget="100%", question_tokens=QUESTION, chunk_length=CHUNK)
     with kvsieve.attach(model, plan) as sieve:
         ours = sieve.generate(ids, mask, **GREEDY)
     assert torch.equal(ours.sequences, theirs) and not ours.stats.applied
@@ -121,7 +123,9 @@ def test_keeping_everything_is_the_model_itself(model, prompts):
 
 def test_beams_and_a_later_turn_that_reads_everything_afresh(model, prompts):
     ids, mask = prompts
-    with kvsieve.attach(model, kvsieve.plan("finch", budget="40%", question=QUESTION, chunk_length=CHUNK)) as sieve:
+    with kvsieve.attach(
+        model, kvsieve.plan("finch", budget="40%", question_tokens=QUESTION, chunk_length=CHUNK)
+    ) as sieve:
         beams = [sieve.generate(ids[1:, pad:], mask[1:, pad:], num_beams=3, **GREEDY) for pad in (0, PADDING)]
         assert torch.equal(beams[0].sequences[:, 53:], beams[1].sequences[:, 53 - PADDING :])
         first = sieve.generate(ids, mask, **GREEDY)
@@ -138,7 +142,7 @@ def test_scores_by_hand():
     ctx = context(torch.ones(1, 1, 4, 1, dtype=torch.float64), keys, scale=1.0)
     # Rows (2, 1, 1)/4 and (2, 1, 1, 1)/5, times 3 and 4, mean.
     wanted = torch.tensor([[[(2 / 4 * 3 + 2 / 5 * 4) / 2, (1 / 4 * 3 + 1 / 5 * 4) / 2]]], dtype=torch.float64)
-    assert torch.allclose(Finch(budget=3, question=2).scores(ctx), wanted)
+    assert torch.allclose(Finch(budget=3, question_tokens=2).scores(ctx), wanted)
 
 
 def test_what_cannot_be_honoured_is_refused(model, prompts):
@@ -146,8 +150,8 @@ def test_what_cannot_be_honoured_is_refused(model, prompts):
     with pytest.raises(PlanError, match="say how many of the prompt's last tokens"):
         kvsieve.plan("finch")
     with pytest.raises(PlanError, match="at least 6 are needed"):
-        kvsieve.plan("finch", budget=5, question=5)
-    plan = kvsieve.plan("finch", budget="40%", question=QUESTION)
+        kvsieve.plan("finch", budget=5, question_tokens=5)
+    plan = kvsieve.plan("finch", budget="40%", question_tokens=QUESTION)
     with pytest.raises(PlanError, match="cannot be combined"):
         kvsieve.Plan(propagate=kvsieve.methods.TSP(rate=0.5, layer=1), evict=plan.evict)
     with kvsieve.attach(model, plan) as sieve:

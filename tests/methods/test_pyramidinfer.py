@@ -12,6 +12,7 @@ from kvsieve.errors import PlanError
 from kvsieve.eval.engine import Engine
 from kvsieve.methods import PyramidInfer, pyramidinfer
 from kvsieve.models.families import build
+from kvsieve.roles import Propagator
 from kvsieve.tasks.samples import Sample, Turn
 from layers import context
 from toy_words import WORDS, word_tokenizer
@@ -80,7 +81,7 @@ def test_the_published_sizes(rate, recent, layers, average):
     part, length = PyramidInfer(rate=rate, recent=recent), 16000
     got = [length]
     for layer in range(layers - 1):
-        got.append(part.keeps(got[-1], part.queries(length), part.share(layer, layers)))
+        got.append(part.passed_on(got[-1], part.queries(length), part.share(layer, layers)))
     assert got == sizes(part, length, layers)
     assert sum(got) / length / layers == pytest.approx(average, abs=0.003)
 
@@ -160,7 +161,7 @@ def test_a_layer_sees_the_next_tokens_only(model, ids):
     columns = prompt_columns(run(model, plan, ids[:1]), 90)
     shown = {}
 
-    class Look:
+    class Look(Propagator):
         window = 1
 
         def source(self, num_layers):

@@ -322,7 +322,7 @@ def slow_expected(query, keys, values, facts, scale, sinks, future, covariance, 
 
 
 def looked(evictor, ctx):
-    evictor.look(ctx)
+    evictor.observe(ctx)
     return ctx
 
 
@@ -373,7 +373,7 @@ def test_expected_attention_merges_passes_exactly():
         lengths = (end, max(0, end - 7))
         step = dataclasses.replace(whole.step, start=start, num_new=end - start, lengths=lengths)
         part = {name: getattr(whole, name)[:, :, :end] for name in ("keys", "values", "index", "valid")}
-        evictor.look(dataclasses.replace(whole, query=query[:, :, start:end], step=step, state=state, **part))
+        evictor.observe(dataclasses.replace(whole, query=query[:, :, start:end], step=step, state=state, **part))
     assert state.keys() == whole.state.keys()
     for name, value in whole.state.items():
         torch.testing.assert_close(state[name], value)
@@ -425,8 +425,8 @@ def test_what_the_caller_protects_stays_within_the_budget(name):
     protected[:, :, wanted] = True
     ctx = dataclasses.replace(ctx, protected=protected, model=Model(weight=torch.ones(4, 8, 3, dtype=F64)))
     evictor = PLANS[name].evict
-    if evictor.when.looks:
-        evictor.look(ctx)
+    if evictor.when.observes:
+        evictor.observe(ctx)
     for row, pad in enumerate(PADDING):
         for ours in kept(evictor, ctx, row):
             assert set(wanted) <= set(ours) and len(ours) == int(0.4 * (63 - pad))
@@ -454,14 +454,14 @@ def test_an_evictor_that_was_not_there_at_the_reading_is_refused(model, ids):
             shared.reduced(evictor)
 
 
-def test_evictors_that_look_must_have_look():
+def test_evictors_that_observe_must_have_observe():
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Blind(KNorm):
         @property
         def when(self):
-            return When(looks=True)
+            return When(observes=True)
 
-    with pytest.raises(PlanError, match=r"Blind has When\(looks=True\) and no method look"):
+    with pytest.raises(PlanError, match=r"Blind has When\(observes=True\) and no method observe"):
         Plan(evict=Blind(budget=3))
 
 
@@ -469,7 +469,7 @@ def test_wrapped_methods_by_name():
     plan = kvsieve.plan("chunkkv", base="knorm", budget="12%", chunk_length=4, skip_layers=1, every=3)
     assert plan.evict == ChunkKV(base=KNorm(budget="12%", skip_layers=1, every=3), chunk_length=4)
     assert kvsieve.plan("criticalkv").evict == CriticalKV(base=SnapKV(budget="20%"))
-    assert kvsieve.plan("criticalkv", base="expected_attention").evict.needs == ("output_weight", "rotary")
+    assert kvsieve.plan("criticalkv", base="expected_attention").evict.traits.needs == ("output_weight", "rotary")
     assert Plan.from_dict(plan.to_dict()).evict == plan.evict and plan.name == "chunkkv"
     for base in ("full", "fastkv", "lagkv", "chunkkv", "h2o", "sagekv"):
         with pytest.raises(PlanError, match="base must|no parameter 'budget'"):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from kvsieve.errors import PlanError
 from kvsieve.methods import H2O, TSP, Finch, KNorm, KVzip, Lookahead, PerTurn, RocketEviction, SnapKV
 from kvsieve.methods.base import ScoredEvictor, Wrapper
 from kvsieve.models.families import build
-from kvsieve.roles import OPTIONAL, Evictor, Looker, condenses, entries_kept
+from kvsieve.roles import ChunkedEvictor, Evictor
 from kvsieve.types import When
 
 MORE = {"PerLayer": {"shares": (1, 1, 1, 1)}, "AdaKV": {"normalize": False}}
@@ -40,22 +38,22 @@ def over(kind, base):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offering(ScoredEvictor):
+class Offering(ScoredEvictor, heads="own", needs=("rotary",), takes_quotas=False):
     """Has all that an evictor may have."""
 
-    needs_heads = "own"
-    takes_quotas = False
     window = 3
     minimum = 7
-    needs = ("rotary",)
 
     def check(self, num_layers):
         raise PlanError(f"asked about {num_layers} layers")
 
-    def entries(self, length, new_tokens):
+    def requested(self, length, new_tokens=0):
+        return length - new_tokens
+
+    def entries(self, length, new_tokens=0):
         return length - 2 * new_tokens - 1
 
-    def waits(self, layer_idx, num_layers, stored, state):
+    def is_noop(self, layer_idx, num_layers, stored, state):
         return (layer_idx, num_layers, stored, state)
 
     def scores(self, ctx):
@@ -63,22 +61,14 @@ class Offering(ScoredEvictor):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looking(Offering):
-    when = When(looks=True, steps=9)
+class Observing(Offering):
+    when = When(observes=True, steps=9)
 
-    def look(self, ctx):
-        ctx.append("looked")
+    def observe(self, ctx):
+        ctx.append("observed")
 
 
-def test_the_contract_names_all_that_is_asked_of_evictors():
-    """What the package looks for on an evictor, beyond the protocol, is in OPTIONAL and in the protocol's words."""
-    asked = set()
-    for path in Path(kvsieve.__file__).parent.rglob("*.py"):
-        if path.parts[-2] not in ("bench", "eval", "calibrate"):
-            asked |= set(re.findall(r'getattr\((?:\w+\.)*(?:evict|evictor|each|inner), "(\w+)"', path.read_text()))
-    assert {"entries", "waits", "views", "needs", "ragged", "takes_quotas"} <= asked <= set(OPTIONAL)
-    for name in OPTIONAL:
-        assert f"``{name}" in Evictor.__doc__
+def test_every_wrapper_is_found():
     assert len(holders()) == 10
 
 
@@ -87,34 +77,32 @@ def test_what_the_base_offers_is_forwarded(kind):
     base = Offering(budget="30%", skip_layers=(1, -1), every=None if kind is PerTurn else 5)
     held = over(kind, base)
     assert isinstance(held, Evictor)
-    for name in ("budget", "window", "minimum", "takes_quotas", "skip_layers"):
+    for name in ("budget", "window", "minimum", "skip_layers"):
         assert getattr(held, name) == getattr(base, name), name
+    assert held.traits.takes_quotas == base.traits.takes_quotas and held.traits.is_view == (kind is PerTurn)
     assert held.when.steps == base.when.steps and held.when.chunks == base.when.chunks
-    assert set(base.needs) <= set(held.needs)
-    assert [entries_kept(held, length, 3) for length in (50, 90)] == [43, 83]
+    assert set(base.traits.needs) <= set(held.traits.needs)
+    assert [held.entries(length, 3) for length in (50, 90)] == [43, 83]
+    assert held.requested(50, 3) == 47
     with pytest.raises(PlanError, match="asked about 4 layers"):
         held.check(4)
     # Of a base that keeps what it would keep by itself; others cannot tell by it.
     same = kind.__name__ in ("ChunkKV", "CriticalKV")
-    assert hasattr(held, "waits") == same
-    if same:
-        assert held.waits(2, 4, (9,), {}) == (2, 4, (9,), {})
-    assert getattr(held, "views", False) == (kind is PerTurn)
-    # What the base has not, nobody invents.
+    if kind is not PerTurn:
+        assert held.is_noop(2, 4, (9,), {}) == ((2, 4, (9,), {}) if same else False)
     plain = over(kind, KNorm(budget="30%"))
-    assert not hasattr(plain, "entries") and not hasattr(plain, "waits")
-    assert entries_kept(plain, 50) == 15
+    assert not plain.is_noop(0, 4, (9,), {}) and plain.entries(50) == plain.requested(50) == 15
     if kind is not PerTurn:
         over(kind, KNorm(budget="30%")).base.check(4)
 
 
 @pytest.mark.parametrize("kind", WRAPPERS, ids=lambda kind: kind.__name__)
-def test_a_base_that_looks_is_shown_every_pass(kind):
-    held, seen = over(kind, Looking(budget="30%")), []
-    assert held.when.looks and held.when.steps == 9 and isinstance(held, Looker)
+def test_a_base_that_observes_is_shown_every_pass(kind):
+    held, seen = over(kind, Observing(budget="30%")), []
+    assert held.when.observes and held.when.steps == 9
     if kind.__name__ != "SqueezeAttention":
-        held.look(seen)
-        assert seen == ["looked"]
+        held.observe(seen)
+        assert seen == ["observed"]
 
 
 @pytest.mark.parametrize("kind", holders(), ids=lambda kind: kind.__name__)
@@ -151,17 +139,17 @@ def test_the_window_of_rocketkvs_first_stage_stays_in_every_layer():
 
 @dataclass(frozen=True, kw_only=True)
 class Sounds(KNorm):
-    """Has the attributes of a condensing evictor, and is none."""
+    """Has the attributes of an evictor that reads in chunks, and is none."""
 
-    question: int = 3
+    question_tokens: int = 3
     chunk_length: int = 8
-    restarts: bool = False
 
 
-def test_an_evictor_that_says_it_does_not_restart_is_no_condensing_one():
+def test_an_evictor_that_only_looks_like_a_chunked_one_is_none():
     evictor = Sounds(budget="50%")
     plan = kvsieve.Plan(evict=evictor)
-    assert not condenses(evictor) and condenses(Finch(budget="50%", question=3)) and not plan.restarts
+    assert not isinstance(evictor, ChunkedEvictor) and not plan.shortens_prompt
+    assert kvsieve.Plan(evict=Finch(budget="50%", question_tokens=3)).shortens_prompt
     assert plan.acts_once
     kvsieve.Plan(propagate=TSP(rate=0.5, layer=1), evict=evictor)
     model, ids = build("llama", dtype=torch.float64), torch.randint(2, 120, (1, 40))
@@ -176,7 +164,7 @@ def test_an_evictor_that_says_it_does_not_restart_is_no_condensing_one():
 
 @pytest.mark.parametrize(
     "base",
-    [KVzip(budget="50%", uniform=True), Lookahead(budget="50%"), Finch(budget="50%", question=4)],
+    [KVzip(budget="50%", uniform=True), Lookahead(budget="50%"), Finch(budget="50%", question_tokens=4)],
     ids=["kvzip", "lookahead", "finch"],
 )
 def test_a_view_of_what_needs_passes_of_its_own_is_refused(base):

@@ -12,7 +12,16 @@ from kvsieve.profiles import Fingerprint, Profile
 from layers import golden
 
 # What makes methods reduce prompts as short as these.
-SMALL = {"window": 4, "recent": 4, "sinks": 2, "lag": 8, "question": 5, "tsp_layer": 1, "observed": 2, "first": 1}
+SMALL = {
+    "window": 4,
+    "recent": 4,
+    "sinks": 2,
+    "lag": 8,
+    "question_tokens": 5,
+    "tsp_layer": 1,
+    "observed": 2,
+    "first": 1,
+}
 PARAMETERS = {
     "asl": {"tau": 5.0, "budget": 80},
     "chunkkv": {"chunk_length": 4},

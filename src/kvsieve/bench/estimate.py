@@ -58,10 +58,7 @@ def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, ele
     layers = geometry.layers
     seen = _tokens_per_layer(plan, len(layers), tokens)
     kept = [_entries(plan, index, layers, seen[index], tokens) for index in range(len(layers))]
-    copies = [layer.groups if per_head else 1 for layer, (_, per_head) in zip(layers, kept, strict=True)]
-    row_elements = [
-        entries * layer.kv_elements * count for layer, (entries, _), count in zip(layers, kept, copies, strict=True)
-    ]
+    row_elements = [entries * layer.kv_elements * sets for layer, (entries, sets) in zip(layers, kept, strict=True)]
     stored = sum(row_elements[index] for index, layer in enumerate(layers) if layer.reads == index)
     read = sum(row_elements[layer.reads] for layer in layers)
     matmul = sum(2 * layer.linear_parameters * n for layer, n in zip(layers, seen, strict=True))
@@ -107,16 +104,16 @@ def _tokens_per_layer(plan: Plan, num_layers: int, tokens: int) -> list[int]:
     return [tokens if index <= source else deep for index in range(num_layers)]
 
 
-def _entries(plan: Plan, index: int, layers: tuple[Layer, ...], seen: int, tokens: int) -> tuple[int, bool]:
-    """Entries a layer holds after the prompt, and whether each query head has its own."""
+def _entries(plan: Plan, index: int, layers: tuple[Layer, ...], seen: int, tokens: int) -> tuple[int, int]:
+    """Entries a layer holds after the prompt, and how many sets of them per KV head."""
     layer = layers[index]
     if layer.window is not None:
         # transformers keeps one entry less than the window: the next token brings the last one.
-        return min(seen, layer.window - 1), False
+        return min(seen, layer.window - 1), 1
     if not isinstance(plan.evict, ScoredEvictor) or skipped(plan.evict.skip_layers, index, len(layers)):
-        return seen, False
-    kept = min(seen, plan.evict.budget.entries(tokens, plan.evict.minimum))
-    return kept, kept < seen and bool(getattr(plan.evict, "per_query_head", False))
+        return seen, 1
+    kept = min(seen, plan.evict.entries(tokens))
+    return kept, plan.evict.stored_heads(1, layer.groups) if kept < seen else 1
 
 
 def _pairs(tokens: int, window: int | None) -> float:

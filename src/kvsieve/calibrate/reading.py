@@ -13,18 +13,17 @@ from kvsieve.budget import Budget
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.plans import Plan
-from kvsieve.types import END_OF_PROMPT, LayerContext, Selection, When
+from kvsieve.roles import Evictor
+from kvsieve.types import LayerContext, Selection
 
 
 @dataclass(frozen=True)
-class Watcher:
+class Watcher(Evictor):
     """An evictor that keeps everything and shows each layer's context to a function."""
 
     see: Callable[[LayerContext], None] = field(compare=False)
     window: int = 0
     budget: Budget = Budget(ratio=1.0)
-    minimum: int = 1
-    when: When = END_OF_PROMPT
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         self.see(ctx)

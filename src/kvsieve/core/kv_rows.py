@@ -66,7 +66,7 @@ class DeviceLength:
 
 @runtime_checkable
 class IncrementalMetadata(Protocol):
-    """Metadata of KV rows that a reader with ``fixed_shapes = True`` updates entry by entry.
+    """Metadata of KV rows that a reader with the trait ``static_shapes`` updates entry by entry.
 
     Attributes:
         size: entries taken in. A pass with fixed shapes takes one in on the device; the host counts it here.

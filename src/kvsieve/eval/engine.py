@@ -138,15 +138,15 @@ class Engine:
         """Feed `ids` to conversations (to a copy of them with `fork`); with `act` their plan acts on them as well."""
         given = torch.cat([state.given, ids], 1)
         plan = state.plans[0] if act else _later(state.plans[0])
-        if plan.restarts:
+        if plan.shortens_prompt:
             return _State(state.plans, *read_alone(self.model, plan, given, chunk=self.chunk), given=given)
         cache = state.cache.fork() if fork else state.cache
         fed = torch.cat([state.fed, ids], 1)
         with attach(self.model, plan) as sieve, torch.no_grad():
             sieve.adopt(cache)
-            if plan.read is not None or plan.views:
+            if plan.read is not None or plan.is_view:
                 cache.begin_turn(new_tokens=expected)
-            if plan.rehearses:
+            if plan.probes:
                 read_prompt(sieve, fed, torch.ones_like(fed), cache, chunk=self.chunk)
             logits = next_logits(self.model, cache, fed.expand(cache.batch, -1))[:, -1]
         return _State(state.plans, cache, logits, fed, given)
@@ -216,7 +216,7 @@ class Engine:
                 ids = torch.tensor([reference[:-1]], device=self.model.device).expand(len(state.logits), -1)
                 cache = sieve.adopt(state.cache.fork())
                 # Each token is to read what it would have read had it been generated.
-                cache.given_answer = state.plans[0].read is not None or state.plans[0].views
+                cache.given_answer = state.plans[0].read is not None or state.plans[0].is_view
                 logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
             parts.append(logits.float().log_softmax(-1))
         return torch.cat(parts, 1)
@@ -225,16 +225,16 @@ class Engine:
 def _later(plan: Plan) -> Plan:
     """Reduce a plan to what remains of it once the prompt is complete."""
     rest = dataclasses.replace(plan, propagate=None)
-    if rest.evict is not None and (rest.evict.when.chunks or rest.evict.when.steps or rest.views):
+    if rest.evict is not None and (rest.evict.when.chunks or rest.evict.when.steps or rest.is_view):
         return rest
-    return Plan(read=plan.read, codec=plan.codec, name="full")
+    return Plan(read=plan.read, name="full")
 
 
 def _alike(one: _State, other: _State) -> bool:
     """Stacking costs what the largest costs, so rows should be about as long."""
     sizes = sum(one.cache.entries()), sum(other.cache.entries())
     plans = one.plans[0], other.plans[0]
-    same = plans[0].read == plans[1].read and all(plan.acts_once and not plan.views for plan in plans)
+    same = plans[0].read == plans[1].read and all(plan.acts_once and not plan.is_view for plan in plans)
     same = same and can_stack([one.cache, other.cache])
     return same and max(sizes) <= 1.5 * min(sizes)
 

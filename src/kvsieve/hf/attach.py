@@ -64,9 +64,6 @@ class Sieve:
         self.facts = Facts(model)
         self.ranks = ranks_of(model, plan)
         self.engine = Engine(self.decoder, decode, divided=tensor_parallel_mesh(model) is not None)
-        check = getattr(plan.evict, "check", None)
-        if check is not None:
-            check(self.num_layers)
 
     def __repr__(self) -> str:
         return (
@@ -370,7 +367,7 @@ def _hooks(sieve: Sieve) -> list[Any]:
         decoder.register_forward_pre_hook(before, with_kwargs=True),
         decoder.register_forward_hook(after, always_call=True),
     ]
-    if "hidden" in getattr(sieve.plan.evict, "needs", ()):
+    if sieve.plan.evict is not None and "hidden" in sieve.plan.evict.traits.needs:
         handles += [layer.register_forward_pre_hook(_enter, with_kwargs=True) for layer in decoder.layers]  # type: ignore[union-attr]
     if sieve.source is None:
         return handles

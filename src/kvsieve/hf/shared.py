@@ -22,39 +22,37 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.evict import evict
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.plans import Plan
-from kvsieve.roles import Looker
+from kvsieve.roles import Evictor, Traits
 from kvsieve.types import LayerContext, Selection, When
 
 if TYPE_CHECKING:
-    from kvsieve.roles import Evictor, Propagator
+    from kvsieve.roles import Propagator
 
 
 @dataclass(frozen=True)
-class _Recorder:
+class _Recorder(Evictor):
     """An evictor that keeps everything and remembers what each layer was shown.
 
     learned: what those of `evictors` that look at every pass have put into their state, per layer and evictor.
     """
 
-    window: int
+    window: int = 0
     evictors: tuple[Evictor, ...] = ()
     seen: dict[int, LayerContext] = field(default_factory=dict, compare=False)
     learned: dict[tuple[int, Evictor], dict[str, Any]] = field(default_factory=dict, compare=False)
     budget: Budget = Budget(ratio=1.0)
-    minimum: int = 1
 
     @property
     def when(self) -> When:
-        return When(looks=any(each.when.looks for each in self.evictors))
+        return When(observes=any(each.when.observes for each in self.evictors))
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        return tuple(need for each in self.evictors for need in getattr(each, "needs", ()))
+    def traits(self) -> Traits:
+        return Traits(needs=tuple(need for each in self.evictors for need in each.traits.needs))
 
-    def look(self, ctx: LayerContext) -> None:
-        for each in dict.fromkeys(each for each in self.evictors if each.when.looks):
-            assert isinstance(each, Looker)
-            each.look(dataclasses.replace(ctx, state=self.learned.setdefault((ctx.layer_idx, each), {})))
+    def observe(self, ctx: LayerContext) -> None:
+        for each in dict.fromkeys(each for each in self.evictors if each.when.observes):
+            each.observe(dataclasses.replace(ctx, state=self.learned.setdefault((ctx.layer_idx, each), {})))
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         # The window's queries are all an evictor may look at; the rest of them would be as large as the cache.
@@ -89,7 +87,7 @@ class SharedPrompt:
                 f"the evictor looks at {evictor.window} queries and {self.window} were recorded; raise window="
             )
         cache = self.cache.fork(share=True)
-        for index in self.seen if evictor.when.looks else ():
+        for index in self.seen if evictor.when.observes else ():
             learned = self.learned.get((index, evictor))
             if learned is None:
                 raise CacheStateError(
@@ -141,7 +139,8 @@ def read_alone(
 ) -> tuple[SieveCache, Tensor, Tensor]:
     """Read a prompt under a plan: its cache, the logits [B, V] after its last token, and the ids that were fed.
 
-    These are `input_ids`, or the ids that were read again under a plan that restarts: what follows is appended to them.
+    These are `input_ids`, or the ids that were read again under a plan that shortens the prompt: what follows is
+    appended to them.
     """
     with attach(model, plan) as sieve, torch.no_grad():
         cache = sieve.new_cache()

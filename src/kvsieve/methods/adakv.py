@@ -16,8 +16,8 @@ evicted is really gone, not masked; a base other than SnapKV may be given.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,17 +34,15 @@ from kvsieve.methods.pyramidkv import pyramid_shares
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
-from kvsieve.roles import heads_needed
+from kvsieve.roles import Traits
 from kvsieve.types import LayerContext, Selection
 
 Rule = Literal["paper", "kvpress"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedSnapKV(SnapKV):
+class GroupedSnapKV(SnapKV, heads="own"):
     """SnapKV whose query heads share their scores before these are pooled; max-pooled, unless told otherwise."""
-
-    needs_heads = "own"
 
     pooling: Pool = "max"
 
@@ -55,7 +53,7 @@ class GroupedSnapKV(SnapKV):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaKV(LayerAllocator):
+class AdaKV(LayerAllocator, heads="all", ragged=True):
     """Divide each layer's budget among its heads by their scores: ``AdaKV(base=SnapKV(budget=0.2))``.
 
     base: what ranks entries and holds the budget, which is the average over heads; its scores should mean the same in
@@ -71,8 +69,6 @@ class AdaKV(LayerAllocator):
     pyramid: bool = False
     beta: int = 20
 
-    ragged: ClassVar[bool] = True
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.alpha <= 1:
@@ -80,9 +76,10 @@ class AdaKV(LayerAllocator):
         check_int(self, "beta", self.beta, 1)
 
     @property
-    def needs_heads(self) -> str | None:
+    def traits(self) -> Traits:
         # Heads that keep different entries cannot be compared slot by slot, as a base that needs all heads would.
-        return "all" if heads_needed(self.base) == "own" else None
+        traits = super().traits
+        return traits if self.base.traits.heads == "own" else replace(traits, heads=None)
 
     def divide(self, layers: Sequence[int], length: int, count: int, floor: int) -> list[int]:
         if not self.pyramid:

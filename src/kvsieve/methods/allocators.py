@@ -31,10 +31,9 @@ class Allocator(Wrapper):
         """Entries that every layer keeps anyway, such as a window or sinks, and that are not shared out."""
         return self.base.minimum - 1
 
-    @property
-    def waits(self) -> Any:
+    def is_noop(self, layer_idx: int, num_layers: int, stored: tuple[int, ...], state: dict[str, Any]) -> bool:
         # The base speaks of other numbers of entries than its layers or heads keep here.
-        raise AttributeError(f"{type(self).__name__} does not tell when it drops nothing")
+        return False
 
     def acting(self, ctx: LayerContext) -> list[int]:
         """Indices of the layers that evict."""
@@ -117,7 +116,7 @@ class Cascade(Allocator):
     """
 
     # Whether everything is held until the last layer has been seen.
-    holds_all: ClassVar[bool] = False
+    defer_until_last_layer: ClassVar[bool] = False
     # Whether layers are weighed by what each entry scores, so that `LayerScores` holds the scores of all ranks' heads.
     compares: ClassVar[bool] = False
 
@@ -162,7 +161,7 @@ class Cascade(Allocator):
     def targets(self, seen: Sequence[LayerScores], row: int, ahead: int, *, last: bool) -> list[int]:
         """Entries of each layer so far that stay in one row; ahead: what the layers to come are asked for."""
         stored = [layer.stored[row] for layer in seen]
-        if not last and self.holds_all:
+        if not last and self.defer_until_last_layer:
             return stored
         given = [min(layer.stored[row], self._given(layer.counts[row])) for layer in seen]
         total = sum(layer.counts[row] for layer in seen) + ahead - sum(given)

@@ -33,16 +33,16 @@ from kvsieve.errors import PlanError
 from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
+from kvsieve.roles import Propagator
 from kvsieve.types import LayerContext, Selection
 
 Rule = Literal["asl", "gemfilter"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveTSP(Checked):
+class AdaptiveTSP(Propagator, heads="all"):
     """Token-selective propagation from the layer where ranks have settled.
 
     rate: tokens that go on, window included; a Budget, a share or a number of the turn's prompt. tau: relative variance
@@ -50,8 +50,6 @@ class AdaptiveTSP(Checked):
     the depth, at least ``observed - 1``. window, kernel, pooling: as SnapKV's. two_pass: the tokens that would go on
     are read again as a prompt of their own. rule: which these are, with two passes: "asl" or "gemfilter".
     """
-
-    needs_heads = "all"
 
     rate: Budget
     tau: float = 0.3
@@ -86,17 +84,13 @@ class AdaptiveTSP(Checked):
             )
         return first
 
-    @property
-    def restarts(self) -> bool:
-        return self.two_pass
-
-    def keeps(self, length: int) -> int:
+    def reread_tokens(self, length: int) -> int:
         """Tokens of a prompt of `length` that go on, or are read again: the window and one more at least."""
         return min(length, self.rate.entries(length, self.window + 1))
 
     def select(self, ctx: LayerContext) -> Selection | None:
         offered = ctx.offered_counts
-        rows = ctx.shared.setdefault("asl", [_Row(n, self.keeps(n)) for n in offered])
+        rows = ctx.shared.setdefault("asl", [_Row(n, self.reread_tokens(n)) for n in offered])
         open_rows = [row for row in rows if row.layer is None and row.kept < row.length]
         last = ctx.layer_idx == ctx.num_layers - 1
         if not open_rows or (last and not self.two_pass):

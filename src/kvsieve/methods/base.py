@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +11,14 @@ from torch import Tensor
 from kvsieve.budget import Budget
 from kvsieve.core.selection import select_top, top_mask
 from kvsieve.errors import PlanError, UnsupportedModelError, short
-from kvsieve.parameters import MOST, Checked
+from kvsieve.parameters import MOST
 from kvsieve.plans import plan
-from kvsieve.roles import Looker
+from kvsieve.roles import DelegatingEvictor, Evictor, Layers
 from kvsieve.types import LayerContext, ModelFacts, Selection, When
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredEvictor(Checked):
+class ScoredEvictor(Evictor, takes_quotas=True):
     """An evictor that ranks entries: subclasses give `scores`, this class keeps the best within the budget.
 
     budget: entries kept per layer and KV head, protected ones included; a Budget or its text ("20%", 2048).
@@ -27,11 +27,8 @@ class ScoredEvictor(Checked):
     memory stays bounded; None for the end of prompts only.
     """
 
-    # Whether `quotas=` can be asked of it; what is protected every evictor must keep.
-    takes_quotas: ClassVar[bool] = True
-
     budget: Budget
-    skip_layers: int | tuple[int, ...] = 0
+    skip_layers: Layers = 0
     every: int | None = None
 
     def __post_init__(self) -> None:
@@ -46,16 +43,8 @@ class ScoredEvictor(Checked):
             )
 
     @property
-    def window(self) -> int:
-        return 0
-
-    @property
     def when(self) -> When:
         return When(steps=self.every)
-
-    @property
-    def minimum(self) -> int:
-        return 1
 
     @property
     def least_budget(self) -> int:
@@ -66,14 +55,6 @@ class ScoredEvictor(Checked):
     def why_minimum(self) -> str:
         """The reason of `least_budget`, for messages."""
         return "one entry"
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        """What it asks of ``ctx.model``; see roles.Evictor."""
-        return ()
-
-    def check(self, num_layers: int) -> None:
-        """Raise PlanError for a model of so many layers that it does not fit."""
 
     def scores(self, ctx: LayerContext) -> Tensor:
         """[B, H, N], or [B, Hq, N] to keep one set per query head. Higher stays; +inf protects an entry."""
@@ -88,11 +69,11 @@ class ScoredEvictor(Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wrapper(Checked):
+class Wrapper(DelegatingEvictor):
     """An evictor that changes what the scores of another one, `base`, lead to: subclasses give `ranks`.
 
-    base: an evictor that ranks entries by `scores` alone, such as SnapKV. Budget, skipped layers, `every` and all else
-    that roles.Evictor speaks of are the base's. Raises PlanError for another kind of evictor.
+    base: an evictor that ranks entries by `scores` alone, such as SnapKV. All else in the contract of an
+    evictor is the base's. Raises PlanError for another kind of evictor.
     """
 
     base: ScoredEvictor
@@ -105,55 +86,6 @@ class Wrapper(Checked):
                 f"{type(self).__name__}: base must be an evictor that ranks entries by scores alone, such as "
                 f"SnapKV(budget=0.2) or KNorm(budget=0.2), got {self.base!r}"
             )
-
-    @property
-    def takes_quotas(self) -> bool:
-        return self.base.takes_quotas
-
-    @property
-    def budget(self) -> Budget:
-        return self.base.budget
-
-    @property
-    def skip_layers(self) -> int | tuple[int, ...]:
-        return self.base.skip_layers
-
-    @property
-    def every(self) -> int | None:
-        return self.base.every
-
-    @property
-    def window(self) -> int:
-        return self.base.window
-
-    @property
-    def when(self) -> When:
-        return self.base.when
-
-    @property
-    def minimum(self) -> int:
-        return self.base.minimum
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return self.base.needs
-
-    @property
-    def entries(self) -> Any:
-        """The base's own count, where it has one; see roles.Evictor."""
-        return self.base.entries  # type: ignore[attr-defined]
-
-    @property
-    def waits(self) -> Any:
-        """What the base says, where it says it: as many entries stay, whatever they are ranked by."""
-        return self.base.waits  # type: ignore[attr-defined]
-
-    def check(self, num_layers: int) -> None:
-        self.base.check(num_layers)
-
-    def look(self, ctx: LayerContext) -> None:
-        if isinstance(self.base, Looker):
-            self.base.look(ctx)
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
         """[B, H, N], or [B, Hq, N]: what `select` ranks by, where ``kept[b]`` entries of row b stay."""
@@ -243,17 +175,6 @@ def skips(layers: int | tuple[int, ...], ctx: LayerContext) -> bool:
 def skipped(layers: int | tuple[int, ...], index: int, num_layers: int) -> bool:
     """Whether `skip_layers` names layer `index`."""
     return index < layers if isinstance(layers, int) else index in layers or index - num_layers in layers
-
-
-def check_layers(evictor: object, num_layers: int) -> None:
-    """Raise PlanError when an evictor's `skip_layers` names a layer that the model does not have."""
-    layers = getattr(evictor, "skip_layers", 0)
-    bad = [layer for layer in layers if not -num_layers <= layer < num_layers] if isinstance(layers, tuple) else []
-    if bad or (isinstance(layers, int) and layers > num_layers):
-        raise PlanError(
-            f"{type(evictor).__name__}: skip_layers={layers} lies outside the model, which has {num_layers} layers"
-            + (f": layers are {-num_layers}..{num_layers - 1}" if bad else "")
-        )
 
 
 def check_int(owner: object, name: str, value: object, minimum: int, *, most: int = MOST, odd: bool = False) -> None:

@@ -69,13 +69,11 @@ def _statistics(ctx: LayerContext, window: int) -> _Statistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CakeScores(SnapKV):
+class CakeScores(SnapKV, heads="own"):
     """Rank entries by the mean of the window's attention and `gamma` times its variance over the window's queries.
 
     gamma: in [0, 1e9]. The rest as in SnapKV.
     """
-
-    needs_heads = "own"
 
     kernel: int = 5
     gamma: float = 200.0
@@ -93,14 +91,12 @@ class CakeScores(SnapKV):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CAKE(Cascade):
+class CAKE(Cascade, heads="all"):
     """Divide the budget among layers by how spread out and how shifting their attention is: ``CAKE()``.
 
     base: what ranks entries and holds the budget, which is the average; its window, or the last 32 queries, are looked
     at. tau1, tau2: of entropy and variance, at least 0.05; larger ones make layers more alike.
     """
-
-    needs_heads = "all"
 
     base: ScoredEvictor = CakeScores(budget=Budget(ratio=0.2))
     tau1: float = 1.0

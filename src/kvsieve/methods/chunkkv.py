@@ -24,13 +24,11 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkKV(Wrapper):
+class ChunkKV(Wrapper, heads="all"):
     """Keep whole chunks of consecutive tokens, by the mean of `base`'s scores: ``ChunkKV(base=SnapKV(budget=0.2))``.
 
     chunk_length: tokens per chunk, counted over what is stored of a row.
     """
-
-    needs_heads = "all"
 
     chunk_length: int = 10
 

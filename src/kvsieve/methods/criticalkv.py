@@ -30,18 +30,12 @@ _FLOOR = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticalKV(Wrapper):
+class CriticalKV(Wrapper, needs=("output_weight",), heads="own"):
     """Half of the budget by `base`'s scores, half by scores times the size of what the values put out.
 
     The model must have a plain output projection. A base that weighs values itself should not: for ExpectedAttention
     set ``use_vnorm=False``.
     """
-
-    needs_heads = "own"
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("output_weight", *self.base.needs)
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
         scores = hide_padding(ctx, self.base.scores(ctx))

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,20 +30,16 @@ from kvsieve.types import LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class DuoAttention(ScoredEvictor):
+class DuoAttention(ScoredEvictor, heads="all", ragged=True):
     """Keep everything in retrieval heads, sinks and recent entries in the others.
 
     heads: a score per layer and KV head, higher for heads that retrieve. sinks, recent: entries of streaming heads, at
     least, where the budget allows it.
     """
 
-    needs_heads = "all"
-
     heads: Heads = field(repr=False)
     sinks: int = 128
     recent: int = 256
-
-    ragged: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_int(self, "sinks", self.sinks, 0)

@@ -31,15 +31,13 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicKV(Cascade):
+class DynamicKV(Cascade, heads="all"):
     """Divide the budget among layers by where the best entries of all are: ``DynamicKV(base=SnapKV(budget=0.2))``.
 
     base: what ranks entries and holds the budget, which is the average; its scores should mean the same in every layer,
     as attention does. most: times the budget that a layer may keep, at least 1, the window besides. interval: layers
     after which those so far are compared.
     """
-
-    needs_heads = "all"
 
     compares: ClassVar[bool] = True
 

@@ -9,7 +9,7 @@ softmax weights summed over its query heads.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -22,10 +22,9 @@ from kvsieve.registry import register_method
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactTopK(BudgetReader):
+class ExactTopK(BudgetReader, static_shapes=True):
     """Read the entries with the highest logits. per_group: one set for the query heads of a KV head."""
 
-    fixed_shapes: ClassVar[bool] = True
     newest: bool = False
     per_group: bool = False
 

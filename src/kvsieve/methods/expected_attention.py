@@ -32,14 +32,12 @@ _BLOCK_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedAttention(ScoredEvictor):
+class ExpectedAttention(ScoredEvictor, needs=("rotary",), heads="own"):
     """Keep the entries that future queries can be expected to attend to.
 
     sinks: S first tokens, always kept, whose queries do not count. n_future: positions after the end that the rotation
     is averaged over. use_covariance: False for the mean alone. use_vnorm: weigh by the values' norms.
     """
-
-    needs_heads = "own"
 
     sinks: int = 4
     n_future: int = 512
@@ -53,11 +51,7 @@ class ExpectedAttention(ScoredEvictor):
 
     @property
     def when(self) -> When:
-        return When(steps=self.every, looks=True)
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return ("rotary",)
+        return When(steps=self.every, observes=True)
 
     @property
     def minimum(self) -> int:
@@ -67,7 +61,7 @@ class ExpectedAttention(ScoredEvictor):
     def why_minimum(self) -> str:
         return f"{self.sinks} sinks and one more"
 
-    def look(self, ctx: LayerContext) -> None:
+    def observe(self, ctx: LayerContext) -> None:
         """Add this pass's queries to the count, mean and scatter that the layer's state holds."""
         if skips(self.skip_layers, ctx):
             return

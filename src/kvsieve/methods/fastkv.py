@@ -22,14 +22,14 @@ from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
+from kvsieve.roles import Propagator
 from kvsieve.types import LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class TSP(Checked):
+class TSP(Propagator, heads="all"):
     """Token-selective propagation: after `layer` only salient tokens go on.
 
     rate: tokens that go on, window included; a Budget, a share ("30%", 0.3) or a number (2048) of the turn's prompt.
@@ -37,8 +37,6 @@ class TSP(Checked):
     window: W, observing queries at the prompt's end, which always go on.
     kernel: odd width of the pooling. pooling: "avg" or "max".
     """
-
-    needs_heads = "all"
 
     rate: Budget
     layer: int | None = None

@@ -29,51 +29,45 @@ from kvsieve.core.scoring import group_mean
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import apply_protection, check_int, hide_padding
-from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
-from kvsieve.types import END_OF_PROMPT, LayerContext, Selection
+from kvsieve.roles import ChunkedEvictor
+from kvsieve.types import LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finch(Checked):
+class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True):
     """Read a context in the light of its question, keeping of each chunk what the question attends to.
 
-    budget: entries stored once the prompt is complete, the question's included. question: last tokens of the prompt
-    that are its question, at least 1, always kept. chunk_length: tokens of the context per step.
+    budget: entries stored once the prompt is complete, the question's included. question_tokens: last tokens of the
+    prompt that are its question, at least 1, always kept. chunk_length: tokens of the context per step.
     """
 
     budget: Budget
-    question: int
+    question_tokens: int
     chunk_length: int = 1024
-
-    restarts = True
-    needs_heads = "own"
-    takes_quotas = True
-    needs = ("rotary",)
-    when = END_OF_PROMPT
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
-        check_int(self, "question", self.question, 1)
+        check_int(self, "question_tokens", self.question_tokens, 1)
         check_int(self, "chunk_length", self.chunk_length, 1)
         if self.budget.tokens is not None and self.budget.tokens < self.minimum:
             raise PlanError(
                 f"Finch: a budget of {self.budget.tokens} entries is too small, at least {self.minimum} are needed "
-                f"(the question of {self.question} and one more); raise budget="
+                f"(the question of {self.question_tokens} and one more); raise budget="
             )
 
     @property
     def window(self) -> int:
-        return self.question
+        return self.question_tokens
 
     @property
     def minimum(self) -> int:
-        return self.question + 1
+        return self.question_tokens + 1
 
     def scores(self, ctx: LayerContext) -> Tensor:
-        """[B, H, N - question]: what the last `question` queries make of the entries before theirs."""
-        count, length = self.question, ctx.keys.shape[2]
+        """[B, H, N - question]: what the question's queries make of the entries before theirs."""
+        count, length = self.question_tokens, ctx.keys.shape[2]
         slots = torch.arange(length, device=ctx.keys.device)
         visible = (slots <= slots[-count:, None])[None, None]
         if ctx.valid is not None:
@@ -84,8 +78,8 @@ class Finch(Checked):
         return group_mean(mass, ctx.keys.shape[1])[..., :-count]
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection:
-        """The ``counts[b]`` best entries of each head of row b before the question's; see roles.Condensing."""
-        scores = torch.nn.functional.pad(self.scores(ctx), (0, self.question), value=float("-inf"))
+        """The ``counts[b]`` best entries of each head of row b before the question's; see roles.ChunkedEvictor."""
+        scores = torch.nn.functional.pad(self.scores(ctx), (0, self.question_tokens), value=float("-inf"))
         return select_top(*apply_protection(ctx, hide_padding(ctx, scores), counts))
 
 
@@ -95,13 +89,15 @@ class Finch(Checked):
     paper="arXiv 2408.00167",
     phase="while reading",
     query_aware=True,
-    example={"question": 32},
+    example={"question_tokens": 32},
 )
-def finch(budget: Budget | str | int | float = "25%", question: int | None = None, chunk_length: int = 1024) -> Plan:
+def finch(
+    budget: Budget | str | int | float = "25%", question_tokens: int | None = None, chunk_length: int = 1024
+) -> Plan:
     """Chunk by chunk, entries the prompt's question attends to, moved together."""
-    if question is None:
+    if question_tokens is None:
         raise PlanError(
             "finch reads a context in the light of its question: say how many of the prompt's last tokens it is, e.g. "
-            "question=32"
+            "question_tokens=32"
         )
-    return Plan(evict=Finch(budget=Budget.parse(budget), question=question, chunk_length=chunk_length))
+    return Plan(evict=Finch(budget=Budget.parse(budget), question_tokens=question_tokens, chunk_length=chunk_length))

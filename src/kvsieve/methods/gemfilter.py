@@ -24,14 +24,14 @@ from kvsieve.core.scoring import WIDEST, pool, score_dtype
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import apply_protection, check_int
-from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
+from kvsieve.roles import Propagator
 from kvsieve.types import LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemFilter(Checked):
+class GemFilter(Propagator, heads="all"):
     """Read again only the tokens that the prompt's last query points to at `layer`.
 
     budget: k, tokens that are read again; a Budget, a share ("20%", 0.2) or a number (1024) of the whole prompt.
@@ -45,8 +45,7 @@ class GemFilter(Checked):
     kernel: int = 5
     keep_last: int = 1
 
-    restarts = True
-    needs_heads = "all"
+    two_pass = True
     window = 1
 
     def __post_init__(self) -> None:
@@ -78,15 +77,14 @@ class GemFilter(Checked):
             "model of 8B; small models need a deeper one, so compare answers before you rely on it"
         )
 
-    def keeps(self, length: int) -> int:
-        """Tokens of a prompt of `length` that are read again."""
+    def reread_tokens(self, length: int) -> int:
         return min(length, self.budget.entries(length, max(self.keep_last, 1)))
 
     def select(self, ctx: LayerContext) -> Selection | None:
         if ctx.layer_idx != self.source(ctx.num_layers):
             return None
         ctx.shared["report"] = {"filter_layer": ctx.layer_idx}
-        counts = tuple(self.keeps(length) for length in ctx.offered_counts)
+        counts = tuple(self.reread_tokens(length) for length in ctx.offered_counts)
         return pack(*self.best(ctx, counts))
 
     def best(self, ctx: LayerContext, counts: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:

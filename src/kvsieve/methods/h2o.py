@@ -44,14 +44,12 @@ def received_mass(ctx: LayerContext) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2O(ScoredEvictor):
+class H2O(ScoredEvictor, heads="own"):
     """Keep recent entries and heavy hitters.
 
     recent: share of the budget, less what the caller protects, for the most recent entries, in [0, 1]; the paper takes
     half.
     """
-
-    needs_heads = "own"
 
     every: int | None = 1
     recent: float = 0.5
@@ -63,8 +61,8 @@ class H2O(ScoredEvictor):
 
     @property
     def when(self) -> When:
-        # Every pass is looked at, to add up its mass; entries go at the end of the prompt and after `every` tokens.
-        return When(steps=self.every, looks=True)
+        # Every pass is observed, to add up its mass; entries go at the end of the prompt and after `every` tokens.
+        return When(steps=self.every, observes=True)
 
     @property
     def minimum(self) -> int:
@@ -78,7 +76,7 @@ class H2O(ScoredEvictor):
         if skips(self.skip_layers, ctx):
             return None
         if "mass" not in ctx.state:
-            self.look(ctx)
+            self.observe(ctx)
         mass = ctx.state["mass"]
         kept = tuple(min(count, stored) for count, stored in zip(counts, ctx.stored, strict=True))
         if kept == ctx.stored:
@@ -94,7 +92,7 @@ class H2O(ScoredEvictor):
         ctx.state["mass"] = mass.gather(-1, selection.indices)
         return selection
 
-    def look(self, ctx: LayerContext) -> None:
+    def observe(self, ctx: LayerContext) -> None:
         """Add this pass's mass to that of the passes before, [B, H, N] in the layer's state."""
         if skips(self.skip_layers, ctx):
             return

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -53,13 +53,12 @@ def hsa_setting(stored: int, tokens: int, dim: int) -> Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HSA(BudgetReader):
+class HSA(BudgetReader, static_shapes=True):
     """Read the entries that pages' bounds in few channels promise most of.
 
     after_eviction: what is stored is what RocketKV's first stage has left, which P and k1 depend on.
     """
 
-    fixed_shapes: ClassVar[bool] = True
     after_eviction: bool = False
 
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:

@@ -27,13 +27,11 @@ from kvsieve.types import LayerContext, When
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyDiff(ScoredEvictor):
+class KeyDiff(ScoredEvictor, heads="own"):
     """Keep the entries whose keys are least like the mean key.
 
     chunks: also after each chunk of a chunked prompt, whose next chunks then attend to what is left.
     """
-
-    needs_heads = "own"
 
     chunks: bool = False
 

@@ -22,10 +22,8 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class KNorm(ScoredEvictor):
+class KNorm(ScoredEvictor, heads="own"):
     """Keep the entries whose keys have the smallest L2 norm; the paper recommends ``skip_layers=2``."""
-
-    needs_heads = "own"
 
     def scores(self, ctx: LayerContext) -> Tensor:
         return -ctx.keys.to(score_dtype(ctx.keys.dtype)).norm(dim=-1)

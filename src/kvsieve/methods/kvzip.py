@@ -28,11 +28,10 @@ from kvsieve.core.queries import query_mass
 from kvsieve.core.selection import pack_ragged, select_top, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import apply_protection, check_int, first_real, hide_padding, parse_layers, skips
-from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
-from kvsieve.roles import Rehearsal
-from kvsieve.types import END_OF_PROMPT, LayerContext, Ranks, Selection
+from kvsieve.roles import ProbePasses, ProbingEvictor, Traits
+from kvsieve.types import LayerContext, Ranks, Selection
 
 # Tokens of the chunk before that lead to a chunk.
 _LEAD = 8
@@ -41,7 +40,7 @@ _REQUESTS = ("repeat_ids", "go_on_ids", "answer_ids")
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVzip(Checked):
+class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True):
     """Keep the entries that the model needs to repeat its context.
 
     budget: entries per layer and KV head, on average over layers and heads unless ``uniform``, prefix included.
@@ -62,17 +61,10 @@ class KVzip(Checked):
     answer_ids: tuple[int, ...] | None = None
     skip_layers: int | tuple[int, ...] = 0
 
-    window = 0
-    when = END_OF_PROMPT
-    takes_quotas = True
-
     @property
-    def ragged(self) -> bool:
-        return not self.uniform
-
-    @property
-    def needs_heads(self) -> str:
-        return "own" if self.uniform else "all"
+    def traits(self) -> Traits:
+        mine = self.TRAITS
+        return replace(mine, ragged=False, heads=mine.heads and "own") if self.uniform else mine
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
@@ -93,7 +85,7 @@ class KVzip(Checked):
         return self.prefix + 1
 
     @property
-    def rehearsed(self) -> int:
+    def probe_tokens(self) -> int:
         asked = max(len(self.repeat_ids or ()), len(self.go_on_ids or ()) + _LEAD)
         return asked + len(self.answer_ids or ()) + self.chunk_length
 
@@ -107,23 +99,23 @@ class KVzip(Checked):
         made: dict[str, Any] = {**repeat_requests(tokenizer)} if missing else {}
         return replace(self, **{name: made[name] for name in missing})
 
-    def rehearse(self, rehearsal: Rehearsal) -> None:
-        numbers = (rehearsal.real.long().cumsum(-1) - 1).masked_fill(~rehearsal.real, -1)
-        whole = rehearsal.branch()
+    def probe(self, passes: ProbePasses) -> None:
+        numbers = (passes.real.long().cumsum(-1) - 1).masked_fill(~passes.real, -1)
+        whole = passes.branch()
         whole.read_rest()
         scores: dict[int, Tensor] = {}
         for start in range(0, int(numbers.max()) + 1, self.chunk_length):
-            rows = [self.fed(ids[real], start) for ids, real in zip(rehearsal.ids, rehearsal.real, strict=True)]
+            rows = [self.fed(ids[real], start) for ids, real in zip(passes.ids, passes.real, strict=True)]
             size = max(map(len, rows))
-            ids, real = rehearsal.ids.new_zeros(len(rows), size), rehearsal.real.new_zeros(len(rows), size)
+            ids, real = passes.ids.new_zeros(len(rows), size), passes.real.new_zeros(len(rows), size)
             # Filler comes last: between a row and what is fed, it would count as part of sliding windows.
             for row, fed in enumerate(rows):
                 ids[row, : len(fed)], real[row, : len(fed)] = fed, True
-            look = functools.partial(self._score, scores, numbers, start)
-            whole.branch().feed(ids, real, look=look)
+            observe = functools.partial(self._score, scores, numbers, start)
+            whole.branch().feed(ids, real, observe=observe)
         for index, mine in scores.items():
-            rehearsal.state(index)[_STATE] = mine
-            rehearsal.state(index)["kvzip_closes"] = index == max(scores)
+            passes.state(index)[_STATE] = mine
+            passes.state(index)["kvzip_closes"] = index == max(scores)
 
     def fed(self, tokens: Tensor, start: int) -> Tensor:
         """What is fed to repeat the chunk of a row's true `tokens` [n] from `start` on; nothing when there is none."""

@@ -34,16 +34,16 @@ from kvsieve.core.scoring import score_dtype
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import InputError, PlanError
 from kvsieve.methods.base import check_int, parse_layers, skipped, skips
-from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
+from kvsieve.roles import Evictor
 from kvsieve.types import LayerContext, Selection, When
 
 Variant = Literal["lag", "local", "l2"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LagKV(Checked):
+class LagKV(Evictor, heads="own"):
     """Judge each partition of `lag` entries against the next, and keep its best per KV head.
 
     budget: entries left after the prompt, sinks, last partition and remainder included. sinks: S first tokens, never
@@ -53,8 +53,6 @@ class LagKV(Checked):
 
     A partition with more protected entries than its share keeps those; the others then keep less, unless ``chunks``.
     """
-
-    needs_heads = "own"
 
     budget: Budget
     sinks: int = 16
@@ -78,10 +76,6 @@ class LagKV(Checked):
     @property
     def when(self) -> When:
         return When(chunks=self.chunks, steps=1 if self.decode else None)
-
-    @property
-    def window(self) -> int:
-        return 0
 
     @property
     def minimum(self) -> int:
@@ -119,8 +113,7 @@ class LagKV(Checked):
             return another and self._fixed < self.lag
         return stored > count and (another or (ends_prompt and done > self.sinks))
 
-    def waits(self, layer_idx: int, num_layers: int, stored: tuple[int, ...], state: dict[str, Any]) -> bool:
-        """Whether `select` would drop nothing of a layer that stores so many entries of each row."""
+    def is_noop(self, layer_idx: int, num_layers: int, stored: tuple[int, ...], state: dict[str, Any]) -> bool:
         if skipped(self.skip_layers, layer_idx, num_layers):
             return True
         if "counts" not in state:

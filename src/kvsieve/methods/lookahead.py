@@ -28,22 +28,20 @@ from kvsieve.methods.base import check_int
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
-from kvsieve.roles import Rehearsal
+from kvsieve.roles import ProbePasses, ProbingEvictor
 from kvsieve.types import LayerContext, Selection
 
 _STATE, _REAL = "lookahead", "lookahead_real"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lookahead(SnapKV):
+class Lookahead(SnapKV, ProbingEvictor, heads="own"):
     """Keep the entries that a draft of the answer attends to, and the prompt's last `window`.
 
     lookahead: tokens drafted, at least 1. draft: entries of the cut-down copy they are drafted from, a Budget, a share
     or a number; None for `budget`. local: the prompt's last `window` queries vote too. window, kernel, pooling: as
     SnapKV's, for the draft and for the real thing.
     """
-
-    needs_heads = "own"
 
     lookahead: int = 8
     draft: Budget | None = None
@@ -61,7 +59,7 @@ class Lookahead(SnapKV):
         self._drafter()
 
     @property
-    def rehearsed(self) -> int:
+    def probe_tokens(self) -> int:
         return self.window + self.lookahead
 
     def _drafter(self) -> SnapKV:
@@ -73,13 +71,13 @@ class Lookahead(SnapKV):
             skip_layers=self.skip_layers,
         )
 
-    def rehearse(self, rehearsal: Rehearsal) -> None:
-        branch = rehearsal.branch()
+    def probe(self, passes: ProbePasses) -> None:
+        branch = passes.branch()
         logits = branch.read_rest(evict=self._drafter(), logits=True)
         queries: dict[int, list[Tensor]] = {}
         real = []
-        going = torch.ones(len(rehearsal.ids), dtype=torch.bool, device=rehearsal.ids.device)
-        ends = torch.tensor(sorted(rehearsal.ends), dtype=torch.int64, device=going.device)
+        going = torch.ones(len(passes.ids), dtype=torch.bool, device=passes.ids.device)
+        ends = torch.tensor(sorted(passes.ends), dtype=torch.int64, device=going.device)
         for left in reversed(range(self.lookahead)):
             assert logits is not None
             token = logits.argmax(-1)
@@ -87,12 +85,12 @@ class Lookahead(SnapKV):
             going = going & ~torch.isin(token, ends)
             logits = branch.feed(
                 token[:, None],
-                look=lambda ctx: queries.setdefault(ctx.layer_idx, []).append(ctx.query),
+                observe=lambda ctx: queries.setdefault(ctx.layer_idx, []).append(ctx.query),
                 logits=left > 0,
             )
         for index, parts in queries.items():
-            rehearsal.state(index)[_STATE] = torch.cat(parts, 2)
-            rehearsal.state(index)[_REAL] = torch.stack(real, 1)
+            passes.state(index)[_STATE] = torch.cat(parts, 2)
+            passes.state(index)[_REAL] = torch.stack(real, 1)
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
         selection = super().select(ctx, counts)

@@ -8,32 +8,26 @@ of all turns; its answer reads those and itself. Saves time per token, not memor
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import scored_by_name
-from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
-from kvsieve.roles import Evictor, Rehearsing, condenses
-from kvsieve.types import END_OF_PROMPT, LayerContext, Selection, When
+from kvsieve.roles import ChunkedEvictor, DelegatingEvictor, Evictor, ProbingEvictor
+from kvsieve.types import END_OF_PROMPT, LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerTurn(Checked):
+class PerTurn(DelegatingEvictor, heads="own", is_view=True):
     """Keep everything, and let a turn's answer read what `base` would keep: ``PerTurn(base=SnapKV(budget=0.1))``.
 
     base: an evictor that acts at the end of a prompt only, in every layer by itself, and needs no passes of its own.
     Raises PlanError for another.
     """
 
-    views: ClassVar[bool] = True
-    needs_heads = "own"
-    base: Evictor
-
     def __post_init__(self) -> None:
-        if isinstance(self.base, Rehearsing) or condenses(self.base):
+        if isinstance(self.base, (ProbingEvictor, ChunkedEvictor)):
             raise PlanError(
                 f"PerTurn: {type(self.base).__name__} needs passes of its own over the prompt, which a view has not; "
                 "use a base such as SnapKV(budget=0.1)"
@@ -43,44 +37,6 @@ class PerTurn(Checked):
                 f"PerTurn: base must be an evictor that acts at the end of a prompt only, such as SnapKV(budget=0.1), "
                 f"without every=; got {self.base!r}"
             )
-
-    @property
-    def takes_quotas(self) -> bool:
-        return bool(getattr(self.base, "takes_quotas", False))
-
-    @property
-    def needs(self) -> tuple[str, ...]:
-        return tuple(getattr(self.base, "needs", ()))
-
-    @property
-    def skip_layers(self) -> Any:
-        return getattr(self.base, "skip_layers", 0)
-
-    @property
-    def budget(self) -> Budget:
-        return self.base.budget
-
-    @property
-    def window(self) -> int:
-        return self.base.window
-
-    @property
-    def minimum(self) -> int:
-        return self.base.minimum
-
-    @property
-    def when(self) -> When:
-        return END_OF_PROMPT
-
-    @property
-    def check(self) -> Any:
-        """The base's, where it has one; see roles.Evictor."""
-        return self.base.check  # type: ignore[attr-defined]
-
-    @property
-    def entries(self) -> Any:
-        """The base's own count, where it has one; see roles.Evictor."""
-        return self.base.entries  # type: ignore[attr-defined]
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | dict[int, Selection] | None:
         chosen = self.base.select(ctx, counts)

@@ -29,9 +29,9 @@ from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.snapkv import SnapKV
-from kvsieve.parameters import Checked
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
+from kvsieve.roles import Propagator
 from kvsieve.types import LayerContext, Selection
 
 Strategy = Literal["cosine", "linear"]
@@ -41,7 +41,7 @@ _BLOCK_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class PyramidInfer(Checked):
+class PyramidInfer(Propagator, heads="all"):
     """Drop hidden states layer by layer.
 
     rate: share of its context, in (0, 1], that the deepest layer would pass on. It is a share per layer and the
@@ -62,7 +62,6 @@ class PyramidInfer(Checked):
     distance_weight: float = 1.2
 
     window = 1
-    needs_heads = "all"
 
     def __post_init__(self) -> None:
         for name, fine, range_ in (
@@ -97,7 +96,7 @@ class PyramidInfer(Checked):
         left = (1 + math.cos(math.pi * depth)) / 2 if self.strategy == "cosine" else 1 - depth
         return (1 - self.rate) * left + self.rate
 
-    def keeps(self, length: int, tail: int, share: float) -> int:
+    def passed_on(self, length: int, tail: int, share: float) -> int:
         """Of the `length` tokens that a layer got, how many it passes on."""
         kept = int((length - tail) * share)
         return tail + kept if kept > self.min_context else length
@@ -106,7 +105,7 @@ class PyramidInfer(Checked):
         offered, share = ctx.offered_counts, self.share(ctx.layer_idx, ctx.num_layers)
         ctx.shared.setdefault("report", {}).setdefault("layer_tokens", []).append(max(offered))
         tails = [self.queries(length) for length in ctx.step.turn_lengths]
-        counts = tuple(self.keeps(length, tail, share) for length, tail in zip(offered, tails, strict=True))
+        counts = tuple(self.passed_on(length, tail, share) for length, tail in zip(offered, tails, strict=True))
         if counts == offered:
             return None
         # Columns of the offered tokens, counted from the right end: a row's own are the first of them.

@@ -26,14 +26,12 @@ from kvsieve.registry import register_method
 
 
 @dataclass(frozen=True, kw_only=True)
-class PyramidKV(LayerAllocator):
+class PyramidKV(LayerAllocator, heads="own"):
     """Give early layers more of the budget than late ones: ``PyramidKV(base=SnapKV(budget=0.2))``.
 
     base: what ranks entries and holds the budget, which is the average. beta: how many times the last layer's share
     goes into the average, at least 1; 1 gives all layers alike.
     """
-
-    needs_heads = "own"
 
     base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2), kernel=5)
     beta: int = 20

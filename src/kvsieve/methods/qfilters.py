@@ -29,14 +29,12 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class QFilters(ScoredEvictor):
+class QFilters(ScoredEvictor, heads="own"):
     """Keep the entries whose keys project furthest on their head's filter.
 
     filters: [layers][KV heads][D], as numbers in tuples or lists. recent: newest entries that always stay, none by
     default as in the paper; a question at the end of a prompt needs them.
     """
-
-    needs_heads = "own"
 
     filters: Filters = field(repr=False)
     recent: int = 0

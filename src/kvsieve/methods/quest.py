@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -32,13 +32,12 @@ from kvsieve.registry import register_method
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quest(BudgetReader):
+class Quest(BudgetReader, static_shapes=True):
     """Read the pages whose bounds are highest. page: entries per page, None to spend half the budget on bounds.
 
     per_query_head: a set for each query head, not one for those that share a KV head.
     """
 
-    fixed_shapes: ClassVar[bool] = True
     page: int | None = None
     per_query_head: bool = False
 

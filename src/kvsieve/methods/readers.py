@@ -8,7 +8,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import parse_layers, skipped
-from kvsieve.parameters import Checked
+from kvsieve.roles import Layers, Reader
 
 LEAST = 16
 
@@ -27,7 +27,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetReader(Checked):
+class BudgetReader(Reader):
     """A reader with a budget of t entries per step, layer and KV head; subclasses give `parameters` and `choose`.
 
     budget: t, at least 16, what is read to choose included unless a method says otherwise; a share is one of the prompt
@@ -35,13 +35,14 @@ class BudgetReader(Checked):
     skip_layers: layers that read everything; see ScoredEvictor.
     newest: the newest page is always read, or as many of its newest entries as are half of what is read; the rest is
     for the query to choose. False: the query chooses all, and the current token may be left out.
-    questions: also read so while a question is read that the plan leaves whole; prompts are read densely otherwise.
+    sparse_questions: also read so while a question is read that the plan leaves whole; otherwise prompts are read
+    densely.
     """
 
     budget: Budget
-    skip_layers: int | tuple[int, ...] = 0
+    skip_layers: Layers = 0
     newest: bool = True
-    questions: bool = False
+    sparse_questions: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
@@ -63,3 +64,6 @@ class BudgetReader(Checked):
 
     def reads_all(self, setting: Setting, size: int) -> bool:
         return size <= setting.tokens
+
+    def granularity(self, setting: Setting) -> int:
+        return setting.page

@@ -25,13 +25,11 @@ from kvsieve.registry import register_method
 
 
 @dataclass(frozen=True, kw_only=True)
-class RocketEviction(GroupedSnapKV):
+class RocketEviction(GroupedSnapKV, heads="own"):
     """Stage 1. budget: t, what a step may read, not what is kept: that is `stored_entries` less the tokens to come.
 
     It is at least 16; the window and one entry more are kept in any case.
     """
-
-    needs_heads = "own"
 
     kernel: int = 63
 
@@ -43,7 +41,10 @@ class RocketEviction(GroupedSnapKV):
     def why_minimum(self) -> str:
         return "estimates and exact reads share them"
 
-    def entries(self, length: int, new_tokens: int) -> int:
+    def requested(self, length: int, new_tokens: int = 0) -> int:
+        return self.entries(length, new_tokens)
+
+    def entries(self, length: int, new_tokens: int = 0) -> int:
         tokens = self.budget.entries(length + new_tokens, LEAST)
         return max(stored_entries(length, new_tokens, tokens) - new_tokens, self.minimum)
 
@@ -56,11 +57,11 @@ def rocketkv(
     pooling: Pool = "max",
     skip_layers: int | tuple[int, ...] | str = 0,
     newest: bool = True,
-    questions: bool = False,
+    sparse_questions: bool = False,
 ) -> Plan:
     """SnapKV with a wide pool evicts first; then each token reads few of the entries left, `budget` in all."""
     evict = _first(budget, window, kernel, pooling, skip_layers)
-    return Plan(evict=evict, read=_second(evict, newest, questions))
+    return Plan(evict=evict, read=_second(evict, newest, sparse_questions))
 
 
 @register_method("rocketkv-mt", title="RocketKV-MT", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)
@@ -71,11 +72,11 @@ def rocketkv_mt(
     pooling: Pool = "max",
     skip_layers: int | tuple[int, ...] | str = 0,
     newest: bool = True,
-    questions: bool = False,
+    sparse_questions: bool = False,
 ) -> Plan:
     """RocketKV for conversations: nothing is dropped, its first stage chooses afresh in every turn what may be read."""
     evict = _first(budget, window, kernel, pooling, skip_layers)
-    return Plan(evict=PerTurn(base=evict), read=_second(evict, newest, questions))
+    return Plan(evict=PerTurn(base=evict), read=_second(evict, newest, sparse_questions))
 
 
 def _first(
@@ -94,11 +95,11 @@ def _first(
     )
 
 
-def _second(evict: RocketEviction, newest: bool, questions: bool) -> HSA:
+def _second(evict: RocketEviction, newest: bool, sparse_questions: bool) -> HSA:
     return HSA(
         budget=evict.budget,
         after_eviction=True,
         skip_layers=evict.skip_layers,
         newest=newest,
-        questions=questions,
+        sparse_questions=sparse_questions,
     )

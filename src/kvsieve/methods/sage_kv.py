@@ -25,14 +25,12 @@ from kvsieve.types import LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class SageKV(ScoredEvictor):
+class SageKV(ScoredEvictor, heads="own"):
     """Keep sinks, a recent window, and what the last token attends to in between.
 
     sinks: first tokens, always kept, at least 0. recent: share of the budget for the most recent entries, in [0, 1];
     the last token stays in any case. every: roll the window whenever this many tokens have been generated.
     """
-
-    needs_heads = "own"
 
     sinks: int = 4
     recent: float = 0.5

@@ -22,15 +22,13 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerLayer(LayerAllocator):
+class PerLayer(LayerAllocator, heads="own"):
     """Divide the budget among layers as told: ``PerLayer(base=SnapKV(budget=0.2), shares=(2, 2, 1, 1))``.
 
     base: what ranks entries and holds the budget, which is the average. shares: a number per layer of the model, at
     least 0, or their text "2/2/1/1"; those of layers that do not evict count for nothing. Raises PlanError for other
     values, and when attached to a model with another number of layers.
     """
-
-    needs_heads = "own"
 
     base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2))
     shares: tuple[float, ...]

@@ -25,7 +25,7 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapKV(ScoredEvictor):
+class SnapKV(ScoredEvictor, heads="own"):
     """Keep the entries that the prompt's last `window` queries attend to, and those queries' own entries.
 
     window: W, the observing queries at the prompt's end, always kept, at least 1.
@@ -33,8 +33,6 @@ class SnapKV(ScoredEvictor):
     pooling: "avg" or "max", before the group is shared.
     per_query_head: one set per query head, stored G times over; for fidelity to the original code only.
     """
-
-    needs_heads = "own"
 
     window: int = 32
     kernel: int = 7
@@ -53,6 +51,9 @@ class SnapKV(ScoredEvictor):
     @property
     def why_minimum(self) -> str:
         return f"the window of {self.window} and one more"
+
+    def stored_heads(self, kv_heads: int, query_heads: int) -> int:
+        return query_heads if self.per_query_head else kv_heads
 
     def context_scores(self, ctx: LayerContext) -> Tensor:
         """[B, H or Hq, M]: scores of the entries before the observing queries' own."""

@@ -13,7 +13,7 @@ r = D t / S, k = t / 2. One channel is the least: beyond S = D t the estimates c
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,13 +28,12 @@ from kvsieve.registry import register_method
 
 
 @dataclass(frozen=True, kw_only=True)
-class SparQ(BudgetReader):
+class SparQ(BudgetReader, static_shapes=True):
     """Read the entries whose logits are estimated highest from few channels. mean_value: blend in the mean of values.
 
     per_query_head: a choice for each query head, not one for those that share a KV head.
     """
 
-    fixed_shapes: ClassVar[bool] = True
     mean_value: bool = True
     per_query_head: bool = False
 

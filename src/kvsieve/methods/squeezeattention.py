@@ -38,16 +38,14 @@ _BLOCK = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class SqueezeAttention(Cascade):
+class SqueezeAttention(Cascade, needs=("hidden", "output_weight"), heads="all"):
     """Give layers whose attention changes little a smaller budget: ``SqueezeAttention(base=StreamingLLM(budget=0.2))``.
 
     base: what ranks entries and holds the budget, which is the average. p: times the budget that the layers keep whose
     attention changes least, in (0, 1].
     """
 
-    holds_all: ClassVar[bool] = True
-
-    needs_heads = "all"
+    defer_until_last_layer: ClassVar[bool] = True
 
     base: ScoredEvictor = StreamingLLM(budget=Budget(ratio=0.2))
     p: float = 0.3
@@ -62,16 +60,12 @@ class SqueezeAttention(Cascade):
         return 0
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        return ("hidden", "output_weight", *self.base.needs)
-
-    @property
     def when(self) -> When:
-        return dataclasses.replace(self.base.when, looks=True)
+        return dataclasses.replace(self.base.when, observes=True)
 
-    def look(self, ctx: LayerContext) -> None:
-        if self.base.when.looks:
-            super().look(ctx)
+    def observe(self, ctx: LayerContext) -> None:
+        if self.base.when.observes:
+            super().observe(ctx)
         if ctx.step.phase == "decode":
             return
         found, number = _similarities(ctx)
@@ -81,7 +75,7 @@ class SqueezeAttention(Cascade):
     def weigh(self, ctx: LayerContext) -> list[float]:
         seen = ctx.state.get("similarity")
         if seen is None:
-            raise UnsupportedModelError("SqueezeAttention was not shown the prompt as it was read; see roles.Looker")
+            raise UnsupportedModelError("SqueezeAttention was not shown the prompt as it was read; see Evictor.observe")
         # Hidden states are whole on every rank, but may differ in their last bits.
         return [total / max(number, 1.0) for total, number in ctx.ranks.mean(seen).tolist()]
 

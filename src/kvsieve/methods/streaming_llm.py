@@ -21,13 +21,11 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingLLM(ScoredEvictor):
+class StreamingLLM(ScoredEvictor, heads="own"):
     """Keep `sinks` first tokens and fill the rest of the budget with the last ones.
 
     sinks: tokens kept at the start of the row, at least 0.
     """
-
-    needs_heads = "own"
 
     sinks: int = 4
 

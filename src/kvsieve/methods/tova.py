@@ -21,10 +21,8 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class TOVA(ScoredEvictor):
+class TOVA(ScoredEvictor, heads="all"):
     """Keep, per layer, the entries that the newest token attends to."""
-
-    needs_heads = "all"
 
     every: int | None = 1
 

@@ -25,14 +25,12 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZigZagKV(Cascade):
+class ZigZagKV(Cascade, heads="all"):
     """Divide the budget among layers by how many entries their attention needs: ``ZigZagKV(base=SnapKV(budget=0.2))``.
 
     base: what ranks entries and holds the budget, which is the average; its window, or the last 32 queries, are looked
     at. target: the part of the attention, in (0, 1]. floor: the part of the budget that every layer keeps, in [0, 1].
     """
-
-    needs_heads = "all"
 
     base: ScoredEvictor = SnapKV(budget=Budget(ratio=0.2))
     target: float = 0.9

@@ -222,13 +222,13 @@ class Engine:
             raise Refused("a pass of the plan's own")
         if evictor is not None and evictor.when.steps is not None:
             name = type(evictor).__name__
-            if evictor.when.looks:
+            if evictor.when.observes:
                 raise Refused(f"{name} looks at every token")
             if evictor.window > 1:
                 raise Refused(f"{name} keeps the queries of the last tokens")
-            if session._acts_in_between() and not _waits(session):
+            if session._acts_in_between() and not _is_noop(session):
                 raise Refused(f"{name} acts on this token")
-        if reader is not None and not getattr(reader, "fixed_shapes", False):
+        if reader is not None and not reader.traits.static_shapes:
             raise Refused(f"{type(reader).__name__} does not choose with fixed shapes")
         if torch.is_grad_enabled() or torch.is_autocast_enabled(device):
             raise Refused("gradients or autocast are on; use torch.no_grad() and a model in its own dtype")
@@ -293,11 +293,11 @@ def _alike(made: FixedPass, inputs: dict[str, Tensor], options: dict[str, Any]) 
     )
 
 
-def _waits(session: Session) -> bool:
-    """Whether the plan's evictor, which acts on this token, would drop nothing."""
-    waits = getattr(session.plan.evict, "waits", None)
-    return waits is not None and all(
-        waits(index, session.num_layers, tuple(length + 1 for length in layer.store.lengths), layer.state)
+def _is_noop(session: Session) -> bool:
+    """Tell that the plan's evictor, which acts on this token, would drop nothing."""
+    evictor = session.plan.evict
+    return evictor is None or all(
+        evictor.is_noop(index, session.num_layers, tuple(length + 1 for length in layer.store.lengths), layer.state)
         for index, layer in session.cache.sieve_layers.items()
     )
 

@@ -8,7 +8,7 @@ from kvsieve.cache import keep
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.protection import lost
-from kvsieve.roles import Evictor, entries_kept
+from kvsieve.roles import Evictor
 from kvsieve.types import LayerContext, Selection
 
 
@@ -19,10 +19,9 @@ def evict(evictor: Evictor, ctx: LayerContext, cache: SieveCache) -> None:
     lengths = step.lengths if step.phase == "prefill" else cache.prompt_lengths
     if cache.restart is not None:
         lengths = cache.restart.lengths
-    counts = tuple(entries_kept(evictor, length, cache.new_tokens) for length in lengths)
+    counts = tuple(evictor.entries(length, cache.new_tokens) for length in lengths)
     if step.phase == "prefill":
-        own = getattr(evictor, "entries", None)
-        record.asked = max(counts) if own is not None else max(evictor.budget.entries(length) for length in lengths)
+        record.asked = max(evictor.requested(length, cache.new_tokens) for length in lengths)
         record.raised_to = max(counts) if max(counts) > record.asked else None
     chosen = evictor.select(ctx, counts)
     per_layer = chosen if isinstance(chosen, dict) else {ctx.layer_idx: chosen}
@@ -33,7 +32,7 @@ def evict(evictor: Evictor, ctx: LayerContext, cache: SieveCache) -> None:
         if cache.held is not None:
             protected, quotas = cache.held.at(layer.store.index, layer.store.valid)
             check_held(evictor, dataclasses.replace(ctx, protected=protected, quotas=quotas), selection)
-        if getattr(evictor, "views", False):
+        if evictor.traits.is_view:
             layer.look_through(selection)
         else:
             room = cache.room(step.start + step.num_new, max(counts))

@@ -19,7 +19,6 @@ from kvsieve.hf.forward.evict import check_held, evict
 from kvsieve.hf.forward.sparse_read import read_token
 from kvsieve.hf.inputs import check_mask, refuse_strange, strange
 from kvsieve.plans import Plan
-from kvsieve.roles import Looker
 from kvsieve.types import ALONE, LayerContext, ModelFacts, Ranks, Selection, Step, When
 
 _log = logging.getLogger(__name__)
@@ -87,11 +86,11 @@ class Session:
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
             out = dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
         evictor = self.plan.evict
-        if evictor is not None and self._looks(evictor.when) and isinstance(evictor, Looker):
+        if evictor is not None and self._observes(evictor.when):
             shown = self._context(index, layer, query, scale)
             if self.hidden is not None:
                 shown.hidden, shown.output = self.hidden.detach(), out.detach()
-            evictor.look(shown)
+            evictor.observe(shown)
         if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
             query = self._recent(layer, query, evictor.window)
         if step.ends_prompt or self._acts_in_between():
@@ -103,7 +102,7 @@ class Session:
         if self.step.phase == "decode":
             return True
         reader = self.plan.read
-        return reader is not None and reader.questions and not self.cache.reduces and self.step.start > 0
+        return reader is not None and reader.sparse_questions and not self.cache.reduces and self.step.start > 0
 
     def _read(
         self, index: int, layer: SieveLayer, query: Tensor, key: Tensor, value: Tensor, scale: float, room: int
@@ -126,8 +125,8 @@ class Session:
             return when.chunks
         return when.steps is not None and (self.cache.decoded + self.step.num_new) % when.steps == 0
 
-    def _looks(self, when: When) -> bool:
-        return when.looks and (self.step.phase == "prefill" or when.steps is not None)
+    def _observes(self, when: When) -> bool:
+        return when.observes and (self.step.phase == "prefill" or when.steps is not None)
 
     def _recent(self, layer: SieveLayer, query: Tensor, window: int) -> Tensor:
         """The queries [B, Hq, <= window, D] of the turn's last tokens, this pass's among them."""
@@ -140,6 +139,7 @@ class Session:
 
     def _context(self, index: int, layer: SieveLayer, query: Tensor, scale: float) -> LayerContext:
         store, held, ranks = layer.store, self.cache.held, self.ranks
+        ragged = self.plan.evict is not None and self.plan.evict.traits.ragged
         ranks.check_heads(query.shape[1])
         protected, quotas = (None, None) if held is None else held.at(store.index, store.valid)
         return LayerContext(
@@ -153,7 +153,7 @@ class Session:
             index=store.index,
             valid=store.valid,
             # Where heads keep different numbers, the fullest may be another process's.
-            stored=ranks.most(store.lengths) if getattr(self.plan.evict, "ragged", False) else store.lengths,
+            stored=ranks.most(store.lengths) if ragged else store.lengths,
             state=layer.state,
             shared=self.shared,
             protected=protected,
@@ -270,7 +270,7 @@ def open_session(
         )
     if cache.own_plan is not None:
         plan = cache.own_plan
-    elif plan.restarts:
+    elif plan.shortens_prompt:
         if cache.restart is None or (new > 1 and not cache.awaits_prompt):
             how = "every prompt twice" if plan.propagate is not None else "a prompt in steps of its own"
             raise UnsupportedOptionError(
@@ -282,7 +282,7 @@ def open_session(
         source = None
     if new > 1 and not cache.awaits_prompt and not cache.given_answer:
         cache.begin_turn()
-    if plan.rehearses and cache.awaits_prompt and not cache.rehearsed:
+    if plan.probes and cache.awaits_prompt and not cache.rehearsed:
         raise UnsupportedOptionError(
             f"{plan.name!r} feeds tokens of its own before a prompt is complete, which a plain call of the model "
             "cannot do: use sieve.generate(...) or sieve.prefill(...), with the whole conversation"

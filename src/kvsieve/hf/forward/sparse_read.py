@@ -100,10 +100,10 @@ class Reading:
             if all_of_it:
                 reads.read(len(group.row) * size, entry)
                 continue
-            assert group.cost is not None
+            assert group.cost is not None and self.reader is not None
             entries, metadata_bytes, before = group.cost
             if before != size:
-                page = getattr(group.setting, "page", 1)
+                page = self.reader.granularity(group.setting)
                 metadata_bytes = metadata_bytes // -(-before // page) * -(-size // page)
             metadata = [each for each in group.state.values() if isinstance(each, IncrementalMetadata)]
             reads.looked(metadata_bytes, sum(each.update_bytes(group.known, size) for each in metadata))

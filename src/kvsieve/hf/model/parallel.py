@@ -17,7 +17,6 @@ from torch import Tensor
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.compat import device_mesh, tensor_parallel_mesh, text_config
 from kvsieve.plans import Plan
-from kvsieve.roles import heads_needed
 from kvsieve.types import ALONE, Ranks
 
 
@@ -76,10 +75,10 @@ def ranks_of(model: Any, plan: Plan) -> Ranks:
             "evenly; use a number of processes that divides both"
         )
     for role in (plan.propagate, plan.evict):
-        if role is not None and heads_needed(role) is None:
+        if role is not None and role.traits.heads is None:
             raise PlanError(
                 f"{plan.name!r} cannot run on a model whose heads are divided among {size} processes: "
-                f"{type(role).__name__} does not say, in needs_heads, that it can choose there (roles.heads_needed), "
+                f"{type(role).__name__} does not say whose heads it looks at (heads=, see roles.Traits), "
                 "and might decide on the heads of one process alone; run it on one, or use another method "
                 "(docs/parallel.md)"
             )

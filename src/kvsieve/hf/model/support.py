@@ -10,7 +10,6 @@ from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.cache.cache import DynamicSlidingWindowLayer
 from kvsieve.hf.compat import DynamicLayer, plain_cache_layers, text_config
 from kvsieve.hf.model.facts import Facts
-from kvsieve.methods.base import check_layers
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint
 from kvsieve.registry import list_methods, method_info
@@ -75,7 +74,7 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
         if "position_embeddings" not in inspect.signature(layers[0].forward).parameters:
             return "its layers take no position_embeddings, so token propagation cannot move positions along"
     full = [index for index in range(len(kinds)) if index not in sliding]
-    return Facts(model).why_missing(getattr(plan.evict, "needs", ()), full)
+    return None if plan.evict is None else Facts(model).why_missing(plan.evict.traits.needs, full)
 
 
 def methods_for(model: Any) -> list[str]:
@@ -99,7 +98,8 @@ def check_model(model: Any, plan: Plan) -> None:
         others = ", ".join(methods_for(model))
         way_out = f"Methods that run on it: {others}." if others else "`kvsieve models` lists what is supported."
         raise UnsupportedModelError(f"{type(model).__name__} cannot run {plan.name!r}: {reason}. {way_out}")
-    check_layers(plan.evict, len(model.get_decoder().layers))
+    if plan.evict is not None:
+        plan.evict.check(len(model.get_decoder().layers))
     found = Fingerprint.of(model) if plan.profile is not None else None
     if found is not None and plan.profile is not None and found != plan.profile:
         raise PlanError(

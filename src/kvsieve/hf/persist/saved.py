@@ -41,7 +41,7 @@ from kvsieve.hf.prompt.read import Restart
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint
 from kvsieve.protection import ProtectedTokens
-from kvsieve.roles import condenses
+from kvsieve.roles import ChunkedEvictor
 from kvsieve.version import __version__
 
 if TYPE_CHECKING:
@@ -342,7 +342,7 @@ def _made(header: dict[str, Any], tensors: dict[str, Tensor], sieve: Sieve) -> S
 
 def _plan_of_reading(plan: Plan) -> Plan:
     """What passes over a prompt's shorter reading run under; see restart.py."""
-    return Plan(evict=None if condenses(plan.evict) else plan.evict, name=plan.name)
+    return Plan(evict=None if isinstance(plan.evict, ChunkedEvictor) else plan.evict, name=plan.name)
 
 
 def _device(sieve: Sieve, index: int) -> torch.device:

@@ -1,4 +1,4 @@
-"""Prompts that are reduced while they are read, each chunk in the light of the question at the end (roles.Condensing).
+"""Prompts that are reduced while they are read, chunk by chunk, in the light of the question (roles.ChunkedEvictor).
 
 Nothing that is kept stays where it stood: after each chunk the question's entries go, and the keys that stay turn to
 the positions 0, 1, ... The cache then holds a prompt of its own, which is all that its length and positions speak of;
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from kvsieve.hf.forward.evict import check_held
 from kvsieve.hf.prompt.chunks import chunk_ends
 from kvsieve.plans import Plan
 from kvsieve.protection import ProtectedTokens
-from kvsieve.types import END_OF_PROMPT, LayerContext, Selection
+from kvsieve.roles import ChunkedEvictor, Evictor
+from kvsieve.types import LayerContext, Selection
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,28 +46,23 @@ class Condensed:
 
 
 @dataclass(eq=False)
-class _Step:
+class _Step(Evictor):
     """The evictor of one chunk's pass: lets `inner` keep `targets` entries per row and notes where these must move.
 
     columns: int [B, L], the columns of this pass's tokens as given, -1 for filler. moves: per layer, int64
     [B, H, K], from the position an entry was read at to its new one. held: what must stay, by column as given.
     """
 
-    inner: Any
+    inner: ChunkedEvictor
     targets: tuple[int, ...]
     columns: Tensor
     origins: dict[int, Tensor]
     held: ProtectedTokens | None
     moves: dict[int, Tensor] = field(default_factory=dict)
 
-    when = END_OF_PROMPT
-    window = 0
-    minimum = 1
-
     @property
     def budget(self) -> Budget:
-        budget: Budget = self.inner.budget
-        return budget
+        return self.inner.budget
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection:
         columns = self.columns[:, None].expand(-1, ctx.keys.shape[1], -1).to(torch.int32)
@@ -74,10 +70,13 @@ class _Step:
         columns = columns if known is None else torch.cat([known, columns], 2)
         if self.held is not None:
             # The question is forgotten and read again, so nothing of it has to stay here.
-            context = torch.nn.functional.pad(columns[..., : -self.inner.question], (0, self.inner.question), value=-1)
+            context = torch.nn.functional.pad(
+                columns[..., : -self.inner.question_tokens], (0, self.inner.question_tokens), value=-1
+            )
             protected, quotas = self.held.at(context, ctx.valid)
             ctx = dataclasses.replace(ctx, protected=protected, quotas=quotas)
-        selection: Selection = self.inner.select(ctx, self.targets)
+        selection = self.inner.select(ctx, self.targets)
+        assert isinstance(selection, Selection)
         check_held(self.inner, ctx, selection)
         slots, shape = selection.indices, ctx.keys.shape[:3]
         size = slots.shape[2]
@@ -111,19 +110,20 @@ def condense(
 
     Raises UnsupportedModelError for a model with sliding-window layers.
     """
-    evictor: Any = sieve.plan.evict
+    evictor = sieve.plan.evict
+    assert isinstance(evictor, ChunkedEvictor)
     if len(cache.sieve_layers) != len(cache.layers):
         raise UnsupportedModelError(
             f"{type(sieve.model).__name__} cannot run {sieve.plan.name!r}: its sliding-window layers cannot move what "
             "they hold"
         )
     lengths: list[int] = real.sum(-1).tolist()
-    tokens, width, asked = input_ids.gather(1, columns), columns.shape[1], evictor.question
+    tokens, width, asked = input_ids.gather(1, columns), columns.shape[1], evictor.question_tokens
     columns = columns.masked_fill(~real, -1)
     contexts = [max(length - asked, 0) for length in lengths]
     kept = kept_of_context(evictor, lengths)
-    entries = max(evictor.budget.entries(length) for length in lengths)
-    least = max(evictor.budget.entries(length, evictor.minimum) for length in lengths)
+    entries = max(evictor.requested(length) for length in lengths)
+    least = max(evictor.entries(length) for length in lengths)
     done = Condensed(columns, {}, entries, least if least > entries else None)
     if kept == tuple(contexts):
         return done
@@ -160,10 +160,10 @@ def condense(
     return done
 
 
-def kept_of_context(evictor: Any, lengths: list[int]) -> tuple[int, ...]:
+def kept_of_context(evictor: ChunkedEvictor, lengths: list[int]) -> tuple[int, ...]:
     """Entries that rows of `lengths` tokens keep of what stands before the question."""
     return tuple(
-        min(max(length - evictor.question, 0), evictor.budget.entries(length, evictor.minimum) - evictor.question)
+        min(max(length - evictor.question_tokens, 0), evictor.entries(length) - evictor.question_tokens)
         for length in lengths
     )
 

@@ -53,7 +53,7 @@ def prefill(
     positions = (full_mask.cumsum(-1) - 1).masked_fill(full_mask == 0, 0)
     ends = chunk_ends(total, chunk, plan.queries(total))
     rehearsed = 0
-    if plan.rehearses and reduce and not question:
+    if plan.probes and reduce and not question:
         rehearsed = rehearsal_tokens(sieve, cache, full_mask)
         ends = rehearsed_ends(total, chunk, plan.queries(total)) if rehearsed else ends
     prompt_end = max(end, prompt_end or 0)
@@ -61,7 +61,7 @@ def prefill(
         cache.begin_question(question)
     else:
         cache.begin_turn(prompt_end=prompt_end + rehearsed, new_tokens=new_tokens, reduce=reduce)
-    cache.rehearsed = plan.rehearses
+    cache.rehearsed = plan.probes
     for first, last in zip([0, *ends], ends, strict=False):
         if rehearsed and last == total:
             rehearse(sieve, cache, input_ids, full_mask)
@@ -117,7 +117,7 @@ def whole_mask(
             f"the cache holds {cache.batch} rows and got an input of {len(input_ids)}; use one cache per batch, or "
             "cache.batch_repeat_interleave to expand it"
         )
-    if cache.restart is not None and not sieve.plan.restarts:
+    if cache.restart is not None and not sieve.plan.shortens_prompt:
         raise InputError(
             f"the cache holds a shorter reading of its prompt, made under {cache.restart.plan.name!r}; go on under "
             "that plan, or start with a new cache"

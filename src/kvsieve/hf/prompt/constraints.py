@@ -12,7 +12,6 @@ from kvsieve.errors import InputError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.plans import Plan
 from kvsieve.protection import ProtectedTokens
-from kvsieve.roles import entries_kept
 from kvsieve.segments import protected_columns, quota_columns, token_numbers
 
 
@@ -62,7 +61,7 @@ class Wishes:
         """
         known = cache.held if cache.restart is None else cache.restart.held
         new = self._asked(token_numbers(mask, *shape))
-        if new is not None and cache.num_seen and not (plan.restarts and self.reduce):
+        if new is not None and cache.num_seen and not (plan.shortens_prompt and self.reduce):
             _check_stored(cache, new)
         held = new
         if known is not None:
@@ -88,7 +87,7 @@ class Wishes:
         self, plan: Plan, held: ProtectedTokens, mask: Tensor | None, shape: torch.Size, question: int
     ) -> None:
         evictor = plan.evict
-        if held.segments is not None and evictor is not None and not getattr(evictor, "takes_quotas", False):
+        if held.segments is not None and evictor is not None and not evictor.traits.takes_quotas:
             raise InputError(
                 f"quotas= needs an evictor that ranks entries by scores, which {type(evictor).__name__} does not; use "
                 "protect=, or another method"
@@ -100,8 +99,8 @@ class Wishes:
             for row, (length, needed) in enumerate(zip(lengths, held.needed(width), strict=True)):
                 where = f" of row {row}" if shape[0] > 1 else ""
                 read = length
-                if plan.restarts and plan.propagate is not None and self.reduce:
-                    read = min(length, plan.propagate.keeps(length))  # type: ignore[attr-defined]
+                if plan.shortens_prompt and plan.propagate is not None and self.reduce:
+                    read = min(length, plan.propagate.reread_tokens(length))
                 if needed > read:
                     raise InputError(
                         f"protect= and quotas= hold {needed} of the {length} tokens{where}, and {plan.name!r} reads "
@@ -109,7 +108,7 @@ class Wishes:
                     )
                 if evictor is None:
                     continue
-                allowed, own = entries_kept(evictor, length), evictor.minimum
+                allowed, own = evictor.entries(length), evictor.minimum
                 # Where nothing is dropped afterwards, no more than all can be needed.
                 if allowed < needed + own and (decodes or allowed < length):
                     raise InputError(

@@ -1,7 +1,7 @@
-"""Passes that a plan needs before a prompt is complete, and that are forgotten (roles.Rehearsing).
+"""Passes that a plan needs before a prompt is complete, and that are forgotten (roles.ProbingEvictor).
 
 All but the last ``max(1, window)`` tokens of the prompt are read as they always are, nothing being evicted. Then the
-evictor rehearses on branches of the cache, which share its buffers and are dropped, and leaves its scores in the
+evictor probes branches of the cache, which share its buffers and are dropped, and leaves its scores in the
 layers' states. The rest of the prompt completes it as ever: that pass attends to everything, and evicts.
 """
 
@@ -18,7 +18,7 @@ from kvsieve.budget import Budget
 from kvsieve.errors import KvsieveWarning
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.plans import Plan
-from kvsieve.roles import Evictor, Look
+from kvsieve.roles import Evictor, Observe, ProbingEvictor
 from kvsieve.types import LayerContext, Selection, When
 
 if TYPE_CHECKING:
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class _Watch:
+class _Watch(Evictor):
     """The evictor of a branch's pass: shows what the layers see, and evicts as `inner` does."""
 
-    shown: Look | None
+    shown: Observe | None
     inner: Evictor | None
 
     @property
@@ -44,16 +44,17 @@ class _Watch:
     def minimum(self) -> int:
         return 1 if self.inner is None else self.inner.minimum
 
-    @property
-    def entries(self) -> Any:
-        """The inner one's own count, where it has one; see roles.Evictor."""
-        return self.inner.entries  # type: ignore[union-attr]
+    def requested(self, length: int, new_tokens: int = 0) -> int:
+        return super().requested(length) if self.inner is None else self.inner.requested(length, new_tokens)
+
+    def entries(self, length: int, new_tokens: int = 0) -> int:
+        return super().entries(length) if self.inner is None else self.inner.entries(length, new_tokens)
 
     @property
     def when(self) -> When:
-        return When(looks=self.shown is not None)
+        return When(observes=self.shown is not None)
 
-    def look(self, ctx: LayerContext) -> None:
+    def observe(self, ctx: LayerContext) -> None:
         assert self.shown is not None
         self.shown(ctx)
 
@@ -72,19 +73,19 @@ class _Branch:
         return _Branch(self.rehearsal, self.cache)
 
     def read_rest(
-        self, *, look: Look | None = None, evict: Evictor | None = None, logits: bool = False
+        self, *, observe: Observe | None = None, evict: Evictor | None = None, logits: bool = False
     ) -> Tensor | None:
         seen = self.cache.num_seen
         ids, real = self.rehearsal.ids[:, seen:], self.rehearsal.real[:, seen:]
-        return self._pass(ids, real, look, evict, logits)
+        return self._pass(ids, real, observe, evict, logits)
 
     def feed(
-        self, ids: Tensor, real: Tensor | None = None, *, look: Look | None = None, logits: bool = False
+        self, ids: Tensor, real: Tensor | None = None, *, observe: Observe | None = None, logits: bool = False
     ) -> Tensor | None:
-        return self._pass(ids, real, look, None, logits)
+        return self._pass(ids, real, observe, None, logits)
 
     def _pass(
-        self, ids: Tensor, real: Tensor | None, look: Look | None, evict: Evictor | None, logits: bool
+        self, ids: Tensor, real: Tensor | None, observe: Observe | None, evict: Evictor | None, logits: bool
     ) -> Tensor | None:
         sieve, cache = self.rehearsal.sieve, self.cache
         ids = ids.to(sieve.model.device)
@@ -101,7 +102,7 @@ class _Branch:
             "past_key_values": cache,
             "use_cache": True,
         }
-        cache.own_plan = Plan(evict=_Watch(look, evict), name=sieve.plan.name)
+        cache.own_plan = Plan(evict=_Watch(observe, evict), name=sieve.plan.name)
         if evict is None:
             cache.held = None
         # Whatever is fed belongs to the prompt, and only what ends it evicts.
@@ -117,7 +118,7 @@ class _Branch:
 
 
 class _Rehearsal:
-    """See roles.Rehearsal."""
+    """See roles.ProbePasses."""
 
     def __init__(self, sieve: Sieve, cache: SieveCache, ids: Tensor, real: Tensor) -> None:
         self.sieve, self.cache = sieve, cache
@@ -137,7 +138,8 @@ def rehearsal_tokens(sieve: Sieve, cache: SieveCache, mask: Tensor) -> int:
 
     mask: [B, N] of the whole conversation, 0 for padding, of which the cache holds what came before the turn.
     """
-    evictor: Any = sieve.plan.evict
+    evictor = sieve.plan.evict
+    assert isinstance(evictor, ProbingEvictor)
     lengths = mask.sum(-1).tolist()
     unread = mask[:, cache.num_seen :].sum(-1).tolist()
     stored = [
@@ -146,10 +148,10 @@ def rehearsal_tokens(sieve: Sieve, cache: SieveCache, mask: Tensor) -> int:
     ]
     # All processes rehearse or none, though heads that keep more may be another's.
     rows = zip(lengths, unread, sieve.ranks.most(tuple(stored)), strict=True)
-    if all(new + held <= evictor.budget.entries(length, evictor.minimum) for length, new, held in rows):
+    if all(new + held <= evictor.entries(length) for length, new, held in rows):
         return 0
     # No more is fed at once than the prompt and a request that is shorter still.
-    rehearsed = min(int(evictor.rehearsed), 2 * max(lengths))
+    rehearsed = min(evictor.probe_tokens, 2 * max(lengths))
     context = getattr(sieve.config, "max_position_embeddings", None)
     if context is not None and max(lengths) + rehearsed > context:
         warnings.warn(
@@ -163,5 +165,5 @@ def rehearsal_tokens(sieve: Sieve, cache: SieveCache, mask: Tensor) -> int:
 
 def rehearse(sieve: Sieve, cache: SieveCache, input_ids: Tensor, mask: Tensor) -> None:
     """Let the plan's evictor rehearse; the cache holds all but the last chunk of the conversation input_ids [B, N]."""
-    evictor: Any = sieve.plan.evict
-    evictor.rehearse(_Rehearsal(sieve, cache, input_ids, mask))
+    assert isinstance(sieve.plan.evict, ProbingEvictor)
+    sieve.plan.evict.probe(_Rehearsal(sieve, cache, input_ids, mask))

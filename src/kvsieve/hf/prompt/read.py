@@ -25,7 +25,7 @@ from kvsieve.hf.prompt.chunks import check_prompt, chunk_ends, prefill, whole_ma
 from kvsieve.hf.prompt.constraints import Wishes
 from kvsieve.plans import Plan
 from kvsieve.protection import ProtectedTokens
-from kvsieve.roles import condenses
+from kvsieve.roles import ChunkedEvictor, Propagator
 from kvsieve.types import LayerContext, Selection
 
 if TYPE_CHECKING:
@@ -85,23 +85,23 @@ class Restart:
 
 
 @dataclass(eq=False)
-class _Filter:
+class _Filter(Propagator):
     """The propagator of a first pass: ends it where `inner` chooses."""
 
-    inner: Any
+    inner: Propagator
     cache: SieveCache
     chosen: Selection | None = None
     report: dict[str, Any] = field(default_factory=dict)
 
     @property
     def window(self) -> int:
-        return int(self.inner.window)
+        return self.inner.window
 
     def source(self, num_layers: int) -> int:
-        return int(self.inner.source(num_layers))
+        return self.inner.source(num_layers)
 
     def queries(self, length: int) -> int:
-        return Plan(propagate=self.inner).queries(length)
+        return self.inner.queries(length)
 
     def select(self, ctx: LayerContext) -> Selection | None:
         self.chosen = self.inner.select(ctx)
@@ -129,8 +129,8 @@ def read_prompt(
 ) -> tuple[Tensor, Tensor | None]:
     """`prefill` under any plan: what to go on with, ids [B, K] and their mask.
 
-    Under a plan that restarts, these are the ids that are read again; `cache` starts from nothing, also on a later
-    turn, whose whole conversation is filtered afresh. Else they are what was given. Raises InputError, and
+    Under a plan that shortens the prompt, these are the ids that are read again; `cache` starts from nothing, also on
+    a later turn, whose whole conversation is filtered afresh. Else they are what was given. Raises InputError, and
     PlanError under a plan that lacks a tokenizer.
     """
     if sieve.plan.lacks_tokenizer:
@@ -148,12 +148,12 @@ def read_prompt(
     held = None if held is None else held.to(sieve.model.device)
     if pad_token_id is None:
         pad_token_id = sieve.model.generation_config.pad_token_id
-    again = sieve.plan.restarts and (wishes.reduce or cache.restart is None)
+    again = sieve.plan.shortens_prompt and (wishes.reduce or cache.restart is None)
     context, context_mask = input_ids, mask
     if question:
         context = input_ids[:, :-question]
         context_mask = None if mask is None else mask[:, :-question]
-    if not sieve.plan.restarts:
+    if not sieve.plan.shortens_prompt:
         cache.held = held
     if again:
         _read_again(
@@ -246,13 +246,14 @@ def _read_again(
     lengths = tuple(real.sum(-1).tolist())
     wanted = lengths
     condensed = None
-    if condenses(sieve.plan.evict):
+    if isinstance(sieve.plan.evict, ChunkedEvictor):
         if reduce:
             shown = _shifted(progress, 0, columns.shape[1] + question)
             condensed = condense(sieve, cache, input_ids, columns, real, chunk=chunk, progress=shown, held=held)
             columns, real = condensed.columns, condensed.columns >= 0
     elif reduce:
-        wanted = tuple(min(sieve.plan.propagate.keeps(length), length) for length in lengths)  # type: ignore[union-attr]
+        assert sieve.plan.propagate is not None
+        wanted = tuple(min(sieve.plan.propagate.reread_tokens(length), length) for length in lengths)
     report: dict[str, Any] = {"idle": "every token was read again: the prompt is not longer than what may be kept"}
     before = 0
     if wanted != lengths:
@@ -265,7 +266,7 @@ def _read_again(
             columns = columns.gather(1, selection.indices.to(columns.device))
             chosen = selection.real()
             real = torch.ones_like(columns, dtype=torch.bool) if chosen is None else chosen.to(columns.device)
-    plan = Plan(evict=None if condenses(sieve.plan.evict) else sieve.plan.evict, name=sieve.plan.name)
+    plan = Plan(evict=None if isinstance(sieve.plan.evict, ChunkedEvictor) else sieve.plan.evict, name=sieve.plan.name)
     given = None if mask is None else mask.bool().to(sieve.model.device)
     marked = columns.masked_fill(~real, -1).to(sieve.model.device)
     cache.restart = Restart(plan, marked, input_ids.shape[1], given, lengths, held)
@@ -303,6 +304,7 @@ def _choose(
     """The first pass: the tokens chosen among ids [B, N], and what the propagator told of its choice."""
     scratch = sieve.new_cache()
     scratch.held = held
+    assert sieve.plan.propagate is not None
     chooser = _Filter(sieve.plan.propagate, scratch)
     plan = Plan(propagate=chooser, name=sieve.plan.name)
     scratch.restart = Restart(plan, ids, ids.shape[1], None, tuple(mask.sum(-1).tolist()))

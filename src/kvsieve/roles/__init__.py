@@ -1,0 +1,30 @@
+"""The roles that a plan is made of: evictors, propagators and readers.
+
+A role is a frozen dataclass that derives from one of these base classes: the object is the configuration. What belongs
+to a conversation lives on its cache, and is handed to the role in every call.
+"""
+
+from kvsieve.roles.base import HeadScope, Role, Traits, role_class, role_name
+from kvsieve.roles.delegate import DelegatingEvictor
+from kvsieve.roles.evictor import ChunkedEvictor, Evictor, Layers
+from kvsieve.roles.probing import Branch, Observe, ProbePasses, ProbingEvictor
+from kvsieve.roles.propagator import Propagator
+from kvsieve.roles.reader import Reader
+
+__all__ = [
+    "Branch",
+    "ChunkedEvictor",
+    "DelegatingEvictor",
+    "Evictor",
+    "HeadScope",
+    "Layers",
+    "Observe",
+    "ProbePasses",
+    "ProbingEvictor",
+    "Propagator",
+    "Reader",
+    "Role",
+    "Traits",
+    "role_class",
+    "role_name",
+]

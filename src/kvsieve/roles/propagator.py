@@ -1,0 +1,55 @@
+"""Propagators: which hidden states go on to deeper layers while a prompt is read."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from kvsieve.roles.base import Role
+from kvsieve.types import LayerContext, Selection
+
+
+class Propagator(Role):
+    """Chooses which hidden states go on to deeper layers while a prompt is read.
+
+    A subclass is a frozen dataclass with the methods `source` and `select`. With `two_pass`, the pass ends where
+    `select` first chooses, and the chosen tokens are read again as a prompt of their own.
+    """
+
+    @property
+    def window(self) -> int:
+        """Queries at the prompt's end that it looks at; see Evictor.window."""
+        return 0
+
+    @property
+    def two_pass(self) -> bool:
+        """True where the chosen tokens are read again, as a short prompt that takes the place of the one given."""
+        return False
+
+    @abstractmethod
+    def source(self, num_layers: int) -> int:
+        """Return the index of the first layer after which hidden states may be dropped.
+
+        Raises:
+            PlanError: the model of `num_layers` layers has no such layer.
+        """
+
+    @abstractmethod
+    def select(self, ctx: LayerContext) -> Selection | None:
+        """Choose the tokens that go on to the next layer: [B, K] ascending, the last one included; None lets all pass.
+
+        Called at every layer in the pass that ends a prompt, after its attention and before its eviction; before
+        ``source(num_layers)`` only to observe. What it has seen goes into ``ctx.shared``. Offered are the last
+        ``ctx.offered`` stored entries; indices count from the first of them.
+        """
+
+    def queries(self, length: int) -> int:
+        """Queries at the end of a prompt of `length` tokens that it looks at, where that depends on the length."""
+        return self.window
+
+    def reread_tokens(self, length: int) -> int:
+        """Tokens of a prompt of `length` that are read again, with `two_pass`."""
+        return length
+
+    def caution(self, num_layers: int) -> str | None:
+        """Return what to warn of when it is attached to a model of `num_layers` layers."""
+        return None

@@ -1,0 +1,57 @@
+"""Readers: which stored entries a new token reads."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
+
+from kvsieve.roles.base import Role
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
+
+
+class Reader(Role):
+    """Chooses which stored entries a new token reads.
+
+    It sees KV rows (core.kv_rows): the entries of one KV head of one batch row, all of them real, whatever they are
+    stored in. Prompts are read densely; with `sparse_questions`, one that the plan leaves whole is read as answers
+    are.
+    """
+
+    @property
+    def sparse_questions(self) -> bool:
+        """True where a prompt that the plan leaves whole is read sparsely, too."""
+        return False
+
+    @abstractmethod
+    def setting(self, facts: ReadFacts) -> Hashable | None:
+        """Return the parameters for one row's KV rows in one layer; None where everything is read.
+
+        Raises:
+            PlanError: the budget cannot be honoured there.
+        """
+
+    @abstractmethod
+    def reads_all(self, setting: Any, size: int) -> bool:
+        """Tell that KV rows of `size` entries are read whole."""
+
+    @abstractmethod
+    def choose(self, query: Tensor, kv_rows: KVRows, state: dict[str, Any], scale: float, setting: Any) -> Choice:
+        """Choose the entries of each KV row that a query reads.
+
+        Args:
+            query: [X, G, D], the G query heads of each KV row.
+            kv_rows: the KV rows.
+            state: scratch of these KV rows: what is derived from their entries (tensors with a row per KV row, or
+                objects with a method all_tensors() that gives their tensors), which between calls only grow.
+            scale: factor of query-key products.
+            setting: what `setting` returned.
+        """
+
+    def granularity(self, setting: Any) -> int:
+        """Entries that one unit of what it looks at stands for, such as those of a page."""
+        return 1
