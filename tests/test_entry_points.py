@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve import registry
+from kvsieve import loading, registry
 from kvsieve.cli.main import run_cli
 from kvsieve.cli.specs import method_specs
 from kvsieve.errors import KvsieveWarning, PlanError
@@ -57,7 +57,8 @@ def installed(tmp_path, monkeypatch):
 
     kvsieve.list_methods()
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(registry, "_loaded", False)
+    monkeypatch.setattr(loading, "_loaded", False)
+    monkeypatch.setattr(loading, "REGISTERED", dict(loading.REGISTERED))
     monkeypatch.setattr(registry, "_METHODS", dict(registry._METHODS))
     return install
 
@@ -81,7 +82,7 @@ def test_a_method_of_another_package_is_known_everywhere(installed, capsys):
 def test_a_broken_one_is_left_out_with_a_warning_that_names_its_package(installed, method):
     module, code, value = BROKEN[method]
     own = [name for name in kvsieve.list_methods() if name != "v-norm"]
-    registry._loaded = False
+    loading._loaded = False
     installed("kvsieve-bad", method, module, code, value)
     with pytest.warns(KvsieveWarning, match=f"method '{method}' of the package 'kvsieve-bad' is left out: {value}"):
         assert kvsieve.list_methods() == own

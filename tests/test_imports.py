@@ -15,11 +15,12 @@ from source_tree import circles, imports, modules
 STOREYS = (
     ("version", "text", "types", "display", "kernels"),
     ("errors",),
-    ("parameters", "profiles", "turns", "core", "models", "report", "protection"),
+    ("loading", "parameters", "profiles", "turns", "core", "models", "report", "protection"),
     ("budget", "defaults", "cache", "attention"),
     ("segments", "roles"),
+    ("plans",),
     ("registry",),
-    ("plans", "tasks"),
+    ("named", "tasks"),
     ("hf", "methods"),
     ("traffic",),
     ("kvsieve",),
@@ -28,9 +29,9 @@ STOREYS = (
     ("__main__",),
 )
 # What still goes upwards or sideways: (from, to). To be emptied; one that no longer occurs fails the test.
-KNOWN_UPWARD = {("registry", "plans")}
+KNOWN_UPWARD: set[tuple[str, str]] = set()
 # Packages that still have modules in a circle, one entry per circle. To be emptied in the same way.
-KNOWN_CIRCLES = {frozenset({"hf"}), frozenset({"plans", "registry"})}
+KNOWN_CIRCLES = {frozenset({"hf"})}
 # transformers' classes are known above and in hf; below it there are tensors only.
 WITHOUT_TRANSFORMERS = ("kernels", "core", "cache", "attention", "methods")
 

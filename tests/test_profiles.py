@@ -13,7 +13,7 @@ from kvsieve.errors import PlanError
 from kvsieve.eval.cells import settings
 from kvsieve.methods import TSP, SnapKV
 from kvsieve.models.families import build
-from kvsieve.plans import all_parameters
+from kvsieve.named import all_parameters
 from kvsieve.profiles import Fingerprint, Profile, load_profile, shipped_profiles
 
 

@@ -20,7 +20,6 @@ KNOWN_FILES = {
     "hf read.py",
     "hf saved.py",
     "hf session.py",
-    "plans.py plans.py",
 }
 KNOWN_FUNCTIONS = {
     "hf _read_again",

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from kvsieve import methods, models
     from kvsieve.hf.attach import Sieve, attach
     from kvsieve.hf.cache.cache import SieveCache
-    from kvsieve.plans import Plan, plan
+    from kvsieve.named import plan
+    from kvsieve.plans import Plan
     from kvsieve.registry import list_methods, method_info, register_method
 
 __all__ = [
@@ -51,7 +52,7 @@ _HOME = {
     "attach": "kvsieve.hf.attach",
     "list_methods": "kvsieve.registry",
     "method_info": "kvsieve.registry",
-    "plan": "kvsieve.plans",
+    "plan": "kvsieve.named",
     "register_method": "kvsieve.registry",
 }
 

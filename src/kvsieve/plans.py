@@ -8,14 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvsieve.budget import Budget
-from kvsieve.defaults import digits_per_token
 from kvsieve.display import brief, html_table
 from kvsieve.errors import PlanError, short
-from kvsieve.profiles import Fingerprint, Profile, load_profile, profiles_of
-from kvsieve.registry import MethodInfo, check_complete, check_parameters, load_methods, method_info, shared_options
+from kvsieve.loading import load_methods
+from kvsieve.profiles import Fingerprint
 from kvsieve.roles import (
     ChunkedEvictor,
-    DelegatingEvictor,
     Evictor,
     ProbingEvictor,
     Propagator,
@@ -25,8 +23,7 @@ from kvsieve.roles import (
     role_name,
 )
 
-_ROLES: dict[str, type[Role]] = {"propagate": Propagator, "evict": Evictor, "read": Reader}
-_DERIVED = "the model's depth and tokenizer"
+ROLES: dict[str, type[Role]] = {"propagate": Propagator, "evict": Evictor, "read": Reader}
 _READ: dict[str, Callable[[Any], Any]] = {
     "name": str,
     "profile": lambda value: _record(Fingerprint, value),
@@ -37,6 +34,8 @@ _EXAMPLES = {
     "evict": "evict=SnapKV(budget=0.2)",
     "read": "read=HSA(budget=512)",
 }
+# What settles the parameters that a named method leaves open: the module that knows methods adds it.
+_SETTLE: list[Settle] = []
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class Plan:
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        for role, base in _ROLES.items():
+        for role, base in ROLES.items():
             value = vars(self)[role]
             if isinstance(value, (tuple, list)):
                 raise PlanError(f"Plan({role}=...) takes one {base.__name__}, got {len(value)}; choose one of them")
@@ -149,7 +148,7 @@ class Plan:
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles that are filled."""
-        return tuple(role for role in _ROLES if getattr(self, role) is not None)
+        return tuple(role for role in ROLES if getattr(self, role) is not None)
 
     @property
     def acts_once(self) -> bool:
@@ -208,11 +207,8 @@ class Plan:
         """
         out = self
         if self.unset is not None:
-            shape = model if isinstance(model, Fingerprint) else Fingerprint.of(model)
-            info, given = method_info(self.unset.method), self.unset.given
-            before, after = _named(info, given), _on_model(info, given, shape, digits_per_token(tokenizer))
-            mine = [role for role in _ROLES if getattr(self, role) != getattr(before, role)]
-            out = dataclasses.replace(after, **{role: getattr(self, role) for role in mine}, name=self.name)
+            load_methods()
+            out = _SETTLE[0](self, self.unset, model, tokenizer)
         return out if tokenizer is None else out.for_tokenizer(tokenizer)
 
     def to_dict(self) -> dict[str, Any]:
@@ -239,150 +235,10 @@ class Plan:
             if key in _READ:
                 parts[key] = _READ[key](value)
                 continue
-            if key not in _ROLES:
-                raise PlanError(f"cannot read a plan with {key}=: it is none of its roles, {', '.join(_ROLES)}")
+            if key not in ROLES:
+                raise PlanError(f"cannot read a plan with {key}=: it is none of its roles, {', '.join(ROLES)}")
             parts[key] = _made(key, value)
         return cls(**parts)
-
-
-def plan(method: str, **parameters: Any) -> Plan:
-    """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``.
-
-    Parameters are the method's own (`kvsieve methods` lists them); a budget is a Budget, a share such as "20%" or
-    0.2, or a number of entries. Of a method that has `paper` among them, those that are not given come with the model
-    when the plan is attached (Plan.for_model); ``paper=True`` takes the paper's defaults, and ``profile=``, a Profile,
-    its file or the name of one that is shipped, takes that one's. Raises PlanError, with a suggestion, for an unknown
-    method, parameter or bad value, and for a profile that cannot be read or holds nothing for the method.
-    """
-    info = method_info(method)
-    check_parameters(info, parameters)
-    given = dict(parameters)
-    paper = given.pop("paper", False)
-    if not isinstance(paper, bool):
-        raise PlanError(f"{info.name}: paper must be True or False, got {paper!r}")
-    if paper and given.get("profile") is not None:
-        raise PlanError(f"{info.name}: paper=True and profile= are two sources of the same parameters; leave one out")
-    made = _named(info, given)
-    if info.adapts and not paper and given.pop("profile", None) is None:
-        made = dataclasses.replace(made, unset=Unset(info.name, given))
-    return made
-
-
-def _named(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
-    """The plan of a method, with the paper's defaults for what was not given and is not in a profile that was."""
-    parameters, profile = _profiled(info, given)
-    check_complete(info, parameters)
-    shared = {name: parameters.pop(name) for name in info.shared_options if name in parameters}
-    made = info.make(**parameters)
-    changed: dict[str, Any] = {}
-    parts: dict[str, Role | None] = {"evict": made.evict, "read": made.read}
-    for role, part in parts.items():
-        mine = shared.keys() & shared_options(part)
-        if part is not None and mine:
-            changed[role] = dataclasses.replace(part, **{name: shared[name] for name in mine})  # type: ignore[type-var]
-    made = dataclasses.replace(made, **changed)
-    return dataclasses.replace(made, name=info.name, profile=profile.fingerprint if profile else made.profile)
-
-
-def all_parameters(method: str, given: Mapping[str, Any], filled: Filled | None = None) -> dict[str, Any]:
-    """Every parameter of `plan(method, **given)`, JSON-ready: given, from its profile, or the paper's default.
-
-    filled: of the plan once it was attached (`sieve.plan.filled`), what came with the model.
-    """
-    info = method_info(method)
-    came = {} if filled is None else filled.values
-    values = {**info.parameters, **_profiled(info, given)[0], **came, **given}
-    values.pop("paper", None)
-    if isinstance(values.get("profile"), Profile):
-        values["profile"] = values["profile"].name
-    return {name: str(value) if isinstance(value, Budget) else value for name, value in values.items()}
-
-
-def told(method: str, given: Mapping[str, Any], filled: Filled | None) -> dict[str, Any]:
-    """Parameters by which results of a method are told apart: those given, and what came with the model.
-
-    What is as in the paper is left out (so is ``paper=True``): a name alone means the paper's defaults.
-    """
-    usual = method_info(method).parameters
-    named = {name: value for name, value in given.items() if name != "paper"}
-    for name, value in (filled.values if filled is not None else {}).items():
-        inner = name.removeprefix("base.")
-        usually = usual[name] if inner == name else method_info(named.get("base", usual["base"])).parameters[inner]
-        if value != usually and not (name == "tsp_rate" and Budget.parse(value) == Budget.parse(usually)):
-            named[name] = value
-    return named
-
-
-def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, digits: int) -> Plan:
-    """The plan of a method whose parameters are given, or come with a model; see Plan.for_model."""
-    derived = dict(info.derive(model, digits)) if info.derive is not None else {}
-    measured: dict[str, Any] = {}
-    where, profile = _profile_for(info, model)
-    if profile is not None and info.part is None:
-        measured = profile.for_method(info.name)
-    for name in given:
-        derived.pop(name, None), measured.pop(name, None)
-    derived = {name: value for name, value in derived.items() if name not in measured}
-    tokens = Budget.parse(given["budget"]).tokens if given.get("budget") is not None else None
-    for values in (derived, measured):
-        if tokens is not None and "window" in values:
-            # A budget of few entries should not be the window's alone.
-            values["window"] = max(1, min(values["window"], tokens // 2))
-    parts = []
-    try:
-        check_parameters(info, measured)
-        if profile is not None and info.part is not None:
-            measured = {"profile": profile.name}
-            made = _named(info, {**given, "profile": profile})
-        else:
-            made = _named(info, {**derived, **measured, **given})
-    except PlanError as error:
-        raise PlanError(f"{info.name} with the parameters of {where or _DERIVED}: {error}") from error
-    if measured and profile is not None:
-        parts.append((where, measured))
-        made = dataclasses.replace(made, profile=profile.fingerprint)
-    if derived:
-        parts.append((_DERIVED, derived))
-    base = {**info.parameters, **given}.get("base")
-    if isinstance(base, str) and method_info(base).adapts and isinstance(made.evict, DelegatingEvictor):
-        own = made.evict.base
-        inner = _on_model(method_info(base), {"budget": own.budget}, model, digits)
-        assert inner.evict is not None
-        ranking: Evictor = dataclasses.replace(inner.evict, **shared_options(own))  # type: ignore[type-var]
-        made = dataclasses.replace(made, evict=dataclasses.replace(made.evict, base=ranking), profile=inner.profile)
-        found = inner.filled.parts if inner.filled is not None else ()
-        parts += [(source, {f"base.{name}": value for name, value in values.items()}) for source, values in found]
-    return dataclasses.replace(made, filled=Filled(tuple(parts)) if parts else None)
-
-
-def _profile_for(info: MethodInfo, model: Fingerprint) -> tuple[str, Profile | None]:
-    """The first profile of such a model that holds something for the method, and what to call it.
-
-    Raises PlanError where there is none for a method that needs one.
-    """
-    for where, profile in profiles_of(model):
-        if info.name in profile.parameters if info.part is None else getattr(profile, info.part) is not None:
-            return where, profile
-    if info.part is not None:
-        raise PlanError(
-            f"{info.name} needs a profile with {info.part}, and none of this model, {model}, is saved or shipped: "
-            f"`kvsieve calibrate MODEL --parts {info.part}` makes one; or give a file as profile="
-        )
-    return "", None
-
-
-def _profiled(info: MethodInfo, given: Mapping[str, Any]) -> tuple[dict[str, Any], Profile | None]:
-    """What to call the method with, a profile's parameters among it, and the profile."""
-    parameters = dict(given)
-    source = parameters.pop("profile", None)
-    if source is None:
-        return parameters, None
-    profile = load_profile(source)
-    if info.takes_profile:
-        return {**parameters, "profile": profile}, profile
-    found = profile.for_method(info.name)
-    check_parameters(info, found)
-    return {**found, **parameters}, profile
 
 
 def _record(kind: type[Any], value: Any) -> Any:
@@ -411,7 +267,7 @@ def _plain(value: Any) -> Any:
 
 def _made(name: str, value: Any) -> Any:
     """The inverse of `_plain`, for the value of field `name`."""
-    if not isinstance(value, dict) or ("type" not in value and name not in _ROLES):
+    if not isinstance(value, dict) or ("type" not in value and name not in ROLES):
         return value
     kind = value.get("type")
     load_methods()
@@ -423,3 +279,13 @@ def _made(name: str, value: Any) -> Any:
         return role(**fields)
     except TypeError as error:
         raise PlanError(f"cannot read a plan with {name}={short(value)}: {error}") from error
+
+
+# (plan, what it leaves open, the model or its Fingerprint, the tokenizer or None) -> the plan with nothing left open.
+Settle = Callable[[Plan, Unset, Any, Any], Plan]
+
+
+def settles_plans(settle: Settle) -> Settle:
+    """Decorator of the function that `Plan.for_model` calls for a plan made by name."""
+    _SETTLE[:] = [settle]
+    return settle

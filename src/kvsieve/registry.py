@@ -6,18 +6,17 @@ import dataclasses
 import difflib
 import importlib
 import inspect
-import threading
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from kvsieve.errors import KvsieveWarning, PlanError, short
+from kvsieve import loading
+from kvsieve.errors import PlanError, short
+from kvsieve.loading import BUILT_IN, canonical, load_methods
 from kvsieve.parameters import check_kinds
+from kvsieve.plans import Plan
 
 if TYPE_CHECKING:
-    from kvsieve.plans import Plan
     from kvsieve.profiles import Fingerprint
     from kvsieve.roles import Role
 
@@ -84,12 +83,6 @@ class MethodInfo:
 
 
 _METHODS: dict[str, MethodInfo] = {}
-_BUILT_IN = "kvsieve.methods"
-# Entry points of other packages: their names are those of methods, loading one registers it.
-ENTRY_POINTS = "kvsieve.methods"
-_loading = threading.RLock()
-_loaded = False
-
 # Parameters that calibration finds for a model: a method with one of them also takes `profile`.
 _CALIBRATED = frozenset({"tsp_layer", "window", "kernel", "pooling", "tau"})
 
@@ -117,49 +110,16 @@ def register_method(
     """Decorator: make a function that returns a Plan available under `name`. example, derive, part: see MethodInfo."""
 
     def add(make: Callable[..., Plan]) -> Callable[..., Plan]:
-        key = _canonical(name)
-        if not make.__module__.startswith(_BUILT_IN):
-            importlib.import_module(_BUILT_IN)
+        key = canonical(name)
+        if not make.__module__.startswith(BUILT_IN):
+            importlib.import_module(BUILT_IN)
         if key in _METHODS:
             raise PlanError(f"a method named {name!r} is registered already, by {_METHODS[key].make.__module__}")
+        loading.REGISTERED[key] = make.__module__
         _METHODS[key] = MethodInfo(name, title, paper, phase, query_aware, make, example or {}, derive, part)
         return make
 
     return add
-
-
-def load_methods() -> None:
-    """Register every method: kvsieve's own and, once, those that installed packages name as entry points.
-
-    One that cannot be loaded is left out with a KvsieveWarning that names its package.
-    """
-    global _loaded
-    with _loading:
-        importlib.import_module(_BUILT_IN)
-        if _loaded:
-            return
-        _loaded = True
-        for point in metadata.entry_points(group=ENTRY_POINTS):
-            why = _why_not_loaded(point)
-            if why is not None:
-                package = point.dist.name if point.dist is not None else point.value
-                warnings.warn(
-                    f"the method {point.name!r} of the package {package!r} is left out: {why}; update or uninstall "
-                    "that package",
-                    KvsieveWarning,
-                    stacklevel=3,
-                )
-
-
-def _why_not_loaded(point: metadata.EntryPoint) -> str | None:
-    try:
-        point.load()
-    except Exception as error:
-        return f"{point.value} raises {type(error).__name__}: {error}"
-    registered = _METHODS.get(_canonical(point.name))
-    if registered is None or registered.make.__module__.startswith(_BUILT_IN):
-        return f"{point.value} registers no method of that name"
-    return None
 
 
 def list_methods() -> list[str]:
@@ -174,7 +134,7 @@ def method_info(name: str) -> MethodInfo:
         raise PlanError(f"a method is told by its name, such as 'snapkv', got {short(name)}")
     load_methods()
     try:
-        return _METHODS[_canonical(name)]
+        return _METHODS[canonical(name)]
     except KeyError:
         raise PlanError(f"unknown method {short(name)}{did_you_mean(name, list_methods())}") from None
 
@@ -211,7 +171,3 @@ def did_you_mean(name: str, known: list[str], lead: str | None = "known are") ->
         return suggestion
     listing = f" ({lead} {', '.join(known)})" if known else f" ({lead} no parameters)"
     return suggestion + listing
-
-
-def _canonical(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "").replace(" ", "")

@@ -11,7 +11,7 @@ import typer
 from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.specs import MethodRun, compared_methods, spec
 from kvsieve.errors import InputError
-from kvsieve.plans import told
+from kvsieve.named import told
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _HEADERS = ["context", "method", "KV", "of full", "TFLOP", "TTFT ratio", "TPOT ratio"]

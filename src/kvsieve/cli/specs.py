@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvsieve.errors import PlanError
-from kvsieve.plans import Plan, all_parameters, plan, told
+from kvsieve.named import all_parameters, plan, told
+from kvsieve.plans import Plan
 from kvsieve.profiles import load_profile
 from kvsieve.registry import check_parameters, method_info
 
@@ -33,7 +34,7 @@ class MethodRun:
 
     @property
     def full_label(self) -> str:
-        """Label of its results: with what came from the model, and not that the rest is the paper's; see plans.told."""
+        """Label of its results: with what came from the model, and not that the rest is the paper's; see named.told."""
         return spec(self.name, told(self.name, self.given, self.plan.filled))
 
     @property

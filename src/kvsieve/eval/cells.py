@@ -9,7 +9,8 @@ from typing import Any
 
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
-from kvsieve.plans import Plan, all_parameters, plan, told
+from kvsieve.named import all_parameters, plan, told
+from kvsieve.plans import Plan
 from kvsieve.registry import method_info
 from kvsieve.report.labels import FULL
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from kvsieve.budget import Budget
 from kvsieve.core.selection import select_top, top_mask
 from kvsieve.errors import PlanError, UnsupportedModelError, short
+from kvsieve.named import plan
 from kvsieve.parameters import MOST
-from kvsieve.plans import plan
 from kvsieve.roles import DelegatingEvictor, Evictor, Layers
 from kvsieve.types import LayerContext, ModelFacts, Selection, When
 

@@ -1,0 +1,60 @@
+"""Loading of methods: kvsieve's own, and those that installed packages name as entry points.
+
+The one place where what is below the methods imports them, and it does so by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import warnings
+from importlib import metadata
+
+from kvsieve.errors import KvsieveWarning
+
+# The package whose import registers kvsieve's own methods.
+BUILT_IN = "kvsieve.methods"
+# Entry points of other packages: their names are those of methods, loading one registers it.
+ENTRY_POINTS = "kvsieve.methods"
+# The canonical name of every registered method -> the module that registered it.
+REGISTERED: dict[str, str] = {}
+_loading = threading.RLock()
+_loaded = False
+
+
+def canonical(name: str) -> str:
+    """Return a method's name without what may be written either way: case, hyphens, underscores and spaces."""
+    return name.lower().replace("-", "").replace("_", "").replace(" ", "")
+
+
+def load_methods() -> None:
+    """Register every method: kvsieve's own and, once, those that installed packages name as entry points.
+
+    One that cannot be loaded is left out with a KvsieveWarning that names its package.
+    """
+    global _loaded
+    with _loading:
+        importlib.import_module(BUILT_IN)
+        if _loaded:
+            return
+        _loaded = True
+        for point in metadata.entry_points(group=ENTRY_POINTS):
+            why = _why_not_loaded(point)
+            if why is not None:
+                package = point.dist.name if point.dist is not None else point.value
+                warnings.warn(
+                    f"the method {point.name!r} of the package {package!r} is left out: {why}; update or uninstall "
+                    "that package",
+                    KvsieveWarning,
+                    stacklevel=3,
+                )
+
+
+def _why_not_loaded(point: metadata.EntryPoint) -> str | None:
+    try:
+        point.load()
+    except Exception as error:
+        return f"{point.value} raises {type(error).__name__}: {error}"
+    if REGISTERED.get(canonical(point.name), BUILT_IN).startswith(BUILT_IN):
+        return f"{point.value} registers no method of that name"
+    return None
