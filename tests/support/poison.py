@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 _MAKERS = ((torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"), (torch.Tensor, "new_empty"))
 
@@ -40,6 +41,9 @@ def poisoned(maker: Callable[..., Tensor]) -> Callable[..., Tensor]:
 @contextlib.contextmanager
 def poison() -> Iterator[None]:
     """Inside the block kvsieve's uninitialised tensors are poisoned."""
+    # `with torch.device("meta")` knows the makers from a list that torch makes once: it must hold torch's own, or a
+    # model that is only described takes its real memory.
+    _device_constructors()
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in _MAKERS:
             patch.setattr(owner, name, poisoned(getattr(owner, name)))
