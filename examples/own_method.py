@@ -38,9 +38,9 @@ given = parser.parse_args()
 
 model, tokenizer = kvsieve.models.load(given.model)
 document = (Path(__file__).parent / "minutes.txt").read_text(encoding="utf-8")
-chat = [{"role": "user", "content": f"{document}\n\nWhat is the number of the order of the new radio?"}]
+chat = [{"role": "user", "content": f"{document}\n\nWhen is the next meeting?"}]
 prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 for name in ("weighed", "snapkv", "knorm"):
-    with kvsieve.attach(model, kvsieve.plan(name, budget="20%"), tokenizer=tokenizer) as sieve:
+    with kvsieve.attach(model, kvsieve.plan(name, budget="25%"), tokenizer=tokenizer) as sieve:
         result = sieve.generate(prompt, max_new_tokens=40, do_sample=False)
     print(f"{name}: {tokenizer.decode(result.sequences[0, result.stats.prompt_tokens :], skip_special_tokens=True)}")
