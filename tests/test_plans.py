@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import pytest
 
 import kvsieve
@@ -78,3 +80,51 @@ def test_plans_survive_a_round_trip(name):
 def test_attach_takes_a_plan():
     with pytest.raises(kvsieve.KvsieveError, match="attach takes a Plan, got 'snapkv'"), kvsieve.attach(None, "snapkv"):
         pass
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """What is registered here is forgotten afterwards."""
+    kvsieve.list_methods()
+    monkeypatch.setattr(kvsieve.registry, "_METHODS", dict(kvsieve.registry._METHODS))
+
+
+ABOUT = {"title": "", "paper": "", "phase": "end of prompt", "query_aware": False}
+
+
+def test_the_class_of_a_role_is_a_method(registry):
+    @register_method("loud", **ABOUT, budget="25%")
+    @dataclass(frozen=True, kw_only=True)
+    class Loud(KNorm):
+        """Loudest keys.
+
+        And so on.
+        """
+
+        loudness: int = 3
+        order: tuple = field(default_factory=lambda: (1, 2))
+
+    info = kvsieve.method_info("loud")
+    given = {"budget": "25%", "loudness": 3, "order": (1, 2), "skip_layers": 0, "every": None}
+    assert list(info.parameters.items()) == list(given.items()) and info.summary == "Loudest keys."
+    assert kvsieve.plan("loud").evict == Loud(budget=0.25) and kvsieve.plan("loud").name == "loud"
+    assert kvsieve.plan("loud", budget=7, every=2, loudness=1).evict == Loud(budget=7, every=2, loudness=1)
+    with pytest.raises(PlanError, match="loud: loudness must be a whole number of at most .*, got 'much'"):
+        kvsieve.plan("loud", loudness="much")
+    with pytest.raises(PlanError, match="loud has no parameter 'loudnes'; did you mean 'loudness'"):
+        kvsieve.plan("loud", loudnes=3)
+
+
+def test_what_is_no_class_of_one_role_is_not_registered(registry):
+    class Bare(KNorm): ...
+
+    for kind in (Bare, dataclass(type("Neither", (), {}))):
+        with pytest.raises(PlanError, match=f"a dataclass that derives from Evictor.*got {kind.__name__}"):
+            register_method("bare", **ABOUT, budget="25%")(kind)
+    made = dataclass(frozen=True, kw_only=True)(Bare)
+    with pytest.raises(PlanError, match="'bare' has no default for budget: give one, as budget= of register"):
+        register_method("bare", **ABOUT)(made)
+    register_method("bare", **ABOUT, summary="Bare.", example={"budget": 9})(made)
+    assert kvsieve.method_info("bare").summary == "Bare."
+    with pytest.raises(PlanError, match=r"bare needs budget=, e.g. plan\('bare', budget=9\)"):
+        kvsieve.plan("bare")

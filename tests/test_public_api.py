@@ -17,7 +17,7 @@ FUNCTIONS = """
     list_methods()
     method_info(name)
     plan(method, **parameters)
-    register_method(name, *, title, paper, phase, query_aware, example=None, derive=None, part=None)
+    register_method(name, *, title, paper, phase, query_aware, summary='', budget=None, **rarely)
 """
 MODELS = """
     cache_dir()

@@ -6,21 +6,26 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from kvsieve import loading
+from kvsieve.budget import Budget
 from kvsieve.errors import PlanError, short
 from kvsieve.loading import BUILT_IN, canonical, load_methods
 from kvsieve.parameters import check_kinds
-from kvsieve.plans import Plan
+from kvsieve.plans import ROLES, Plan
 
 if TYPE_CHECKING:
     from kvsieve.profiles import Fingerprint
     from kvsieve.roles import Role
 
     Derive = Callable[[Fingerprint, int], Mapping[str, Any]]
+
+# A function that returns a Plan, or the class of a role.
+Made = TypeVar("Made", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class MethodInfo:
     phase: str
     query_aware: bool
     make: Callable[..., Plan]
+    summary: str
     example: Mapping[str, Any] = field(default_factory=dict)
     derive: Derive | None = None
     part: str | None = None
@@ -68,10 +74,6 @@ class MethodInfo:
         return {name: each for name, each in shared_options(made.evict, made.read).items() if name not in taken}
 
     @property
-    def summary(self) -> str:
-        return (inspect.getdoc(self.make) or "").partition("\n")[0]
-
-    @property
     def storage(self) -> str:
         """How entries are stored: "ragged" where KV heads may keep different numbers of them, else "uniform"."""
         evictor = self.make(**self.example).evict
@@ -96,6 +98,14 @@ def shared_options(*parts: Role | None) -> dict[str, Any]:
     return {name: vars(part)[name] for part, names in fields for name in _SHARED if name in names}
 
 
+class Rarely(TypedDict, total=False):
+    """What few methods say of themselves; see MethodInfo."""
+
+    example: Mapping[str, Any] | None
+    derive: Derive | None
+    part: str | None
+
+
 def register_method(
     name: str,
     *,
@@ -103,23 +113,77 @@ def register_method(
     paper: str,
     phase: str,
     query_aware: bool,
-    example: Mapping[str, Any] | None = None,
-    derive: Derive | None = None,
-    part: str | None = None,
-) -> Callable[[Callable[..., Plan]], Callable[..., Plan]]:
-    """Decorator: make a function that returns a Plan available under `name`. example, derive, part: see MethodInfo."""
+    summary: str = "",
+    budget: Budget | str | float | None = None,
+    **rarely: Unpack[Rarely],
+) -> Callable[[Made], Made]:
+    """Make what is decorated available under `name`: the class of a role, or a function that returns a Plan.
 
-    def add(make: Callable[..., Plan]) -> Callable[..., Plan]:
+    The fields of a class are the method's parameters, with their defaults. A function is for a plan of several roles,
+    or for other parameters.
+
+    Args:
+        name: the method's name, of which case, hyphens and underscores do not matter.
+        title: name as the paper writes it.
+        paper: where it is described, e.g. "arXiv 2404.14469".
+        phase: when it acts, e.g. "end of prompt".
+        query_aware: what it keeps depends on the end of the prompt.
+        summary: a line for tables. Default: the first line of the docstring.
+        budget: default of the parameter `budget`, of a class whose field has none.
+        rarely: `example`, `derive` and `part`; see MethodInfo.
+
+    Raises:
+        PlanError: the name is taken, or what is decorated is no dataclass of one role.
+    """
+
+    def add(made: Made) -> Made:
         key = canonical(name)
-        if not make.__module__.startswith(BUILT_IN):
+        if not made.__module__.startswith(BUILT_IN):
             importlib.import_module(BUILT_IN)
         if key in _METHODS:
             raise PlanError(f"a method named {name!r} is registered already, by {_METHODS[key].make.__module__}")
-        loading.REGISTERED[key] = make.__module__
-        _METHODS[key] = MethodInfo(name, title, paper, phase, query_aware, make, example or {}, derive, part)
-        return make
+        make: Callable[..., Plan] = _maker(made, budget) if isinstance(made, type) else made
+        required = [each.name for each in inspect.signature(make).parameters.values() if each.default is each.empty]
+        missing = [parameter for parameter in required if parameter not in (rarely.get("example") or {})]
+        if missing:
+            raise PlanError(
+                f"the method {name!r} has no default for {missing[0]}: give one"
+                + (", as budget= of register_method" if missing[0] == "budget" else "")
+                + f", or example={{{missing[0]!r}: ...}}, by which a plan can be made for tables"
+            )
+        told = summary or (inspect.getdoc(made) or "").partition("\n")[0]
+        about = {key: value for key, value in rarely.items() if value is not None}
+        loading.REGISTERED[key] = made.__module__
+        _METHODS[key] = MethodInfo(name, title, paper, phase, query_aware, make, told, **about)  # type: ignore[arg-type]
+        return made
 
     return add
+
+
+def _maker(kind: type[Any], budget: Budget | str | float | None) -> Callable[..., Plan]:
+    """Return a function that takes the fields of a role's class, and makes the plan of that role alone."""
+    role = next((role for role, base in ROLES.items() if issubclass(kind, base)), None)
+    if role is None or "__dataclass_fields__" not in vars(kind):
+        raise PlanError(
+            "register_method takes a function that returns a Plan, or a dataclass that derives from Evictor, "
+            f"Propagator or Reader (put @register_method above @dataclass), got {kind.__name__}"
+        )
+    fixed = {} if budget is None else {"budget": budget}
+    fields = {each.name: each for each in dataclasses.fields(kind) if each.init}
+    names = [*(name for name in fields if name not in _SHARED), *(name for name in _SHARED if name in fields)]
+
+    def make(**given: Any) -> Plan:
+        return Plan(**{role: kind(**{**fixed, **given})})
+
+    parameters = []
+    for name in names:
+        default, factory = fields[name].default, fields[name].default_factory
+        value = default if factory is dataclasses.MISSING else factory()
+        value = fixed.get(name, inspect.Parameter.empty if value is dataclasses.MISSING else value)
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value))
+    make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    make.__module__, make.__annotations__ = kind.__module__, typing.get_type_hints(kind)
+    return make
 
 
 def list_methods() -> list[str]:

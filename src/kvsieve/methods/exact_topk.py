@@ -13,14 +13,21 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.readers import BudgetReader, Setting
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 
 
+@register_method(
+    "exacttopk",
+    title="Exact top-k",
+    paper="arXiv 2502.14051",
+    phase="while decoding",
+    query_aware=True,
+    summary="The entries that matter most to each query, found by scoring all of them: the oracle of sparse decoding.",
+    budget=256,
+)
 @dataclass(frozen=True, kw_only=True)
 class ExactTopK(BudgetReader, static_shapes=True):
     """Read the entries with the highest logits. per_group: one set for the query heads of a KV head."""
@@ -44,17 +51,3 @@ class ExactTopK(BudgetReader, static_shapes=True):
             logits.index_fill_(-1, last, float("inf"))
         best = logits.topk(setting.count, dim=-1).indices
         return Choice(best.sort(dim=-1).values, metadata_bytes=keys.nbytes)
-
-
-@register_method("exacttopk", title="Exact top-k", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)
-def exacttopk(
-    budget: Budget | str | int | float = 256,
-    per_group: bool = False,
-) -> Plan:
-    """The entries that matter most to each query, found by scoring all of them: the oracle of sparse decoding."""
-    return Plan(
-        read=ExactTopK(
-            budget=Budget.parse(budget),
-            per_group=per_group,
-        )
-    )

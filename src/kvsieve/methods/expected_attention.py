@@ -18,10 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import group_mean, score_dtype
 from kvsieve.methods.base import ScoredEvictor, check_int, first_real, model_facts, positions, skips
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, When
 
@@ -31,6 +29,15 @@ _FUTURE = 64
 _BLOCK_ELEMENTS = 1 << 24
 
 
+@register_method(
+    "expectedattention",
+    title="Expected Attention",
+    paper="arXiv 2510.00636",
+    phase="end of prompt",
+    query_aware=False,
+    summary="Entries that queries like the prompt's can be expected to attend to later.",
+    budget="20%",
+)
 @dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(ScoredEvictor, needs=("rotary",), heads="own"):
     """Keep the entries that future queries can be expected to attend to.
@@ -137,29 +144,3 @@ class ExpectedAttention(ScoredEvictor, needs=("rotary",), heads="own"):
                 total += model_facts(ctx).rotate(ctx.layer_idx, vectors, place)[0].sum(1)
             average[length] = total / self.n_future
         return torch.stack([average[length] for length in ctx.step.lengths])
-
-
-@register_method(
-    "expectedattention",
-    title="Expected Attention",
-    paper="arXiv 2510.00636",
-    phase="end of prompt",
-    query_aware=False,
-)
-def expected_attention(
-    budget: Budget | str | int | float = "20%",
-    sinks: int = 4,
-    n_future: int = 512,
-    use_covariance: bool = True,
-    use_vnorm: bool = True,
-) -> Plan:
-    """Entries that queries like the prompt's can be expected to attend to later."""
-    return Plan(
-        evict=ExpectedAttention(
-            budget=Budget.parse(budget),
-            sinks=sinks,
-            n_future=n_future,
-            use_covariance=use_covariance,
-            use_vnorm=use_vnorm,
-        )
-    )

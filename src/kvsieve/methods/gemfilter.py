@@ -24,12 +24,21 @@ from kvsieve.core.scoring import WIDEST, pool, score_dtype
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import apply_protection, check_int
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.roles import Propagator
 from kvsieve.types import LayerContext, Selection
 
 
+@register_method(
+    "gemfilter",
+    title="GemFilter",
+    paper="arXiv 2409.17422",
+    phase="prefill",
+    query_aware=True,
+    derive=defaults.gemfilter,
+    summary="Tokens that an early layer's last query points to, read again as a short prompt.",
+    budget=1024,
+)
 @dataclass(frozen=True, kw_only=True)
 class GemFilter(Propagator, heads="all"):
     """Read again only the tokens that the prompt's last query points to at `layer`.
@@ -107,18 +116,3 @@ class GemFilter(Propagator, heads="all"):
             scores[:, -self.keep_last :] = float("inf")
         held, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
         return top_mask(held[:, 0], counts), counts
-
-
-@register_method(
-    "gemfilter",
-    title="GemFilter",
-    paper="arXiv 2409.17422",
-    phase="prefill",
-    query_aware=True,
-    derive=defaults.gemfilter,
-)
-def gemfilter(
-    budget: Budget | str | int | float = 1024, layer: int | None = None, kernel: int = 5, keep_last: int = 1
-) -> Plan:
-    """Tokens that an early layer's last query points to, read again as a short prompt."""
-    return Plan(propagate=GemFilter(budget=Budget.parse(budget), layer=layer, kernel=kernel, keep_last=keep_last))

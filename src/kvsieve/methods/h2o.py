@@ -15,12 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import group_mean, window_mass
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import ScoredEvictor, apply_protection, last_real, skips
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection, When
 
@@ -43,6 +41,15 @@ def received_mass(ctx: LayerContext) -> Tensor:
     return group_mean(total, ctx.keys.shape[1])
 
 
+@register_method(
+    "h2o",
+    title="H2O",
+    paper="arXiv 2306.14048",
+    phase="end of prompt, decode",
+    query_aware=True,
+    summary="Recent entries and those with the most attention so far.",
+    budget="20%",
+)
 @dataclass(frozen=True, kw_only=True)
 class H2O(ScoredEvictor, heads="own"):
     """Keep recent entries and heavy hitters.
@@ -100,9 +107,3 @@ class H2O(ScoredEvictor, heads="own"):
         if before is not None:
             mass[..., : before.shape[-1]] += before
         ctx.state["mass"] = mass
-
-
-@register_method("h2o", title="H2O", paper="arXiv 2306.14048", phase="end of prompt, decode", query_aware=True)
-def h2o(budget: Budget | str | int | float = "20%", recent: float = 0.5, every: int | None = 1) -> Plan:
-    """Recent entries and those with the most attention so far."""
-    return Plan(evict=H2O(budget=Budget.parse(budget), recent=recent, every=every))

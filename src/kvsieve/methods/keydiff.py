@@ -18,14 +18,21 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.base import ScoredEvictor
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, When
 
 
+@register_method(
+    "keydiff",
+    title="KeyDiff",
+    paper="arXiv 2504.15364",
+    phase="end of prompt",
+    query_aware=False,
+    summary="Keys least like the mean key, no queries needed; with `chunks`, while the prompt is read too.",
+    budget="20%",
+)
 @dataclass(frozen=True, kw_only=True)
 class KeyDiff(ScoredEvictor, heads="own"):
     """Keep the entries whose keys are least like the mean key.
@@ -47,9 +54,3 @@ class KeyDiff(ScoredEvictor, heads="own"):
             real = ctx.valid[:, :, None].to(keys.dtype)
             anchor = (real @ keys) / real.sum(-1, keepdim=True).clamp_min(1)
         return -(keys @ F.normalize(anchor, dim=-1).transpose(-1, -2)).squeeze(-1)
-
-
-@register_method("keydiff", title="KeyDiff", paper="arXiv 2504.15364", phase="end of prompt", query_aware=False)
-def keydiff(budget: Budget | str | int | float = "20%", chunks: bool = False) -> Plan:
-    """Keys least like the mean key, no queries needed; with `chunks`, while the prompt is read too."""
-    return Plan(evict=KeyDiff(budget=Budget.parse(budget), chunks=chunks))

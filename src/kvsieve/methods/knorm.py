@@ -13,23 +13,24 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.base import ScoredEvictor
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext
 
 
+@register_method(
+    "knorm",
+    title="K-norm",
+    paper="arXiv 2406.11430",
+    phase="end of prompt",
+    query_aware=False,
+    summary="Smallest key norms, no queries needed.",
+    budget="20%",
+)
 @dataclass(frozen=True, kw_only=True)
 class KNorm(ScoredEvictor, heads="own"):
     """Keep the entries whose keys have the smallest L2 norm; the paper recommends ``skip_layers=2``."""
 
     def scores(self, ctx: LayerContext) -> Tensor:
         return -ctx.keys.to(score_dtype(ctx.keys.dtype)).norm(dim=-1)
-
-
-@register_method("knorm", title="K-norm", paper="arXiv 2406.11430", phase="end of prompt", query_aware=False)
-def knorm(budget: Budget | str | int | float = "20%") -> Plan:
-    """Smallest key norms, no queries needed."""
-    return Plan(evict=KNorm(budget=Budget.parse(budget)))

@@ -28,7 +28,6 @@ from kvsieve.core.queries import query_mass
 from kvsieve.core.selection import pack_ragged, select_top, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import apply_protection, check_int, first_real, hide_padding, parse_layers, skips
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.roles import ProbePasses, ProbingEvictor, Traits
 from kvsieve.types import LayerContext, Ranks, Selection
@@ -39,6 +38,15 @@ _STATE = "kvzip"
 _REQUESTS = ("repeat_ids", "go_on_ids", "answer_ids")
 
 
+@register_method(
+    "kvzip",
+    title="KVzip",
+    paper="arXiv 2505.23416",
+    phase="end of prompt",
+    query_aware=False,
+    summary="Entries the model needs to repeat its context, whatever the question.",
+    budget="30%",
+)
 @dataclass(frozen=True, kw_only=True)
 class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True):
     """Keep the entries that the model needs to repeat its context.
@@ -208,29 +216,3 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, Sequence) and all(type(each) is int and each >= 0 for each in value):
         return tuple(value)
     raise PlanError(f"KVzip: {name} must be token ids such as (12, 7), got {value!r}; see repeat_requests")
-
-
-@register_method("kvzip", title="KVzip", paper="arXiv 2505.23416", phase="end of prompt", query_aware=False)
-def kvzip(
-    budget: Budget | str | int | float = "30%",
-    prefix: int = 4,
-    chunk_length: int = 2048,
-    uniform: bool = False,
-    repeat_ids: tuple[int, ...] | None = None,
-    go_on_ids: tuple[int, ...] | None = None,
-    answer_ids: tuple[int, ...] | None = None,
-    skip_layers: int | tuple[int, ...] = 0,
-) -> Plan:
-    """Entries the model needs to repeat its context, whatever the question."""
-    return Plan(
-        evict=KVzip(
-            budget=Budget.parse(budget),
-            prefix=prefix,
-            chunk_length=chunk_length,
-            uniform=uniform,
-            repeat_ids=repeat_ids,
-            go_on_ids=go_on_ids,
-            answer_ids=answer_ids,
-            skip_layers=skip_layers,
-        )
-    )

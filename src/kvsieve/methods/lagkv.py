@@ -34,7 +34,6 @@ from kvsieve.core.scoring import score_dtype
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import InputError, PlanError
 from kvsieve.methods.base import check_int, parse_layers, skipped, skips
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.roles import Evictor
 from kvsieve.types import LayerContext, Selection, When
@@ -42,6 +41,15 @@ from kvsieve.types import LayerContext, Selection, When
 Variant = Literal["lag", "local", "l2"]
 
 
+@register_method(
+    "lagkv",
+    title="LagKV",
+    paper="arXiv 2504.04704",
+    phase="end of prompt, decode",
+    query_aware=False,
+    summary="Entries that stand out from the range of those that follow, no queries needed.",
+    budget="25%",
+)
 @dataclass(frozen=True, kw_only=True)
 class LagKV(Evictor, heads="own"):
     """Judge each partition of `lag` entries against the next, and keep its best per KV head.
@@ -227,27 +235,3 @@ class LagKV(Evictor, heads="own"):
         low, high = reference.amin(2, keepdim=True), reference.amax(2, keepdim=True)
         scaled = (own - low) / (high - low).clamp_min(1e-6)
         return scaled.std(-1).softmax(-1)
-
-
-@register_method("lagkv", title="LagKV", paper="arXiv 2504.04704", phase="end of prompt, decode", query_aware=False)
-def lagkv(
-    budget: Budget | str | int | float = "25%",
-    sinks: int = 16,
-    lag: int = 128,
-    variant: Variant = "lag",
-    chunks: bool = False,
-    decode: bool = True,
-    skip_layers: int | tuple[int, ...] = 0,
-) -> Plan:
-    """Entries that stand out from the range of those that follow, no queries needed."""
-    return Plan(
-        evict=LagKV(
-            budget=Budget.parse(budget),
-            sinks=sinks,
-            lag=lag,
-            variant=variant,
-            chunks=chunks,
-            decode=decode,
-            skip_layers=skip_layers,
-        )
-    )

@@ -20,17 +20,24 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.pages import PageTable, best_entries, page_softmax
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_int
 from kvsieve.methods.readers import BudgetReader, Setting
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 
 
+@register_method(
+    "quest",
+    title="Quest",
+    paper="arXiv 2406.10774",
+    phase="while decoding",
+    query_aware=True,
+    summary="Pages of entries whose greatest possible attention is highest; all entries stay stored.",
+    budget=512,
+)
 @dataclass(frozen=True, kw_only=True)
 class Quest(BudgetReader, static_shapes=True):
     """Read the pages whose bounds are highest. page: entries per page, None to spend half the budget on bounds.
@@ -69,19 +76,3 @@ class Quest(BudgetReader, static_shapes=True):
         count = min(setting.count, kv_rows.size)
         entries = best_entries(weights, kv_rows.size, setting.page, count, self.newest, kv_rows.length)
         return Choice(entries, metadata_bytes=metadata_bytes)
-
-
-@register_method("quest", title="Quest", paper="arXiv 2406.10774", phase="while decoding", query_aware=True)
-def quest(
-    budget: Budget | str | int | float = 512,
-    page: int | None = None,
-    per_query_head: bool = False,
-) -> Plan:
-    """Pages of entries whose greatest possible attention is highest; all entries stay stored."""
-    return Plan(
-        read=Quest(
-            budget=Budget.parse(budget),
-            page=page,
-            per_query_head=per_query_head,
-        )
-    )

@@ -15,15 +15,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import group_mean, window_mass
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import ScoredEvictor, check_int, first_real, keep_best, last_real, skips
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection
 
 
+@register_method(
+    "sagekv",
+    title="SAGE-KV",
+    paper="arXiv 2503.08879",
+    phase="end of prompt",
+    query_aware=True,
+    summary="Sinks, recent tokens, and what the last token attends to; with `every`, a window that rolls while "
+    "decoding.",
+    budget="20%",
+)
 @dataclass(frozen=True, kw_only=True)
 class SageKV(ScoredEvictor, heads="own"):
     """Keep sinks, a recent window, and what the last token attends to in between.
@@ -77,9 +85,3 @@ class SageKV(ScoredEvictor, heads="own"):
     def _window(self, ctx: LayerContext, counts: tuple[int, ...]) -> Tensor:
         """bool [B or 1, 1 or H, N]: the recent window of each row."""
         return last_real(ctx, tuple(max(1, min(int(count * self.recent), count - self.sinks)) for count in counts))
-
-
-@register_method("sagekv", title="SAGE-KV", paper="arXiv 2503.08879", phase="end of prompt", query_aware=True)
-def sage_kv(budget: Budget | str | int | float = "20%", sinks: int = 4, recent: float = 0.5) -> Plan:
-    """Sinks, recent tokens, and what the last token attends to; with `every`, a window that rolls while decoding."""
-    return Plan(evict=SageKV(budget=Budget.parse(budget), sinks=sinks, recent=recent))

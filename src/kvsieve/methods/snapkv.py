@@ -16,14 +16,22 @@ import torch
 from torch import Tensor
 
 from kvsieve import defaults
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import WIDEST, Pool, pooled_mass
 from kvsieve.methods.base import ScoredEvictor, check_int, last_real
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext
 
 
+@register_method(
+    "snapkv",
+    title="SnapKV",
+    paper="arXiv 2404.14469",
+    phase="end of prompt",
+    query_aware=True,
+    derive=defaults.pooling,
+    summary="Entries the end of the prompt attends to.",
+    budget="20%",
+)
 @dataclass(frozen=True, kw_only=True)
 class SnapKV(ScoredEvictor, heads="own"):
     """Keep the entries that the prompt's last `window` queries attend to, and those queries' own entries.
@@ -68,25 +76,3 @@ class SnapKV(ScoredEvictor, heads="own"):
         unseen = ctx.keys.shape[2] - scores.shape[-1]
         scores = torch.nn.functional.pad(scores, (0, unseen))
         return scores.masked_fill(recent, float("inf"))
-
-
-@register_method(
-    "snapkv", title="SnapKV", paper="arXiv 2404.14469", phase="end of prompt", query_aware=True, derive=defaults.pooling
-)
-def snapkv(
-    budget: Budget | str | int | float = "20%",
-    window: int = 32,
-    kernel: int = 7,
-    pooling: Pool = "avg",
-    per_query_head: bool = False,
-) -> Plan:
-    """Entries the end of the prompt attends to."""
-    return Plan(
-        evict=SnapKV(
-            budget=Budget.parse(budget),
-            window=window,
-            kernel=kernel,
-            pooling=pooling,
-            per_query_head=per_query_head,
-        )
-    )

@@ -18,15 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.pages import PageTable, best_entries, held_part, largest, page_softmax
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.readers import BudgetReader, Setting
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 
 
+@register_method(
+    "sparq",
+    title="SparQ",
+    paper="arXiv 2312.04985",
+    phase="while decoding",
+    query_aware=True,
+    summary="Entries whose attention, estimated from the query's largest channels, is highest, and the mean of all "
+    "values.",
+    budget=512,
+)
 @dataclass(frozen=True, kw_only=True)
 class SparQ(BudgetReader, static_shapes=True):
     """Read the entries whose logits are estimated highest from few channels. mean_value: blend in the mean of values.
@@ -104,19 +112,3 @@ class _Mean:
 
     def update_bytes(self, before: int, after: int) -> int:
         return self.sum.numel() * (after - before) * self._item
-
-
-@register_method("sparq", title="SparQ", paper="arXiv 2312.04985", phase="while decoding", query_aware=True)
-def sparq(
-    budget: Budget | str | int | float = 512,
-    mean_value: bool = True,
-    per_query_head: bool = False,
-) -> Plan:
-    """Entries whose attention, estimated from the query's largest channels, is highest, and the mean of all values."""
-    return Plan(
-        read=SparQ(
-            budget=Budget.parse(budget),
-            mean_value=mean_value,
-            per_query_head=per_query_head,
-        )
-    )

@@ -13,13 +13,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsieve.budget import Budget
 from kvsieve.methods.base import ScoredEvictor, check_int, first_real
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext
 
 
+@register_method(
+    "streamingllm",
+    title="StreamingLLM",
+    paper="arXiv 2309.17453",
+    phase="end of prompt",
+    query_aware=False,
+    summary="Attention sinks and the most recent tokens; with `every`, a window that rolls while decoding.",
+    budget="20%",
+)
 @dataclass(frozen=True, kw_only=True)
 class StreamingLLM(ScoredEvictor, heads="own"):
     """Keep `sinks` first tokens and fill the rest of the budget with the last ones.
@@ -46,15 +53,3 @@ class StreamingLLM(ScoredEvictor, heads="own"):
         recency = torch.arange(length, dtype=torch.float32, device=ctx.keys.device)
         scores = recency.expand(batch, heads, length)
         return scores.masked_fill(first_real(ctx, self.sinks), float("inf"))
-
-
-@register_method(
-    "streamingllm",
-    title="StreamingLLM",
-    paper="arXiv 2309.17453",
-    phase="end of prompt",
-    query_aware=False,
-)
-def streaming_llm(budget: Budget | str | int | float = "20%", sinks: int = 4) -> Plan:
-    """Attention sinks and the most recent tokens; with `every`, a window that rolls while decoding."""
-    return Plan(evict=StreamingLLM(budget=Budget.parse(budget), sinks=sinks))

@@ -12,14 +12,21 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import window_mass
 from kvsieve.methods.base import ScoredEvictor
-from kvsieve.plans import Plan
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext
 
 
+@register_method(
+    "tova",
+    title="TOVA",
+    paper="arXiv 2401.06104",
+    phase="end of prompt, decode",
+    query_aware=True,
+    summary="Entries the newest token attends to, one set per layer, while decoding too.",
+    budget="20%",
+)
 @dataclass(frozen=True, kw_only=True)
 class TOVA(ScoredEvictor, heads="all"):
     """Keep, per layer, the entries that the newest token attends to."""
@@ -33,9 +40,3 @@ class TOVA(ScoredEvictor, heads="all"):
     def scores(self, ctx: LayerContext) -> Tensor:
         mass = window_mass(ctx.query[:, :, -1:], ctx.keys, ctx.scale, valid=ctx.valid)
         return ctx.ranks.mean(mass.mean(1, keepdim=True)).expand(-1, ctx.keys.shape[1], -1)
-
-
-@register_method("tova", title="TOVA", paper="arXiv 2401.06104", phase="end of prompt, decode", query_aware=True)
-def tova(budget: Budget | str | int | float = "20%", every: int | None = 1) -> Plan:
-    """Entries the newest token attends to, one set per layer, while decoding too."""
-    return Plan(evict=TOVA(budget=Budget.parse(budget), every=every))
