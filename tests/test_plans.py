@@ -109,7 +109,7 @@ def test_the_class_of_a_role_is_a_method(registry):
     assert list(info.parameters.items()) == list(given.items()) and info.summary == "Loudest keys."
     assert kvsieve.plan("loud").evict == Loud(budget=0.25) and kvsieve.plan("loud").name == "loud"
     assert kvsieve.plan("loud", budget=7, every=2, loudness=1).evict == Loud(budget=7, every=2, loudness=1)
-    with pytest.raises(PlanError, match="loud: loudness must be a whole number of at most .*, got 'much'"):
+    with pytest.raises(PlanError, match="loud: loudness must be a whole number, got 'much'"):
         kvsieve.plan("loud", loudness="much")
     with pytest.raises(PlanError, match="loud has no parameter 'loudnes'; did you mean 'loudness'"):
         kvsieve.plan("loud", loudnes=3)
