@@ -37,10 +37,6 @@ KNOWN_PARAMETERS = {
     "hf read_shared",
     "kernels attend",
     "kernels kv_row_attention",
-    "methods adakv",
-    "methods asl",
-    "methods cake",
-    "methods pyramidinfer",
 }
 
 

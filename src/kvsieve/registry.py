@@ -7,6 +7,7 @@ import difflib
 import importlib
 import inspect
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
@@ -98,6 +99,14 @@ def shared_options(*parts: Role | None) -> dict[str, Any]:
     return {name: vars(part)[name] for part, names in fields for name in _SHARED if name in names}
 
 
+class Parameters(ABC):
+    """A dataclass of a method's parameters, for a plan of several roles that takes many."""
+
+    @abstractmethod
+    def plan(self) -> Plan:
+        """Return the plan of these parameters."""
+
+
 class Rarely(TypedDict, total=False):
     """What few methods say of themselves; see MethodInfo."""
 
@@ -119,8 +128,8 @@ def register_method(
 ) -> Callable[[Made], Made]:
     """Make what is decorated available under `name`: the class of a role, or a function that returns a Plan.
 
-    The fields of a class are the method's parameters, with their defaults. A function is for a plan of several roles,
-    or for other parameters.
+    The fields of a class are the method's parameters, with their defaults. A function, or a class of `Parameters` where
+    they are many, is for a plan of several roles, or for other parameters.
 
     Args:
         name: the method's name, of which case, hyphens and underscores do not matter.
@@ -161,9 +170,9 @@ def register_method(
 
 
 def _maker(kind: type[Any], budget: Budget | str | float | None) -> Callable[..., Plan]:
-    """Return a function that takes the fields of a role's class, and makes the plan of that role alone."""
+    """Return a function that takes the fields of a role's class, or of Parameters, and makes the plan."""
     role = next((role for role, base in ROLES.items() if issubclass(kind, base)), None)
-    if role is None or "__dataclass_fields__" not in vars(kind):
+    if (role is None and not issubclass(kind, Parameters)) or "__dataclass_fields__" not in vars(kind):
         raise PlanError(
             "register_method takes a function that returns a Plan, or a dataclass that derives from Evictor, "
             f"Propagator or Reader (put @register_method above @dataclass), got {kind.__name__}"
@@ -173,7 +182,8 @@ def _maker(kind: type[Any], budget: Budget | str | float | None) -> Callable[...
     names = [*(name for name in fields if name not in _SHARED), *(name for name in _SHARED if name in fields)]
 
     def make(**given: Any) -> Plan:
-        return Plan(**{role: kind(**{**fixed, **given})})
+        made = kind(**{**fixed, **given})
+        return made.plan() if role is None else Plan(**{role: made})
 
     parameters = []
     for name in names:

@@ -33,7 +33,7 @@ from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int, hid
 from kvsieve.methods.pyramidkv import pyramid_shares
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.registry import Parameters, register_method
 from kvsieve.roles import Traits
 from kvsieve.types import LayerContext, Selection
 
@@ -167,26 +167,38 @@ def _match(per_head: Tensor, heads: int) -> Tensor:
 @register_method(
     "adakv", title="Ada-KV", paper="arXiv 2407.11550", phase="end of prompt", query_aware=True, derive=defaults.pooling
 )
-def adakv(
-    budget: Budget | str | int | float = "20%",
-    alpha: float = 0.2,
-    normalize: bool = True,
-    rule: Rule = "paper",
-    pyramid: bool = False,
-    beta: int = 20,
-    window: int = 32,
-    kernel: int = 7,
-    pooling: Pool = "max",
-    skip_layers: int | tuple[int, ...] | str = 0,
-    every: int | None = None,
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class AdaKVParameters(Parameters):
     """SnapKV whose heads share a layer's budget by where its best entries are."""
-    base = GroupedSnapKV(
-        budget=Budget.parse(budget),
-        window=window,
-        kernel=kernel,
-        pooling=pooling,
-        skip_layers=skip_layers,  # type: ignore[arg-type]
-        every=every,
-    )
-    return Plan(evict=AdaKV(base=base, alpha=alpha, normalize=normalize, rule=rule, pyramid=pyramid, beta=beta))
+
+    budget: Budget | str | int | float = "20%"
+    alpha: float = 0.2
+    normalize: bool = True
+    rule: Rule = "paper"
+    pyramid: bool = False
+    beta: int = 20
+    window: int = 32
+    kernel: int = 7
+    pooling: Pool = "max"
+    skip_layers: int | tuple[int, ...] | str = 0
+    every: int | None = None
+
+    def plan(self) -> Plan:
+        base = GroupedSnapKV(
+            budget=Budget.parse(self.budget),
+            window=self.window,
+            kernel=self.kernel,
+            pooling=self.pooling,
+            skip_layers=self.skip_layers,  # type: ignore[arg-type]
+            every=self.every,
+        )
+        return Plan(
+            evict=AdaKV(
+                base=base,
+                alpha=self.alpha,
+                normalize=self.normalize,
+                rule=self.rule,
+                pyramid=self.pyramid,
+                beta=self.beta,
+            )
+        )

@@ -34,7 +34,7 @@ from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.registry import Parameters, register_method
 from kvsieve.roles import Propagator
 from kvsieve.types import LayerContext, Selection
 
@@ -187,35 +187,38 @@ def _report(rows: list[_Row], method: AdaptiveTSP) -> dict[str, object]:
     query_aware=True,
     derive=defaults.asl,
 )
-def asl(
-    budget: Budget | str | int | float = 2048,
-    tau: float = 0.3,
-    observed: int = 8,
-    first: int | None = None,
-    window: int = 32,
-    kernel: int = 7,
-    pooling: Pool = "avg",
-    full_before: bool = False,
-    two_pass: bool = False,
-    rule: Rule = "asl",
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class ASLParameters(Parameters):
     """FastKV whose layer is found per input, from the variance of token ranks."""
-    if two_pass and full_before:
-        raise PlanError("ASL: full_before=True keeps what two_pass=True does not store; leave one of them out")
-    rate = Budget.parse(budget)
-    propagate = AdaptiveTSP(
-        rate=rate,
-        tau=tau,
-        observed=observed,
-        first=first,
-        window=window,
-        kernel=kernel,
-        pooling=pooling,
-        two_pass=two_pass,
-        rule=rule,
-    )
-    whole = full_before or two_pass
-    return Plan(
-        propagate=propagate,
-        evict=None if whole else SnapKV(budget=rate, window=window, kernel=kernel, pooling=pooling),
-    )
+
+    budget: Budget | str | int | float = 2048
+    tau: float = 0.3
+    observed: int = 8
+    first: int | None = None
+    window: int = 32
+    kernel: int = 7
+    pooling: Pool = "avg"
+    full_before: bool = False
+    two_pass: bool = False
+    rule: Rule = "asl"
+
+    def plan(self) -> Plan:
+        if self.two_pass and self.full_before:
+            raise PlanError("ASL: full_before=True keeps what two_pass=True does not store; leave one of them out")
+        rate = Budget.parse(self.budget)
+        propagate = AdaptiveTSP(
+            rate=rate,
+            tau=self.tau,
+            observed=self.observed,
+            first=self.first,
+            window=self.window,
+            kernel=self.kernel,
+            pooling=self.pooling,
+            two_pass=self.two_pass,
+            rule=self.rule,
+        )
+        whole = self.full_before or self.two_pass
+        return Plan(
+            propagate=propagate,
+            evict=None if whole else SnapKV(budget=rate, window=self.window, kernel=self.kernel, pooling=self.pooling),
+        )

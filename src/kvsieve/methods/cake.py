@@ -25,7 +25,7 @@ from kvsieve.methods.allocators import Cascade, observed
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.registry import Parameters, register_method
 from kvsieve.types import LayerContext
 
 # Beyond these, weights and scores are no longer numbers.
@@ -122,25 +122,28 @@ class CAKE(Cascade, heads="all"):
 @register_method(
     "cake", title="CAKE", paper="arXiv 2503.12491", phase="end of prompt", query_aware=True, derive=defaults.pooling
 )
-def cake(
-    budget: Budget | str | int | float = "20%",
-    tau1: float = 1.0,
-    tau2: float = 1.0,
-    gamma: float = 200.0,
-    window: int = 32,
-    kernel: int = 5,
-    pooling: Pool = "avg",
-    skip_layers: int | tuple[int, ...] | str = 0,
-    every: int | None = None,
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class CakeParameters(Parameters):
     """Budgets per layer by how spread out and how shifting its attention is, cut as layers come."""
-    base = CakeScores(
-        budget=Budget.parse(budget),
-        window=window,
-        kernel=kernel,
-        pooling=pooling,
-        gamma=gamma,
-        skip_layers=skip_layers,  # type: ignore[arg-type]
-        every=every,
-    )
-    return Plan(evict=CAKE(base=base, tau1=tau1, tau2=tau2))
+
+    budget: Budget | str | int | float = "20%"
+    tau1: float = 1.0
+    tau2: float = 1.0
+    gamma: float = 200.0
+    window: int = 32
+    kernel: int = 5
+    pooling: Pool = "avg"
+    skip_layers: int | tuple[int, ...] | str = 0
+    every: int | None = None
+
+    def plan(self) -> Plan:
+        base = CakeScores(
+            budget=Budget.parse(self.budget),
+            window=self.window,
+            kernel=self.kernel,
+            pooling=self.pooling,
+            gamma=self.gamma,
+            skip_layers=self.skip_layers,  # type: ignore[arg-type]
+            every=self.every,
+        )
+        return Plan(evict=CAKE(base=base, tau1=self.tau1, tau2=self.tau2))

@@ -30,7 +30,7 @@ from kvsieve.errors import PlanError
 from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
-from kvsieve.registry import register_method
+from kvsieve.registry import Parameters, register_method
 from kvsieve.roles import Propagator
 from kvsieve.types import LayerContext, Selection
 
@@ -159,28 +159,33 @@ def _tail_mass(ctx: LayerContext, weights: Tensor) -> Tensor:
     query_aware=True,
     derive=defaults.pooling,
 )
-def pyramidinfer(
-    rate: float = 0.9,
-    recent: float = 0.2,
-    strategy: Strategy = "cosine",
-    interval: int = 1,
-    min_context: int = 64,
-    sinks: int = 4,
-    distance_weight: float = 1.2,
-    budget: Budget | str | int | float | None = None,
-    window: int = 32,
-    kernel: int = 7,
-) -> Plan:
+@dataclass(frozen=True, kw_only=True)
+class PyramidInferParameters(Parameters):
     """Every layer passes on fewer tokens than it got; with `budget`, SnapKV retention as well."""
-    return Plan(
-        propagate=PyramidInfer(
-            rate=rate,
-            recent=recent,
-            strategy=strategy,
-            interval=interval,
-            min_context=min_context,
-            sinks=sinks,
-            distance_weight=distance_weight,
-        ),
-        evict=None if budget is None else SnapKV(budget=Budget.parse(budget), window=window, kernel=kernel),
-    )
+
+    rate: float = 0.9
+    recent: float = 0.2
+    strategy: Strategy = "cosine"
+    interval: int = 1
+    min_context: int = 64
+    sinks: int = 4
+    distance_weight: float = 1.2
+    budget: Budget | str | int | float | None = None
+    window: int = 32
+    kernel: int = 7
+
+    def plan(self) -> Plan:
+        return Plan(
+            propagate=PyramidInfer(
+                rate=self.rate,
+                recent=self.recent,
+                strategy=self.strategy,
+                interval=self.interval,
+                min_context=self.min_context,
+                sinks=self.sinks,
+                distance_weight=self.distance_weight,
+            ),
+            evict=None
+            if self.budget is None
+            else SnapKV(budget=Budget.parse(self.budget), window=self.window, kernel=self.kernel),
+        )
