@@ -50,7 +50,7 @@ def measure(model: Any, plan: kvsieve.Plan, ids: torch.Tensor, decode: str) -> d
         with profile(activities=[ProfilerActivity.CPU]) as found:
             for _ in range(STEPS):
                 model(token, past_key_values=cache)
-        captured = cache.record.passes.capture_s
+        captured = cache.turn.record.passes.capture_s
     row = {"step": statistics.median(spent[3:]), "weights": 0.0, "attention": 0.0, "other operations": 0.0}
     for event in found.key_averages():
         row[group(event.key)] += event.self_cpu_time_total / 1e3 / STEPS

@@ -78,7 +78,7 @@ CASES = {
     "quotas": Case(plan=ROOMY, read={"quotas": QUOTAS}),
     "beams": Case(options={"num_beams": 2}, new=6),
     "beams, every=4": Case(plan={"every": 4}, options={"num_beams": 2}, new=9),
-    "question": Case(options={"question": 6}),
+    "question": Case(options={"question_tokens": 6}),
     "fixed": Case(decode="graph"),
     "fixed, every=4": Case(plan={"every": 4}, new=9, decode="graph"),
 }

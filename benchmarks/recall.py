@@ -79,7 +79,7 @@ def real(judge: Judge, length: int, steps: int) -> int:
     with kvsieve.attach(model, kvsieve.Plan(read=judge, name="judge")) as sieve, torch.no_grad():
         cache = sieve.prefill(ids[:, :length], chunk=1024)
         for end in range(length + 1, length + steps + 1):
-            next_logits(model, cache, ids[:, :end])
+            next_logits(sieve, cache, ids[:, :end])
     return len(cache.layers)
 
 

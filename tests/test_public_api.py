@@ -29,8 +29,11 @@ SIEVE = """
     adopt(self, cache)
     chat(self, tokenizer, system=None, *, load=None, max_new_tokens=512, chunk=1024, **options)
     check_cache(self, cache)
+    check_call(self, call)
+    feed(self, cache, ids, mask, request=PassRequest(plan=None, phase=None, last_chunk=True, on_layer=None), *,
+        logits=0)
     generate(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
-        question=None, reduce=True, **options)
+        question_tokens=None, reduce=True, measure=False, **options)
     load(self, path, *, tokenizer=None)
     new_cache(self)
     prefill(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
@@ -79,7 +82,9 @@ def written(name: str, member: object) -> str:
 
 
 def members(owner: object, names: list[str] | None = None) -> list[str]:
-    names = [name for name in vars(owner) if not name.startswith("_")] if names is None else names
+    if names is None:
+        bases = owner.__mro__[:-1] if inspect.isclass(owner) else [owner]
+        names = list({name for base in bases for name in vars(base) if not name.startswith("_")})
     return [written(name, getattr(owner, name)) for name in sorted(names)]
 
 

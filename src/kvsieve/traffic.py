@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvsieve.hf.cache.cache import SieveCache, SieveLayer
-from kvsieve.hf.generate.generate import Stats
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.generate.stats import Stats
 
 
 def read_bytes(stats: Stats, cache: SieveCache) -> int:
@@ -13,4 +14,6 @@ def read_bytes(stats: Stats, cache: SieveCache) -> int:
     windows: list[Any] = [layer for layer in cache.layers if not isinstance(layer, SieveLayer)]
     own = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in windows)
     read = stats.traffic
-    return own if read is None else own + cache.batch * (read.bytes + read.estimate_bytes + read.upkeep_bytes)
+    return (
+        own if read is None else own + cache.conversation.batch * (read.bytes + read.estimate_bytes + read.upkeep_bytes)
+    )

@@ -144,7 +144,7 @@ def test_rows_are_reordered_and_copies_are_independent():
     shared.reorder(torch.tensor([1, 1, 0]))
     assert shared.lengths == tuple(ragged.lengths[row] for row in (1, 1, 0))
     assert torch.equal(shared.keys, ragged.keys[[1, 1, 0]]) and torch.equal(shared.valid, ragged.valid[[1, 1, 0]])
-    cloned._buffers()[2].fill_(7)
+    cloned.buffers()[2].fill_(7)
     assert torch.equal(ragged.index, before)
 
 

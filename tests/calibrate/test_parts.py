@@ -11,7 +11,7 @@ from kvsieve.calibrate import Options, distances, pooling, ranks
 from kvsieve.calibrate.distances import Distance, choose_layer
 from kvsieve.calibrate.filters import QuerySums, correlation, directions
 from kvsieve.calibrate.heads import RetrievalScores, kept_by_streaming
-from kvsieve.calibrate.reading import Watcher, divergence, following, greedy, read
+from kvsieve.calibrate.reading import divergence, following, greedy, read
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.shared import read_shared
 from kvsieve.methods import TSP, SnapKV
@@ -251,7 +251,7 @@ def test_the_check_tells_a_right_sign_from_a_wrong_one():
 
 def test_a_watcher_sees_every_layer_and_drops_nothing(model, ids):
     seen = []
-    hidden, cache = read(model, Plan(evict=Watcher(lambda ctx: seen.append((ctx.layer_idx, ctx.query.shape[2])))), ids)
+    hidden, cache = read(model, Plan(), ids, lambda ctx: seen.append((ctx.layer_idx, ctx.query.shape[2])))
     assert seen == [(layer, 90) for layer in range(LAYERS)] and cache.entries() == [90] * LAYERS
     torch.testing.assert_close(hidden, read(model, Plan(), ids)[0])
 

@@ -53,7 +53,7 @@ def by_itself(model, engine, plan, prompt, more=(), limit=8):
         sieve.adopt(cache)
         for each in more:
             whole = torch.cat([whole, each], 1)
-            logits = next_logits(model, cache, whole)[:, -1]
+            logits = next_logits(sieve, cache, whole)[:, -1]
         tokens = []
         for _ in range(limit):
             tokens.append(int(logits.argmax(-1)))

@@ -105,7 +105,7 @@ def test_bytes_told_are_bytes_touched(model, monkeypatch, name, given):
 
         def watched():
             store = layer.store
-            parts = [*store._buffers()[:2], *remembered(store)]
+            parts = [*store.buffers()[:2], *remembered(store)]
             return {part.untyped_storage().data_ptr() for part in parts}
 
         with Touched(watched) as touched:
@@ -117,7 +117,7 @@ def test_bytes_told_are_bytes_touched(model, monkeypatch, name, given):
     ids, mask = given()
     with kvsieve.attach(model, READ[name]) as sieve:
         result = sieve.generate(ids, mask, max_new_tokens=NEW, **GREEDY)
-    traffic, reads = result.stats.traffic, result.cache.record.reads
+    traffic, reads = result.stats.traffic, result.cache.turn.record.reads
     assert traffic.tokens == NEW - 1
     assert reads.entry_bytes + reads.looked_bytes + reads.upkeep_bytes == counted > 0
     told = traffic.bytes + traffic.estimate_bytes + traffic.upkeep_bytes
@@ -132,7 +132,7 @@ def test_reading_that_costs_more_than_everything_says_so(model):
     for name in ("hsa", "h2o + sparq"):
         with kvsieve.attach(model, READ[name]) as sieve:
             noted[name] = sieve.generate(prompt(), max_new_tokens=NEW, **GREEDY)
-    reads = noted["h2o + sparq"].cache.record.reads
+    reads = noted["h2o + sparq"].cache.turn.record.reads
     assert reads.all_bytes > reads.whole_bytes and noted["h2o + sparq"].stats.applied
     assert "cost more than reading everything would have" in noted["h2o + sparq"].stats.notes[0]
     assert not noted["hsa"].stats.notes
@@ -213,7 +213,7 @@ def test_chunks_that_wait_are_part_of_the_bytes(model):
         def watch(done, total):
             found: dict[int, int] = {}
             held_by(vars(cache), found, set())
-            sizes.append((cache.nbytes(), sum(found.values()), len(cache.waiting)))
+            sizes.append((cache.nbytes(), sum(found.values()), len(cache.turn.deferred)))
 
         sieve.prefill(prompt(), cache=cache, chunk=40, progress=watch)
     assert max(waiting for _, _, waiting in sizes) >= 2 and all(told == real for told, real, _ in sizes)

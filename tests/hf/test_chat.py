@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 import kvsieve
 from kvsieve.errors import CacheFileError, CacheStateError, InputError, UnsupportedOptionError
-from kvsieve.hf.chat.chat import _Pieces
-from kvsieve.hf.forward import session as sessions
+from kvsieve.hf.chat.pieces import Pieces
+from kvsieve.hf.forward import passes as sessions
 from kvsieve.models.families import build
 from kvsieve.turns import Turns, render
 from toy_chats import MOVING, chat_tokenizer, template
@@ -74,7 +74,7 @@ def size(chat):
 
 def state(chat):
     """All that a failed turn must leave alone."""
-    numbers = chat.cache.num_seen, chat.cache.turn, chat.cache.told()[0], len(chat.turns)
+    numbers = chat.cache.num_seen, chat.cache.turn, chat.cache.conversation.caller_length_and_mask()[0], len(chat.turns)
     return size(chat), numbers, chat.messages, chat.ids.tolist(), [part.tolist() for part in contents(chat.cache)]
 
 
@@ -213,7 +213,7 @@ def test_an_interrupt_in_the_middle_of_a_pass(model, tokenizer, full):
         ({"max_new_tokens": 0}, InputError, "at least 1, got 0"),
         ({"output_attentions": True}, UnsupportedOptionError, "never formed"),
         ({"protect": [(0, 999)]}, InputError, "lies outside"),
-        ({"question": 99}, InputError, "leaves nothing"),
+        ({"question_tokens": 99}, InputError, "leaves nothing"),
         ({"chunk": 0}, InputError, "chunk must be"),
     ],
 )
@@ -353,7 +353,7 @@ def bytewise():
 @pytest.mark.parametrize("text", ["héllo wörld", "漢字かな ✓\n\nnext  line ", "👩‍👩‍👧 ok", " \ufffd!"])
 def test_pieces_are_whole_characters(text):
     tokenizer, got = bytewise(), []
-    pieces = _Pieces(tokenizer, frozenset([tokenizer.eos_token_id]), got.append, lambda: None)
+    pieces = Pieces(tokenizer, frozenset([tokenizer.eos_token_id]), got.append, lambda: None)
     pieces.put(torch.tensor([[1, 2, 3]]))
     ids = tokenizer(text)["input_ids"]
     for token in [*ids, tokenizer.eos_token_id]:
@@ -362,7 +362,7 @@ def test_pieces_are_whole_characters(text):
     assert "".join(got) == pieces.text == text
     assert all("\ufffd" not in piece for piece in got) or "\ufffd" in text
     # What ends within a character is told at the end, as the tokenizer shows it.
-    cut = _Pieces(tokenizer, frozenset(), None, lambda: None)
+    cut = Pieces(tokenizer, frozenset(), None, lambda: None)
     cut.put(torch.tensor([[1]]))
     for token in tokenizer("a漢")["input_ids"][:-1]:
         cut.put(torch.tensor([token]))

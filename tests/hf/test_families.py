@@ -132,7 +132,7 @@ def test_reducing(model, prompts, plan, monkeypatch):
         layer for layer in one_shot.cache.layers if layer not in sieved.values() and hasattr(layer, "sliding_window")
     ]
     sliding = sum(part.untyped_storage().nbytes() for layer in others for part in (layer.keys, layer.values))
-    assert one_shot.stats.kv_bytes == held + sliding + one_shot.cache.mask.nbytes
+    assert one_shot.stats.kv_bytes == held + sliding + one_shot.cache.conversation.mask.nbytes
     full_held = sum(part.nbytes for layer in sieved for part in tensors_in(full.cache.layers[layer].store))
     assert held < 0.45 * full_held
 

@@ -10,6 +10,7 @@ import torch
 import kvsieve
 from kvsieve.errors import PlanError
 from kvsieve.hf.decode import engine as fixed
+from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.shared import next_logits
 from kvsieve.kernels.interpreter import interpreted
 from kvsieve.methods import HSA, DuoAttention, DynamicKV, KNorm, PyramidKV
@@ -86,10 +87,10 @@ def check_same(model, plan, ids, mask=None, fixed=11, captures=1, **options):
     for one, other in zip(ours.cache.layers, wanted.cache.layers, strict=True):
         torch.testing.assert_close(one.store.keys, other.store.keys)
         assert torch.equal(one.store.index, other.store.index) and one.store.lengths == other.store.lengths
-    passes = ours.cache.record.passes
+    passes = ours.cache.turn.record.passes
     assert (passes.fixed, passes.captures) == (fixed, captures)
     assert ours.stats.decoding.engine == "graph" and ours.stats.decoding.reason is None
-    assert wanted.stats.decoding == kvsieve.hf.generate.generate.Decoding("eager", None, 0, 0.0)
+    assert wanted.stats.decoding == kvsieve.hf.generate.stats.Decoding("eager", None, 0, 0.0)
     return ours
 
 
@@ -99,7 +100,7 @@ def test_answers_are_those_of_the_eager_decoder(model, stand_in, name):
     plan, rows = planned(name), 1 if alone else 3
     # A reader's first token is read eagerly.
     ours = check_same(model, plan, *padded(rows), fixed=11 - (plan.read is not None))
-    assert ours.cache.record.passes.reason == (READ_FIRST if plan.read is not None else None)
+    assert ours.cache.turn.record.passes.reason == (READ_FIRST if plan.read is not None else None)
 
 
 def test_heads_of_different_lengths(model, stand_in):
@@ -116,7 +117,7 @@ def test_with_kernels(stand_in, name):
     wanted, _ = answer(model, plan, *padded(2), "eager", max_new_tokens=4)
     with interpreted():
         ours, _ = answer(model, plan, *padded(2), max_new_tokens=4)
-    assert torch.equal(ours.sequences, wanted.sequences) and ours.cache.record.passes.fixed >= 2
+    assert torch.equal(ours.sequences, wanted.sequences) and ours.cache.turn.record.passes.fixed >= 2
 
 
 @pytest.mark.parametrize("family", ["qwen3", "phi", "gpt_neox", "mixtral"])
@@ -132,7 +133,7 @@ def test_allocators_that_act_while_decoding(model, stand_in, kind):
     ours, same = answer(model, plan, *padded(2), max_new_tokens=20)
     torch.testing.assert_close(same, logits)
     assert ours.cache.entries() == wanted.cache.entries()
-    passes = ours.cache.record.passes
+    passes = ours.cache.turn.record.passes
     assert passes.eager == 4 and passes.fixed == 15 and passes.reason == f"{kind.__name__} acts on this token"
 
 
@@ -191,7 +192,7 @@ def follow(model, plan, decode, steps):
     def feed(cache, ids, tokens):
         for column in tokens.T:
             ids = torch.cat([ids, column[:, None]], 1)
-            found.append(next_logits(model, cache, ids))
+            found.append(next_logits(sieve, cache, ids))
         return ids
 
     with kvsieve.attach(model, plan, decode=decode) as sieve, torch.no_grad():
@@ -223,7 +224,7 @@ def test_a_recording_serves_as_long_as_its_buffers_do(model, stand_in):
     ids = prompt()
 
     def counts(cache):
-        passes = cache.record.passes
+        passes = cache.turn.record.passes
         return passes.fixed, passes.captures
 
     def steps(sieve, feed):
@@ -305,7 +306,7 @@ def test_single_passes_that_are_refused(model, stand_in):
             with torch.set_grad_enabled(kind == "gradients"):
                 model(input_ids=token, attention_mask=hidden, past_key_values=cache)
         assert {"padding": "is padding", "positions": "no position_ids", "gradients": "gradients"}[kind] in str(
-            cache.record.passes.reason
+            cache.turn.record.passes.reason
         )
 
 
@@ -316,9 +317,8 @@ def test_sliding_layers_and_several_tokens_at_once(stand_in):
     model = build("qwen2", dtype=torch.float64)
     with kvsieve.attach(model, planned("full"), decode="graph") as sieve, torch.no_grad():
         cache = sieve.prefill(prompt())
-        cache.given_answer = True
-        model(input_ids=prompt(size=3), past_key_values=cache)
-    assert cache.record.passes.reason == "a pass of several tokens"
+        sieve.feed(cache, prompt(size=3), None, PassRequest(phase="decode"))
+    assert cache.turn.record.passes.reason == "a pass of several tokens"
 
 
 def test_a_decoder_that_counts_tokens_by_itself(stand_in):

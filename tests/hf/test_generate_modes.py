@@ -9,7 +9,7 @@ from transformers.generation import BaseStreamer, StoppingCriteria
 
 import kvsieve
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
-from kvsieve.hf.forward import session
+from kvsieve.hf.forward import passes, session
 from kvsieve.models.families import build
 
 PLAIN = {"eos_token_id": None, "pad_token_id": 0}
@@ -272,7 +272,7 @@ def test_an_interrupt_in_the_middle_of_a_pass_leaves_nothing_behind(monkeypatch)
             broken.setattr(session, "dense_attention", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 sieve.generate(ids, cache=cache, max_new_tokens=4, pad_token_id=0)
-        assert session.current() is None and cache.in_flight
+        assert passes.current() is None and cache.status == "broken"
         with pytest.raises(CacheStateError, match="failed half-way"):
             sieve.generate(ids, cache=cache, max_new_tokens=4, pad_token_id=0)
         again = sieve.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None).sequences

@@ -16,14 +16,15 @@ from interrupts import Interrupts
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.chat import chat as chats
-from kvsieve.hf.forward import session as sessions
+from kvsieve.hf.chat import worker
+from kvsieve.hf.forward import passes as sessions
 from kvsieve.models.families import build
 from toy_chats import chat_tokenizer
 
 pytestmark = pytest.mark.slow
 
 OPTIONS = {"suppress_tokens": [0, 1, 2], "max_new_tokens": 2}
-FINE = [chats.Chat.stream, chats.Chat._alone, chats.Chat._settle, chats._Worker.wait, chats._Worker.__init__]
+FINE = [chats.Chat.stream, chats.Chat._alone, chats.Chat._settle, worker.Worker.wait, worker.Worker.__init__]
 FINE += [chats.Chat.ask, chats.Chat.read, chats.Chat.rollback, chats.Chat.fork, chats.Chat.snapshot]
 FINE += [SieveCache.rollback]
 COARSE = ("/hf/chat/chat.py", "/hf/cache/cache.py")
@@ -197,7 +198,7 @@ def test_a_thread_that_begins_late_does_nothing(chat, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(chats._Worker, "start", start)
+        patched.setattr(worker.Worker, "start", start)
         with pytest.raises(KeyboardInterrupt):
             list(chat.stream("w5 w6"))
     held[0].start()
@@ -227,8 +228,8 @@ def test_a_cache_whose_pass_was_not_closed_is_refused(sieve):
     for place in interrupts.places(act):
         interrupts.raised(act, place)
         cache = taken[-1]
-        if cache.in_flight:
+        if cache.status == "broken":
             with pytest.raises(CacheStateError):
                 sieve.prefill(torch.arange(3, 30)[None], cache=cache)
         else:
-            assert cache.num_seen == 17 and not cache.awaits_prompt, place
+            assert cache.num_seen == 17 and not cache.turn.reading, place

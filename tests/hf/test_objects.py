@@ -13,7 +13,7 @@ from transformers import GenerationConfig, MaxLengthCriteria, StoppingCriteriaLi
 
 import kvsieve
 from kvsieve.errors import KvsieveWarning, NotAttachedError, UnsupportedModelError
-from kvsieve.hf.generate.generate import Stats
+from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.model.support import methods_for, why_unsupported
 from kvsieve.models.families import build
 from toy_words import word_tokenizer

@@ -1,4 +1,4 @@
-"""Options that every plan has: protect=, quotas=, skip_layers=, question= and reduce=."""
+"""Options that every plan has: protect=, quotas=, skip_layers=, question_tokens= and reduce=."""
 
 from __future__ import annotations
 
@@ -266,9 +266,9 @@ REFUSED = {
         "quotas": [((60, 90), 18)],
     },
     "hold 72 of the 189 tokens of row 1; with the 5 that SnapKV needs": {"protect": [(0, 72)]},
-    "question=189 leaves nothing of a row's 189 new tokens": {"question": 189},
-    "question is the number of tokens at the prompt's end": {"question": 2.0},
-    "reduce=False keeps the whole prompt, so question=": {"question": 3, "reduce": False},
+    "question_tokens=189 leaves nothing of a row's 189 new tokens": {"question_tokens": 189},
+    "question_tokens is the number of tokens at the prompt's end": {"question_tokens": 2.0},
+    "reduce=False keeps the whole prompt, so question_tokens=": {"question_tokens": 3, "reduce": False},
 }
 
 
@@ -278,7 +278,7 @@ def test_what_cannot_be_honoured_is_refused_before_anything_runs(model, batch, m
         cache = sieve.new_cache()
         with pytest.raises(InputError, match=message):
             sieve.generate(*batch, cache=cache, **REFUSED[message], **GREEDY)
-        assert cache.num_seen == 0 and cache.held is None
+        assert cache.num_seen == 0 and cache.conversation.protected is None
 
 
 def test_a_short_prompt_may_be_held_whole(model, batch):
@@ -351,8 +351,8 @@ def test_a_question_is_not_seen_and_kept_whole(model, batch, name):
     ids, mask = batch
     plan = plan_of(name, model)
     with kvsieve.attach(model, plan) as sieve:
-        asked = sieve.generate(ids, mask, question=QUESTION, max_new_tokens=3, **GREEDY)
-        alone = sieve.generate(ids[1:, PADDING:], question=QUESTION, chunk=64, max_new_tokens=3, **GREEDY)
+        asked = sieve.generate(ids, mask, question_tokens=QUESTION, max_new_tokens=3, **GREEDY)
+        alone = sieve.generate(ids[1:, PADDING:], question_tokens=QUESTION, chunk=64, max_new_tokens=3, **GREEDY)
         cache = sieve.prefill(ids[:, :-QUESTION], mask[:, :-QUESTION])
         context = stored(cache, (0, PADDING))
         apart = sieve.generate(ids, mask, cache=cache, reduce=False, max_new_tokens=3, **GREEDY)

@@ -11,6 +11,7 @@ import kvsieve
 from kvsieve.cache.base import storage_bytes
 from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.errors import PlanError
+from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.shared import next_logits
 from kvsieve.methods import HSA, PerTurn, Quest, RocketEviction, SnapKV
 from kvsieve.models.families import build
@@ -47,13 +48,13 @@ def answer_logits(model, plan, ids, answer, mask=None, chunk=None, at_once=False
     with kvsieve.attach(model, plan) as sieve, torch.no_grad():
         cache = sieve.prefill(ids, mask, chunk=chunk)
         if at_once:
-            cache.given_answer = True
-            return model(input_ids=answer, past_key_values=cache).logits, cache
+            given = PassRequest(phase="decode")
+            return sieve.feed(cache, answer, None, given, logits=answer.shape[1]).logits, cache
         parts = []
         for column in answer.T:
             ids = torch.cat([ids, column[:, None]], 1)
             mask = None if mask is None else torch.cat([mask, torch.ones_like(column[:, None])], 1)
-            parts.append(next_logits(model, cache, ids, mask))
+            parts.append(next_logits(sieve, cache, ids, mask))
         return torch.cat(parts, 1), cache
 
 
@@ -67,7 +68,7 @@ def test_reading_all_pages_is_dense(model, name):
         everything = dataclasses.replace(plan.read, budget=kvsieve.Budget(tokens=400), skip_layers=0)
         plan = kvsieve.Plan(read=_Always(everything))
         ours, cache = answer_logits(model, plan, ids, answer)
-        assert cache.record.reads.sparse
+        assert cache.turn.record.reads.sparse
     else:
         ours, _ = answer_logits(model, kvsieve.plan("perturn", budget=400, base="knorm"), ids, answer)
     torch.testing.assert_close(ours, dense)
@@ -108,7 +109,7 @@ def test_an_answer_at_once_reads_as_token_by_token(model, name):
     single, one = answer_logits(model, plan, ids, answer)
     several, other = answer_logits(model, plan, ids, answer, at_once=True)
     torch.testing.assert_close(several, single)
-    assert one.record.reads == other.record.reads
+    assert one.turn.record.reads == other.turn.record.reads
     chunked, _ = answer_logits(model, plan, ids, answer, chunk=17)
     torch.testing.assert_close(chunked, single)
 
@@ -139,7 +140,7 @@ def test_after_any_evictor_all_that_is_left_may_be_read(model, evict, reader):
     wanted, _ = answer_logits(model, alone, ids, answer, mask)
     ours, cache = answer_logits(model, dataclasses.replace(alone, read=_Always(reader), name=""), ids, answer, mask)
     torch.testing.assert_close(ours, wanted)
-    assert cache.record.reads.sparse
+    assert cache.turn.record.reads.sparse
     less, _ = answer_logits(model, dataclasses.replace(alone, read=reader, name=""), ids, answer, mask)
     assert not torch.allclose(less, wanted)
 
@@ -157,7 +158,7 @@ def test_a_view_is_the_eviction_that_later_turns_do_not_feel(model):
     with kvsieve.attach(model, kvsieve.Plan(evict=PerTurn(base=base))) as sieve, torch.no_grad():
         cache = sieve.prefill(first)
         cache = sieve.prefill(whole, cache=cache)
-        then = next_logits(model, cache, torch.cat([whole, one], 1))[:, -1]
+        then = next_logits(sieve, cache, torch.cat([whole, one], 1))[:, -1]
     wanted, _ = answer_logits(model, kvsieve.Plan(evict=base), whole, one)
     torch.testing.assert_close(then, wanted[:, -1])
 
@@ -167,7 +168,7 @@ def test_a_view_ends_with_its_turn(model):
     ids, whole, one = prompt(2), torch.cat([prompt(2), prompt(2, 9, seed=6)], 1), prompt(2, 1, seed=9)
     with kvsieve.attach(model, planned("perturn")) as sieve, torch.no_grad():
         cache = sieve.prefill(whole, cache=sieve.prefill(ids), reduce=False)
-        then = next_logits(model, cache, torch.cat([whole, one], 1))
+        then = next_logits(sieve, cache, torch.cat([whole, one], 1))
     wanted, _ = answer_logits(model, kvsieve.plan("full"), whole, one)
     torch.testing.assert_close(then, wanted)
 
@@ -189,16 +190,16 @@ def test_forks_rollbacks_and_beams_read_alike(model, name):
         fed = ids
         for column in answer.T[:3]:
             fed = torch.cat([fed, column[:, None]], 1)
-            next_logits(model, cache, fed)
+            next_logits(sieve, cache, fed)
         taken, fork = cache.snapshot(), cache.fork()
-        next_logits(model, cache, torch.cat([fed, prompt(2, 1, seed=9)], 1))
+        next_logits(sieve, cache, torch.cat([fed, prompt(2, 1, seed=9)], 1))
         cache.rollback(taken)
         cache.reorder_cache(torch.tensor([1, 0]))
         for held, rows in ((fork, [0, 1]), (cache, [1, 0])):
             whole, parts = fed[rows], []
             for column in answer.T[3:]:
                 whole = torch.cat([whole, column[rows, None]], 1)
-                parts.append(next_logits(model, held, whole))
+                parts.append(next_logits(sieve, held, whole))
             torch.testing.assert_close(torch.cat(parts, 1), wanted[rows, 3:])
         out = sieve.generate(ids, max_new_tokens=4, num_beams=3, **GREEDY)
         assert out.sequences.shape == (2, 94)
@@ -214,8 +215,8 @@ def test_a_question_may_be_read_sparsely_too(model):
         with kvsieve.attach(model, plan) as sieve, torch.no_grad():
             cache = sieve.prefill(ids)
             cache = sieve.prefill(whole, cache=cache, reduce=False)
-            assert cache.record.reads.tokens == (8 if questions else 0)
-            ours = next_logits(model, cache, torch.cat([whole, token], 1))
+            assert cache.turn.record.reads.tokens == (8 if questions else 0)
+            ours = next_logits(sieve, cache, torch.cat([whole, token], 1))
         if questions:
             wanted, _ = answer_logits(model, plan, ids, torch.cat([question, token], 1))
             torch.testing.assert_close(ours[:, -1], wanted[:, -1])

@@ -236,7 +236,7 @@ def test_ids_that_are_none_are_refused(model, name):
         {"progress": 5},
         {"reduce": "no"},
         {"protect": 5},
-        {"question": 1.5},
+        {"question_tokens": 1.5},
         {"max_new_tokens": "9"},
         {"max_new_tokens": 1.5},
         {"num_beams": "two"},
@@ -304,7 +304,7 @@ def test_what_a_tokenizer_returns_is_a_prompt(model):
         for given in (encoded, dict(encoded)):
             result = sieve.generate(given, **GREEDY)
             assert torch.equal(result.sequences, wanted.sequences)
-            assert sieve.prefill(given).mask.sum(-1).tolist() == [30, 8]
+            assert sieve.prefill(given).conversation.mask.sum(-1).tolist() == [30, 8]
         with pytest.raises(InputError, match="attention_mask is given twice"):
             sieve.generate(encoded, encoded["attention_mask"], **GREEDY)
         with pytest.raises(InputError, match="pixel_values, which is not read"):

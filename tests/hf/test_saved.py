@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 import kvsieve
 from interrupts import Interrupts
 from kvsieve.cache import RaggedStore
+from kvsieve.cache.parts import store_parts
 from kvsieve.errors import CacheFileError, CacheStateError, InputError
-from kvsieve.hf.persist import cache_file, saved
+from kvsieve.hf.persist import cache_file, packing, saved
 from kvsieve.methods import SnapKV
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
@@ -97,10 +98,10 @@ def parts(value):
     if isinstance(value, (list, tuple)):
         return type(value)(map(parts, value))
     if hasattr(value, "layers"):
-        return parts(saved._fields(value, saved._APART)), parts(value.layers)
+        return parts(value.conversation), parts(value.layers)
     if hasattr(value, "store"):
-        of_store = {} if value.store.is_empty else parts(saved._store_parts(value.store))
-        return of_store, parts(saved._fields(value, saved._LAYER_APART))
+        of_store = {} if value.store.is_empty else parts(store_parts(value.store))
+        return of_store, parts({name: vars(value)[name] for name in packing.LAYER_FIELDS})
     if hasattr(value, "cumulative_length"):
         return value.cumulative_length, parts(value.keys), parts(value.values)
     return value
@@ -198,7 +199,7 @@ def test_a_loaded_cache_forks_rolls_back_and_takes_beams(model, talk, path):
             assert parts(cache) == known
         beams = goes_on(sieve, cache, result.sequences, talk, num_beams=2)
         sieve.save(beams.cache, path)
-        assert parts(sieve.load(path).cache) == parts(beams.cache) and beams.cache.batch == 4
+        assert parts(sieve.load(path).cache) == parts(beams.cache) and beams.cache.conversation.batch == 4
 
 
 def test_only_what_is_used_is_written(model, talk, path):
@@ -207,12 +208,12 @@ def test_only_what_is_used_is_written(model, talk, path):
         for token in talk[2][:, :3].T:
             model(input_ids=token[:, None], past_key_values=cache)
         store = cache.layers[0].store
-        assert store._buffers()[0].shape[2] > store.size == 93
+        assert store.buffers()[0].shape[2] > store.size == 93
         sieve.save(cache, path)
         tensors = load_file(path)
         assert tensors["layers.0.keys"].shape == (2, 2, 93, 16) and tensors["layers.0.index"].shape == (2, 2, 93)
         assert path.stat().st_size < 4 * 2 * 2 * 93 * (2 * 16 + 1) * 4 + 10_000
-        assert sieve.load(path).cache.layers[0].store._buffers()[0].shape[2] == 93
+        assert sieve.load(path).cache.layers[0].store.buffers()[0].shape[2] == 93
 
 
 def test_any_scratch_of_a_method_comes_back_or_is_named(model, talk, path):
@@ -334,9 +335,9 @@ def test_another_tokenizer_is_refused_where_both_are_known(model, file, path, ta
     used(["w1 w2", "w1"], padding=True, truncation=True, max_length=3)  # leaves its settings in the tokenizer
     with kvsieve.attach(model, kvsieve.plan("snapkv", budget=30, window=4)) as sieve:
         refused(file, sieve, "another tokenizer", tokenizer=other)
-        assert sieve.load(file, tokenizer=used).cache.batch == 2
+        assert sieve.load(file, tokenizer=used).cache.conversation.batch == 2
         sieve.save(sieve.load(file).cache, path)
-        assert sieve.load(path, tokenizer=other).cache.batch == 2
+        assert sieve.load(path, tokenizer=other).cache.conversation.batch == 2
 
 
 def test_another_plan_is_refused_and_what_differs_is_named(model, file):
@@ -390,7 +391,7 @@ def test_files_of_other_kinds_and_formats_are_refused(model, file, tmp_path):
         save_file(odd, tmp_path / "odd", {"kvsieve": json.dumps(header)})
         refused(tmp_path / "odd", sieve, "tensors do not match their checksum")
         # A header that is whole, and not what this version writes.
-        del header["cache"]["dict"][0]
+        del header["cache"]["Conversation"]["dict"][0]
         header["sha256"] = saved.header_digest(header)
         refused(written(), sieve, "cannot be read by")
 
@@ -492,11 +493,18 @@ def changes(header):
     yield from ({**header, name: odd} for name in names for odd in (None, [], {"a": [1]}, 3))
     yield from ({key: part for key, part in header.items() if key != name} for name in names)
     yield {**header, "model": {**header["model"], "shape": {"layers": 10**400}}}
-    for index, (name, _) in enumerate(header["cache"]["dict"]):
-        for odd in ({"tensor": "none"}, {"Restart": {"dict": []}}, {"View": 3}, {"tuple": None}, {"dict": [[[], 1]]}):
-            fields = list(header["cache"]["dict"])
+    known = header["cache"]["Conversation"]["dict"]
+    for index, (name, _) in enumerate(known):
+        for odd in (
+            {"tensor": "none"},
+            {"ShortPrompt": {"dict": []}},
+            {"View": 3},
+            {"tuple": None},
+            {"dict": [[[], 1]]},
+        ):
+            fields = list(known)
             fields[index] = [name, odd]
-            yield {**header, "cache": {"dict": fields}}
+            yield {**header, "cache": {"Conversation": {"dict": fields}}}
 
 
 def test_a_file_that_says_what_cannot_be_is_refused(model, file, tmp_path):

@@ -8,7 +8,8 @@ import torch
 import kvsieve
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.batching import can_stack, stack
-from kvsieve.hf.cache.cache import SieveLayer
+from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import next_logits, read_shared
 from kvsieve.models.families import build
 
@@ -51,7 +52,7 @@ def stored(cache):
 @pytest.mark.parametrize("chunk", [None, 17])
 def test_reduced_is_what_the_plan_itself_keeps(model, ids, name, chunk):
     plan = PLANS[name]
-    shared = read_shared(model, plan.propagate, ids, window=plan.window + 3, chunk=chunk)
+    shared = read_shared(model, plan.propagate, ids, window=plan.window + 3, options=ReadOptions(chunk))
     cache = shared.reduced(plan.evict)
     with kvsieve.attach(model, plan) as sieve:
         own = sieve.prefill(ids, chunk=chunk)
@@ -59,7 +60,7 @@ def test_reduced_is_what_the_plan_itself_keeps(model, ids, name, chunk):
     for ours, theirs in zip(stored(cache), stored(own), strict=True):
         for mine, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(mine, other)
-    assert cache.record == own.record
+    assert cache.turn.record == own.turn.record
     assert greedy(model, cache, shared.logits)[0][0].tolist()[: len(wanted)] == wanted.tolist()
 
 
@@ -101,9 +102,9 @@ def test_a_fork_answers_as_its_origin_and_leaves_it_alone(model, ids):
         more = torch.cat([ids, torch.tensor([[5, 9, 11]])], 1)
     with kvsieve.attach(model, FULL) as sieve, torch.no_grad():
         sieve.adopt(cache)
-        first = next_logits(model, cache.fork(), more)
-        second = next_logits(model, cache.fork(), more)
-        last = next_logits(model, cache, more)
+        first = next_logits(sieve, cache.fork(), more)
+        second = next_logits(sieve, cache.fork(), more)
+        last = next_logits(sieve, cache, more)
     assert torch.equal(first, second) and torch.equal(first, last)
     assert cache.num_seen == 48
 
@@ -111,7 +112,7 @@ def test_a_fork_answers_as_its_origin_and_leaves_it_alone(model, ids):
 def test_a_cache_in_mid_prompt_is_not_forked(model, ids):
     with kvsieve.attach(model, FULL) as sieve:
         cache = sieve.new_cache()
-    cache.in_flight = True
+    cache.status = "broken"
     with pytest.raises(CacheStateError, match="middle of a prompt"):
         cache.fork()
 
@@ -122,7 +123,7 @@ def test_stacked_rows_decode_as_they_do_alone(model, ids):
     alone = [greedy(model, shared.reduced(evictor), shared.logits) for evictor in evictors]
     caches = [shared.reduced(evictor) for evictor in evictors]
     rows = stack(caches, reserve=3)
-    assert rows.batch == 4 and rows.num_seen == ids.shape[1]
+    assert rows.conversation.batch == 4 and rows.num_seen == ids.shape[1]
     assert len({cache.entries()[0] for cache in caches}) > 1, "rows of unequal length are what this is about"
     tokens, logits = greedy(model, rows, shared.logits.expand(4, -1))
     for row, (wanted, scores) in enumerate(alone):

@@ -78,7 +78,7 @@ def test_every_question_is_asked_as_if_it_were_the_first(model, talk, name, redu
             theirs = ask(sieve, fresh, context, mask, question, reduce=reduce)
             assert torch.equal(ours.sequences, theirs.sequences)
             assert same(ours.output.logits, theirs.output.logits)
-            assert same(contents(cache), contents(fresh)) and cache.record == fresh.record
+            assert same(contents(cache), contents(fresh)) and cache.turn.record == fresh.turn.record
             cache.rollback(taken)
             assert same(contents(cache), held) and cache.memory_report() == size
 
@@ -138,7 +138,7 @@ def test_beams_and_failed_passes_are_rolled_back(model, talk):
         cache = sieve.prefill(context, mask)
         taken, wanted = cache.snapshot(), ask(sieve, cache.fork(), context, mask, questions[0])
         ask(sieve, cache, context, mask, questions[0], num_beams=3)
-        assert cache.batch == 6
+        assert cache.conversation.batch == 6
         cache.rollback(taken)
         handle = model.model.layers[2].register_forward_hook(fail)
         with pytest.raises(RuntimeError, match="broken"):
@@ -164,7 +164,7 @@ def test_no_snapshot_in_the_middle_of_a_prompt(model, talk):
         with kvsieve.attach(model, plan) as sieve:
             cache = sieve.new_cache()
             sieve.prefill(context, mask, cache=cache, chunk=40, progress=watch)
-            assert cache.snapshot().fields["num_seen"] == 90
+            assert cache.snapshot().conversation.num_seen == 90
     assert refused == [40, 80] * 2
 
 

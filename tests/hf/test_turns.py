@@ -55,7 +55,10 @@ def talk(model, plan, turns, answer=ANSWER):
             seen.append([sum(map(len, heads)) / len(heads) for heads in stored(cache)[0]])
 
         for turn in turns:
-            known, before = cache.told()[0], seen[-1] if seen else [0.0] * len(cache.sieve_layers)
+            known, before = (
+                cache.conversation.caller_length_and_mask()[0],
+                seen[-1] if seen else [0.0] * len(cache.sieve_layers),
+            )
             ids = torch.cat([ids, torch.randint(2, 120, (1, turn), generator=make)], 1)
             handle = model.register_forward_hook(note)
             result = sieve.generate(
@@ -143,7 +146,7 @@ def test_a_padded_row_goes_the_way_it_would_alone(model, name, chunk):
     with kvsieve.attach(model, plan) as sieve:
         cache, own = sieve.new_cache(), sieve.new_cache()
         for longest, shorter, answer in ROWS:
-            seen = cache.told()[0]
+            seen = cache.conversation.caller_length_and_mask()[0]
             new = torch.cat([ids[:, seen:], torch.randint(2, 120, (2, longest), generator=make)], 1)
             pad = longest - shorter
             new[1] = torch.cat([torch.zeros(pad, dtype=torch.int64), new[1, : new.shape[1] - pad]])

@@ -13,6 +13,7 @@ import kvsieve
 from kvsieve import Plan
 from kvsieve.core.allocation import allocate, clusters, winners
 from kvsieve.errors import CacheStateError, PlanError
+from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import read_shared
 from kvsieve.methods import (
     CAKE,
@@ -506,10 +507,12 @@ def test_totals_chunks_padding_and_shared_readings(model, prompts, name):
     assert [columns(pieces, row) for row in (0, 1)] == [columns(together, row) for row in (0, 1)]
     assert columns(first) == columns(together) and columns(second) == columns(together, 1, PADDING)
     for chunk in (None, 17):
-        shared = read_shared(model, None, ids, mask, window=plan.window + 3, evictors=[plan.evict], chunk=chunk)
+        shared = read_shared(
+            model, None, ids, mask, window=plan.window + 3, evictors=[plan.evict], options=ReadOptions(chunk)
+        )
         cache = shared.reduced(plan.evict)
         assert [columns(cache, row) for row in (0, 1)] == [columns(together, row) for row in (0, 1)]
-        assert cache.record == together.record and entries(shared.cache) == 4 * 2 * 60
+        assert cache.turn.record == together.turn.record and entries(shared.cache) == 4 * 2 * 60
         for ours, theirs in zip(cache.sieve_layers.values(), together.sieve_layers.values(), strict=True):
             assert set(ours.state) == set(theirs.state)
             for key, value in ours.state.items():
@@ -646,5 +649,5 @@ def test_squeezeattention_measures_the_residual_stream(model, prompts):
 def test_squeezeattention_must_have_been_there_when_the_prompt_was_read(model, prompts):
     evictor = PLANS["squeezeattention"].evict
     shared = read_shared(model, None, prompts[0][:1], window=4)
-    with pytest.raises(CacheStateError, match="looks at every pass"):
+    with pytest.raises(CacheStateError, match="observes every pass"):
         shared.reduced(evictor)

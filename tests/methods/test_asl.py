@@ -190,7 +190,7 @@ class Look(Propagator):
 
 
 def read_again(result, row=0):
-    columns = result.cache.restart.columns[row]
+    columns = result.cache.conversation.short_prompt.token_index[row]
     return columns[columns >= 0].tolist()
 
 

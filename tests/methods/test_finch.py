@@ -104,7 +104,7 @@ def test_all_of_it_equals_the_slow_reference_in_a_padded_batch(model, prompts):
             assert torch.allclose(result.output.logits[0][row], logits.float(), atol=1e-6)
             assert torch.equal(result.sequences[:, :53], ids)
             for index, layer in enumerate(cache.layers):
-                given = cache.restart.as_given(layer.store.index, index)[row, :, -budget - 3 : -3]
+                given = cache.conversation.short_prompt.as_given(layer.store.index, index)[row, :, -budget - 3 : -3]
                 for head, columns in enumerate(given.tolist()):
                     assert columns == [pad + j for j in wanted[index, head]]
     # The longer row's budget, contiguous positions, and three tokens generated.

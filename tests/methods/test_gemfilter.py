@@ -52,7 +52,7 @@ def run(model, plan, *inputs, **options):
 
 def chosen(result, row=0):
     """Columns of the prompt that were read again."""
-    columns = result.cache.restart.columns[row]
+    columns = result.cache.conversation.short_prompt.token_index[row]
     return columns[columns >= 0].tolist()
 
 
@@ -227,12 +227,16 @@ def test_prefill_reads_what_was_chosen(model, ids):
     whole = run(model, gem(), ids[:1])
     with kvsieve.attach(model, gem()) as sieve:
         cache = sieve.prefill(ids[:1], chunk=16)
-        assert cache.get_seq_length() == K and cache.entries() == [K] * 4 and cache.told() == (N, None)
+        assert (
+            cache.get_seq_length() == K
+            and cache.entries() == [K] * 4
+            and cache.conversation.caller_length_and_mask() == (N, None)
+        )
         # One token at a time goes on by plain calls.
         with torch.no_grad():
             step = model(whole.sequences[:, N : N + 1], past_key_values=cache).logits[:, -1]
     torch.testing.assert_close(step.float(), logits(whole)[:, 1])
-    assert cache.told() == (N + 1, None)
+    assert cache.conversation.caller_length_and_mask() == (N + 1, None)
 
 
 def test_an_evictor_acts_on_the_short_prompt_and_its_share_counts_the_whole_one(model, padded):

@@ -116,7 +116,10 @@ def test_what_is_kept_of_a_context_does_not_depend_on_the_question(model, prompt
     for question in (ids[:, 40:44], ids[:, 48:]):
         with kvsieve.attach(model, plan) as sieve:
             result = sieve.generate(
-                torch.cat([ids[:, :40], question], 1), question=question.shape[1], max_new_tokens=2, do_sample=False
+                torch.cat([ids[:, :40], question], 1),
+                question_tokens=question.shape[1],
+                max_new_tokens=2,
+                do_sample=False,
             )
         stored = columns(result.cache, 0)
         assert [[[j for j in head if j < 40] for head in layer] for layer in stored] == kept

@@ -228,7 +228,7 @@ def test_leaving_the_tsp_layer_out_warns(llama):
         with kvsieve.attach(llama, kvsieve.plan("fastkv", paper=True)):
             pass
     with warnings.catch_warnings(action="error"), kvsieve.attach(llama, kvsieve.plan("fastkv")) as sieve:
-        assert sieve.source == 2, "a layer that comes with the model"
+        assert sieve.plan.propagate.source(sieve.num_layers) == 2, "a layer that comes with the model"
 
 
 def test_a_prompt_within_the_window_is_said_not_to_be_reduced(llama, ids):

@@ -12,6 +12,7 @@ import torch
 import kvsieve
 from kvsieve import Plan
 from kvsieve.errors import CacheStateError, PlanError, UnsupportedModelError
+from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import read_shared
 from kvsieve.methods import H2O, TSP, ChunkKV, CriticalKV, ExpectedAttention, KeyDiff, KNorm, SageKV, SnapKV
 from kvsieve.methods.base import ScoredEvictor
@@ -438,19 +439,21 @@ def test_what_the_caller_protects_stays_within_the_budget(name):
 def test_a_shared_reading_is_reduced_as_the_plan_itself_would(model, ids, name, chunk):
     plan = PLANS[name]
     others = [PLANS["expected"].evict, ExpectedAttention(budget="10%"), None]
-    shared = read_shared(model, None, ids[:1], window=plan.window + 3, evictors=[plan.evict, *others], chunk=chunk)
+    shared = read_shared(
+        model, None, ids[:1], window=plan.window + 3, evictors=[plan.evict, *others], options=ReadOptions(chunk)
+    )
     with kvsieve.attach(model, plan) as sieve:
         own = sieve.prefill(ids[:1], chunk=chunk)
     for _ in range(2):
         cache = shared.reduced(plan.evict)
         assert columns(cache) == columns(own)
-        assert cache.record == own.record
+        assert cache.turn.record == own.turn.record
 
 
 def test_an_evictor_that_was_not_there_at_the_reading_is_refused(model, ids):
     shared = read_shared(model, None, ids[:1], window=8, evictors=[PLANS["keydiff"].evict])
     for evictor in (PLANS["expected"].evict, PLANS["critical-expected"].evict):
-        with pytest.raises(CacheStateError, match="looks at every pass of a prompt and was not there"):
+        with pytest.raises(CacheStateError, match="observes every pass of a prompt and was not there"):
             shared.reduced(evictor)
 
 

@@ -155,7 +155,7 @@ def test_an_evictor_that_only_looks_like_a_chunked_one_is_none():
     model, ids = build("llama", dtype=torch.float64), torch.randint(2, 120, (1, 40))
     with kvsieve.attach(model, plan) as sieve:
         ours = sieve.prefill(ids)
-        assert ours.restart is None
+        assert ours.conversation.short_prompt is None
     with kvsieve.attach(model, kvsieve.plan("knorm", budget="50%")) as sieve:
         plain = sieve.prefill(ids)
     for one, other in zip(ours.sieve_layers.values(), plain.sieve_layers.values(), strict=True):

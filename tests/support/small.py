@@ -57,8 +57,8 @@ def stored(cache, padding=(0,)):
         store = layer.store
         index = store.index.long()
         real = index >= 0 if store.valid is None else (index >= 0) & store.valid
-        if cache.restart is not None:
-            index = cache.restart.as_given(index, number)
+        if cache.conversation.short_prompt is not None:
+            index = cache.conversation.short_prompt.as_given(index, number)
         for row, pad in enumerate(padding):
             out[row].append([(index[row, h][real[row, h]] - pad).tolist() for h in range(index.shape[1])])
     return out

@@ -92,6 +92,7 @@ class Sieve:
                 do_sample=False,
                 pad_token_id=0,
                 stopping_criteria=StoppingCriteriaList(criteria),
+                measure=True,
             )
         stats = result.stats
         run: Run = {name: getattr(stats, name) for name in ("ttft_s", "tpot_s", "kv_bytes", "peak_bytes", "applied")}

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from kvsieve.errors import UnsupportedModelError
-from kvsieve.hf.cache.cache import DynamicSlidingWindowLayer
-from kvsieve.hf.compat import DynamicLayer, plain_cache_layers
+from kvsieve.hf.compat import DynamicLayer, DynamicSlidingWindowLayer, plain_cache_layers
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 _FUSED = ("qkv_proj", "query_key_value", "qkv")

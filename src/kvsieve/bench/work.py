@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from kvsieve.bench.geometry import Geometry
-from kvsieve.hf.cache.cache import SieveLayer
+from kvsieve.hf.cache.layer import SieveLayer
 
 
 class Work:

@@ -59,12 +59,12 @@ class Store:
     @property
     def capacity(self) -> int:
         """Slots there are, used or not."""
-        return self._buffers()[0].shape[-2]
+        return self.buffers()[0].shape[-2]
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Tensors that `put` and reading touch: buffers of keys, values and index, and the mask of real entries."""
-        return (*self._buffers(), self.valid_buffer)
+        return (*self.buffers(), self.valid_buffer)
 
     def make_room(self, tokens: int) -> None:
         """Allocate slots for `tokens` further tokens; buffers that have them stay the same objects."""
@@ -133,13 +133,13 @@ class Store:
         for part in self.derived.values():
             yield from part.all_tensors()
 
-    def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
         if self._keys is None or self._values is None or self._index is None:
             raise RuntimeError("this layer stores nothing yet: run a forward pass with its cache first")
         return self._keys, self._values, self._index
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
-        self._keys, self._values, self._index = (change(buffer) for buffer in self._buffers())
+        self._keys, self._values, self._index = (change(buffer) for buffer in self.buffers())
         if self.valid_buffer is not None:
             self.valid_buffer = change(self.valid_buffer)
 

@@ -91,7 +91,7 @@ class RaggedStore(Store):
 
         Every head sees its newest entry, padding or not.
         """
-        keys, values, _ = self._buffers()
+        keys, values, _ = self.buffers()
         end = whole(self.size)
         bias = self._bias()[:, :, :end]
         if self.hides_newest:
@@ -103,17 +103,17 @@ class RaggedStore(Store):
     @property
     def keys(self) -> Tensor:
         """[B, H, N, D], a padded copy."""
-        return self._padded(self._buffers()[0])
+        return self._padded(self.buffers()[0])
 
     @property
     def values(self) -> Tensor:
         """[B, H, N, Dv], a padded copy."""
-        return self._padded(self._buffers()[1])
+        return self._padded(self.buffers()[1])
 
     @property
     def index(self) -> Tensor:
         """int32 [B, H, N], a padded copy, -1 for filler."""
-        padded = self._padded(self._buffers()[2][..., None])[..., 0]
+        padded = self._padded(self.buffers()[2][..., None])[..., 0]
         filler = torch.arange(padded.shape[-1], device=padded.device) < self._counts.amax() - self._counts[..., None]
         return padded.masked_fill_(filler, -1)
 
@@ -143,9 +143,9 @@ class RaggedStore(Store):
         if end > self.capacity:
             self._resize(whole(end + (reserve or max(MIN_ROOM, end // heads // 8)) * heads))
         slots = slice(self.size, end)
-        for to, part in zip(self._buffers()[:2], (keys, values), strict=True):
+        for to, part in zip(self.buffers()[:2], (keys, values), strict=True):
             to[:, slots].unflatten(1, (new, heads)).copy_(part.transpose(1, 2))
-        self._buffers()[2][:, slots].unflatten(1, (new, heads)).copy_(token_index[:, :, None].expand(batch, -1, heads))
+        self.buffers()[2][:, slots].unflatten(1, (new, heads)).copy_(token_index[:, :, None].expand(batch, -1, heads))
         # What follows the end is read along: nobody's, whatever another user of the same buffers has put there.
         after = whole(end) - end
         own = _bias_of_turns(heads, new * heads, after, keys.dtype, keys.device)
@@ -177,7 +177,7 @@ class RaggedStore(Store):
             self._resize(whole(self.size + tokens * self.heads))
 
     def prepare_slots(self, token_index: int) -> None:
-        index, heads = self._buffers()[2][:, self.size :], self.heads
+        index, heads = self.buffers()[2][:, self.size :], self.heads
         index.copy_(token_index + torch.arange(index.shape[1], device=index.device) // heads)
         self._own = _bias_of_turns(heads, heads, 0, self._bias().dtype, index.device)
         # Nobody's until they are put: all of the buffer is read.
@@ -185,7 +185,7 @@ class RaggedStore(Store):
 
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         heads = self.heads
-        for to, part in zip(self._buffers()[:2], (keys, values), strict=True):
+        for to, part in zip(self.buffers()[:2], (keys, values), strict=True):
             if part.shape[1] != heads:
                 part = part.repeat_interleave(heads // part.shape[1], 1)
             to.index_copy_(1, slots, part[:, :, 0])
@@ -198,7 +198,7 @@ class RaggedStore(Store):
     def remask(self, mask: Tensor) -> None:
         """Apply a changed attention mask to the stored entries; mask: bool [B, tokens fed]."""
         self.derived = {}
-        index = self._buffers()[2][:, : self.size].long()
+        index = self.buffers()[2][:, : self.size].long()
         real = mask.gather(1, index.clamp_min(0)) & (index >= 0)
         visible = self._owned() & real[:, None]
         bias = torch.full_like(self._bias(), torch.finfo(self._bias().dtype).min)
@@ -235,7 +235,7 @@ class RaggedStore(Store):
 
     def _resize(self, capacity: int) -> None:
         bias = grown(self._bias(), 2, self.size, capacity)
-        self._keys, self._values, self._index = (grown(part, 1, self.size, capacity) for part in self._buffers())
+        self._keys, self._values, self._index = (grown(part, 1, self.size, capacity) for part in self.buffers())
         self.valid_buffer, self._shared = bias, False
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> None:

@@ -97,7 +97,7 @@ class RowGroups:
 
     def kv_rows(self, store: DenseStore | RaggedStore, group: Group, length: DeviceLength | None = None) -> KVRows:
         """KV rows of a group now; with their length on the device, as many entries as there are slots for."""
-        keys, values = (part.flatten(0, -2) for part in store._buffers()[:2])
+        keys, values = (part.flatten(0, -2) for part in store.buffers()[:2])
         body, tail = group.flat(store.capacity)
         size = self.entries(store, group) if length is None else self.most(store, group)
         return KVRows(keys, values, body, tail, self.stride, size, length)
@@ -112,7 +112,7 @@ class RowGroups:
 
 def group_rows(store: DenseStore | RaggedStore, view: View | None, settings: Sequence[Hashable]) -> RowGroups:
     """Group the KV rows of a store, or of a view of it, by length and by `settings`, the parameters per batch row."""
-    keys = store._buffers()[0]
+    keys = store.buffers()[0]
     device, batch, heads = keys.device, keys.shape[0], store.heads
     now = torch.arange(store.size, device=device)
     stride, at = 1, torch.arange(batch * heads, device=device)

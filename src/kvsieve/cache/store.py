@@ -28,22 +28,22 @@ class DenseStore(Store):
     @property
     def heads(self) -> int:
         """KV heads stored; more than the model has after a per-query-head selection."""
-        return self._buffers()[0].shape[1]
+        return self.buffers()[0].shape[1]
 
     @property
     def keys(self) -> Tensor:
         """[B, H, size, D], a view."""
-        return self._buffers()[0][:, :, : self.size]
+        return self.buffers()[0][:, :, : self.size]
 
     @property
     def values(self) -> Tensor:
         """[B, H, size, D], a view."""
-        return self._buffers()[1][:, :, : self.size]
+        return self.buffers()[1][:, :, : self.size]
 
     @property
     def index(self) -> Tensor:
         """int32 [B, H, size], a view."""
-        return self._buffers()[2][:, :, : self.size]
+        return self.buffers()[2][:, :, : self.size]
 
     @property
     def valid(self) -> Tensor | None:
@@ -75,11 +75,11 @@ class DenseStore(Store):
             self.lengths = (0,) * batch
         elif self.heads != heads:
             keys, values = (part.repeat_interleave(self.heads // heads, 1) for part in (keys, values))
-        buffers = self._buffers()
+        buffers = self.buffers()
         end = self.size + new
         if end > buffers[0].shape[2]:
             self._resize(end + (reserve or max(MIN_ROOM, end // 8)))
-            buffers = self._buffers()
+            buffers = self.buffers()
         if valid is not None:
             self.derived = {}
         buffers[0][:, :, self.size : end] = keys
@@ -99,7 +99,7 @@ class DenseStore(Store):
             self._resize(self.size + tokens)
 
     def prepare_slots(self, token_index: int) -> None:
-        keys, values, index = (part[:, :, self.size :] for part in self._buffers())
+        keys, values, index = (part[:, :, self.size :] for part in self.buffers())
         # Masked, but read: what was never written could be no number.
         keys.zero_()
         values.zero_()
@@ -108,7 +108,7 @@ class DenseStore(Store):
             self.valid_buffer[:, :, self.size :] = True
 
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        for to, part in zip(self._buffers()[:2], (keys, values), strict=True):
+        for to, part in zip(self.buffers()[:2], (keys, values), strict=True):
             if part.shape[1] != to.shape[1]:
                 part = part.repeat_interleave(to.shape[1] // part.shape[1], 1)
             to.index_copy_(2, slots, part)
@@ -124,7 +124,7 @@ class DenseStore(Store):
         indices = selection.indices
         copies = indices.shape[1] // self.heads
         kept = indices.shape[2]
-        capacity = self._buffers()[0].shape[2]
+        capacity = self.buffers()[0].shape[2]
         # Eviction while decoding drops few entries at a time: then the buffers serve on.
         in_place = copies == 1 and not self._shared and kept + reserve <= capacity <= (kept + reserve) * 5 // 4
 
@@ -140,7 +140,7 @@ class DenseStore(Store):
             torch.gather(source, 2, slots, out=fresh[:, :, :kept])
             return fresh
 
-        self._keys, self._values, self._index = (gather(buffer) for buffer in self._buffers())
+        self._keys, self._values, self._index = (gather(buffer) for buffer in self.buffers())
         self._shared = False
         self.derived = {}
         self.size = kept
@@ -163,7 +163,7 @@ class DenseStore(Store):
         index = self.index.long()
         rows = torch.arange(index.shape[0], device=index.device)[:, None, None]
         valid = mask[rows, index.clamp_min(0)] & (index >= 0)
-        capacity = self._buffers()[0].shape[2]
+        capacity = self.buffers()[0].shape[2]
         self.valid_buffer = torch.ones(*valid.shape[:2], capacity, dtype=torch.bool, device=valid.device)
         self.valid_buffer[:, :, : self.size] = valid
         # Heads may have kept different tokens; budgets speak of a row, so count its fullest head.

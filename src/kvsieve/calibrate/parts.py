@@ -15,7 +15,7 @@ from kvsieve.calibrate.filters import QuerySums, correlation
 from kvsieve.calibrate.heads import RetrievalScores, kept_by_streaming
 from kvsieve.calibrate.options import ANSWER, Options
 from kvsieve.calibrate.prompts import Prompt
-from kvsieve.calibrate.reading import Watcher, following, greedy, read
+from kvsieve.calibrate.reading import following, greedy, read
 from kvsieve.hf.shared import read_shared
 from kvsieve.methods import SnapKV
 from kvsieve.plans import Plan
@@ -125,7 +125,7 @@ class Parts:
                     scores.see(ctx, reading.ids, reading.answer)
 
             ids = torch.cat([reading.ids, reading.answer[:, :-1]], 1)
-            hidden, _ = read(self.model, Plan(evict=Watcher(see)), ids)
+            hidden, _ = read(self.model, Plan(), ids, see)
             prompt = reading.ids.shape[1]
             reading.hidden = hidden[:, max(0, prompt - self.pooled.window) : prompt]
             scores.prompts += 1
@@ -149,8 +149,11 @@ class Parts:
     def _check_filters(self, made: Sequence[Tensor], held_out: Prompt) -> None:
         self._step("checking filters")
         found: dict[int, list[float]] = {}
-        watcher = Watcher(lambda ctx: found.update({ctx.layer_idx: correlation(ctx, made[ctx.layer_idx])}))
-        read(self.model, Plan(evict=watcher), held_out.ids)
+
+        def see(ctx: LayerContext) -> None:
+            found[ctx.layer_idx] = correlation(ctx, made[ctx.layer_idx])
+
+        read(self.model, Plan(), held_out.ids, see)
         flat = [value for each in found.values() for value in each]
         self.measured["q_filters"] = {
             "correlation": round(sum(flat) / max(len(flat), 1), 3),

@@ -32,7 +32,7 @@ def trace(model: Any, ids: Tensor, rate: Any, pooled: SnapKV, observed: int) -> 
         pooling=pooled.pooling,
     )
     _, cache = read(model, Plan(propagate=part), ids)
-    return cache.record.report["relative_variance"][0]
+    return cache.turn.record.report["relative_variance"][0]
 
 
 @dataclass(frozen=True)

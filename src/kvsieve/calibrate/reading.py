@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsieve.budget import Budget
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.request import PassRequest
 from kvsieve.plans import Plan
-from kvsieve.roles import Evictor
-from kvsieve.types import LayerContext, Selection
+from kvsieve.types import LayerContext
 
 
-@dataclass(frozen=True)
-class Watcher(Evictor):
-    """An evictor that keeps everything and shows each layer's context to a function."""
+def read(
+    model: Any, plan: Plan, ids: Tensor, on_layer: Callable[[LayerContext], None] | None = None
+) -> tuple[Tensor, SieveCache]:
+    """Run one pass over ids [1, N] under a plan.
 
-    see: Callable[[LayerContext], None] = field(compare=False)
-    window: int = 0
-    budget: Budget = Budget(ratio=1.0)
+    Args:
+        model: of transformers.
+        plan: acts at the end of the pass.
+        ids: int64 [1, N].
+        on_layer: called in each layer, before the plan acts.
 
-    def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
-        self.see(ctx)
-        return None
-
-
-def read(model: Any, plan: Plan, ids: Tensor) -> tuple[Tensor, SieveCache]:
-    """One pass over ids [1, N] under a plan: the final hidden states, after the final norm, float32 [1, K, C] of the
-    tokens that came through, and the cache."""
-    with attach(model, plan) as sieve, torch.no_grad():
+    Returns:
+        The final hidden states, after the final norm, float32 [1, K, C] of the tokens that came through, and the cache.
+    """
+    with attach(model, plan) as sieve:
         cache = sieve.new_cache()
-        out = sieve.decoder(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
-    return out[0].float(), cache
+        hidden = sieve.feed(cache, ids, None, PassRequest(on_layer=on_layer)).hidden
+    assert hidden is not None
+    return hidden.float(), cache
 
 
 def greedy(model: Any, cache: SieveCache, logits: Tensor, stops: Collection[int], limit: int) -> Tensor:
@@ -59,7 +56,7 @@ def following(model: Any, cache: SieveCache, answer: Tensor) -> Tensor:
     """Log-probabilities float32 [rows, T - 1, V] of all tokens of answer [1, T] but the first. The cache is used up."""
     with attach(model, Plan(name="full")) as sieve, torch.no_grad():
         sieve.adopt(cache)
-        ids = answer[:, :-1].to(model.device).expand(cache.batch, -1)
+        ids = answer[:, :-1].to(model.device).expand(cache.conversation.batch, -1)
         return model(input_ids=ids, past_key_values=cache, use_cache=True).logits.float().log_softmax(-1)
 
 

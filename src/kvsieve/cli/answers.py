@@ -14,7 +14,7 @@ from kvsieve.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvsieve.hf.generate.generate import Stats
+    from kvsieve.hf.generate.stats import Stats
 
 _WARM_UP_TOKENS = 16
 
@@ -161,7 +161,7 @@ def _answer(sieve: Any, tokenizer: Any, rows: Sequence[Asked], **options: Any) -
     ids, mask = ids.to(sieve.model.device), mask.to(sieve.model.device)
     ends, answers = stop_ids(tokenizer, sieve.model.generation_config.eos_token_id), []
     options |= {"eos_token_id": sorted(ends) or None, "pad_token_id": filler}
-    result = sieve.generate(ids, mask, protect=[each.protect for each in rows], **options)
+    result = sieve.generate(ids, mask, protect=[each.protect for each in rows], measure=True, **options)
     for made in result.sequences[:, longest:].tolist():
         # Rows that ended earlier are filled up.
         end = next((at for at, token in enumerate(made) if token in ends), len(made))

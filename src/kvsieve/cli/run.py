@@ -15,7 +15,7 @@ from kvsieve.cli.specs import chosen_method, compared_methods
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
-    from kvsieve.hf.generate.generate import Stats
+    from kvsieve.hf.generate.stats import Stats
 
 _HEADERS = [
     "method",

@@ -19,7 +19,7 @@ from kvsieve.text import printable
 
 if TYPE_CHECKING:
     from kvsieve.hf.chat.chat import Chat, ChatSnapshot, Reply
-    from kvsieve.hf.generate.generate import Stats
+    from kvsieve.hf.generate.stats import Stats
 
 _COMMANDS = {
     "/save FILE": "write the chat to FILE; go on with it by --load FILE",
@@ -227,7 +227,7 @@ class Talk:
 
 def _cost(chat: Chat) -> str:
     """A turn in one line."""
-    stats, entries, seen = chat.turns[-1], chat.cache.entries(), chat.cache.told()[0]
+    stats, entries, seen = chat.turns[-1], chat.cache.entries(), chat.cache.conversation.caller_length_and_mask()[0]
     parts = [f"{stats.new_tokens} tokens", f"first after {stats.ttft_s:.2f} s"]
     if stats.tpot_s:
         parts.append(f"{1 / stats.tpot_s:.1f} tokens/s")

@@ -12,7 +12,8 @@ from kvsieve.eval.engine import Engine
 from kvsieve.eval.grid import Grid
 from kvsieve.eval.store import ResultsWriter, Row
 from kvsieve.hf.attach import attach
-from kvsieve.hf.cache.cache import SieveCache, SieveLayer
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.tasks.haystack import load_haystack
 from kvsieve.tasks.needle import Needle
 from kvsieve.traffic import read_bytes
@@ -65,6 +66,7 @@ def measure_one(engine: Engine, setting: Setting, ids: Tensor) -> Row:
             max_new_tokens=NEW_TOKENS,
             min_new_tokens=NEW_TOKENS,
             do_sample=False,
+            measure=True,
         )
     stats = result.stats
     return {
@@ -93,7 +95,8 @@ def kept_map(cache: SieveCache, length: int) -> list[list[float]]:
     layer: Any
     for number, layer in enumerate(cache.layers):
         if isinstance(layer, SieveLayer):
-            index = layer.store.index if cache.restart is None else cache.restart.as_given(layer.store.index, number)
+            short = cache.conversation.short_prompt
+            index = layer.store.index if short is None else short.as_given(layer.store.index, number)
             index = index[0].long().cpu()
             kept = index[(index >= 0) & (index < length)]
             heads = len(index)

@@ -13,8 +13,11 @@ from torch import Tensor
 from kvsieve.errors import InputError
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.batching import can_stack, stack
-from kvsieve.hf.cache.cache import SieveCache, TurnRecord
-from kvsieve.hf.generate.generate import what_ran
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.records import TurnRecord
+from kvsieve.hf.forward.request import PassRequest
+from kvsieve.hf.generate.stats import what_ran
+from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.shared import next_logits, read_alone, read_shared
 from kvsieve.plans import Plan
@@ -80,8 +83,8 @@ class Engine:
         states = self._read(plans, encoded.prompt if visible else encoded.context, expected)
         outcomes = []
         for state in states:
-            applied, notes = what_ran(state.plans[0], state.cache.record)
-            outcomes.append(Outcome([], {}, state.cache.record, applied, notes))
+            applied, notes = what_ran(state.plans[0], state.cache.turn.record)
+            outcomes.append(Outcome([], {}, state.cache.turn.record, applied, notes))
         scores: list[list[dict[str, float]]] = [[] for _ in plans]
         # Without a further turn's eviction to come the rows can stay together.
         held = states if visible else self._stacked(states)
@@ -113,7 +116,7 @@ class Engine:
         states: dict[int, _State] = {}
         for i, plan in enumerate(plans):
             if not plan.acts_once:
-                read = read_alone(self.model, plan, ids, chunk=self.chunk, new_tokens=expected)
+                read = read_alone(self.model, plan, ids, options=ReadOptions(self.chunk, expected))
                 states[i] = _State([plan], *read, given=ids)
         for propagate in dict.fromkeys(plan.propagate for plan in plans if plan.acts_once):
             mine = [(i, plan) for i, plan in enumerate(plans) if plan.acts_once and plan.propagate == propagate]
@@ -126,8 +129,7 @@ class Engine:
                 ids,
                 window=window,
                 evictors=evictors,
-                chunk=self.chunk,
-                new_tokens=expected,
+                options=ReadOptions(self.chunk, expected),
                 name=name,
             )
             for i, plan in mine:
@@ -139,7 +141,8 @@ class Engine:
         given = torch.cat([state.given, ids], 1)
         plan = state.plans[0] if act else _later(state.plans[0])
         if plan.shortens_prompt:
-            return _State(state.plans, *read_alone(self.model, plan, given, chunk=self.chunk), given=given)
+            read = read_alone(self.model, plan, given, options=ReadOptions(self.chunk))
+            return _State(state.plans, *read, given=given)
         cache = state.cache.fork() if fork else state.cache
         fed = torch.cat([state.fed, ids], 1)
         with attach(self.model, plan) as sieve, torch.no_grad():
@@ -147,8 +150,8 @@ class Engine:
             if plan.read is not None or plan.is_view:
                 cache.begin_turn(new_tokens=expected)
             if plan.probes:
-                read_prompt(sieve, fed, torch.ones_like(fed), cache, chunk=self.chunk)
-            logits = next_logits(self.model, cache, fed.expand(cache.batch, -1))[:, -1]
+                read_prompt(sieve, fed, torch.ones_like(fed), cache, ReadOptions(self.chunk))
+            logits = next_logits(sieve, cache, fed.expand(cache.conversation.batch, -1))[:, -1]
         return _State(state.plans, cache, logits, fed, given)
 
     def _stacked(self, states: Sequence[_State]) -> list[_State]:
@@ -216,8 +219,10 @@ class Engine:
                 ids = torch.tensor([reference[:-1]], device=self.model.device).expand(len(state.logits), -1)
                 cache = sieve.adopt(state.cache.fork())
                 # Each token is to read what it would have read had it been generated.
-                cache.given_answer = state.plans[0].read is not None or state.plans[0].is_view
-                logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+                given = state.plans[0].read is not None or state.plans[0].is_view
+                request = PassRequest(phase="decode" if given else None)
+                logits = sieve.feed(cache, ids, None, request, logits=ids.shape[1]).logits
+                assert logits is not None
             parts.append(logits.float().log_softmax(-1))
         return torch.cat(parts, 1)
 

@@ -30,7 +30,7 @@ except ImportError as error:
 import kvsieve
 from kvsieve.errors import KvsieveWarning, PlanError, UnsupportedOptionError
 from kvsieve.hf.attach import Sieve, attach
-from kvsieve.hf.generate.generate import Stats
+from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.model.support import check_model
 from kvsieve.registry import did_you_mean, list_methods, method_info
 

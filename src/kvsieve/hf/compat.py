@@ -57,7 +57,7 @@ def device_mesh(model: Any) -> Any | None:
 
 
 def tensor_parallel_mesh(model: Any) -> Any | None:
-    """The same where it is tensor parallelism and nothing beside it, one-dimensional; else None."""
+    """Return the device mesh where it is tensor parallelism and nothing beside it, one-dimensional; else None."""
     config, mesh = getattr(model.config, "distributed_config", None), device_mesh(model)
     if mesh is None or getattr(config, "tp_size", None) != mesh.size():
         return None

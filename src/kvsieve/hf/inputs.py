@@ -1,4 +1,4 @@
-"""What a caller hands in: ids, masks and what they come in, checked here for every way into the model."""
+"""Checks of ids, masks and what they come in, for every way into the model."""
 
 from __future__ import annotations
 

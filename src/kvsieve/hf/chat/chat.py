@@ -4,75 +4,51 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import threading
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 from kvsieve.display import mebibytes
-from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
-from kvsieve.hf.cache.cache import SieveCache, Snapshot
-from kvsieve.hf.generate.generate import Decoding, Stats, Storage, Traffic, check_values
+from kvsieve.errors import CacheStateError, InputError
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.chat.options import check_chat_options, complete_options
+from kvsieve.hf.chat.pieces import Pieces
+from kvsieve.hf.chat.state import ChatSnapshot, ChatState, Reply, from_saved, saved_form
+from kvsieve.hf.chat.worker import Stopped, Worker
+from kvsieve.hf.generate.generate import GenerateResult
+from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_callable, check_text
-from kvsieve.hf.persist.saved import understood
+from kvsieve.hf.persist.saved import Saved, understood
+from kvsieve.plans import Plan
 from kvsieve.turns import Message, Turns, stop_ids
-
-if TYPE_CHECKING:
-    from kvsieve.hf.attach import Sieve
 
 _T = TypeVar("_T")
 _BREAK = "\n\n"
-_NOT_HERE = {
-    "cache": "a chat has a cache of its own",
-    "past_key_values": "a chat has a cache of its own",
-    "input_ids": "a chat writes its prompt itself",
-    "attention_mask": "a chat writes its prompt itself",
-    "streamer": "use on_text= or stream()",
-    "max_length": "use max_new_tokens=",
-}
 
 
-@dataclass(frozen=True)
-class Reply:
-    """One answer.
+class ChatBackend(Protocol):
+    """The part of a Sieve that a chat uses."""
 
-    text: what the pieces given to on_text are together, special tokens left out. tokens: the ids that were generated,
-    the one that ended the turn included. ended: True when the model ended its answer itself, False when it was cut.
-    stats: of this turn's generate call; stats.notes say where the context cut the answer.
-    """
+    model: Any
+    config: Any
+    plan: Plan
 
-    text: str
-    tokens: list[int] = dataclasses.field(repr=False)
-    ended: bool
-    stats: Stats
+    def new_cache(self) -> SieveCache: ...
 
+    @property
+    def prefill(self) -> Callable[..., SieveCache]: ...
 
-@dataclass(frozen=True)
-class _State:
-    """All that a chat is, so that one assignment takes it from a turn to the next.
+    @property
+    def generate(self) -> Callable[..., GenerateResult]: ...
 
-    ids: int64 [1, N], all that was fed or generated. cache: what the cache is then. context: the next user message's
-    text so far, fed already. ended: the last id ends an answer, and was not read yet.
-    """
+    @property
+    def save(self) -> Callable[..., None]: ...
 
-    ids: Tensor
-    cache: Snapshot
-    messages: tuple[Message, ...]
-    turns: tuple[Stats, ...] = ()
-    context: str | None = None
-    ended: bool = False
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class ChatSnapshot:
-    """A chat at one moment; see Chat.snapshot."""
-
-    state: _State
+    @property
+    def load(self) -> Callable[..., Saved]: ...
 
 
 class Chat:
@@ -87,7 +63,7 @@ class Chat:
 
     def __init__(
         self,
-        sieve: Sieve,
+        sieve: ChatBackend,
         tokenizer: Any,
         system: str | None = None,
         *,
@@ -101,15 +77,15 @@ class Chat:
             check_text("system", system)
         self.sieve, self.tokenizer = sieve, tokenizer
         self.options: dict[str, Any] = {**options, "max_new_tokens": max_new_tokens, "chunk": chunk}
-        self._check_options(self.options)
+        check_chat_options(self.options, sieve.model.generation_config)
         self._turns = Turns(tokenizer)
         self._stops = stop_ids(tokenizer, sieve.model.generation_config.eos_token_id)
         start = () if system is None else ({"role": "system", "content": system},)
         self._cache: SieveCache = sieve.new_cache()
         ids = torch.zeros(1, 0, dtype=torch.int64, device=sieve.model.device)
         # `_state` is what the chat is; the cache agrees with it where it is `_at` it, and else is put right.
-        self._state = _State(ids, self._cache.snapshot(), start)
-        self._at: _State | None = self._state
+        self._state = ChatState(ids, self._cache.snapshot(), start)
+        self._at: ChatState | None = self._state
         if load is not None:
             self._load(load, system)
 
@@ -139,7 +115,7 @@ class Chat:
 
     @property
     def context(self) -> str | None:
-        """What `read` has read of the next message; None if nothing."""
+        """The beginning of the next message, which `read` has read; None if nothing."""
         return self._state.context
 
     @property
@@ -156,7 +132,7 @@ class Chat:
         """One turn: the user says `message`, the model answers.
 
         on_text is called with pieces of the answer as they come. options: of ``Sieve.generate``, for this turn only;
-        spans of protect= and quotas= count the whole conversation (`ids`), question= the message's last tokens.
+        spans of protect= and quotas= count the whole conversation (`ids`), question_tokens= the message's last tokens.
 
         Raises InputError for a message that is empty or does not fit the context with a token of an answer,
         UnsupportedOptionError for beams, several answers and what a chat does itself, and whatever on_text raises.
@@ -176,13 +152,13 @@ class Chat:
         the prompt that it is at, and the turn is forgotten, also where the model was done already: a turn counts once
         the generator has ended. A progress= callback is called in that thread.
         """
-        said: SimpleQueue[str | tuple[Reply, _State] | BaseException] = SimpleQueue()
+        said: SimpleQueue[str | tuple[Reply, ChatState] | BaseException] = SimpleQueue()
         left: SimpleQueue[None] = SimpleQueue()
         inference = torch.is_inference_mode_enabled()
 
         def check() -> None:
             if not left.empty():
-                raise _Stopped
+                raise Stopped
 
         def answer() -> None:
             said.put(self._answer(message, said.put, options, check))
@@ -198,7 +174,7 @@ class Chat:
                 if left.empty():
                     said.put(error)
 
-        worker = _Worker(work, left)
+        worker = Worker(work, left)
         # Twice, because an interrupt may come within what is done at the end.
         try:
             try:
@@ -209,7 +185,7 @@ class Chat:
                     try:
                         raise part
                     finally:
-                        part = None
+                        del part
                 reply, state = part
                 self._state = self._at = state
                 return reply
@@ -245,7 +221,7 @@ class Chat:
         self._alone(work)
 
     def snapshot(self) -> ChatSnapshot:
-        """What `rollback` brings back, any number of times, messages and ids included; see SieveCache.snapshot.
+        """Return what `rollback` brings back, any number of times, messages and ids included; see SieveCache.snapshot.
 
         Raises CacheStateError in the middle of a turn.
         """
@@ -285,45 +261,35 @@ class Chat:
         """
 
         def work() -> None:
-            state = self._state
-            chat = {
-                "messages": list(state.messages),
-                "turns": [stats.to_dict() for stats in state.turns],
-                "context": state.context,
-                "ended": state.ended,
-            }
-            extra = {"chat": chat}
-            self.sieve.save(self._cache, path, tokenizer=self.tokenizer, ids=state.ids, extra=extra, force=force)
+            extra = {"chat": saved_form(self._state)}
+            ids = self._state.ids
+            self.sieve.save(self._cache, path, tokenizer=self.tokenizer, ids=ids, extra=extra, force=force)
 
         self._alone(work)
 
     def _load(self, path: str | os.PathLike[str], system: str | None) -> None:
         saved = self.sieve.load(path, tokenizer=self.tokenizer)
-        chat = saved.extra.get("chat")
-        if not isinstance(chat, dict) or saved.ids is None or len(saved.ids) != 1:
+        form = saved.extra.get("chat")
+        if not isinstance(form, dict) or saved.ids is None or len(saved.ids) != 1:
             raise InputError(f"{os.fspath(path)!r} holds a cache but no chat; go on with sieve.load() and generate")
         with understood(path):
-            messages = tuple({name: _text(each[name]) for name in ("role", "content")} for each in chat["messages"])
-            context = None if chat["context"] is None else _text(chat["context"])
-            turns, ended = tuple(map(_stats, chat["turns"])), bool(chat["ended"])
-        self._cache = saved.cache
-        ids = saved.ids.to(self.sieve.model.device)
-        self._state = self._at = _State(ids, self._cache.snapshot(), messages, turns, context, ended)
+            state = from_saved(form, saved.ids.to(self.sieve.model.device), saved.cache.snapshot())
+        self._cache, self._state, self._at = saved.cache, state, state
         if system is not None and system != self.system:
             has = "none" if self.system is None else repr(self.system)
             raise InputError(f"the chat in {os.fspath(path)!r} has another system prompt ({has}); leave system= out")
 
     def _answer(
         self, message: str, on_text: Callable[[str], None] | None, given: dict[str, Any], check: Callable[[], None]
-    ) -> tuple[Reply, _State]:
+    ) -> tuple[Reply, ChatState]:
         """The model's answer, and what the chat is with it. check: raises where the turn is to end."""
         check_text("message", message)
-        self._check_options(given)
+        check_chat_options(given, self.sieve.model.generation_config)
         options, before = {**self.options, **given}, self._state.context
         ids, context = self._fed(message if before is None else f"{_BREAK}{message}")
         wanted = options.pop("max_new_tokens")
         most = wanted if context is None else min(wanted, context - ids.shape[1])
-        stops = self._complete(options)
+        stops = complete_options(options, self.sieve.model, self.tokenizer, self._stops)
         progress = options.pop("progress", None)
         check_callable("progress", progress)
 
@@ -332,7 +298,7 @@ class Chat:
             if progress is not None:
                 progress(done, total)
 
-        pieces = _Pieces(self.tokenizer, stops, on_text, check)
+        pieces = Pieces(self.tokenizer, stops, on_text, check)
         self._at = None
         result = self.sieve.generate(
             ids,
@@ -354,7 +320,7 @@ class Chat:
             stats = dataclasses.replace(stats, notes=[*stats.notes, note])
         said = message if before is None else f"{before}{_BREAK}{message}"
         exchange = {"role": "user", "content": said}, {"role": "assistant", "content": pieces.text}
-        after = _State(
+        after = ChatState(
             torch.cat([ids, new.to(ids)], 1),
             self._cache.snapshot(),
             (*self._state.messages, *exchange),
@@ -389,40 +355,6 @@ class Chat:
             )
         return ids, context
 
-    def _complete(self, options: dict[str, Any]) -> frozenset[int]:
-        """Fill in what generate needs to know, and return the tokens that end this answer."""
-        config = options.get("generation_config")
-        if "eos_token_id" in options:
-            ends = options["eos_token_id"]
-            stops = frozenset([] if ends is None else ends if isinstance(ends, (list, tuple)) else [ends])
-        else:
-            stops = self._stops if config is None else stop_ids(self.tokenizer, config.eos_token_id)
-            options["eos_token_id"] = sorted(stops) or None
-        if config is None:
-            options.setdefault("do_sample", False)
-        if getattr(config or self.sieve.model.generation_config, "pad_token_id", None) is None:
-            pad = self.tokenizer.pad_token_id
-            options.setdefault("pad_token_id", min(stops, default=0) if pad is None else pad)
-        if options.get("stop_strings") is not None:
-            options.setdefault("tokenizer", self.tokenizer)
-        return stops
-
-    def _check_options(self, options: dict[str, Any]) -> None:
-        for name, instead in _NOT_HERE.items():
-            if options.get(name) is not None:
-                raise UnsupportedOptionError(f"{name}= is not for a chat: {instead}")
-        new = options.get("max_new_tokens", 1)
-        if not isinstance(new, int) or isinstance(new, bool) or new < 1:
-            raise InputError(f"max_new_tokens must be a number of tokens, at least 1, got {new!r}")
-        check_values(options)
-        config = options.get("generation_config") or self.sieve.model.generation_config
-        for name in ("num_beams", "num_return_sequences"):
-            if (options.get(name, getattr(config, name, None)) or 1) > 1:
-                raise UnsupportedOptionError(
-                    f"{name}={options.get(name, getattr(config, name, None))} gives a chat several answers to go on "
-                    f"from; pass {name}=1, or use fork() and ask in each"
-                )
-
     def _alone(self, work: Callable[[], _T]) -> _T:
         """Do `work` while nobody else does anything with the chat; then the cache is what `_state` says it is.
 
@@ -452,103 +384,3 @@ class Chat:
         if self._at is not state:
             self._cache.rollback(state.cache)
             self._at = state
-
-
-class _Worker(threading.Thread):
-    """The thread of a stream.
-
-    left: not empty once the generator has ended, or was left. Thread.join and is_alive alone are of no use to who may
-    be interrupted: a join that is interrupted takes the thread for ended, and a start for not begun.
-    """
-
-    def __init__(self, work: Callable[[], None], left: SimpleQueue[None]) -> None:
-        super().__init__(name="kvsieve-chat", daemon=True)
-        self._work, self._left = work, left
-        self._begun = self._over = False
-        self._end: SimpleQueue[None] = SimpleQueue()
-
-    def run(self) -> None:
-        self._begun = True
-        try:
-            # What begins after the generator was left does nothing.
-            if self._left.empty():
-                self._work()
-        finally:
-            del self._work
-            self._over = True
-            self._end.put(None)
-
-    def wait(self) -> None:
-        """Return once the work has ended, whatever comes; an interrupt meanwhile is raised after that."""
-        interrupt = None
-        while self._begun and not self._over:
-            try:
-                self._end.get()
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if self.is_alive():
-            self.join()
-        if interrupt is not None:
-            try:
-                raise interrupt
-            finally:
-                # Or it and this call would keep each other, and all that led here.
-                interrupt = None
-
-
-class _Stopped(BaseException):
-    """Ends a turn whose stream was closed."""
-
-
-class _Pieces(BaseStreamer):
-    """Turns tokens into pieces of text, none of which ends within a character."""
-
-    def __init__(
-        self, tokenizer: Any, stops: frozenset[int], on_text: Callable[[str], None] | None, check: Callable[[], None]
-    ) -> None:
-        self.tokenizer, self.stops, self.on_text, self.check = tokenizer, stops, on_text, check
-        self.text = ""
-        self._begun = False
-        self._made: list[int] = []
-        # Tokens from `start` on are decoded anew, those up to `told` only to see what they add together.
-        self._start = self._told = 0
-
-    def put(self, value: Tensor) -> None:
-        # What comes first is the prompt.
-        if not self._begun:
-            self._begun = True
-            return
-        self.check()
-        self._made += [token for token in value.flatten().tolist() if token not in self.stops]
-        self._tell(last=False)
-
-    def end(self) -> None:
-        self._tell(last=True)
-
-    def _tell(self, last: bool) -> None:
-        before = self._decode(self._made[self._start : self._told])
-        piece = self._decode(self._made[self._start :])[len(before) :]
-        if not piece or (piece.endswith("\ufffd") and not last):
-            return
-        self._start, self._told = self._told, len(self._made)
-        self.text += piece
-        if self.on_text is not None:
-            self.on_text(piece)
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"expected text, got a {type(value).__name__}")
-    return value
-
-
-def _stats(data: dict[str, Any]) -> Stats:
-    """The inverse of Stats.to_dict."""
-    parts: dict[str, Any] = {"traffic": Traffic, "storage": Storage, "decoding": Decoding}
-    return Stats(**{name: parts[name](**part) if part and name in parts else part for name, part in data.items()})
-
-
-__all__ = ["Chat", "ChatSnapshot", "Reply"]

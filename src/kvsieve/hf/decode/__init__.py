@@ -1,1 +1,1 @@
-"""How tokens after a prompt are computed: eagerly, with packed weights, recorded or compiled."""
+"""Computing the tokens after a prompt: eagerly, with packed weights, recorded or compiled."""

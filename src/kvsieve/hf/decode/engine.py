@@ -1,8 +1,8 @@
 """Decoding with fixed shapes: a pass is recorded (CUDA graph) or compiled once, and run again for every token.
 
 While a plan is attached the decoder's `forward` is replaced on the instance. It runs what it can with fixed shapes
-(fixed_pass.py) and all else as transformers does, and the turn's record says why. The decoder's hooks, the output layer
-and sampling stay outside, so nothing changes for them.
+(recorded_pass.py) and all else as transformers does, and the turn's record says why. The decoder's hooks, the output
+layer and sampling stay outside, so nothing changes for them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import inspect
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from kvsieve.cache.base import MIN_ROOM
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.decode.packed_weights import PackedLinears
-from kvsieve.hf.decode.recorded_pass import FixedPass
-from kvsieve.hf.forward import session as sessions
+from kvsieve.hf.decode.recorded_pass import RecordedPass
+from kvsieve.hf.decode.recorders import RECORDERS, Refused, Run
+from kvsieve.hf.forward import passes as forward
 from kvsieve.hf.forward.session import Session
 
 ENGINES = ("auto", "eager", "packed", "graph", "compile")
@@ -36,64 +37,11 @@ _ROOM = 4096
 _PATIENCE, _LEAST = 3, 8
 _INPUTS = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
 
-Run = Callable[[], Tensor]
 _log = logging.getLogger(__name__)
 
 
-class Refused(Exception):
-    """A pass, or all of them, cannot be run with fixed shapes; the message says why."""
-
-
-class Graphs:
-    """Records passes as CUDA graphs, which share one pool of memory. Raises Refused where there is no CUDA."""
-
-    def __init__(self, device: torch.device) -> None:
-        if device.type != "cuda":
-            raise Refused(f"a CUDA graph needs the model on a CUDA device, it is on {device.type}")
-        self.device = device
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, run: Run) -> Run:
-        with torch.cuda.device(self.device):
-            # What libraries set up when first used must not be recorded.
-            before, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-            aside.wait_stream(before)
-            with torch.cuda.stream(aside):
-                run()
-            before.wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                out = run()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return out
-
-        return replay
-
-
-class Compiler:
-    """Compiles passes with torch.compile, in one piece where that works."""
-
-    def __init__(self, device: torch.device) -> None:
-        pass
-
-    def __call__(self, run: Run) -> Run:
-        compiled = torch.compile(run, fullgraph=True, dynamic=False)
-        try:
-            compiled()
-        except torch._dynamo.exc.Unsupported:
-            compiled = torch.compile(run, dynamic=False)
-            compiled()
-        return compiled
-
-
-# How a pass is recorded: takes it, runs it at least once, and returns what runs it again.
-RECORDERS: dict[str, Callable[[torch.device], Callable[[Run], Run]]] = {"graph": Graphs, "compile": Compiler}
-
-
 class Engine:
-    """What runs the decoder's passes while a plan is attached. asked: "eager", "packed", "graph" or "compile".
+    """Runs the decoder's passes while a plan is attached. asked: "eager", "packed", "graph" or "compile".
 
     refusal: why no pass can be run as asked, None while some may.
     """
@@ -108,7 +56,7 @@ class Engine:
         self.asked = asked
         self.decoder = decoder
         self.refusal: str | None = None
-        self._known: weakref.WeakKeyDictionary[SieveCache, tuple[FixedPass, Run]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[SieveCache, tuple[RecordedPass, Run]] = weakref.WeakKeyDictionary()
         self._output: type[ModelOutput] | str = "the first pass of the decoder is run eagerly"
         self._own = decoder.__dict__.get("forward")
         self._forward = decoder.forward
@@ -146,10 +94,10 @@ class Engine:
             self.decoder.forward = self._own
 
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        session = sessions.current()
+        session = forward.current()
         if session is None or session.step.phase != "decode":
             return self._eagerly(*args, **kwargs)
-        passes = session.cache.record.passes
+        passes = session.cache.turn.record.passes
         try:
             output = self._fixed(session, {**dict(zip(self._names, args, strict=False)), **kwargs})
         except Refused as refused:
@@ -185,9 +133,9 @@ class Engine:
         assert run is not None
         for name, tensor in inputs.items():
             made.inputs[name].copy_(tensor)
-        with self._may_fail(cache), made.standing_in():
+        with self._may_fail(cache), made.activate():
             hidden = run().clone()
-        made.advance_host_length(cache)
+        made.advance_host_lengths(cache)
         return self._output(last_hidden_state=hidden, past_key_values=cache)  # type: ignore[operator]
 
     @contextlib.contextmanager
@@ -207,7 +155,7 @@ class Engine:
 
     def _check(self, session: Session, kwargs: dict[str, Any]) -> None:
         """Raise Refused for a pass that fixed shapes cannot serve."""
-        cache, evictor, reader = session.cache, session.plan.evict, session.plan.read
+        cache = session.cache
         config = getattr(self.decoder, "config", None)
         device = session.tokens.token_index.device.type
         if session.tokens.size > 1:
@@ -216,20 +164,11 @@ class Engine:
             raise Refused("the new token is padding in some row")
         if len(cache.sieve_layers) < len(cache.layers):
             raise Refused("sliding-window layers, which transformers stores, change their shapes")
-        if cache.reordered:
+        if cache.turn.reordered:
             raise Refused("rows change places between tokens (beams)")
-        if cache.own_plan is not None:
+        if session.request.plan is not None:
             raise Refused("a pass of the plan's own")
-        if evictor is not None and evictor.when.steps is not None:
-            name = type(evictor).__name__
-            if evictor.when.observes:
-                raise Refused(f"{name} looks at every token")
-            if evictor.window > 1:
-                raise Refused(f"{name} keeps the queries of the last tokens")
-            if session._acts_in_between() and not _is_noop(session):
-                raise Refused(f"{name} acts on this token")
-        if reader is not None and not reader.traits.static_shapes:
-            raise Refused(f"{type(reader).__name__} does not choose with fixed shapes")
+        _check_plan(session)
         if torch.is_grad_enabled() or torch.is_autocast_enabled(device):
             raise Refused("gradients or autocast are on; use torch.no_grad() and a model in its own dtype")
         for name in ("output_hidden_states", "output_attentions"):
@@ -249,26 +188,26 @@ class Engine:
             if isinstance(value, Tensor):
                 raise Refused(f"the decoder is given a tensor {name!r}")
         if "position_ids" not in inputs:
-            if session.cache.mask is not None:
+            if session.cache.conversation.mask is not None:
                 raise Refused("rows are padded and no position_ids are given")
             inputs["position_ids"] = session.tokens.token_index
         return inputs, given
 
-    def _made(self, session: Session, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[FixedPass, Run]:
+    def _made(self, session: Session, inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[RecordedPass, Run]:
         """Record a pass on the session's cache, which is then as it was but for room."""
-        cache, passes, began = session.cache, session.cache.record.passes, time.perf_counter()
+        cache, passes, began = session.cache, session.cache.turn.record.passes, time.perf_counter()
         if passes.captures >= _PATIENCE and passes.fixed < _LEAST * passes.captures:
             raise Refused(f"the buffers change too often: {passes.captures} recordings served {passes.fixed} tokens")
         _make_room(session)
         static = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in inputs.items()}
-        made = FixedPass(session, self._forward, static, options)
+        made = RecordedPass(session, self._forward, static, options, compiled=self.asked == "compile")
         reason = made.prepare(cache)
         if reason is not None:
             raise Refused(reason)
-        sums = [(part, part.clone()) for part in made.accumulators()]
-        with self._may_fail(cache), made.standing_in():
+        accumulators = [(part, part.clone()) for part in made.accumulators()]
+        with self._may_fail(cache), made.activate():
             run = self._record(made.run)
-        for part, before in sums:
+        for part, before in accumulators:
             part.copy_(before)
         made.start_over(cache)
         self._known[cache] = made, run
@@ -277,8 +216,8 @@ class Engine:
         return made, run
 
 
-def _alike(made: FixedPass, inputs: dict[str, Tensor], options: dict[str, Any]) -> bool:
-    """Whether a pass was recorded for such arguments."""
+def _alike(made: RecordedPass, inputs: dict[str, Tensor], options: dict[str, Any]) -> bool:
+    """Tell that a pass was recorded for such arguments."""
     if inputs.keys() != made.inputs.keys() or options.keys() != made.options.keys():
         return False
     for name, tensor in inputs.items():
@@ -293,11 +232,26 @@ def _alike(made: FixedPass, inputs: dict[str, Tensor], options: dict[str, Any]) 
     )
 
 
+def _check_plan(session: Session) -> None:
+    """Raise Refused for a plan that does on this token what cannot be recorded."""
+    evictor, reader = session.plan.evict, session.plan.read
+    if evictor is not None and evictor.when.steps is not None:
+        name = type(evictor).__name__
+        if evictor.when.observes:
+            raise Refused(f"{name} observes every token")
+        if evictor.window > 1:
+            raise Refused(f"{name} keeps the queries of the last tokens")
+        if session.acts_in_between and not _is_noop(session):
+            raise Refused(f"{name} acts on this token")
+    if reader is not None and not reader.traits.static_shapes:
+        raise Refused(f"{type(reader).__name__} does not choose with fixed shapes")
+
+
 def _is_noop(session: Session) -> bool:
     """Tell that the plan's evictor, which acts on this token, would drop nothing."""
     evictor = session.plan.evict
-    return evictor is None or all(
-        evictor.is_noop(index, session.num_layers, tuple(length + 1 for length in layer.store.lengths), layer.state)
+    return evictor is not None and all(
+        evictor.is_noop(index, session.model.num_layers, tuple(n + 1 for n in layer.store.lengths), layer.state)
         for index, layer in session.cache.sieve_layers.items()
     )
 
@@ -306,7 +260,7 @@ def _make_room(session: Session) -> None:
     """Have room for the tokens that are still expected. Evictors that act while decoding keep small buffers in use."""
     cache, evictor = session.cache, session.plan.evict
     acts = evictor is not None and evictor.when.steps is not None
-    expected = cache.new_tokens - 1 - cache.decoded
+    expected = cache.turn.new_tokens - 1 - cache.turn.decoded
     for layer in cache.sieve_layers.values():
         store = layer.store
         some = max(MIN_ROOM, store.size // store.stride // 8)

@@ -7,7 +7,7 @@ pass itself moves on. So it can be recorded once and run again for every token.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,15 +22,17 @@ from kvsieve.cache import DenseStore, RaggedStore
 from kvsieve.cache.row_groups import Group
 from kvsieve.core.kv_rows import DeviceLength, IncrementalMetadata
 from kvsieve.errors import UnsupportedModelError
-from kvsieve.hf.cache.cache import SieveCache, SieveLayer
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.cache.records import Reads
 from kvsieve.hf.compat import Cache
-from kvsieve.hf.forward import session as sessions
+from kvsieve.hf.forward import passes as forward
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.sparse_read import Reading, count_all, reading_of
 
 
-class Numbers:
-    """Numbers that grow by a fixed amount with every pass, laid out one behind the other; equal ones are one."""
+class DeviceCounters:
+    """DeviceCounters on the device that grow by a fixed amount with every pass, side by side; equal ones are one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -47,14 +49,14 @@ class Numbers:
         return slice(at, at + count)
 
 
-class FixedLayer(SieveLayer):
-    """What a recorded pass knows of one layer. reading: as in `read_token`; None where everything is read.
+class RecordedLayer(SieveLayer):
+    """One layer, as a recorded pass knows it. reading: as in `read_token`; None where everything is read.
 
     slots, lengths: where in the pass's numbers the new entry's slots lie, and the lengths of what is read: of each
     group of KV rows, or of the store. All tensors are those the store had when the pass was made.
     """
 
-    def __init__(self, layer: SieveLayer, reading: Reading | None, numbers: Numbers) -> None:
+    def __init__(self, layer: SieveLayer, reading: Reading | None, counters: DeviceCounters) -> None:
         super().__init__()
         self.store, self.view, self.reading = layer.store, layer.view, reading
         self.tensors = layer.store.tensors
@@ -63,22 +65,22 @@ class FixedLayer(SieveLayer):
         keys = self.tensors[0]
         self.thin = keys is not None and keys.shape[-2] >= LONG and faster_here(keys)
         self.remembered = self._remembered()
-        self.places = self.count(layer, numbers)
+        self.places = self.count(layer, counters)
         self.slots, *self.lengths = self.places
 
-    def count(self, layer: SieveLayer, numbers: Numbers) -> tuple[slice, ...]:
+    def count(self, layer: SieveLayer, counters: DeviceCounters) -> tuple[slice, ...]:
         """Where numbers for what `layer` stores now are put: its slots' and its lengths'."""
         store, stride = layer.store, layer.store.stride
-        slots = numbers.run(store.size, stride, stride)
+        slots = counters.run(store.size, stride, stride)
         if self.reading is not None:
             grouped = self.reading.grouped
             sizes = [grouped.entries(store, group) for group in grouped.groups]
         else:
             sizes = [] if store.is_ragged else [store.size]
-        return slots, *(numbers.run(size + 1, 1, 1) for size in sizes)
+        return slots, *(counters.run(size + 1, 1, 1) for size in sizes)
 
     def fits(self, layer: SieveLayer, reading: Reading | None) -> bool:
-        """Whether the layer still has the same buffers, with room for an entry, and is read in the same way."""
+        """Tell that the layer still has the same buffers, with room for an entry, and is read in the same way."""
         store = layer.store
         if any(ours is not its for ours, its in zip(self.tensors, store.tensors, strict=True)):
             return False
@@ -91,7 +93,7 @@ class FixedLayer(SieveLayer):
         return all(ours is its for ours, its in zip(self.remembered, self._remembered(), strict=True))
 
     def knows(self, store: DenseStore | RaggedStore) -> bool:
-        """Whether a reader knows all entries of the KV rows that it chooses from, and what choosing costs."""
+        """Tell that a reader knows all entries of the KV rows that it chooses from, and what choosing costs."""
         if self.reading is None:
             return True
         grouped = self.reading.grouped
@@ -112,7 +114,7 @@ class FixedLayer(SieveLayer):
         self.remembered = self._remembered()
 
     def metadata(self) -> list[IncrementalMetadata]:
-        """What a reader remembers of the KV rows that it chooses from."""
+        """Return what a reader remembers of the KV rows that it chooses from."""
         return [each for group in self._chosen_from() for each in group.state.values()]
 
     def _chosen_from(self) -> list[Group]:
@@ -124,7 +126,7 @@ class FixedLayer(SieveLayer):
     def _remembered(self) -> list[Tensor]:
         return [part for each in self.metadata() for part in each.tensors()]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, made: FixedPass) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, made: RecordedPass) -> Tensor:
         store = self.store
         store.put(key, value, made.values[self.slots])
         lengths = [made.length(at) for at in self.lengths]
@@ -155,7 +157,7 @@ class FixedLayer(SieveLayer):
             out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
         return out.reshape(batch, query_heads, 1, values.shape[-1])
 
-    def advance_host_length(self, layer: SieveLayer, reads: Any) -> None:
+    def advance_host_lengths(self, layer: SieveLayer, reads: Reads) -> None:
         """Count what a pass has done to `layer` and what it has read."""
         layer.store.advance_host_length()
         if self.reading is None:
@@ -166,8 +168,8 @@ class FixedLayer(SieveLayer):
             each.size += 1
 
 
-class FixedCache(Cache):
-    """What the decoder takes for its cache during such a pass. Lengths that it asks for would be recorded: refused."""
+class RecordedCache(Cache):
+    """The cache that the decoder sees during such a pass. Lengths that it asks for would be recorded: refused."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         raise UnsupportedModelError("the decoder asks the cache how many tokens there were, beside its position_ids")
@@ -180,36 +182,44 @@ class FixedCache(Cache):
         return query_length, 0
 
 
-class FixedPass(Session):
+class RecordedPass(Session):
     """One decoding pass on `cache`, to be run again and again. forward: the decoder's; inputs: its tensors, static."""
 
     def __init__(
-        self, session: Session, forward: Callable[..., Any], inputs: dict[str, Tensor], options: dict[str, Any]
-    ):
-        super().__init__(session.plan, None, session.cache, session.step, session.tokens, session.num_layers)
-        self.forward, self.inputs = forward, inputs
+        self,
+        session: Session,
+        forward: Callable[..., Any],
+        inputs: dict[str, Tensor],
+        options: dict[str, Any],
+        *,
+        compiled: bool,
+    ) -> None:
+        super().__init__(
+            session.plan, None, session.cache, session.step, session.tokens, session.model, session.request
+        )
+        self.forward, self.inputs, self.compiled = forward, inputs, compiled
         for layer in session.cache.sieve_layers.values():
             layer.store.prepare_slots(session.cache.num_seen)
-        numbers = Numbers(session.tokens.token_index.device)
+        counters = DeviceCounters(session.tokens.token_index.device)
         self.layers = [
-            FixedLayer(layer, self.reading(session.cache, index), numbers)
+            RecordedLayer(layer, self.reading(session.cache, index), counters)
             for index, layer in session.cache.sieve_layers.items()
         ]
-        self._numbers = numbers
+        self._counters = counters
         self.values, self._steps = (
-            torch.tensor(part, device=numbers.device) for part in (numbers.starts, numbers.steps)
+            torch.tensor(part, device=counters.device) for part in (counters.starts, counters.steps)
         )
         self._lengths: dict[int, DeviceLength] = {}
-        self.cache = FixedCache(layers=list(self.layers))  # type: ignore[assignment]
+        self.cache = RecordedCache(layers=list(self.layers))  # type: ignore[assignment]
         self.options = options
         self._given = {**options, "attention_mask": None, "past_key_values": self.cache}
         self.start_over(session.cache)
 
     def reading(self, cache: SieveCache, index: int) -> Reading | None:
-        return reading_of(self.plan.read, cache, cache.sieve_layers[index], index, self.num_layers, coming=1)
+        return reading_of(self.plan.read, cache, cache.sieve_layers[index], index, self.model.num_layers, coming=1)
 
     def attend(self, index: int, layer: SieveLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        assert isinstance(layer, FixedLayer)
+        assert isinstance(layer, RecordedLayer)
         return layer.attend(query, key, value, scale, self)
 
     def length(self, at: slice) -> DeviceLength:
@@ -230,40 +240,40 @@ class FixedPass(Session):
         return None
 
     def accumulators(self) -> list[Tensor]:
-        """What running the pass once more than its token needs would change."""
+        """Return what running the pass once more than its token needs would change."""
         return [part for ours in self.layers for each in ours.metadata() for part in each.accumulators()]
 
     def fits(self, cache: SieveCache) -> bool:
-        """Whether the pass can be run on what `cache` stores now; brings the numbers in line where they are not."""
+        """Tell that the pass can be run on what `cache` stores now; brings the numbers in line where they are not."""
         pairs = list(zip(self.layers, cache.sieve_layers.items(), strict=True))
         if not all(ours.fits(layer, self.reading(cache, index)) for ours, (index, layer) in pairs):
             return False
         where = self.passes + self._seen, *(size + self.passes * step for size, step in self._sizes)
         if where == (cache.num_seen, *(layer.store.size for _, (_, layer) in pairs)):
             return True
-        numbers = Numbers(self._numbers.device)
-        laid_out = [(ours.places, ours.count(layer, numbers)) for ours, (_, layer) in pairs]
-        if numbers.steps != self._numbers.steps or any(before != now for before, now in laid_out):
+        counters = DeviceCounters(self._counters.device)
+        laid_out = [(ours.places, ours.count(layer, counters)) for ours, (_, layer) in pairs]
+        if counters.steps != self._counters.steps or any(before != now for before, now in laid_out):
             return False
-        self._numbers = numbers
+        self._counters = counters
         self.start_over(cache)
         return True
 
     def start_over(self, cache: SieveCache) -> None:
         """Make the numbers what they must be for the next token, whatever has been run before."""
         self.passes, self._seen = 0, cache.num_seen
-        self.values.copy_(torch.tensor(self._numbers.starts))
+        self.values.copy_(torch.tensor(self._counters.starts))
         layers = list(cache.sieve_layers.values())
         self._sizes = [(layer.store.size, layer.store.stride) for layer in layers]
         for ours, layer in zip(self.layers, layers, strict=True):
             ours.store = layer.store
             layer.store.prepare_slots(self._seen)
 
-    def advance_host_length(self, cache: SieveCache) -> None:
+    def advance_host_lengths(self, cache: SieveCache) -> None:
         """Do the host's part of a pass that has been run."""
         self.passes += 1
         for ours, layer in zip(self.layers, cache.sieve_layers.values(), strict=True):
-            ours.advance_host_length(layer, cache.record.reads)
+            ours.advance_host_lengths(layer, cache.turn.record.reads)
 
     def run(self) -> Tensor:
         """Hidden states [B, 1, C] of the tokens in `inputs`, whose entries are stored; the numbers have moved on."""
@@ -273,13 +283,6 @@ class FixedPass(Session):
         self._lengths = {}
         return out.last_hidden_state
 
-    @contextlib.contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """What the decoder's attention finds as the current session, in a compiled pass too."""
-        token = sessions._ACTIVE.set(self)
-        sessions._COMPILED = self
-        try:
-            yield
-        finally:
-            sessions._ACTIVE.reset(token)
-            sessions._COMPILED = None
+    def activate(self) -> contextlib.AbstractContextManager[None]:
+        """Make this what the decoder's attention finds as the pass in progress."""
+        return forward.activate(self, compiled=self.compiled)

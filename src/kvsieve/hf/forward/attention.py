@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import CacheStateError, UnsupportedModelError, UnsupportedOptionError
-from kvsieve.hf.cache.cache import SieveLayer
+from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.compat import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -16,7 +16,7 @@ from kvsieve.hf.compat import (
     sdpa_attention,
     sdpa_mask,
 )
-from kvsieve.hf.forward.session import current
+from kvsieve.hf.forward.passes import current
 
 # transformers tests implementation names for substrings: none of flash, sdpa, flex, paged or "/" may occur in it.
 NAME = "kvsieve"
@@ -34,11 +34,11 @@ def attention_function(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What attention modules call while attached; signature of transformers' AttentionInterface."""
+    """Attend, as attention modules do while attached; signature of transformers' AttentionInterface."""
     session = current()
     if session is None:
         raise CacheStateError(f"{type(module).__name__} ran outside its decoder while kvsieve is attached to the model")
-    index = module.layer_idx
+    index: int = module.layer_idx  # type: ignore[assignment]
     layer = session.cache.layers[index]
     if not isinstance(layer, SieveLayer):
         return sdpa_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -1,4 +1,4 @@
-"""What an evictor chooses becomes what is stored, and what the caller wants kept is checked to have stayed."""
+"""Eviction: an evictor's choice becomes what is stored, and what the caller wants kept is checked to have stayed."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from kvsieve.cache import keep
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.protection import lost
-from kvsieve.roles import Evictor
+from kvsieve.roles import Evictor, Role
 from kvsieve.types import LayerContext, Selection
 
 
 def evict(evictor: Evictor, ctx: LayerContext, cache: SieveCache) -> None:
     """Let `evictor` reduce what one layer stores, or several layers, and record what it did to the prompt."""
-    step, record = ctx.step, cache.record
+    step, conversation, turn = ctx.step, cache.conversation, cache.turn
+    prompt, record = step.phase == "prefill", turn.record
     # While decoding, a share stays that of the prompt: otherwise nothing would bound the memory.
-    lengths = step.lengths if step.phase == "prefill" else cache.prompt_lengths
-    if cache.restart is not None:
-        lengths = cache.restart.lengths
-    counts = tuple(evictor.entries(length, cache.new_tokens) for length in lengths)
-    if step.phase == "prefill":
-        record.asked = max(evictor.requested(length, cache.new_tokens) for length in lengths)
+    lengths = step.lengths if prompt else conversation.prompt_lengths
+    if conversation.short_prompt is not None:
+        lengths = conversation.short_prompt.lengths
+    counts = tuple(evictor.entries(length, turn.new_tokens) for length in lengths)
+    if prompt:
+        record.asked = max(evictor.requested(length, turn.new_tokens) for length in lengths)
         record.raised_to = max(counts) if max(counts) > record.asked else None
     chosen = evictor.select(ctx, counts)
     per_layer = chosen if isinstance(chosen, dict) else {ctx.layer_idx: chosen}
@@ -29,23 +30,23 @@ def evict(evictor: Evictor, ctx: LayerContext, cache: SieveCache) -> None:
         if selection is None:
             continue
         layer = cache.sieve_layers[index]
-        if cache.held is not None:
-            protected, quotas = cache.held.at(layer.store.index, layer.store.valid)
-            check_held(evictor, dataclasses.replace(ctx, protected=protected, quotas=quotas), selection)
+        if conversation.protected is not None:
+            protected, quotas = conversation.protected.at(layer.store.index, layer.store.valid)
+            check_protected(evictor, dataclasses.replace(ctx, protected=protected, quotas=quotas), selection)
         if evictor.traits.is_view:
-            layer.look_through(selection)
+            layer.view_only(selection)
         else:
-            room = cache.room(step.start + step.num_new, max(counts))
-            if step.phase == "decode":
+            room = turn.room(step.start + step.num_new, max(counts))
+            if not prompt:
                 # As many as are dropped come again before it acts next: the same buffers then serve on.
-                room = max(room, min(layer.store.size - selection.indices.shape[-1], cache.new_tokens))
+                room = max(room, min(layer.store.size - selection.indices.shape[-1], turn.new_tokens))
             layer.store = keep(layer.store, selection, room)
         record.evicted.add(index)
-        if step.phase == "prefill":
+        if prompt:
             record.kept[index] = layer.store.entries
 
 
-def check_held(part: object, ctx: LayerContext, selection: Selection, offered: int | None = None) -> None:
+def check_protected(part: Role, ctx: LayerContext, selection: Selection, offered: int | None = None) -> None:
     """Raise PlanError when `part` drops what the caller wants kept; offered: of the last so many stored entries."""
     if ctx.protected is None and ctx.quotas is None:
         return

@@ -16,7 +16,9 @@ from kvsieve.core.kv_rows import Choice, DeviceLength, IncrementalMetadata, KVRo
 
 if TYPE_CHECKING:
     from kvsieve.cache import DenseStore, RaggedStore
-    from kvsieve.hf.cache.cache import Reads, SieveCache, SieveLayer
+    from kvsieve.hf.cache.cache import SieveCache
+    from kvsieve.hf.cache.layer import SieveLayer
+    from kvsieve.hf.cache.records import Reads
     from kvsieve.roles import Reader
 
 
@@ -31,7 +33,7 @@ def read_token(
 ) -> Tensor:
     """Attention of a token whose entry is stored already: query [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
     reading = reading_of(reader, cache, layer, index, num_layers)
-    store, reads = layer.store, cache.record.reads
+    store, reads = layer.store, cache.turn.record.reads
     if reading is not None:
         out, choices = reading.attend(store, query, scale)
         for group, choice in zip(reading.grouped.groups, choices, strict=True):
@@ -49,7 +51,7 @@ def read_token(
 
 @dataclass
 class Reading:
-    """How a token reads a layer's KV rows, group by group. whole: which groups it reads all of."""
+    """A token's way of reading a layer's KV rows, group by group. whole: which groups it reads all of."""
 
     reader: Reader | None
     grouped: RowGroups
@@ -100,9 +102,10 @@ class Reading:
             if all_of_it:
                 reads.read(len(group.row) * size, entry)
                 continue
-            assert group.cost is not None and self.reader is not None
+            assert group.cost is not None
             entries, metadata_bytes, before = group.cost
             if before != size:
+                assert self.reader is not None
                 page = self.reader.granularity(group.setting)
                 metadata_bytes = metadata_bytes // -(-before // page) * -(-size // page)
             metadata = [each for each in group.state.values() if isinstance(each, IncrementalMetadata)]
@@ -114,7 +117,7 @@ class Reading:
 def reading_of(
     reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: int, num_layers: int, coming: int = 0
 ) -> Reading | None:
-    """How a token will read what is stored and `coming` tokens more; None where that is simply everything."""
+    """Return how a token will read what is stored and `coming` tokens more; None where that is simply everything."""
     grouped = _grouped(reader, cache, layer, index, num_layers)
     if grouped is None:
         return None
@@ -151,7 +154,7 @@ def _read_whole(query: Tensor, kv_rows: KVRows, scale: float) -> Tensor:
 
 
 def _entry_bytes(store: DenseStore | RaggedStore) -> int:
-    keys, values = store._buffers()[:2]
+    keys, values = store.buffers()[:2]
     return (keys.shape[-1] + values.shape[-1]) * keys.element_size()
 
 
@@ -162,14 +165,15 @@ def _grouped(
     store = layer.store
     if reader is None and layer.view is None:
         return None
-    told = (reader, cache.turn, cache.prompt_lengths, cache.new_tokens)
+    lengths, turn = cache.conversation.prompt_lengths, cache.turn
+    told = (reader, turn.number, lengths, turn.new_tokens)
     before = store.derived.get("kv_rows")
     if before is not None and before.told == told and before.view is layer.view:
         return before.grouped
-    settings: list[Any] = [None] * len(cache.prompt_lengths)
+    settings: list[Any] = [None] * len(lengths)
     if reader is not None:
-        dim = store._buffers()[0].shape[-1]
-        facts = [ReadFacts(index, num_layers, length, cache.new_tokens, dim) for length in cache.prompt_lengths]
+        dim = store.buffers()[0].shape[-1]
+        facts = [ReadFacts(index, num_layers, length, turn.new_tokens, dim) for length in lengths]
         settings = [reader.setting(each) for each in facts]
     if layer.view is None and all(setting is None for setting in settings):
         return None

@@ -1,4 +1,4 @@
-"""What belongs to generate's caller is shown the prompt as it was given, where the model reads a shorter one."""
+"""Callbacks of generate's caller are shown the prompt as it was given, where the model reads a shorter one."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from transformers import LogitsProcessor, StoppingCriteria
 from kvsieve.errors import UnsupportedOptionError
 
 
-class AsGiven:
+class OriginalPrompt:
     """Shows what belongs to generate's caller the prompt as it was given, where the model reads a shorter one.
 
-    input_ids: [B, N] as given. read: columns of what is read instead.
+    Attributes:
+        input_ids: [B, N] as given.
+        read: columns of what is read instead.
     """
 
     def __init__(self, input_ids: Tensor, read: int) -> None:
         self.input_ids, self.read = input_ids, read
 
     def whole(self, ids: Tensor) -> Tensor:
-        """ids [B * copies, read + new] -> [B * copies, N + new]."""
+        """Put the prompt as given before what was generated: ids [B * copies, read + new] -> [B * copies, N + new]."""
         given = self.input_ids.to(ids.device).repeat_interleave(len(ids) // len(self.input_ids), 0)
         return torch.cat([given, ids[:, self.read :]], 1)
 
     def options(self, options: dict[str, Any], *configs: Any) -> dict[str, Any]:
-        """generate's options in terms of the shorter prompt; configs: where it looks for lengths that are not given.
+        """Put generate's options in terms of the short prompt; configs: where it looks for lengths that are not given.
 
         Raises UnsupportedOptionError for per-token arguments.
         """
@@ -55,7 +57,7 @@ class AsGiven:
         return [_Criterion(each, self) for each in criteria]
 
     def output(self, output: Any) -> Any:
-        """What generate returned, its sequences as given."""
+        """Return what generate returned, its sequences as given."""
         if isinstance(output, Tensor):
             return self.whole(output)
         output.sequences = self.whole(output.sequences)
@@ -68,7 +70,7 @@ def _asked(name: str, options: dict[str, Any], configs: tuple[Any, ...]) -> Any:
 
 
 class _Criterion(StoppingCriteria):
-    def __init__(self, inner: Any, shown: AsGiven) -> None:
+    def __init__(self, inner: Any, shown: OriginalPrompt) -> None:
         self.inner, self.shown = inner, shown
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
@@ -76,7 +78,7 @@ class _Criterion(StoppingCriteria):
 
 
 class _Processor(LogitsProcessor):
-    def __init__(self, inner: Any, shown: AsGiven) -> None:
+    def __init__(self, inner: Any, shown: OriginalPrompt) -> None:
         self.inner, self.shown = inner, shown
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -85,9 +87,9 @@ class _Processor(LogitsProcessor):
 
 
 class _Streamer:
-    """What generate puts first is the prompt."""
+    """Shows a streamer the prompt as given, which is what generate puts first."""
 
-    def __init__(self, inner: Any, shown: AsGiven) -> None:
+    def __init__(self, inner: Any, shown: OriginalPrompt) -> None:
         self.inner, self.shown, self.begun = inner, shown, False
 
     def put(self, value: Tensor) -> None:

@@ -83,7 +83,7 @@ class Facts:
             )
         # Under tensor parallelism a process holds the columns of its own heads.
         own = weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[union-attr]
-        return own.detach().view(own.shape[0], -1, size).permute(1, 2, 0)  # type: ignore[union-attr, operator]
+        return own.detach().view(own.shape[0], -1, size).permute(1, 2, 0)  # type: ignore[union-attr]
 
     def _rotation(self, layer_idx: int) -> Callable[..., Any] | str | None:
         if layer_idx not in self._rotations:
@@ -123,7 +123,7 @@ class Facts:
         return unknown
 
     def _is_rotation(self, layer_idx: int, apply: Callable[..., Any], x: Tensor, positions: Tensor) -> bool:
-        """Whether turning there and back changes nothing, and products depend on distances alone."""
+        """Tell that turning there and back changes nothing, and products depend on distances alone."""
         x = x.double()
         there = self._turned(layer_idx, apply, x, positions, inverse=False)
         back = self._turned(layer_idx, apply, there, positions, inverse=True)
@@ -175,7 +175,7 @@ class Facts:
 
 
 def _spread(keys: Tensor) -> float:
-    """How far the keys [1, H, P, D] at the positions are from those at the first, relative to their size."""
+    """Measure how far the keys [1, H, P, D] at the positions are from those at the first, relative to their size."""
     return ((keys - keys[:, :, :1]).norm(dim=-1).amax() / keys.norm(dim=-1).amax().clamp_min(1e-30)).item()
 
 

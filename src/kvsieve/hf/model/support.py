@@ -7,8 +7,7 @@ import inspect
 from typing import Any
 
 from kvsieve.errors import PlanError, UnsupportedModelError
-from kvsieve.hf.cache.cache import DynamicSlidingWindowLayer
-from kvsieve.hf.compat import DynamicLayer, plain_cache_layers, text_config
+from kvsieve.hf.compat import DynamicLayer, DynamicSlidingWindowLayer, plain_cache_layers, text_config
 from kvsieve.hf.model.facts import Facts
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint

@@ -143,7 +143,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], text: str) -> None:
 
 
 def is_ours(path: str | os.PathLike[str]) -> bool:
-    """Whether what is at `path` may be replaced unasked: nothing, an empty file, or one that `write` wrote, whatever
+    """Tell that what is at `path` may be replaced unasked: nothing, an empty file, or one that `write` wrote, whatever
     became of it. Raises MissingFileError for a file that cannot be read."""
     begin = b'{"__metadata__": {"kvsieve"'
     try:

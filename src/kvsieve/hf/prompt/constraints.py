@@ -1,4 +1,4 @@
-"""What a caller asks of one prompt, whatever the plan: what must stay, and what the plan is not to act on."""
+"""Constraints that a caller puts on one prompt, whatever the plan: what must stay, and what it is not to act on."""
 
 from __future__ import annotations
 
@@ -16,12 +16,19 @@ from kvsieve.segments import protected_columns, quota_columns, token_numbers
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """See Sieve.generate."""
+class PromptConstraints:
+    """Constraints of the caller on one prompt; see Sieve.generate.
+
+    Attributes:
+        protect: spans that are never evicted.
+        quotas: spans of which so many entries must stay.
+        question_tokens: last tokens that the plan is not to see.
+        reduce: False keeps the prompt whole.
+    """
 
     protect: Any = None
     quotas: Any = None
-    question: int | None = None
+    question_tokens: int | None = None
     reduce: bool = True
 
     def __post_init__(self) -> None:
@@ -30,36 +37,40 @@ class Wishes:
                 f"reduce is True, or False for a prompt that the plan leaves whole; got {short(self.reduce)}"
             )
 
-    def question_tokens(self, seen: int, mask: Tensor | None, length: int) -> int:
+    def checked_question(self, seen: int, mask: Tensor | None, length: int) -> int:
         """Last tokens of the prompt that the plan does not see; seen: columns that were read before this turn.
 
         Raises InputError for a question that leaves a row nothing new to reduce.
         """
-        if self.question is None:
+        asked = self.question_tokens
+        if asked is None:
             return 0
-        if not isinstance(self.question, int) or isinstance(self.question, bool) or self.question < 1:
+        if not isinstance(asked, int) or isinstance(asked, bool) or asked < 1:
             raise InputError(
-                f"question is the number of tokens at the prompt's end, at least 1; got {short(self.question)}"
+                f"question_tokens is the number of tokens at the prompt's end, at least 1; got {short(asked)}"
             )
         if not self.reduce:
-            raise InputError("reduce=False keeps the whole prompt, so question= has no meaning; leave one of them out")
-        new = length - seen if mask is None else int(mask[:, seen:].sum(-1).min())
-        if self.question >= new:
             raise InputError(
-                f"question={self.question} leaves nothing of a row's {new} new tokens to reduce; give the context "
+                "reduce=False keeps the whole prompt, so question_tokens= has no meaning; leave one of them out"
+            )
+        new = length - seen if mask is None else int(mask[:, seen:].sum(-1).min())
+        if asked >= new:
+            raise InputError(
+                f"question_tokens={asked} leaves nothing of a row's {new} new tokens to reduce; give the context "
                 "before it, or pass reduce=False to keep the whole turn"
             )
-        return self.question
+        return asked
 
-    def held(
+    def protected_tokens(
         self, plan: Plan, cache: SieveCache, mask: Tensor | None, shape: torch.Size, question: int
     ) -> ProtectedTokens | None:
-        """What must stay of the conversation [B, N], earlier turns' wishes included, by its columns as given.
+        """Return what must stay of the conversation [B, N], earlier turns' constraints included, by column as given.
 
         Raises InputError for a span outside the prompt, for tokens that are gone already, and for more than the plan's
         budget allows.
         """
-        known = cache.held if cache.restart is None else cache.restart.held
+        short_prompt = cache.conversation.short_prompt
+        known = cache.conversation.protected if short_prompt is None else short_prompt.protected
         new = self._asked(token_numbers(mask, *shape))
         if new is not None and cache.num_seen and not (plan.shortens_prompt and self.reduce):
             _check_stored(cache, new)
@@ -120,8 +131,9 @@ class Wishes:
 
 def _check_stored(cache: SieveCache, new: ProtectedTokens) -> None:
     """Tokens of earlier turns can be held only while every layer and head still has them."""
-    if cache.restart is not None:
-        given, read = new.needed(cache.restart.length), cache.restart.columns.cpu()
+    short_prompt = cache.conversation.short_prompt
+    if short_prompt is not None:
+        given, read = new.needed(short_prompt.length), short_prompt.token_index.cpu()
         if given != new.reindexed(read).needed(read.shape[1]):
             raise InputError(
                 "protect= and quotas= ask for tokens of an earlier turn, which were not read again; ask in the call "

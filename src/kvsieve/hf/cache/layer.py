@@ -1,0 +1,130 @@
+"""One full-attention layer of the cache that transformers sees."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache import DenseStore, RaggedStore, View
+from kvsieve.cache.base import tensors_in
+from kvsieve.errors import CacheStateError, UnsupportedOptionError
+from kvsieve.hf.compat import CacheLayerMixin
+from kvsieve.types import Selection
+
+
+class SieveLayer(CacheLayerMixin):
+    """One full-attention layer's entries.
+
+    `update` only stages new keys and values and returns them untouched; the attention function takes them, stores
+    them and attends. What `update` was given must be what attention receives, or the model is refused.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        self.store: DenseStore | RaggedStore = DenseStore()
+        self.state: dict[str, Any] = {}
+        # What this turn's answer reads, where that is less than what is stored.
+        self.view: View | None = None
+        self.num_seen = 0
+        self._staged: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def is_initialized(self) -> bool:
+        return not self.store.is_empty
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """[B, H, stored, D], a view; None before the first pass."""
+        return None if self.store.is_empty else self.store.keys
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """[B, H, stored, D], a view; None before the first pass."""
+        return None if self.store.is_empty else self.store.values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the store allocates on first use."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if self._staged is not None:
+            raise CacheStateError(
+                "keys and values were staged but never reached kvsieve's attention function: use this cache only "
+                "inside `with kvsieve.attach(model, plan)`, on that model"
+            )
+        self._staged = key_states, value_states
+        return key_states, value_states
+
+    def take(self, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor]:
+        """Hand over what `update` staged; `key` and `value` are what the attention function of `who` was given."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise CacheStateError(f"{who} attends without having stored keys and values through the cache")
+        if staged[0] is not key or staged[1] is not value:
+            raise CacheStateError(
+                f"{who} transforms keys or values between the cache and its attention (latent attention does); "
+                "kvsieve cannot store what it attends to: this architecture is not supported"
+            )
+        return staged
+
+    def view_only(self, selection: Selection) -> None:
+        """Let the turn's answer read what is selected, and what is stored from now on; nothing is dropped."""
+        if self.store.is_ragged:
+            raise CacheStateError("views of entries that heads keep in different numbers are not supported")
+        real = selection.real()
+        real = real[:, None] if real is not None and real.ndim == 2 else real
+        self.view = View(selection.indices, real, self.store.size)
+
+    def all_tensors(self) -> Iterator[Tensor]:
+        """Every tensor held: the store's, what methods remember of the layer, and what is staged."""
+        yield from self.store.all_tensors()
+        yield from tensors_in((self.state, self._staged))
+        if self.view is not None:
+            yield from tensors_in((self.view.slots, self.view.real))
+
+    def get_seq_length(self) -> int:
+        """Logical: tokens seen, whatever was evicted."""
+        return self.num_seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Physical: entries stored, the new ones included."""
+        return (0 if self.store.is_empty else self.store.size) + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def fork(self, share: bool = False) -> SieveLayer:
+        """Copy it; see SieveCache.fork."""
+        other = copy.copy(self)
+        other.store = self.store.share() if share else self.store.clone()
+        other.state = copy.deepcopy(self.state)
+        other._staged = None
+        return other
+
+    def offload(self) -> None:
+        raise UnsupportedOptionError("offloading is not supported by a SieveCache: leave cache_implementation unset")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if not self.store.is_empty:
+            self.store.reorder(beam_idx)
+        for name, part in self.state.items():
+            if isinstance(part, Tensor):
+                self.state[name] = part.index_select(0, beam_idx.to(part.device))
+        if self.view is not None:
+            self.view = self.view.rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if not self.store.is_empty:
+            self.reorder_cache(torch.arange(self.store.keys.shape[0]).repeat_interleave(repeats))

@@ -1,0 +1,227 @@
+"""Records of a cache's conversation beside the entries: where it stands, and what happened in this turn."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvsieve.hf.cache.short_prompt import ShortPrompt
+    from kvsieve.protection import ProtectedTokens
+
+# Hidden states, cos, sin and position ids of a chunk that waits at the propagator's source layer.
+DeferredChunk = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass
+class Reads:
+    """Counts of what tokens after a prompt have read, in all layers, heads and rows together.
+
+    Attributes:
+        tokens: how many read, per row.
+        entries: entries attended to, exactly.
+        entry_bytes: their bytes.
+        looked_bytes: bytes read to choose them.
+        upkeep_bytes: bytes read to make and renew what they are chosen by.
+        sparse: reads that took less than everything.
+        whole_bytes: bytes that reading all entries would have taken.
+    """
+
+    tokens: int = 0
+    entries: int = 0
+    entry_bytes: int = 0
+    looked_bytes: int = 0
+    sparse: int = 0
+    upkeep_bytes: int = 0
+    whole_bytes: int = 0
+
+    @property
+    def all_bytes(self) -> int:
+        """All bytes read."""
+        return self.entry_bytes + self.looked_bytes + self.upkeep_bytes
+
+    def read(self, entries: int, entry: int, among: int | None = None) -> None:
+        """Count `entries` of `entry` bytes each, chosen among so many; None where they are all there are."""
+        self.entries += entries
+        self.entry_bytes += entries * entry
+        self.whole_bytes += (entries if among is None else among) * entry
+
+    def looked(self, count: int, upkeep: int) -> None:
+        """Count the bytes that a reader has looked at to choose, and those that it has read to remember."""
+        self.sparse += 1
+        self.looked_bytes += count
+        self.upkeep_bytes += upkeep
+
+
+@dataclass
+class Passes:
+    """Counts of how the passes after a prompt were run.
+
+    Attributes:
+        fixed: passes of fixed shapes, recorded or compiled.
+        eager: passes run as transformers does.
+        reason: why the last eager one was.
+        captures: how often a pass was recorded or compiled.
+        capture_s: seconds of that.
+    """
+
+    fixed: int = 0
+    eager: int = 0
+    reason: str | None = None
+    captures: int = 0
+    capture_s: float = 0.0
+
+
+@dataclass
+class TurnRecord:
+    """Record of what really happened to the prompt of a turn.
+
+    Attributes:
+        prompt_tokens: true tokens of the conversation once the prompt was complete, of the longest row.
+        kept: entries stored per layer once the prompt was complete.
+        asked: the budget's entries, None without an evictor.
+        raised_to: the evictor's minimum, where that is more.
+        evicted: layers that dropped entries.
+        propagated: tokens that reached the deepest layer, None if all did.
+        report: what the propagator told of its choice.
+        reduced: False where the plan was told not to act on the prompt.
+        question: its last tokens, which were read after the plan had acted, and kept whole; `asked`, `raised_to`,
+            `evicted` and `propagated` are about those before them.
+        reads: what its answer's tokens have read.
+        passes: how they were run.
+    """
+
+    prompt_tokens: int = 0
+    kept: dict[int, int] = field(default_factory=dict)
+    asked: int | None = None
+    raised_to: int | None = None
+    evicted: set[int] = field(default_factory=set)
+    propagated: int | None = None
+    report: dict[str, Any] = field(default_factory=dict)
+    reduced: bool = True
+    question: int = 0
+    reads: Reads = field(default_factory=Reads)
+    passes: Passes = field(default_factory=Passes)
+
+
+@dataclass
+class Turn:
+    """One turn of a conversation: its prompt, then its answer.
+
+    Attributes:
+        number: 0 for the first one.
+        start: columns fed before it, padding included.
+        reading: True until its prompt is complete.
+        acts: True where the plan acts on what is read now.
+        prompt_end: columns once its prompt is complete; None where no driver reads it, as in a plain call of the model.
+        new_tokens: tokens expected after the prompt, 0 if nobody said.
+        decoded: tokens generated since the prompt was complete.
+        reordered: True once rows changed places, as beams do.
+        deferred: chunks of the prompt that wait at the propagator's source layer for the last one.
+        record: what happened to its prompt.
+    """
+
+    number: int = 0
+    start: int = 0
+    reading: bool = True
+    acts: bool = True
+    prompt_end: int | None = None
+    new_tokens: int = 0
+    decoded: int = 0
+    reordered: bool = False
+    deferred: list[DeferredChunk] = field(default_factory=list)
+    record: TurnRecord = field(default_factory=TurnRecord)
+
+    def room(self, end: int, size: int) -> int:
+        """Entries to leave room for when a buffer of `size` entries is allocated with `end` columns fed."""
+        return max((self.prompt_end or 0) - end, 0) + min(self.new_tokens, max(64, size // 8))
+
+
+@dataclass
+class Conversation:
+    """Where a batch of conversations stands; a saved cache holds it whole.
+
+    Attributes:
+        num_seen: columns fed so far, padding included.
+        batch: rows; 0 before anything was read.
+        mask: attention mask of all columns fed so far, bool [B, num_seen]; None while nothing was padding.
+        prompt_lengths: true tokens of each row when the turn's prompt was complete.
+        short_prompt: the prompt as its caller knows it, under a plan that keeps a shorter one in its place.
+        protected: tokens that the caller wants kept, whatever the plan drops.
+        turn: the turn in progress, or the last one.
+    """
+
+    num_seen: int = 0
+    batch: int = 0
+    mask: Tensor | None = None
+    prompt_lengths: tuple[int, ...] = ()
+    short_prompt: ShortPrompt | None = None
+    protected: ProtectedTokens | None = None
+    turn: Turn = field(default_factory=Turn)
+
+    @property
+    def half_read(self) -> bool:
+        """True in the middle of a prompt, which can be neither copied nor saved."""
+        turn = self.turn
+        return bool(turn.deferred) or (turn.reading and self.num_seen > turn.start)
+
+    def begin_turn(self, prompt_end: int | None = None, new_tokens: int = 0, acts: bool = True) -> None:
+        """Let the next pass start a prompt; see Turn."""
+        begun = not self.turn.reading or self.num_seen > self.turn.start
+        self.turn = Turn(
+            number=self.turn.number + begun,
+            start=self.num_seen,
+            reading=True,
+            acts=acts,
+            prompt_end=prompt_end,
+            new_tokens=new_tokens,
+            record=TurnRecord(reduced=acts),
+        )
+
+    def begin_question(self, tokens: int) -> None:
+        """Let the next pass go on with the turn's prompt, whose last `tokens` the plan leaves whole."""
+        self.turn.reading, self.turn.acts = True, False
+        self.turn.record.question = tokens
+
+    def caller_length_and_mask(self) -> tuple[int, Tensor | None]:
+        """Columns of the conversation as its caller knows it, and their mask [B, columns], None without padding."""
+        if self.short_prompt is None:
+            return self.num_seen, self.mask
+        return self.short_prompt.caller_length_and_mask(self.num_seen)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Make row ``rows[i]`` row i."""
+        self.batch = len(rows)
+        if self.prompt_lengths:
+            self.prompt_lengths = tuple(self.prompt_lengths[row] for row in rows.tolist())
+        if self.mask is not None:
+            self.mask = self.mask.index_select(0, rows.to(self.mask.device))
+        if self.short_prompt is not None:
+            self.short_prompt = self.short_prompt.rows(rows)
+        if self.protected is not None:
+            self.protected = self.protected.rows(rows)
+        turn = self.turn
+        turn.deferred = [
+            tuple(part.index_select(0, rows.to(part.device)) if len(part) > 1 else part for part in chunk)  # type: ignore[misc]
+            for chunk in turn.deferred
+        ]
+
+    def copy(self) -> Conversation:
+        """Copy what later passes change; tensors are shared, for they are replaced and never written to."""
+        turn = dataclasses.replace(self.turn, deferred=list(self.turn.deferred), record=copy.deepcopy(self.turn.record))
+        return dataclasses.replace(self, turn=turn)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor held."""
+        if self.mask is not None:
+            yield self.mask
+        for chunk in self.turn.deferred:
+            yield from chunk
+        for part in (self.short_prompt, self.protected):
+            yield from () if part is None else part.tensors()

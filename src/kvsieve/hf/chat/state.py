@@ -1,0 +1,87 @@
+"""The state of a chat at a moment, and its answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from kvsieve.hf.cache.cache import Snapshot
+from kvsieve.hf.generate.stats import Decoding, Stats, Storage, Traffic
+from kvsieve.turns import Message
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer.
+
+    Attributes:
+        text: what the pieces given to on_text are together, special tokens left out.
+        tokens: the ids that were generated, the one that ended the turn included.
+        ended: True when the model ended its answer itself, False when it was cut.
+        stats: of this turn's generate call; stats.notes say where the context cut the answer.
+    """
+
+    text: str
+    tokens: list[int] = dataclasses.field(repr=False)
+    ended: bool
+    stats: Stats
+
+
+@dataclass(frozen=True)
+class ChatState:
+    """All that a chat is, so that one assignment takes it from a turn to the next.
+
+    Attributes:
+        ids: int64 [1, N], all that was fed or generated.
+        cache: what the cache is then.
+        messages: all that was said.
+        turns: the statistics of every turn.
+        context: the next user message's text so far, fed already.
+        ended: True where the last id ends an answer, and was not read yet.
+    """
+
+    ids: Tensor
+    cache: Snapshot
+    messages: tuple[Message, ...]
+    turns: tuple[Stats, ...] = ()
+    context: str | None = None
+    ended: bool = False
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ChatSnapshot:
+    """A chat at one moment; see Chat.snapshot."""
+
+    state: ChatState
+
+
+def saved_form(state: ChatState) -> dict[str, Any]:
+    """Return a chat as JSON has it, but for its ids and cache."""
+    return {
+        "messages": list(state.messages),
+        "turns": [stats.to_dict() for stats in state.turns],
+        "context": state.context,
+        "ended": state.ended,
+    }
+
+
+def from_saved(form: dict[str, Any], ids: Tensor, cache: Snapshot) -> ChatState:
+    """Return the inverse of `saved_form`, with the ids and the cache that were saved beside it."""
+    messages = tuple({name: _text(each[name]) for name in ("role", "content")} for each in form["messages"])
+    context = None if form["context"] is None else _text(form["context"])
+    return ChatState(ids, cache, messages, tuple(map(_stats, form["turns"])), context, bool(form["ended"]))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, got a {type(value).__name__}")
+    return value
+
+
+def _stats(data: dict[str, Any]) -> Stats:
+    """Return the inverse of Stats.to_dict."""
+    parts: dict[str, Any] = {"traffic": Traffic, "storage": Storage, "decoding": Decoding}
+    return Stats(**{name: parts[name](**part) if part and name in parts else part for name, part in data.items()})

@@ -1,0 +1,62 @@
+"""Recorders of a decoding pass, so that it can be run again: as a CUDA graph, or by torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Run = Callable[[], Tensor]
+
+
+class Refused(Exception):
+    """A pass, or all of them, cannot be run with fixed shapes; the message says why."""
+
+
+class Graphs:
+    """Records passes as CUDA graphs, which share one pool of memory. Raises Refused where there is no CUDA."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise Refused(f"a CUDA graph needs the model on a CUDA device, it is on {device.type}")
+        self.device = device
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, run: Run) -> Run:
+        with torch.cuda.device(self.device):
+            # What libraries set up when first used must not be recorded.
+            before, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+            aside.wait_stream(before)
+            with torch.cuda.stream(aside):
+                run()
+            before.wait_stream(aside)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                out = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+class Compiler:
+    """Compiles passes with torch.compile, in one piece where that works."""
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def __call__(self, run: Run) -> Run:
+        compiled = torch.compile(run, fullgraph=True, dynamic=False)
+        try:
+            compiled()
+        except torch._dynamo.exc.Unsupported:
+            compiled = torch.compile(run, dynamic=False)
+            compiled()
+        return compiled
+
+
+# How a pass is recorded: takes it, runs it at least once, and returns what runs it again.
+RECORDERS: dict[str, Callable[[torch.device], Callable[[Run], Run]]] = {"graph": Graphs, "compile": Compiler}

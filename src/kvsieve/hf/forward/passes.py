@@ -1,0 +1,246 @@
+"""Beginning and ending passes: the facts of each are worked out, and scoped to the context that runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest
+from kvsieve.hf.forward.session import Session, Tokens
+from kvsieve.hf.inputs import check_mask, refuse_strange, strange
+from kvsieve.plans import Plan
+from kvsieve.types import Step
+
+_log = logging.getLogger(__name__)
+
+_ACTIVE: ContextVar[Session | None] = ContextVar("kvsieve_session", default=None)
+# The caches that passes have run on, for whoever asked to know them (noting_caches).
+_NOTED: ContextVar[list[SieveCache] | None] = ContextVar("kvsieve_caches", default=None)
+# The session of passes that torch compiles, which cannot look into a ContextVar; one context at a time has it.
+_COMPILED: Session | None = None
+_COMPILED_LOCK = threading.RLock()
+
+
+def current() -> Session | None:
+    """Return the pass in progress in this context."""
+    return _COMPILED if torch.compiler.is_compiling() else _ACTIVE.get()
+
+
+@contextlib.contextmanager
+def activate(session: Session, *, compiled: bool) -> Iterator[None]:
+    """Make `session` the current one, in passes that torch compiles, too, if `compiled`: others wait meanwhile."""
+    global _COMPILED
+    token = _ACTIVE.set(session)
+    try:
+        with _COMPILED_LOCK if compiled else contextlib.nullcontext():
+            _COMPILED = session if compiled else _COMPILED
+            try:
+                yield
+            finally:
+                _COMPILED = None if compiled else _COMPILED
+    finally:
+        _ACTIVE.reset(token)
+
+
+@contextlib.contextmanager
+def closing() -> Iterator[None]:
+    """Leave no session open that was begun in here: torch calls no hook when a pass is left by an interrupt."""
+    before = _ACTIVE.get()
+    try:
+        yield
+    except BaseException:
+        session = _ACTIVE.get()
+        if session is not None and session is not before:
+            session.cache.status = "broken"
+        _ACTIVE.set(before)
+        raise
+
+
+@contextlib.contextmanager
+def noting_caches() -> Iterator[list[SieveCache]]:
+    """Note the cache that passes run on in here; the last one only."""
+    caches: list[SieveCache] = []
+    token = _NOTED.set(caches)
+    try:
+        yield caches
+    finally:
+        _NOTED.reset(token)
+
+
+def open_session(
+    model: ModelContext, plan: Plan, cache: SieveCache, call: Mapping[str, Any], request: PassRequest = PLAIN
+) -> Session:
+    """Work out the facts of the pass that is about to run, and make them current.
+
+    Args:
+        model: facts about the attached model.
+        plan: the attached plan.
+        cache: what the pass continues.
+        call: the decoder's arguments: input_ids or inputs_embeds, and attention_mask.
+        request: what a driver says of the pass.
+
+    Raises:
+        InputError: an empty input, or one that does not fit the cache.
+        CacheStateError: an earlier pass on the cache failed half-way.
+        UnsupportedOptionError: the plan needs a driver, and this is a plain call of the model.
+    """
+    ids, embeds = call.get("input_ids"), call.get("inputs_embeds")
+    fed = ids if ids is not None else embeds
+    if fed is None:
+        raise InputError("the model was called with neither input_ids nor inputs_embeds")
+    batch, new = fed.shape[:2]
+    _check_fits(cache, fed)
+    conversation = cache.conversation
+    plan = _plan_of_pass(plan, cache, new, request)
+    if request.phase is None and new > 1 and not cache.turn.reading:
+        cache.begin_turn()
+    if request.phase == "prefill":
+        cache.turn.reading = True
+    turn, start = cache.turn, cache.num_seen
+    prefill = turn.reading and request.phase != "decode"
+    if plan.probes and prefill and turn.prompt_end is None:
+        raise UnsupportedOptionError(
+            f"{plan.name!r} feeds tokens of its own before a prompt is complete, which a plain call of the model "
+            "cannot do: use sieve.generate(...) or sieve.prefill(...), with the whole conversation"
+        )
+    mask, rows = _checked_mask(call.get("attention_mask"), cache, batch, new, fed.device)
+    valid, counts = None, (new,) * batch
+    lengths, turn_lengths = (start + new,) * batch, (start + new - turn.start,) * batch
+    if mask is not None:
+        lengths, turn_lengths, counts, ends = rows
+        valid = None if min(counts) == new else mask[:, start:]
+        if prefill and request.last_chunk and not all(ends):
+            raise InputError("the prompt is padded on the right; pad on the left: tokenizer.padding_side = 'left'")
+    step = Step(
+        start=start,
+        num_new=new,
+        phase="prefill" if prefill else "decode",
+        is_last_chunk=request.last_chunk,
+        turn=turn.number,
+        turn_start=turn.start,
+        lengths=lengths,
+        turn_lengths=turn_lengths,
+    )
+    tokens = Tokens(torch.arange(start, start + new, device=fed.device)[None], valid, counts)
+    source = plan.propagate.source(model.num_layers) if plan.propagate is not None and turn.acts else None
+    session = Session(plan, source, cache, step, tokens, model, request, outer=_ACTIVE.get())
+    conversation.batch = batch
+    if prefill:
+        short = conversation.short_prompt
+        turn.record.prompt_tokens = max(lengths if short is None else short.lengths)
+    noted = _NOTED.get()
+    if noted is not None:
+        noted[:] = [cache]
+    cache.status = "running"
+    _ACTIVE.set(session)
+    return session
+
+
+def close_session(session: Session, *, finished: bool) -> None:
+    """Commit the current pass if it ran through (or was stopped on purpose), and leave its scope in any case."""
+    if _ACTIVE.get() is not session:
+        return
+    _ACTIVE.set(session.outer)
+    cache, turn, step = session.cache, session.cache.turn, session.step
+    if not (finished or session.stopped):
+        cache.status = "broken"
+        return
+    cache.advance(step.num_new)
+    if step.phase == "decode":
+        turn.decoded += step.num_new
+    if session.reads_as_answer:
+        turn.record.reads.tokens += step.num_new
+    if step.ends_prompt:
+        if _log.isEnabledFor(logging.DEBUG):
+            entries = list(turn.record.kept.values())
+            kept = f"{entries[0]} in each of {len(entries)}" if len(set(entries)) == 1 else str(entries)
+            _log.debug("%s: prompt of %s tokens, entries per layer: %s", session.plan.name, max(step.lengths), kept)
+        turn.reading = False
+        cache.conversation.prompt_lengths = step.lengths
+    # Last: what is left half-way is refused from then on.
+    cache.status = "ready"
+
+
+def cancel_session(session: Session) -> None:
+    """Leave the scope of a pass that never came to the decoder; its cache is as it was."""
+    if _ACTIVE.get() is session:
+        _ACTIVE.set(session.outer)
+    session.cache.status = "ready"
+
+
+def _check_fits(cache: SieveCache, fed: Tensor) -> None:
+    batch, known = fed.shape[0], cache.conversation.batch
+    if not all(fed.shape[:2]):
+        raise InputError(f"the prompt is empty: input of shape {tuple(fed.shape)}; pass at least one token")
+    if cache.status != "ready":
+        raise CacheStateError(
+            "a forward pass with this cache failed half-way, its layers no longer agree; start again with a new one"
+        )
+    if known not in (0, batch):
+        raise InputError(
+            f"the cache holds {known} rows and got an input of {batch}; use one cache per batch, or "
+            "cache.batch_repeat_interleave to expand it"
+        )
+
+
+def _plan_of_pass(plan: Plan, cache: SieveCache, new: int, request: PassRequest) -> Plan:
+    """Return the plan that acts on a pass of `new` tokens. Raises UnsupportedOptionError where a driver is needed."""
+    if request.plan is not None:
+        return request.plan
+    if not plan.shortens_prompt:
+        return plan
+    short = cache.conversation.short_prompt
+    if short is None or (new > 1 and not cache.turn.reading):
+        how = "every prompt twice" if plan.propagate is not None else "a prompt in steps of its own"
+        raise UnsupportedOptionError(
+            f"{plan.name!r} reads {how}, which a plain call of the model cannot do: use "
+            "sieve.generate(...) or sieve.prefill(...), with the whole conversation"
+        )
+    return short.plan
+
+
+def _checked_mask(
+    mask: Any, cache: SieveCache, batch: int, new: int, device: torch.device
+) -> tuple[Tensor | None, tuple[tuple[int, ...], ...]]:
+    """Return the attention mask of all columns, bool [B, start + new], or None when nothing is padding.
+
+    And per row, how many of all columns, of this turn's and of the new ones are true tokens, and whether the last is.
+    """
+    known, start = cache.conversation.mask, cache.num_seen
+    if mask is None:
+        if known is not None:
+            raise InputError(
+                "earlier tokens of this cache are padding, so the pass needs the attention_mask of the whole "
+                f"conversation, [{batch}, {start + new}]"
+            )
+        return None, ()
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        raise UnsupportedOptionError("attention_mask must be 2-D, [batch, tokens seen and new]; others are refused")
+    check_mask(mask, (batch, start + new), f"{start} tokens seen and {new} new ones")
+    given = mask.to(device)
+    mask = given.bool()
+    past = mask[:, :start]
+    differs = ~past if known is None else past != known
+    parts = (mask, mask[:, cache.turn.start :], mask[:, start:], mask[:, -1:], differs, strange(given))
+    # One copy from the device for all that the host must know.
+    *rows, different, odd = (tuple(part) for part in torch.stack([part.sum(-1) for part in parts]).tolist())
+    if any(odd):
+        refuse_strange(given)
+    changed = any(different)
+    if changed:
+        for layer in cache.sieve_layers.values():
+            if layer.is_initialized:
+                layer.store.remask(past)
+    if known is None and not changed and min(rows[0]) == start + new:
+        return None, ()
+    cache.conversation.mask = mask
+    return mask, tuple(rows)

@@ -1,0 +1,69 @@
+"""The request of a driver for one pass, and the result of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from kvsieve.types import ALONE, LayerContext, ModelFacts, Ranks, Selection
+
+if TYPE_CHECKING:
+    from kvsieve.plans import Plan
+
+
+@dataclass(frozen=True)
+class PassRequest:
+    """A driver's request for one pass, beyond what the conversation tells.
+
+    Attributes:
+        plan: runs in place of the conversation's own plan; None for that one.
+        phase: "prefill" for a part of a prompt, "decode" for tokens of an answer, given or generated; None for whatever
+            the conversation is at: a prompt of a plain call of the model begins a turn.
+        last_chunk: False for a leading chunk of a prompt, after which nothing acts but what acts on every chunk.
+        on_layer: called in each layer, after its attention and before the plan acts, with all queries of the pass. What
+            it returns stays stored there; None leaves everything.
+    """
+
+    plan: Plan | None = None
+    phase: Literal["prefill", "decode"] | None = None
+    last_chunk: bool = True
+    on_layer: Callable[[LayerContext], Selection | None] | None = None
+
+
+PLAIN = PassRequest()
+
+
+@dataclass
+class PassResult:
+    """Result of a pass.
+
+    Attributes:
+        hidden: [B, K, C], the decoder's output for the tokens that came through; None for a pass that was stopped, and
+            where logits were asked for.
+        logits: [B, keep, V] of the last columns, where they were asked for.
+        chosen: tokens that a propagator of two passes chose among those offered.
+        report: what the propagator told of its choice.
+    """
+
+    hidden: Tensor | None
+    logits: Tensor | None
+    chosen: Selection | None
+    report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """Facts about the attached model that every pass needs.
+
+    Attributes:
+        num_layers: decoder layers.
+        facts: for evictors that ask for them.
+        ranks: the processes that heads are divided among.
+    """
+
+    num_layers: int
+    facts: ModelFacts | None = None
+    ranks: Ranks = ALONE

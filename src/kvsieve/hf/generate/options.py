@@ -1,0 +1,92 @@
+"""Checks of the options of ``model.generate``, before anything is read."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+
+from kvsieve.errors import InputError, UnsupportedOptionError, short
+from kvsieve.hf.compat import generate_arguments
+from kvsieve.hf.inputs import check_callable
+from kvsieve.registry import did_you_mean
+
+_REFUSED = {
+    "assistant_model": "assisted decoding needs to take tokens back out of the cache",
+    "prompt_lookup_num_tokens": "assisted decoding needs to take tokens back out of the cache",
+    "assistant_early_exit": "assisted decoding needs to take tokens back out of the cache",
+    "cache_implementation": "the plan brings its own cache",
+    "prefill_chunk_size": "kvsieve chunks the prompt itself: use chunk=",
+    "past_key_values": "pass it as cache=",
+    "output_attentions": "attention weights are never formed",
+    "custom_generate": "the plan could not tell whether it ran",
+    "inputs": "pass the prompt as input_ids",
+    "inputs_embeds": "pass the prompt as input_ids",
+}
+# Options that are numbers, and the least each may be.
+_NUMBERS = {
+    "max_new_tokens": 1,
+    "min_new_tokens": 0,
+    "max_length": 1,
+    "min_length": 0,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "pad_token_id": 0,
+}
+
+
+def check_supported(options: Mapping[str, Any]) -> None:
+    """Raise UnsupportedOptionError for options that a plan cannot honour."""
+    for name, reason in _REFUSED.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise UnsupportedOptionError(f"generate({name}=...) is not supported under a plan: {reason}")
+    if options.get("use_cache") is False:
+        raise UnsupportedOptionError("generate(use_cache=False) leaves nothing to reduce; leave it unset")
+
+
+def check_values(options: Mapping[str, Any]) -> None:
+    """Raise InputError for options of ``model.generate`` of the wrong kind, where kvsieve makes something of them."""
+    for name, least in _NUMBERS.items():
+        value = options.get(name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise InputError(f"generate({name}=...) must be a whole number of at least {least}, got {short(value)}")
+    for name, kind in (("stopping_criteria", "StoppingCriteria"), ("logits_processor", "LogitsProcessor")):
+        parts = options.get(name)
+        if parts is not None and not (isinstance(parts, (list, tuple)) and all(map(callable, parts))):
+            raise InputError(f"generate({name}=...) must be a list of {kind} objects, got {short(parts)}")
+    check_callable("generate(prefix_allowed_tokens_fn=...)", options.get("prefix_allowed_tokens_fn"))
+    for name in ("put", "end"):
+        if options.get("streamer") is not None and not callable(getattr(options["streamer"], name, None)):
+            raise InputError(f"generate(streamer=...) must have put() and end(), got {short(options['streamer'])}")
+    grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if options.get("synced_gpus") and not grouped:
+        raise InputError(
+            "generate(synced_gpus=True) is for several processes, and no process group is there; leave it out"
+        )
+    config = options.get("generation_config")
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise InputError(f"generate(generation_config=...) must be a GenerationConfig, got {short(config)}")
+
+
+def check_options(model: Any, options: Mapping[str, Any]) -> None:
+    """Raise before anything is read for options of ``model.generate`` that are none, or of the wrong kind.
+
+    Raises InputError for a value, UnsupportedOptionError for a name that neither generate nor the model has.
+    """
+    check_values(options)
+    known = generate_arguments(model)
+    for name, value in options.items():
+        if value is not None and name not in known:
+            raise UnsupportedOptionError(f"generate has no option {name!r}{did_you_mean(name, sorted(known), None)}")
+    try:
+        copy.deepcopy(options.get("generation_config") or model.generation_config).update(**options)
+    except Exception as error:  # of comparing what it was given, whatever that may be
+        raise refusal(options, error) from error
+
+
+def refusal(options: Mapping[str, Any], error: Exception) -> InputError:
+    given = ", ".join(f"{name}={short(value, 30)}" for name, value in options.items())
+    return InputError(f"generate cannot use its options ({given}): {short(str(error), 400)}")

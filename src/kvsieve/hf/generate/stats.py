@@ -1,0 +1,270 @@
+"""The statistics of what a generate call really did."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvsieve.display import html_table, mebibytes, percent
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.records import Passes, TurnRecord
+from kvsieve.hf.decode.engine import Engine
+from kvsieve.hf.runtime import AttachedModel
+from kvsieve.plans import Plan
+
+_ALL_WENT_ON = "every token went through all layers: the prompt is not longer than what may propagate"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Entries and bytes that a token after the prompt read on average, counted from the tensors that were touched.
+
+    Not counted are what an evictor that acts while decoding reads to rank entries, and room that passes of fixed shapes
+    mask.
+
+    Attributes:
+        tokens: tokens that read, per row.
+        entries: attended to, per layer and KV head.
+        estimate_entries: read besides to choose them, in the bytes of as many entries.
+        bytes: bytes attended to, per row, of all layers that kvsieve stores.
+        estimate_bytes: bytes read to choose.
+        upkeep_entries: read besides to make and renew what is chosen by, such as bounds of pages.
+        upkeep_bytes: the bytes of that.
+    """
+
+    tokens: int
+    entries: float
+    estimate_entries: float
+    bytes: int
+    estimate_bytes: int
+    upkeep_entries: float = 0.0
+    upkeep_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Storage:
+    """Sizes of what the cache holds at the end, in all rows and layers.
+
+    Attributes:
+        entries: per layer and KV head, on average over layers, of the fullest row.
+        bytes: keys and values, room for further ones included.
+        metadata_bytes: where they stood, which are real, what a reader keeps to choose among them, and what methods
+            remember.
+    """
+
+    entries: float
+    bytes: int
+    metadata_bytes: int
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The engine that computed the tokens after the first.
+
+    Attributes:
+        engine: "eager", "packed", "graph" or "compile", whichever ran most of them.
+        reason: why it was not the one asked for, else None.
+        captures: how often a pass was recorded or compiled.
+        capture_s: the seconds that took.
+    """
+
+    engine: str
+    reason: str | None
+    captures: int
+    capture_s: float
+
+
+@dataclass(frozen=True, repr=False)
+class Stats:
+    """Statistics of one generate call. Where rows of a batch differ, numbers are those of the longest row.
+
+    Printed, it is one line.
+
+    Attributes:
+        method: the plan's name.
+        applied: True when every role of the plan acted on this prompt (full KV has none).
+        prompt_tokens: true tokens of the conversation when the prompt was complete.
+        deep_tokens: of those of this turn, the ones that went through the deepest layer.
+        kv_entries: entries per layer and KV head once the prompt was complete.
+        kv_asked: the budget's entries, None without one.
+        kv_bytes: bytes of all cache tensors held at the end.
+        ttft_s: seconds to the first token.
+        tpot_s: seconds per token after it, without `decoding.capture_s`; None with fewer than two tokens.
+        new_tokens: tokens generated per row.
+        peak_bytes: peak memory during the call, weights included; None unless it was measured.
+        notes: what did not go as asked, and which parameters came with the model.
+        report: what a method tells of its choice, such as ASL's layer.
+        traffic: what each token after the first one read, None if there was none.
+        storage: what is held, entries and metadata apart.
+        decoding: how tokens after the first were computed.
+        compressed_layers: layers that held fewer entries than under full KV once the prompt was complete.
+        kv_share: of the entries that all layers would have held then, the part that they did. Both are None in a chat
+            that an earlier version saved.
+    """
+
+    method: str
+    applied: bool
+    prompt_tokens: int
+    deep_tokens: int
+    kv_entries: list[int]
+    kv_asked: int | None
+    kv_bytes: int
+    ttft_s: float
+    tpot_s: float | None
+    new_tokens: int
+    peak_bytes: int | None
+    notes: list[str] = field(default_factory=list)
+    report: dict[str, Any] = field(default_factory=dict)
+    traffic: Traffic | None = None
+    storage: Storage | None = None
+    decoding: Decoding | None = None
+    compressed_layers: int | None = None
+    kv_share: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.method}: {', '.join(text for _, text in self.told())}"
+
+    def __repr__(self) -> str:
+        return f"<Stats {self}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(self.method, self.told())
+
+    def told(self) -> list[tuple[str, str]]:
+        """Return what is worth telling, as names and texts that need no name."""
+        seconds = f"TTFT {self.ttft_s:.2f} s"
+        if self.tpot_s is not None:
+            seconds += f", TPOT {1000 * self.tpot_s:.1f} ms"
+        told = [("entries kept", self._kept())]
+        if self.deep_tokens < self.prompt_tokens:
+            told.append(("propagated", f"{self.deep_tokens} tokens through the last layer"))
+        if self.traffic is not None and self.traffic.entries < 0.99 * self._mean():
+            told.append(("read", f"{self.traffic.entries:.0f} entries read per token"))
+        told += [
+            ("memory", f"KV {mebibytes(self.kv_bytes)}"),
+            ("time", seconds),
+            ("answer", f"{self.new_tokens} tokens"),
+        ]
+        return told + [("note", f"note: {note}") for note in self.notes]
+
+    def _mean(self) -> float:
+        return sum(self.kv_entries) / max(len(self.kv_entries), 1)
+
+    def _kept(self) -> str:
+        kept, layers = f"{self._mean():.0f} of {self.prompt_tokens} entries", len(self.kv_entries)
+        if not self.compressed_layers or self.kv_share is None:
+            return kept
+        if self.compressed_layers < layers:
+            return f"{self.compressed_layers} of {layers} layers compressed, {percent(self.kv_share)} of KV kept"
+        return f"{kept} ({percent(self.kv_share)})"
+
+
+def what_ran(plan: Plan, record: TurnRecord) -> tuple[bool, list[str]]:
+    """Tell that every role of the plan acted on the turn's prompt, and what did not go as asked."""
+    if plan.roles and not record.reduced:
+        return False, ["the plan did not act on this turn's prompt, as asked (reduce=False)"]
+    notes = []
+    if plan.evict is not None and not record.evicted:
+        tokens = record.prompt_tokens - record.question
+        notes.append(f"nothing was evicted: the prompt's {tokens} tokens fit what must or may be kept")
+    if plan.propagate is not None and record.propagated is None:
+        notes.append(record.report.get("idle") or _ALL_WENT_ON)
+    if plan.read is not None and record.reads.tokens and not record.reads.sparse:
+        notes.append("every token read all of what is stored: that is not more than the budget")
+    applied = not notes
+    reads = record.reads
+    if reads.sparse and reads.all_bytes > reads.whole_bytes:
+        notes.append(
+            f"choosing what to read cost more than reading everything would have: {reads.all_bytes:,} bytes for "
+            f"{reads.whole_bytes:,}; it pays with a smaller budget, a longer context, or entries dropped less often"
+        )
+    if record.raised_to is not None:
+        notes.append(f"the budget of {record.asked} entries was raised to {record.raised_to}, the least it can keep")
+    return applied, notes
+
+
+def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began: float, peak: int | None) -> Stats:
+    """Make the statistics of a call.
+
+    Args:
+        model: the attached model.
+        cache: what the call has left.
+        times: when each token was chosen, in seconds.
+        began: when the call began.
+        peak: peak memory in bytes, None where it was not measured.
+    """
+    record, plan = cache.turn.record, model.plan
+    applied, notes = what_ran(plan, record)
+    kept = cache.entries()
+    for index, entries in record.kept.items():
+        kept[index] = entries
+    whole = [record.prompt_tokens] * len(kept)
+    for index in set(range(len(kept))) - set(cache.sieve_layers):
+        # Layers that transformers keeps: a sliding window holds no more under full KV.
+        kept[index] = whole[index] = min(kept[index], record.prompt_tokens)
+    compressed = sum(least < most for least, most in zip(kept, whole, strict=True))
+    share = sum(kept) / max(sum(whole), 1)
+    others = len(kept) - len(cache.sieve_layers)
+    if compressed and others:
+        notes.append(
+            f"{compressed} of {len(kept)} layers compressed, {percent(share)} of KV kept: {others} have a sliding "
+            "window, which is left as it is"
+        )
+    turn_tokens = record.prompt_tokens
+    return Stats(
+        method=plan.name,
+        applied=applied,
+        prompt_tokens=record.prompt_tokens,
+        deep_tokens=record.propagated + record.question if record.propagated is not None else turn_tokens,
+        kv_entries=kept,
+        kv_asked=record.asked,
+        kv_bytes=cache.nbytes(),
+        ttft_s=times[0] - began,
+        tpot_s=(times[-1] - times[0] - record.passes.capture_s) / (len(times) - 1) if len(times) > 1 else None,
+        new_tokens=len(times),
+        peak_bytes=peak,
+        notes=notes if plan.filled is None else [*notes, str(plan.filled)],
+        report=record.report,
+        traffic=_traffic(cache),
+        storage=_storage(cache),
+        decoding=_decoding(model.engine, record.passes),
+        compressed_layers=compressed,
+        kv_share=round(share, 4),
+    )
+
+
+def _decoding(engine: Engine, passes: Passes) -> Decoding:
+    asked, refusal = engine.asked, engine.refusal
+    failed = passes.eager > passes.fixed or (refusal is not None and not passes.fixed)
+    ran = "eager" if failed else asked
+    reason = None if ran == asked else refusal or passes.reason
+    return Decoding(ran, reason, passes.captures, passes.capture_s)
+
+
+def _traffic(cache: SieveCache) -> Traffic | None:
+    reads, layers = cache.turn.record.reads, cache.sieve_layers
+    if not reads.tokens or not layers:
+        return None
+    tokens = reads.tokens * cache.conversation.batch
+    heads = sum(layer.store.heads for layer in layers.values())
+    entries = reads.entries / (tokens * heads)
+    each = reads.entry_bytes / reads.entries
+    return Traffic(
+        tokens=reads.tokens,
+        entries=round(entries, 2),
+        estimate_entries=round(reads.looked_bytes / each / (tokens * heads), 2),
+        bytes=round(reads.entry_bytes / tokens),
+        estimate_bytes=round(reads.looked_bytes / tokens),
+        upkeep_entries=round(reads.upkeep_bytes / each / (tokens * heads), 2),
+        upkeep_bytes=round(reads.upkeep_bytes / tokens),
+    )
+
+
+def _storage(cache: SieveCache) -> Storage:
+    layers = cache.sieve_layers.values()
+    held = sum(layer.store.entry_bytes() for layer in layers)
+    entries = [layer.store.entries for layer in layers]
+    return Storage(round(sum(entries) / max(len(entries), 1), 2), held, cache.nbytes() - held)

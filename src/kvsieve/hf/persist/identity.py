@@ -1,0 +1,123 @@
+"""Identity of what a saved cache was made with: its model, tokenizer and plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from kvsieve.errors import CacheFileError
+from kvsieve.hf.persist.cache_file import as_bytes
+from kvsieve.hf.runtime import AttachedModel
+from kvsieve.profiles import Fingerprint
+
+# What decides where keys are turned to and how far a layer sees, and cannot be told from weights.
+_POSITIONS = ("rope_parameters", "layer_types", "sliding_window", "no_rope_layers", "attention_chunk_size")
+# Evenly spaced elements of each weight tensor that are hashed.
+_SAMPLE = 64
+
+
+def as_json(value: Any, what: str, error: type[Exception]) -> Any:
+    """Return a value as JSON gives it back; raise `error` where JSON cannot hold it."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as problem:
+        raise error(f"{what} cannot be written as JSON: {problem}") from None
+
+
+def model_identity(model: AttachedModel) -> dict[str, Any]:
+    """Describe a model so that another one is told apart, as JSON has it."""
+    config = model.model.config
+    positions = {name: getattr(model.config, name, None) for name in _POSITIONS}
+    return {
+        "id": str(getattr(config, "_name_or_path", "") or ""),
+        "revision": getattr(config, "_commit_hash", None),
+        "class": type(model.model).__name__,
+        "shape": dataclasses.asdict(Fingerprint.of(model.model)),
+        "positions": as_json(positions, "the model's configuration", CacheFileError),
+        "dtype": str(model.model.dtype).removeprefix("torch."),
+        "weights": _weights(model),
+    }
+
+
+def _weights(model: AttachedModel) -> str:
+    """Hash a few elements of every weight of the decoder, whatever they are called and in which order."""
+    found = []
+    for weight in model.decoder.parameters():
+        if not weight.is_meta:
+            # An odd step, so that not all elements are of one column.
+            part = weight.detach().flatten()[:: max(1, weight.numel() // _SAMPLE) | 1][:_SAMPLE]
+            found.append(hashlib.sha256(repr(tuple(weight.shape)).encode() + as_bytes(part)).digest())
+    return hashlib.sha256(b"".join(sorted(found))).hexdigest()
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """Hash what each token id stands for."""
+    words = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+
+
+def check_model(path: Any, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+    """Raise CacheFileError unless a file was made with this model; see model_identity."""
+    both = f"{path} was made with {_named(theirs)}, this model is {_named(mine)}"
+    shapes = [Fingerprint(**each["shape"]) for each in (theirs, mine)]
+    differ = shapes[0].differences(shapes[1])
+    if differ or theirs["class"] != mine["class"]:
+        found = ", ".join([*([] if theirs["class"] == mine["class"] else ["class"]), *differ])
+        raise CacheFileError(f"{both}; they differ in {found}. Its file: {shapes[0]}; here: {shapes[1]}")
+    found = _differences(theirs["positions"], mine["positions"])
+    if found:
+        raise CacheFileError(f"{both}; their configurations differ: {found}")
+    if theirs["dtype"] != mine["dtype"]:
+        raise CacheFileError(
+            f"{path} was made with {_named(theirs)} in {theirs['dtype']}, this model is in {mine['dtype']}; load the "
+            f"model in {theirs['dtype']}"
+        )
+    if theirs["weights"] != mine["weights"]:
+        raise CacheFileError(
+            f"{both}, of the same shape, but with other weights; load the checkpoint that the cache was made with"
+        )
+
+
+def _named(model: dict[str, Any]) -> str:
+    revision = f" at {model['revision'][:12]}" if model["revision"] else ""
+    return f"{model['id'] or 'a model without a name'}{revision} ({model['class']})"
+
+
+def check_plan(path: Any, theirs: dict[str, Any], mine: dict[str, Any]) -> None:
+    """Raise CacheFileError unless a file was made under this plan; both as Plan.to_dict gives them."""
+    names = [each["name"] for each in (theirs, mine)]
+    # What a plan and a profile are called says nothing of what they do.
+    for each in (theirs, mine):
+        each.pop("name")
+        each.get("profile", {}).pop("name", None)
+    found = _differences(theirs, mine)
+    if found:
+        raise CacheFileError(
+            f"{path} was made under the plan {names[0]!r}, and this one, {names[1]!r}, differs: {found}; attach the "
+            "plan it was made under"
+        )
+
+
+def _differences(theirs: Any, mine: Any) -> str:
+    """Tell the first few places where two JSON values differ, and what stands there in the file and here."""
+    found = list(_differing(theirs, mine, ""))
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return ", ".join(found[:3]) + more
+
+
+def _differing(theirs: Any, mine: Any, where: str) -> Iterator[str]:
+    if isinstance(theirs, dict) and isinstance(mine, dict):
+        for name in sorted(theirs.keys() | mine.keys()):
+            yield from _differing(theirs.get(name), mine.get(name), f"{where}.{name}" if where else name)
+    elif theirs != mine:
+        yield f"{where} is {_short(theirs)} in the file and {_short(mine)} here"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict) and "type" in value:
+        return str(value["type"])
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,115 @@
+"""Packing what a cache knows as JSON and named tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache import View
+from kvsieve.cache.parts import store_parts
+from kvsieve.errors import CacheFileError
+from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.cache.records import Conversation, Passes, Reads, Turn, TurnRecord
+from kvsieve.hf.cache.short_prompt import ShortPrompt
+from kvsieve.hf.compat import DynamicSlidingWindowLayer
+from kvsieve.hf.persist.cache_file import DTYPES
+from kvsieve.plans import Plan
+from kvsieve.protection import ProtectedTokens
+
+_RECORDS: dict[str, Any] = {
+    kind.__name__: kind for kind in (Conversation, Turn, TurnRecord, Reads, Passes, ProtectedTokens, ShortPrompt, View)
+}
+# Of a layer, what is written beside its store.
+LAYER_FIELDS = ("state", "view", "num_seen")
+
+
+class Packer:
+    """Puts values as JSON has them; their tensors are set aside.
+
+    Attributes:
+        device: where tensors are expected to be.
+        tensors: by name.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
+        self.tensors: dict[str, Tensor] = {}
+
+    def __call__(self, value: Any, where: str) -> Any:
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if isinstance(value, Tensor):
+            if value.dtype not in DTYPES or value.layout != torch.strided or value.is_meta:
+                raise CacheFileError(
+                    f"{where} is a tensor of {value.dtype}, {value.layout} on {value.device}: not saved"
+                )
+            name = where
+            while name in self.tensors:
+                name += "'"
+            self.tensors[name] = value.detach()
+            # Some scratch of methods is on the CPU whatever the model's device is.
+            host = value.device.type == "cpu" and self.device != value.device
+            return {"tensor": name, "host": host, "dtype": DTYPES[value.dtype], "shape": list(value.shape)}
+        if type(value) is list:
+            return [self(part, f"{where}.{place}") for place, part in enumerate(value)]
+        if type(value) in (tuple, set):
+            parts = sorted(value) if type(value) is set else value
+            return {type(value).__name__: [self(part, f"{where}.{place}") for place, part in enumerate(parts)]}
+        if type(value) is dict:
+            return {"dict": [[self(key, f"{where} key"), self(part, f"{where}.{key}")] for key, part in value.items()]}
+        if _RECORDS.get(type(value).__name__) is type(value):
+            fields = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+            if isinstance(value, ShortPrompt):
+                del fields["plan"]
+            return {type(value).__name__: self(fields, where)}
+        raise CacheFileError(
+            f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a file cannot hold (tensors, "
+            "numbers, text, and lists, tuples, sets and dicts of them can): this cache cannot be saved"
+        )
+
+
+def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, reading: Plan) -> Any:
+    """Return the inverse of `Packer`.
+
+    Args:
+        value: as JSON has it.
+        tensors: by name; those used are taken out.
+        device: to put them on.
+        reading: the plan of a ShortPrompt.
+    """
+    if isinstance(value, list):
+        return [unpacked(part, tensors, device, reading) for part in value]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        tensor = tensors.pop(value["tensor"])
+        return tensor if value["host"] else tensor.to(device)
+    ((kind, parts),) = value.items()
+    if kind == "dict":
+        return {
+            unpacked(key, tensors, device, reading): unpacked(part, tensors, device, reading) for key, part in parts
+        }
+    parts = unpacked(parts, tensors, device, reading)
+    if kind in ("tuple", "set"):
+        return tuple(parts) if kind == "tuple" else set(parts)
+    given = {**parts, "plan": reading} if kind == "ShortPrompt" else parts
+    if given.keys() != {each.name for each in dataclasses.fields(_RECORDS[kind])}:
+        raise ValueError(f"a {kind} of that version holds other facts")
+    return _RECORDS[kind](**given)
+
+
+def packed_layer(layer: Any, index: int) -> dict[str, Any]:
+    """Put one layer as JSON has it, and under "tensors" what it holds."""
+    parts: dict[str, Any]
+    if isinstance(layer, SieveLayer):
+        parts = {"kind": "stored", **store_parts(layer.store), **{name: vars(layer)[name] for name in LAYER_FIELDS}}
+    elif type(layer) is DynamicSlidingWindowLayer and not layer.record_past:
+        parts = {"kind": "sliding", "window": layer.sliding_window, "seen": layer.cumulative_length}
+        parts |= {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
+    else:
+        raise CacheFileError(f"layer {index} is a {type(layer).__name__} in a state that is not known: not saved")
+    pack = Packer(parts["keys"].device if "keys" in parts else None)
+    return {**{name: pack(part, f"layers.{index}.{name}") for name, part in parts.items()}, "tensors": pack.tensors}

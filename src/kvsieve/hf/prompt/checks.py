@@ -1,0 +1,104 @@
+"""Checks of a prompt before anything of it is read."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import InputError, KvsieveWarning, short
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.inputs import check_ids, check_mask, refuse_strange
+from kvsieve.hf.runtime import AttachedModel
+
+
+def check_chunk(chunk: int | None) -> None:
+    """Raise InputError unless `chunk` is a number of tokens, or None."""
+    if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
+        raise InputError(f"chunk must be a whole number of at least 1 token, or None, got {short(chunk)}")
+
+
+def whole_mask(
+    model: AttachedModel, input_ids: Tensor, attention_mask: Tensor | None, cache: SieveCache, pad_token_id: int | None
+) -> Tensor | None:
+    """Check shapes, and complete the mask of a later turn with the padding the cache knows of. Raises InputError."""
+    model.check_cache(cache)
+    check_ids(input_ids, model.config.vocab_size)
+    if attention_mask is not None:
+        check_mask(attention_mask, tuple(input_ids.shape))
+        refuse_strange(attention_mask)
+        attention_mask = attention_mask.long()
+    rows, short_prompt = cache.conversation.batch, cache.conversation.short_prompt
+    if rows not in (0, len(input_ids)):
+        raise InputError(
+            f"the cache holds {rows} rows and got an input of {len(input_ids)}; use one cache per batch, or "
+            "cache.batch_repeat_interleave to expand it"
+        )
+    if short_prompt is not None and not model.plan.shortens_prompt:
+        raise InputError(
+            f"the cache holds a shorter reading of its prompt, made under {short_prompt.plan.name!r}; go on under "
+            "that plan, or start with a new cache"
+        )
+    if pad_token_id is None:
+        pad_token_id = model.model.generation_config.pad_token_id
+    seen, known_mask = cache.conversation.caller_length_and_mask()
+    length = input_ids.shape[1]
+    if length <= seen:
+        raise InputError(
+            f"the cache has seen {seen} tokens and input_ids holds {length}: pass the whole conversation, "
+            "torch.cat([what was fed or generated before, the new tokens], dim=1)"
+        )
+    if attention_mask is None:
+        attention_mask = _inferred_mask(model, input_ids, pad_token_id)
+        if known_mask is not None:
+            known = torch.cat([known_mask, known_mask.new_ones(len(known_mask), length - seen)], 1)
+            known = known.long().to(input_ids.device)
+            attention_mask = known if attention_mask is None else known * attention_mask
+    return attention_mask
+
+
+def _inferred_mask(model: AttachedModel, input_ids: Tensor, pad_token_id: int | None) -> Tensor | None:
+    """Infer the mask as generate would: padding is where the pad token stands, unless that also ends a turn."""
+    ends = model.model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    if pad_token_id is None or pad_token_id in ends:
+        return None
+    mask = input_ids.ne(pad_token_id)
+    return None if bool(mask.all()) else mask.long()
+
+
+def check_prompt(
+    model: AttachedModel, input_ids: Tensor, mask: Tensor | None, *, reduced: bool, question: int = 0, window: int = 0
+) -> None:
+    """Raise InputError for a prompt without tokens, padded on the right or longer than the context.
+
+    Warns (KvsieveWarning) about one too short for the plan's observation window: nothing is evicted then.
+
+    Args:
+        model: the attached model.
+        input_ids: int64 [B, N].
+        mask: [B, N], None when nothing is padding.
+        reduced: False where the plan does not act on the prompt.
+        question: last tokens that the plan does not act on.
+        window: queries that others look at beside the plan.
+    """
+    lengths = [input_ids.shape[1]] * len(input_ids) if mask is None else mask.sum(-1).tolist()
+    if min(lengths) == 0:
+        raise InputError(f"row {lengths.index(0)} of the batch is all padding; drop it or give it a token")
+    if mask is not None and not bool(mask[:, -1].all()):
+        raise InputError("the prompt is padded on the right; pad on the left: tokenizer.padding_side = 'left'")
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and max(lengths) > context:
+        raise InputError(
+            f"the prompt has {max(lengths)} tokens, the model's context ends at {context}; shorten the prompt or use a "
+            "model with a longer context"
+        )
+    window, longest = max(model.plan.window, window), max(lengths) - question
+    if reduced and longest <= window:
+        warnings.warn(
+            f"the prompt has {longest} tokens, {model.plan.name} needs more than its observation window of "
+            f"{window}: nothing is dropped; use a longer prompt or a smaller window=",
+            KvsieveWarning,
+            stacklevel=4,
+        )

@@ -1,0 +1,123 @@
+"""Prompts in whose place a shorter one is read: of tokens that a first pass has chosen, or compressed chunk by chunk.
+
+The cache holds the short prompt alone, at the positions 0, 1, ... and remembers (`ShortPrompt`) what its caller knows:
+the whole prompt, whose columns come back in front of whatever is generated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.short_prompt import ShortPrompt
+from kvsieve.hf.prompt.chunked_compression import compress
+from kvsieve.hf.prompt.chunks import read_chunks
+from kvsieve.hf.prompt.options import ReadOptions, shifted
+from kvsieve.hf.prompt.two_pass import choose
+from kvsieve.hf.runtime import AttachedModel
+from kvsieve.plans import Plan
+from kvsieve.protection import ProtectedTokens
+from kvsieve.roles import ChunkedEvictor
+
+_IDLE = "every token was read again: the prompt is not longer than what may be kept"
+
+
+def read_short_prompt(
+    model: AttachedModel,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    cache: SieveCache,
+    options: ReadOptions,
+    *,
+    protected: ProtectedTokens | None,
+    question: int,
+) -> None:
+    """Choose tokens of a prompt and read them into the emptied cache; all of them where the plan is not to act.
+
+    Args:
+        model: the attached model.
+        input_ids: int64 [B, N], the conversation, but for a question that the plan is not to see.
+        mask: [B, N], None when nothing is padding.
+        cache: emptied here.
+        options: how to read.
+        protected: what the caller wants kept.
+        question: tokens of the question that follows.
+    """
+    cache.reset()
+    token_index, real = _true_tokens(input_ids, mask)
+    lengths = tuple(real.sum(-1).tolist())
+    evictor, propagator, reduce = model.plan.evict, model.plan.propagate, options.constraints.reduce
+    plan = Plan(evict=None if isinstance(evictor, ChunkedEvictor) else evictor, name=model.plan.name)
+    report: dict[str, Any] = {"idle": _IDLE}
+    wanted, before, compressed = lengths, 0, None
+    if isinstance(evictor, ChunkedEvictor) and reduce:
+        shown = dataclasses.replace(options, progress=shifted(options.progress, 0, token_index.shape[1] + question))
+        compressed = compress(model, cache, input_ids, token_index, real, shown, protected)
+        token_index, real = compressed.token_index, compressed.token_index >= 0
+    elif propagator is not None and reduce:
+        wanted = tuple(min(propagator.reread_tokens(length), length) for length in lengths)
+    if wanted != lengths:
+        before = token_index.shape[1]
+        shown = dataclasses.replace(options, progress=shifted(options.progress, 0, before + max(wanted)))
+        marked = token_index.masked_fill(~real, -1).to(model.model.device)
+        seen = None if protected is None else protected.reindexed(marked)
+        selection, report = choose(model, input_ids.gather(1, token_index), real.long(), shown, seen)
+        if selection is not None:
+            token_index = token_index.gather(1, selection.indices.to(token_index.device))
+            chosen = selection.real()
+            real = torch.ones_like(token_index, dtype=torch.bool) if chosen is None else chosen.to(token_index.device)
+    given = None if mask is None else mask.bool().to(model.model.device)
+    marked = token_index.masked_fill(~real, -1).to(model.model.device)
+    layers = {} if compressed is None else compressed.layers
+    cache.conversation.short_prompt = ShortPrompt(plan, marked, input_ids.shape[1], given, lengths, protected, layers)
+    # Where heads hold different tokens, nothing is evicted after this.
+    cache.conversation.protected = None if protected is None or layers else protected.reindexed(marked)
+    filler = options.pad_token_id or 0
+    ids = input_ids.gather(1, token_index.clamp_min(0)).masked_fill(~real, filler)
+    end = ids.shape[1] + question
+    shown = dataclasses.replace(options, progress=shifted(options.progress, before, before + end))
+    read_chunks(model, ids, real.long(), cache, shown, prompt_end=end)
+    record, kept = cache.turn.record, tuple(real.sum(-1).tolist())
+    if compressed is not None:
+        record.asked, record.raised_to, record.evicted = compressed.asked, compressed.raised_to, set(layers)
+        return
+    record.report = report
+    record.propagated = max(kept) if kept != lengths else None
+    if plan.evict is None and propagator is not None and reduce:
+        record.asked = max(wanted)
+
+
+def ids_and_mask(
+    cache: SieveCache, input_ids: Tensor, mask: Tensor | None, protected: ProtectedTokens | None, filler: int
+) -> tuple[Tensor, Tensor]:
+    """Return the ids of a cache's short prompt and all that was given after it, and their mask.
+
+    The cache is told of the whole conversation: budgets count it from now on.
+    """
+    short = cache.conversation.short_prompt
+    assert short is not None
+    read, rest = short.token_index.to(input_ids.device), input_ids[:, short.length :]
+    later = torch.ones_like(rest) if mask is None else mask[:, short.length :].long()
+    real = torch.cat([(read >= 0).long(), later], 1)
+    ids = torch.cat([input_ids.gather(1, read.clamp_min(0)).masked_fill(read < 0, filler), rest], 1)
+    lengths = (input_ids.shape[1],) * len(ids) if mask is None else tuple(mask.sum(-1).tolist())
+    cache.conversation.short_prompt = dataclasses.replace(short, lengths=lengths, protected=protected)
+    if protected is not None and not short.layers:
+        new = torch.arange(short.length, input_ids.shape[1], device=read.device).expand(len(ids), -1)
+        cache.conversation.protected = protected.reindexed(torch.cat([read, new], 1).to(short.token_index.device))
+    return ids, real
+
+
+def _true_tokens(input_ids: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the columns [B, N'] of each row's true tokens, and bool [B, N'], False for filler on their left."""
+    if mask is None:
+        columns = torch.arange(input_ids.shape[1], device=input_ids.device).expand(len(input_ids), -1)
+        return columns, torch.ones_like(input_ids, dtype=torch.bool)
+    real = mask.bool().to(input_ids.device)
+    size = int(real.sum(-1).max())
+    order = real.to(torch.uint8).argsort(dim=-1, stable=True)[:, -size:]
+    return order, real.gather(1, order)

@@ -1,0 +1,30 @@
+"""Prompts that are read twice: the first pass only chooses tokens, the second reads those as a prompt of their own.
+
+The first pass ends at the layer where the plan's propagator has chosen, and nothing of it survives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvsieve.hf.prompt.chunks import read_chunks
+from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.runtime import AttachedModel
+from kvsieve.plans import Plan
+from kvsieve.protection import ProtectedTokens
+from kvsieve.types import Selection
+
+
+def choose(
+    model: AttachedModel, ids: Tensor, mask: Tensor, options: ReadOptions, protected: ProtectedTokens | None
+) -> tuple[Selection | None, dict[str, Any]]:
+    """Run the first pass over ids [B, N]; return the tokens chosen among them, and what the propagator told of it."""
+    scratch = model.new_cache()
+    scratch.conversation.protected = protected
+    plan = Plan(propagate=model.plan.propagate, name=model.plan.name)
+    first = ReadOptions(chunk=options.chunk, progress=options.progress, leave_last=False)
+    result = read_chunks(model, ids, mask, scratch, first, plan=plan)
+    assert result is not None
+    return result.chosen, result.report

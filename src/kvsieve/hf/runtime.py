@@ -1,0 +1,150 @@
+"""A model with a plan attached, and the one call of its decoder."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError, short
+from kvsieve.hf.cache.cache import Owner, SieveCache
+from kvsieve.hf.compat import tensor_parallel_mesh, text_config
+from kvsieve.hf.decode.engine import Engine
+from kvsieve.hf.forward.passes import cancel_session, open_session
+from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest, PassResult
+from kvsieve.hf.forward.session import StopForward
+from kvsieve.hf.inputs import check_ids
+from kvsieve.hf.model.facts import Facts
+from kvsieve.hf.model.parallel import ranks_of
+from kvsieve.plans import Plan
+
+
+class AttachedModel:
+    """A model with a plan attached: what drivers read prompts with.
+
+    Attributes:
+        model: of transformers.
+        plan: the plan, with nothing left open.
+        config: of the model's decoder.
+        decoder: the model's decoder.
+        num_layers: decoder layers.
+        context: facts about the model that every pass needs.
+        facts: facts about the model for evictors that ask for them.
+        engine: how tokens after a prompt are computed.
+        attached: True while the `with` block runs.
+    """
+
+    def __init__(self, model: Any, plan: Plan, decode: str = "auto") -> None:
+        self.model = model
+        self.plan = plan
+        self.attached = False
+        self.config = text_config(model)
+        self.decoder: nn.Module = model.get_decoder()
+        self.num_layers = len(self.decoder.layers)
+        self.facts = Facts(model)
+        self.context = ModelContext(self.num_layers, self.facts, ranks_of(model, plan))
+        self.engine = Engine(self.decoder, decode, divided=tensor_parallel_mesh(model) is not None)
+        if plan.propagate is not None:
+            plan.propagate.source(self.num_layers)
+
+    def use_tokenizer(self, tokenizer: Any) -> None:
+        """Let the plan take from a tokenizer of transformers what it lacks of one; see Plan.for_tokenizer."""
+        self.plan = self.plan.for_tokenizer(tokenizer)
+
+    def new_cache(self) -> SieveCache:
+        """Make an empty cache for one batch of conversations under this plan."""
+        return SieveCache(self.config, self._owner())
+
+    def adopt(self, cache: SieveCache) -> SieveCache:
+        """Let a cache that another plan has read on this model go on under this one, and return it.
+
+        What the other plan dropped stays dropped. For comparing plans on one reading; such a cache is not saved.
+
+        Raises:
+            CacheStateError: the cache is of another model.
+        """
+        if not isinstance(cache, SieveCache):
+            raise InputError(f"adopt takes a cache that sieve.new_cache() has made, got {short(cache)}")
+        if cache.owner.why_not(self.decoder, cache.owner.plan) is None:
+            cache.owner = self._owner(adopted=True)
+        self.check_cache(cache)
+        return cache
+
+    def check_cache(self, cache: Any) -> None:
+        """Raise InputError for what is no cache of kvsieve, CacheStateError for that of another model or plan."""
+        if not isinstance(cache, SieveCache):
+            raise InputError(f"cache takes what sieve.new_cache() or an earlier result has, got {short(cache)}")
+        reason = cache.owner.why_not(self.decoder, self.plan)
+        if reason is None:
+            return
+        if cache.num_seen or cache.status != "ready" or cache.owner.decoder() is not self.decoder:
+            raise CacheStateError(f"the cache {reason}")
+        # Nothing has been read into it, so nothing in it is another plan's.
+        cache.owner = self._owner()
+
+    def check_call(self, call: dict[str, Any]) -> None:
+        """Raise for arguments of the decoder that the plan cannot run under."""
+        if self.decoder.training:
+            raise UnsupportedOptionError("the model is in training mode; kvsieve is for inference: call model.eval()")
+        if call.get("use_cache") is False:
+            raise UnsupportedOptionError("use_cache=False leaves nothing to reduce; leave use_cache unset")
+        if call.get("output_attentions") or getattr(self.config, "output_attentions", False):
+            raise UnsupportedOptionError("output_attentions=True is not supported: attention weights are never formed")
+        ids = call.get("input_ids")
+        if ids is not None:
+            # A token that was just chosen needs no look, which would make a GPU wait.
+            check_ids(ids, self.config.vocab_size, values=ids.device.type == "cpu" or ids.shape[-1] > 1)
+        positions = call.get("position_ids")
+        if positions is not None and positions.ndim != 2:
+            raise InputError(f"position_ids must be [batch, tokens], got shape {tuple(positions.shape)}")
+
+    def feed(
+        self,
+        cache: SieveCache,
+        ids: Tensor,
+        mask: Tensor | None,
+        request: PassRequest = PLAIN,
+        *,
+        logits: int = 0,
+    ) -> PassResult:
+        """Run one pass over tokens that follow what a cache holds. Drivers call the model here, and nowhere else.
+
+        Args:
+            cache: what the pass continues.
+            ids: int64 [B, L], the new tokens.
+            mask: [B, seen + L], 1 for tokens and 0 for padding, of all columns fed so far and the new ones; None when
+                nothing is padding.
+            request: what the driver says of the pass.
+            logits: compute those of so many last columns; 0 for none, which leaves the output layer out.
+        """
+        device = self.model.device
+        ids = ids.to(device)
+        size = cache.num_seen + ids.shape[1]
+        seen = torch.ones(len(ids), size, dtype=torch.long, device=device) if mask is None else mask.long().to(device)
+        call: dict[str, Any] = {
+            "input_ids": ids,
+            "attention_mask": None if mask is None else seen,
+            "position_ids": (seen.cumsum(-1) - 1).clamp_min(0)[:, cache.num_seen :],
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        self.check_call(call)
+        session = open_session(self.context, self.plan, cache, call, request)
+        session.prepared = True
+        out = None
+        try:
+            with torch.no_grad():
+                out = self.model(**call, logits_to_keep=logits) if logits else self.decoder(**call)
+        except StopForward:
+            pass
+        finally:
+            if session.prepared:
+                cancel_session(session)
+        hidden = None if logits or out is None else out[0]
+        found = out.logits if logits and out is not None else None
+        return PassResult(hidden, found, session.chosen, cache.turn.record.report)
+
+    def _owner(self, adopted: bool = False) -> Owner:
+        return Owner(weakref.ref(self.decoder), self.plan, adopted)

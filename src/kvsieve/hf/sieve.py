@@ -1,0 +1,225 @@
+"""A model with a plan attached, as its user sees it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvsieve.errors import CacheStateError
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.chat.chat import Chat
+from kvsieve.hf.forward.passes import closing
+from kvsieve.hf.generate.generate import GenerateResult, asked, generate
+from kvsieve.hf.generate.stats import Stats
+from kvsieve.hf.inputs import check_path, check_tokenizer, prompt_of
+from kvsieve.hf.persist.saved import Saved, load_cache, save_cache
+from kvsieve.hf.prompt.constraints import PromptConstraints
+from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.prompt.read import read_prompt
+from kvsieve.hf.runtime import AttachedModel
+from kvsieve.plans import Plan
+
+
+class Sieve(AttachedModel):
+    """A model with a plan attached. Made by `attach`.
+
+    Attributes:
+        last_stats: of the last generate call, also of a plain ``model.generate`` or a pipeline inside the block; None
+            before the first, and after one that failed.
+    """
+
+    def __init__(self, model: Any, plan: Plan, decode: str = "auto") -> None:
+        super().__init__(model, plan, decode)
+        self.own_generate: Callable[..., Any] = model.generate
+        self.last_stats: Stats | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<Sieve {type(self.model).__name__}, {self.num_layers} layers, decode {self.engine.asked}, {self.plan!r}>"
+        )
+
+    def prefill(
+        self,
+        input_ids: Tensor | Mapping[str, Any],
+        attention_mask: Tensor | None = None,
+        *,
+        cache: SieveCache | None = None,
+        chunk: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        protect: Sequence[Any] | None = None,
+        quotas: Sequence[Any] | None = None,
+        reduce: bool = True,
+    ) -> SieveCache:
+        """Read a prompt, apply the plan to it and return the cache, ready for a next turn.
+
+        Args:
+            input_ids: int64 [B, N], left-padded, or what ``tokenizer(..., return_tensors="pt")`` returned, mask
+                included; with a used `cache`, the whole conversation, of which only what is new is read.
+            attention_mask: [B, N], 1 for tokens and 0 for padding; None when nothing new is padding.
+            cache: of this plan on this model; None for a new one.
+            chunk: tokens per forward pass, None for all at once.
+            progress: called with (tokens read, tokens in all).
+            protect: spans of the conversation that are never evicted, ``[(0, 40), (100, 120)]``: half-open, counted in
+                a row's true tokens, one list for all rows or one per row.
+            quotas: spans of which so many entries must stay, the best of each per layer and head,
+                ``[((0, 40), 10), ((40, 90), "20%")]``. Both are counted in the budget and hold for as long as the cache
+                is used.
+            reduce: False keeps this turn's prompt whole: the plan does not act on it.
+
+        Raises:
+            InputError: the prompt is empty, too long or wrongly padded, a span lies outside it, or more is protected
+                than the budget allows.
+            PlanError: the plan needs a tokenizer and has none; see `attach`.
+            CacheStateError: the cache is of another plan or model, or the `with` block has ended.
+        """
+        self._check_attached()
+        ids, mask = prompt_of(input_ids, attention_mask)
+        cache = self.new_cache() if cache is None else cache
+        constraints = PromptConstraints(protect, quotas, None, reduce)
+        reading = ReadOptions(chunk=chunk, progress=progress, leave_last=False, constraints=constraints)
+        with closing():
+            read_prompt(self, ids, mask, cache, reading)
+        return cache
+
+    def generate(
+        self,
+        input_ids: Tensor | Mapping[str, Any],
+        attention_mask: Tensor | None = None,
+        *,
+        cache: SieveCache | None = None,
+        chunk: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        protect: Sequence[Any] | None = None,
+        quotas: Sequence[Any] | None = None,
+        question_tokens: int | None = None,
+        reduce: bool = True,
+        measure: bool = False,
+        **options: Any,
+    ) -> GenerateResult:
+        """Run ``model.generate`` under the plan, with statistics of what really happened.
+
+        Args:
+            input_ids: as for `prefill`, like attention_mask, cache, chunk, progress, protect, quotas and reduce.
+            question_tokens: the last so many tokens are a question that the plan is not to see: what comes before them
+                is read and reduced, then they are read, attend to what is left, and are kept whole.
+            measure: note the peak memory of the call (which collects garbage and resets the process's peak), and wait
+                for the GPU at every token, so that times are exact.
+            **options: generate's own (sampling, beams, num_return_sequences, stop strings, streamers ...).
+
+        Returns:
+            `.sequences` int64 [B, N + new], `.stats`, `.cache`, and generate's own `.output`.
+
+        Raises:
+            InputError: see `prefill`.
+            UnsupportedOptionError: an option that cannot be honoured.
+            PlanError: the plan needs a tokenizer and has none (see `attach`; generate's own option `tokenizer` is one
+                as well).
+            CacheStateError: see `prefill`.
+        """
+        self._check_attached()
+        ids, mask = prompt_of(input_ids, attention_mask)
+        self.last_stats = None
+        if options.get("tokenizer") is not None:
+            self.use_tokenizer(options["tokenizer"])
+        config = options.get("generation_config") or self.model.generation_config
+        reading = ReadOptions(
+            chunk=chunk,
+            new_tokens=asked("max_new_tokens", options, config) or 0,
+            pad_token_id=options.get("pad_token_id"),
+            progress=progress,
+            constraints=PromptConstraints(protect, quotas, question_tokens, reduce),
+        )
+        cache = self.new_cache() if cache is None else cache
+        with closing():
+            result = generate(
+                self,
+                self.own_generate,
+                ids,
+                mask,
+                cache,
+                reading,
+                measure=measure,
+                options=options,
+            )
+        self.last_stats = result.stats
+        return result
+
+    def save(
+        self,
+        cache: SieveCache,
+        path: str | os.PathLike[str],
+        *,
+        tokenizer: Any = None,
+        ids: Tensor | None = None,
+        extra: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> None:
+        """Write a cache of this sieve to one file (safetensors), which `load` reads; docs/saved_caches.md.
+
+        On any failure what was at `path` is untouched.
+
+        Args:
+            cache: between turns.
+            path: of the file.
+            tokenizer: its vocabulary is then checked on loading.
+            ids: int64 [B, N], the conversation's tokens, to go on with.
+            extra: anything JSON can hold.
+            force: replace a file there that kvsieve did not save.
+
+        Raises:
+            CacheStateError: a prompt is half-read.
+            InputError: ids or extra do not fit, or another file is at the path.
+            CacheFileError: what cannot be saved or written.
+        """
+        check_path(path)
+        check_tokenizer(tokenizer)
+        save_cache(path, self, cache, tokenizer=tokenizer, ids=ids, extra=extra, force=force)
+
+    def load(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> Saved:
+        """Read what `save` wrote: `.cache` on the model's device, to go on with; `.ids`, `.extra`.
+
+        Raises:
+            CacheFileError: the file is damaged or of another format, or was made with another model, dtype, tokenizer
+                (where both are known) or plan.
+        """
+        check_path(path)
+        check_tokenizer(tokenizer)
+        return load_cache(path, self, tokenizer=tokenizer)
+
+    def chat(
+        self,
+        tokenizer: Any,
+        system: str | None = None,
+        *,
+        load: str | os.PathLike[str] | None = None,
+        max_new_tokens: int = 512,
+        chunk: int | None = 1024,
+        **options: Any,
+    ) -> Chat:
+        """Begin a conversation on one cache: ``chat.ask(message)``, ``chat.stream(message)``, ``chat.messages``.
+
+        Args:
+            tokenizer: with a chat template.
+            system: the system prompt.
+            load: a file that ``chat.save(path)`` wrote, to go on with.
+            max_new_tokens: longest answer; where the model's context ends, answers are shorter.
+            chunk: prompt tokens per forward pass.
+            **options: of `generate`, for every turn; answers are greedy unless these say otherwise.
+
+        Raises:
+            InputError: the tokenizer has no chat template.
+            UnsupportedOptionError: beams, or several answers.
+        """
+        self._check_attached()
+        self.use_tokenizer(tokenizer)
+        return Chat(self, tokenizer, system, load=load, max_new_tokens=max_new_tokens, chunk=chunk, **options)
+
+    def _check_attached(self) -> None:
+        if not self.attached:
+            raise CacheStateError(
+                f"the `with` block that attached {self.plan.name!r} has ended, so the model runs without it: attach "
+                "the plan again (with kvsieve.attach(model, plan) as sieve: ...); caches of the same plan go on there"
+            )
