@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -10,6 +12,7 @@ from transformers.generation import BaseStreamer, StoppingCriteria
 import kvsieve
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.forward import passes, session
+from kvsieve.hf.generate import peak_memory
 from kvsieve.models.families import build
 
 PLAIN = {"eos_token_id": None, "pad_token_id": 0}
@@ -168,7 +171,40 @@ def test_stats_tell_what_happened(model, prompts):
         stats = sieve.generate(ids, mask, max_new_tokens=4, do_sample=False, **PLAIN).stats
     assert (stats.method, stats.applied, stats.prompt_tokens, stats.deep_tokens) == ("snapkv", True, 40, 40)
     assert (stats.kv_entries, stats.kv_asked, stats.new_tokens, stats.notes) == ([16] * 4, 16, 4, [])
-    assert stats.ttft_s > 0 and stats.tpot_s > 0 and (stats.peak_bytes is None or stats.peak_bytes > 10**7)
+    assert stats.ttft_s > 0 and stats.tpot_s > 0 and stats.peak_bytes is None
+
+
+def test_memory_is_measured_when_it_is_asked_for(model, prompts, monkeypatch):
+    """Measuring collects garbage and resets the process's peak, which a service does not want at every call."""
+    ids, mask = prompts
+    collected = []
+    monkeypatch.setattr(peak_memory.gc, "collect", lambda: collected.append(True))
+    options = {"max_new_tokens": 2, "do_sample": False, **PLAIN}
+    with kvsieve.attach(model, SNAPKV) as sieve:
+        assert sieve.generate(ids, mask, **options).stats.peak_bytes is None and not collected
+        measured = sieve.generate(ids, mask, measure=True, **options).stats.peak_bytes
+    assert collected and (measured is None or measured > 10**7)
+
+
+def test_a_pass_that_is_compiled_is_the_current_one_in_one_thread_at_a_time():
+    """torch cannot look into a ContextVar while it compiles, so others wait until the pass has run."""
+    first, second, seen, begun = object(), object(), [], threading.Event()
+
+    def other():
+        begun.set()
+        with passes.activate(second, compiled=True):
+            seen.append(passes._COMPILED)
+
+    with passes.activate(first, compiled=True):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert begun.wait(240)
+        with passes.activate(second, compiled=False):
+            # A pass that is not compiled needs no turn of its own.
+            assert passes.current() is second and passes._COMPILED is first
+        assert passes.current() is first and not seen
+    thread.join(240)
+    assert seen == [second] and passes._COMPILED is None and passes.current() is None
 
 
 REFUSED = {

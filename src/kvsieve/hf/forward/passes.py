@@ -41,12 +41,15 @@ def activate(session: Session, *, compiled: bool) -> Iterator[None]:
     global _COMPILED
     token = _ACTIVE.set(session)
     try:
-        with _COMPILED_LOCK if compiled else contextlib.nullcontext():
-            _COMPILED = session if compiled else _COMPILED
+        if not compiled:
+            yield
+            return
+        with _COMPILED_LOCK:
+            before, _COMPILED = _COMPILED, session
             try:
                 yield
             finally:
-                _COMPILED = None if compiled else _COMPILED
+                _COMPILED = before
     finally:
         _ACTIVE.reset(token)
 
