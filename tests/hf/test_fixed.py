@@ -276,7 +276,7 @@ class Own(Reader):
 REFUSED = {
     "beams": ("full", {"num_beams": 2}, "beams"),
     "hidden states": ("full", {"output_hidden_states": True}, "output_hidden_states is asked for"),
-    "an evictor that looks": (("h2o", {"budget": 40, "every": 4}), {}, "H2O looks at every token"),
+    "an evictor that observes": (("h2o", {"budget": 40, "every": 4}), {}, "H2O observes every token"),
     "recent queries": (("snapkv", {"budget": 40, "every": 4}), {}, "keeps the queries of the last tokens"),
     "acting on every token": (("tova", {"budget": 40, "every": 1}), {}, "TOVA acts on this token"),
     "a reader of one's own": (kvsieve.Plan(read=Own()), {}, "Own does not choose with fixed shapes"),

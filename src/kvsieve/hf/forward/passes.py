@@ -152,10 +152,11 @@ def close_session(session: Session, *, finished: bool) -> None:
     """Commit the current pass if it ran through (or was stopped on purpose), and leave its scope in any case."""
     if _ACTIVE.get() is not session:
         return
-    _ACTIVE.set(session.outer)
     cache, turn, step = session.cache, session.cache.turn, session.step
+    # Until all is committed: an interrupt may come anywhere in here.
+    cache.status = "broken"
+    _ACTIVE.set(session.outer)
     if not (finished or session.stopped):
-        cache.status = "broken"
         return
     cache.advance(step.num_new)
     if step.phase == "decode":
@@ -169,7 +170,6 @@ def close_session(session: Session, *, finished: bool) -> None:
             _log.debug("%s: prompt of %s tokens, entries per layer: %s", session.plan.name, max(step.lengths), kept)
         turn.reading = False
         cache.conversation.prompt_lengths = step.lengths
-    # Last: what is left half-way is refused from then on.
     cache.status = "ready"
 
 
