@@ -18,7 +18,7 @@ import torch
 
 import kvsieve
 from kvsieve.defaults import digits_per_token
-from kvsieve.eval.engine import Engine
+from kvsieve.eval.evaluator import Evaluator
 from kvsieve.profiles import Fingerprint
 from kvsieve.report.environment import environment
 from kvsieve.tasks import chosen_tasks
@@ -51,7 +51,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model, tokenizer = kvsieve.models.load(arguments.model, dtype=torch.bfloat16)
     name = kvsieve.models.fetch.MODEL_NAME if arguments.model is None else Path(arguments.model).name
-    engine = Engine(model, tokenizer)
+    evaluator = Evaluator(model, tokenizer)
     compared = plans(model, tokenizer)
     report = (
         json.loads(arguments.out.read_text())
@@ -64,8 +64,8 @@ def main() -> None:
     for index in map(int, arguments.samples.split(",")):
         for length in map(int, arguments.lengths.split(",")):
             for task in chosen_tasks(arguments.tasks.split(",")):
-                sample = task.sample(index, length, 0, engine.prompter.count)
-                outcomes = engine.run(sample, list(compared.values()), "visible")
+                sample = task.sample(index, length, 0, evaluator.prompter.count)
+                outcomes = evaluator.run(sample, list(compared.values()), "visible")
                 for (method, defaults), outcome in zip(compared, outcomes, strict=True):
                     key = (name, task.name, length, index, method, defaults)
                     told = {"score": outcome.metrics["score"], "kl": round(outcome.kl, 4), "answer": outcome.answers[0]}

@@ -29,10 +29,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StoppingCriteria, StoppingCriteriaList
 
 from kvsieve.bench.compare import Limits, element_bytes, run_length, summarise, write_report
-from kvsieve.bench.contenders import BASELINE, Contender, Sieve, Transformers
+from kvsieve.bench.contenders import BASELINE, Contender, KvsieveMethod, Transformers
 from kvsieve.bench.geometry import Geometry, geometry
 from kvsieve.bench.plain import held_bytes
-from kvsieve.bench.prompts import Prompt
+from kvsieve.bench.prompts import TokensPrompt
 from kvsieve.bench.roofline import Rates, measure_rates
 from kvsieve.bench.tables import notes, tables
 from kvsieve.bench.work import Work
@@ -98,7 +98,7 @@ class Generate:
     def __init__(self, model: Any, chunk: int | None) -> None:
         self.model, self.chunk = model, chunk
 
-    def run(self, prompt: Prompt, new_tokens: int, work: Work | None = None) -> dict[str, Any]:
+    def run(self, prompt: TokensPrompt, new_tokens: int, work: Work | None = None) -> dict[str, Any]:
         cache, clock = DynamicCache(config=self.model.config), _Clock(work)
         chunk = {} if self.chunk is None else {"prefill_chunk_size": self.chunk}
         with measure_peak(self.model.device) as peak:
@@ -212,7 +212,7 @@ def choose_chunk(needed: Any, total: int) -> tuple[int | None, str | None]:
 
 def make_contender(model: Any, name: str, run: MethodRun | None, chunk: int | None, decode: str) -> Contender:
     if run is not None:
-        return Sieve(model, run.plan, name, chunk, decode)
+        return KvsieveMethod(model, run.plan, name, chunk, decode)
     return Transformers(model, chunk) if name == BASELINE else Generate(model, chunk)
 
 
@@ -231,7 +231,7 @@ def measure_cell(
     contender = make_contender(model, cell.contender, run, chunk, settings["decode"])
     try:
         entry = run_length(
-            [contender], [Prompt(ids)], settings["new_tokens"], settings["rounds"], model=model, limits=limits
+            [contender], [TokensPrompt(ids)], settings["new_tokens"], settings["rounds"], model=model, limits=limits
         )
     except torch.cuda.OutOfMemoryError as error:
         return {"skipped": f"out of memory: {str(error).splitlines()[0]}", "chunk": chunk}

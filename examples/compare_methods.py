@@ -10,7 +10,7 @@ import argparse
 from collections import defaultdict
 
 import kvsieve
-from kvsieve.eval.engine import Engine
+from kvsieve.eval.evaluator import Evaluator
 from kvsieve.tasks import chosen_tasks
 
 PLANS = {
@@ -28,12 +28,12 @@ parser.add_argument("--samples", type=int, default=3)
 given = parser.parse_args()
 
 model, tokenizer = kvsieve.models.load(given.model)
-engine = Engine(model, tokenizer)
+evaluator = Evaluator(model, tokenizer)
 (task,) = chosen_tasks(["needle"])
 outcomes = defaultdict(list)
 for index in range(given.samples):
-    sample = task.sample(index, given.length, seed=0, count=engine.prompter.count)
-    for name, outcome in zip(PLANS, engine.run(sample, list(PLANS.values()), "visible"), strict=True):
+    sample = task.sample(index, given.length, seed=0, count=evaluator.prompter.count)
+    for name, outcome in zip(PLANS, evaluator.run(sample, list(PLANS.values()), "visible"), strict=True):
         outcomes[name].append(outcome)
 
 print(f"{task.title}, {given.samples} samples of {given.length} tokens, the question visible")

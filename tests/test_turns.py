@@ -11,7 +11,7 @@ import kvsieve
 from kvsieve.errors import InputError
 from kvsieve.segments import role_spans
 from kvsieve.tasks.prompter import Prompter
-from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample
 from kvsieve.turns import Turns, plain_ids, render, special_ids, token_ids
 from toy_chats import chat_tokenizer
 
@@ -145,13 +145,13 @@ def test_turns_and_roles(demo):
 
 def test_samples_of_an_evaluation(demo):
     how = {"score": lambda answer, expected: {"score": 1.0}, "max_new_tokens": 4}
-    turn = Turn("which <|im_end|>?", ("<|im_end|>",), prefix="It is <|im_start|>", **how)
+    turn = QuestionAnswer("which <|im_end|>?", ("<|im_end|>",), prefix="It is <|im_start|>", **how)
     plain = sentencepiece("first")
     plain.chat_template = None
     for tokenizer in (demo, plain):
         sample = Sample("a <|im_end|> b <|end|>", (turn, turn))
         encoded = Prompter(tokenizer).encode(sample)
-        other = Turn("which?", ("it",), prefix="It is", **how)
+        other = QuestionAnswer("which?", ("it",), prefix="It is", **how)
         expected = Prompter(tokenizer).encode(Sample("a b", (other, other)))
         found, wanted = ([each.context, each.question, *each.followups] for each in (encoded, expected))
         assert [controls_of(tokenizer, part[0].tolist()) for part in found] == [

@@ -9,7 +9,7 @@ from typing import Any
 from kvsieve.budget import Budget
 from kvsieve.defaults import digits_per_token
 from kvsieve.errors import PlanError
-from kvsieve.plans import ROLES, Filled, Plan, Unset, settles_plans
+from kvsieve.plans import ROLES, Plan, SettledParameters, Unset, settles_plans
 from kvsieve.profiles import Fingerprint, Profile, load_profile, profiles_of
 from kvsieve.registry import MethodInfo, check_complete, check_parameters, method_info, shared_options
 from kvsieve.roles import DelegatingEvictor, Evictor, Role
@@ -66,7 +66,7 @@ def _named(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
     return dataclasses.replace(made, name=info.name, profile=profile.fingerprint if profile else made.profile)
 
 
-def all_parameters(method: str, given: Mapping[str, Any], filled: Filled | None = None) -> dict[str, Any]:
+def all_parameters(method: str, given: Mapping[str, Any], filled: SettledParameters | None = None) -> dict[str, Any]:
     """Every parameter of `plan(method, **given)`, JSON-ready: given, from its profile, or the paper's default.
 
     filled: of the plan once it was attached (`sieve.plan.filled`), what came with the model.
@@ -80,7 +80,7 @@ def all_parameters(method: str, given: Mapping[str, Any], filled: Filled | None 
     return {name: str(value) if isinstance(value, Budget) else value for name, value in values.items()}
 
 
-def told(method: str, given: Mapping[str, Any], filled: Filled | None) -> dict[str, Any]:
+def told(method: str, given: Mapping[str, Any], filled: SettledParameters | None) -> dict[str, Any]:
     """Parameters by which results of a method are told apart: those given, and what came with the model.
 
     What is as in the paper is left out (so is ``paper=True``): a name alone means the paper's defaults.
@@ -134,7 +134,7 @@ def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, di
         made = dataclasses.replace(made, evict=dataclasses.replace(made.evict, base=ranking), profile=inner.profile)
         found = inner.filled.parts if inner.filled is not None else ()
         parts += [(source, {f"base.{name}": value for name, value in values.items()}) for source, values in found]
-    return dataclasses.replace(made, filled=Filled(tuple(parts)) if parts else None)
+    return dataclasses.replace(made, filled=SettledParameters(tuple(parts)) if parts else None)
 
 
 def _profile_for(info: MethodInfo, model: Fingerprint) -> tuple[str, Profile | None]:

@@ -50,7 +50,7 @@ class Unset:
 
 
 @dataclass(frozen=True)
-class Filled:
+class SettledParameters:
     """Parameters that were not given and came with the model. parts: of each source, its name and what came from it."""
 
     parts: tuple[tuple[str, Mapping[str, Any]], ...]
@@ -85,7 +85,7 @@ class Plan:
     read: Reader | None = None
     profile: Fingerprint | None = None
     unset: Unset | None = field(default=None, repr=False)
-    filled: Filled | None = field(default=None, compare=False, repr=False)
+    filled: SettledParameters | None = field(default=None, compare=False, repr=False)
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:

@@ -12,12 +12,12 @@ import torch
 import kvsieve
 from kvsieve.bench import compare, roofline
 from kvsieve.bench.compare import Limits, element_bytes, run_length
-from kvsieve.bench.contenders import PeerMethod, Sieve, Transformers
+from kvsieve.bench.contenders import KvsieveMethod, PeerMethod, Transformers
 from kvsieve.bench.estimate import estimate
 from kvsieve.bench.geometry import geometry
 from kvsieve.bench.peer_process import Peer
 from kvsieve.bench.plain import read_and_decode
-from kvsieve.bench.prompts import Prompt, left_padded, make_rows, row_lengths
+from kvsieve.bench.prompts import TokensPrompt, left_padded, make_rows, row_lengths
 from kvsieve.bench.roofline import Rates, measure_rates
 from kvsieve.bench.tables import notes, tables
 from kvsieve.bench.work import pairs
@@ -60,7 +60,10 @@ def text():
 
 
 def contenders(model, *left_out):
-    return [Transformers(model), *(Sieve(model, plan, name) for name, plan in PLANS.items() if name not in left_out)]
+    return [
+        Transformers(model),
+        *(KvsieveMethod(model, plan, name) for name, plan in PLANS.items() if name not in left_out),
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -365,14 +368,14 @@ def test_the_command_measures_writes_prints_and_draws(cli, model_dir, tmp_path, 
 
 def test_what_was_measured_before_a_failure_is_kept(cli, model_dir, tmp_path, monkeypatch):
     monkeypatch.setattr("kvsieve.bench.roofline.measure_rates", lambda model: Rates(1e9, 1e10))
-    run = Sieve.run
+    run = KvsieveMethod.run
 
     def failing(self, prompt, *more):
         if prompt.ids.shape[1] == 200:
             raise OSError("power cut")
         return run(self, prompt, *more)
 
-    monkeypatch.setattr(Sieve, "run", failing)
+    monkeypatch.setattr(KvsieveMethod, "run", failing)
     out = tmp_path / "r.json"
     code, _, err = cli(
         "bench", model_dir, "--methods", "", "--lengths", "100,200", "--rounds", 1, "--new-tokens", 2, "--out", out
@@ -413,5 +416,5 @@ def test_help_names_the_file_option_and_the_flag(cli):
 
 
 def test_a_prompt_on_the_models_device(text):
-    moved = Prompt(text, torch.ones_like(text)).to(torch.device("meta"))
+    moved = TokensPrompt(text, torch.ones_like(text)).to(torch.device("meta"))
     assert moved.ids.is_meta and moved.mask.is_meta

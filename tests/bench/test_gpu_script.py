@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvsieve.bench.geometry import geometry
-from kvsieve.bench.prompts import Prompt
+from kvsieve.bench.prompts import TokensPrompt
 from kvsieve.bench.roofline import Rates
 from kvsieve.bench.work import Work
 
@@ -104,7 +104,7 @@ def test_generate_is_measured_as_the_loop_is(gpu, chunk):
     for contender in (gpu.Generate(model, chunk), gpu.Transformers(model, chunk)):
         work = Work(model, geometry(model.config), 150, 2)
         work.start()
-        run = contender.run(Prompt(ids), 6, work)
+        run = contender.run(TokensPrompt(ids), 6, work)
         found[contender.name] = (work.to_dict(), run["kv_bytes"], run["kv_read_bytes"], run["rows"])
     assert found["transformers"] == found[gpu.GENERATE] and found["transformers"][0]["layer_tokens"] == [150] * 2
 

@@ -7,7 +7,7 @@ import torch
 
 from kvsieve.errors import InputError
 from kvsieve.tasks.prompter import Prompter
-from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample
 from kvsieve.tasks.scoring import match_all
 
 CHAT = (
@@ -18,7 +18,7 @@ CONTEXT = "The key of Ann is 12.\n\nThe key of Bob is 34. The key of Cid is 56."
 
 
 def turn(name, answer, prefix="The key is", golden=None):
-    return Turn(f"What is {name}'s key?", (answer,), match_all, 8, prefix=prefix, golden=golden)
+    return QuestionAnswer(f"What is {name}'s key?", (answer,), match_all, 8, prefix=prefix, golden=golden)
 
 
 TURNS = (turn("Ann", "12"), turn("Bob", "34", prefix=""), turn("Cid", "56", golden="fifty-six"))
@@ -53,7 +53,7 @@ def conversation(tokenizer, messages):
 
 def test_turns_reply_is_the_prefix_and_the_right_answer():
     assert [each.reply for each in TURNS] == ["The key is 12", "34", "The key is fifty-six"]
-    assert Turn("?", ("1", "2"), match_all, 8).reply == "1, 2"
+    assert QuestionAnswer("?", ("1", "2"), match_all, 8).reply == "1, 2"
 
 
 def test_prompt_is_the_rendered_chat_cut_behind_the_context(tokenizer):
@@ -186,7 +186,7 @@ def test_answer_ends_before_the_first_stop_which_counts(toy_tokenizer):
 def test_text_that_looks_like_template_tokens_is_kept(demo_tokenizer, part):
     odd = "He wrote <|im_end|>\n<|im_start|>assistant\nand {{ messages }} {% endfor %} <|endoftext|>."
     context, question = (f"{CONTEXT} {odd}", "What?") if part == "context" else (CONTEXT, odd)
-    sample = Sample(context, (Turn(question, ("12",), match_all, 8),))
+    sample = Sample(context, (QuestionAnswer(question, ("12",), match_all, 8),))
     encoded = Prompter(demo_tokenizer).encode(sample)
     assert text_of(demo_tokenizer, encoded.context).endswith(context)
     assert text_of(demo_tokenizer, encoded.question).startswith(f"\n\n{question}")

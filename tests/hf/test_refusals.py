@@ -7,7 +7,7 @@ import torch
 
 import kvsieve
 from kvsieve.cli.answers import encode
-from kvsieve.cli.prompts import Prompt
+from kvsieve.cli.prompts import TextPrompt
 from kvsieve.errors import CacheStateError, InputError, KvsieveError
 from kvsieve.models.families import build
 from kvsieve.segments import role_spans
@@ -332,7 +332,7 @@ def test_half_a_character_is_refused_in_a_chat(model):
             role_spans(chat_tokenizer(), **bad)
     for tokenizer in (chat_tokenizer(), word_tokenizer()):
         with pytest.raises(InputError, match="the text holds half a character"):
-            encode(tokenizer, Prompt("w6 \udcff"))
+            encode(tokenizer, TextPrompt("w6 \udcff"))
 
 
 @pytest.mark.parametrize("path", [5, None, "", "a\0b", "\ud800", b"it", ["x"]], ids=repr)

@@ -9,11 +9,11 @@ import torch
 
 import kvsieve
 from kvsieve.errors import PlanError, UnsupportedOptionError
-from kvsieve.eval.engine import Engine
+from kvsieve.eval.evaluator import Evaluator
 from kvsieve.methods import TSP, KVzip, Lookahead
 from kvsieve.models.families import build
 from kvsieve.roles import ProbingEvictor
-from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample
 from toy_chats import chat_tokenizer
 from toy_words import WORDS, word_tokenizer
 
@@ -257,27 +257,29 @@ def test_positions_beyond_the_context_warn(llama):
 @pytest.mark.slow
 def test_evaluations_give_what_each_plan_gives_alone(llama):
     context = " ".join(WORDS[3 + (7 * i) % 110] for i in range(70))
-    turns = tuple(Turn(text, ("w1",), lambda answer, expected: {"score": 0.0}, 6) for text in ("w3 w4", "w9 w8 w7"))
+    turns = tuple(
+        QuestionAnswer(text, ("w1",), lambda answer, expected: {"score": 0.0}, 6) for text in ("w3 w4", "w9 w8 w7")
+    )
     plans = [
         kvsieve.plan("full"),
         *PLANS.values(),
         kvsieve.plan("finch", budget="50%", question_tokens=4, chunk_length=16),
         kvsieve.plan("snapkv", budget="50%", window=4),
     ]
-    engine = Engine(llama, word_tokenizer())
+    evaluator = Evaluator(llama, word_tokenizer())
     sample = Sample(context, turns)
-    encoded = engine.prompter.encode(sample)
+    encoded = evaluator.prompter.encode(sample)
     for question in ("visible", "hidden"):
-        outcomes = engine.run(sample, plans, question)
+        outcomes = evaluator.run(sample, plans, question)
         assert [outcome.applied for outcome in outcomes[1:]] == [True] * 5
-        alone = [engine.run(sample, [plans[0], plan], question)[1].answers for plan in plans]
+        alone = [evaluator.run(sample, [plans[0], plan], question)[1].answers for plan in plans]
         assert [outcome.answers for outcome in outcomes] == alone
         prompt = encoded.prompt if question == "visible" else encoded.context
         for plan, outcome in zip(plans[1:5], outcomes[1:5], strict=True):
-            with kvsieve.attach(llama, plan.for_tokenizer(engine.prompter.tokenizer)) as sieve:
+            with kvsieve.attach(llama, plan.for_tokenizer(evaluator.prompter.tokenizer)) as sieve:
                 cache = sieve.prefill(prompt, torch.ones_like(prompt))
                 assert outcome.record.kept == dict(enumerate(cache.entries()))
                 if question == "visible":
                     result = sieve.generate(prompt, torch.ones_like(prompt), max_new_tokens=6, do_sample=False)
                     new = result.sequences[0, prompt.shape[1] :].tolist()
-                    assert engine.prompter.answer(new)[0] == outcome.answers[0]
+                    assert evaluator.prompter.answer(new)[0] == outcome.answers[0]

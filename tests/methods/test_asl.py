@@ -10,7 +10,7 @@ from kvsieve.core.scoring import pooled_mass
 from kvsieve.core.selection import top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods import TSP, AdaptiveTSP, GemFilter, SnapKV
-from kvsieve.methods.asl import _Row
+from kvsieve.methods.asl import _RowTrace
 from kvsieve.models.families import build
 from kvsieve.roles import Propagator
 from layers import context, golden
@@ -35,7 +35,7 @@ def adaptive(tau, **given):
 def observe(layers, top, tau=0.3, observed=None):
     """Feed rank vectors (as scores) of successive layers to one row; its relative variances."""
     part = AdaptiveTSP(rate=8, tau=tau, observed=observed or len(layers), first=(observed or len(layers)) - 1, window=1)
-    row = _Row(len(layers[0]) + 1, top + 1)
+    row = _RowTrace(len(layers[0]) + 1, top + 1)
     variances = []
     for index, ranks in enumerate(layers):
         if row.layer is not None:

@@ -11,11 +11,11 @@ from transformers.generation import BaseStreamer, LogitsProcessor, StoppingCrite
 import kvsieve
 from kvsieve.errors import InputError, KvsieveWarning, PlanError, UnsupportedOptionError
 from kvsieve.eval.costs import kept_map
-from kvsieve.eval.engine import Engine
+from kvsieve.eval.evaluator import Evaluator
 from kvsieve.methods import HSA, TSP, GemFilter, SnapKV
 from kvsieve.models.families import build
 from kvsieve.roles import Propagator
-from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample
 from layers import context, golden
 from toy_words import WORDS, word_tokenizer
 
@@ -412,12 +412,14 @@ def exact(answer, expected):
 
 @pytest.mark.parametrize("question", ["visible", "hidden"])
 def test_an_evaluation_runs_it(model, question):
-    engine = Engine(model, word_tokenizer(), chunk=16)
-    turns = tuple(Turn(" ".join(f"w{word}" for word in words), ("w1",), exact, 4) for words in ((5, 6, 7), (8, 9)))
+    evaluator = Evaluator(model, word_tokenizer(), chunk=16)
+    turns = tuple(
+        QuestionAnswer(" ".join(f"w{word}" for word in words), ("w1",), exact, 4) for words in ((5, 6, 7), (8, 9))
+    )
     sample = Sample(" ".join(WORDS[3 + (7 * i) % 110] for i in range(70)), turns)
-    encoded = engine.prompter.encode(sample)
+    encoded = evaluator.prompter.encode(sample)
     plans = [kvsieve.plan("full"), gem(), gem(budget="30%")]
-    outcomes = engine.run(sample, plans, question)
+    outcomes = evaluator.run(sample, plans, question)
     first = encoded.prompt if question == "visible" else encoded.context
     for plan, outcome in zip(plans[1:], outcomes[1:], strict=True):
         assert outcome.applied and outcome.record.prompt_tokens == first.shape[1]
@@ -436,4 +438,4 @@ def test_an_evaluation_runs_it(model, question):
                 conversation = torch.cat([conversation, extra], 1)
                 plain = run(model, kvsieve.plan("full"), conversation, torch.ones_like(conversation), max_new_tokens=4)
                 answers.append(plain.sequences[0, -4:].tolist())
-        assert outcome.answers == [engine.prompter.answer(tokens)[0] for tokens in answers]
+        assert outcome.answers == [evaluator.prompter.answer(tokens)[0] for tokens in answers]

@@ -9,11 +9,11 @@ import torch
 
 import kvsieve
 from kvsieve.errors import PlanError
-from kvsieve.eval.engine import Engine
+from kvsieve.eval.evaluator import Evaluator
 from kvsieve.methods import PyramidInfer, pyramidinfer
 from kvsieve.models.families import build
 from kvsieve.roles import Propagator
-from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample
 from layers import context
 from toy_words import WORDS, word_tokenizer
 
@@ -234,16 +234,16 @@ def test_a_later_turn_drops_of_its_own_tokens(model, ids):
 
 
 def test_an_evaluation_runs_it(model):
-    engine = Engine(model, word_tokenizer(), chunk=16)
+    evaluator = Evaluator(model, word_tokenizer(), chunk=16)
     sample = Sample(
         " ".join(WORDS[3 + (7 * i) % 110] for i in range(70)),
-        (Turn("w5 w6 w7", ("w1",), lambda answer, expected: {"score": 0.0}, 8),),
+        (QuestionAnswer("w5 w6 w7", ("w1",), lambda answer, expected: {"score": 0.0}, 8),),
     )
-    prompt = engine.prompter.encode(sample).prompt
+    prompt = evaluator.prompter.encode(sample).prompt
     plans = [kvsieve.plan("full"), pyramid(), pyramid(budget="30%", window=4)]
-    for plan, outcome in zip(plans, engine.run(sample, plans, "visible"), strict=True):
+    for plan, outcome in zip(plans, evaluator.run(sample, plans, "visible"), strict=True):
         alone = run(model, plan, prompt, torch.ones_like(prompt), max_new_tokens=8).sequences[0, prompt.shape[1] :]
-        assert outcome.answers == [engine.prompter.answer(alone.tolist())[0]] and outcome.applied
+        assert outcome.answers == [evaluator.prompter.answer(alone.tolist())[0]] and outcome.applied
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from kvsieve.bench.contenders import BASELINE, Contender, Run, is_peer, measure
 from kvsieve.bench.geometry import Geometry
-from kvsieve.bench.prompts import Prompt, left_padded
+from kvsieve.bench.prompts import TokensPrompt, left_padded
 from kvsieve.bench.roofline import Rates
 from kvsieve.bench.work import Work
 
@@ -48,7 +48,7 @@ class Limits:
 
 def run_length(
     contenders: Sequence[Contender],
-    rows: list[Prompt],
+    rows: list[TokensPrompt],
     new_tokens: int,
     rounds: int,
     *,

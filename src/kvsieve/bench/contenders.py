@@ -12,7 +12,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 import kvsieve
 from kvsieve.bench.peer_process import Peer
 from kvsieve.bench.plain import read_and_decode
-from kvsieve.bench.prompts import Prompt
+from kvsieve.bench.prompts import TokensPrompt
 from kvsieve.bench.work import Work
 from kvsieve.hf.generate.peak_memory import measure_peak
 from kvsieve.plans import Plan
@@ -30,7 +30,7 @@ class Contender(Protocol):
     pads: bool
     here: bool
 
-    def run(self, prompt: Prompt, new_tokens: int, work: Work | None = None) -> Run:
+    def run(self, prompt: TokensPrompt, new_tokens: int, work: Work | None = None) -> Run:
         """One prompt or batch, read and answered greedily with exactly `new_tokens` (2 or more) per row.
 
         Returns rows, ttft_s, tpot_s, kv_bytes held at the end, kv_read_bytes per token of all rows, peak_bytes (None
@@ -54,7 +54,7 @@ class Transformers:
     pads: bool = True
     here: bool = True
 
-    def run(self, prompt: Prompt, new_tokens: int, work: Work | None = None) -> Run:
+    def run(self, prompt: TokensPrompt, new_tokens: int, work: Work | None = None) -> Run:
         prompt = prompt.to(self.model.device)
         first = None if work is None else work.stop
         with measure_peak(self.model.device) as peak:
@@ -67,7 +67,7 @@ class Transformers:
 
 
 @dataclass
-class Sieve:
+class KvsieveMethod:
     """A plan under `kvsieve.attach` and `sieve.generate`. decode: see `attach`."""
 
     model: Any
@@ -78,7 +78,7 @@ class Sieve:
     pads: bool = True
     here: bool = True
 
-    def run(self, prompt: Prompt, new_tokens: int, work: Work | None = None) -> Run:
+    def run(self, prompt: TokensPrompt, new_tokens: int, work: Work | None = None) -> Run:
         prompt = prompt.to(self.model.device)
         mask = torch.ones_like(prompt.ids) if prompt.mask is None else prompt.mask
         criteria = [] if work is None else [_Stop(work)]
@@ -122,7 +122,7 @@ class PeerMethod:
     pads: bool = False
     here: bool = False
 
-    def run(self, prompt: Prompt, new_tokens: int, work: Work | None = None) -> Run:
+    def run(self, prompt: TokensPrompt, new_tokens: int, work: Work | None = None) -> Run:
         length = prompt.ids.shape[1]
         kept = None if self.budget is None else self.budget.entries(length)
         run = self.peer.run(prompt.ids.tolist(), new_tokens, self.method, kept, self.options)
@@ -158,7 +158,7 @@ class _Stop(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-def measure(contender: Contender, batch: Prompt, rows: list[Prompt], new_tokens: int) -> dict[str, Any]:
+def measure(contender: Contender, batch: TokensPrompt, rows: list[TokensPrompt], new_tokens: int) -> dict[str, Any]:
     """One round of one contender: the rows one by one, and as a batch where they are several and it can."""
     # What the one before left behind is not this one's.
     gc.collect()

@@ -34,7 +34,7 @@ LLAMA = {"heads": 8, "groups": 4, "dim": 128}
 
 
 @dataclass(frozen=True)
-class Task:
+class KernelTask:
     """One kernel on one shape. tensors: makes its inputs; run: by kernel; plain: in torch; bytes: least a run moves."""
 
     name: str
@@ -45,7 +45,7 @@ class Task:
     plain: Callable[..., Tensor]
 
 
-def dense(shape: Shape, batch: int, length: int) -> Task:
+def dense(shape: Shape, batch: int, length: int) -> KernelTask:
     """A token's attention over all entries."""
 
     def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -56,10 +56,10 @@ def dense(shape: Shape, batch: int, length: int) -> Task:
         return query, *(shape.random(batch, shape.heads, length, shape.dim) for _ in range(2))
 
     moved = 2 * batch * shape.heads * length * shape.dim * shape.dtype.itemsize
-    return Task("decode, dense", f"{batch} x {length}", moved, tensors, run, run)
+    return KernelTask("decode, dense", f"{batch} x {length}", moved, tensors, run, run)
 
 
-def ragged(shape: Shape, batch: int, length: int) -> Task:
+def ragged(shape: Shape, batch: int, length: int) -> KernelTask:
     """A token's attention over ragged heads: one keeps half of all, the next half of the rest, and so on."""
     slots = length * shape.heads
 
@@ -79,10 +79,10 @@ def ragged(shape: Shape, batch: int, length: int) -> Task:
         return query, shape.random(batch, slots, shape.dim), shape.random(batch, slots, shape.dim), bias
 
     moved = batch * slots * (2 * shape.dim + shape.heads) * shape.dtype.itemsize
-    return Task("decode, ragged", f"{batch} x {slots}", moved, tensors, run, run)
+    return KernelTask("decode, ragged", f"{batch} x {slots}", moved, tensors, run, run)
 
 
-def chosen(shape: Shape, batch: int, length: int, count: int) -> Task:
+def chosen(shape: Shape, batch: int, length: int, count: int) -> KernelTask:
     """A token's attention over `count` of the entries of each KV head, anywhere."""
     kv_rows = batch * shape.heads
 
@@ -100,10 +100,10 @@ def chosen(shape: Shape, batch: int, length: int, count: int) -> Task:
         return shape.random(kv_rows, shape.groups, shape.dim), *stored(), entries
 
     moved = kv_rows * count * (2 * shape.dim * shape.dtype.itemsize + 8)
-    return Task("decode, chosen entries", f"{batch} x {count} of {length}", moved, tensors, run, run)
+    return KernelTask("decode, chosen entries", f"{batch} x {count} of {length}", moved, tensors, run, run)
 
 
-def estimates(shape: Shape, batch: int, pages: int, channels: int) -> Task:
+def estimates(shape: Shape, batch: int, pages: int, channels: int) -> KernelTask:
     """HSA's scores of pages in chosen channels."""
     kv_rows, dim = batch * shape.heads, shape.dim
 
@@ -118,10 +118,10 @@ def estimates(shape: Shape, batch: int, pages: int, channels: int) -> Task:
 
     moved = kv_rows * pages * (channels * shape.dtype.itemsize + 4 * shape.groups)
     what = f"{batch} x {pages} pages, {channels} channels"
-    return Task("page scores, HSA", what, moved, tensors, kernels.page_scores, plain)
+    return KernelTask("page scores, HSA", what, moved, tensors, kernels.page_scores, plain)
 
 
-def bounds(shape: Shape, batch: int, pages: int) -> Task:
+def bounds(shape: Shape, batch: int, pages: int) -> KernelTask:
     """Quest's bounds of pages."""
     kv_rows = batch * shape.heads
 
@@ -134,10 +134,10 @@ def bounds(shape: Shape, batch: int, pages: int) -> Task:
         return shape.random(kv_rows, 2, shape.dim, pages), shape.random(kv_rows, shape.groups, shape.dim)
 
     moved = kv_rows * pages * (2 * shape.dim * shape.dtype.itemsize + 4 * shape.groups)
-    return Task("page scores, Quest", f"{batch} x {pages} pages", moved, tensors, kernels.page_bounds, plain)
+    return KernelTask("page scores, Quest", f"{batch} x {pages} pages", moved, tensors, kernels.page_bounds, plain)
 
 
-def update(shape: Shape, batch: int, pages: int) -> Task:
+def update(shape: Shape, batch: int, pages: int) -> KernelTask:
     """A new entry's key taken into the newest page of 16."""
     kv_rows = batch * shape.heads
 
@@ -155,10 +155,10 @@ def update(shape: Shape, batch: int, pages: int) -> Task:
         length = torch.tensor([16 * pages - 3], device=shape.device)
         return shape.random(kv_rows, 2, shape.dim, pages), shape.random(kv_rows, shape.dim), length
 
-    return Task("page update", f"{batch} x {pages} pages", kv_rows * shape.dim * 10, tensors, run, plain)
+    return KernelTask("page update", f"{batch} x {pages} pages", kv_rows * shape.dim * 10, tensors, run, plain)
 
 
-def mass(shape: Shape, batch: int, length: int, window: int) -> Task:
+def mass(shape: Shape, batch: int, length: int, window: int) -> KernelTask:
     """Attention mass of a prompt's last `window` queries."""
 
     def run(query: Tensor, keys: Tensor) -> Tensor:
@@ -169,10 +169,10 @@ def mass(shape: Shape, batch: int, length: int, window: int) -> Task:
         return query, shape.random(batch, shape.heads, length, shape.dim)
 
     moved = batch * shape.heads * length * (2 * shape.dim * shape.dtype.itemsize + 4 * shape.groups)
-    return Task("window mass", f"{batch} x {length}, window {window}", moved, tensors, run, run)
+    return KernelTask("window mass", f"{batch} x {length}, window {window}", moved, tensors, run, run)
 
 
-def small(shape: Shape) -> list[Task]:
+def small(shape: Shape) -> list[KernelTask]:
     """Every kernel on odd sizes."""
     return [
         dense(shape, 2, 501),
@@ -185,7 +185,7 @@ def small(shape: Shape) -> list[Task]:
     ]
 
 
-def large(shape: Shape) -> list[Task]:
+def large(shape: Shape) -> list[KernelTask]:
     """The work of one layer of Llama-3.1-8B at 8K to 128K tokens."""
     at_512, at_4096 = (hsa_setting(131072, tokens, shape.dim) for tokens in (512, 4096))
     return [

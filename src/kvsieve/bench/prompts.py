@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Prompt:
+class TokensPrompt:
     """ids: int64 [B, N]. mask: int64 [B, N], 0 for padding on the left; None without any."""
 
     ids: Tensor
     mask: Tensor | None = None
 
-    def to(self, device: torch.device) -> Prompt:
-        return Prompt(self.ids.to(device), None if self.mask is None else self.mask.to(device))
+    def to(self, device: torch.device) -> TokensPrompt:
+        return TokensPrompt(self.ids.to(device), None if self.mask is None else self.mask.to(device))
 
 
 def text_ids(tokenizer: Any) -> Tensor:
@@ -32,17 +32,17 @@ def row_lengths(length: int, rows: int) -> list[int]:
     return [max(1, length * (8 - row % 8) // 8) for row in range(rows)]
 
 
-def make_rows(text: Tensor, length: int, rows: int) -> list[Prompt]:
+def make_rows(text: Tensor, length: int, rows: int) -> list[TokensPrompt]:
     """One prompt per row, of `row_lengths`, each another stretch of the text (which starts again at its end)."""
     prompts, start = [], 0
     for size in row_lengths(length, rows):
         at = torch.arange(start, start + size) % text.shape[1]
-        prompts.append(Prompt(text[:, at]))
+        prompts.append(TokensPrompt(text[:, at]))
         start += size
     return prompts
 
 
-def left_padded(rows: list[Prompt], filler: int) -> Prompt:
+def left_padded(rows: list[TokensPrompt], filler: int) -> TokensPrompt:
     """The rows as one batch."""
     if len(rows) == 1:
         return rows[0]
@@ -52,4 +52,4 @@ def left_padded(rows: list[Prompt], filler: int) -> Prompt:
     for at, row in enumerate(rows):
         ids[at, -row.ids.shape[1] :] = row.ids[0]
         mask[at, -row.ids.shape[1] :] = 1
-    return Prompt(ids, mask)
+    return TokensPrompt(ids, mask)

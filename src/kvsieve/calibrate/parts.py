@@ -27,7 +27,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass
-class Reading:
+class ReferenceAnswer:
     """A prompt as later parts need it: full KV's answer, its log-probabilities, final hidden states of the window."""
 
     ids: Tensor
@@ -61,11 +61,11 @@ class Parts:
             propagates.remove("asl")
         per_prompt = 2 + ("pooling" in parts) + ("asl" in propagates) + len(found) * ("tsp" in propagates)
         self.total = len(prompts) * per_prompt + ("q_filters" in parts)
-        readings = self._pooling(prompts, stops)
-        self._queries(readings, held_out)
-        layer = self._tsp(readings, found) if "tsp" in propagates else None
+        references = self._pooling(prompts, stops)
+        self._queries(references, held_out)
+        layer = self._tsp(references, found) if "tsp" in propagates else None
         if "asl" in propagates:
-            self._asl(readings, layer)
+            self._asl(references, layer)
 
     @property
     def pooled(self) -> SnapKV:
@@ -79,19 +79,19 @@ class Parts:
             self.progress(self.done, self.total, what)
         self.done += 1
 
-    def _pooling(self, prompts: Sequence[Prompt], stops: Collection[int]) -> list[Reading]:
+    def _pooling(self, prompts: Sequence[Prompt], stops: Collection[int]) -> list[ReferenceAnswer]:
         """Read every prompt once under full KV, and compare SnapKV's settings on it."""
         wanted = "pooling" in self.options.parts
         evictors = pooling.settings(self.options, min(each.ids.shape[1] for each in prompts)) if wanted else []
         window = max((each.window for each in evictors), default=1)
-        readings, found = [], []
+        references, found = [], []
         for prompt in prompts:
             self._step("reading prompts")
             shared = read_shared(self.model, None, prompt.ids, torch.ones_like(prompt.ids), window=window)
             answer = prompt.answer
             if answer is None:
                 answer = greedy(self.model, shared.cache, shared.logits, stops, ANSWER)
-            readings.append(Reading(prompt.ids, answer, following(self.model, shared.reduced(None), answer)))
+            references.append(ReferenceAnswer(prompt.ids, answer, following(self.model, shared.reduced(None), answer)))
             if wanted:
                 self._step("comparing windows and kernels")
                 found.append(pooling.distances(self.model, shared, evictors, answer))
@@ -109,30 +109,30 @@ class Parts:
                 "kl": _short(kl[chosen]),
                 "grid": grid,
             }
-        return readings
+        return references
 
-    def _queries(self, readings: Sequence[Reading], held_out: Prompt) -> None:
+    def _queries(self, references: Sequence[ReferenceAnswer], held_out: Prompt) -> None:
         """Read prompts with their answers and look at the queries of every layer."""
         sums, scores = QuerySums(), RetrievalScores()
         wants_heads, wants_filters = ("heads" in self.options.parts), ("q_filters" in self.options.parts)
-        for reading in readings:
+        for reference in references:
             self._step("reading queries")
 
-            def see(ctx: LayerContext, reading: Reading = reading) -> None:
+            def see(ctx: LayerContext, reference: ReferenceAnswer = reference) -> None:
                 if wants_filters:
                     sums.see(ctx)
                 if wants_heads:
-                    scores.see(ctx, reading.ids, reading.answer)
+                    scores.see(ctx, reference.ids, reference.answer)
 
-            ids = torch.cat([reading.ids, reading.answer[:, :-1]], 1)
+            ids = torch.cat([reference.ids, reference.answer[:, :-1]], 1)
             hidden, _ = read(self.model, Plan(), ids, see)
-            prompt = reading.ids.shape[1]
-            reading.hidden = hidden[:, max(0, prompt - self.pooled.window) : prompt]
+            prompt = reference.ids.shape[1]
+            reference.hidden = hidden[:, max(0, prompt - self.pooled.window) : prompt]
             scores.prompts += 1
         shape = self.fingerprint
         if wants_heads:
             self.heads = numbers(scores.result(scores.scores, shape.layers, shape.kv_heads), 2)
-            sinks, recent = kept_by_streaming(min(each.ids.shape[1] for each in readings))
+            sinks, recent = kept_by_streaming(min(each.ids.shape[1] for each in references))
             flat = sorted(score for each in self.heads for score in each)
             self.measured["heads"] = {
                 "sinks": sinks,
@@ -161,21 +161,21 @@ class Parts:
             "correlations": [[round(v, 3) for v in found.get(layer, [])] for layer in range(self.fingerprint.layers)],
         }
 
-    def _tsp(self, readings: Sequence[Reading], found: Sequence[int]) -> int:
+    def _tsp(self, references: Sequence[ReferenceAnswer], found: Sequence[int]) -> int:
         rate, pooled = self.options.tsp_rate, self.pooled
         means, worst = [], []
         every = self.options.every_layer
         for layer in found if every else found[::-1]:
             each = []
-            for reading in readings:
+            for reference in references:
                 self._step(f"dropping tokens after layer {layer}")
-                given = (reading.hidden, reading.answer, reading.truth)
-                each.append(distances.distance(self.model, reading.ids, layer, rate, pooled, *given))
+                given = (reference.hidden, reference.answer, reference.truth)
+                each.append(distances.distance(self.model, reference.ids, layer, rate, pooled, *given))
             means.append(distances.mean(each))
             worst.append(max(one.relative for one in each))
             if not every and not distances.is_near(means[-1], self.options.tolerance):
                 break
-        self.total -= (len(found) - len(means)) * len(readings)
+        self.total -= (len(found) - len(means)) * len(references)
         if not every:
             found, means, worst = found[-len(means) :], means[::-1], worst[::-1]
         index, settled = distances.choose_layer(means, self.options.rule, self.options.tolerance)
@@ -200,18 +200,18 @@ class Parts:
         }
         return found[index]
 
-    def _asl(self, readings: Sequence[Reading], layer: int | None) -> None:
+    def _asl(self, references: Sequence[ReferenceAnswer], layer: int | None) -> None:
         observed = ranks.observed_layers(self.fingerprint.layers)
         start, rate, window = observed - 1, self.options.tsp_rate, self.pooled.window
-        lengths = [each.ids.shape[1] for each in readings]
+        lengths = [each.ids.shape[1] for each in references]
         if not all(window < rate.entries(length) < length for length in lengths):  # type: ignore[union-attr]
             reason = f"a rate of {rate} and a window of {window} leave nothing to rank"
             self.measured.setdefault("left_out", {})["asl"] = reason
             return
         traces = []
-        for reading in readings:
+        for reference in references:
             self._step("following ranks")
-            traces.append(ranks.trace(self.model, reading.ids, rate, self.pooled, observed))
+            traces.append(ranks.trace(self.model, reference.ids, rate, self.pooled, observed))
         if layer is None:
             layer = max(start, self.fingerprint.layers // 3)
         best = ranks.recommend(traces, start, layer)

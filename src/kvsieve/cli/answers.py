@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvsieve.cli.output import prefill_progress
-from kvsieve.cli.prompts import Prompt
+from kvsieve.cli.prompts import TextPrompt
 from kvsieve.cli.specs import MethodRun
 from kvsieve.errors import InputError
 
@@ -29,7 +29,7 @@ class Asked:
 
 def encode(
     tokenizer: Any,
-    prompt: Prompt,
+    prompt: TextPrompt,
     roles: Sequence[str] = (),
     spans: Sequence[tuple[int, int]] = (),
     parse_special: bool = False,

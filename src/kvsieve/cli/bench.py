@@ -143,7 +143,7 @@ def run_bench(
 ) -> dict[str, Any]:
     """The report, JSON-ready; written to `out` after every length."""
     from kvsieve.bench import compare, prompts
-    from kvsieve.bench.contenders import BASELINE, Sieve, Transformers
+    from kvsieve.bench.contenders import BASELINE, KvsieveMethod, Transformers
     from kvsieve.hf.model.support import check_model
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.report.environment import environment
@@ -151,7 +151,7 @@ def run_bench(
     contenders: list[Contender] = [Transformers(model, settings["chunk"])]
     for label, run in runs.items():
         check_model(model, run.plan)
-        contenders.append(Sieve(model, run.plan, label, settings["chunk"], settings["decode"]))
+        contenders.append(KvsieveMethod(model, run.plan, label, settings["chunk"], settings["decode"]))
     contenders += peers
     say("measuring the machine")
     limits, unknown = _limits(model)

@@ -10,7 +10,7 @@ from kvsieve.cli.answers import Generation, encode, run_methods
 from kvsieve.cli.document import CODE, QUESTION, build_document
 from kvsieve.cli.loading import load_model
 from kvsieve.cli.output import JsonOption, emit_json, say, show
-from kvsieve.cli.prompts import Prompt
+from kvsieve.cli.prompts import TextPrompt
 from kvsieve.cli.run import print_answers, print_stats, report
 from kvsieve.cli.specs import MethodRun, make_run
 
@@ -44,7 +44,7 @@ def demo_command(
     runs = demo_runs()
     model, tokenizer = load_model(None, "bfloat16")
     document = build_document(tokenizer, tokens, depth)
-    asked = encode(tokenizer, Prompt(f"{document}\n\n{QUESTION}"))
+    asked = encode(tokenizer, TextPrompt(f"{document}\n\n{QUESTION}"))
     tell(f"{run_title(model)} reads {asked.ids.shape[1]} tokens of Python's help texts with one fact at {depth:.0%}.")
     tell(f"Question: {QUESTION}  (expected: {CODE})")
     results = run_methods(model, tokenizer, asked, runs, Generation(CHUNK, MAX_NEW_TOKENS))

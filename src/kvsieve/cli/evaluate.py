@@ -58,7 +58,7 @@ def eval_command(
         raise InputError(f"--question must be visible, hidden or both, got {question!r}")
 
     from kvsieve.eval.cells import on_model, settings
-    from kvsieve.eval.engine import Engine
+    from kvsieve.eval.evaluator import Evaluator
     from kvsieve.eval.grid import QUESTIONS, Grid
     from kvsieve.eval.results import load
     from kvsieve.eval.runner import run_grid
@@ -93,7 +93,7 @@ def eval_command(
         writer.settle([each.described() for each in grid.settings])
         grid.check(getattr(loaded.config.get_text_config(), "max_position_embeddings", None))
         with progress_bar() as progress:
-            run_grid(grid, Engine(loaded, tokenizer, batch=batch, chunk=chunk), writer, progress)
+            run_grid(grid, Evaluator(loaded, tokenizer, batch=batch, chunk=chunk), writer, progress)
     results = load(out)
     if as_json:
         emit_json(aggregated(results))

@@ -13,7 +13,7 @@ from kvsieve.errors import InputError
 
 
 @dataclass(frozen=True)
-class Prompt:
+class TextPrompt:
     """text: with the question. system: the system prompt. extra: what else its line of JSON says."""
 
     text: str
@@ -29,7 +29,7 @@ class Prompt:
 
 def given_prompts(
     text: str | None, file: str | None, many: str | None, question: str | None, system: str | None
-) -> list[Prompt]:
+) -> list[TextPrompt]:
     """Prompts from exactly one of --prompt, --prompt-file and --prompts-file. Raises InputError."""
     given = {"--prompt": text, "--prompt-file": file, "--prompts-file": many}
     named = [option for option, value in given.items() if value is not None]
@@ -39,11 +39,11 @@ def given_prompts(
     if many is not None:
         return read_prompts(many, question, system)
     if file is not None:
-        return [Prompt(read_prompt(file, question), system)]
+        return [TextPrompt(read_prompt(file, question), system)]
     assert text is not None
     if not text.strip():
         raise InputError("the prompt is empty: --prompt has no text; write some there")
-    return [Prompt(_asked(text, question, "--prompt"), system)]
+    return [TextPrompt(_asked(text, question, "--prompt"), system)]
 
 
 def read_prompt(name: str, question: str | None) -> str:
@@ -51,7 +51,7 @@ def read_prompt(name: str, question: str | None) -> str:
     return _asked(_read(name), question, f"the prompt file {name!r}")
 
 
-def read_prompts(name: str, question: str | None, system: str | None) -> list[Prompt]:
+def read_prompts(name: str, question: str | None, system: str | None) -> list[TextPrompt]:
     """A prompt per line that is not blank: its text, or a JSON object with it as "prompt".
 
     An object may hold a "system" prompt and a "question" of its own; what else it holds is in the result's "extra". The
@@ -59,11 +59,11 @@ def read_prompts(name: str, question: str | None, system: str | None) -> list[Pr
     """
     lines = [(number, line) for number, line in enumerate(_read(name).split("\n"), 1) if line.strip()]
     if not isinstance(_json(lines[0][1]), dict):
-        return [Prompt(_asked(line.rstrip("\r"), question, f"{name!r}, line {n}"), system) for n, line in lines]
+        return [TextPrompt(_asked(line.rstrip("\r"), question, f"{name!r}, line {n}"), system) for n, line in lines]
     return [_from_json(_json(line), question, system, f"{name!r}, line {number}") for number, line in lines]
 
 
-def _from_json(row: Any, question: str | None, system: str | None, where: str) -> Prompt:
+def _from_json(row: Any, question: str | None, system: str | None, where: str) -> TextPrompt:
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str) or not row["prompt"].strip():
         raise InputError(f'{where}: expected a JSON object like {{"prompt": "some text"}}')
     known = {"prompt": row["prompt"], "system": row.get("system", system), "question": row.get("question", question)}
@@ -71,7 +71,7 @@ def _from_json(row: Any, question: str | None, system: str | None, where: str) -
         if known[part] is not None and not isinstance(known[part], str):
             raise InputError(f"{where}: {part!r} must be a text")
     extra = {key: value for key, value in row.items() if key not in known}
-    return Prompt(_asked(known["prompt"], known["question"], where), known["system"], extra)
+    return TextPrompt(_asked(known["prompt"], known["question"], where), known["system"], extra)
 
 
 def _json(line: str) -> Any:

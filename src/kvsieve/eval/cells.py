@@ -16,7 +16,7 @@ from kvsieve.report.labels import FULL
 
 
 @dataclass(frozen=True)
-class Setting:
+class MethodSetting:
     """One method at one budget.
 
     label: the method and the parameters that were given, the budget apart: "snapkv kernel=21"; for_model adds what
@@ -30,7 +30,7 @@ class Setting:
     plan: Plan
     given: dict[str, Any] = field(default_factory=dict)
 
-    def for_model(self, model: Any, tokenizer: Any = None) -> Setting:
+    def for_model(self, model: Any, tokenizer: Any = None) -> MethodSetting:
         """This setting with nothing left open, in plan, parameters and label; see Plan.for_model. Raises PlanError."""
         return _setting(self.method, self.given, self.plan.for_model(model, tokenizer))
 
@@ -40,21 +40,21 @@ class Setting:
         return {name: getattr(self, name) for name in names}
 
 
-def setting(method: str, given: dict[str, Any]) -> Setting:
+def setting(method: str, given: dict[str, Any]) -> MethodSetting:
     """Raises PlanError."""
     return _setting(method_info(method).name, given, plan(method, **given))
 
 
-def _setting(method: str, given: dict[str, Any], made: Plan) -> Setting:
+def _setting(method: str, given: dict[str, Any], made: Plan) -> MethodSetting:
     shown = all_parameters(method, given, made.filled)
     if "budget" in shown:
         shown["budget"] = str(Budget.parse(shown["budget"]))
     named = " ".join(f"{name}={value}" for name, value in told(method, given, made.filled).items() if name != "budget")
     label = f"{method} {named}".strip()
-    return Setting(method, label, shown.get("budget"), shown, dataclasses.replace(made, name=label), given)
+    return MethodSetting(method, label, shown.get("budget"), shown, dataclasses.replace(made, name=label), given)
 
 
-def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[str]) -> list[Setting]:
+def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[str]) -> list[MethodSetting]:
     """Full KV first, whether it is named or not, then each budget with all methods.
 
     methods: names and given parameters. A method that takes a budget and was given none runs at each of `budgets` (at
@@ -77,9 +77,9 @@ def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[st
     return out
 
 
-def on_model(settings: Sequence[Setting], model: Any, tokenizer: Any = None) -> list[Setting]:
-    """Settings with nothing left open; see Setting.for_model. Raises PlanError, also for two that have become one."""
-    out: list[Setting] = []
+def on_model(settings: Sequence[MethodSetting], model: Any, tokenizer: Any = None) -> list[MethodSetting]:
+    """Settings with nothing left open. Raises PlanError, also for two that have become one."""
+    out: list[MethodSetting] = []
     for each in settings:
         one = each.for_model(model, tokenizer)
         _check_new(one, out, lambda each: (each.label, each.budget))
@@ -87,6 +87,6 @@ def on_model(settings: Sequence[Setting], model: Any, tokenizer: Any = None) -> 
     return out
 
 
-def _check_new(one: Setting, others: Sequence[Setting], told_apart: Callable[[Setting], Any]) -> None:
+def _check_new(one: MethodSetting, others: Sequence[MethodSetting], told_apart: Callable[[MethodSetting], Any]) -> None:
     if any(told_apart(one) == told_apart(other) for other in others):
         raise PlanError(f"{one.label!r} at a budget of {one.budget} is named twice; name each setting once")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.eval.cells import Setting
-from kvsieve.eval.engine import Engine
+from kvsieve.eval.cells import MethodSetting
+from kvsieve.eval.evaluator import Evaluator
 from kvsieve.eval.grid import Grid
 from kvsieve.eval.store import ResultsWriter, Row
 from kvsieve.hf.attach import attach
@@ -23,7 +23,7 @@ WARM_UP = 64
 BINS = 64
 
 
-def measure_costs(grid: Grid, engine: Engine, writer: ResultsWriter) -> None:
+def measure_costs(grid: Grid, evaluator: Evaluator, writer: ResultsWriter) -> None:
     """Add what is missing of the cost rows: every setting `grid.cost_samples` times at every length.
 
     The prompts are needle prompts; `NEW_TOKENS` tokens are generated, whatever they say. When a setting is added
@@ -41,28 +41,28 @@ def measure_costs(grid: Grid, engine: Engine, writer: ResultsWriter) -> None:
             continue
         measured = missing if full in missing else [full, *missing]
         prompts = [
-            engine.prompter.encode(needle.sample(r, length, grid.seed, engine.prompter.count)).prompt
+            evaluator.prompter.encode(needle.sample(r, length, grid.seed, evaluator.prompter.count)).prompt
             for r in range(grid.cost_samples)
         ]
-        measure_one(engine, full, prompts[0][:, :WARM_UP])
+        measure_one(evaluator, full, prompts[0][:, :WARM_UP])
         for repeat, ids in enumerate(prompts):
             turned = repeat % len(measured)
             rows = []
             for each in measured[turned:] + measured[:turned]:
                 row = {"length": length, "repeat": repeat, "seed": grid.seed, "env": writer.env}
-                rows.append(row | measure_one(engine, each, ids))
+                rows.append(row | measure_one(evaluator, each, ids))
             # A repeat at once: its ratios must not come from two moments.
             writer.costs.add(sorted(rows, key=lambda row: row["label"] != full.label))
 
 
-def measure_one(engine: Engine, setting: Setting, ids: Tensor) -> Row:
+def measure_one(evaluator: Evaluator, setting: MethodSetting, ids: Tensor) -> Row:
     """One prompt [1, N] under one setting, read and answered alone."""
-    ids = ids.to(engine.model.device)
-    with attach(engine.model, setting.plan.for_tokenizer(engine.prompter.tokenizer)) as sieve:
+    ids = ids.to(evaluator.model.device)
+    with attach(evaluator.model, setting.plan.for_tokenizer(evaluator.prompter.tokenizer)) as sieve:
         result = sieve.generate(
             ids,
             ids.new_ones(ids.shape),
-            chunk=engine.chunk,
+            chunk=evaluator.chunk,
             max_new_tokens=NEW_TOKENS,
             min_new_tokens=NEW_TOKENS,
             do_sample=False,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 
 from kvsieve.errors import InputError
-from kvsieve.eval.cells import Setting
+from kvsieve.eval.cells import MethodSetting
 from kvsieve.tasks.samples import Task
 
 QUESTIONS = ("visible", "hidden")
@@ -34,7 +34,7 @@ class Grid:
     lengths: Sequence[int]
     questions: Sequence[str]
     samples: int
-    settings: Sequence[Setting]
+    settings: Sequence[MethodSetting]
     seed: int = 0
     cost_samples: int = 3
 

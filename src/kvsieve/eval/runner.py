@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvsieve.errors import InputError
-from kvsieve.eval.cells import Setting
+from kvsieve.eval.cells import MethodSetting
 from kvsieve.eval.costs import measure_costs
-from kvsieve.eval.engine import Engine, Outcome
+from kvsieve.eval.evaluator import Evaluator, Outcome
 from kvsieve.eval.grid import Grid, Unit
 from kvsieve.eval.store import ResultsWriter, Row
 from kvsieve.tasks.samples import Sample
@@ -17,14 +17,14 @@ from kvsieve.tasks.samples import Sample
 Progress = Callable[[int, int, str], None]
 
 
-def run_grid(grid: Grid, engine: Engine, writer: ResultsWriter, progress: Progress | None = None) -> None:
+def run_grid(grid: Grid, evaluator: Evaluator, writer: ResultsWriter, progress: Progress | None = None) -> None:
     """Run what `writer` does not hold yet. progress: called with (units done, units in all, what comes next).
 
     Raises InputError for a task that a length does not suit, before or while samples run; what was finished stays.
     """
     began = time.perf_counter()
     todo = [(unit, pending) for unit in grid.units() if (pending := _pending(grid, unit, writer)) is not None]
-    context = getattr(engine.model.config.get_text_config(), "max_position_embeddings", None)
+    context = getattr(evaluator.model.config.get_text_config(), "max_position_embeddings", None)
     total = len(todo) + (grid.cost_samples > 0)
     sample: Sample | None = None
     made: tuple[Any, ...] = ()
@@ -32,10 +32,10 @@ def run_grid(grid: Grid, engine: Engine, writer: ResultsWriter, progress: Progre
         if progress is not None:
             progress(number, total, f"{unit.task.name}, {unit.length} tokens")
         if made != (unit.task.name, unit.length, unit.index) or sample is None:
-            sample = unit.task.sample(unit.index, unit.length, grid.seed, engine.prompter.count)
-            _check_room(engine, sample, unit, context)
+            sample = unit.task.sample(unit.index, unit.length, grid.seed, evaluator.prompter.count)
+            _check_room(evaluator, sample, unit, context)
             made = (unit.task.name, unit.length, unit.index)
-        outcomes = engine.run(sample, [grid.settings[0].plan, *(each.plan for each in pending)], unit.question)
+        outcomes = evaluator.run(sample, [grid.settings[0].plan, *(each.plan for each in pending)], unit.question)
         # The reference runs first in any case; it is in `pending` only while its row is missing.
         rows = [
             _row(unit, sample, setting, outcome, grid.seed, writer.env)
@@ -47,22 +47,22 @@ def run_grid(grid: Grid, engine: Engine, writer: ResultsWriter, progress: Progre
     if grid.cost_samples:
         if progress is not None:
             progress(total - 1, total, "costs")
-        measure_costs(grid, engine, writer)
+        measure_costs(grid, evaluator, writer)
     writer.save(time.perf_counter() - began)
     if progress is not None:
         progress(total, total, "done")
 
 
-def _pending(grid: Grid, unit: Unit, writer: ResultsWriter) -> list[Setting] | None:
+def _pending(grid: Grid, unit: Unit, writer: ResultsWriter) -> list[MethodSetting] | None:
     """Settings other than full KV whose rows are missing; None when nothing is."""
     missing = [each for each in grid.settings if (*unit.key, each.label, each.budget) not in writer.samples.done]
     return [each for each in missing if each is not grid.settings[0]] if missing else None
 
 
-def _check_room(engine: Engine, sample: Sample, unit: Unit, context: int | None) -> None:
+def _check_room(evaluator: Evaluator, sample: Sample, unit: Unit, context: int | None) -> None:
     if context is None:
         return
-    encoded = engine.prompter.encode(sample)
+    encoded = evaluator.prompter.encode(sample)
     follow = [ids.shape[1] for ids in encoded.followups]
     more = max(follow, default=0) if sample.independent else sum(follow)
     need = encoded.prompt.shape[1] + more + max(turn.max_new_tokens for turn in sample.turns)
@@ -73,7 +73,7 @@ def _check_room(engine: Engine, sample: Sample, unit: Unit, context: int | None)
         )
 
 
-def _row(unit: Unit, sample: Sample, setting: Setting, outcome: Outcome, seed: int, env: int) -> Row:
+def _row(unit: Unit, sample: Sample, setting: MethodSetting, outcome: Outcome, seed: int, env: int) -> Row:
     record = outcome.record
     entries = sum(record.kept.values()) / max(len(record.kept), 1)
     deep = record.prompt_tokens if record.propagated is None else record.propagated

@@ -90,7 +90,7 @@ class AdaptiveTSP(Propagator, heads="all"):
 
     def select(self, ctx: LayerContext) -> Selection | None:
         offered = ctx.offered_counts
-        rows = ctx.shared.setdefault("asl", [_Row(n, self.reread_tokens(n)) for n in offered])
+        rows = ctx.shared.setdefault("asl", [_RowTrace(n, self.reread_tokens(n)) for n in offered])
         open_rows = [row for row in rows if row.layer is None and row.kept < row.length]
         last = ctx.layer_idx == ctx.num_layers - 1
         if not open_rows or (last and not self.two_pass):
@@ -133,7 +133,7 @@ class AdaptiveTSP(Propagator, heads="all"):
         lengths = tuple(row.kept if row.layer is not None else n for row, n in zip(rows, offered, strict=True))
         return pack(mask, lengths)
 
-    def _observe(self, row: _Row, scores: Tensor, top: int, ctx: LayerContext) -> bool:
+    def _observe(self, row: _RowTrace, scores: Tensor, top: int, ctx: LayerContext) -> bool:
         """Note a layer's ranks; whether this layer selects."""
         ranks = torch.empty(len(scores), dtype=torch.float32, device=scores.device)
         order = scores.argsort(descending=True, stable=True)
@@ -153,7 +153,7 @@ class AdaptiveTSP(Propagator, heads="all"):
 
 
 @dataclass(eq=False)
-class _Row:
+class _RowTrace:
     """One sequence's bookkeeping: true tokens, tokens that will go on, ranks of the last layers, relative variances,
     the layer that selected and whether ranks had settled there; for two passes, bool [length], which tokens."""
 
@@ -167,7 +167,7 @@ class _Row:
     tokens: Tensor | None = None
 
 
-def _report(rows: list[_Row], method: AdaptiveTSP) -> dict[str, object]:
+def _report(rows: list[_RowTrace], method: AdaptiveTSP) -> dict[str, object]:
     report: dict[str, object] = {
         "selection_layer": [row.layer for row in rows],
         "relative_variance": [row.trace for row in rows],

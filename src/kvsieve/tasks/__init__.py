@@ -10,7 +10,7 @@ from kvsieve.tasks.documents import Documents
 from kvsieve.tasks.haystack import load_haystack
 from kvsieve.tasks.instructions import Instructions
 from kvsieve.tasks.needle import Needle, PassKey
-from kvsieve.tasks.pairs import Facts, KeyValue
+from kvsieve.tasks.pairs import KeyValue, MultiQuestion
 from kvsieve.tasks.ruler import CommonWords, FrequentWords, Niah, VariableTracking
 from kvsieve.tasks.samples import Task
 from kvsieve.tasks.shots import Arithmetic, ManyShot
@@ -49,8 +49,8 @@ def all_tasks(haystack: str = "topics") -> dict[str, Task]:
         PassKey(text),
         *_ruler(text),
         KeyValue(text),
-        Facts(text, "multiturn", "Multi-turn (4 questions)"),
-        Facts(text, "shared", "Shared context (4 questions)", modes=("hidden",), independent=True),
+        MultiQuestion(text, "multiturn", "Multi-turn (4 questions)"),
+        MultiQuestion(text, "shared", "Shared context (4 questions)", modes=("hidden",), independent=True),
         ManyShot(text),
         Arithmetic(text),
         Instructions(text, "instructions", "Instructions before the text"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvsieve.tasks.base import Generated
 from kvsieve.tasks.fit import Count, fit_padded
-from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample
 from kvsieve.tasks.scoring import match_any
 from kvsieve.tasks.words import COUNTRIES, FIRST_NAMES, LAST_NAMES, TOWNS
 
@@ -31,12 +31,16 @@ class Documents(Generated):
         town = town_of[person]
         about = [_person(rng, person, town)]
         if self.hops == 1:
-            turn = Turn(f"In which town was {person} born?", (town,), match_any, 16, prefix=f"{person} was born in")
+            turn = QuestionAnswer(
+                f"In which town was {person} born?", (town,), match_any, 16, prefix=f"{person} was born in"
+            )
         else:
             about.append(_town(rng, town, towns[town]))
             country = towns[town]
             question = f"In which country lies the town where {person} was born?"
-            turn = Turn(question, (country,), match_any, 16, prefix=f"The town where {person} was born lies in")
+            turn = QuestionAnswer(
+                question, (country,), match_any, 16, prefix=f"The town where {person} was born lies in"
+            )
 
         def make(extra: int, filler: str) -> Sample:
             fresh = random.Random(more)

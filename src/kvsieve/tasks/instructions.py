@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvsieve.tasks.base import Generated
 from kvsieve.tasks.fit import Count, fit
 from kvsieve.tasks.haystack import passage
-from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample
 from kvsieve.tasks.scoring import Check, instructions
 from kvsieve.tasks.words import FIRST_NAMES, TOWNS
 
@@ -32,7 +32,7 @@ class Instructions(Generated):
             "name": lambda answer: name.lower() in answer.lower(),
             "town": lambda answer: town.lower() in answer.lower(),
         }
-        turn = Turn("What is your name, and where do you live?", (name, town), instructions(checks), 28)
+        turn = QuestionAnswer("What is your name, and where do you live?", (name, town), instructions(checks), 28)
         system = rules if self.where == "system" else None
         lead = "Here is a text to keep at hand." if system else f"{rules}\n\nHere is a text to keep at hand."
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvsieve.tasks.base import Generated
 from kvsieve.tasks.fit import Count, fit
 from kvsieve.tasks.haystack import hide, passage
-from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample
 from kvsieve.tasks.scoring import digits, match_all
 
 DEPTHS = 11
@@ -24,7 +24,7 @@ class Needle(Generated):
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
         depth, start = index % DEPTHS / (DEPTHS - 1), rng.random()
         code = str(rng.randrange(10**6, 10**7))
-        turn = Turn(
+        turn = QuestionAnswer(
             "What is the special magic number of the lighthouse mentioned in the text above?", (code,), match_all, 28
         )
 
@@ -45,7 +45,9 @@ class PassKey(Generated):
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
         depth, start = index % DEPTHS / (DEPTHS - 1), rng.random()
         key = str(rng.randrange(1, 10)) + "".join(str(rng.randrange(10)) for _ in range(63))
-        turn = Turn("What is the pass key mentioned in the text above?", (key,), digits, 80, prefix="The pass key is")
+        turn = QuestionAnswer(
+            "What is the pass key mentioned in the text above?", (key,), digits, 80, prefix="The pass key is"
+        )
 
         def make(words: int) -> Sample:
             fact = f"The pass key is {key}. Remember it: {key} is the pass key."

@@ -9,7 +9,7 @@ from kvsieve.tasks.base import Generated
 from kvsieve.tasks.fit import Count, fit, fit_padded
 from kvsieve.tasks.haystack import hide, passage
 from kvsieve.tasks.ruler import spread
-from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample
 from kvsieve.tasks.scoring import match_all
 from kvsieve.tasks.words import numbers, word_keys
 
@@ -24,7 +24,7 @@ class KeyValue(Generated):
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
         key, value = word_keys(rng, 1)[0], numbers(rng, 1)[0]
         depth, more = rng.random(), rng.getrandbits(32)
-        turn = Turn(f'What is the value of the key "{key}"?', (value,), match_all, 20, prefix=f'"{key}": "')
+        turn = QuestionAnswer(f'What is the value of the key "{key}"?', (value,), match_all, 20, prefix=f'"{key}": "')
 
         def make(pairs: int, filler: str) -> Sample:
             fresh = random.Random(more)
@@ -38,7 +38,7 @@ class KeyValue(Generated):
 
 
 @dataclass(frozen=True)
-class Facts(Generated):
+class MultiQuestion(Generated):
     """Several facts in one text and one question for each: in one conversation, or each on its own (shared context)."""
 
     independent: bool = False
@@ -53,7 +53,7 @@ class Facts(Generated):
         depths, start = spread(rng, len(keys)), rng.random()
         order = rng.sample(range(len(keys)), len(keys))
         turns = tuple(
-            Turn(
+            QuestionAnswer(
                 f"What is the special magic number of the {keys[i]} mentioned in the text above?",
                 (values[i],),
                 match_all,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvsieve.tasks.base import Generated
 from kvsieve.tasks.fit import Count, fit, fit_padded
 from kvsieve.tasks.haystack import NOISE, hide, passage
-from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample
 from kvsieve.tasks.scoring import match_all
 from kvsieve.tasks.words import numbers, uuids, word_keys
 
@@ -88,7 +88,7 @@ class Niah(Generated):
     def _needle(self, key: str, value: str) -> str:
         return f"One of the special magic {self._noun}s for {key} is: {value}."
 
-    def _turn(self, keys: list[str], answers: tuple[str, ...]) -> Turn:
+    def _turn(self, keys: list[str], answers: tuple[str, ...]) -> QuestionAnswer:
         per_value = 16 if self.value_kind == "numbers" else 48
         if len(answers) == 1:
             asked = f"What is the special magic {self._noun} for {keys[0]} mentioned in the provided text?"
@@ -96,7 +96,7 @@ class Niah(Generated):
         else:
             asked = f"What are all the special magic {self._noun}s for {_listed(keys)} mentioned in the provided text?"
             prefix = f"The special magic {self._noun}s for {_listed(keys)} mentioned in the provided text are"
-        return Turn(asked, answers, match_all, per_value * len(answers), prefix=prefix)
+        return QuestionAnswer(asked, answers, match_all, per_value * len(answers), prefix=prefix)
 
     def _draw(self, rng: random.Random, kind: str, count: int) -> list[str]:
         return {"words": word_keys, "numbers": numbers, "uuids": uuids}[kind](rng, count)
@@ -137,7 +137,7 @@ class VariableTracking(Generated):
         example = f"Example. {example_text}\n{ask(shown_value)}\n{answer(shown_value)} {_listed(shown)}."
         names, value, lines = chain()
         depths = spread(rng, len(lines))
-        turn = Turn(ask(value), tuple(names), match_all, 48, prefix=answer(value))
+        turn = QuestionAnswer(ask(value), tuple(names), match_all, 48, prefix=answer(value))
         intro = "Memorize and track the chain of variable assignments hidden in the following text."
 
         def make(words: int) -> Sample:
@@ -163,7 +163,7 @@ class CommonWords(Generated):
             vocabulary += word_keys(rng, 4000)
         words, others = vocabulary[: self.common], vocabulary[self.common :]
         order = rng.getrandbits(32)
-        turn = Turn(
+        turn = QuestionAnswer(
             asked,
             tuple(words),
             match_all,
@@ -199,7 +199,7 @@ class FrequentWords(Generated):
         coded[0] = "..."
         weights = [1 / (rank + 1) ** self.alpha for rank in range(self.vocabulary)]
         total, order = sum(weights), rng.getrandbits(32)
-        turn = Turn(
+        turn = QuestionAnswer(
             "Ignoring the dots, which three words appear most often in the coded text above? Give only the words.",
             tuple(coded[1:4]),
             match_all,

@@ -1,4 +1,4 @@
-"""Samples, which tasks hand to the engine, in plain text."""
+"""Samples, which tasks hand to the evaluator, in plain text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Score = Callable[[str, tuple[str, ...]], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Turn:
+class QuestionAnswer:
     """One question and what counts as its answer.
 
     question: follows the context in the user's message; the whole message in a later turn.
@@ -43,7 +43,7 @@ class Sample:
     """
 
     context: str
-    turns: tuple[Turn, ...]
+    turns: tuple[QuestionAnswer, ...]
     system: str | None = None
     independent: bool = False
     meta: Mapping[str, Any] = field(default_factory=dict)

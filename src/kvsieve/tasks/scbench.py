@@ -15,7 +15,7 @@ from typing import Any
 
 from kvsieve.errors import InputError
 from kvsieve.registry import did_you_mean
-from kvsieve.tasks.samples import Sample, Score, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample, Score
 from kvsieve.tasks.scbench_scores import (
     chinese_f1,
     choice_letter,
@@ -153,7 +153,7 @@ class SCBench:
         cut = _cut(text, kept)
         return build(cut, truncated=tokens - count(build(cut)))
 
-    def _turns(self, row: dict[str, Any], index: int) -> list[Turn]:
+    def _turns(self, row: dict[str, Any], index: int) -> list[QuestionAnswer]:
         raw = row.get("multi_turns")
         if not isinstance(raw, list) or not raw:
             raise InputError(f"row {index} of {self.name} has no 'multi_turns'; {_SCHEMA}")
@@ -174,7 +174,7 @@ class SCBench:
                 answers = (*answers[:1], *(each for each in functions if each != answers[0]))
             listed = "\n".join(f"{letter}. {text}" for letter, text in zip("ABCD", options, strict=False))
             question = kind.question.replace("{options}", listed).replace("{input}", str(turn["input"]))
-            turns.append(Turn(question, answers, kind.score, kind.max_new_tokens, golden=golden))
+            turns.append(QuestionAnswer(question, answers, kind.score, kind.max_new_tokens, golden=golden))
         return turns
 
     def _kind(self, turn: Any, where: str) -> _Kind:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvsieve.tasks.base import Generated
 from kvsieve.tasks.fit import Count, fit_padded
-from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample
 from kvsieve.tasks.scoring import first_number, first_word
 from kvsieve.tasks.words import FIRST_NAMES
 
@@ -52,7 +52,7 @@ class ManyShot(Generated):
         labels = dict(zip(_TOPICS, rng.sample(_INVENTED, len(_TOPICS)), strict=True))
         asked, more = rng.choice(list(_TOPICS)), rng.getrandbits(32)
         sentence = _sentence(rng, asked)
-        turn = Turn(f"Sentence: {sentence}\nWhich label?", (labels[asked],), first_word, 6, prefix="Label:")
+        turn = QuestionAnswer(f"Sentence: {sentence}\nWhich label?", (labels[asked],), first_word, 6, prefix="Label:")
 
         def make(shots: int, filler: str) -> Sample:
             fresh = random.Random(more)
@@ -84,7 +84,7 @@ class Arithmetic(Generated):
         more = rng.getrandbits(32)
         story, asked, term, result = _sum(rng)
         question = f"{story} {asked}"
-        turn = Turn(question, (str(result),), first_number, 8, prefix=f"{term} =")
+        turn = QuestionAnswer(question, (str(result),), first_number, 8, prefix=f"{term} =")
 
         def make(shots: int, filler: str) -> Sample:
             fresh = random.Random(more)

@@ -47,7 +47,7 @@ class Compressed:
 
 
 @dataclass(eq=False)
-class _Step:
+class _ChunkReduction:
     """One chunk: lets the evictor keep `targets` entries per row, and notes where these must move.
 
     Attributes:
@@ -150,7 +150,7 @@ def compress(
             must = protected.reindexed(token_index).needed((numbers >= 0) & (numbers < torch.tensor(ends)[:, None]))
             targets = tuple(map(max, targets, must))
         given = token_index.gather(1, at.clamp_min(0)).masked_fill(at < 0, -1)
-        step = _Step(evictor, targets, given.to(model.model.device), origins, protected)
+        step = _ChunkReduction(evictor, targets, given.to(model.model.device), origins, protected)
         _read(model, cache, step, tokens.gather(1, at.clamp_min(0)), at >= 0, options)
         _move_together(model, cache, step)
         if options.progress is not None:
@@ -184,7 +184,7 @@ def _step_columns(
 
 
 def _read(
-    model: AttachedModel, cache: SieveCache, step: _Step, tokens: Tensor, real: Tensor, options: ReadOptions
+    model: AttachedModel, cache: SieveCache, step: _ChunkReduction, tokens: Tensor, real: Tensor, options: ReadOptions
 ) -> None:
     """Feed tokens [B, L] after what the cache holds; the last pass, which holds the question, reduces it."""
     seen, known, size = cache.num_seen, cache.conversation.mask, tokens.shape[1]
@@ -198,7 +198,7 @@ def _read(
         model.feed(cache, tokens[:, first:last], None if mask is None else mask[:, : seen + last], request)
 
 
-def _move_together(model: AttachedModel, cache: SieveCache, step: _Step) -> None:
+def _move_together(model: AttachedModel, cache: SieveCache, step: _ChunkReduction) -> None:
     """Turn the keys that were kept to their new positions, and make the cache one that has seen these tokens alone."""
     size = max(step.targets)
     slots = torch.arange(size, device=model.model.device)

@@ -21,15 +21,15 @@ from kvsieve.plans import Plan
 from kvsieve.roles import Evictor, Observe, ProbingEvictor
 
 
-class _Branch:
+class _CacheBranch:
     """See roles.Branch."""
 
-    def __init__(self, passes: _ProbePasses, cache: SieveCache) -> None:
+    def __init__(self, passes: _ModelPasses, cache: SieveCache) -> None:
         self._passes = passes
         self.cache = cache.fork(share=True)
 
-    def branch(self) -> _Branch:
-        return _Branch(self._passes, self.cache)
+    def branch(self) -> _CacheBranch:
+        return _CacheBranch(self._passes, self.cache)
 
     def read_rest(
         self, *, observe: Observe | None = None, evict: Evictor | None = None, logits: bool = False
@@ -62,7 +62,7 @@ class _Branch:
         return None if result.logits is None else result.logits[:, -1]
 
 
-class _ProbePasses:
+class _ModelPasses:
     """See roles.ProbePasses."""
 
     def __init__(self, model: AttachedModel, cache: SieveCache, ids: Tensor, mask: Tensor | None) -> None:
@@ -72,8 +72,8 @@ class _ProbePasses:
         ends = model.model.generation_config.eos_token_id
         self.ends = frozenset(ends if isinstance(ends, (list, tuple)) else [] if ends is None else [ends])
 
-    def branch(self) -> _Branch:
-        return _Branch(self, self.cache)
+    def branch(self) -> _CacheBranch:
+        return _CacheBranch(self, self.cache)
 
     def state(self, layer_idx: int) -> dict[str, Any]:
         return self.cache.sieve_layers[layer_idx].state
@@ -113,7 +113,7 @@ def tokens_to_probe(model: AttachedModel, cache: SieveCache, mask: Tensor) -> in
 
 def probe(model: AttachedModel, cache: SieveCache, input_ids: Tensor, mask: Tensor | None) -> None:
     """Let the plan's evictor probe; the cache holds all but the last chunk of the conversation input_ids [B, N]."""
-    _probing(model).probe(_ProbePasses(model, cache, input_ids, mask))
+    _probing(model).probe(_ModelPasses(model, cache, input_ids, mask))
 
 
 def _probing(model: AttachedModel) -> ProbingEvictor:

@@ -22,7 +22,7 @@ from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.shared import next_logits, read_alone, read_shared
 from kvsieve.plans import Plan
 from kvsieve.tasks.prompter import Prompter
-from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample
 
 # Answer tokens of full KV over which other plans' distributions are compared with it.
 _COMPARED = 32
@@ -57,7 +57,7 @@ class _State:
     given: Tensor
 
 
-class Engine:
+class Evaluator:
     """Runs samples on one model, greedily.
 
     batch: answers decoded together at most. chunk: prompt tokens per forward pass, None for all at once.
@@ -174,7 +174,9 @@ class Engine:
             for group in groups
         ]
 
-    def _answer(self, states: Sequence[_State], turn: Turn) -> tuple[list[str], list[tuple[float, float, float]]]:
+    def _answer(
+        self, states: Sequence[_State], turn: QuestionAnswer
+    ) -> tuple[list[str], list[tuple[float, float, float]]]:
         """Greedy answers, and each one's distance to the first row's: mean KL, KL of the first token, agreement."""
         answers: list[str] = []
         distances: list[tuple[float, float, float]] = []

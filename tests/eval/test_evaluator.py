@@ -1,4 +1,4 @@
-"""The engine gives, for many plans at once, what each plan gives alone."""
+"""The evaluator gives, for many plans at once, what each plan gives alone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 
 import kvsieve
 from kvsieve.errors import InputError
-from kvsieve.eval.engine import Engine
+from kvsieve.eval.evaluator import Evaluator
 from kvsieve.hf.shared import next_logits
 from kvsieve.models.families import build
-from kvsieve.tasks.samples import Sample, Turn
+from kvsieve.tasks.samples import QuestionAnswer, Sample
 from toy_words import WORDS, word_tokenizer
 
 PLANS = [
@@ -27,8 +27,8 @@ def exact(answer, expected):
     return {"score": float(answer == expected[0])}
 
 
-def turn(*words: int) -> Turn:
-    return Turn(" ".join(f"w{word}" for word in words), ("w1",), exact, 8)
+def turn(*words: int) -> QuestionAnswer:
+    return QuestionAnswer(" ".join(f"w{word}" for word in words), ("w1",), exact, 8)
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +37,16 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def engine(model):
-    return Engine(model, word_tokenizer())
+def evaluator(model):
+    return Evaluator(model, word_tokenizer())
 
 
-def by_itself(model, engine, plan, prompt, more=(), limit=8):
+def by_itself(model, evaluator, plan, prompt, more=(), limit=8):
     """Greedy text of a conversation under a plan; `more`: what follows the prompt, after which nothing is dropped."""
     with kvsieve.attach(model, plan) as sieve:
         if not more:
             out = sieve.generate(prompt, torch.ones_like(prompt), max_new_tokens=limit, do_sample=False)
-            return engine.prompter.answer(out.sequences[0, prompt.shape[1] :].tolist())[0]
+            return evaluator.prompter.answer(out.sequences[0, prompt.shape[1] :].tolist())[0]
         cache = sieve.prefill(prompt, torch.ones_like(prompt))
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve, torch.no_grad():
         whole = prompt
@@ -57,85 +57,85 @@ def by_itself(model, engine, plan, prompt, more=(), limit=8):
         tokens = []
         for _ in range(limit):
             tokens.append(int(logits.argmax(-1)))
-            if tokens[-1] in engine.prompter.stops:
+            if tokens[-1] in evaluator.prompter.stops:
                 break
             step = torch.tensor([[tokens[-1]]])
             logits = model(input_ids=step, past_key_values=cache, use_cache=True).logits[:, -1]
-    return engine.prompter.answer(tokens)[0]
+    return evaluator.prompter.answer(tokens)[0]
 
 
-def test_visible_is_generate_under_the_plan(model, engine):
+def test_visible_is_generate_under_the_plan(model, evaluator):
     sample = Sample(CONTEXT, (turn(5, 6, 7),))
-    prompt = engine.prompter.encode(sample).prompt
-    outcomes = engine.run(sample, PLANS, "visible")
+    prompt = evaluator.prompter.encode(sample).prompt
+    outcomes = evaluator.run(sample, PLANS, "visible")
     for plan, outcome in zip(PLANS, outcomes, strict=True):
-        assert outcome.answers == [by_itself(model, engine, plan, prompt)], plan.name
+        assert outcome.answers == [by_itself(model, evaluator, plan, prompt)], plan.name
         assert outcome.applied
     assert len({outcome.answers[0] for outcome in outcomes}) > 1, "the plans should not all agree on a random model"
 
 
-def test_hidden_reduces_the_context_and_keeps_the_question(model, engine):
+def test_hidden_reduces_the_context_and_keeps_the_question(model, evaluator):
     sample = Sample(CONTEXT, (turn(5, 6, 7),))
-    encoded = engine.prompter.encode(sample)
-    outcomes = engine.run(sample, PLANS, "hidden")
+    encoded = evaluator.prompter.encode(sample)
+    outcomes = evaluator.run(sample, PLANS, "hidden")
     for plan, outcome in zip(PLANS, outcomes, strict=True):
-        assert outcome.answers == [by_itself(model, engine, plan, encoded.context, [encoded.question])], plan.name
+        assert outcome.answers == [by_itself(model, evaluator, plan, encoded.context, [encoded.question])], plan.name
         assert outcome.record.prompt_tokens == encoded.context.shape[1]
     assert outcomes[1].record.kept[0] == int(0.3 * encoded.context.shape[1])
 
 
-def test_distances_are_zero_for_full_and_positive_for_the_others(engine):
+def test_distances_are_zero_for_full_and_positive_for_the_others(evaluator):
     for question in ("visible", "hidden"):
-        full, *others = engine.run(Sample(CONTEXT, (turn(5, 6, 7),)), PLANS, question)
+        full, *others = evaluator.run(Sample(CONTEXT, (turn(5, 6, 7),)), PLANS, question)
         assert (full.kl, full.kl_last, full.top1) == (0.0, 0.0, 1.0)
         assert all(each.kl > 0 and each.top1 <= 1 for each in others)
         # Eviction at the end of a prompt leaves its last token's logits as they were, propagation does not.
         assert [each.kl_last > 1e-9 for each in others] == [question == "hidden"] * 3 + [True]
 
 
-def test_a_conversation_goes_on_with_the_right_answers(model, engine):
+def test_a_conversation_goes_on_with_the_right_answers(model, evaluator):
     sample = Sample(CONTEXT, (turn(5, 6), turn(8, 9), turn(10, 11)))
-    encoded = engine.prompter.encode(sample)
-    hidden = engine.run(sample, PLANS, "hidden")
+    encoded = evaluator.prompter.encode(sample)
+    hidden = evaluator.run(sample, PLANS, "hidden")
     for plan, outcome in zip(PLANS, hidden, strict=True):
         for last in range(3):
             more = [encoded.question, *encoded.followups[:last]]
-            assert outcome.answers[last] == by_itself(model, engine, plan, encoded.context, more), (plan.name, last)
+            assert outcome.answers[last] == by_itself(model, evaluator, plan, encoded.context, more), (plan.name, last)
     assert {"turn_1", "turn_2", "turn_3"} <= hidden[0].metrics.keys()
-    visible = engine.run(sample, PLANS, "visible")
+    visible = evaluator.run(sample, PLANS, "visible")
     full_whole = torch.cat([encoded.prompt, *encoded.followups], 1)
-    assert visible[0].answers[2] == by_itself(model, engine, PLANS[0], full_whole)
+    assert visible[0].answers[2] == by_itself(model, evaluator, PLANS[0], full_whole)
     # Each turn is a prompt of its own to the plan, which counts its share of the whole conversation.
     with kvsieve.attach(model, PLANS[1]) as sieve:
         cache = sieve.prefill(encoded.prompt)
         so_far = torch.cat([encoded.prompt, encoded.followups[0]], 1)
         out = sieve.generate(so_far, torch.ones_like(so_far), cache=cache, max_new_tokens=8, do_sample=False)
-    assert visible[1].answers[1] == engine.prompter.answer(out.sequences[0, so_far.shape[1] :].tolist())[0]
+    assert visible[1].answers[1] == evaluator.prompter.answer(out.sequences[0, so_far.shape[1] :].tolist())[0]
 
 
-def test_independent_questions_do_not_see_each_other(engine):
+def test_independent_questions_do_not_see_each_other(evaluator):
     turns = (turn(5, 6), turn(8, 9), turn(10, 11))
-    together = engine.run(Sample(CONTEXT, turns, independent=True), PLANS, "hidden")
+    together = evaluator.run(Sample(CONTEXT, turns, independent=True), PLANS, "hidden")
     for number, one in enumerate(turns):
-        alone = engine.run(Sample(CONTEXT, (one,)), PLANS, "hidden")
+        alone = evaluator.run(Sample(CONTEXT, (one,)), PLANS, "hidden")
         assert [each.answers[number] for each in together] == [each.answers[0] for each in alone]
 
 
-def test_independent_questions_are_not_asked_visibly(engine):
+def test_independent_questions_are_not_asked_visibly(evaluator):
     with pytest.raises(InputError, match="hidden only"):
-        engine.run(Sample(CONTEXT, (turn(5), turn(6)), independent=True), PLANS, "visible")
+        evaluator.run(Sample(CONTEXT, (turn(5), turn(6)), independent=True), PLANS, "visible")
 
 
-def test_decoding_together_changes_nothing(model, engine):
-    single = Engine(model, word_tokenizer(), batch=1, chunk=16)
+def test_decoding_together_changes_nothing(model, evaluator):
+    single = Evaluator(model, word_tokenizer(), batch=1, chunk=16)
     sample = Sample(CONTEXT, (turn(5, 6, 7), turn(9)))
     for question in ("visible", "hidden"):
-        for one, other in zip(engine.run(sample, PLANS, question), single.run(sample, PLANS, question), strict=True):
+        for one, other in zip(evaluator.run(sample, PLANS, question), single.run(sample, PLANS, question), strict=True):
             assert one.answers == other.answers and one.metrics == other.metrics
             assert one.kl == pytest.approx(other.kl, abs=1e-5) and one.record == other.record
 
 
-def test_what_did_not_run_says_so(engine):
+def test_what_did_not_run_says_so(evaluator):
     short = Sample("w5 w6 w7", (turn(5),))
-    outcome = engine.run(short, [PLANS[0], kvsieve.plan("snapkv", budget="50%", window=30)], "visible")[1]
+    outcome = evaluator.run(short, [PLANS[0], kvsieve.plan("snapkv", budget="50%", window=30)], "visible")[1]
     assert not outcome.applied and "nothing was evicted" in outcome.notes[0]
