@@ -268,7 +268,7 @@ def mask_of(draw: random.Random, world: World) -> Any:
 
 
 OPTIONS = """
-    chunk progress protect quotas reduce cache question max_new_tokens num_beams num_return_sequences
+    chunk progress protect quotas reduce cache question_tokens measure max_new_tokens num_beams num_return_sequences
     stopping_criteria streamer generation_config pad_token_id eos_token_id temperature top_k top_p do_sample
     min_new_tokens max_length stop_strings logits_processor prefix_allowed_tokens_fn repetition_penalty
     bad_words_ids suppress_tokens use_cache inputs inputs_embeds past_key_values position_ids output_scores

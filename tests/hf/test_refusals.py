@@ -246,6 +246,7 @@ def test_ids_that_are_none_are_refused(model, name):
         {"pad_token_id": "x"},
         {"max_nwe_tokens": 3},
         {"synced_gpus": True},
+        {"measure": 1},
         {"inputs": torch.ones(2, 40, dtype=torch.long)},
     ],
     ids=lambda given: next(iter(given)),

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsieve.errors import CacheStateError
+from kvsieve.errors import CacheStateError, InputError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.chat.chat import Chat
 from kvsieve.hf.forward.passes import closing
@@ -122,6 +122,8 @@ class Sieve(AttachedModel):
         self._check_attached()
         ids, mask = prompt_of(input_ids, attention_mask)
         self.last_stats = None
+        if not isinstance(measure, bool):
+            raise InputError(f"measure is True, or False to leave memory alone; got {short(measure)}")
         if options.get("tokenizer") is not None:
             self.use_tokenizer(options["tokenizer"])
         config = options.get("generation_config") or self.model.generation_config
