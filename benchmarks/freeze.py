@@ -30,7 +30,7 @@ import kvsieve
 from kvsieve.models.families import build
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from small import plan_of, recorder_stand_in, stored  # noqa: E402
+from small import plan_of, recorder_stand_in, stored
 
 Record = dict[str, Any]
 

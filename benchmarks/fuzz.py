@@ -41,7 +41,7 @@ from kvsieve.profiles import load_profile
 from kvsieve.registry import list_methods, method_info
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from toy_chats import chat_tokenizer  # noqa: E402
+from toy_chats import chat_tokenizer
 
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 NUMBERS = [-(10**40), -(10**9), -1, 0, 1, 2, 3, 4, 5, 8, 16, 31, 2**31 - 1, 2**31, 10**9, 10**9 + 1, 10**18, 10**400]

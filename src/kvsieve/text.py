@@ -12,7 +12,7 @@ _LONGEST, _HEAD, _TAIL = 1200, 800, 300
 
 
 def printable(text: str) -> str:
-    """Write a text's control characters out (``\\x1b``), so that it gives a terminal no orders.
+    r"""Write a text's control characters out (``\x1b``), so that it gives a terminal no orders.
 
     Carriage returns are left out; newlines and tabs stay.
     """

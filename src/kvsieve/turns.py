@@ -225,7 +225,7 @@ class Turns:
     def _check_known(self, known: str, said: list[Message], before: str | None) -> None:
         """Check that what precedes the mark was fed: up to the last question, or to an open message's text."""
         fed = said if before is not None else said[:-1]
-        if not fed or fed == said[:1] and fed[0]["role"] == "system":
+        if not fed or (fed == said[:1] and fed[0]["role"] == "system"):
             return
         # Templates may write an answer's own header in another way once it is given; what was fed stays as it was.
         if not known.startswith(render(self.tokenizer, fed, ask=False)):

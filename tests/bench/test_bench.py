@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -298,7 +299,7 @@ def test_a_peer_measures_in_its_own_interpreter(model, model_dir, text, tmp_path
 class FakePeer:
     """Answers at once, with a third of the time per token and a half of the first token's."""
 
-    versions = {"peer_kvpress": "0"}
+    versions: ClassVar = {"peer_kvpress": "0"}
 
     def run(self, ids, new_tokens, method, kept, options):
         assert len(ids) == 1 and options == {"window_size": 8}

@@ -127,8 +127,9 @@ def test_a_template_that_refuses_is_bad_input(cli, tmp_path, prompt_file):
 
 
 def test_run_reads_stdin(cli, model_dir, monkeypatch):
-    monkeypatch.setattr("sys.stdin", open(os.devnull))
-    assert "the prompt is empty: stdin" in only_error(cli("run", model_dir, "--prompt-file", "-"), 2)
+    with open(os.devnull) as empty:
+        monkeypatch.setattr("sys.stdin", empty)
+        assert "the prompt is empty: stdin" in only_error(cli("run", model_dir, "--prompt-file", "-"), 2)
 
 
 def test_a_prompt_shorter_than_the_window_warns_and_says_it_did_not_run(cli, model_dir, tmp_path):

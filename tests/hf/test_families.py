@@ -123,7 +123,7 @@ def test_reducing(model, prompts, plan, monkeypatch):
     assert worst(chunked.output, one_shot.output) < 1e-5
     assert worst(one_shot.output, alone.output, slice(1, None)) < 1e-5
     assert worst(masked.output, one_shot.output) < 1e-5
-    assert masked.cache.layers[list(sieved)[0]].store.size == 48 + 4
+    assert masked.cache.layers[next(iter(sieved))].store.size == 48 + 4
     assert alone.stats.deep_tokens == (41 if plan is SNAPKV else 20)
 
     stores = [one_shot.cache.layers[layer].store for layer in sieved]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -309,7 +310,7 @@ def test_what_the_caller_brings_sees_the_whole_prompt(model, ids):
     streamer = Collect()
     result = run(model, gem(), ids, streamer=streamer)
     assert streamer.put_[0] == ids[0].tolist() and streamer.ended == 1
-    assert sum(streamer.put_, []) == result.sequences[0].tolist()
+    assert list(itertools.chain.from_iterable(streamer.put_)) == result.sequences[0].tolist()
     assert run(model, gem(), ids, stopping_criteria=[StopAt(ids, N + 3)]).sequences.shape[1] == N + 3
     assert run(model, gem(), ids, max_new_tokens=None, max_length=N + 5).sequences.shape[1] == N + 5
     config = copy.deepcopy(model.generation_config)

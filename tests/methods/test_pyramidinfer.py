@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -149,7 +150,7 @@ def test_token_sets_are_nested_and_counted(model, ids, given):
     assert result.stats.applied and result.stats.deep_tokens == expected[-1]
     columns = prompt_columns(result, 90)
     tail = int(90 * plan.propagate.recent) + 1
-    for outer, inner in zip(columns, columns[1:], strict=False):
+    for outer, inner in itertools.pairwise(columns):
         assert set(inner) <= set(outer)
     assert set(columns[-1]) >= {*range(plan.propagate.sinks), *range(90 - tail, 90)}
     assert [len(each) for each in columns] == expected
@@ -248,8 +249,18 @@ def test_an_evaluation_runs_it(model):
 
 @pytest.mark.parametrize(
     "given",
-    [{"rate": 0}, {"rate": 1.1}, {"recent": 1.0}, {"recent": -0.1}, {"strategy": "steep"}, {"interval": 0}]
-    + [{"sinks": -1}, {"min_context": 1}, {"distance_weight": 0}, {"distance_weight": math.nan}],
+    [
+        {"rate": 0},
+        {"rate": 1.1},
+        {"recent": 1.0},
+        {"recent": -0.1},
+        {"strategy": "steep"},
+        {"interval": 0},
+        {"sinks": -1},
+        {"min_context": 1},
+        {"distance_weight": 0},
+        {"distance_weight": math.nan},
+    ],
     ids=str,
 )
 def test_bad_parameters_are_named(given):

@@ -98,8 +98,13 @@ def run_length(
 def summarise(
     samples: Samples, new_tokens: int, work: dict[str, dict[str, Any]], limits: Limits | None
 ) -> dict[str, dict[str, Any]]:
-    """Per contender: each metric's median, min and max over rounds; the same of its ratios, taken within a round, to
-    the baseline, to our own full KV and to every contender of the peer; work counted, limits, and medians over them."""
+    """Summarise each contender's rounds.
+
+    Returns:
+        Per contender: each metric's median, min and max over rounds; the same of its ratios, taken within a round, to
+        the baseline, to our own full KV and to every contender of the peer; work counted, limits, and medians over
+        them.
+    """
     values = {name: [metrics(sample, new_tokens) for sample in runs] for name, runs in samples.items()}
     references = [name for name in samples if name in (BASELINE, "full") or is_peer(name)]
     out: dict[str, dict[str, Any]] = {}

@@ -22,8 +22,12 @@ LEAST_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Rates:
-    """bandwidth: bytes/s of matrix-vector products over the model's weights, more of them than caches hold.
-    matmul: FLOP/s of products of many tokens with a decoder layer's weights. Each the best of several."""
+    """Rates a machine reaches, each the best of several.
+
+    Attributes:
+        bandwidth: bytes/s of matrix-vector products over the model's weights, more of them than caches hold.
+        matmul: FLOP/s of products of many tokens with a decoder layer's weights.
+    """
 
     bandwidth: float
     matmul: float

@@ -5,4 +5,4 @@ from kvsieve.cache.ragged import RaggedStore, keep
 from kvsieve.cache.row_groups import RowGroups, View, group_rows
 from kvsieve.cache.store import DenseStore
 
-__all__ = ["DenseStore", "RowGroups", "RaggedStore", "Store", "View", "group_rows", "keep"]
+__all__ = ["DenseStore", "RaggedStore", "RowGroups", "Store", "View", "group_rows", "keep"]

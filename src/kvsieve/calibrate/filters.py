@@ -57,8 +57,11 @@ def directions(moments: Tensor, sums: Tensor, kv_heads: int) -> Tensor:
 
 
 def correlation(ctx: LayerContext, filters: Tensor) -> list[float]:
-    """Rank correlation (Spearman) per KV head, over the entries before the last 64 queries, of their keys' projections
-    on filters [H, D] with the attention mass those queries give them."""
+    """Rank correlation (Spearman) per KV head of filtered keys with the attention mass they get.
+
+    Over the entries before the last 64 queries: their keys' projections on filters [H, D], and the attention mass that
+    those queries give them.
+    """
     window = min(CHECKED, ctx.query.shape[2] // 2)
     mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid)
     mass = group_mean(mass, ctx.keys.shape[1])[0, :, :-window].double().cpu()

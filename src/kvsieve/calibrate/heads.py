@@ -12,8 +12,10 @@ from kvsieve.types import LayerContext
 
 
 def kept_by_streaming(length: int) -> tuple[int, int]:
-    """Sinks and recent tokens of a prompt that are not far back: DuoAttention's 128 and 256, or an eighth and a quarter
-    of a prompt of less than 1024 tokens."""
+    """Sinks and recent tokens of a prompt, which are not far back.
+
+    DuoAttention's 128 and 256, or an eighth and a quarter of a prompt of less than 1024 tokens.
+    """
     return min(128, length // 8), min(256, length // 4)
 
 

@@ -17,12 +17,20 @@ RULES = ("settled", "argmin")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """parts: which of PARTS. budget: entries kept where pooling is compared. tsp_rate: tokens that go on under
-    FastKV and ASL.
+    """Options of a calibration.
 
-    rule, tolerance, max_layer: how the TSP layer is chosen, see `distances.choose_layer`. every_layer: False to measure
-    from the deepest layer only down to the first that is not near, which chooses alike under "settled". kernels,
-    windows, poolings: SnapKV's settings that are compared.
+    Attributes:
+        parts: which of PARTS.
+        budget: entries kept where pooling is compared.
+        tsp_rate: tokens that go on under FastKV and ASL.
+        rule: how the TSP layer is chosen, "settled" or "argmin"; see `distances.choose_layer`.
+        tolerance: the rule's; None for 0.03 under "settled" and 0 under "argmin".
+        max_layer: deepest TSP layer that is tried; None for the last but one.
+        every_layer: False to measure from the deepest layer only down to the first that is not near, which chooses
+            alike under "settled".
+        kernels: SnapKV's kernels that are compared.
+        windows: SnapKV's windows that are compared.
+        poolings: SnapKV's poolings that are compared.
     """
 
     parts: tuple[str, ...] = PARTS

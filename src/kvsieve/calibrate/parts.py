@@ -38,6 +38,8 @@ class ReferenceAnswer:
 
 @dataclass
 class Parts:
+    """Parts of a calibration as they are measured, one after another, into `measured`."""
+
     model: Any
     options: Options
     fingerprint: Fingerprint

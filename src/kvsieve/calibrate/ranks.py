@@ -37,8 +37,14 @@ def trace(model: Any, ids: Tensor, rate: Any, pooled: SnapKV, observed: int) -> 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """first: L_min. tau: threshold. layers: where each prompt would select, None for never. adapts: whether that
-    depends on the prompt; else every prompt selects at `first`."""
+    """ASL's parameters for a model.
+
+    Attributes:
+        first: L_min.
+        tau: threshold.
+        layers: where each prompt would select, None for never.
+        adapts: that depends on the prompt; else every prompt selects at `first`.
+    """
 
     first: int
     tau: float

@@ -30,6 +30,8 @@ def calibrate(
     The same arguments give the same profile, but for time and rounding of other machines.
 
     Args:
+        model: the model, loaded.
+        tokenizer: its tokenizer.
         material: the prompts to read; by default 4 generated ones of 2048 tokens.
         name: of the model, in messages.
         options: what is measured, and how.

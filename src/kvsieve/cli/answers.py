@@ -105,8 +105,9 @@ def run_batches(
     *,
     warm: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Answers, method by method and `batch` prompts at a time: ``{"index", "method", "label", "parameters", "answer",
-    "stats"}``, the statistics those of the batch.
+    """Answers, method by method and `batch` prompts at a time, with the statistics of the batch.
+
+    Each is ``{"index", "method", "label", "parameters", "answer", "stats"}``.
 
     warm: for times that are compared, read a few tokens first.
 

@@ -24,8 +24,11 @@ ran: whether every part of the method acted on this prompt."""
 
 
 def demo_runs() -> list[MethodRun]:
-    """Settings that suit this small model: narrow pooling tears a number of seven tokens apart, an early TSP layer
-    drops the fact before the model has understood it, and a window of 8 sees little more than the chat template."""
+    """Settings that suit this small model.
+
+    Narrow pooling tears a number of seven tokens apart, an early TSP layer drops the fact before the model has
+    understood it, and a window of 8 sees little more than the chat template.
+    """
     shared = {"budget": "20%", "kernel": 21, "window": 32}
     return [
         make_run("full"),

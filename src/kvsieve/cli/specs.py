@@ -76,16 +76,21 @@ def chosen_method(method: str, budget: str | None, settings: list[str], profile:
 
 
 def compared_methods(text: str, budget: str | None, profile: str | None = None) -> list[MethodRun]:
-    """The runs that --compare lists: ``full,snapkv:kernel=21:window=16``, with the budget and the profile where they
-    take one and were not given their own. Raises PlanError."""
+    """The runs that --compare lists: ``full,snapkv:kernel=21:window=16``.
+
+    They get the budget and the profile where they take one and were not given their own. Raises PlanError.
+    """
     runs = []
     for method, given in method_specs(text):
         info = method_info(method)
         if budget is not None and "budget" in info.parameters:
             given.setdefault("budget", budget)
-        if profile is not None and "profile" in info.parameters:
-            if info.takes_profile or info.name in load_profile(profile).parameters:
-                given.setdefault("profile", profile)
+        if (
+            profile is not None
+            and "profile" in info.parameters
+            and (info.takes_profile or info.name in load_profile(profile).parameters)
+        ):
+            given.setdefault("profile", profile)
         runs.append(make_run(method, **given))
     return runs
 

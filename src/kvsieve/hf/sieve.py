@@ -102,9 +102,16 @@ class Sieve(AttachedModel):
         """Run ``model.generate`` under the plan, with statistics of what really happened.
 
         Args:
-            input_ids: as for `prefill`, like attention_mask, cache, chunk, progress, protect, quotas and reduce.
+            input_ids: see `prefill`.
+            attention_mask: see `prefill`.
+            cache: see `prefill`.
+            chunk: see `prefill`.
+            progress: see `prefill`.
+            protect: see `prefill`.
+            quotas: see `prefill`.
             question_tokens: the last so many tokens are a question that the plan is not to see: what comes before them
                 is read and reduced, then they are read, attend to what is left, and are kept whole.
+            reduce: see `prefill`.
             measure: note the peak memory of the call (which collects garbage and resets the process's peak), and wait
                 for the GPU at every token, so that times are exact.
             **options: generate's own (sampling, beams, num_return_sequences, stop strings, streamers ...).

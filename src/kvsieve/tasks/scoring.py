@@ -19,8 +19,11 @@ def match_any(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 
 def digits(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """A long number: the share of its digits that stand at their place in the answer's longest number ("partial", the
-    score, after LagKV section 5), all of them right ("exact"), and the first one right ("first_digit")."""
+    """Score a long number by its digits, against the answer's longest number.
+
+    The share of them that stand at their place ("partial", the score, after LagKV section 5), all of them right
+    ("exact"), and the first one right ("first_digit").
+    """
     wanted = expected[0]
     got = max(re.findall(r"\d+", answer), key=len, default="")
     right = [mine == theirs for mine, theirs in zip(got, wanted, strict=False)]

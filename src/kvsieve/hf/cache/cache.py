@@ -227,8 +227,11 @@ class SieveCache(Cache):
         ]
 
     def nbytes(self) -> int:
-        """Bytes of all tensors held: keys, values, indices and masks, room for further entries, and all that methods
-        and readers remember (scores, queries, views, page tables)."""
+        """Bytes of all tensors held.
+
+        Keys, values, indices and masks, room for further entries, and all that methods and readers remember (scores,
+        queries, views, page tables).
+        """
         return storage_bytes(self._tensors())
 
     def _tensors(self) -> Iterator[Tensor]:

@@ -33,6 +33,29 @@ _TELLING_TYPES = {
 
 def why_unsupported(model: Any, plan: Plan) -> str | None:
     """One clause saying why `plan` cannot run on `model`, or None when it can."""
+    reason = _why_no_plan_runs(model)
+    if reason is not None:
+        return reason
+    layers, kinds = model.get_decoder().layers, plain_cache_layers(text_config(model))
+    sliding = [index for index, kind in enumerate(kinds) if isinstance(kind, DynamicSlidingWindowLayer)]
+    if plan.roles and len(sliding) == len(kinds):
+        return "all its layers use sliding-window attention, so their cache is small already and nothing is left to do"
+    if plan.propagate is not None:
+        source = plan.propagate.source(len(kinds))
+        crossed = [index for index in sliding if index >= source]
+        if crossed:
+            return (
+                f"token propagation from layer {source} cannot cross its sliding-window layers (layer {crossed[0]} is "
+                "one); use a plan without propagate="
+            )
+        if "position_embeddings" not in inspect.signature(layers[0].forward).parameters:
+            return "its layers take no position_embeddings, so token propagation cannot move positions along"
+    full = [index for index in range(len(kinds)) if index not in sliding]
+    return None if plan.evict is None else Facts(model).why_missing(plan.evict.traits.needs, full)
+
+
+def _why_no_plan_runs(model: Any) -> str | None:
+    """One clause about the model alone, or None when plans can run on it."""
     if getattr(model.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder; kvsieve reduces the context of decoder-only models"
     if not hasattr(model, "generate") or not hasattr(model, "get_decoder"):
@@ -59,21 +82,7 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
             return f"it has layers that are not plain attention ({type(kind).__name__}: linear, shared or indexed)"
     if len(kinds) != len(layers):
         return f"its {len(layers)} layers do not each have a cache of their own ({len(kinds)} cached)"
-    sliding = [index for index, kind in enumerate(kinds) if isinstance(kind, DynamicSlidingWindowLayer)]
-    if plan.roles and len(sliding) == len(kinds):
-        return "all its layers use sliding-window attention, so their cache is small already and nothing is left to do"
-    if plan.propagate is not None:
-        source = plan.propagate.source(len(kinds))
-        crossed = [index for index in sliding if index >= source]
-        if crossed:
-            return (
-                f"token propagation from layer {source} cannot cross its sliding-window layers (layer {crossed[0]} is "
-                "one); use a plan without propagate="
-            )
-        if "position_embeddings" not in inspect.signature(layers[0].forward).parameters:
-            return "its layers take no position_embeddings, so token propagation cannot move positions along"
-    full = [index for index in range(len(kinds)) if index not in sliding]
-    return None if plan.evict is None else Facts(model).why_missing(plan.evict.traits.needs, full)
+    return None
 
 
 def methods_for(model: Any) -> list[str]:

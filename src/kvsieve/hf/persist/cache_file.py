@@ -143,8 +143,11 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], text: str) -> None:
 
 
 def is_ours(path: str | os.PathLike[str]) -> bool:
-    """Tell that what is at `path` may be replaced unasked: nothing, an empty file, or one that `write` wrote, whatever
-    became of it. Raises MissingFileError for a file that cannot be read."""
+    """Tell that what is at `path` may be replaced unasked.
+
+    That is nothing, an empty file, or one that `write` wrote, whatever became of it. Raises MissingFileError for a file
+    that cannot be read.
+    """
     begin = b'{"__metadata__": {"kvsieve"'
     try:
         with open(path, "rb", opener=_regular) as file:
