@@ -27,7 +27,7 @@ OPTIONS = {"suppress_tokens": [0, 1, 2], "max_new_tokens": 2}
 FINE = [chats.Chat.stream, chats.Chat._alone, chats.Chat._settle, worker.Worker.wait, worker.Worker.__init__]
 FINE += [chats.Chat.ask, chats.Chat.read, chats.Chat.rollback, chats.Chat.fork, chats.Chat.snapshot]
 FINE += [SieveCache.rollback]
-COARSE = ("/hf/chat/chat.py", "/hf/cache/cache.py")
+COARSE = ("/hf/chat/chat.py", "/hf/chat/turn.py", "/hf/cache/cache.py")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Generator
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,41 +14,16 @@ from torch import Tensor
 from kvsieve.display import mebibytes
 from kvsieve.errors import CacheStateError, InputError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.chat.options import check_chat_options, complete_options
-from kvsieve.hf.chat.pieces import Pieces
-from kvsieve.hf.chat.state import ChatSnapshot, ChatState, Reply, from_saved, saved_form
+from kvsieve.hf.chat.options import check_chat_options
+from kvsieve.hf.chat.state import ChatSnapshot, ChatState, Reply, Transcript, from_saved, saved_form
+from kvsieve.hf.chat.turn import ChatBackend, TurnMaker
 from kvsieve.hf.chat.worker import Stopped, Worker
-from kvsieve.hf.generate.generate import GenerateResult
 from kvsieve.hf.generate.stats import Stats
-from kvsieve.hf.inputs import check_callable, check_text
-from kvsieve.hf.persist.saved import Saved, understood
-from kvsieve.plans import Plan
-from kvsieve.turns import Message, Turns, stop_ids
+from kvsieve.hf.inputs import check_text
+from kvsieve.hf.persist.saved import understood
+from kvsieve.turns import Message
 
 _T = TypeVar("_T")
-_BREAK = "\n\n"
-
-
-class ChatBackend(Protocol):
-    """The part of a Sieve that a chat uses."""
-
-    model: Any
-    config: Any
-    plan: Plan
-
-    def new_cache(self) -> SieveCache: ...
-
-    @property
-    def prefill(self) -> Callable[..., SieveCache]: ...
-
-    @property
-    def generate(self) -> Callable[..., GenerateResult]: ...
-
-    @property
-    def save(self) -> Callable[..., None]: ...
-
-    @property
-    def load(self) -> Callable[..., Saved]: ...
 
 
 class Chat:
@@ -78,13 +53,12 @@ class Chat:
         self.sieve, self.tokenizer = sieve, tokenizer
         self.options: dict[str, Any] = {**options, "max_new_tokens": max_new_tokens, "chunk": chunk}
         check_chat_options(self.options, sieve.model.generation_config)
-        self._turns = Turns(tokenizer)
-        self._stops = stop_ids(tokenizer, sieve.model.generation_config.eos_token_id)
+        self._maker = TurnMaker(sieve, tokenizer)
         start = () if system is None else ({"role": "system", "content": system},)
         self._cache: SieveCache = sieve.new_cache()
         ids = torch.zeros(1, 0, dtype=torch.int64, device=sieve.model.device)
         # `_state` is what the chat is; the cache agrees with it where it is `_at` it, and else is put right.
-        self._state = ChatState(ids, self._cache.snapshot(), start)
+        self._state = ChatState(Transcript(ids, start), self._cache.snapshot())
         self._at: ChatState | None = self._state
         if load is not None:
             self._load(load, system)
@@ -96,8 +70,13 @@ class Chat:
             self._alone(lambda: None)
         return self._cache
 
+    @property
+    def _transcript(self) -> Transcript:
+        # What is given this, and not the state, keeps no cache of then for as long as a traceback is kept.
+        return self._state.transcript
+
     def __repr__(self) -> str:
-        turns, tokens = len(self._state.turns), self._state.ids.shape[1]
+        turns, tokens = len(self._transcript.turns), self.ids.shape[1]
         return (
             f"<Chat under {self.sieve.plan.name}: {turns} turns, {tokens} tokens, KV {mebibytes(self.cache.nbytes())}>"
         )
@@ -105,28 +84,28 @@ class Chat:
     @property
     def messages(self) -> list[Message]:
         """All that was said, as ``{"role", "content"}``; a copy."""
-        return [dict(message) for message in self._state.messages]
+        return [dict(message) for message in self._transcript.messages]
 
     @property
     def system(self) -> str | None:
         """The system prompt."""
-        first = self._state.messages[:1]
+        first = self._transcript.messages[:1]
         return first[0]["content"] if first and first[0]["role"] == "system" else None
 
     @property
     def context(self) -> str | None:
         """The beginning of the next message, which `read` has read; None if nothing."""
-        return self._state.context
+        return self._transcript.context
 
     @property
     def turns(self) -> list[Stats]:
         """The statistics of every turn."""
-        return list(self._state.turns)
+        return list(self._transcript.turns)
 
     @property
     def ids(self) -> Tensor:
         """int64 [1, N] on the model's device: the conversation as it was fed and generated."""
-        return self._state.ids
+        return self._transcript.ids
 
     def ask(self, message: str, on_text: Callable[[str], None] | None = None, **options: Any) -> Reply:
         """One turn: the user says `message`, the model answers.
@@ -209,14 +188,10 @@ class Chat:
         options = {"chunk": self.options["chunk"], **options}
 
         def work() -> None:
-            said, before = text.rstrip(), self._state.context
-            fed = said if before is None else f"{_BREAK}{said}"
-            ids, _ = self._fed(fed, open_end=True)
+            after = self._maker.beginning(self._transcript, text)
             self._at = None
-            self.sieve.prefill(ids, torch.ones_like(ids), cache=self._cache, **options)
-            self._state = self._at = dataclasses.replace(
-                self._state, ids=ids, cache=self._cache.snapshot(), context=(before or "") + fed, ended=False
-            )
+            self.sieve.prefill(after.ids, torch.ones_like(after.ids), cache=self._cache, **options)
+            self._state = self._at = ChatState(after, self._cache.snapshot())
 
         self._alone(work)
 
@@ -261,9 +236,8 @@ class Chat:
         """
 
         def work() -> None:
-            extra = {"chat": saved_form(self._state)}
-            ids = self._state.ids
-            self.sieve.save(self._cache, path, tokenizer=self.tokenizer, ids=ids, extra=extra, force=force)
+            extra = {"chat": saved_form(self._transcript)}
+            self.sieve.save(self._cache, path, tokenizer=self.tokenizer, ids=self.ids, extra=extra, force=force)
 
         self._alone(work)
 
@@ -273,7 +247,8 @@ class Chat:
         if not isinstance(form, dict) or saved.ids is None or len(saved.ids) != 1:
             raise InputError(f"{os.fspath(path)!r} holds a cache but no chat; go on with sieve.load() and generate")
         with understood(path):
-            state = from_saved(form, saved.ids.to(self.sieve.model.device), saved.cache.snapshot())
+            transcript = from_saved(form, saved.ids.to(self.sieve.model.device))
+        state = ChatState(transcript, saved.cache.snapshot())
         self._cache, self._state, self._at = saved.cache, state, state
         if system is not None and system != self.system:
             has = "none" if self.system is None else repr(self.system)
@@ -283,77 +258,10 @@ class Chat:
         self, message: str, on_text: Callable[[str], None] | None, given: dict[str, Any], check: Callable[[], None]
     ) -> tuple[Reply, ChatState]:
         """The model's answer, and what the chat is with it. check: raises where the turn is to end."""
-        check_text("message", message)
-        check_chat_options(given, self.sieve.model.generation_config)
-        options, before = {**self.options, **given}, self._state.context
-        ids, context = self._fed(message if before is None else f"{_BREAK}{message}")
-        wanted = options.pop("max_new_tokens")
-        most = wanted if context is None else min(wanted, context - ids.shape[1])
-        stops = complete_options(options, self.sieve.model, self.tokenizer, self._stops)
-        progress = options.pop("progress", None)
-        check_callable("progress", progress)
-
-        def shown(done: int, total: int) -> None:
-            check()
-            if progress is not None:
-                progress(done, total)
-
-        pieces = Pieces(self.tokenizer, stops, on_text, check)
+        question = self._maker.question(self._transcript, message, given, self.options)
         self._at = None
-        result = self.sieve.generate(
-            ids,
-            torch.ones_like(ids),
-            cache=self._cache,
-            max_new_tokens=most,
-            streamer=pieces,
-            progress=shown,
-            **options,
-        )
-        new = result.sequences[:, ids.shape[1] :]
-        made, stats = new[0].tolist(), result.stats
-        ended = made[-1] in stops
-        if most < wanted and len(made) == most and not ended:
-            note = (
-                f"the answer was cut at {most} tokens, where the model's context of {context} ends: start a new "
-                "chat, or go back to an earlier snapshot"
-            )
-            stats = dataclasses.replace(stats, notes=[*stats.notes, note])
-        said = message if before is None else f"{before}{_BREAK}{message}"
-        exchange = {"role": "user", "content": said}, {"role": "assistant", "content": pieces.text}
-        after = ChatState(
-            torch.cat([ids, new.to(ids)], 1),
-            self._cache.snapshot(),
-            (*self._state.messages, *exchange),
-            (*self._state.turns, stats),
-            ended=ended,
-        )
-        return Reply(pieces.text, made, ended, stats), after
-
-    def _fed(self, text: str, open_end: bool = False) -> tuple[Tensor, int | None]:
-        """int64 [1, N]: the conversation with a message, up to the answer; and where the context ends, None if nowhere.
-
-        The token that ended an answer was never read by the model: where the template writes another, or more, it
-        gives way.
-        """
-        # A name for the state would keep the cache of then for as long as a traceback is kept.
-        known = self._state.ids
-        added = self._turns.added(self._state.messages, text, before=self._state.context, open_end=open_end)
-        if self._state.ended:
-            last = int(known[0, -1])
-            at = added.index(last) if last in added else -1
-            if at >= 0 and not self.tokenizer.decode(added[:at]).strip():
-                added = added[at + 1 :]
-            else:
-                known = known[:, :-1]
-        ids = torch.cat([known, known.new_tensor([added])], 1)
-        context = getattr(self.sieve.config, "max_position_embeddings", None)
-        if context is not None and ids.shape[1] + 1 > context:
-            raise InputError(
-                f"the conversation has {known.shape[1]} tokens and this message adds {len(added)}: with one token of "
-                f"an answer that is more than the model's context of {context}; say less, roll back to an earlier "
-                "snapshot, or start a new chat"
-            )
-        return ids, context
+        reply, after = self._maker.answer(self._transcript, question, self._cache, on_text, check)
+        return reply, ChatState(after, self._cache.snapshot())
 
     def _alone(self, work: Callable[[], _T]) -> _T:
         """Do `work` while nobody else does anything with the chat; then the cache is what `_state` says it is.

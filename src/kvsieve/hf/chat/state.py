@@ -31,12 +31,11 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class ChatState:
-    """All that a chat is, so that one assignment takes it from a turn to the next.
+class Transcript:
+    """A conversation as it was said and fed.
 
     Attributes:
         ids: int64 [1, N], all that was fed or generated.
-        cache: what the cache is then.
         messages: all that was said.
         turns: the statistics of every turn.
         context: the next user message's text so far, fed already.
@@ -44,11 +43,23 @@ class ChatState:
     """
 
     ids: Tensor
-    cache: Snapshot
     messages: tuple[Message, ...]
     turns: tuple[Stats, ...] = ()
     context: str | None = None
     ended: bool = False
+
+
+@dataclass(frozen=True)
+class ChatState:
+    """All that a chat is, so that one assignment takes it from a turn to the next.
+
+    Attributes:
+        transcript: what was said.
+        cache: what the cache is then.
+    """
+
+    transcript: Transcript
+    cache: Snapshot
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -58,21 +69,21 @@ class ChatSnapshot:
     state: ChatState
 
 
-def saved_form(state: ChatState) -> dict[str, Any]:
-    """Return a chat as JSON has it, but for its ids and cache."""
+def saved_form(transcript: Transcript) -> dict[str, Any]:
+    """Return a conversation as JSON has it, but for its ids."""
     return {
-        "messages": list(state.messages),
-        "turns": [stats.to_dict() for stats in state.turns],
-        "context": state.context,
-        "ended": state.ended,
+        "messages": list(transcript.messages),
+        "turns": [stats.to_dict() for stats in transcript.turns],
+        "context": transcript.context,
+        "ended": transcript.ended,
     }
 
 
-def from_saved(form: dict[str, Any], ids: Tensor, cache: Snapshot) -> ChatState:
-    """Return the inverse of `saved_form`, with the ids and the cache that were saved beside it."""
+def from_saved(form: dict[str, Any], ids: Tensor) -> Transcript:
+    """Return the inverse of `saved_form`, with the ids that were saved beside it."""
     messages = tuple({name: _text(each[name]) for name in ("role", "content")} for each in form["messages"])
     context = None if form["context"] is None else _text(form["context"])
-    return ChatState(ids, cache, messages, tuple(map(_stats, form["turns"])), context, bool(form["ended"]))
+    return Transcript(ids, messages, tuple(map(_stats, form["turns"])), context, bool(form["ended"]))
 
 
 def _text(value: Any) -> str:

@@ -1,0 +1,172 @@
+"""One turn of a conversation: the ids that a message adds, and the model's answer to them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import InputError
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.chat.options import check_chat_options, complete_options
+from kvsieve.hf.chat.pieces import Pieces
+from kvsieve.hf.chat.state import Reply, Transcript
+from kvsieve.hf.generate.generate import GenerateResult
+from kvsieve.hf.inputs import check_callable, check_text
+from kvsieve.hf.persist.saved import Saved
+from kvsieve.plans import Plan
+from kvsieve.turns import Turns, stop_ids
+
+_BREAK = "\n\n"
+
+
+class ChatBackend(Protocol):
+    """The part of a Sieve that a chat uses."""
+
+    model: Any
+    config: Any
+    plan: Plan
+
+    def new_cache(self) -> SieveCache: ...
+
+    @property
+    def prefill(self) -> Callable[..., SieveCache]: ...
+
+    @property
+    def generate(self) -> Callable[..., GenerateResult]: ...
+
+    @property
+    def save(self) -> Callable[..., None]: ...
+
+    @property
+    def load(self) -> Callable[..., Saved]: ...
+
+
+@dataclass(frozen=True)
+class Question:
+    """A user's message, ready to be fed.
+
+    Attributes:
+        ids: int64 [1, N], the conversation with the message, up to the answer.
+        context: tokens of the model's context; None where it has no end.
+        message: the whole message, what `Chat.read` has read of it included.
+        stops: ids that end an answer.
+        max_new_tokens: most tokens of an answer that are wanted.
+        progress: the caller's callback.
+        options: the other options of ``Sieve.generate``.
+    """
+
+    ids: Tensor
+    context: int | None
+    message: str
+    stops: frozenset[int]
+    max_new_tokens: int
+    progress: Callable[[int, int], None] | None
+    options: dict[str, Any]
+
+
+class TurnMaker:
+    """Makes the turns of a conversation. Keeps nothing of it, and changes nothing but the cache it is given."""
+
+    def __init__(self, sieve: ChatBackend, tokenizer: Any) -> None:
+        self.sieve, self.tokenizer = sieve, tokenizer
+        self.turns = Turns(tokenizer)
+        self.stops = stop_ids(tokenizer, sieve.model.generation_config.eos_token_id)
+
+    def question(self, before: Transcript, message: str, given: dict[str, Any], options: dict[str, Any]) -> Question:
+        """Return the next user message, checked.
+
+        Args:
+            before: the conversation so far.
+            message: what the user says.
+            given: options of this turn.
+            options: the chat's options, for what is not given.
+        """
+        check_text("message", message)
+        check_chat_options(given, self.sieve.model.generation_config)
+        options = {**options, **given}
+        ids, context = self._fed(before, message if before.context is None else f"{_BREAK}{message}")
+        wanted = options.pop("max_new_tokens")
+        stops = complete_options(options, self.sieve.model, self.tokenizer, self.stops)
+        progress = options.pop("progress", None)
+        check_callable("progress", progress)
+        said = message if before.context is None else f"{before.context}{_BREAK}{message}"
+        return Question(ids, context, said, stops, wanted, progress, options)
+
+    def answer(
+        self,
+        before: Transcript,
+        question: Question,
+        cache: SieveCache,
+        on_text: Callable[[str], None] | None,
+        check: Callable[[], None],
+    ) -> tuple[Reply, Transcript]:
+        """Return the model's answer, and the conversation with it. check: raises where the turn is to end."""
+        ids, wanted, context, progress = question.ids, question.max_new_tokens, question.context, question.progress
+        most = wanted if context is None else min(wanted, context - ids.shape[1])
+
+        def shown(done: int, total: int) -> None:
+            check()
+            if progress is not None:
+                progress(done, total)
+
+        pieces = Pieces(self.tokenizer, question.stops, on_text, check)
+        result = self.sieve.generate(
+            ids,
+            torch.ones_like(ids),
+            cache=cache,
+            max_new_tokens=most,
+            streamer=pieces,
+            progress=shown,
+            **question.options,
+        )
+        new = result.sequences[:, ids.shape[1] :]
+        made, stats = new[0].tolist(), result.stats
+        ended = made[-1] in question.stops
+        if most < wanted and len(made) == most and not ended:
+            note = (
+                f"the answer was cut at {most} tokens, where the model's context of {context} ends: start a new "
+                "chat, or go back to an earlier snapshot"
+            )
+            stats = dataclasses.replace(stats, notes=[*stats.notes, note])
+        exchange = {"role": "user", "content": question.message}, {"role": "assistant", "content": pieces.text}
+        after = Transcript(
+            torch.cat([ids, new.to(ids)], 1), (*before.messages, *exchange), (*before.turns, stats), ended=ended
+        )
+        return Reply(pieces.text, made, ended, stats), after
+
+    def beginning(self, before: Transcript, text: str) -> Transcript:
+        """Return the conversation with the beginning of the next user message, which gets no answer yet."""
+        said = text.rstrip()
+        fed = said if before.context is None else f"{_BREAK}{said}"
+        ids, _ = self._fed(before, fed, open_end=True)
+        return dataclasses.replace(before, ids=ids, context=(before.context or "") + fed, ended=False)
+
+    def _fed(self, before: Transcript, text: str, open_end: bool = False) -> tuple[Tensor, int | None]:
+        """int64 [1, N]: the conversation with a message, up to the answer; and where the context ends, None if nowhere.
+
+        The token that ended an answer was never read by the model: where the template writes another, or more, it
+        gives way.
+        """
+        known = before.ids
+        added = self.turns.added(before.messages, text, before=before.context, open_end=open_end)
+        if before.ended:
+            last = int(known[0, -1])
+            at = added.index(last) if last in added else -1
+            if at >= 0 and not self.tokenizer.decode(added[:at]).strip():
+                added = added[at + 1 :]
+            else:
+                known = known[:, :-1]
+        ids = torch.cat([known, known.new_tensor([added])], 1)
+        context = getattr(self.sieve.config, "max_position_embeddings", None)
+        if context is not None and ids.shape[1] + 1 > context:
+            raise InputError(
+                f"the conversation has {known.shape[1]} tokens and this message adds {len(added)}: with one token of "
+                f"an answer that is more than the model's context of {context}; say less, roll back to an earlier "
+                "snapshot, or start a new chat"
+            )
+        return ids, context
