@@ -119,7 +119,7 @@ def test_bytes_told_are_bytes_touched(model, monkeypatch, name, given):
         result = sieve.generate(ids, mask, max_new_tokens=NEW, **GREEDY)
     traffic, reads = result.stats.traffic, result.cache.turn.record.reads
     assert traffic.tokens == NEW - 1
-    assert reads.entry_bytes + reads.looked_bytes + reads.upkeep_bytes == counted > 0
+    assert reads.entry_bytes + reads.estimate_bytes + reads.upkeep_bytes == counted > 0
     told = traffic.bytes + traffic.estimate_bytes + traffic.upkeep_bytes
     assert told == pytest.approx(counted / (traffic.tokens * len(ids)), abs=2)
     assert bool(traffic.upkeep_bytes) == (

@@ -14,6 +14,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from kvsieve.core.kv_rows import DeviceLength, KVRows
 from kvsieve.kernels import decode, window
 from kvsieve.kernels.decode import decode_attention, kv_row_attention, ragged_decode
 from kvsieve.kernels.pages import page_bounds, page_scores, update_pages
@@ -60,11 +61,11 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     packed = query.view(heads, groups, dim)
     flat = keys.flatten(0, 2), values.flatten(0, 2)
     slots, tail = (torch.zeros(heads, *size, dtype=torch.int64) for size in ((length,), ()))
-    kv_row_attention(packed, *flat, scale=0.1, entries=slots[:, :256], tail=tail)
-    kv_row_attention(
-        packed, *flat, scale=0.1, entries=slots[:, None, :256].expand(-1, groups, -1), body=slots, tail=tail
-    )
-    kv_row_attention(packed, *flat, scale=0.1, body=slots, tail=tail, stride=heads, length=count, capacity=length)
+    stored = KVRows(*flat, None, tail, 1, length)
+    kv_row_attention(packed, stored, slots[:, :256], scale=0.1)
+    stored = KVRows(*flat, slots, tail, 1, length)
+    kv_row_attention(packed, stored, slots[:, None, :256].expand(-1, groups, -1), scale=0.1)
+    kv_row_attention(packed, KVRows(*flat, slots, tail, heads, length, DeviceLength(count)), scale=0.1)
     window = torch.zeros(1, heads * groups, 40, dim, dtype=dtype)[:, :, 8:]
     window_mass(window, keys, 0.1)
     window_mass(window, keys, 0.1, valid)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from kvsieve import kernels
 from kvsieve.attention import dense_attention, ragged_attention, sparse_attention
 from kvsieve.attention.reference import reference_attention
 from kvsieve.cache import DenseStore, keep
-from kvsieve.core.kv_rows import Choice, KVRows
+from kvsieve.core.kv_rows import Choice, DeviceLength, KVRows
 from kvsieve.core.selection import pack_ragged
 from kvsieve.kernels import decode, launch
 
@@ -91,7 +93,7 @@ def kv_rows_in(keys, values, body, stride):
 
 
 @pytest.mark.parametrize("body", [0, 1, 21], ids=lambda n: f"{n}-listed")
-@pytest.mark.parametrize("chosen", [None, 7, 49, "per-query-head", "one-for-all"])
+@pytest.mark.parametrize("chosen", [None, "all", 7, 49, "per-query-head", "one-for-all"])
 def test_entries_of_kv_rows(body, chosen):
     query, keys, values = tensors(torch.bfloat16 if body else torch.float32, 1, heads=12, size=250, batch=1)
     query, keys, values = query.view(4, 3, 20), keys[0, 0], values[0, 0]
@@ -105,10 +107,11 @@ def test_entries_of_kv_rows(body, chosen):
     elif chosen is None:
         entries = None
     if entries is None:
-        where = {"body": kv_rows.body, "tail": kv_rows.tail, "stride": 4}
-        length = torch.tensor(kv_rows.size - 5)
-        ours = kernels.kv_row_attention(query, keys, values, scale=0.3, length=length, capacity=kv_rows.size, **where)
+        on_device = dataclasses.replace(kv_rows, length=DeviceLength(torch.tensor(kv_rows.size - 5)))
+        ours = kernels.kv_row_attention(query, on_device, scale=0.3)
         entries = everything[:, :-5]
+    elif chosen == "all":
+        ours = kernels.kv_row_attention(query, kv_rows, scale=0.3)
     else:
         ours = sparse_attention(query, kv_rows, Choice(entries), scale=0.3)
     per_head = entries if entries.ndim == 3 else entries[:, None].expand(-1, 3, -1)
@@ -133,10 +136,11 @@ def test_a_blend_follows():
 
 def test_the_norm_is_the_log_sum_exp_and_nothing_seen_gives_nothing():
     query, keys, values = tensors(torch.float32, 2)
-    out, norm = decode.attend(query.view(4, 2, 20), keys, values, scale=0.3, count=70, capacity=77)
+    out, norm = decode.attend(query.view(4, 2, 20), keys, values, decode.Entries(70, 77), scale=0.3)
     logits = query.view(2, 2, 2, 20) @ keys[:, :, :70].transpose(-1, -2) * 0.3
     close(norm, logits.logsumexp(-1).view(4, 2))
-    out, norm = decode.attend(query.view(4, 2, 20), keys, values, scale=0.3, count=torch.tensor(0), capacity=77)
+    nothing = decode.Entries(torch.tensor(0), 77)
+    out, norm = decode.attend(query.view(4, 2, 20), keys, values, nothing, scale=0.3)
     assert out.eq(0).all() and norm.eq(float("-inf")).all()
 
 

@@ -95,9 +95,3 @@ def test_every_function_is_found_and_others_are_not():
         assert getattr(kernels, name) is getattr({"decode": decode, "pages": pages, "window": window}[module], name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = kernels.nothing
-
-
-def test_a_line_needs_to_know_how_long_it_is():
-    x = torch.zeros(1, 1, 16)
-    with pytest.raises(ValueError, match="capacity"):
-        kernels.kv_row_attention(x, x[0], x[0], scale=1.0, length=torch.tensor(1))

@@ -25,8 +25,7 @@ def sparse_attention(query: Tensor, kv_rows: KVRows, choice: Choice, *, scale: f
     """
     entries = choice.entries
     if kernels.usable(query, kv_rows.keys, kv_rows.values):
-        slots = {"body": kv_rows.body, "tail": kv_rows.tail, "stride": kv_rows.stride}
-        out = kernels.kv_row_attention(query, kv_rows.keys, kv_rows.values, scale=scale, entries=entries, **slots)
+        out = kernels.kv_row_attention(query, kv_rows, entries, scale=scale)
     else:
         keys, values = kv_rows.read(entries)
         if entries.ndim == 2:

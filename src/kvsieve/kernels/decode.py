@@ -7,7 +7,8 @@ or, where heads share a flat buffer, a batch row with all of them.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,57 @@ from kvsieve.kernels.split import merge_kernel, split_kernel
 _BYTES = 32 << 10
 # Parts of a KV row that are merged at a time.
 _MERGED = 32
+
+
+class _Length(Protocol):
+    @property
+    def count(self) -> Tensor: ...
+
+
+class StoredRows(Protocol):
+    """The part of `core.kv_rows.KVRows` that a kernel reads."""
+
+    @property
+    def keys(self) -> Tensor: ...
+
+    @property
+    def values(self) -> Tensor: ...
+
+    @property
+    def body(self) -> Tensor | None: ...
+
+    @property
+    def tail(self) -> Tensor: ...
+
+    @property
+    def stride(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def length(self) -> _Length | None: ...
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Entries of KV rows that are read, and the slots that they lie in.
+
+    Attributes:
+        count: entries of each KV row, an int or one integer on the device.
+        capacity: most entries that `count` can be.
+        chosen: int64 [X, count], indices of the chosen entries; None for the first `count`.
+        body: as in `core.kv_rows.KVRows`; None where nothing is listed.
+        tail: as in `core.kv_rows.KVRows`; None for 0.
+        stride: slots from one entry to the next.
+    """
+
+    count: Tensor | int
+    capacity: int
+    chosen: Tensor | None = None
+    body: Tensor | None = None
+    tail: Tensor | None = None
+    stride: int = 1
 
 
 def decode_attention(
@@ -48,7 +100,7 @@ def decode_attention(
     length = capacity if length is None else length
     mask = None if valid is None else valid.expand(-1, heads, -1)
     asked = query.reshape(batch * heads, query.shape[1] // heads, -1)
-    out, _ = attend(asked, keys, values, scale=scale, count=length, capacity=capacity, mask=mask)
+    out, _ = attend(asked, keys, values, Entries(length, capacity), scale=scale, mask=mask)
     return out.view(batch, query.shape[1], 1, -1)
 
 
@@ -68,80 +120,38 @@ def ragged_decode(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, 
     Returns:
         [B, Hq, 1, Dv].
     """
-    out, _ = attend(
-        query[:, :, 0],
-        keys[:, None],
-        values[:, None],
-        scale=scale,
-        count=keys.shape[1],
-        capacity=keys.shape[1],
-        mask=bias,
-    )
+    everything = Entries(keys.shape[1], keys.shape[1])
+    out, _ = attend(query[:, :, 0], keys[:, None], values[:, None], everything, scale=scale, mask=bias)
     return out[:, :, None]
 
 
-def kv_row_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scale: float,
-    entries: Tensor | None = None,
-    body: Tensor | None = None,
-    tail: Tensor | None = None,
-    stride: int = 1,
-    length: Tensor | int | None = None,
-    capacity: int | None = None,
-) -> Tensor:
-    """Attention over chosen entries of KV rows, or over their first `length` entries.
+def kv_row_attention(query: Tensor, kv_rows: StoredRows, chosen: Tensor | None = None, *, scale: float) -> Tensor:
+    """Attention over chosen entries of KV rows, or over all of them.
 
     Args:
         query: [X, G, D].
-        keys: [S, D]; keys, values, body, tail and stride as in `core.kv_rows.KVRows`.
-        values: [S, Dv].
+        kv_rows: X of them, the length on the device or not.
+        chosen: int64 [X, k], or [X, G, k] for a choice per query head, indices in the KV row; None for all entries.
         scale: factor of the query-key products.
-        entries: int64 [X, k], or [X, G, k] for a choice per query head, indices in the KV row; None for the first
-            `length`.
-        body: int64 [X, K], or None.
-        tail: int64 [X]; None for 0.
-        stride: slots from one further entry to the next.
-        length: entries, an int or one integer on the device.
-        capacity: static bound of a `length` on the device.
 
     Returns:
         [X, G, Dv].
-
-    Raises:
-        ValueError: none of entries=, an int length=, and length= with capacity= is given.
     """
     query_rows, groups, _ = query.shape
-    if entries is not None:
-        length = entries.shape[-1]
-        if entries.ndim == 3:
-            query, entries = query.reshape(query_rows * groups, 1, -1), entries.flatten(0, 1)
-    if isinstance(length, int):
-        capacity = length
-    if length is None or capacity is None:
-        raise ValueError("kv_row_attention needs entries=, an int length=, or length= on the device and capacity=")
-    keys, values = (part.expand(query_rows, 1, -1, -1) for part in (keys, values))
-    where: dict[str, Any] = {"entries": entries, "body": body, "tail": tail, "stride": stride}
-    out, _ = attend(query, keys, values, scale=scale, count=length, capacity=capacity, **where)
+    count: Tensor | int = kv_rows.size if kv_rows.length is None else kv_rows.length.count
+    capacity = kv_rows.size
+    if chosen is not None:
+        count = capacity = chosen.shape[-1]
+        if chosen.ndim == 3:
+            query, chosen = query.reshape(query_rows * groups, 1, -1), chosen.flatten(0, 1)
+    keys, values = (part.expand(query_rows, 1, -1, -1) for part in (kv_rows.keys, kv_rows.values))
+    entries = Entries(count, capacity, chosen, kv_rows.body, kv_rows.tail, kv_rows.stride)
+    out, _ = attend(query, keys, values, entries, scale=scale)
     return out.view(query_rows, groups, -1)
 
 
 def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scale: float,
-    count: Tensor | int,
-    capacity: int,
-    entries: Tensor | None = None,
-    body: Tensor | None = None,
-    tail: Tensor | None = None,
-    stride: int = 1,
-    mask: Tensor | None = None,
+    query: Tensor, keys: Tensor, values: Tensor, entries: Entries, *, scale: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Attention of [X, G, D] over keys [B, H, N, D], and the logits' log-sum-exp; the other functions are made of it.
 
@@ -151,13 +161,8 @@ def attend(
         query: [X, G, D].
         keys: [B, H, N, D].
         values: [B, H, N, Dv].
+        entries: what is read of them.
         scale: factor of the query-key products.
-        count: entries of a KV row, an int or one integer on the device.
-        capacity: most entries that `count` can be.
-        entries: int64 [X, count], indices of the chosen entries; None for all.
-        body: as in `core.kv_rows.KVRows`; None where nothing is listed.
-        tail: as in `core.kv_rows.KVRows`; None for 0.
-        stride: slots from one entry to the next.
         mask: by slot: bool [B, H, N], where the last entry is seen whatever it says, or a bias of the logits, [B, H or
             a multiple, N]; None for none.
 
@@ -165,76 +170,94 @@ def attend(
         Output [X, G, Dv] and log-sum-exp float32 [X, G].
     """
     query_rows, groups, dim = query.shape
-    batch, heads, value_dim = *keys.shape[:2], values.shape[-1]
+    value_dim, capacity = values.shape[-1], entries.capacity
     query, keys, values = query.contiguous(), rows(keys), rows(values)
     if mask is not None:
         mask = rows(mask.view(torch.uint8) if mask.dtype == torch.bool else mask)
-    widths = padded(dim), padded(value_dim)
-    block = fitting(_BYTES, sum(widths) * keys.element_size(), 128)
+    block = fitting(_BYTES, (padded(dim) + padded(value_dim)) * keys.element_size(), 128)
     share = cdiv(query_rows * capacity, PER_SM * multiprocessors(query.device))
     per = cdiv(share, block) * block
     parts = cdiv(capacity, per)
     out, norm = query.new_empty(query_rows, groups, value_dim), query.new_empty(query_rows, groups, dtype=torch.float32)
-    to, norms = out, norm
+    split = _Split(per, block, out, norm)
     if parts > 1:
-        to = query.new_empty(query_rows, parts, groups, value_dim, dtype=torch.float32)
-        norms = query.new_empty(query_rows, parts, groups, dtype=torch.float32)
-    on_device = isinstance(count, Tensor)
+        of_parts = query.new_empty(query_rows, parts, groups, value_dim, dtype=torch.float32)
+        split = _Split(per, block, of_parts, query.new_empty(query_rows, parts, groups, dtype=torch.float32))
     with on(query):
-        split_kernel[query_rows, parts](
-            query,
-            keys,
-            values,
-            to,
-            norms,
-            entries,
-            body,
-            tail,
-            count if on_device else None,
-            mask,
-            float(scale),
-            0 if on_device else count,
-            capacity,
-            per,
-            0 if body is None else body.shape[1],
-            stride,
-            *keys.stride()[:3],
-            *values.stride()[:3],
-            0 if entries is None else entries.stride(0),
-            0 if body is None else body.stride(0),
-            0 if mask is None else mask.stride(0),
-            0 if mask is None else mask.stride(1),
-            heads,
-            COPIES=query_rows // (batch * heads),
-            MASKS=1 if mask is None else mask.shape[1] // heads,
-            GROUPS=groups,
-            DIM=dim,
-            VALUE_DIM=value_dim,
-            LISTED=body is not None,
-            CHOSEN=entries is not None,
-            TAIL=tail is not None,
-            COUNT=on_device,
-            MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
-            PADDED_GROUPS=padded(groups),
-            PADDED_DIM=widths[0],
-            PADDED_VALUE_DIM=widths[1],
-            BLOCK=block,
-            PRECISION=precision(query.dtype),
-            num_warps=4,
-            num_stages=3,
-        )
+        _launch(split, query, keys, values, entries, scale, mask)
         if parts > 1:
             merge_kernel[query_rows, groups](
-                to,
-                norms,
+                split.out,
+                split.norm,
                 out,
                 norm,
                 parts,
                 GROUPS=groups,
                 VALUE_DIM=value_dim,
                 PADDED_PARTS=power_of_two(parts),
-                PADDED_VALUE_DIM=widths[1],
+                PADDED_VALUE_DIM=padded(value_dim),
                 BLOCK=_MERGED,
                 num_warps=4,
             )
     return out, norm
+
+
+@dataclass(frozen=True)
+class _Split:
+    """KV rows in parts of `per` entries, read `block` at a time; out and norm: what is written, by part if several."""
+
+    per: int
+    block: int
+    out: Tensor
+    norm: Tensor
+
+
+def _launch(
+    split: _Split, query: Tensor, keys: Tensor, values: Tensor, entries: Entries, scale: float, mask: Tensor | None
+) -> None:
+    """Attend in each part of each KV row; parameters as prepared by `attend`."""
+    query_rows, groups, dim = query.shape
+    batch, heads, value_dim = *keys.shape[:2], values.shape[-1]
+    chosen, body, count = entries.chosen, entries.body, entries.count
+    on_device = isinstance(count, Tensor)
+    split_kernel[query_rows, cdiv(entries.capacity, split.per)](
+        query,
+        keys,
+        values,
+        split.out,
+        split.norm,
+        chosen,
+        body,
+        entries.tail,
+        count if on_device else None,
+        mask,
+        float(scale),
+        0 if on_device else count,
+        entries.capacity,
+        split.per,
+        0 if body is None else body.shape[1],
+        entries.stride,
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        0 if chosen is None else chosen.stride(0),
+        0 if body is None else body.stride(0),
+        *((0, 0) if mask is None else mask.stride()[:2]),
+        heads,
+        COPIES=query_rows // (batch * heads),
+        MASKS=1 if mask is None else mask.shape[1] // heads,
+        GROUPS=groups,
+        DIM=dim,
+        VALUE_DIM=value_dim,
+        LISTED=body is not None,
+        CHOSEN=chosen is not None,
+        TAIL=entries.tail is not None,
+        COUNT=on_device,
+        MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
+        PADDED_GROUPS=padded(groups),
+        PADDED_DIM=padded(dim),
+        PADDED_VALUE_DIM=padded(value_dim),
+        BLOCK=split.block,
+        PRECISION=precision(query.dtype),
+        num_warps=4,
+        num_stages=3,
+    )

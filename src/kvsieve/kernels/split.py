@@ -86,35 +86,17 @@ def split_kernel(
     for at in range(first, last, BLOCK):
         index = at + tl.arange(0, BLOCK)
         real = index < last
-        if CHOSEN:
-            entry = tl.load(entries + query_row * entries_row + index, mask=real, other=0)
-        else:
-            entry = index.to(tl.int64)
-        slot = after + (entry - kept) * stride
-        if LISTED:
-            listed = tl.load(body + owner * body_row + entry, mask=real & (entry < kept), other=0)
-            slot = tl.where(entry < kept, listed, slot)
+        slot = _slots(
+            entries, query_row * entries_row, body, owner * body_row, index, real, after, kept, stride, CHOSEN, LISTED
+        )
         k = tl.load(
             keys + slot[:, None] * key_slot + dim[None, :], mask=real[:, None] & (dim < DIM)[None, :], other=0.0
         )
         # In units of log 2.
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
-        if MASK == 0:
-            seen = real
-        if MASK == 1:
-            own = tl.load(mask + row * mask_row + head * mask_head + slot, mask=real, other=0)
-            seen = real & ((own != 0) | (index == number - 1))
-        if MASK == 2:
-            # Query heads that share an entry share its bias.
-            own = head * MASKS + group // (GROUPS // MASKS)
-            bias = tl.load(
-                mask + row * mask_row + own[:, None] * mask_head + slot[None, :],
-                mask=(group < GROUPS)[:, None] & real[None, :],
-                other=0.0,
-            )
-            logits += bias.to(tl.float32) * 1.4426950408889634
-            seen = real
-        logits = tl.where(seen[None, :], logits, float("-inf"))
+        logits = _masked(
+            logits, mask, row * mask_row, mask_head, head, group, slot, real, index == number - 1, MASKS, GROUPS, MASK
+        )
         higher = tl.maximum(greatest, tl.max(logits, 1))
         # A part of which nothing is seen has no greatest logit.
         finite = tl.where(higher == float("-inf"), 0.0, higher)
@@ -129,19 +111,68 @@ def split_kernel(
         sums = sums * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         greatest = higher
 
+    place = (query_row * tl.num_programs(1) + part) * GROUPS + group
+    _store(out, norm, place, value_dim, group < GROUPS, greatest, total, sums, VALUE_DIM)
+
+
+@triton.jit
+def _slots(
+    entries, entries_at, body, body_at, index, real, after, kept, stride, CHOSEN: tl.constexpr, LISTED: tl.constexpr
+):
+    """Slots of the entries that are read as number `index`; `after`: that of entry `kept`, behind the listed ones."""
+    if CHOSEN:
+        entry = tl.load(entries + entries_at + index, mask=real, other=0)
+    else:
+        entry = index.to(tl.int64)
+    slot = after + (entry - kept) * stride
+    if LISTED:
+        listed = tl.load(body + body_at + entry, mask=real & (entry < kept), other=0)
+        slot = tl.where(entry < kept, listed, slot)
+    return slot
+
+
+@triton.jit
+def _masked(
+    logits,
+    mask,
+    mask_at,
+    mask_head,
+    head,
+    group,
+    slot,
+    real,
+    newest,
+    MASKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    MASK: tl.constexpr,
+):
+    """Logits in units of log 2 with the mask or bias of the KV row; -inf where nothing is seen."""
+    if MASK == 1:
+        own = tl.load(mask + mask_at + head * mask_head + slot, mask=real, other=0)
+        real = real & ((own != 0) | newest)
+    if MASK == 2:
+        # Query heads that share an entry share its bias.
+        shared = head * MASKS + group // (GROUPS // MASKS)
+        bias = tl.load(
+            mask + mask_at + shared[:, None] * mask_head + slot[None, :],
+            mask=(group < GROUPS)[:, None] & real[None, :],
+            other=0.0,
+        )
+        logits += bias.to(tl.float32) * 1.4426950408889634
+    return tl.where(real[None, :], logits, float("-inf"))
+
+
+@triton.jit
+def _store(out, norm, place, value_dim, real, greatest, total, sums, VALUE_DIM: tl.constexpr):
+    """Write a part's output and log-sum-exp; nothing was seen of it where the total is 0."""
     some = total > 0
     divisor = tl.where(some, total, 1.0)
-    place = (query_row * tl.num_programs(1) + part) * GROUPS + group
-    real_group = group < GROUPS
-    tl.store(
-        norm + place,
-        tl.where(some, (greatest + tl.log2(divisor)) * 0.6931471805599453, float("-inf")),
-        mask=real_group,
-    )
+    log_sum = (greatest + tl.log2(divisor)) * 0.6931471805599453
+    tl.store(norm + place, tl.where(some, log_sum, float("-inf")), mask=real)
     tl.store(
         out + place[:, None] * VALUE_DIM + value_dim[None, :],
         sums / divisor[:, None],
-        mask=real_group[:, None] & (value_dim < VALUE_DIM)[None, :],
+        mask=real[:, None] & (value_dim < VALUE_DIM)[None, :],
     )
 
 

@@ -27,7 +27,7 @@ class Reads:
         tokens: how many read, per row.
         entries: entries attended to, exactly.
         entry_bytes: their bytes.
-        looked_bytes: bytes read to choose them.
+        estimate_bytes: bytes read to choose them.
         upkeep_bytes: bytes read to make and renew what they are chosen by.
         sparse: reads that took less than everything.
         whole_bytes: bytes that reading all entries would have taken.
@@ -36,7 +36,7 @@ class Reads:
     tokens: int = 0
     entries: int = 0
     entry_bytes: int = 0
-    looked_bytes: int = 0
+    estimate_bytes: int = 0
     sparse: int = 0
     upkeep_bytes: int = 0
     whole_bytes: int = 0
@@ -44,7 +44,7 @@ class Reads:
     @property
     def all_bytes(self) -> int:
         """All bytes read."""
-        return self.entry_bytes + self.looked_bytes + self.upkeep_bytes
+        return self.entry_bytes + self.estimate_bytes + self.upkeep_bytes
 
     def read(self, entries: int, entry: int, among: int | None = None) -> None:
         """Count `entries` of `entry` bytes each, chosen among so many; None where they are all there are."""
@@ -52,10 +52,10 @@ class Reads:
         self.entry_bytes += entries * entry
         self.whole_bytes += (entries if among is None else among) * entry
 
-    def looked(self, count: int, upkeep: int) -> None:
-        """Count the bytes that a reader has looked at to choose, and those that it has read to remember."""
+    def estimate(self, count: int, upkeep: int) -> None:
+        """Count the bytes that a reader has read to choose, and those to make and renew what it chooses by."""
         self.sparse += 1
-        self.looked_bytes += count
+        self.estimate_bytes += count
         self.upkeep_bytes += upkeep
 
 

@@ -109,7 +109,7 @@ class Reading:
                 page = self.reader.granularity(group.setting)
                 metadata_bytes = metadata_bytes // -(-before // page) * -(-size // page)
             metadata = [each for each in group.state.values() if isinstance(each, IncrementalMetadata)]
-            reads.looked(metadata_bytes, sum(each.update_bytes(group.known, size) for each in metadata))
+            reads.estimate(metadata_bytes, sum(each.update_bytes(group.known, size) for each in metadata))
             group.known = size
             reads.read(entries, entry, len(group.row) * size)
 
@@ -143,10 +143,7 @@ def _read_whole(query: Tensor, kv_rows: KVRows, scale: float) -> Tensor:
     if length is None:
         return sparse_attention(query, kv_rows, Choice(everything), scale=scale)
     if kernels.usable(query, kv_rows.keys):
-        slots = {"body": kv_rows.body, "tail": kv_rows.tail, "stride": kv_rows.stride}
-        return kernels.kv_row_attention(
-            query, kv_rows.keys, kv_rows.values, scale=scale, length=length.count, capacity=kv_rows.size, **slots
-        )
+        return kernels.kv_row_attention(query, kv_rows, scale=scale)
     keys, values = kv_rows.read(everything)
     return F.scaled_dot_product_attention(
         query[:, None], keys[:, None], values[:, None], attn_mask=length.real(kv_rows.size)[None], scale=scale

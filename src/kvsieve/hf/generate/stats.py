@@ -255,9 +255,9 @@ def _traffic(cache: SieveCache) -> Traffic | None:
     return Traffic(
         tokens=reads.tokens,
         entries=round(entries, 2),
-        estimate_entries=round(reads.looked_bytes / each / (tokens * heads), 2),
+        estimate_entries=round(reads.estimate_bytes / each / (tokens * heads), 2),
         bytes=round(reads.entry_bytes / tokens),
-        estimate_bytes=round(reads.looked_bytes / tokens),
+        estimate_bytes=round(reads.estimate_bytes / tokens),
         upkeep_entries=round(reads.upkeep_bytes / each / (tokens * heads), 2),
         upkeep_bytes=round(reads.upkeep_bytes / tokens),
     )
