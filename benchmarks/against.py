@@ -28,7 +28,7 @@ PLANS: dict[str, dict[str, Any]] = {
 FIGURES = ("ttft_s", "tpot_s")
 
 
-def measure(length: int, new_tokens: int) -> dict[str, dict[str, float]]:
+def measure(plans: list[str], length: int, new_tokens: int) -> dict[str, dict[str, float]]:
     """Seconds to the first token and per token after it, of each plan; the first call of each warms up."""
     import torch
 
@@ -38,8 +38,8 @@ def measure(length: int, new_tokens: int) -> dict[str, dict[str, float]]:
     ids = torch.randint(100, 40_000, (1, length), generator=torch.Generator().manual_seed(1))
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     found = {}
-    for name, given in PLANS.items():
-        with kvsieve.attach(model, kvsieve.plan(name, **given)) as sieve:
+    for name in plans:
+        with kvsieve.attach(model, kvsieve.plan(name, **PLANS[name])) as sieve:
             sieve.generate(ids[:, :256], **{**options, "max_new_tokens": 4, "min_new_tokens": 4})
             stats = sieve.generate(ids, **options).stats
         found[name] = {figure: getattr(stats, figure) for figure in FIGURES}
@@ -49,7 +49,7 @@ def measure(length: int, new_tokens: int) -> dict[str, dict[str, float]]:
 def run(checkout: Path, given: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Measure a checkout in a process of its own."""
     command = [sys.executable, str(Path(__file__).resolve()), "--measure", "--length", str(given.length)]
-    command += ["--new-tokens", str(given.new_tokens)]
+    command += ["--new-tokens", str(given.new_tokens), "--plans", given.plans]
     environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "PYTHONWARNINGS": "ignore"}
     told = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     return json.loads(told.splitlines()[-1])
@@ -67,11 +67,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--plans", default=",".join(PLANS), help="which of them, with commas")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
-        print(json.dumps(measure(given.length, given.new_tokens)))
+        print(json.dumps(measure(given.plans.split(","), given.length, given.new_tokens)))
         return
     if given.other is None or not (given.other / "src" / "kvsieve").is_dir():
         parser.error(
@@ -83,7 +84,7 @@ def main() -> None:
         order = list(sides) if number % 2 == 0 else list(sides)[::-1]
         rounds.append({side: run(sides[side], given) for side in order})
     rows = []
-    for name in PLANS:
+    for name in given.plans.split(","):
         for figure in FIGURES:
             mine, theirs = ([each[side][name][figure] for each in rounds] for side in ("this", "other"))
             ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
