@@ -13,6 +13,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class AttentionTerms:
+    """Terms of a layer's attention beside queries, keys and values.
+
+    Attributes:
+        softcap: logits become softcap * tanh(logits / softcap), after the scale and before masks. Default None: they
+            stay as they are.
+        sinks: [Hq], a logit per query head that takes part in the softmax and has no value; [X, G] where queries are
+            those of KV rows. Default None: weights of real entries sum to one.
+    """
+
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def per_kv_row(self, batch: int, heads: int) -> AttentionTerms:
+        """Terms for the queries [X, G, D] of `batch` rows' KV heads, in order."""
+        return self if self.sinks is None else AttentionTerms(self.softcap, self.sinks.view(heads, -1).repeat(batch, 1))
+
+    def at(self, kv_rows: Tensor) -> AttentionTerms:
+        """Terms for some KV rows, of terms for all."""
+        return self if self.sinks is None else AttentionTerms(self.softcap, self.sinks[kv_rows])
+
+
 @dataclass(frozen=True)
 class Step:
     """Facts of one forward pass, the same for all its layers.
@@ -178,6 +201,7 @@ class LayerContext:
             an evictor that names "hidden" in `needs`.
         output: [B, Hq, L, Dv], what each head's attention made of them; as `hidden`.
         ranks: the processes that have the other heads, if Hq and H are not all there are; see roles.Traits.heads.
+        terms: cap and sinks of the layer's attention, which weights are to be computed with; None for neither.
     """
 
     layer_idx: int
@@ -201,6 +225,7 @@ class LayerContext:
     hidden: Tensor | None = None
     output: Tensor | None = None
     ranks: Ranks = ALONE
+    terms: AttentionTerms | None = None
 
 
 @dataclass(frozen=True)

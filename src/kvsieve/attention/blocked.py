@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsieve.core.softmax import cap, sinks_of, softmax
+from kvsieve.types import AttentionTerms
+
 # Logits held at a time, and the most queries of a head in a block.
 _ELEMENTS = 1 << 24
 _QUERIES = 128
@@ -24,7 +27,13 @@ def faster_here(query: Tensor) -> bool:
 
 
 def blocked_attention(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    valid: Tensor | None = None,
+    terms: AttentionTerms | None = None,
 ) -> Tensor:
     """Causal attention of the last L of N entries over all N; arguments and result as in `dense_attention`.
 
@@ -39,39 +48,55 @@ def blocked_attention(
     later = torch.ones(most, most, dtype=torch.bool, device=query.device).triu(1)
     # As the layer's output projection wants it: heads of a token side by side.
     out = query.new_empty(batch, new, query_heads, values.shape[-1]).transpose(1, 2)
-    scratch = query.new_empty(2, min(most, new) * batch * query_heads * length)
+    # Sinks are one more column of the logits.
+    sinks = sinks_of(terms, heads, groups, 1)
+    more = 0 if sinks is None else 1
+    scratch = query.new_empty(2, min(most, new) * batch * query_heads * (length + more))
     for first in range(0, new, most):
         last = min(first + most, new)
         rows, seen = last - first, length - new + last
-        shape = batch * heads, groups * rows, seen
-        logits, weights = (part[: shape[0] * shape[1] * seen].view(shape) for part in scratch)
-        asked = query[:, :, first:last].reshape(-1, groups * rows, dim)
+        shape = batch * heads, groups * rows, seen + more
+        padded, weights = (part[: shape[0] * shape[1] * shape[2]].view(shape) for part in scratch)
+        asked, logits = query[:, :, first:last].reshape(-1, groups * rows, dim), padded[..., :seen]
         torch.baddbmm(logits, asked, keys[..., :seen], beta=0, alpha=scale, out=logits)
-        _hide(logits.view(batch, heads, groups, rows, seen), later, valid)
-        torch.softmax(logits, -1, out=weights)
-        out[:, :, first:last] = (weights @ values[:, :seen]).view(batch, query_heads, rows, -1)
+        cap(logits, terms)
+        each = padded.view(batch, heads, groups, rows, -1)
+        _hide(each[..., :seen], later, valid)
+        if sinks is not None:
+            each[..., seen] = sinks
+        torch.softmax(padded, -1, out=weights)
+        out[:, :, first:last] = (weights[..., :seen] @ values[:, :seen]).view(batch, query_heads, rows, -1)
     return out
 
 
-def single_query_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, *, scale: float) -> Tensor:
+def single_query_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    terms: AttentionTerms | None = None,
+) -> Tensor:
     """Attention of one new token per row.
 
     The product with the keys is taken keys first, because a matrix of G rows is read badly.
 
     Args:
-        query: [B, H, G, D], the query heads of each KV head.
+        query: [B, H, G, D], the query heads of each KV head, or of each KV row with B or H of 1.
         keys: [B, H, N, D].
         values: [B, H, N, Dv].
-        mask: bool [B, H or 1, 1, N], False for entries that are hidden; None for none.
+        mask: bool, broadcastable to [B, H, G, N], False for entries that are hidden; None for none.
         scale: factor of the query-key products.
+        terms: cap and sinks; None for neither.
 
     Returns:
         [B, H, G, Dv].
     """
-    logits = (keys @ query.transpose(2, 3)).transpose(2, 3) * scale
+    logits = cap((keys @ query.transpose(2, 3)).transpose(2, 3) * scale, terms)
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf"))
-    return logits.softmax(-1) @ values
+    return softmax(logits, sinks_of(terms, -1, *query.shape[1:3], 1)) @ values
 
 
 def _hide(logits: Tensor, later: Tensor, valid: Tensor | None) -> None:

@@ -9,6 +9,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvsieve import kernels
 from kvsieve.attention.blocked import blocked_attention, faster_here, single_query_attention
+from kvsieve.types import AttentionTerms
 
 # Elements of one boolean mask block; a prompt of any length needs no N x N mask.
 _MASK_ELEMENTS = 1 << 25
@@ -17,7 +18,13 @@ LONG = 1024
 
 
 def dense_attention(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    valid: Tensor | None = None,
+    terms: AttentionTerms | None = None,
 ) -> Tensor:
     """Causal attention of the last L of N stored entries over all N.
 
@@ -30,6 +37,8 @@ def dense_attention(
         values: [B, H, N, Dv].
         scale: factor of the query-key products.
         valid: bool [B, H or 1, N], False for padding; None when all entries are real.
+        terms: cap and sinks; None for neither. torch's kernels know neither, so attention with terms is two matrix
+            products.
 
     Returns:
         [B, Hq, L, Dv].
@@ -38,11 +47,11 @@ def dense_attention(
     length = keys.shape[2]
     groups = query_heads // keys.shape[1]
     if new == 1:
-        return _one_token(query, keys, values, scale, valid)
+        return _one_token(query, keys, values, scale, valid, terms)
     if valid is not None and valid.shape[1] == 1:
-        return _rows_alone(query, keys, values, scale, valid)
-    if faster_here(query):
-        return blocked_attention(query, keys, values, scale=scale, valid=valid)
+        return _rows_alone(query, keys, values, scale, valid, terms)
+    if terms is not None or faster_here(query):
+        return blocked_attention(query, keys, values, scale=scale, valid=valid, terms=terms)
     if new == length and valid is None:
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
     if query.is_cuda and valid is None and query.element_size() == 2:
@@ -76,12 +85,14 @@ def dense_attention(
     return torch.cat(parts, 2)
 
 
-def _one_token(query: Tensor, keys: Tensor, values: Tensor, scale: float, valid: Tensor | None) -> Tensor:
+def _one_token(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, valid: Tensor | None, terms: AttentionTerms | None
+) -> Tensor:
     """dense_attention of a single token, which sees all valid entries."""
     batch, query_heads, _, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
     groups = query_heads // heads
-    if kernels.usable(query, keys, values):
+    if terms is None and kernels.usable(query, keys, values):
         return kernels.decode_attention(query, keys, values, scale=scale, valid=valid)
     # The query heads of a group become the rows of one query block: keys are read once per KV head.
     packed = query.reshape(batch, heads, groups, dim)
@@ -89,14 +100,16 @@ def _one_token(query: Tensor, keys: Tensor, values: Tensor, scale: float, valid:
     if valid is not None:
         mask = valid[:, :, None, :].clone()
         mask[..., -1] = True
-    if length >= LONG and faster_here(query):
-        out = single_query_attention(packed, keys, values, mask, scale=scale)
+    if terms is not None or (length >= LONG and faster_here(query)):
+        out = single_query_attention(packed, keys, values, mask, scale=scale, terms=terms)
     else:
         out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
     return out.reshape(batch, query_heads, 1, values.shape[-1])
 
 
-def _rows_alone(query: Tensor, keys: Tensor, values: Tensor, scale: float, valid: Tensor) -> Tensor:
+def _rows_alone(
+    query: Tensor, keys: Tensor, values: Tensor, scale: float, valid: Tensor, terms: AttentionTerms | None
+) -> Tensor:
     """Attend row by row over the real entries only: no masks, and padding costs nothing."""
     batch, query_heads, new, _ = query.shape
     out = query.new_empty(batch, new, query_heads, values.shape[-1]).transpose(1, 2)
@@ -107,7 +120,7 @@ def _rows_alone(query: Tensor, keys: Tensor, values: Tensor, scale: float, valid
         if bool(fresh.any()):
             asked = _some(query[row], fresh)
             mine, theirs = (_some(part[row], real) for part in (keys, values))
-            found = dense_attention(asked[None], mine[None], theirs[None], scale=scale)[0]
+            found = dense_attention(asked[None], mine[None], theirs[None], scale=scale, terms=terms)[0]
             out[row, :, fresh.nonzero()[:, 0]] = found
     return out
 

@@ -7,13 +7,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsieve import kernels
+from kvsieve.attention.blocked import single_query_attention
+from kvsieve.types import AttentionTerms
 
 # Slots below which a part of its own is not worth a thread.
 _LEAST = 256
 
 
 def ragged_attention(
-    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float, threads: int | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    *,
+    scale: float,
+    threads: int | None = None,
+    terms: AttentionTerms | None = None,
 ) -> Tensor:
     """Attention of each KV head's queries over that head's entries of a flat buffer.
 
@@ -28,14 +37,21 @@ def ragged_attention(
         bias: [B, H, T] in the keys' dtype, 0 for a head's own entries and the dtype's least number for the others.
         scale: factor of the query-key products.
         threads: CPU threads; None asks torch, which a compiled pass cannot do.
+        terms: cap and sinks; None for neither.
 
     Returns:
         [B, Hq, 1, Dv].
     """
-    if kernels.usable(query, keys, values, bias):
+    if terms is None and kernels.usable(query, keys, values, bias):
         return kernels.ragged_decode(query, keys, values, bias, scale=scale)
     batch, query_heads, _, dim = query.shape
     heads, slots = bias.shape[1:]
+    if terms is not None:
+        own = (bias == 0).repeat_interleave(query_heads // heads, 1)[:, None]
+        asked = query.transpose(1, 2)
+        return single_query_attention(asked, keys[:, None], values[:, None], own, scale=scale, terms=terms).transpose(
+            1, 2
+        )
     threads = torch.get_num_threads() if threads is None else threads
     parts = _parts(batch, slots, threads) if query.device.type == "cpu" and dim == values.shape[-1] else 1
     packed = query.reshape(batch, 1, query_heads, dim).expand(-1, parts, -1, -1)

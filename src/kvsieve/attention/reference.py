@@ -5,9 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsieve.types import AttentionTerms
+
 
 def reference_attention(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    valid: Tensor | None = None,
+    terms: AttentionTerms | None = None,
 ) -> Tensor:
     """Causal attention of the last L of N entries over all N, one query head at a time, in float64.
 
@@ -19,6 +27,7 @@ def reference_attention(
         values: [B, H, N, Dv].
         scale: factor of the query-key products.
         valid: bool [B, H or 1, N], False for padding; None when all entries are real.
+        terms: cap and sinks; None for neither.
 
     Returns:
         [B, Hq, L, Dv] in the dtype of `query`.
@@ -30,11 +39,15 @@ def reference_attention(
         for head in range(query_heads):
             shared = head // (query_heads // heads)
             logits = query[row, head].double() @ keys[row, shared].double().T * scale
+            if terms is not None and terms.softcap is not None:
+                logits = terms.softcap * torch.tanh(logits / terms.softcap)
             for i in range(new):
                 own = length - new + i
                 for j in range(length):
                     padding = valid is not None and not bool(valid[row, min(shared, valid.shape[1] - 1), j])
                     if j > own or (padding and j != own):
                         logits[i, j] = float("-inf")
-            out[row, head] = logits.softmax(-1) @ values[row, shared].double()
+            if terms is not None and terms.sinks is not None:
+                logits = torch.cat([logits, terms.sinks[head].double().expand(new, 1)], -1)
+            out[row, head] = logits.softmax(-1)[:, :length] @ values[row, shared].double()
     return out.to(query.dtype)

@@ -27,6 +27,7 @@ from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.cache.records import Reads
 from kvsieve.hf.compat import Cache
 from kvsieve.hf.forward import passes as forward
+from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.sparse_read import Reading, count_all, reading_of
 
@@ -126,24 +127,25 @@ class RecordedLayer(SieveLayer):
     def _remembered(self) -> list[Tensor]:
         return [part for each in self.metadata() for part in each.tensors()]
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, made: RecordedPass) -> Tensor:
+    def attend(self, asked: Asked, key: Tensor, value: Tensor, made: RecordedPass) -> Tensor:
         store = self.store
         store.put(key, value, made.values[self.slots])
         lengths = [made.length(at) for at in self.lengths]
         if self.reading is not None:
-            return self.reading.attend(store, query, scale, lengths)[0]
+            return self.reading.attend(store, asked, lengths)[0]
         keys, values, _, valid = self.tensors[:4]
         assert keys is not None and values is not None
         if store.is_ragged:
             assert valid is not None
-            return ragged_attention(query, keys, values, valid, scale=scale, threads=self.threads)
-        return self._dense(query, keys, values, scale, lengths[0], valid)
+            return ragged_attention(
+                asked.query, keys, values, valid, scale=asked.scale, threads=self.threads, terms=asked.terms
+            )
+        return self._dense(asked, keys, values, lengths[0], valid)
 
-    def _dense(
-        self, query: Tensor, keys: Tensor, values: Tensor, scale: float, length: DeviceLength, valid: Tensor | None
-    ) -> Tensor:
+    def _dense(self, asked: Asked, keys: Tensor, values: Tensor, length: DeviceLength, valid: Tensor | None) -> Tensor:
         """Attention of one token over the first `length` of all slots; see dense_attention."""
-        if kernels.usable(query, keys, values):
+        query, scale, terms = asked.query, asked.scale, asked.terms
+        if terms is None and kernels.usable(query, keys, values):
             return kernels.decode_attention(query, keys, values, scale=scale, length=length.count, valid=valid)
         batch, query_heads, _, dim = query.shape
         heads, size = keys.shape[1:3]
@@ -151,8 +153,8 @@ class RecordedLayer(SieveLayer):
         if valid is not None:
             mask = mask & valid[:, :, None]
         packed = query.reshape(batch, heads, query_heads // heads, dim)
-        if self.thin:
-            out = single_query_attention(packed, keys, values, mask, scale=scale)
+        if self.thin or terms is not None:
+            out = single_query_attention(packed, keys, values, mask, scale=scale, terms=terms)
         else:
             out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
         return out.reshape(batch, query_heads, 1, values.shape[-1])
@@ -218,9 +220,9 @@ class RecordedPass(Session):
     def reading(self, cache: SieveCache, index: int) -> Reading | None:
         return reading_of(self.plan.read, cache, cache.sieve_layers[index], index, self.model.num_layers, coming=1)
 
-    def attend(self, index: int, layer: SieveLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
         assert isinstance(layer, RecordedLayer)
-        return layer.attend(query, key, value, scale, self)
+        return layer.attend(asked, key, value, self)
 
     def length(self, at: slice) -> DeviceLength:
         """The length at `at` among the numbers; one for all layers of a pass that share it."""

@@ -17,12 +17,16 @@ from kvsieve.hf.compat import (
     sdpa_mask,
 )
 from kvsieve.hf.forward.passes import current
+from kvsieve.hf.forward.request import Asked
+from kvsieve.types import AttentionTerms
 
 # transformers tests implementation names for substrings: none of flash, sdpa, flex, paged or "/" may occur in it.
 NAME = "kvsieve"
 
 # Arguments of an attention function that do not change a causal layer's result in inference.
 _HARMLESS = frozenset({"dropout", "position_ids"})
+# Arguments that AttentionTerms are made of.
+_TERMS = frozenset({"softcap", "s_aux"})
 
 
 def attention_function(
@@ -41,13 +45,19 @@ def attention_function(
     index: int = module.layer_idx  # type: ignore[assignment]
     layer = session.cache.layers[index]
     if not isinstance(layer, SieveLayer):
+        if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
+            # torch's attention would leave them out.
+            raise UnsupportedModelError(
+                f"layer {index} ({type(module).__name__}) attends within a sliding window with capped logits or "
+                "learned sinks, which kvsieve does not support yet"
+            )
         return sdpa_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     who = f"layer {index} ({type(module).__name__})"
     for name, given in kwargs.items():
-        # Whatever else attention is told (softcap, sinks, indices ...) would change its result and cannot be dropped;
+        # Whatever else attention is told (biases, indices ...) would change its result and cannot be dropped;
         # flags and objects, such as generate's tokenizer, only pass through.
         telling = isinstance(given, (Tensor, int, float, list, tuple)) and not isinstance(given, bool)
-        if telling and name not in _HARMLESS:
+        if telling and name not in _HARMLESS | _TERMS:
             raise UnsupportedModelError(f"{who} attends with {name}=, which kvsieve does not support yet")
     if kwargs.get("is_causal") is False:
         raise UnsupportedModelError(f"{who} attends to later tokens; kvsieve supports causal attention only")
@@ -55,8 +65,21 @@ def attention_function(
         raise UnsupportedOptionError(f"{who} was given a custom attention mask; only padding masks are supported")
     key, value = layer.take(key, value, who)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = session.attend(index, layer, query, key, value, scale)
+    asked = Asked(query, scale, _terms(who, query, kwargs.get("softcap"), kwargs.get("s_aux")))
+    out = session.attend(index, layer, asked, key, value)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _terms(who: str, query: Tensor, softcap: float | None, sinks: Tensor | None) -> AttentionTerms | None:
+    """Terms that the attention function was given; None where there are none."""
+    if softcap is None and sinks is None:
+        return None
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise UnsupportedModelError(
+            f"{who} attends with s_aux= of shape {tuple(sinks.shape)}; kvsieve supports one sink for each of its "
+            f"{query.shape[1]} query heads"
+        )
+    return AttentionTerms(softcap, None if sinks is None else sinks.detach())
 
 
 def mask_function(*, mask_function: Any = causal_mask_function, **kwargs: Any) -> Tensor | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from kvsieve.types import ALONE, LayerContext, ModelFacts, Ranks, Selection
+from kvsieve.types import ALONE, AttentionTerms, LayerContext, ModelFacts, Ranks, Selection
 
 if TYPE_CHECKING:
     from kvsieve.plans import Plan
@@ -52,6 +52,21 @@ class PassResult:
     logits: Tensor | None
     chosen: Selection | None
     report: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Queries that a layer's attention brings, and what it makes of their products with keys.
+
+    Attributes:
+        query: [B, Hq, L, D].
+        scale: factor of the products.
+        terms: cap and sinks; None for neither.
+    """
+
+    query: Tensor
+    scale: float
+    terms: AttentionTerms | None = None
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.forward.evict import check_protected, evict
-from kvsieve.hf.forward.request import ModelContext, PassRequest
+from kvsieve.hf.forward.request import Asked, ModelContext, PassRequest
 from kvsieve.hf.forward.sparse_read import read_token
 from kvsieve.plans import Plan
 from kvsieve.types import LayerContext, Selection, Step
@@ -106,9 +106,9 @@ class Session:
             return when.chunks
         return when.steps is not None and (self.cache.turn.decoded + self.step.num_new) % when.steps == 0
 
-    def attend(self, index: int, layer: SieveLayer, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
         """Store this pass's keys and values, attend over everything stored, then let the plan reduce the layer."""
-        tokens, step, store = self.tokens, self.step, layer.store
+        tokens, step, store, query = self.tokens, self.step, layer.store, asked.query
         if query.shape[2] != tokens.size:
             raise UnsupportedModelError(
                 f"layer {index} attends with {query.shape[2]} queries where {tokens.size} tokens were fed: "
@@ -117,39 +117,39 @@ class Session:
         room = self.cache.turn.room(self.end, tokens.size)
         key, value = key.detach(), value.detach()
         if self.reads_as_answer:
-            out = self._read(index, layer, query, key, value, scale, room)
+            out = self._read(index, layer, asked, key, value, room)
         else:
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
-            out = dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
-        self._show(index, layer, query, out, scale)
+            out = dense_attention(
+                query, store.keys, store.values, scale=asked.scale, valid=store.valid, terms=asked.terms
+            )
+        self._show(index, layer, asked, out)
         evictor = self.plan.evict
         if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
-            query = self._recent(layer, query, evictor.window)
+            asked = replace(asked, query=self._recent(layer, query, evictor.window))
         if step.ends_prompt or self.acts_in_between:
-            self._reduce(index, layer, query, scale)
+            self._reduce(index, layer, asked)
         return out
 
-    def _read(
-        self, index: int, layer: SieveLayer, query: Tensor, key: Tensor, value: Tensor, scale: float, room: int
-    ) -> Tensor:
+    def _read(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor, room: int) -> Tensor:
         """Store and read token by token: each chooses by itself among what was stored when it came."""
         tokens, outs = self.tokens, []
         for at in range(tokens.size):
             one = slice(at, at + 1)
             valid = None if tokens.valid is None else tokens.valid[:, one]
             layer.store.append(key[:, :, one], value[:, :, one], tokens.token_index[:, one], valid, reserve=room)
-            asked = query[:, :, one]
-            outs.append(read_token(self.plan.read, self.cache, layer, index, self.model.num_layers, asked, scale))
+            alone = replace(asked, query=asked.query[:, :, one])
+            outs.append(read_token(self.plan.read, self.cache, layer, index, self.model.num_layers, alone))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
-    def _show(self, index: int, layer: SieveLayer, query: Tensor, out: Tensor, scale: float) -> None:
+    def _show(self, index: int, layer: SieveLayer, asked: Asked, out: Tensor) -> None:
         """Show the layer, with all queries of the pass, to the driver and to an evictor that observes."""
         evictor, on_layer = self.plan.evict, self.request.on_layer
         when = None if evictor is None else evictor.when
         observes = when is not None and when.observes and (self.step.phase == "prefill" or when.steps is not None)
         if not observes and on_layer is None:
             return
-        ctx = self._context(index, layer, query, scale)
+        ctx = self._context(index, layer, asked)
         if self.hidden is not None:
             ctx.hidden, ctx.output = self.hidden.detach(), out.detach()
         if on_layer is not None:
@@ -168,17 +168,17 @@ class Session:
         layer.state["recent"] = query[:, :, -window:].clone()
         return query
 
-    def _context(self, index: int, layer: SieveLayer, query: Tensor, scale: float) -> LayerContext:
+    def _context(self, index: int, layer: SieveLayer, asked: Asked) -> LayerContext:
         store, kept, ranks = layer.store, self.cache.conversation.protected, self.model.ranks
-        ranks.check_heads(query.shape[1])
+        ranks.check_heads(asked.query.shape[1])
         protected, quotas = (None, None) if kept is None else kept.at(store.index, store.valid)
         ragged = self.plan.evict is not None and self.plan.evict.traits.ragged
         return LayerContext(
             layer_idx=index,
             num_layers=self.model.num_layers,
             step=self.step,
-            scale=scale,
-            query=query.detach(),
+            scale=asked.scale,
+            query=asked.query.detach(),
             keys=store.keys,
             values=store.values,
             index=store.index,
@@ -192,13 +192,14 @@ class Session:
             model=self.model.facts,
             layers=tuple(self.cache.sieve_layers),
             ranks=ranks,
+            terms=asked.terms,
         )
 
-    def _reduce(self, index: int, layer: SieveLayer, query: Tensor, scale: float) -> None:
+    def _reduce(self, index: int, layer: SieveLayer, asked: Asked) -> None:
         plan, turn = self.plan, self.cache.turn
         prompt = self.step.phase == "prefill"
         if not prompt or turn.acts:
-            ctx = self._context(index, layer, query, scale)
+            ctx = self._context(index, layer, asked)
             if plan.propagate is not None and self.source is not None and self.step.ends_prompt:
                 self._propagate(index, layer, ctx)
             if plan.evict is not None:

@@ -11,8 +11,11 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.attention import dense_attention, ragged_attention, sparse_attention
+from kvsieve.attention.blocked import single_query_attention
 from kvsieve.cache import RowGroups, group_rows
 from kvsieve.core.kv_rows import Choice, DeviceLength, IncrementalMetadata, KVRows, ReadFacts
+from kvsieve.hf.forward.request import Asked
+from kvsieve.types import AttentionTerms
 
 if TYPE_CHECKING:
     from kvsieve.cache import DenseStore, RaggedStore
@@ -28,14 +31,13 @@ def read_token(
     layer: SieveLayer,
     index: int,
     num_layers: int,
-    query: Tensor,
-    scale: float,
+    asked: Asked,
 ) -> Tensor:
-    """Attention of a token whose entry is stored already: query [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
+    """Attention of a token whose entry is stored already: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
     reading = reading_of(reader, cache, layer, index, num_layers)
     store, reads = layer.store, cache.turn.record.reads
     if reading is not None:
-        out, choices = reading.attend(store, query, scale)
+        out, choices = reading.attend(store, asked)
         for group, choice in zip(reading.grouped.groups, choices, strict=True):
             if choice is not None:
                 size = reading.grouped.entries(store, group)
@@ -45,8 +47,9 @@ def read_token(
     count_all(store, reads)
     if store.is_ragged:
         keys, values, bias = store.flat  # type: ignore[union-attr]
-        return ragged_attention(query, keys, values, bias, scale=scale)
-    return dense_attention(query, store.keys, store.values, scale=scale, valid=store.valid)
+        return ragged_attention(asked.query, keys, values, bias, scale=asked.scale, terms=asked.terms)
+    keys, values, scale, terms = store.keys, store.values, asked.scale, asked.terms
+    return dense_attention(asked.query, keys, values, scale=scale, valid=store.valid, terms=terms)
 
 
 @dataclass
@@ -60,29 +63,31 @@ class Reading:
     def attend(
         self,
         store: DenseStore | RaggedStore,
-        query: Tensor,
-        scale: float,
+        asked: Asked,
         lengths: Sequence[DeviceLength] | None = None,
     ) -> tuple[Tensor, list[Choice | None]]:
         """[B, Hq, 1, Dv], and what was chosen of each group, None where all of it is read.
 
         lengths: of each group's KV rows, where the device knows.
         """
-        grouped = self.grouped
-        batch, query_heads, _, dim = query.shape
-        packed = query.reshape(batch * grouped.heads, query_heads // grouped.heads, dim)
+        grouped, scale = self.grouped, asked.scale
+        batch, query_heads, _, dim = asked.query.shape
+        packed = asked.query.reshape(batch * grouped.heads, query_heads // grouped.heads, dim)
         out: Tensor | None = None
+        terms = None if asked.terms is None else asked.terms.per_kv_row(batch, grouped.heads)
         choices: list[Choice | None] = []
         for at, (group, all_of_it) in enumerate(zip(grouped.groups, self.whole, strict=True)):
             kv_rows = grouped.kv_rows(store, group, None if lengths is None else lengths[at])
-            asked = packed if group.kv_rows is None else packed[group.kv_rows]
+            query, theirs = packed, terms
+            if group.kv_rows is not None:
+                query, theirs = packed[group.kv_rows], None if terms is None else terms.at(group.kv_rows)
             if self.reader is None or all_of_it:
                 choices.append(None)
-                found = _read_whole(asked, kv_rows, scale)
+                found = _read_whole(query, kv_rows, scale, theirs)
             else:
-                choice = self.reader.choose(asked, kv_rows, group.state, scale, group.setting)
+                choice = self.reader.choose(query, kv_rows, group.state, scale, group.setting)
                 choices.append(choice)
-                found = sparse_attention(asked, kv_rows, choice, scale=scale)
+                found = sparse_attention(query, kv_rows, choice, scale=scale, terms=theirs)
             if group.kv_rows is None:
                 out = found
             else:
@@ -136,18 +141,19 @@ def count_all(store: DenseStore | RaggedStore, reads: Reads) -> None:
     reads.read(rows * store.size * (1 if store.is_ragged else store.heads), _entry_bytes(store))
 
 
-def _read_whole(query: Tensor, kv_rows: KVRows, scale: float) -> Tensor:
+def _read_whole(query: Tensor, kv_rows: KVRows, scale: float, terms: AttentionTerms | None) -> Tensor:
     """query [X, G, D] -> [X, G, Dv], over all entries of each KV row."""
     length = kv_rows.length
     everything = kv_rows.span(0, kv_rows.size)
     if length is None:
-        return sparse_attention(query, kv_rows, Choice(everything), scale=scale)
-    if kernels.usable(query, kv_rows.keys):
+        return sparse_attention(query, kv_rows, Choice(everything), scale=scale, terms=terms)
+    if terms is None and kernels.usable(query, kv_rows.keys):
         return kernels.kv_row_attention(query, kv_rows, scale=scale)
-    keys, values = kv_rows.read(everything)
-    return F.scaled_dot_product_attention(
-        query[:, None], keys[:, None], values[:, None], attn_mask=length.real(kv_rows.size)[None], scale=scale
-    )[:, 0]
+    keys, values = (part[:, None] for part in kv_rows.read(everything))
+    real = length.real(kv_rows.size)[None]
+    if terms is not None:
+        return single_query_attention(query[:, None], keys, values, real, scale=scale, terms=terms)[:, 0]
+    return F.scaled_dot_product_attention(query[:, None], keys, values, attn_mask=real, scale=scale)[:, 0]
 
 
 def _entry_bytes(store: DenseStore | RaggedStore) -> int:
