@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -338,6 +339,8 @@ def test_a_family_this_transformers_cannot_build(monkeypatch):
     monkeypatch.setattr("kvsieve.models.families.build", fail)
     row = models_table._examine(FAMILIES[0])
     assert (row.status, row.reason) == (models_table.NOT_BUILT, "not in this transformers: unrecognized model")
+    row = models_table._examine(replace(FAMILIES[0], since="5.99"))
+    assert row.reason == "not in this transformers: needs 5.99 or later"
 
 
 def test_doctor_says_what_is_missing_and_the_command(cli, monkeypatch, tmp_path):

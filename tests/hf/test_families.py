@@ -12,7 +12,7 @@ import kvsieve
 from kvsieve.cache import DenseStore
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.model.support import why_unsupported
-from kvsieve.models.families import FAMILIES, build
+from kvsieve.models.families import available, build
 from kvsieve.types import Selection
 
 logging.set_verbosity_error()
@@ -44,7 +44,7 @@ PROPAGATING = (
 )
 
 
-@pytest.fixture(params=[family.name for family in FAMILIES], scope="module")
+@pytest.fixture(params=[family.name for family in available()], scope="module")
 def model(request: pytest.FixtureRequest):
     return build(request.param, dtype=torch.float64)
 

@@ -64,6 +64,8 @@ def _with_progress() -> Iterator[Row]:
 
 
 def _examine(family: Any) -> Row:
+    import transformers
+
     import kvsieve
     from kvsieve.hf.model.support import why_unsupported
     from kvsieve.models.families import build
@@ -72,13 +74,12 @@ def _examine(family: Any) -> Row:
         model = build(family.name)
     except Exception as error:  # a config that this version of transformers does not know fails in many ways
         reason = one_line(str(error).strip().partition("\n")[0] or type(error).__name__)
+        reason = reason if family.is_in(transformers.__version__) else f"needs {family.since} or later"
         return Row(family.name, family.title, NOT_BUILT, False, False, f"{NOT_BUILT}: {reason}")
     no_eviction = why_unsupported(model, kvsieve.plan("snapkv"))
     no_propagation = why_unsupported(model, kvsieve.plan("fastkv", tsp_layer=1))
     status = REFUSED if no_eviction else EVICTION_ONLY if no_propagation else SUPPORTED
     reason = no_eviction or no_propagation or ""
-    note = getattr(family, "note", "") or ""
-    reason = "; ".join(part for part in (reason, note) if part)
     return Row(family.name, family.title, status, no_eviction is None, no_propagation is None, reason)
 
 

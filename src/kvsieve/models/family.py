@@ -28,15 +28,33 @@ BASE: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture: `name` is the transformers `model_type` or `model_type:variant`; `config` is laid over BASE."""
+    """One architecture.
+
+    Attributes:
+        name: the transformers `model_type`, or `model_type:variant`.
+        title: models people know it by.
+        config: laid over BASE; of the text part where the model has other parts too.
+        parts: the other parts of a composite model, such as `vision_config`, and ids of the tokens that stand for them.
+        since: the release of transformers that brought it, such as "5.19"; "" where every supported one has it.
+    """
 
     name: str
     title: str
     config: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    since: str = ""
 
     @property
     def model_type(self) -> str:
         return self.name.partition(":")[0]
+
+    def is_in(self, version: str) -> bool:
+        """Tell whether a release of transformers, such as "5.23.0", has it."""
+        return not self.since or _numbers(version) >= _numbers(self.since)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2])
 
 
 HEAD: dict[str, Any] = {"head_dim": 16}
@@ -66,6 +84,8 @@ MLP_TYPES: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse", "sparse", "s
 INDEXED: dict[str, Any] = {"index_topk": 16, "index_head_dim": 32, "index_n_heads": 2}
 DELTA: dict[str, Any] = {"linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_num_value_heads": 2}
 DELTA |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"] * 2}
+KIMI_DELTA: dict[str, Any] = {"q_lora_rank": None, "num_experts": 4, "linear_head_dim": 16, "linear_num_heads": 2}
+KIMI_DELTA |= {"layer_types": ["linear_attention", "full_attention"] * 2}
 MAMBA2: dict[str, Any] = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,

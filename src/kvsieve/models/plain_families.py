@@ -36,6 +36,11 @@ PLAIN: tuple[Family, ...] = (
     Family("jais2", "Jais 2", HEAD),
     Family("persimmon", "Persimmon"),
     Family("gpt_neox", "GPT-NeoX, Pythia"),
+    Family("internlm3", "InternLM3", HEAD, since="5.23"),
+    Family("iquestcoder", "IQuest-Coder", HEAD, since="5.23"),
+    # Layers that run several times over.
+    Family("hrm_text", "HRM-Text", HEAD | {"num_hidden_layers": 2, "H_cycles": 1, "L_cycles": 1, "prefix_lm": False}),
+    # Attention of another kind.
     Family("diffllama", "DiffLlama", HEAD),
     Family("doge", "Doge"),
     # Mixtures of experts with full attention in every layer.
@@ -78,9 +83,17 @@ PLAIN: tuple[Family, ...] = (
     Family("afmoe", "Trinity", LOCAL | SPARSE),
     Family("mellum", "Mellum 2", LOCAL | LOCAL_EXPERTS | {"moe_intermediate_size": 32}),
     Family("laguna", "Laguna", LOCAL | SPARSE | {"shared_expert_intermediate_size": 32}),
+    Family("kolibri1", "Kolibri 1", LOCAL | SPARSE | {"shared_expert_intermediate_size": 32}, since="5.20"),
+    Family("gemma4_unified_text", "Gemma 4 12B, text part", LOCAL | {"global_head_dim": 32}),
     # Attention sinks, keys wider than values, chunked attention, layers that share a KV cache.
     Family("gpt_oss", "gpt-oss", LOCAL | LOCAL_EXPERTS),
     Family("mimo_v2_flash", "MiMo-V2-Flash", LOCAL | ROUTED | MLP_TYPES | {"head_dim": 24, "v_head_dim": 16}),
+    Family(
+        "flint",
+        "Flint",
+        LOCAL | SPARSE | {"shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
+        since="5.21",
+    ),
     Family(
         "llama4_text",
         "Llama 4, text part",

@@ -7,7 +7,9 @@ from kvsieve.models.family import (
     GPT,
     HEAD,
     INDEXED,
+    KIMI_DELTA,
     LATENT,
+    LOCAL,
     LOCAL_EXPERTS,
     MAMBA2,
     MLP_TYPES,
@@ -33,6 +35,29 @@ SPECIAL: tuple[Family, ...] = (
         LATENT
         | {"num_layers": 2, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 32, "head_dim": 16}
         | {"moe_topk": 2, "n_routed_experts": 4, "zero_expert_num": 2},
+    ),
+    Family("mistral4", "Mistral Small 4, text part", LATENT | ROUTED),
+    Family("hy_v4", "Hy4", LATENT | ROUTED | MLP_TYPES | INDEXED, since="5.17"),
+    Family(
+        "dots3_note_text",
+        "dots3 note, text part",
+        LATENT
+        | ROUTED
+        | MLP_TYPES
+        | INDEXED
+        | {"sliding_window": 16, "head_dim": 32, "layer_types": ["sliding_attention", "indexed_attention"] * 2}
+        | {"shared_experts_intermediate_size": 32, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4}
+        | {"swa_q_lora_rank": 16, "swa_kv_lora_rank": 24, "swa_head_dim": 32, "swa_qk_nope_head_dim": 16}
+        | {"swa_v_head_dim": 16},
+        since="5.23",
+    ),
+    # Latent attention takes turns with linear attention.
+    Family("kimi_linear", "Kimi Linear", LATENT | ROUTED | MLP_TYPES | KIMI_DELTA, since="5.17"),
+    Family(
+        "bailing_hybrid",
+        "Ling 2.5, Ring 2.5",
+        LATENT | ROUTED | MLP_TYPES | KIMI_DELTA | {"head_dim": 16, "num_mtp_layers": 0},
+        since="5.20",
     ),
     # Blocks of keys chosen or compressed by the model itself; attention with a learned position bias.
     Family(
@@ -62,6 +87,16 @@ SPECIAL: tuple[Family, ...] = (
         | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 16}
         | {"local_layer_ids": [0, 2], "rel_extent": 64},
     ),
+    Family(
+        "qwen4_exp_text",
+        "Qwen4-Exp, text part",
+        HEAD
+        | SPARSE
+        | DELTA
+        | {"shared_expert_intermediate_size": 32, "hc_lowrank": 16}
+        | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
+        | {"indexer_budget": 16, "indexer_compress_ratio": 4},
+    ),
     # Linear attention, state spaces and convolutions, alone or taking turns with full attention.
     Family("qwen3_next", "Qwen3-Next", HEAD | SPARSE | DELTA | {"shared_expert_intermediate_size": 32}),
     Family("qwen3_5_text", "Qwen3.5, text part", HEAD | DELTA),
@@ -77,6 +112,17 @@ SPECIAL: tuple[Family, ...] = (
         "lfm2_moe",
         "LFM2 MoE",
         SPARSE | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    ),
+    Family(
+        "lfm3",
+        "LFM3",
+        LOCAL | {"layer_types": ["conv", "full_attention", "sliding_attention", "full_attention"]},
+        since="5.23",
+    ),
+    Family(
+        "zaya",
+        "ZAYA1",
+        HEAD | {"num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 32, "router_hidden_size": 32},
     ),
     Family("bamba", "Bamba", MAMBA2 | {"attn_layer_indices": [1, 3]}),
     Family("falcon_h1", "Falcon-H1", MAMBA2 | {"mamba_d_ssm": 128}),
@@ -106,11 +152,18 @@ SPECIAL: tuple[Family, ...] = (
         | {"n_mamba_heads": 8, "mamba_headdim": 16, "mamba_d_state": 16},
     ),
     Family(
+        "zamba",
+        "Zamba",
+        {"layers_block_type": ["mamba", "hybrid"] * 2, "num_key_value_heads": 4, "attention_hidden_size": 128}
+        | {"attention_head_dim": 32, "mamba_d_state": 8, "mamba_dt_rank": 4, "use_mamba_kernels": False},
+    ),
+    Family(
         "recurrent_gemma",
         "RecurrentGemma",
         HEAD | {"lru_width": 64, "attention_window_size": 16, "block_types": ["recurrent", "attention"]},
     ),
     Family("mamba", "Mamba", {"state_size": 8, "time_step_rank": 4, "intermediate_size": 128}),
+    Family("falcon_mamba", "Falcon Mamba", {"state_size": 8, "time_step_rank": 4, "intermediate_size": 128}),
     Family("mamba2", "Mamba-2", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16}),
     # Older decoders: learned positions or ALiBi, their own attention code.
     Family("opt", "OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.2}),
