@@ -472,7 +472,11 @@ def test_wrapped_methods_by_name():
     plan = kvsieve.plan("chunkkv", base="knorm", budget="12%", chunk_length=4, skip_layers=1, every=3)
     assert plan.evict == ChunkKV(base=KNorm(budget="12%", skip_layers=1, every=3), chunk_length=4)
     assert kvsieve.plan("criticalkv").evict == CriticalKV(base=SnapKV(budget="20%"))
-    assert kvsieve.plan("criticalkv", base="expected_attention").evict.traits.needs == ("output_weight", "rotary")
+    assert kvsieve.plan("criticalkv", base="expected_attention").evict.traits.needs == (
+        "output_weight",
+        "rotary",
+        "uncapped",
+    )
     assert Plan.from_dict(plan.to_dict()).evict == plan.evict and plan.name == "chunkkv"
     for base in ("full", "fastkv", "lagkv", "chunkkv", "h2o", "sagekv"):
         with pytest.raises(PlanError, match="base must|no parameter 'budget'"):

@@ -63,7 +63,7 @@ def correlation(ctx: LayerContext, filters: Tensor) -> list[float]:
     those queries give them.
     """
     window = min(CHECKED, ctx.query.shape[2] // 2)
-    mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid)
+    mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)
     mass = group_mean(mass, ctx.keys.shape[1])[0, :, :-window].double().cpu()
     keys = ctx.keys[0, :, :-window].to("cpu", torch.float64)
     scores = (keys @ filters[:, :, None]).squeeze(-1)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.core.kv_rows import DeviceLength, KVRows
+from kvsieve.core.softmax import cap, softmax
+from kvsieve.types import AttentionTerms
 
 
 class PageTable:
@@ -215,27 +217,37 @@ def held_part(chosen: Tensor, query: Tensor) -> Tensor:
     return (part / whole.clamp_min(tiny)).clamp_min(tiny)
 
 
-def page_softmax(scores: Tensor, size: int, page: int, length: DeviceLength | None = None) -> Tensor:
+def page_softmax(
+    scores: Tensor,
+    size: int,
+    page: int,
+    length: DeviceLength | None = None,
+    terms: AttentionTerms | None = None,
+) -> Tensor:
     """Softmax over entries that all have the score of their page.
 
     Args:
-        scores: [..., pages].
+        scores: [..., pages]; written to.
         size: entries in all.
         page: entries per page.
         length: entries that exist, where the device knows; pages beyond the end get 0.
+        terms: cap and sinks [...] of the layer's attention; None for neither.
 
     Returns:
         `page` times the weight of one entry of each page, [..., pages].
     """
+    scores = cap(scores, terms)
+    # A page counts once, not as often as it has entries, and so must a sink.
+    sinks = None if terms is None or terms.sinks is None else terms.sinks[..., None] - math.log(page)
     if length is not None:
         part = length.occupancy(page, scores.shape[-1]).part.to(scores.dtype)
-        return (scores + part.log()).softmax(-1) / part.clamp_min(1 / page)
+        return softmax(scores + part.log(), sinks) / part.clamp_min(1 / page)
     short = size % page
     if not short:
-        return scores.softmax(-1)
+        return softmax(scores, sinks)
     scores = scores.clone()
     scores[..., -1] += math.log(short / page)
-    weights = scores.softmax(-1)
+    weights = softmax(scores, sinks)
     weights[..., -1] *= page / short
     return weights
 

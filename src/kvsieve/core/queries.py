@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from kvsieve.core.scoring import score_dtype
+from kvsieve.core.softmax import cap, sinks_of, softmax
+from kvsieve.types import AttentionTerms
 
 # Logits of one block of queries, [B, Hq, T', N] in float32, stay under about 128 MiB.
 _BLOCK_ELEMENTS = 1 << 25
@@ -23,6 +25,7 @@ def query_mass(
     weights: Tensor | None = None,
     reduce: Literal["sum", "max"] = "sum",
     block: int | None = None,
+    terms: AttentionTerms | None = None,
 ) -> Tensor:
     """Softmax attention of T queries over N entries, reduced over the queries.
 
@@ -35,6 +38,7 @@ def query_mass(
         weights: factors of the queries, broadcastable to [B, H, T]; None for 1.
         reduce: "sum" or "max" over the queries.
         block: queries computed at a time; None keeps memory within bounds.
+        terms: cap and sinks of the layer's attention; None for neither.
 
     Returns:
         [B, Hq, N] in float32 (float64 for float64 inputs).
@@ -46,12 +50,13 @@ def query_mass(
     block = block or max(1, _BLOCK_ELEMENTS // max(1, batch * query_heads * length))
     out = torch.zeros(batch, heads, groups, length, dtype=dtype, device=keys.device)
     grouped = query.unflatten(1, (heads, groups))
+    sinks = sinks_of(terms, heads, groups, 1, 1)
     for first in range(0, count, block):
         part = (grouped[:, :, :, first : first + block].to(dtype) * scale).flatten(2, 3)
         spans = (keys[:, :, start : start + _KEYS] for start in range(0, length, _KEYS))
         logits = torch.cat([part @ span.to(dtype).transpose(-1, -2) for span in spans], -1).unflatten(2, (groups, -1))
         seen = visible[:, :, None, first : first + block]
-        mass = logits.masked_fill_(~seen, float("-inf")).softmax(-1)
+        mass = softmax(cap(logits, terms).masked_fill_(~seen, float("-inf")), sinks)
         mass = mass.masked_fill_(~seen.any(-1, keepdim=True), 0)
         if weights is not None:
             mass = mass * weights[:, :, None, first : first + block, None]

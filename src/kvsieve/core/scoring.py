@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.types import LayerContext
+from kvsieve.core.softmax import cap, sinks_of, softmax
+from kvsieve.types import AttentionTerms, LayerContext
 
 Pool = Literal["avg", "max"]
 
@@ -28,11 +29,19 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def window_mass(
-    query: Tensor, keys: Tensor, scale: float, *, valid: Tensor | None = None, block: int | None = None
+    query: Tensor,
+    keys: Tensor,
+    scale: float,
+    *,
+    valid: Tensor | None = None,
+    block: int | None = None,
+    terms: AttentionTerms | None = None,
 ) -> Tensor:
     """Softmax attention mass that a window of queries gives to every stored entry, summed over the window.
 
-    The softmax runs over all N entries with the causal mask inside the window, so the mass of a query head sums to W.
+    The softmax runs over all N entries with the causal mask inside the window, so the mass of a query head sums to
+    W, less what sinks take.
+
     Source: SnapKV (arXiv 2404.14469), and the observation windows of FastKV, ASL, PyramidKV, Ada-KV and RocketKV, which
     share it.
 
@@ -42,18 +51,25 @@ def window_mass(
         scale: factor of the query-key products.
         valid: bool [B, H or 1, N]; padding receives no mass, and queries that are padding give none. None: all real.
         block: entries scored at a time; None chooses it so that no N x N matrix is ever held.
+        terms: cap and sinks of the layer's attention; None for neither.
 
     Returns:
         [B, Hq, N] in float32 (float64 for float64 inputs).
     """
-    if block is None and kernels.usable(query, keys):
+    if block is None and terms is None and kernels.usable(query, keys):
         return kernels.window_mass(query, keys, scale, valid)
-    parts = [weights.sum(2) for weights in window_weights(query, keys, scale, valid=valid, block=block)]
+    parts = [weights.sum(2) for weights in window_weights(query, keys, scale, valid=valid, block=block, terms=terms)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 def window_weights(
-    query: Tensor, keys: Tensor, scale: float, *, valid: Tensor | None = None, block: int | None = None
+    query: Tensor,
+    keys: Tensor,
+    scale: float,
+    *,
+    valid: Tensor | None = None,
+    block: int | None = None,
+    terms: AttentionTerms | None = None,
 ) -> Iterator[Tensor]:
     """Yield the softmax weights behind `window_mass`, [B, Hq, W, block], one block of entries after another.
 
@@ -70,9 +86,11 @@ def window_weights(
     corner = length - window
     rows = torch.arange(corner, length, device=keys.device).repeat(groups)[:, None]
     padding = None if valid is None else ~valid[:, :, corner:].repeat(1, 1, groups).unsqueeze(-1)
+    sinks = sinks_of(terms, heads, groups, 1)
+    sinks = None if sinks is None else sinks.to(dtype).expand(-1, -1, window).reshape(heads, -1, 1)
 
     def logits(start: int, end: int) -> Tensor:
-        part = packed @ keys[:, :, start:end].to(dtype).transpose(-1, -2)
+        part = cap(packed @ keys[:, :, start:end].to(dtype).transpose(-1, -2), terms)
         first = max(start, corner)
         if first < end:
             hidden = torch.arange(first, end, device=keys.device) > rows
@@ -87,12 +105,13 @@ def window_weights(
         return weights.view(batch, query_heads, window, -1)
 
     if length <= block:
-        yield per_query(logits(0, length).softmax(-1))
+        yield per_query(softmax(logits(0, length), sinks))
         return
     spans = [(start, min(start + block, length)) for start in range(0, length, block)]
     norm = torch.full((batch, heads, groups * window, 1), float("-inf"), dtype=dtype, device=keys.device)
     for span in spans:
         norm = torch.logaddexp(norm, logits(*span).logsumexp(-1, keepdim=True))
+    norm = norm if sinks is None else torch.logaddexp(norm, sinks)
     for span in spans:
         yield per_query((logits(*span) - norm).exp_())
 
@@ -159,7 +178,7 @@ def pooled_mass(ctx: LayerContext, window: int, kernel: int, pooling: Pool, head
         [B, Hq, N - w], or [B, heads, N - w].
     """
     window = min(window, ctx.query.shape[2])
-    mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid)
+    mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)
     mass, valid = mass[..., :-window], ctx.valid
     if heads is not None and kernels.usable(mass):
         by_kernel = functools.partial(kernels.pooled, heads=heads, kernel=kernel, pooling=pooling)

@@ -59,7 +59,7 @@ def _statistics(ctx: LayerContext, window: int) -> _Statistics:
     number = real.sum(2)
     entropy = real.new_zeros(query.shape[0])
     means, variances, start = [real.new_zeros(*query.shape[:2], 0)], [real.new_zeros(*query.shape[:2], 0)], 0
-    for weights in window_weights(query, ctx.keys, ctx.scale, valid=ctx.valid):
+    for weights in window_weights(query, ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms):
         part = weights[..., : max(before - start, 0)]
         start += weights.shape[-1]
         means.append(part.sum(2) / number.clamp_min(1))

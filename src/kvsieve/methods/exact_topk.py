@@ -11,12 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.scoring import score_dtype
+from kvsieve.core.softmax import cap
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.registry import register_method
+from kvsieve.types import AttentionTerms
 
 
 @register_method(
@@ -38,14 +41,27 @@ class ExactTopK(BudgetReader, static_shapes=True):
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
         return Setting(tokens, tokens)
 
-    def choose(self, query: Tensor, kv_rows: KVRows, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
+    def choose(
+        self,
+        query: Tensor,
+        kv_rows: KVRows,
+        state: dict[str, Any],
+        scale: float,
+        setting: Setting,
+        terms: AttentionTerms | None = None,
+    ) -> Choice:
         keys = kv_rows.keys_at(kv_rows.span(0, kv_rows.size))
         dtype = score_dtype(query.dtype)
         logits = query.to(dtype) @ keys.to(dtype).transpose(1, 2) * scale
+        if self.per_group:
+            logits = cap(logits, terms)
         if kv_rows.length is not None:
             logits.masked_fill_(~kv_rows.length.real(kv_rows.size), float("-inf"))
         if self.per_group:
-            logits = (logits - logits.logsumexp(-1, keepdim=True)).logsumexp(1)
+            norm = logits.logsumexp(-1, keepdim=True)
+            if terms is not None and terms.sinks is not None:
+                norm = torch.logaddexp(norm, terms.sinks[..., None].to(norm.dtype))
+            logits = (logits - norm).logsumexp(1)
         if self.newest:
             last = kv_rows.newest()[0]
             logits.index_fill_(-1, last, float("inf"))

@@ -8,7 +8,8 @@ group, times ||v||_2. The first S stay.
 
 Differences from the reference: queries are turned back from their positions instead of projected again; statistics
 cover all queries of all chunks, merged in float32; each row of a padded batch has its own positions and statistics;
-`every` goes on counting generated tokens' queries; layers without positions rotate by nothing.
+`every` goes on counting generated tokens' queries; layers without positions rotate by nothing; learned sinks take part
+in the softmax. Where logits are capped z has no such form: refused.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.core.scoring import group_mean, score_dtype
+from kvsieve.core.softmax import sinks_of, softmax
 from kvsieve.methods.base import ScoredEvictor, check_int, first_real, model_facts, positions, skips
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, When
@@ -39,7 +41,7 @@ _BLOCK_ELEMENTS = 1 << 24
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)
-class ExpectedAttention(ScoredEvictor, needs=("rotary",), heads="own"):
+class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own"):
     """Keep the entries that future queries can be expected to attend to.
 
     sinks: S first tokens, always kept, whose queries do not count. n_future: positions after the end that the rotation
@@ -125,7 +127,8 @@ class ExpectedAttention(ScoredEvictor, needs=("rotary",), heads="own"):
             parts.append(logits)
         sinks = first_real(ctx, self.sinks)
         hidden = sinks if ctx.valid is None else sinks | ~ctx.valid
-        expected = torch.cat(parts, -1).masked_fill(hidden[:, :, None], float("-inf")).softmax(-1)
+        logits = torch.cat(parts, -1).masked_fill(hidden[:, :, None], float("-inf"))
+        expected = softmax(logits, sinks_of(ctx.terms, heads, -1, 1))
         scores = group_mean(expected.flatten(1, 2), heads)
         if self.use_vnorm:
             scores = scores * ctx.values.to(dtype).norm(dim=-1)

@@ -74,7 +74,8 @@ class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True):
             visible = visible & ctx.valid[:, :, None] & ctx.valid[:, :, -count:, None]
         asking = visible.any(-1)
         weights = visible.sum(-1) / asking.sum(-1, keepdim=True).clamp_min(1)
-        mass = query_mass(ctx.query[:, :, -count:], ctx.keys, ctx.scale, visible, weights=weights)
+        query = ctx.query[:, :, -count:]
+        mass = query_mass(query, ctx.keys, ctx.scale, visible, weights=weights, terms=ctx.terms)
         return group_mean(mass, ctx.keys.shape[1])[..., :-count]
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection:

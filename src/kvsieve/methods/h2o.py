@@ -33,7 +33,7 @@ def received_mass(ctx: LayerContext) -> Tensor:
         stop = min(start + _BLOCK, new)
         seen = length - new + stop
         valid = None if ctx.valid is None else ctx.valid[:, :, :seen]
-        mass = window_mass(ctx.query[:, :, start:stop], ctx.keys[:, :, :seen], ctx.scale, valid=valid)
+        mass = window_mass(ctx.query[:, :, start:stop], ctx.keys[:, :, :seen], ctx.scale, valid=valid, terms=ctx.terms)
         if total is None:
             total = mass.new_zeros(*mass.shape[:2], length)
         total[..., :seen] += mass

@@ -28,6 +28,7 @@ from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
+from kvsieve.types import AttentionTerms
 
 
 def stored_entries(length: int, new_tokens: int, tokens: int) -> int:
@@ -67,7 +68,15 @@ class HSA(BudgetReader, static_shapes=True):
             stored = stored_entries(facts.length, facts.new_tokens, tokens)
         return hsa_setting(stored, tokens, facts.dim)
 
-    def choose(self, query: Tensor, kv_rows: KVRows, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
+    def choose(
+        self,
+        query: Tensor,
+        kv_rows: KVRows,
+        state: dict[str, Any],
+        scale: float,
+        setting: Setting,
+        terms: AttentionTerms | None = None,
+    ) -> Choice:
         table = state.setdefault("pages", PageTable(setting.page))
         table.update(kv_rows)
         query = query.to(score_dtype(query.dtype))
@@ -76,7 +85,7 @@ class HSA(BudgetReader, static_shapes=True):
         chosen = query.gather(2, channels[:, None].expand(-1, query.shape[1], -1))
         part = held_part(chosen, query)
         estimates, metadata_bytes = table.scores(chosen * (scale / part.sqrt()), channels, greatest, kv_rows)
-        weights = page_softmax(estimates, kv_rows.size, setting.page, kv_rows.length).sum(1)
+        weights = page_softmax(estimates, kv_rows.size, setting.page, kv_rows.length, terms).sum(1)
         count = min(setting.count, kv_rows.size)
         entries = best_entries(weights, kv_rows.size, setting.page, count, self.newest, kv_rows.length)
         return Choice(entries, metadata_bytes=metadata_bytes)

@@ -154,7 +154,8 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True):
         own = real[:, :, None, stored:]
         visible = torch.cat([shown.gather(2, slots)[:, :, None].expand(-1, -1, fed, -1), causal & own], -1)
         visible = visible & own.transpose(2, 3)
-        mass = query_mass(ctx.query, torch.cat([keys, ctx.keys[:, :, stored:]], 2), ctx.scale, visible, reduce="max")
+        among = torch.cat([keys, ctx.keys[:, :, stored:]], 2)
+        mass = query_mass(ctx.query, among, ctx.scale, visible, reduce="max", terms=ctx.terms)
         best = mass[..., : slots.shape[-1]].unflatten(1, (keys.shape[1], -1)).amax(2)
         best = best.masked_fill(~inside.gather(2, slots), 0)
         mine = scores.setdefault(ctx.layer_idx, best.new_zeros(index.shape))

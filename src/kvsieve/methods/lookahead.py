@@ -113,7 +113,7 @@ class Lookahead(SnapKV, ProbingEvictor, heads="own"):
             causal = valid[:, :, None] & valid[:, :, -window:, None] & (slots <= slots[-window:, None])
             visible = torch.cat([causal.expand(len(visible), -1, -1, -1), visible], 2)
             query = torch.cat([ctx.query[:, :, -window:], drafted.to(ctx.query.dtype)], 2)
-        mass = query_mass(query, ctx.keys, ctx.scale, visible)[..., :-window]
+        mass = query_mass(query, ctx.keys, ctx.scale, visible, terms=ctx.terms)[..., :-window]
         return group_mean(pool(mass, self.kernel, self.pooling, ctx.valid), heads)
 
 

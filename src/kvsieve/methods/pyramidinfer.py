@@ -26,6 +26,7 @@ from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.selection import select_top
+from kvsieve.core.softmax import cap, sinks_of, softmax
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.snapkv import SnapKV
@@ -132,6 +133,8 @@ def _tail_mass(ctx: LayerContext, weights: Tensor) -> Tensor:
     dtype = score_dtype(ctx.query.dtype)
     batch, query_heads, _, dim = ctx.query.shape
     heads, length = ctx.keys.shape[1:3]
+    groups = query_heads // heads
+    sinks = sinks_of(ctx.terms, heads, groups, 1)
     first = length - weights.shape[1]
     keys = ctx.keys.to(dtype).transpose(-1, -2)
     out = torch.zeros(batch, length, dtype=dtype, device=keys.device)
@@ -139,14 +142,14 @@ def _tail_mass(ctx: LayerContext, weights: Tensor) -> Tensor:
     for start in range(first, length, block):
         end = min(start + block, length)
         rows = ctx.query[:, :, start - length :][:, :, : end - start].to(dtype) * ctx.scale
-        logits = rows.reshape(batch, heads, -1, dim) @ keys[..., :end]
+        logits = cap(rows.reshape(batch, heads, -1, dim) @ keys[..., :end], ctx.terms)
         slots = torch.arange(start, end, device=keys.device)
-        groups = query_heads // heads
         logits[..., start:].masked_fill_(slots > slots.repeat(groups)[:, None], float("-inf"))
         if ctx.valid is not None:
             logits.masked_fill_(~ctx.valid[:, :, None, :end], float("-inf"))
         weight = weights[:, start - first : end - first].repeat(1, groups)[:, None, :, None]
-        mass = logits.softmax(-1).masked_fill_(weight == 0, 0)
+        each = None if sinks is None else sinks.expand(-1, -1, end - start).reshape(heads, -1, 1)
+        mass = softmax(logits, each).masked_fill_(weight == 0, 0)
         out[:, :end] += (weight.transpose(-1, -2) @ mass)[:, :, 0].sum(1) / query_heads
     return out
 

@@ -27,6 +27,7 @@ from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_int
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.registry import register_method
+from kvsieve.types import AttentionTerms
 
 
 @register_method(
@@ -67,12 +68,21 @@ class Quest(BudgetReader, static_shapes=True):
                 "budget="
             )
 
-    def choose(self, query: Tensor, kv_rows: KVRows, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
+    def choose(
+        self,
+        query: Tensor,
+        kv_rows: KVRows,
+        state: dict[str, Any],
+        scale: float,
+        setting: Setting,
+        terms: AttentionTerms | None = None,
+    ) -> Choice:
         table = state.setdefault("pages", PageTable(setting.page))
         table.update(kv_rows)
         weights, metadata_bytes = table.bound(query.to(score_dtype(query.dtype)) * scale, kv_rows)
+        # A cap bends bounds as it bends logits, so they stay bounds, and each query head's order as it is.
         if not self.per_query_head:
-            weights = page_softmax(weights, kv_rows.size, setting.page, kv_rows.length).sum(1)
+            weights = page_softmax(weights, kv_rows.size, setting.page, kv_rows.length, terms).sum(1)
         count = min(setting.count, kv_rows.size)
         entries = best_entries(weights, kv_rows.size, setting.page, count, self.newest, kv_rows.length)
         return Choice(entries, metadata_bytes=metadata_bytes)

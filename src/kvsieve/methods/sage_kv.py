@@ -77,7 +77,7 @@ class SageKV(ScoredEvictor, heads="own"):
         if start is not None:
             scores = age.masked_fill(ctx.index < start[..., None], float("inf"))
         else:
-            mass = window_mass(ctx.query[:, :, -1:], ctx.keys, ctx.scale, valid=ctx.valid)
+            mass = window_mass(ctx.query[:, :, -1:], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)
             scores = group_mean(mass, heads)
             scores = torch.where(self._window(ctx, kept), age.to(scores.dtype), scores)
         return scores.masked_fill(first_real(ctx, self.sinks), float("inf"))

@@ -23,6 +23,7 @@ from kvsieve.core.pages import PageTable, best_entries, held_part, largest, page
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.registry import register_method
+from kvsieve.types import AttentionTerms
 
 
 @register_method(
@@ -49,7 +50,15 @@ class SparQ(BudgetReader, static_shapes=True):
         channels = facts.dim * tokens // (facts.length + facts.new_tokens)
         return Setting(tokens, tokens // 2, 1, min(max(channels, 1), facts.dim))
 
-    def choose(self, query: Tensor, kv_rows: KVRows, state: dict[str, Any], scale: float, setting: Setting) -> Choice:
+    def choose(
+        self,
+        query: Tensor,
+        kv_rows: KVRows,
+        state: dict[str, Any],
+        scale: float,
+        setting: Setting,
+        terms: AttentionTerms | None = None,
+    ) -> Choice:
         table = state.setdefault("pages", PageTable(1))
         table.update(kv_rows)
         count, groups = min(setting.count, kv_rows.size), query.shape[1]
@@ -65,15 +74,18 @@ class SparQ(BudgetReader, static_shapes=True):
             rows = table.rows(channels.flatten(1), everything, kv_rows.size)
             metadata_bytes = rows.nbytes
             rows = rows.to(query.dtype).unflatten(1, (-1, setting.channels))
-            estimates = page_softmax((chosen[:, :, None] @ rows)[:, :, 0], kv_rows.size, 1, kv_rows.length)
+            estimates = page_softmax((chosen[:, :, None] @ rows)[:, :, 0], kv_rows.size, 1, kv_rows.length, terms)
             weights = estimates.clone()
         else:
             logits, metadata_bytes = table.scores(chosen, channels[:, 0], everything, kv_rows)
-            estimates = page_softmax(logits, kv_rows.size, 1, kv_rows.length)
+            estimates = page_softmax(logits, kv_rows.size, 1, kv_rows.length, terms)
             weights = estimates.sum(1)
         entries = best_entries(weights, kv_rows.size, 1, count, self.newest, kv_rows.length)
         blend = None
         if self.mean_value:
+            if terms is not None and terms.sinks is not None:
+                # Shares among entries alone.
+                estimates = estimates / estimates.sum(-1, keepdim=True).clamp_min(torch.finfo(estimates.dtype).tiny)
             held = estimates.gather(2, entries if self.per_query_head else entries[:, None].expand(-1, groups, -1))
             blend = held.sum(-1), state.setdefault("values", _Mean()).update(kv_rows, query.dtype)
         return Choice(entries, blend, metadata_bytes)

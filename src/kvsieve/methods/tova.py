@@ -38,5 +38,5 @@ class TOVA(ScoredEvictor, heads="all"):
         return 1
 
     def scores(self, ctx: LayerContext) -> Tensor:
-        mass = window_mass(ctx.query[:, :, -1:], ctx.keys, ctx.scale, valid=ctx.valid)
+        mass = window_mass(ctx.query[:, :, -1:], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)
         return ctx.ranks.mean(mass.mean(1, keepdim=True)).expand(-1, ctx.keys.shape[1], -1)

@@ -51,7 +51,7 @@ class ZigZagKV(Cascade, heads="all"):
         return int(budget * self.floor)
 
     def weigh(self, ctx: LayerContext) -> list[float]:
-        mass = window_mass(ctx.query[:, :, -self.window :], ctx.keys, ctx.scale, valid=ctx.valid)
+        mass = window_mass(ctx.query[:, :, -self.window :], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)
         return ctx.ranks.mean(tokens_reaching(mass, self.target)).tolist()
 
 

@@ -20,7 +20,8 @@ class Traits:
 
     Attributes:
         needs: facts about the model that it asks ``ctx.model`` for, "rotary" and "output_weight"; with "hidden" among
-            them, an evictor that observes is given ``ctx.hidden`` and ``ctx.output``. A model without them is refused.
+            them, an evictor that observes is given ``ctx.hidden`` and ``ctx.output``; "uncapped" are logits without a
+            cap (``AttentionTerms.softcap``). A model without them is refused.
         heads: whose heads it looks at to choose for a KV head: "own" where that KV head and its query heads are enough,
             "all" where other heads of the layer count and it asks ``ctx.ranks`` for those of other processes. None:
             not said, so the plan is refused where tensor parallelism divides heads. A subclass must say it again.

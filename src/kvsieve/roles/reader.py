@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
+    from kvsieve.types import AttentionTerms
 
 
 class Reader(Role):
@@ -40,7 +41,15 @@ class Reader(Role):
         """Tell that KV rows of `size` entries are read whole."""
 
     @abstractmethod
-    def choose(self, query: Tensor, kv_rows: KVRows, state: dict[str, Any], scale: float, setting: Any) -> Choice:
+    def choose(
+        self,
+        query: Tensor,
+        kv_rows: KVRows,
+        state: dict[str, Any],
+        scale: float,
+        setting: Any,
+        terms: AttentionTerms | None = None,
+    ) -> Choice:
         """Choose the entries of each KV row that a query reads.
 
         Args:
@@ -50,6 +59,7 @@ class Reader(Role):
                 objects with a method all_tensors() that gives their tensors), which between calls only grow.
             scale: factor of query-key products.
             setting: what `setting` returned.
+            terms: cap and sinks [X, G] of the layer's attention, for what weights are estimated; None for neither.
         """
 
     def granularity(self, setting: Any) -> int:

@@ -85,7 +85,7 @@ class Reading:
                 choices.append(None)
                 found = _read_whole(query, kv_rows, scale, theirs)
             else:
-                choice = self.reader.choose(query, kv_rows, group.state, scale, group.setting)
+                choice = self.reader.choose(query, kv_rows, group.state, scale, group.setting, theirs)
                 choices.append(choice)
                 found = sparse_attention(query, kv_rows, choice, scale=scale, terms=theirs)
             if group.kv_rows is None:

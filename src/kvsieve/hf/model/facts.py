@@ -33,14 +33,20 @@ class Facts:
         self._rotations: dict[int, Callable[..., Any] | str | None] = {}
 
     def why_missing(self, needs: Iterable[str], layers: Iterable[int]) -> str | None:
-        """One clause saying which of `needs` ("rotary", "output_weight") `layers` cannot give, or None."""
+        """One clause saying which of `needs` (see roles.Traits) `layers` cannot give, or None."""
         layers = list(layers)
         for need in needs:
             if need == "hidden":
                 # Seen while the model runs.
                 continue
+            if need == "uncapped":
+                cap = getattr(self.config, "attn_logit_softcapping", None)
+                if cap is not None:
+                    return f"the plan's estimate of logits does not hold where they are capped, here at {cap}"
+                continue
             if need not in ("rotary", "output_weight"):
-                raise PlanError(f"an evictor needs {need!r} of the model; known are rotary, output_weight and hidden")
+                known = "rotary, output_weight, uncapped and hidden"
+                raise PlanError(f"an evictor needs {need!r} of the model; known are {known}")
             for index in layers:
                 found = self._rotation(index) if need == "rotary" else self._projection(index)
                 if isinstance(found, str):
