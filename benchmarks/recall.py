@@ -24,6 +24,7 @@ import torch
 
 import kvsieve
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
+from kvsieve.core.pages import page_softmax
 from kvsieve.hf.shared import next_logits
 from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
 from kvsieve.methods.readers import Setting
@@ -46,16 +47,17 @@ class Judge(Reader):
     def reads_all(self, setting: ReadFacts, size: int) -> bool:
         return False
 
-    def choose(self, query, kv_rows: KVRows, state: dict, scale: float, facts: ReadFacts) -> Choice:
+    def choose(self, query, kv_rows: KVRows, state: dict, scale: float, facts: ReadFacts, terms=None) -> Choice:
         keys = kv_rows.keys_at(kv_rows.span(0, kv_rows.size)).float()
-        weights = (query.float() @ keys.transpose(1, 2) * scale).softmax(-1).sum(1)
+        logits = query.float() @ keys.transpose(1, 2) * scale
+        weights = page_softmax(logits, kv_rows.size, 1, terms=terms).sum(1)
         for budget in self.budgets:
             oracle = ExactTopK(budget=budget, per_group=True)
-            best = oracle.choose(query, kv_rows, {}, scale, Setting(budget, budget // 2)).entries
+            best = oracle.choose(query, kv_rows, {}, scale, Setting(budget, budget // 2), terms).entries
             for name, kind in READERS.items():
                 reader = kind(budget=budget, newest=False)
                 own = state.setdefault(f"{name} {budget}", _Own())
-                entries = reader.choose(query, kv_rows, own.state, scale, reader.setting(facts)).entries
+                entries = reader.choose(query, kv_rows, own.state, scale, reader.setting(facts), terms).entries
                 hit = (entries[:, :, None] == best[:, None, :]).any(1).float().mean()
                 mass = weights.gather(1, entries).sum(1) / weights.gather(1, best).sum(1)
                 self.found[name, budget, facts.layer_idx].append((hit.item(), mass.mean().item()))

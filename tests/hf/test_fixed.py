@@ -269,8 +269,8 @@ class Own(Reader):
     def reads_all(self, setting, size):
         return False
 
-    def choose(self, query, lines, state, scale, setting):
-        return self.inner.choose(query, lines, state, scale, setting)
+    def choose(self, query, lines, state, scale, setting, terms=None):
+        return self.inner.choose(query, lines, state, scale, setting, terms)
 
 
 REFUSED = {

@@ -87,8 +87,9 @@ class _Always(Reader):
     def reads_all(self, setting, size):
         return False
 
-    def choose(self, query, kv_rows, state, scale, setting):
-        return self.inner.choose(query, kv_rows, state, scale, dataclasses.replace(setting, count=kv_rows.size))
+    def choose(self, query, kv_rows, state, scale, setting, terms=None):
+        setting = dataclasses.replace(setting, count=kv_rows.size)
+        return self.inner.choose(query, kv_rows, state, scale, setting, terms)
 
 
 @pytest.mark.parametrize("name", READERS)
