@@ -1,8 +1,16 @@
 """Attention over stored entries. `reference` is the slow definition that every fast path is tested against."""
 
 from kvsieve.attention.dense import dense_attention
+from kvsieve.attention.latent import UpProjection, latent_attention
 from kvsieve.attention.masked import masked_attention
 from kvsieve.attention.ragged import ragged_attention
 from kvsieve.attention.sparse import sparse_attention
 
-__all__ = ["dense_attention", "masked_attention", "ragged_attention", "sparse_attention"]
+__all__ = [
+    "UpProjection",
+    "dense_attention",
+    "latent_attention",
+    "masked_attention",
+    "ragged_attention",
+    "sparse_attention",
+]

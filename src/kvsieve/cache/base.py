@@ -62,6 +62,11 @@ class Store:
         return self.buffers()[0].shape[-2]
 
     @property
+    def value_buffer(self) -> Tensor:
+        """What the values lie in, as the keys do in theirs, used or not."""
+        return self.buffers()[1]
+
+    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Tensors that `put` and reading touch: buffers of keys, values and index, and the mask of real entries."""
         return (*self.buffers(), self.valid_buffer)

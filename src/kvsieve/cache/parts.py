@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from kvsieve.cache.base import grown
+from kvsieve.cache.latent import LatentStore
 from kvsieve.cache.ragged import RaggedStore, whole
 from kvsieve.cache.store import DenseStore
 
@@ -14,8 +15,10 @@ from kvsieve.cache.store import DenseStore
 def store_parts(store: DenseStore | RaggedStore) -> dict[str, Any]:
     """Return what a store holds, without room to spare; what is derived from it is made again."""
     if store.is_empty:
-        return {}
+        return {"rank": 0} if isinstance(store, LatentStore) else {}
     parts: dict[str, Any] = {"lengths": store.lengths}
+    if isinstance(store, LatentStore):
+        return parts | {"keys": store.keys, "rank": store.rank, "index": store.index, "valid": store.valid}
     if isinstance(store, DenseStore):
         return parts | {"keys": store.keys, "values": store.values, "index": store.index, "valid": store.valid}
     keys, values, index = (part[:, : store.size] for part in store.buffers())
@@ -26,10 +29,15 @@ def store_parts(store: DenseStore | RaggedStore) -> dict[str, Any]:
 def store_of(parts: dict[str, Any]) -> DenseStore | RaggedStore:
     """Return the inverse of `store_parts`."""
     if "keys" not in parts:
-        return DenseStore()
+        return LatentStore() if "rank" in parts else DenseStore()
     store: DenseStore | RaggedStore
-    buffers = [parts[name] for name in ("keys", "values", "index")]
-    if "counts" not in parts:
+    values = parts["keys"][..., :0] if "rank" in parts else parts["values"]
+    buffers = [parts["keys"], values, parts["index"]]
+    if "rank" in parts:
+        store = LatentStore()
+        store.rank = parts["rank"]
+        store.size, store.valid_buffer = parts["keys"].shape[2], parts["valid"]
+    elif "counts" not in parts:
         store = DenseStore()
         store.size, store.valid_buffer = parts["keys"].shape[2], parts["valid"]
     else:

@@ -97,7 +97,7 @@ class RowGroups:
 
     def kv_rows(self, store: DenseStore | RaggedStore, group: Group, length: DeviceLength | None = None) -> KVRows:
         """KV rows of a group now; with their length on the device, as many entries as there are slots for."""
-        keys, values = (part.flatten(0, -2) for part in store.buffers()[:2])
+        keys, values = (part.flatten(0, -2) for part in (store.buffers()[0], store.value_buffer))
         body, tail = group.flat(store.capacity)
         size = self.entries(store, group) if length is None else self.most(store, group)
         return KVRows(keys, values, body, tail, self.stride, size, length)

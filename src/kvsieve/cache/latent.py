@@ -1,0 +1,56 @@
+"""Storage of one layer with latent attention: a latent and a rotated part per token, from which all heads read."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvsieve.cache.store import DenseStore
+from kvsieve.errors import UnsupportedModelError
+from kvsieve.types import Selection
+
+
+class LatentStore(DenseStore):
+    """Entries whose value is a part of their key: nothing is stored for it.
+
+    Attributes:
+        rank: R, channels of a latent; 0 before anything is stored.
+        keys: [B, 1, size, R + Dr], a latent and the rotated part.
+        values: [B, 1, size, R], the latents, a view of `keys`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rank = 0
+
+    @property
+    def values(self) -> Tensor:
+        """[B, 1, size, R], a view of the keys."""
+        return self.keys[..., : self.rank]
+
+    @property
+    def value_buffer(self) -> Tensor:
+        return self.buffers()[0][..., : self.rank]
+
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        token_index: Tensor,
+        valid: Tensor | None = None,
+        counts: tuple[int, ...] | None = None,
+        reserve: int = 0,
+    ) -> None:
+        """Store new entries at the end; `values` [B, 1, L, R] are the first channels of `keys`."""
+        self.rank = values.shape[-1]
+        super().append(keys, values[..., :0], token_index, valid, counts, reserve)
+
+    def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        super().put(keys, values[..., :0], slots)
+
+    def keep(self, selection: Selection, reserve: int = 0) -> None:
+        if selection.indices.shape[1] > 1:
+            raise UnsupportedModelError(
+                f"the plan keeps entries for each of {selection.indices.shape[1]} query heads, and a layer with latent "
+                "attention has one set of entries for all heads; leave per_query_head out"
+            )
+        super().keep(selection, reserve)
