@@ -183,7 +183,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not hasattr(torch.optim, "Muon"):
         sys.exit(f"error: torch {torch.__version__} has no Muon optimiser; training toys needs torch 2.9 or later")
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
     recipe = Recipe(limit_s=60 * given.minutes)
     model = build(given.geometry, given.seed)
     run = train(model, recipe, given.seed)
