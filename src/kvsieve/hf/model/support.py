@@ -15,7 +15,6 @@ from kvsieve.registry import list_methods, method_info
 
 # Fields of a decoder's config that announce something attention would have to honour, and why it cannot yet.
 _TELLING_FIELDS = {
-    "attn_logit_softcapping": "it caps attention logits, which attention over a sieved cache does not support yet",
     "kv_lora_rank": "its latent attention transforms keys and values after they are cached",
     "attention_chunk_size": "its chunked attention lets layers see different parts of the prompt",
     "num_kv_shared_layers": "its layers share keys and values with each other",
@@ -74,14 +73,18 @@ def _why_no_plan_runs(model: Any) -> str | None:
     layers = getattr(decoder, "layers", None)
     if decoder is model or layers is None:
         return "its decoder keeps its layers where kvsieve does not find them (no .layers)"
-    if any(_has_sinks(layer) for layer in layers):
-        return "its heads have learned attention sinks, which attention over a sieved cache does not support yet"
     kinds = plain_cache_layers(config)
     for kind in kinds:
         if type(kind) not in (DynamicLayer, DynamicSlidingWindowLayer):
             return f"it has layers that are not plain attention ({type(kind).__name__}: linear, shared or indexed)"
     if len(kinds) != len(layers):
         return f"its {len(layers)} layers do not each have a cache of their own ({len(kinds)} cached)"
+    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
+        # transformers' own attention runs there, which leaves both out.
+        capped = getattr(config, "attn_logit_softcapping", None)
+        if isinstance(kind, DynamicSlidingWindowLayer) and (capped or _has_sinks(layer)):
+            what = f"capped logits (attn_logit_softcapping={capped})" if capped else "learned sinks"
+            return f"its sliding-window layers (layer {index} is one) have {what}, which kvsieve does not support yet"
     return None
 
 
