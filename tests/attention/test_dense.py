@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvsieve.attention import blocked, dense
+from kvsieve.attention.chunk import can_split, chunk_attention
 from kvsieve.attention.reference import reference_attention
 
 
@@ -48,6 +49,34 @@ def test_blocks_of_products_equal_the_reference(new, groups, padding, monkeypatc
     ours = blocked.blocked_attention(query, keys, values, scale=0.3, valid=valid)
     theirs = reference_attention(query, keys, values, scale=0.3, valid=valid)
     torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("new", "length"), [(2, 3), (70, 71), (70, 700), (512, 700)], ids=str)
+def test_chunks_in_two_fused_calls_equal_the_reference(new, length, dtype):
+    torch.manual_seed(new)
+    query = torch.randn(2, 6, new, 16, dtype=dtype)
+    # As a store has them: views of longer buffers.
+    keys, values = torch.randn(2, 2, 2, length + 9, 16, dtype=dtype)[..., :length, :]
+    assert can_split(query, values)
+    ours = chunk_attention(query, keys, values, scale=0.3)
+    theirs = reference_attention(query.double(), keys.double(), values.double(), scale=0.3)
+    assert ours.dtype == dtype
+    atol = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    torch.testing.assert_close(ours.double(), theirs, atol=atol, rtol=0)
+
+
+def test_a_chunk_is_split_without_a_mask(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("a mask was made")
+
+    query, keys = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 12, 8)
+    monkeypatch.setattr(dense.F, "scaled_dot_product_attention", refuse)
+    dense.dense_attention(query, keys, keys, scale=0.3)
+    with pytest.raises(AssertionError, match="mask"):  # values of another size: the kernel does not take them
+        dense.dense_attention(query, keys, torch.randn(1, 2, 12, 4), scale=0.3)
+    with pytest.raises(AssertionError, match="mask"):  # its log-sum-exp has no gradient
+        dense.dense_attention(query.requires_grad_(), keys, keys, scale=0.3)
 
 
 def test_only_bfloat16_on_a_cpu_is_taken_apart_into_products():

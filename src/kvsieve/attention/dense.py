@@ -9,6 +9,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvsieve import kernels
 from kvsieve.attention.blocked import blocked_attention, faster_here, single_query_attention
+from kvsieve.attention.chunk import can_split, chunk_attention
 from kvsieve.types import AttentionTerms
 
 # Elements of one boolean mask block; a prompt of any length needs no N x N mask.
@@ -54,6 +55,8 @@ def dense_attention(
         return blocked_attention(query, keys, values, scale=scale, valid=valid, terms=terms)
     if new == length and valid is None:
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
+    if valid is None and can_split(query, values):
+        return chunk_attention(query, keys, values, scale=scale)
     if query.is_cuda and valid is None and query.element_size() == 2:
         # Flash attention aligns the causal mask to the last entry and needs none in memory.
         last_ones = causal_lower_right(new, length)

@@ -1,0 +1,82 @@
+"""The demo's time to the first token beside transformers', in each dtype: what `kvsieve demo` costs with full KV.
+
+    python benchmarks/first_token.py [--dtypes float32,bfloat16] [--tokens 5000] [--rounds 5] [--out FILE]
+
+Full KV reads the demo's prompt as the demo does, in chunks of 1024 tokens; transformers reads it with its own cache and
+sdpa, at once and in such chunks, and is judged by the faster of the two. All take turns on the same model object; told
+are medians of the rounds and of the ratios within a round. `dtype_here` is what "auto" means on the machine: float32's
+figures are those of a processor without native bfloat16 as far as one that has it can tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvsieve
+from kvsieve.bench.contenders import KvsieveMethod, Transformers
+from kvsieve.bench.prompts import TokensPrompt
+from kvsieve.cli.answers import encode
+from kvsieve.cli.demo import CHUNK
+from kvsieve.cli.document import QUESTION, build_document
+from kvsieve.cli.prompts import TextPrompt
+from kvsieve.report.environment import environment
+
+OURS, BASELINES = "kvsieve, full KV", ("transformers, at once", "transformers, in chunks")
+
+
+def measure(dtype: str, tokens: int, rounds: int) -> dict[str, Any]:
+    """Seconds to the first token of each contender, and ours over the faster baseline's within each round."""
+    model, tokenizer = kvsieve.models.load_demo(getattr(torch, dtype))
+    asked = encode(tokenizer, TextPrompt(f"{build_document(tokenizer, tokens, 0.5)}\n\n{QUESTION}"))
+    prompt = TokensPrompt(asked.ids)
+    contenders = {
+        OURS: KvsieveMethod(model, kvsieve.plan("full"), OURS, CHUNK),
+        BASELINES[0]: Transformers(model),
+        BASELINES[1]: Transformers(model, CHUNK),
+    }
+    spent: dict[str, list[float]] = {name: [] for name in contenders}
+    load = []
+    for turn in range(rounds + 1):
+        names = list(contenders)
+        at = turn % len(names)
+        for name in names[at:] + names[:at]:
+            seconds = contenders[name].run(prompt, 2)["ttft_s"]
+            if turn:
+                spent[name].append(seconds)
+                load.append(os.getloadavg()[0])
+    medians = {name: statistics.median(runs) for name, runs in spent.items()}
+    best = min(BASELINES, key=medians.__getitem__)
+    ratios = [ours / theirs for ours, theirs in zip(spent[OURS], spent[best], strict=True)]
+    return {
+        "prompt_tokens": asked.ids.shape[1],
+        "ttft_s": {name: round(each, 3) for name, each in medians.items()},
+        "baseline": best,
+        "ratio": round(statistics.median(ratios), 3),
+        "ratios": [round(each, 3) for each in ratios],
+        "load_average": round(statistics.median(load), 2),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--tokens", type=int, default=5000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "first_token.json")
+    given = parser.parse_args()
+    report: dict[str, Any] = {"environment": environment(), "chunk": CHUNK, "rounds": given.rounds, "dtypes": {}}
+    for dtype in given.dtypes.split(","):
+        report["dtypes"][dtype] = measure(dtype, given.tokens, given.rounds)
+        print(dtype, json.dumps(report["dtypes"][dtype]))
+    given.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
