@@ -11,7 +11,7 @@ PYTEST = $(BIN)/pytest -n $(WORKERS) --dist worksteal
 # `paper=true`: the papers' defaults, as these were measured; labels leave it out. Without it, or a profile that is named,
 # parameters would be those of the shipped profile or of one that the user has saved.
 
-# The committed results: `make results` completes them, `make results METHODS=new,new:parameter=7` extends them.
+# The committed results, in bfloat16 as they were made on every machine: `make results` completes them, `make results METHODS=new,new:parameter=7` extends them.
 RESULTS := benchmarks/results/smollm2
 TASKS := needle,passkey64,ruler_niah_single_1,ruler_niah_single_2,ruler_niah_multikey_1,ruler_fwe,ruler_qa_1,multiturn,shared,manyshot,arithmetic,instructions
 METHODS := streamingllm,knorm,snapkv:paper=true,snapkv:paper=true;kernel=21,snapkv:paper=true;kernel=63,fastkv:tsp_layer=22;tsp_rate=0.3;window=32;kernel=21;pooling=avg
@@ -69,39 +69,39 @@ bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/decode_profile.py --decode eager,packed,compile
 
 results: $(VENV)/.ready
-	$(BIN)/kvsieve eval --tasks $(TASKS) --lengths 1024 --methods "$(METHODS)" --budgets 10%,25%,50% --samples 25 \
+	$(BIN)/kvsieve eval --dtype bfloat16 --tasks $(TASKS) --lengths 1024 --methods "$(METHODS)" --budgets 10%,25%,50% --samples 25 \
 		--question both --out $(RESULTS) --resume
 	$(BIN)/kvsieve report $(RESULTS) --formats png
 
 claims: $(VENV)/.ready
-	$(BIN)/kvsieve eval --tasks needle,ruler_niah_single_1,ruler_niah_single_2,ruler_niah_multikey_1 --lengths 2048 \
+	$(BIN)/kvsieve eval --dtype bfloat16 --tasks needle,ruler_niah_single_1,ruler_niah_single_2,ruler_niah_multikey_1 --lengths 2048 \
 		--methods "$(HIDDEN)" --budgets 25%,50% --samples 50 --question hidden --cost-samples 0 --out $(CLAIMS) --resume
-	$(BIN)/kvsieve eval --tasks kv --lengths 512 --methods "$(VISIBLE)" --budgets 25% --samples 50 \
+	$(BIN)/kvsieve eval --dtype bfloat16 --tasks kv --lengths 512 --methods "$(VISIBLE)" --budgets 25% --samples 50 \
 		--question visible --cost-samples 0 --out $(CLAIMS) --resume
-	$(BIN)/kvsieve eval --tasks ruler_niah_single_2,ruler_niah_multikey_1 --lengths 2048 --methods "$(VISIBLE)" \
+	$(BIN)/kvsieve eval --dtype bfloat16 --tasks ruler_niah_single_2,ruler_niah_multikey_1 --lengths 2048 --methods "$(VISIBLE)" \
 		--budgets 25% --samples 50 --question visible --cost-samples 0 --out $(CLAIMS) --resume
-	$(BIN)/kvsieve eval --tasks ruler_niah_single_1,ruler_niah_single_2 --lengths 7000 --methods "$(HIDDEN_LONG)" \
+	$(BIN)/kvsieve eval --dtype bfloat16 --tasks ruler_niah_single_1,ruler_niah_single_2 --lengths 7000 --methods "$(HIDDEN_LONG)" \
 		--budgets 25% --samples 25 --question hidden --cost-samples 0 --out $(CLAIMS) --resume
-	$(BIN)/kvsieve eval --tasks ruler_niah_single_1,ruler_niah_single_2 --lengths 7000 --methods "$(VISIBLE_LONG)" \
+	$(BIN)/kvsieve eval --dtype bfloat16 --tasks ruler_niah_single_1,ruler_niah_single_2 --lengths 7000 --methods "$(VISIBLE_LONG)" \
 		--budgets 25% --samples 25 --question visible --cost-samples 0 --out $(CLAIMS) --resume
 	$(BIN)/kvsieve report $(CLAIMS) --formats png
 
 readers: $(VENV)/.ready
-	$(BIN)/kvsieve eval --tasks multiturn --lengths 2048 --budgets 256 \
+	$(BIN)/kvsieve eval --dtype bfloat16 --tasks multiturn --lengths 2048 --budgets 256 \
 		--methods "rocketkv-mt,rocketkv,snapkv:paper=true,exacttopk,snapkv:$(PROFILE)" --samples 50 --question visible \
 		--cost-samples 0 --out $(READING) --resume
-	$(BIN)/kvsieve eval --tasks ruler_niah_single_2,ruler_niah_multikey_1 --lengths 2048 --methods "$(READERS),snapkv:paper=true" \
+	$(BIN)/kvsieve eval --dtype bfloat16 --tasks ruler_niah_single_2,ruler_niah_multikey_1 --lengths 2048 --methods "$(READERS),snapkv:paper=true" \
 		--budgets 128,256,512 --samples 50 --question visible --cost-samples 0 --out $(READING) --resume
-	$(BIN)/kvsieve eval --tasks kv --lengths 512 --methods "$(READERS),snapkv:paper=true" --budgets 64,128 --samples 50 \
+	$(BIN)/kvsieve eval --dtype bfloat16 --tasks kv --lengths 512 --methods "$(READERS),snapkv:paper=true" --budgets 64,128 --samples 50 \
 		--question visible --cost-samples 0 --out $(READING) --resume
-	$(BIN)/kvsieve eval --tasks ruler_niah_single_1 --lengths 7000 --methods "$(READERS)" --budgets 128,256,512 \
+	$(BIN)/kvsieve eval --dtype bfloat16 --tasks ruler_niah_single_1 --lengths 7000 --methods "$(READERS)" --budgets 128,256,512 \
 		--samples 25 --question visible --cost-samples 0 --out $(READING) --resume
 	$(BIN)/kvsieve report $(READING) --formats png
 
 methods: $(VENV)/.ready
-	$(BIN)/kvsieve eval --tasks needle,ruler_niah_multikey_1,ruler_qa_1 --lengths 1024 --methods "$(EVERY)" \
+	$(BIN)/kvsieve eval --dtype bfloat16 --tasks needle,ruler_niah_multikey_1,ruler_qa_1 --lengths 1024 --methods "$(EVERY)" \
 		--budgets 25% --samples 5 --question both --cost-samples 0 --out $(ALL) --resume
-	$(BIN)/kvsieve eval --tasks needle,ruler_niah_multikey_1,ruler_qa_1 --lengths 1024 \
+	$(BIN)/kvsieve eval --dtype bfloat16 --tasks needle,ruler_niah_multikey_1,ruler_qa_1 --lengths 1024 \
 		--methods "finch:question_tokens=64;chunk_length=512" --budgets 25% --samples 5 --question visible --cost-samples 0 \
 		--out $(ALL) --resume
 	$(BIN)/kvsieve report $(ALL) --formats png

@@ -11,8 +11,6 @@ import argparse
 import json
 from pathlib import Path
 
-import torch
-
 import kvsieve
 from kvsieve.report.environment import environment
 from kvsieve.tasks import chosen_tasks
@@ -26,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "asl_trace.json")
     arguments = parser.parse_args()
-    model, tokenizer = kvsieve.models.load_demo(torch.bfloat16)
+    model, tokenizer = kvsieve.models.load_demo()
     prompter = Prompter(tokenizer, model.generation_config.eos_token_id)
     plan = kvsieve.plan("asl", budget="30%", tau=0, paper=True)
     first = plan.propagate.source(model.config.num_hidden_layers)

@@ -2,7 +2,7 @@
 
     python benchmarks/decode_profile.py [--length 7500] [--decode eager,packed] [--out FILE]
 
-The demo model in bf16. Milliseconds per token on the CPU by torch's profiler, self time of the operations, so that
+The demo model. Milliseconds per token on the CPU by torch's profiler, self time of the operations, so that
 groups add up; "step" is the wall clock of the same passes without it (medians). What is in no operation is Python:
 transformers' modules and kvsieve's. capture_s: seconds that compiling took, where it did.
 """
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--decode", default="eager,packed")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "decode_profile.json")
     arguments = parser.parse_args()
-    model, tokenizer = kvsieve.models.load_demo(torch.bfloat16)
+    model, tokenizer = kvsieve.models.load_demo()
     ids = text_ids(tokenizer)[:, : arguments.length]
     rows = {
         decode: {name: measure(model, plan, ids, decode) for name, plan in PLANS.items()}

@@ -3,7 +3,7 @@
     python benchmarks/defaults.py [MODEL] [--lengths 1024,2048] [--tasks needle,kv] [--samples 1,2,4]
 
 MODEL: a directory or hub id, the demo model if left out. Samples are those of `kvsieve eval` with seed 0; sample 3 is
-what kvsieve.defaults was chosen on. All plans read the same prompts, greedily, in bf16, and see the question. Rows are
+what kvsieve.defaults was chosen on. All plans read the same prompts, greedily, and see the question. Rows are
 added to benchmarks/results/defaults.json, in place of those of the same sample and plan.
 """
 
@@ -13,8 +13,6 @@ import argparse
 import json
 from pathlib import Path
 from typing import Any
-
-import torch
 
 import kvsieve
 from kvsieve.defaults import digits_per_token
@@ -49,7 +47,7 @@ def main() -> None:
     parser.add_argument("--samples", default="1,2,4")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "defaults.json")
     arguments = parser.parse_args()
-    model, tokenizer = kvsieve.models.load(arguments.model, dtype=torch.bfloat16)
+    model, tokenizer = kvsieve.models.load(arguments.model)
     name = kvsieve.models.fetch.MODEL_NAME if arguments.model is None else Path(arguments.model).name
     evaluator = Evaluator(model, tokenizer)
     compared = plans(model, tokenizer)

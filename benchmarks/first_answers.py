@@ -3,7 +3,7 @@
     python benchmarks/first_answers.py [--tokens 3000] [--samples 8] [--out benchmarks/results/first_answers.json]
 
 Speed means nothing without this. Each sample hides another seven-digit number at another depth of Python's help texts;
-an answer is right when it contains the number. Greedy, bf16, the demo model; every plan reads the same prompts.
+an answer is right when it contains the number. Greedy, the demo model; every plan reads the same prompts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import argparse
 import json
 import random
 from pathlib import Path
-
-import torch
 
 import kvsieve
 from kvsieve.cli.demo import demo_runs
@@ -39,7 +37,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "first_answers.json")
     arguments = parser.parse_args()
-    model, tokenizer = kvsieve.models.load_demo(torch.bfloat16)
+    model, tokenizer = kvsieve.models.load_demo()
     plans = {**PLANS, **{f"demo {run.name}": run.plan for run in demo_runs() if run.plan.roles}}
     chance = random.Random(0)
     rows: dict[str, list[dict]] = {name: [] for name in plans}
@@ -58,7 +56,7 @@ def main() -> None:
         )
     report = {
         "environment": environment(),
-        "model": "SmolLM2-135M-Instruct (demo model), bf16",
+        "model": f"SmolLM2-135M-Instruct (demo model), {str(model.dtype).removeprefix('torch.')}",
         "tokens": arguments.tokens,
         "plans": {name: plan.to_dict() for name, plan in plans.items()},
         "right": {name: f"{sum(r['right'] for r in each)} of {len(each)}" for name, each in rows.items()},

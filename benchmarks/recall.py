@@ -25,6 +25,7 @@ import torch
 import kvsieve
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.pages import page_softmax
+from kvsieve.devices import auto_dtype
 from kvsieve.hf.shared import next_logits
 from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
 from kvsieve.methods.readers import Setting
@@ -75,7 +76,7 @@ class _Own:
 
 
 def real(judge: Judge, length: int, steps: int) -> int:
-    model, tokenizer = kvsieve.models.load_demo(torch.bfloat16)
+    model, tokenizer = kvsieve.models.load_demo()
     text = "\n".join(topics[name] for name in sorted(topics))
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, : length + steps]
     with kvsieve.attach(model, kvsieve.Plan(read=judge, name="judge")) as sieve, torch.no_grad():
@@ -130,7 +131,7 @@ def main() -> None:
     random(correlated, arguments.length, arguments.steps, 0.9)
     report = {
         "environment": environment(),
-        "model": "SmolLM2-135M-Instruct (demo model), bf16",
+        "model": f"SmolLM2-135M-Instruct (demo model), {auto_dtype('cpu').name}",
         "length": arguments.length,
         "steps": arguments.steps,
         "real": table(on_text),

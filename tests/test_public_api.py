@@ -22,8 +22,8 @@ FUNCTIONS = """
 MODELS = """
     cache_dir()
     fetch_demo(quiet=False)
-    load(model_id_or_dir, dtype=torch.bfloat16, device=None)
-    load_demo(dtype=torch.bfloat16)
+    load(model_id_or_dir, dtype='auto', device=None)
+    load_demo(dtype='auto')
 """
 SIEVE = """
     adopt(self, cache)

@@ -218,15 +218,11 @@ def test_the_command_writes_a_profile_that_run_takes(cli, model_dir, text_file, 
 
 @pytest.mark.parametrize(
     ("options", "native", "dtype"),
-    [
-        (["--quick"], False, "float32"),
-        (["--quick"], True, "bfloat16"),
-        ([], False, "bfloat16"),
-        (["--quick", "--dtype", "bfloat16"], False, "bfloat16"),
-    ],
+    [([], False, "float32"), ([], True, "bfloat16"), (["--dtype", "bfloat16"], False, "bfloat16")],
 )
-def test_quick_computes_as_the_processor_does(cli, model_dir, text_file, tmp_path, monkeypatch, options, native, dtype):
-    monkeypatch.setattr("kvsieve.cli.info.computes_bfloat16", lambda: native)
+def test_a_profile_names_its_dtype(cli, model_dir, text_file, tmp_path, monkeypatch, options, native, dtype):
+    monkeypatch.setattr("kvsieve.devices.cpu_has", lambda name: native and name == "avx512_bf16")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
     given = ("--text", text_file, "--lengths", "150", "--prompts", "1", "--parts", "heads", "--device", "cpu")
     code, printed, _ = cli("calibrate", model_dir, *given, *options, "--out", tmp_path / "p.json", "--json")
     assert code == 0 and json.loads(printed)["text"]["dtype"] == dtype

@@ -65,7 +65,7 @@ def talk(capsys, monkeypatch, model_dir):
 def saved_files(model_dir, tmp_path_factory):
     """A directory with a saved cache, and a chat that was saved after one turn."""
     folder = tmp_path_factory.mktemp("saved")
-    model, tokenizer = kvsieve.models.load(model_dir, "auto")
+    model, tokenizer = kvsieve.models.load(model_dir, "checkpoint")
     with kvsieve.attach(model, kvsieve.plan("snapkv", budget=40, window=8), tokenizer=tokenizer) as sieve:
         chat = sieve.chat(tokenizer, "w7", max_new_tokens=int(NEW))
         chat.ask(FIRST)
@@ -75,7 +75,7 @@ def saved_files(model_dir, tmp_path_factory):
 
 
 def answers(model_dir, *messages: str, method: str = "full", **options) -> list[str]:
-    model, tokenizer = kvsieve.models.load(model_dir, "auto")
+    model, tokenizer = kvsieve.models.load(model_dir, "checkpoint")
     with kvsieve.attach(model, kvsieve.plan(method, **options), tokenizer=tokenizer) as sieve:
         chat = sieve.chat(tokenizer, max_new_tokens=int(NEW))
         return [chat.ask(message).text for message in messages]
@@ -173,7 +173,7 @@ def test_only_files_that_kvsieve_saved_are_replaced(talk, saved_files, tmp_path,
 
 
 def test_the_library_replaces_only_what_it_saved(model_dir, tmp_path):
-    model, tokenizer = kvsieve.models.load(model_dir, "auto")
+    model, tokenizer = kvsieve.models.load(model_dir, "checkpoint")
     notes, saved = tmp_path / "notes", tmp_path / "saved"
     notes.write_text("mine")
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
@@ -198,7 +198,7 @@ def test_orders_to_a_terminal_are_written_out(talk, model_dir, monkeypatch, tmp_
     assert word in data["answer"]
     monkeypatch.undo()
     # What the header of a file says.
-    model, tokenizer = kvsieve.models.load(model_dir, "auto")
+    model, tokenizer = kvsieve.models.load(model_dir, "checkpoint")
     model.config._name_or_path = "evil\x1b]0;title\x07"
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         chat = sieve.chat(tokenizer, max_new_tokens=2)
@@ -277,7 +277,7 @@ def test_a_model_without_chat_template(capsys, monkeypatch, tmp_path):
     word_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("w1\n"))
     with pytest.raises(SystemExit) as left:
-        run_cli(["chat", str(tmp_path)])
+        run_cli(["chat", str(tmp_path), "--dtype", "float32"])
     out = capsys.readouterr()
     assert left.value.code == 2 and out.out == "" and "no chat template" in out.err and len(out.err.splitlines()) == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -42,6 +43,13 @@ def prompt_file(tmp_path):
     return str(file)
 
 
+def without_dtype(err: str) -> list[str]:
+    """Lines of stderr but the one that tells what --dtype auto came to, which stands there once at most."""
+    found = [line for line in err.splitlines() if not line.startswith("dtype ")]
+    assert len(err.splitlines()) - len(found) <= 1
+    return found
+
+
 def lines(text: str, kind: str) -> list[str]:
     return [line for line in text.splitlines() if line.startswith(f"{kind}:")]
 
@@ -50,7 +58,7 @@ def only_error(result, code: int) -> str:
     """The one error line of a call that must have failed with `code`."""
     got, out, err = result
     assert got == code, err
-    assert len(lines(err, "error")) == 1 and len(err.splitlines()) == 1, err
+    assert len(lines(err, "error")) == 1 and len(without_dtype(err)) == 1, err
     assert out == ""
     return err
 
@@ -61,7 +69,7 @@ def only_error(result, code: int) -> str:
 def test_run_compares_methods(cli, model_dir, prompt_file):
     options = ["--prompt-file", prompt_file, "--set", "tsp_layer=1", "--set", "tsp_rate=0.3", "--budget", "20%"]
     code, out, err = cli("run", model_dir, *options, "--compare", "full,snapkv:window=16;kernel=5", "--json")
-    assert code == 0 and err == ""
+    assert code == 0 and without_dtype(err) == []
     data = json.loads(out)
     assert [each["method"] for each in data["results"]] == ["full", "snapkv", "fastkv"]
     full, snapkv, fastkv = (each["stats"] for each in data["results"])
@@ -83,14 +91,14 @@ def test_run_compares_methods(cli, model_dir, prompt_file):
 
 def test_run_prints_answers_and_one_table(cli, model_dir, prompt_file):
     code, out, err = cli("run", model_dir, "--prompt-file", prompt_file, "--method", "snapkv", "--compare", "full")
-    assert code == 0 and err == ""
+    assert code == 0 and without_dtype(err) == []
     assert out.startswith("full: ") and "\nsnapkv: " in out
     assert [line.split()[0] for line in out.splitlines() if line.rstrip().endswith("yes")] == ["full", "snapkv"]
 
 
 def test_run_answers_what_generate_answers(cli, model_dir, prompt_file):
     _, out, _ = cli("run", model_dir, "--prompt-file", prompt_file, "--method", "full", "--dtype", "float32", "--json")
-    model, tokenizer = kvsieve.models.load(model_dir, "auto")
+    model, tokenizer = kvsieve.models.load(model_dir, "checkpoint")
     with open(prompt_file) as file:
         ids = tokenizer(file.read(), return_tensors="pt")["input_ids"]
     ids = ids.to(model.device)
@@ -138,7 +146,7 @@ def test_a_prompt_shorter_than_the_window_warns_and_says_it_did_not_run(cli, mod
     short.write_text("w1 w2 w3 w4 w5")
     code, out, err = cli("run", model_dir, "--prompt-file", short, "--method", "snapkv")
     assert code == 0
-    assert len(lines(err, "warning")) == 1 == len(err.splitlines())
+    assert len(lines(err, "warning")) == 1 == len(without_dtype(err))
     assert "5 tokens" in err and "window of 16" in err
     row = next(line.split() for line in out.splitlines() if line.split()[:2] == ["snapkv", "5"])
     assert row[-1] == "no" and "note: snapkv: nothing was evicted" in out
@@ -351,6 +359,26 @@ def test_doctor_says_what_is_missing_and_the_command(cli, monkeypatch, tmp_path)
     assert code == 1 and data["cache_directory"] == str(tmp_path)
     assert len(data["problems"]) == 1 and "kvsieve fetch-demo" in data["problems"][0]
     assert len(lines(err, "error")) == 1
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_doctor_and_run_tell_the_dtype_and_why(cli, model_dir, monkeypatch, native):
+    monkeypatch.setattr("kvsieve.devices.cpu_has", lambda name: native and name == "avx512_bf16")
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(info, "_demo_model", lambda: ("/here", None))
+    told = {
+        True: "bfloat16: the processor computes it natively (AVX-512 BF16); --dtype overrides",
+        False: "float32: the processor has no native bfloat16 (AVX-512 BF16 or AMX); --dtype overrides",
+    }[native]
+    if platform.machine() == "x86_64":
+        assert json.loads(cli("doctor", "--json")[1])["dtype"] == told
+        assert f"dtype:           {told}" in cli("doctor")[1].splitlines()
+        _, out, err = cli("run", model_dir, "--prompt", "w1 w2 w3", "--method", "full", "--max-new-tokens", "1")
+        assert err.splitlines() == [f"dtype {told}"] and "dtype" not in out
+    given = ("run", model_dir, "--prompt", "w1 w2 w3", "--method", "full", "--max-new-tokens", "1")
+    assert "dtype" not in cli(*given, "--dtype", "float32")[2]
+    assert "dtype" not in cli(*given, "--dtype", "checkpoint")[2]
 
 
 def test_doctor_does_not_contradict_itself(cli, monkeypatch):

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from kvsieve import models
+from kvsieve.devices import auto_dtype
 from kvsieve.models import ModelLoadError, cache_dir, demo, fetch, fetch_demo, load, load_demo
 
 pytestmark = pytest.mark.slow
@@ -206,7 +207,7 @@ def test_model_and_tokenizer(warm: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert (config.max_position_embeddings, config.vocab_size, config.head_dim) == (8192, 49152, 64)
     assert config._attn_implementation == "sdpa"
     assert not model.training
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in model.parameters()} == {auto_dtype("cpu").dtype}
     assert model.device.type == "cpu"
 
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
@@ -384,7 +385,7 @@ def test_two_processes_convert_once(tmp_path: Path, gguf: Path) -> None:
     ]
     outputs = [child.communicate(timeout=900)[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
-    assert all("loaded torch.bfloat16" in out for out in outputs)
+    assert all(f"loaded {auto_dtype('cpu').dtype}" in out for out in outputs)
     assert sum(out.count("converted") for out in outputs) == 1
     assert checkpoint(tmp_path).is_dir() and leftovers(tmp_path) == []
 
@@ -486,7 +487,7 @@ def test_run_pip_runs_this_interpreters_pip() -> None:
 
 
 def test_load_demo_and_directory(warm: Path, tmp_path: Path) -> None:
-    model, tokenizer = load(None, dtype="auto", device="cpu")
+    model, tokenizer = load(None, dtype="checkpoint", device="cpu")
     assert model.dtype == torch.bfloat16 and tokenizer.eos_token == "<|im_end|>"
 
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.core.softmax import cap, sinks_of, softmax
+from kvsieve.devices import cpu_has
 from kvsieve.types import AttentionTerms
 
 # Logits held at a time, and the most queries of a head in a block.
@@ -22,8 +23,7 @@ def faster_here(query: Tensor) -> bool:
     """
     if query.device.type != "cpu" or query.dtype != torch.bfloat16:
         return False
-    has = [getattr(torch.cpu, f"_is_{name}_supported", bool)() for name in ("avx512_bf16", "amx_tile")]
-    return has == [True, False]
+    return cpu_has("avx512_bf16") and not cpu_has("amx_bf16")
 
 
 def blocked_attention(

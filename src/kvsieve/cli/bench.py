@@ -40,7 +40,7 @@ def bench_command(
     new_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt.")] = 32,
     rounds: Annotated[int, typer.Option(help="Rounds that count, after one that does not.")] = 5,
     chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward pass; all at once if left out.")] = None,
-    dtype: DtypeOption = "bfloat16",
+    dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     decode: DecodeOption = "auto",
     peer_python: Annotated[

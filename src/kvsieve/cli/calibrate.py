@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsieve.cli.evaluate import lengths_of, names_of, progress_bar
-from kvsieve.cli.loading import DTYPES, DeviceOption, check_device, load_model
+from kvsieve.cli.loading import DeviceOption, DtypeOption, check_device, check_dtype, load_model
 from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
-from kvsieve.errors import InputError, PlanError
+from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
     from kvsieve.profiles import Profile
@@ -54,18 +54,12 @@ def calibrate_command(
     max_layer: Annotated[int | None, typer.Option(help="Deepest TSP layer; the last but one if left out.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the distances of all layers into this PNG file.")] = None,
     seed: Annotated[int, typer.Option(help="Of the generated prompts.")] = 0,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Of the weights: {', '.join(DTYPES)}; bfloat16 if left out, with --quick what suits the processor."
-        ),
-    ] = None,
+    dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find a model's TSP layer, windows and kernels, ASL's threshold, retrieval heads and Q-Filters."""
-    if dtype is not None and dtype not in DTYPES:
-        raise PlanError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_dtype(dtype)
 
     from kvsieve.calibrate import Material, Options, calibrate
     from kvsieve.models.fetch import MODEL_NAME
@@ -88,8 +82,6 @@ def calibrate_command(
     plot = None if plot is None else _picture_file(plot, options.parts)
     material = Material(None if text is None else _text(text), "" if text is None else text.name, wanted, count, seed)
     check_device(device)
-    if dtype is None:
-        dtype = "float32" if quick and not _computes_bfloat16(device) else "bfloat16"
     loaded, tokenizer = load_model(model, dtype, device)
 
     with progress_bar() as progress:
@@ -126,15 +118,6 @@ def calibrate_command(
         show(f"    {hint(model, method, file, dtype, device)}")
 
 
-def _computes_bfloat16(device: str | None) -> bool:
-    import torch
-
-    from kvsieve.cli.info import computes_bfloat16
-
-    on_cpu = not torch.cuda.is_available() if device is None else torch.device(device).type == "cpu"
-    return computes_bfloat16() if on_cpu else True
-
-
 def announce(quick: bool, seconds: float) -> None:
     """Say how long it may take, and what is quicker."""
     shorter = "" if quick or seconds < 300 else "; --quick takes a fraction of it"
@@ -156,7 +139,7 @@ def method_of(profile: Profile) -> str | None:
 def hint(model: str | None, method: str, out: Path, dtype: str, device: str | None) -> str:
     """A command that uses the profile, as a shell takes it."""
     words = ["kvsieve", "run", *([] if model is None else [model]), "--method", method, "--profile", str(out)]
-    words += ["--prompt", "What is the capital of France?", *([] if dtype == "bfloat16" else ["--dtype", dtype])]
+    words += ["--prompt", "What is the capital of France?", *([] if dtype == "auto" else ["--dtype", dtype])]
     return shlex.join([*words, *([] if device is None else ["--device", device])])
 
 

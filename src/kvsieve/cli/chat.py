@@ -42,7 +42,7 @@ def chat_command(
     ] = False,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
-    dtype: DtypeOption = "bfloat16",
+    dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     decode: DecodeOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON per turn, and nothing else.")] = False,

@@ -8,7 +8,7 @@ import typer
 
 from kvsieve.cli.answers import Generation, encode, run_methods
 from kvsieve.cli.document import CODE, QUESTION, build_document
-from kvsieve.cli.loading import load_model
+from kvsieve.cli.loading import DtypeOption, check_dtype, load_model
 from kvsieve.cli.output import JsonOption, emit_json, say, show
 from kvsieve.cli.prompts import TextPrompt
 from kvsieve.cli.run import print_answers, print_stats, report
@@ -40,12 +40,14 @@ def demo_runs() -> list[MethodRun]:
 def demo_command(
     tokens: Annotated[int, typer.Option(min=200, max=8000, help="Length of the document.")] = 5000,
     depth: Annotated[float, typer.Option(min=0, max=1, help="Where the fact stands: 0 start, 1 end.")] = 0.5,
+    dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Hide a fact in a long document and ask the demo model for it, under full KV, SnapKV and FastKV."""
+    check_dtype(dtype)
     tell = say if as_json else show
     runs = demo_runs()
-    model, tokenizer = load_model(None, "bfloat16")
+    model, tokenizer = load_model(None, dtype)
     document = build_document(tokenizer, tokens, depth)
     asked = encode(tokenizer, TextPrompt(f"{document}\n\n{QUESTION}"))
     tell(f"{run_title(model)} reads {asked.ids.shape[1]} tokens of Python's help texts with one fact at {depth:.0%}.")

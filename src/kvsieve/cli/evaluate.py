@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsieve.cli.loading import DTYPES, DeviceOption, check_device, load_model
+from kvsieve.cli.loading import (
+    DeviceOption,
+    DtypeOption,
+    check_device,
+    check_dtype,
+    load_model,
+)
 from kvsieve.cli.output import JsonOption, emit_json, say, show
 from kvsieve.cli.report import aggregated, print_means
 from kvsieve.cli.specs import method_specs
-from kvsieve.errors import InputError, PlanError
+from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
     from kvsieve.tasks.samples import Task
@@ -42,21 +48,21 @@ def eval_command(
     cost_samples: Annotated[int, typer.Option(help="Runs per method that measure time and memory alone.")] = 3,
     batch: Annotated[int, typer.Option(help="Answers decoded together at most.")] = 8,
     chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward pass; all at once if left out.")] = None,
-    dtype: Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")] = "bfloat16",
+    dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     scbench: Annotated[str | None, typer.Option(help="Local copy of SCBench's rows; the hub if left out.")] = None,
     scbench_mode: Annotated[str, typer.Option(help="multi-turn or shared.")] = "multi-turn",
     as_json: JsonOption = False,
 ) -> None:
     """Score methods on long-context tasks, with their time and memory; `kvsieve report` draws the results."""
-    if dtype not in DTYPES:
-        raise PlanError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    check_dtype(dtype)
     for option, value, least in (("--samples", samples, 1), ("--cost-samples", cost_samples, 0), ("--batch", batch, 1)):
         if value < least:
             raise InputError(f"{option} must be at least {least}, got {value}")
     if question not in ("visible", "hidden", "both"):
         raise InputError(f"--question must be visible, hidden or both, got {question!r}")
 
+    from kvsieve.devices import auto_dtype
     from kvsieve.eval.cells import on_model, settings
     from kvsieve.eval.evaluator import Evaluator
     from kvsieve.eval.grid import QUESTIONS, Grid
@@ -79,7 +85,7 @@ def eval_command(
     check_device(device)
     run = {
         "model": model or MODEL_NAME,
-        "dtype": dtype,
+        "dtype": auto_dtype(device).name if dtype == "auto" else dtype,
         "seed": seed,
         "haystack": haystack,
         "tasks": {task.name: task.title for task in grid.tasks},

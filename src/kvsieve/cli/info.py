@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -147,23 +146,22 @@ def _device() -> dict[str, Any]:
     from kvsieve.kernels import reason
 
     if torch.cuda.is_available():
-        bf16 = torch.cuda.is_bf16_supported()
         kernels = reason(torch.device("cuda", torch.cuda.current_device())) or "used"
         return {
             "device": torch.cuda.get_device_name(),
-            "bfloat16": "yes" if bf16 else "emulated or missing",
+            **_dtype(),
             "Triton kernels": kernels,
         }
     device = f"CPU, {torch.get_num_threads()} threads"
-    native = "native" if computes_bfloat16() else "computes, not known to be native: --dtype float32 may be much faster"
-    return {"device": device, "bfloat16": native}
+    return {"device": device, **_dtype()}
 
 
-def computes_bfloat16() -> bool:
-    """Tell if the processor is known to compute in bfloat16; others do so right, only slowly."""
-    # Flags are all that tells.
-    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return any(flag in flags for flag in ("avx512_bf16", "amx_bf16"))
+def _dtype() -> dict[str, str]:
+    """Tell the dtype that "auto" is here, and why."""
+    from kvsieve.devices import auto_dtype
+
+    choice = auto_dtype()
+    return {"dtype": f"{choice.name}: {choice.reason}; --dtype overrides"}
 
 
 def _demo_model() -> tuple[str, str | None]:

@@ -7,23 +7,32 @@ from typing import Annotated, Any
 
 import typer
 
+from kvsieve.cli.output import say
 from kvsieve.errors import InputError, PlanError
 
-DTYPES = ("bfloat16", "float16", "float32", "auto")
-DtypeOption = Annotated[str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}.")]
+DTYPES = ("auto", "bfloat16", "float16", "float32", "checkpoint")
+DtypeOption = Annotated[
+    str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}. auto is what the device is fastest in.")
+]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the best there is if left out.")]
 DecodeOption = Annotated[
     str, typer.Option(help="How tokens are generated: auto (graph on CUDA, else eager), eager, packed, graph, compile.")
 ]
 
 
+def check_dtype(dtype: str) -> None:
+    """Raises PlanError for a --dtype that there is not."""
+    if dtype not in DTYPES:
+        raise PlanError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+
+
 def check_loading(dtype: str, decode: str) -> None:
     """Raises PlanError for a --dtype or --decode that there is not."""
     from kvsieve.hf.decode.engine import ENGINES
 
-    for option, value, known in (("--dtype", dtype, DTYPES), ("--decode", decode, ENGINES)):
-        if value not in known:
-            raise PlanError(f"{option} must be one of {', '.join(known)}, got {value!r}")
+    check_dtype(dtype)
+    if decode not in ENGINES:
+        raise PlanError(f"--decode must be one of {', '.join(ENGINES)}, got {decode!r}")
 
 
 def check_device(name: str | None) -> None:
@@ -39,15 +48,26 @@ def check_device(name: str | None) -> None:
 
 
 def load_model(name: str | None, dtype: str, device: str | None = None) -> tuple[Any, Any]:
-    """The model, on the best device if none is named, and its tokenizer, without transformers' own messages."""
+    """The model, on the best device if none is named, and its tokenizer, without transformers' own messages.
+
+    Tells what the dtype "auto" came to.
+    """
     import torch
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
 
     import kvsieve
+    from kvsieve.devices import auto_dtype
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if not sys.stderr.isatty():
         disable_progress_bars()
-    return kvsieve.models.load(name, dtype="auto" if dtype == "auto" else getattr(torch, dtype), device=device)
+    if dtype != "auto":
+        return kvsieve.models.load(
+            name, "checkpoint" if dtype == "checkpoint" else getattr(torch, dtype), device=device
+        )
+    choice = auto_dtype(device)
+    loaded = kvsieve.models.load(name, choice.dtype, device=device)
+    say(f"dtype {choice.name}: {choice.reason}; --dtype overrides")
+    return loaded

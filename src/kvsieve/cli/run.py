@@ -70,7 +70,7 @@ def run_command(
     seed: Annotated[int | None, typer.Option(help="Of sampling: the same one gives the same answers.")] = None,
     batch: Annotated[int, typer.Option(help="Prompts of --prompts-file that are answered together.")] = 8,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
-    dtype: DtypeOption = "bfloat16",
+    dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     decode: DecodeOption = "auto",
     as_json: JsonOption = False,

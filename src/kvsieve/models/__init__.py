@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from kvsieve.devices import auto_dtype, default_device
 from kvsieve.models.demo import load_demo
 from kvsieve.models.fetch import ModelLoadError, ModelNotFoundError, cache_dir, fetch_demo
 
@@ -19,7 +20,7 @@ __all__ = ["ModelLoadError", "ModelNotFoundError", "cache_dir", "fetch_demo", "l
 
 def load(
     model_id_or_dir: str | os.PathLike[str] | None,
-    dtype: torch.dtype | Literal["auto"] = torch.bfloat16,
+    dtype: torch.dtype | Literal["auto", "checkpoint"] = "auto",
     device: str | torch.device | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model in eval mode and its tokenizer.
@@ -27,7 +28,8 @@ def load(
     Args:
         model_id_or_dir: None for the demo model (see `load_demo`), a directory with a transformers checkpoint, or a
             hub id such as ``owner/name``.
-        dtype: dtype of the weights; "auto" takes the checkpoint's own.
+        dtype: dtype of the weights; "auto" takes bfloat16 where the device computes it natively, else float32 or
+            float16 (`kvsieve.devices.auto_dtype`), and "checkpoint" the checkpoint's own.
         device: where to put the model; by default "cuda" if there is one, else "cpu".
 
     Returns:
@@ -38,12 +40,13 @@ def load(
         ModelNotFoundError: a path that names no directory with a checkpoint, or a model that the hub does not have.
         ModelLoadError: a hub that cannot be reached, a checkpoint that does not load; and whatever `load_demo` raises.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = default_device() if device is None else device
+    if dtype == "auto":
+        dtype = auto_dtype(device).dtype
     if model_id_or_dir is None:
-        model, tokenizer = load_demo(torch.bfloat16 if dtype == "auto" else dtype)
+        model, tokenizer = load_demo(torch.bfloat16 if dtype == "checkpoint" else dtype)
     else:
-        model, tokenizer = _load_any(os.fspath(model_id_or_dir), dtype)
+        model, tokenizer = _load_any(os.fspath(model_id_or_dir), "auto" if dtype == "checkpoint" else dtype)
     return model.to(device), tokenizer  # type: ignore[arg-type]
 
 

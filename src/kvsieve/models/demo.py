@@ -8,10 +8,11 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from kvsieve.devices import auto_dtype
 from kvsieve.models.fetch import (
     GGUF_SHA256,
     MODEL_NAME,
@@ -33,13 +34,13 @@ CHECKPOINT_VERSION = 1
 MANIFEST = "manifest.json"
 
 
-def load_demo(dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_demo(dtype: torch.dtype | Literal["auto"] = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2-135M-Instruct and its tokenizer, without touching the network.
 
     Llama architecture, 30 layers, 9 query and 3 key/value heads of 64, 8192 positions, vocabulary 49152.  The first
     call converts the GGUF file (see `find_gguf`) into a bfloat16 checkpoint in `cache_dir`, later calls load that; a
     damaged checkpoint is converted anew with a warning.  `dtype` is the dtype of the weights and of the computation:
-    every dtype starts from the same bfloat16 values.
+    every dtype starts from the same bfloat16 values.  "auto" is what suits the CPU (`kvsieve.devices.auto_dtype`).
 
     Returns:
         model: on the CPU, in eval mode, attention implementation "sdpa"; it ends a turn with ``<|im_end|>``.
@@ -50,6 +51,7 @@ def load_demo(dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Pre
         ModelLoadError: no GGUF file and no checkpoint, a file that cannot be converted, the ``gguf`` package missing
             when it is needed, an unwritable cache directory, or a checkpoint that does not load.
     """
+    dtype = auto_dtype("cpu").dtype if dtype == "auto" else dtype
     gguf = find_gguf()
     digest = gguf_sha256(gguf) if gguf else GGUF_SHA256
     target = cache_dir() / f"{MODEL_NAME}-{digest[:12]}-v{CHECKPOINT_VERSION}"

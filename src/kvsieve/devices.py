@@ -1,0 +1,93 @@
+"""The device that a model is put on where none is named, and the dtype that suits it: what "auto" means."""
+
+from __future__ import annotations
+
+import functools
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class DtypeChoice:
+    """The dtype that "auto" stands for on a device. reason: one clause saying why."""
+
+    dtype: torch.dtype
+    reason: str
+
+    @property
+    def name(self) -> str:
+        """Such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")
+
+
+def default_device() -> str:
+    """Return "cuda" if there is one, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def auto_dtype(device: str | torch.device | None = None) -> DtypeChoice:
+    """Choose bfloat16 where the device computes it natively, else float16 where that is fast, else float32.
+
+    A processor that lacks bfloat16 computes it right, but converts every number on the way, and so takes longer than
+    for float32, often several times as long.
+
+    Args:
+        device: where the model will run; `default_device` if None.
+    """
+    device = torch.device(default_device() if device is None else device)
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        has = f"the GPU has compute capability {major}.{minor}"
+        if major >= 8:
+            return DtypeChoice(torch.bfloat16, f"{has}, native bfloat16")
+        return DtypeChoice(torch.float16, f"{has}, native bfloat16 begins with 8.0")
+    if device.type == "xpu":
+        return DtypeChoice(torch.bfloat16, "Intel's GPUs compute bfloat16 natively")
+    if device.type == "mps":
+        return DtypeChoice(torch.float16, "Apple's GPUs are fastest in float16")
+    if device.type == "cpu":
+        return _of_cpu()
+    return DtypeChoice(torch.float32, f"nothing is known about bfloat16 on {device.type}")
+
+
+def cpu_has(feature: str) -> bool:
+    """Tell whether this processor has a feature, by torch's name for it: "avx512_bf16", "amx_bf16", "bf16" (ARM)."""
+    return bool(_cpu_features().get(feature, False))
+
+
+def _of_cpu() -> DtypeChoice:
+    if sys.platform == "darwin":
+        return DtypeChoice(torch.float32, "torch has no native bfloat16 for Apple's processors")
+    found = [told for name, told in _NATIVE.items() if cpu_has(name)]
+    if not found:
+        lacks = "bf16 instructions" if platform.machine() in ("aarch64", "arm64") else "AVX-512 BF16 or AMX"
+        return DtypeChoice(torch.float32, f"the processor has no native bfloat16 ({lacks})")
+    held = torch.backends.cpu.get_cpu_capability()
+    if held in ("DEFAULT", "AVX2"):
+        return DtypeChoice(torch.float32, f"torch uses no more of the processor than {held} here, without bfloat16")
+    if not torch.backends.mkldnn.is_available():
+        return DtypeChoice(torch.float32, "this torch is built without oneDNN, which computes in bfloat16")
+    return DtypeChoice(torch.bfloat16, f"the processor computes it natively ({' and '.join(found)})")
+
+
+_NATIVE = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "bf16": "ARM bf16"}
+
+
+@functools.cache
+def _cpu_features() -> Mapping[str, Any]:
+    """Features of the processor by torch's names."""
+    if hasattr(torch.cpu, "get_capabilities"):
+        return torch.cpu.get_capabilities()
+    # torch before 2.10 tells two of them, and none of ARM's.
+    older = {"avx512_bf16": "_is_avx512_bf16_supported", "amx_bf16": "_is_amx_tile_supported"}
+    found = {name: getattr(torch.cpu, asked)() for name, asked in older.items() if hasattr(torch.cpu, asked)}
+    info = Path("/proc/cpuinfo")
+    if platform.machine() == "aarch64" and info.exists():
+        found["bf16"] = "bf16" in info.read_text().split()
+    return found

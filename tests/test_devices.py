@@ -1,0 +1,75 @@
+"""What dtype "auto" comes to, over faked processors and GPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvsieve
+from kvsieve import devices
+from kvsieve.attention import blocked
+from kvsieve.devices import auto_dtype
+
+CPUS = {
+    "avx512-bf16": (["avx512_bf16"], "AVX512", True, "bfloat16", "AVX-512 BF16"),
+    "amx": (["avx512_bf16", "amx_bf16"], "AVX512", True, "bfloat16", "AMX and AVX-512 BF16"),
+    "arm-bf16": (["bf16"], "SVE256", True, "bfloat16", "ARM bf16"),
+    "avx512": (["avx512_vnni"], "AVX512", True, "float32", "no native bfloat16"),
+    "avx2": (["avx2"], "AVX2", True, "float32", "no native bfloat16"),
+    "held": (["avx512_bf16", "amx_bf16"], "AVX2", True, "float32", "no more of the processor than AVX2"),
+    "no-onednn": (["avx512_bf16"], "AVX512", False, "float32", "without oneDNN"),
+}
+
+
+@pytest.mark.parametrize(("features", "capability", "onednn", "dtype", "reason"), CPUS.values(), ids=CPUS)
+def test_of_processors(monkeypatch, features, capability, onednn, dtype, reason):
+    monkeypatch.setattr(devices, "_cpu_features", lambda: dict.fromkeys(features, True))
+    monkeypatch.setattr(devices.sys, "platform", "linux")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
+    choice = auto_dtype("cpu")
+    assert choice.name == dtype and choice.dtype == getattr(torch, dtype) and reason in choice.reason
+    products = blocked.faster_here(torch.zeros(1, dtype=torch.bfloat16))
+    assert products == ("avx512_bf16" in features and "amx_bf16" not in features)
+
+
+def test_of_a_mac(monkeypatch):
+    monkeypatch.setattr(devices, "_cpu_features", lambda: {"bf16": True})
+    monkeypatch.setattr(devices.sys, "platform", "darwin")
+    assert auto_dtype("cpu").dtype == torch.float32 and auto_dtype("mps").dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype"), [((7, 5), torch.float16), ((8, 0), torch.bfloat16), ((12, 0), torch.bfloat16)]
+)
+def test_of_gpus(monkeypatch, capability, dtype):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    choice = auto_dtype()
+    assert choice.dtype == auto_dtype("cuda:1").dtype == dtype
+    assert f"{capability[0]}.{capability[1]}" in choice.reason
+
+
+def test_of_what_nobody_has_seen():
+    assert auto_dtype("meta") == devices.DtypeChoice(torch.float32, "nothing is known about bfloat16 on meta")
+
+
+def test_torch_that_does_not_list_its_features(monkeypatch):
+    """As before torch 2.10."""
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(devices.platform, "machine", lambda: "x86_64")
+    found = devices._cpu_features.__wrapped__()
+    assert found == {"avx512_bf16": True, "amx_bf16": False}
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_load_follows(monkeypatch, model_dir, native):
+    monkeypatch.setattr(devices, "cpu_has", lambda name: native and name == "avx512_bf16")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    model, _ = kvsieve.models.load(model_dir, device="cpu")
+    assert model.dtype == (torch.bfloat16 if native else torch.float32)
+    # The checkpoint itself is in float32.
+    assert kvsieve.models.load(model_dir, "checkpoint", "cpu")[0].dtype == torch.float32
+    assert kvsieve.models.load(model_dir, torch.float16, "cpu")[0].dtype == torch.float16
