@@ -220,12 +220,18 @@ def test_the_command_writes_a_profile_that_run_takes(cli, model_dir, text_file, 
     ("options", "native", "dtype"),
     [([], False, "float32"), ([], True, "bfloat16"), (["--dtype", "bfloat16"], False, "bfloat16")],
 )
-def test_a_profile_names_its_dtype(cli, model_dir, text_file, tmp_path, monkeypatch, options, native, dtype):
+def test_a_profile_names_its_dtype_and_serves_in_another(
+    cli, model_dir, text_file, tmp_path, monkeypatch, options, native, dtype
+):
     monkeypatch.setattr("kvsieve.devices.cpu_has", lambda name: native and name == "avx512_bf16")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
     given = ("--text", text_file, "--lengths", "150", "--prompts", "1", "--parts", "heads", "--device", "cpu")
     code, printed, _ = cli("calibrate", model_dir, *given, *options, "--out", tmp_path / "p.json", "--json")
     assert code == 0 and json.loads(printed)["text"]["dtype"] == dtype
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    asked = ("--prompt", "w1 w2 w3", "--max-new-tokens", "1", "--method", "duoattention", "--dtype", other)
+    code, _, errors = cli("run", model_dir, *asked, "--profile", tmp_path / "p.json", "--set", "sinks=1")
+    assert code == 0, errors
 
 
 @pytest.mark.parametrize("parts", ["pooling,tsp", "heads", "q_filters", "asl"])

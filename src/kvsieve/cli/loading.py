@@ -63,10 +63,10 @@ def load_model(name: str | None, dtype: str, device: str | None = None) -> tuple
     logging.disable_progress_bar()
     if not sys.stderr.isatty():
         disable_progress_bars()
+    if dtype == "checkpoint":
+        return kvsieve.models.load(name, "checkpoint", device=device)
     if dtype != "auto":
-        return kvsieve.models.load(
-            name, "checkpoint" if dtype == "checkpoint" else getattr(torch, dtype), device=device
-        )
+        return kvsieve.models.load(name, getattr(torch, dtype), device=device)
     choice = auto_dtype(device)
     loaded = kvsieve.models.load(name, choice.dtype, device=device)
     say(f"dtype {choice.name}: {choice.reason}; --dtype overrides")
