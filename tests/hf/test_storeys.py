@@ -16,6 +16,7 @@ from source_tree import imports, modules
 # Lowest first; a module imports from lower storeys and from its own package.
 STOREYS = (
     ("compat", "inputs"),
+    ("kinds",),
     ("model", "cache"),
     ("forward",),
     ("decode",),

@@ -5,12 +5,15 @@ from kvsieve.attention.latent import UpProjection, latent_attention
 from kvsieve.attention.masked import masked_attention
 from kvsieve.attention.ragged import ragged_attention
 from kvsieve.attention.sparse import sparse_attention
+from kvsieve.attention.windowed import Window, window_attention
 
 __all__ = [
     "UpProjection",
+    "Window",
     "dense_attention",
     "latent_attention",
     "masked_attention",
     "ragged_attention",
     "sparse_attention",
+    "window_attention",
 ]

@@ -121,14 +121,14 @@ def _rows_alone(
         # Padding sees itself.
         out[row] = values[row, :, -new:].repeat_interleave(query_heads // keys.shape[1], 0)
         if bool(fresh.any()):
-            asked = _some(query[row], fresh)
-            mine, theirs = (_some(part[row], real) for part in (keys, values))
+            asked = real_entries(query[row], fresh)
+            mine, theirs = (real_entries(part[row], real) for part in (keys, values))
             found = dense_attention(asked[None], mine[None], theirs[None], scale=scale, terms=terms)[0]
             out[row, :, fresh.nonzero()[:, 0]] = found
     return out
 
 
-def _some(part: Tensor, real: Tensor) -> Tensor:
+def real_entries(part: Tensor, real: Tensor) -> Tensor:
     """Take the entries of [heads, L, D] where `real`; a view where those are the last ones."""
     count = int(real.sum())
     if bool(real[-count:].all()):

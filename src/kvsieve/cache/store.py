@@ -157,6 +157,29 @@ class DenseStore(Store):
             self._index[:, :, :kept].masked_fill_(~real[:, None], -1)
             self.lengths = selection.lengths or ()
 
+    def drop_first(self, count: int, reserve: int = 0) -> None:
+        """Drop the first `count` slots, and free their memory. reserve: tokens to leave room for."""
+        if count <= 0:
+            return
+        kept = self.size - count
+
+        def tail(buffer: Tensor) -> Tensor:
+            fresh = buffer.new_zeros((*buffer.shape[:2], kept + reserve, *buffer.shape[3:]))
+            fresh[:, :, :kept] = buffer[:, :, count : self.size]
+            return fresh
+
+        if self.valid_buffer is None:
+            self.lengths = tuple(length - count for length in self.lengths)
+        self._apply(tail)
+        self._shared = False
+        self.derived = {}
+        self.size = kept
+        if self.valid_buffer is not None:
+            valid = self.valid_buffer[:, :, :kept]
+            self.lengths = tuple(valid.sum(-1).amax(-1).tolist())
+            if bool(valid.all()):
+                self.valid_buffer = None
+
     def remask(self, mask: Tensor) -> None:
         """Apply a changed attention mask to the stored entries; mask: bool [B, tokens fed]."""
         self.derived = {}

@@ -7,12 +7,27 @@ from typing import Any
 
 import transformers
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import TransformersKwargs
 
 from kvsieve.errors import KvsieveError
+
+try:
+    from transformers.cache_utils import DummyLayer
+except ImportError:
+    # Older releases give layers without attention an empty layer of this class.
+    DummyLayer = LinearAttentionLayer
 
 MINIMUM = (5, 16)
 
@@ -79,9 +94,13 @@ __all__ = [
     "AttentionMaskInterface",
     "Cache",
     "CacheLayerMixin",
+    "DummyLayer",
     "DynamicCache",
     "DynamicLayer",
     "DynamicSlidingWindowLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
+    "LinearAttentionLayer",
     "attention_of",
     "causal_mask_function",
     "check_version",

@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from kvsieve.cache.base import storage_bytes
 from kvsieve.display import mebibytes
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
-from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
+from kvsieve.hf.cache.layers import new_layer
 from kvsieve.hf.cache.records import Conversation, Turn
-from kvsieve.hf.compat import Cache, DynamicSlidingWindowLayer, plain_cache_layers
+from kvsieve.hf.cache.states import CacheLayer, EmptyLayer, StateLayer
+from kvsieve.hf.compat import Cache
+from kvsieve.hf.kinds import layer_kinds
 from kvsieve.plans import Plan
 
 
@@ -55,35 +58,34 @@ class Snapshot:
         cache: the cache it was taken of.
         owner: whom it belonged to.
         conversation: where it stood.
-        layers: per layer, a SieveLayer or transformers' own.
+        layers: copies of the cache's layers.
     """
 
     cache: weakref.ref[SieveCache]
     owner: Owner
     conversation: Conversation
-    layers: list[Any]
+    layers: list[CacheLayer]
 
 
 class SieveCache(Cache):
     """A batch of conversations under one plan, on one model. Made by ``Sieve.new_cache()``.
 
     Length questions are answered logically (tokens seen), so kept tokens keep their absolute positions and a later
-    turn continues at the right place. Sliding-window layers are left to transformers.
+    turn continues at the right place.
 
     Attributes:
         owner: the model and the plan.
         conversation: where the conversations stand.
+        updated: index of the layer that has staged keys and values last.
         status: "ready"; "running" while a pass runs; "broken" after one that failed half-way, whose layers no longer
             agree.
     """
 
     def __init__(self, config: Any, owner: Owner) -> None:
-        layers: list[Any] = [
-            layer if isinstance(layer, DynamicSlidingWindowLayer) else SieveLayer()
-            for layer in plain_cache_layers(config)
-        ]
-        super().__init__(layers=layers)
+        states = getattr(config, "number_of_conv_states", 1)
+        super().__init__(layers=[new_layer(kind, states) for kind in layer_kinds(config)])
         self.owner = owner
+        self.updated = 0
         self.conversation = Conversation()
         self.status: Literal["ready", "running", "broken"] = "ready"
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
@@ -104,8 +106,23 @@ class SieveCache(Cache):
 
     @property
     def sieve_layers(self) -> dict[int, SieveLayer]:
-        """Layers whose entries kvsieve stores, by index."""
+        """Layers whose entries the plan may drop, by index."""
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, SieveLayer)}
+
+    @property
+    def forgets(self) -> bool:
+        """True where some layer cannot be read again: recurrent state, or a window that has moved on."""
+        return any(isinstance(layer, (StateLayer, WindowLayer)) for layer in self._all_layers)
+
+    @property
+    def has_state(self) -> bool:
+        """True where some layer has recurrent state."""
+        return any(isinstance(layer, StateLayer) for layer in self._all_layers)
+
+    @property
+    def producers(self) -> set[int]:
+        """Indices of the layers whose entries others read."""
+        return {layer.source for layer in self._all_layers if isinstance(layer, EmptyLayer)} - {None}
 
     def begin_turn(self, prompt_end: int | None = None, new_tokens: int = 0, acts: bool = True) -> None:
         """Let the next pass start a prompt; see Turn."""
@@ -122,13 +139,25 @@ class SieveCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.num_seen
 
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self._check_running()
+        self.updated = layer_idx
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._check_running()
+        return super().update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Tensor:
+        self._check_running()
+        return super().update_recurrent_state(*args, **kwargs)
+
+    def _check_running(self) -> None:
         if self.status != "running":
             raise CacheStateError(
                 "the model runs without the plan that this cache belongs to: use it only inside `with "
                 "kvsieve.attach(model, plan)`, on that model"
             )
-        return super().update(*args, **kwargs)
 
     @property
     def is_croppable(self) -> bool:
@@ -173,7 +202,7 @@ class SieveCache(Cache):
         """
         if self.status != "ready" or self.turn.deferred:
             raise CacheStateError("the cache is in the middle of a prompt and cannot be forked; finish it first")
-        return self.with_layers([_copied(layer, share) for layer in self.layers])
+        return self.with_layers([layer.fork(share) for layer in self._all_layers])
 
     def with_layers(self, layers: list[Any]) -> SieveCache:
         """Copy what is known of the conversation, with other layers."""
@@ -198,7 +227,7 @@ class SieveCache(Cache):
         """
         self.check_copyable("kept so")
         taken = Snapshot(
-            weakref.ref(self), self.owner, self.conversation.copy(), [_copied(layer) for layer in self.layers]
+            weakref.ref(self), self.owner, self.conversation.copy(), [layer.fork(share=True) for layer in self._all_layers]
         )
         self._snapshots.add(taken)
         return taken
@@ -215,32 +244,27 @@ class SieveCache(Cache):
         seen = snapshot.conversation.num_seen
         later = any(other.conversation.num_seen > seen for other in self._snapshots)
         self.owner, self.conversation, self.status = snapshot.owner, snapshot.conversation.copy(), "ready"
-        self.layers = [_copied(layer, share=not later) for layer in snapshot.layers]
+        self.layers = [layer.fork(share=not later) for layer in snapshot.layers]
 
     def entries(self) -> list[int]:
-        """Entries stored per layer and KV head now, of the fullest row; the mean where heads differ."""
+        """Entries stored per layer and KV head now, of the fullest row; the mean where heads differ, 0 without any."""
         return [
-            layer.store.entries
-            if isinstance(layer, SieveLayer)
-            else (layer.keys.shape[-2] if layer.is_initialized else 0)
+            layer.store.entries if isinstance(layer, StoreLayer) else 0
             for layer in self._all_layers
         ]
 
     def nbytes(self) -> int:
         """Bytes of all tensors held.
 
-        Keys, values, indices and masks, room for further entries, and all that methods and readers remember (scores,
-        queries, views, page tables).
+        Keys, values, indices and masks, recurrent states, room for further entries, and all that methods and readers
+        remember (scores, queries, views, page tables).
         """
         return storage_bytes(self._tensors())
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self.conversation.tensors()
         for layer in self._all_layers:
-            if isinstance(layer, SieveLayer):
-                yield from layer.all_tensors()
-            elif layer.is_initialized:
-                yield from (layer.keys, layer.values)
+            yield from layer.all_tensors()
 
     def __repr__(self) -> str:
         seen = f"{self.num_seen} tokens seen" + (f" in {self.conversation.batch} rows" * (self.conversation.batch > 1))
@@ -252,10 +276,3 @@ class SieveCache(Cache):
     def memory_report(self) -> dict[str, Any]:
         """Report the tokens seen, entries stored per layer and KV head, and the bytes of all tensors held."""
         return {"tokens_seen": self.num_seen, "entries": self.entries(), "bytes": self.nbytes()}
-
-
-def _copied(layer: Any, share: bool = True) -> Any:
-    """Copy a layer, on the same entries if `share`; transformers' own replace theirs and never write to them."""
-    if isinstance(layer, SieveLayer):
-        return layer.fork(share)
-    return copy.copy(layer) if share else copy.deepcopy(layer)

@@ -1,23 +1,24 @@
-"""One full-attention layer of the cache that transformers sees."""
+"""Layers of the cache that transformers sees, which hold keys and values: all of them, or those of a window."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from kvsieve.attention import Window
 from kvsieve.cache import DenseStore, RaggedStore, View
-from kvsieve.cache.base import tensors_in
+from kvsieve.cache.base import MIN_ROOM, tensors_in
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.compat import CacheLayerMixin
 from kvsieve.types import Selection
 
 
-class SieveLayer(CacheLayerMixin):
-    """One full-attention layer's entries.
+class StoreLayer(CacheLayerMixin):
+    """Entries of one layer in a store of ours.
 
     `update` only stages new keys and values and returns them untouched; the attention function takes them, stores
     them and attends. What `update` was given must be what attention receives, or the model is refused.
@@ -29,9 +30,6 @@ class SieveLayer(CacheLayerMixin):
 
     def __init__(self) -> None:
         self.store: DenseStore | RaggedStore = DenseStore()
-        self.state: dict[str, Any] = {}
-        # What this turn's answer reads, where that is less than what is stored.
-        self.view: View | None = None
         self.num_seen = 0
         self._staged: tuple[Tensor, Tensor] | None = None
 
@@ -73,20 +71,10 @@ class SieveLayer(CacheLayerMixin):
             )
         return staged
 
-    def view_only(self, selection: Selection) -> None:
-        """Let the turn's answer read what is selected, and what is stored from now on; nothing is dropped."""
-        if self.store.is_ragged:
-            raise CacheStateError("views of entries that heads keep in different numbers are not supported")
-        real = selection.real()
-        real = real[:, None] if real is not None and real.ndim == 2 else real
-        self.view = View(selection.indices, real, self.store.size)
-
     def all_tensors(self) -> Iterator[Tensor]:
-        """Every tensor held: the store's, what methods remember of the layer, and what is staged."""
+        """Every tensor held."""
         yield from self.store.all_tensors()
-        yield from tensors_in((self.state, self._staged))
-        if self.view is not None:
-            yield from tensors_in((self.view.slots, self.view.real))
+        yield from tensors_in((self._staged,))
 
     def get_seq_length(self) -> int:
         """Logical: tokens seen, whatever was evicted."""
@@ -102,11 +90,10 @@ class SieveLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.__init__()  # type: ignore[misc]
 
-    def fork(self, share: bool = False) -> SieveLayer:
+    def fork(self, share: bool = False) -> Self:
         """Copy it; see SieveCache.fork."""
         other = copy.copy(self)
         other.store = self.store.share() if share else self.store.clone()
-        other.state = copy.deepcopy(self.state)
         other._staged = None
         return other
 
@@ -116,11 +103,6 @@ class SieveLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if not self.store.is_empty:
             self.store.reorder(beam_idx)
-        for name, part in self.state.items():
-            if isinstance(part, Tensor):
-                self.state[name] = part.index_select(0, beam_idx.to(part.device))
-        if self.view is not None:
-            self.view = self.view.rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.reorder_cache(indices)
@@ -128,3 +110,87 @@ class SieveLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         if not self.store.is_empty:
             self.reorder_cache(torch.arange(self.store.keys.shape[0]).repeat_interleave(repeats))
+
+
+class SieveLayer(StoreLayer):
+    """All entries of one layer, less those that the plan drops.
+
+    Attributes:
+        state: what methods remember of the layer.
+        view: what this turn's answer reads, where that is less than what is stored.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: dict[str, Any] = {}
+        self.view: View | None = None
+
+    def view_only(self, selection: Selection) -> None:
+        """Let the turn's answer read what is selected, and what is stored from now on; nothing is dropped."""
+        if self.store.is_ragged:
+            raise CacheStateError("views of entries that heads keep in different numbers are not supported")
+        real = selection.real()
+        real = real[:, None] if real is not None and real.ndim == 2 else real
+        self.view = View(selection.indices, real, self.store.size)
+
+    def all_tensors(self) -> Iterator[Tensor]:
+        """Every tensor held: the store's, what methods remember of the layer, and what is staged."""
+        yield from super().all_tensors()
+        yield from tensors_in(self.state)
+        if self.view is not None:
+            yield from tensors_in((self.view.slots, self.view.real))
+
+    def fork(self, share: bool = False) -> Self:
+        other = super().fork(share)
+        other.state = copy.deepcopy(self.state)
+        return other
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        for name, part in self.state.items():
+            if isinstance(part, Tensor):
+                self.state[name] = part.index_select(0, beam_idx.to(part.device))
+        if self.view is not None:
+            self.view = self.view.rows(beam_idx)
+
+
+class WindowLayer(StoreLayer):
+    """Entries that tokens to come can still see, of a layer that looks back no further than a window or chunk.
+
+    The store's index holds positions here (padding not counted), by which the window goes: tokens that were dropped on
+    the way to this layer leave holes.
+
+    Attributes:
+        window: what the layer sees.
+        holes: True once positions next to each other may lie further apart than one, as dropped tokens make them.
+    """
+
+    is_sliding = True
+
+    def __init__(self, window: Window) -> None:
+        super().__init__()
+        self.window = window
+        self.holes = False
+
+    def reset(self) -> None:
+        self.__init__(self.window)  # type: ignore[misc]
+
+    def get_max_length(self) -> int:
+        return self.window.span
+
+    def drop_unseen(self, *, at_once: bool) -> None:
+        """Drop what no token to come can see; unless `at_once`, only when there is much of it."""
+        store, span = self.store, self.window.span
+        assert isinstance(store, DenseStore)
+        if store.size < span or (not at_once and store.size < span + max(MIN_ROOM, span // 4)):
+            return
+        if store.valid is None and not self.holes and not self.window.chunked:
+            first = store.size - span + 1
+        else:
+            position = store.index[:, 0].long()
+            seen = self.window.sees(position.amax(1, keepdim=True) + 1, position)
+            if store.valid is not None:
+                seen &= store.valid[:, 0]
+            # Of the row that sees the most.
+            first = int(seen.any(0).to(torch.uint8).argmax()) if bool(seen.any()) else store.size
+        store.drop_first(first, MIN_ROOM)

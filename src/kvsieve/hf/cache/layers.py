@@ -1,0 +1,27 @@
+"""The layer of the cache that each kind of decoder layer gets."""
+
+from __future__ import annotations
+
+from kvsieve.attention import Window
+from kvsieve.errors import UnsupportedModelError
+from kvsieve.hf.cache.layer import SieveLayer, WindowLayer
+from kvsieve.hf.cache.states import CacheLayer, EmptyLayer, StateLayer, StateSieveLayer, StateWindowLayer
+from kvsieve.hf.kinds import LayerKind
+
+
+def new_layer(kind: LayerKind, number_of_states: int = 1) -> CacheLayer:
+    """Make an empty layer.
+
+    Args:
+        kind: of the decoder layer.
+        number_of_states: states that transformers keeps of a recurrent layer.
+    """
+    if kind.entries in ("window", "chunk"):
+        assert kind.span is not None
+        window = Window(kind.span, chunked=kind.entries == "chunk")
+        return StateWindowLayer(number_of_states, window) if kind.state else WindowLayer(window)
+    if kind.entries == "growing":
+        return StateSieveLayer(number_of_states) if kind.state else SieveLayer()
+    if kind.entries == "latent":
+        raise UnsupportedModelError("its latent attention transforms keys and values after they are cached")
+    return StateLayer(number_of_states) if kind.state else EmptyLayer(kind.source)

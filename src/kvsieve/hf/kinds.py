@@ -1,0 +1,126 @@
+"""Kinds of decoder layers: what each of them remembers of the tokens before, told by the model's configuration."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvsieve.errors import UnsupportedModelError
+from kvsieve.hf.compat import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+    plain_cache_layers,
+)
+
+Entries = Literal["growing", "latent", "window", "chunk", "shared", "none"]
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What one decoder layer remembers.
+
+    Attributes:
+        entries: "growing", keys and values of every token, which plans act on; "latent", the same in compressed form;
+            "window", those of the last `span` tokens; "chunk", those of the tokens since the last multiple of `span`;
+            "shared", those of the layer `source`; "none", no entries.
+        state: True where it has recurrent state, of a size that does not grow (linear attention, state spaces,
+            convolutions), alone or beside entries.
+        span: tokens of a window or chunk.
+        source: index of the layer whose entries it reads.
+    """
+
+    entries: Entries = "growing"
+    state: bool = False
+    span: int | None = None
+    source: int | None = None
+
+    @property
+    def grows(self) -> bool:
+        """True where entries of every token are kept: what plans act on."""
+        return self.entries in ("growing", "latent")
+
+    @property
+    def words(self) -> str:
+        """Its name in messages and tables."""
+        told = {
+            "growing": "full attention",
+            "latent": "latent attention",
+            "window": f"sliding window of {self.span}",
+            "chunk": f"attention in chunks of {self.span}",
+            "shared": f"KV shared with layer {self.source}",
+            "none": "recurrent" if self.state else "no KV",
+        }[self.entries]
+        return f"{told} and recurrent" if self.state and self.entries != "none" else told
+
+
+_KINDS: dict[type, LayerKind] = {
+    DummyLayer: LayerKind("none"),
+    DynamicLayer: LayerKind(),
+    DynamicSlidingWindowLayer: LayerKind("window"),
+    LinearAttentionLayer: LayerKind("none", state=True),
+    LinearAttentionAndFullAttentionLayer: LayerKind("growing", state=True),
+    LinearAttentionAndSlidingWindowAttentionLayer: LayerKind("window", state=True),
+}
+
+
+def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
+    """Tell the kind of every decoder layer.
+
+    Args:
+        config: of the model's decoder.
+
+    Raises:
+        UnsupportedModelError: a layer is of a kind that kvsieve does not know.
+    """
+    types = getattr(config, "layer_types", None) or ()
+    kinds: list[LayerKind] = []
+    for index, layer in enumerate(plain_cache_layers(config)):
+        kind = _KINDS.get(type(layer))
+        if kind is None:
+            raise UnsupportedModelError(
+                f"layer {index} is of a kind that kvsieve does not know, {type(layer).__name__} of transformers"
+            )
+        if kind.entries == "window":
+            told = types[index] if index < len(types) else None
+            chunked = told == "chunked_attention" or (told is None and getattr(config, "sliding_window", None) is None)
+            kind = LayerKind("chunk" if chunked else "window", kind.state, layer.sliding_window)
+        elif kind.entries == "none" and index < len(types) and types[index] in ("moe", "mlp"):
+            kind = LayerKind("none")
+        elif kind.entries == "growing" and getattr(config, "kv_lora_rank", None):
+            kind = LayerKind("latent", kind.state)
+        kinds.append(kind)
+    shared = getattr(config, "num_kv_shared_layers", None) or 0
+    own = config.num_hidden_layers - shared if shared else len(kinds)
+    # Who shares reads the last layer before that has its own entries and is of the same type.
+    for index in range(own, own + shared):
+        source = max(before for before in range(own) if types[before] == types[index])
+        kinds[index : index + 1] = [LayerKind("shared", source=source)]
+    return tuple(kinds)
+
+
+def growing_layers(kinds: tuple[LayerKind, ...]) -> tuple[int, ...]:
+    """Indices of the layers that plans act on."""
+    return tuple(index for index, kind in enumerate(kinds) if kind.grows)
+
+
+def told_kinds(kinds: tuple[LayerKind, ...]) -> str:
+    """Say what a model's layers hold, such as "16 of 64 layers hold KV that grows, 48 are recurrent"."""
+    grows = len(growing_layers(kinds))
+    if grows == len(kinds):
+        return f"all {grows} layers hold KV that grows"
+    told = {"window": "have a sliding window", "chunk": "attend in chunks", "shared": "share another layer's KV"}
+    others = Counter(
+        told.get(kind.entries) or ("are recurrent" if kind.state else "hold nothing")
+        for kind in kinds
+        if not kind.grows
+    )
+    parts = [f"{grows} of {len(kinds)} layers hold KV that grows"]
+    return ", ".join(parts + [f"{count} {words}" for words, count in others.items()])
+
+
+__all__ = ["LayerKind", "growing_layers", "layer_kinds", "told_kinds"]
