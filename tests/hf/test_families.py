@@ -10,13 +10,18 @@ from transformers import logging
 
 import kvsieve
 from kvsieve.cache import DenseStore
-from kvsieve.errors import UnsupportedModelError
+from kvsieve.cache.base import storage_bytes
+from kvsieve.errors import UnsupportedModelError, UnsupportedOptionError
+from kvsieve.hf.cache.states import StateLayer
+from kvsieve.hf.kinds import layer_kinds
 from kvsieve.hf.model.support import why_unsupported
 from kvsieve.models.families import available, build
 from kvsieve.types import Selection
 
 logging.set_verbosity_error()
 
+# Whose recurrent layers, in transformers, start afresh when several tokens follow others.
+STARTS_AFRESH = {"jamba"}
 GENERATE = {
     "max_new_tokens": 5,
     "do_sample": False,
@@ -61,6 +66,40 @@ def worst(ours, theirs, rows=slice(None)) -> float:
     return max((a[rows] - b).abs().max().item() for a, b in zip(ours.logits, theirs.logits, strict=True))
 
 
+def own_output(model, ids, mask):
+    """The model's own output, and one of each row.
+
+    Its eager attention turns the float64 mask of padding into numbers that float32 does not have.
+    """
+    both = model.generate(ids, attention_mask=mask, **GENERATE)
+    if not any(step.isnan().any() for step in both.logits):
+        return both
+    assert model.config._attn_implementation == "eager"
+    alone = model.generate(ids[1:, PADDING:], **GENERATE)
+    both.logits = tuple(torch.cat([a[:1], b]) for a, b in zip(both.logits, alone.logits, strict=True))
+    both.sequences[1, ids.shape[1] :] = alone.sequences[0, ids.shape[1] - PADDING :]
+    return both
+
+
+def close(model) -> float:
+    """States of recurrent layers are computed in float32 whatever the model's dtype."""
+    return 5e-4 if any(kind.state for kind in layer_kinds(model.config)) else 1e-5
+
+
+def goes_on(model) -> bool:
+    """Tell whether several tokens may follow others; else the refusal itself has been asserted."""
+    ids = torch.arange(2, 12)[None]
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        cache = sieve.prefill(ids[:, :5])
+        try:
+            sieve.prefill(ids, cache=cache)
+        except UnsupportedOptionError as error:
+            assert "recurrent state" in str(error) and type(model).__name__ in str(error)
+            assert model.config.model_type in STARTS_AFRESH
+            return False
+    return True
+
+
 def runs(model, plan) -> bool:
     """True when the plan can run on the model; else the refusal itself has been asserted."""
     reason = why_unsupported(model, plan)
@@ -88,15 +127,17 @@ def test_keeping_everything_is_the_models_own_output(model, prompts):
     plan = KEEP_ALL if why_unsupported(model, KEEP_ALL) is None else kvsieve.plan("full")
     if not runs(model, plan):
         return
-    reference = model.generate(ids, attention_mask=mask, **GENERATE)
+    reference = own_output(model, ids, mask)
+    on = goes_on(model)
     with warnings.catch_warnings(), kvsieve.attach(model, plan) as sieve:
         warnings.simplefilter("error")
-        one_shot = sieve.generate(ids, mask, **GENERATE)
-        chunked = sieve.generate(ids, mask, chunk=16, **GENERATE)
-        cache = sieve.prefill(ids[:, :30], mask[:, :30])
-        two_turns = sieve.generate(ids, mask, cache=cache, **GENERATE)
-    for result in (one_shot, chunked, two_turns):
-        assert worst(result.output, reference) < 1e-5
+        results = [sieve.generate(ids, mask, **GENERATE)]
+        if on:
+            results.append(sieve.generate(ids, mask, chunk=16, **GENERATE))
+            cache = sieve.prefill(ids[:, :30], mask[:, :30])
+            results.append(sieve.generate(ids, mask, cache=cache, **GENERATE))
+    for result in results:
+        assert worst(result.output, reference) < close(model)
         assert torch.equal(result.sequences, reference.sequences)
 
 
@@ -107,12 +148,13 @@ def test_reducing(model, prompts, plan, monkeypatch):
     if not runs(model, plan):
         return
     ids, mask = prompts
+    on, near = goes_on(model), close(model)
     found, before = model.config._attn_implementation, model.generate(ids, attention_mask=mask, **GENERATE)
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
         full = sieve.generate(ids, mask, **GENERATE)
     with kvsieve.attach(model, plan) as sieve:
         one_shot = sieve.generate(ids, mask, **GENERATE)
-        chunked = sieve.generate(ids, mask, chunk=16, **GENERATE)
+        chunked = sieve.generate(ids, mask, chunk=16 if on else None, **GENERATE)
         alone = sieve.generate(ids[1:, PADDING:], **GENERATE)
         sieved = sieve.new_cache().sieve_layers
         with monkeypatch.context() as patch:
@@ -120,24 +162,25 @@ def test_reducing(model, prompts, plan, monkeypatch):
             masked = sieve.generate(ids, mask, **GENERATE)
     assert one_shot.stats.applied
     assert [one_shot.stats.kv_entries[layer] for layer in sieved] == [16] * len(sieved)
-    assert worst(chunked.output, one_shot.output) < 1e-5
-    assert worst(one_shot.output, alone.output, slice(1, None)) < 1e-5
-    assert worst(masked.output, one_shot.output) < 1e-5
+    assert worst(chunked.output, one_shot.output) < near
+    assert worst(one_shot.output, alone.output, slice(1, None)) < near
+    assert worst(masked.output, one_shot.output) < near
     assert masked.cache.layers[next(iter(sieved))].store.size == 48 + 4
     assert alone.stats.deep_tokens == (41 if plan is SNAPKV else 20)
 
     stores = [one_shot.cache.layers[layer].store for layer in sieved]
     held = sum(part.nbytes for store in stores for part in tensors_in(store))
-    others = [
-        layer for layer in one_shot.cache.layers if layer not in sieved.values() and hasattr(layer, "sliding_window")
-    ]
-    sliding = sum(part.untyped_storage().nbytes() for layer in others for part in (layer.keys, layer.values))
-    assert one_shot.stats.kv_bytes == held + sliding + one_shot.cache.conversation.mask.nbytes
+    layers = one_shot.cache.all_layers
+    others = [part for at, layer in enumerate(layers) if at not in sieved for part in layer.all_tensors()]
+    states = [part for at in sieved if isinstance(layers[at], StateLayer) for part in layers[at].state_tensors()]
+    beside = storage_bytes([*others, *states])
+    assert one_shot.stats.kv_bytes == held + beside + one_shot.cache.conversation.mask.nbytes
     full_held = sum(part.nbytes for layer in sieved for part in tensors_in(full.cache.layers[layer].store))
     assert held < 0.45 * full_held
 
     assert hooks(model) == 0 and model.config._attn_implementation == found
-    assert worst(model.generate(ids, attention_mask=mask, **GENERATE), before) == 0
+    after = model.generate(ids, attention_mask=mask, **GENERATE)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(after.logits, before.logits, strict=True))
 
 
 def test_reading(model, prompts):
@@ -148,7 +191,7 @@ def test_reading(model, prompts):
     with kvsieve.attach(model, ROCKETKV) as sieve:
         both = sieve.generate(ids, mask, **GENERATE)
         alone = sieve.generate(ids[1:, PADDING:], **GENERATE)
-    assert both.stats.applied and worst(both.output, alone.output, slice(1, None)) < 1e-5
+    assert both.stats.applied and worst(both.output, alone.output, slice(1, None)) < close(model)
     traffic = alone.stats.traffic
     assert traffic.tokens == 4 and traffic.entries == 8 and 0 < traffic.estimate_entries < 12
     assert alone.stats.storage.bytes + alone.stats.storage.metadata_bytes == alone.stats.kv_bytes
@@ -174,8 +217,15 @@ def test_promised_families_are_supported():
     }
 
 
-def test_propagation_needs_a_full_attention_source():
-    """A sliding-window source layer would never be asked: refused, not silently skipped."""
-    model = build("gemma3_text")
+def test_tokens_are_chosen_where_all_are_attended_to(prompts):
+    """A layer that does not attend to all tokens has nothing to choose by: the next one that does chooses."""
+    model = build("gemma3_text", dtype=torch.float64)
+    ids, _ = prompts
+    outs = []
+    for layer in (0, 1):
+        with kvsieve.attach(model, kvsieve.plan("fastkv", budget=16, tsp_layer=layer, tsp_rate=0.5, window=4)) as sieve:
+            outs.append(sieve.generate(ids, **GENERATE))
+    assert [out.stats.deep_tokens for out in outs] == [24, 24]
+    assert worst(outs[0].output, outs[1].output) == 0
     reason = why_unsupported(model, kvsieve.plan("fastkv", tsp_layer=2))
-    assert reason is not None and "sliding-window" in reason
+    assert reason is not None and "1, 3" in reason

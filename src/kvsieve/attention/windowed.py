@@ -98,6 +98,8 @@ def _rows_alone(
         if bool(fresh.any()):
             asked = real_entries(query[row], fresh)[None]
             mine, theirs = (real_entries(part[row], real)[None] for part in (keys, values))
-            found = window_attention(asked, mine, theirs, positions[row : row + 1, real], window, scale=scale, terms=terms)
+            found = window_attention(
+                asked, mine, theirs, positions[row : row + 1, real], window, scale=scale, terms=terms
+            )
             out[row, :, fresh.nonzero()[:, 0]] = found[0]
     return out

@@ -18,7 +18,6 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 from transformers.masking_utils import causal_mask_function, sdpa_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import TransformersKwargs
 
 from kvsieve.errors import KvsieveError
@@ -27,9 +26,12 @@ try:
     from transformers.cache_utils import DummyLayer
 except ImportError:
     # Older releases give layers without attention an empty layer of this class.
-    DummyLayer = LinearAttentionLayer
+    DummyLayer = LinearAttentionLayer  # type: ignore[misc, assignment]
 
 MINIMUM = (5, 16)
+
+# How transformers names the parts of its mask functions that restrict causal attention to a window or a chunk.
+_LOCAL = {f"{name}_overlay.<locals>.inner_mask" for name in ("sliding_window", "chunked")}
 
 
 def check_version() -> None:
@@ -84,9 +86,12 @@ def plain_cache_layers(config: Any) -> list[Any]:
     return DynamicCache(config=config).layers
 
 
-def sdpa_attention(*args: Any, **kwargs: Any) -> Any:
-    """transformers' own sdpa attention function."""
-    return ALL_ATTENTION_FUNCTIONS["sdpa"](*args, **kwargs)
+def is_local_mask(mask_function: Any) -> bool:
+    """Tell whether a mask function is that of a sliding window, or of chunks, and of nothing beside it."""
+    cells = getattr(mask_function, "__closure__", None) or ()
+    parts = [part for cell in cells if isinstance(cell.cell_contents, tuple) for part in cell.cell_contents]
+    local = [part for part in parts if getattr(part, "__qualname__", "") in _LOCAL]
+    return len(parts) == 2 and len(local) == 1 and causal_mask_function in parts
 
 
 __all__ = [
@@ -106,8 +111,8 @@ __all__ = [
     "check_version",
     "device_mesh",
     "generate_arguments",
+    "is_local_mask",
     "plain_cache_layers",
-    "sdpa_attention",
     "sdpa_mask",
     "tensor_parallel_mesh",
     "text_config",

@@ -47,10 +47,7 @@ def install(model: AttachedModel, *, hidden: bool) -> list[Any]:
     if hidden:
         handles += [layer.register_forward_pre_hook(_note_hidden, with_kwargs=True) for layer in layers]
     if plan.propagate is not None:
-        for index in range(plan.propagate.source(len(layers)), len(layers) - 1):
-            leave = functools.partial(_leave, index)
-            handles.append(layers[index].register_forward_hook(leave, with_kwargs=True))
-            handles.append(layers[index + 1].register_forward_pre_hook(_enter_deeper, with_kwargs=True))
+        handles += _propagation_hooks(model, layers)
     return handles
 
 
@@ -66,23 +63,57 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any]) -> None:
             "sieve.new_cache(), or nothing"
         )
     model.check_cache(cache)
+    fed = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+    model.check_continues(cache, 0 if fed is None else fed.shape[1])
     passes.open_session(model.context, model.plan, cache, kwargs)
 
 
-def _leave(index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+def _propagation_hooks(model: AttachedModel, layers: list[nn.Module]) -> list[Any]:
+    """Register hooks on the layers from the first that may drop tokens, and on what makes their arguments."""
+    propagator = model.plan.propagate
+    assert propagator is not None
+    source = propagator.first_layer(model.num_layers, model.context.layers)
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    others = [each for each in model.decoder.modules() if id(each) not in inside and each is not model.decoder]
+    handles = [each.register_forward_hook(_note_made) for each in others]
+    for index in range(source, len(layers) - 1):
+        for layer, at, hook in ((layers[index], index, _leave), (layers[index + 1], index + 1, _enter_deeper)):
+            # Hidden states come first.
+            names = list(inspect.signature(layer.forward).parameters)[1:]
+            bound = functools.partial(hook, at, names)
+            register = layer.register_forward_hook if hook is _leave else layer.register_forward_pre_hook
+            handles.append(register(bound, with_kwargs=True))
+    return handles
+
+
+def _note_made(module: nn.Module, args: Any, output: Any) -> None:
+    """Note what a module outside the layers makes: rotary tables, for one."""
+    session = passes.current()
+    if session is not None and session.source is not None and session.step.phase == "prefill":
+        session.arguments.note(output)
+
+
+def _leave(index: int, names: list[str], module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
     session = passes.current()
     if session is None or session.source is None or index < session.source or session.step.phase != "prefill":
         return None
+    given = _by_name(names, args, kwargs)[1]
     if not isinstance(output, tuple):
-        return session.leave(index, output, kwargs)
-    return (session.leave(index, output[0], kwargs), *output[1:])
+        return session.leave(index, output, given)
+    return (session.leave(index, output[0], given), *output[1:])
 
 
-def _enter_deeper(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+def _enter_deeper(index: int, names: list[str], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     session = passes.current()
-    if session is None or not session.narrowed:
+    if session is None or not session.arguments.now:
         return None
-    return args, {**kwargs, **session.narrowed}
+    hidden, given = _by_name(names, args, kwargs)
+    return hidden, session.enter(index, given, names)
+
+
+def _by_name(names: list[str], args: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Separate a layer's hidden states, () where they are given by name, from its other arguments, by name."""
+    return args[:1], {**dict(zip(names, args[1:], strict=False)), **kwargs}
 
 
 def _note_hidden(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -10,12 +11,14 @@ from torch import Tensor, nn
 
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError, short
 from kvsieve.hf.cache.cache import Owner, SieveCache
+from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import tensor_parallel_mesh, text_config
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.forward.passes import cancel_session, open_session
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest, PassResult
 from kvsieve.hf.forward.session import StopForward
 from kvsieve.hf.inputs import check_ids
+from kvsieve.hf.kinds import growing_layers, layer_kinds
 from kvsieve.hf.model.facts import Facts
 from kvsieve.hf.model.parallel import ranks_of
 from kvsieve.plans import Plan
@@ -30,6 +33,7 @@ class AttachedModel:
         config: of the model's decoder.
         decoder: the model's decoder.
         num_layers: decoder layers.
+        kinds: of each of them.
         context: facts about the model that every pass needs.
         facts: facts about the model for evictors that ask for them.
         engine: how tokens after a prompt are computed.
@@ -40,14 +44,14 @@ class AttachedModel:
         self.model = model
         self.plan = plan
         self.attached = False
+        self._probing = False
         self.config = text_config(model)
         self.decoder: nn.Module = model.get_decoder()
         self.num_layers = len(self.decoder.layers)
         self.facts = Facts(model)
-        self.context = ModelContext(self.num_layers, self.facts, ranks_of(model, plan))
+        self.kinds = layer_kinds(self.config)
+        self.context = ModelContext(self.num_layers, growing_layers(self.kinds), self.facts, ranks_of(model, plan))
         self.engine = Engine(self.decoder, decode, divided=tensor_parallel_mesh(model) is not None)
-        if plan.propagate is not None:
-            plan.propagate.source(self.num_layers)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Let the plan take from a tokenizer of transformers what it lacks of one; see Plan.for_tokenizer."""
@@ -121,6 +125,7 @@ class AttachedModel:
         """
         device = self.model.device
         ids = ids.to(device)
+        self.check_continues(cache, ids.shape[1])
         size = cache.num_seen + ids.shape[1]
         seen = torch.ones(len(ids), size, dtype=torch.long, device=device) if mask is None else mask.long().to(device)
         call: dict[str, Any] = {
@@ -145,6 +150,35 @@ class AttachedModel:
         hidden = None if logits or out is None else out[0]
         found = out.logits if logits and out is not None else None
         return PassResult(hidden, found, session.chosen, cache.turn.record.report)
+
+    def check_continues(self, cache: SieveCache, new: int) -> None:
+        """Raise UnsupportedOptionError where `new` tokens cannot follow what a cache has read.
+
+        Some models' recurrent layers take up their state for one token at a time only, and start afresh with several.
+        """
+        if new > 1 and cache.num_seen and cache.has_state and not self._probing and not self._continues:
+            raise UnsupportedOptionError(
+                f"{type(self.model).__name__} forgets its recurrent state when several tokens follow others (its own "
+                "code in transformers does): read a prompt in one piece, without chunk=, and a conversation of several "
+                "turns anew, with a new cache"
+            )
+
+    @functools.cached_property
+    def _continues(self) -> bool:
+        """Found by reading four tokens at once, and two after two: the states of recurrent layers must agree."""
+        ids = torch.arange(1, 5, device=self.model.device)[None] % self.config.vocab_size
+        ends, request = [], PassRequest(plan=Plan())
+        self._probing = True
+        try:
+            for parts in ([ids], [ids[:, :2], ids[:, 2:]]):
+                cache = SieveCache(self.config, self._owner())
+                for part in parts:
+                    self.feed(cache, part, None, request)
+                first = next(layer for layer in cache.all_layers if isinstance(layer, StateLayer))
+                ends.append([state.double() for state in first.state_tensors()])
+        finally:
+            self._probing = False
+        return all((one - two).norm() <= 0.05 * one.norm() for one, two in zip(*ends, strict=True))
 
     def _owner(self, adopted: bool = False) -> Owner:
         return Owner(weakref.ref(self.decoder), self.plan, adopted)

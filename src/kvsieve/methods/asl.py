@@ -92,8 +92,9 @@ class AdaptiveTSP(Propagator, heads="all"):
         offered = ctx.offered_counts
         rows = ctx.shared.setdefault("asl", [_RowTrace(n, self.reread_tokens(n)) for n in offered])
         open_rows = [row for row in rows if row.layer is None and row.kept < row.length]
-        last = ctx.layer_idx == ctx.num_layers - 1
-        if not open_rows or (last and not self.two_pass):
+        # The last layer has none behind it to spare; the second reading needs a choice of the last that can make one.
+        last = ctx.layer_idx == (ctx.layers[-1] if ctx.layers else ctx.num_layers - 1)
+        if not open_rows or (ctx.layer_idx == ctx.num_layers - 1 and not self.two_pass):
             return None
         first = ctx.keys.shape[2] - ctx.offered
         saliency = ctx.ranks.mean(pooled_mass(ctx, self.window, self.kernel, self.pooling).mean(1)[:, first:])
@@ -104,7 +105,7 @@ class AdaptiveTSP(Propagator, heads="all"):
                 scores = saliency[index, saliency.shape[1] - (row.length - window) :]
                 if self._observe(row, scores, row.kept - window, ctx):
                     chosen.append(index)
-                elif last:
+                elif last and self.two_pass:
                     # Reading again needs a choice even where ranks have not settled.
                     row.layer = ctx.layer_idx
                     chosen.append(index)

@@ -70,7 +70,7 @@ class TSP(Propagator, heads="all"):
         )
 
     def select(self, ctx: LayerContext) -> Selection | None:
-        if ctx.layer_idx != self.source(ctx.num_layers):
+        if ctx.layer_idx != self.first_layer(ctx.num_layers, ctx.layers):
             return None
         offered = ctx.offered_counts
         counts = tuple(min(n, self.rate.entries(n, self.window)) for n in offered)

@@ -91,7 +91,7 @@ class GemFilter(Propagator, heads="all"):
         return min(length, self.budget.entries(length, max(self.keep_last, 1)))
 
     def select(self, ctx: LayerContext) -> Selection | None:
-        if ctx.layer_idx != self.source(ctx.num_layers):
+        if ctx.layer_idx != self.first_layer(ctx.num_layers, ctx.layers):
             return None
         ctx.shared["report"] = {"filter_layer": ctx.layer_idx}
         counts = tuple(self.reread_tokens(length) for length in ctx.offered_counts)

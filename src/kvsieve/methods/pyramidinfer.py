@@ -89,9 +89,14 @@ class PyramidInfer(Propagator, heads="all"):
         """R + 1 of a prompt of `length` tokens."""
         return int(length * self.recent) + 1
 
-    def share(self, layer: int, num_layers: int) -> float:
-        """Share of its context that a layer passes on."""
-        if layer == 0 or layer % self.interval or layer == num_layers - 1:
+    def share(self, layer: int, num_layers: int, layers: tuple[int, ...] = ()) -> float:
+        """Share of its context that a layer passes on.
+
+        layers: those that can choose, () for all; where every `interval`-th cannot, the next one that can does.
+        """
+        before = max((each for each in layers or range(num_layers) if each < layer), default=-1)
+        due = any(each % self.interval == 0 for each in range(max(before + 1, 1), layer + 1))
+        if not due or layer == num_layers - 1:
             return 1.0
         depth = layer / num_layers
         left = (1 + math.cos(math.pi * depth)) / 2 if self.strategy == "cosine" else 1 - depth
@@ -103,7 +108,7 @@ class PyramidInfer(Propagator, heads="all"):
         return tail + kept if kept > self.min_context else length
 
     def select(self, ctx: LayerContext) -> Selection | None:
-        offered, share = ctx.offered_counts, self.share(ctx.layer_idx, ctx.num_layers)
+        offered, share = ctx.offered_counts, self.share(ctx.layer_idx, ctx.num_layers, ctx.layers)
         ctx.shared.setdefault("report", {}).setdefault("layer_tokens", []).append(max(offered))
         tails = [self.queries(length) for length in ctx.step.turn_lengths]
         counts = tuple(self.passed_on(length, tail, share) for length, tail in zip(offered, tails, strict=True))

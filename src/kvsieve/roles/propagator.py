@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+from kvsieve.errors import PlanError
 from kvsieve.roles.base import Role
 from kvsieve.types import LayerContext, Selection
 
@@ -32,6 +33,31 @@ class Propagator(Role):
         Raises:
             PlanError: the model of `num_layers` layers has no such layer.
         """
+
+    def first_layer(self, num_layers: int, layers: tuple[int, ...] = ()) -> int:
+        """Return the index of the first layer after which hidden states may really be dropped.
+
+        Tokens are chosen by attention over all of them, which some models' layers do not have.
+
+        Args:
+            num_layers: layers of the model.
+            layers: indices of those with keys and values of all tokens, in order; () for all.
+
+        Returns:
+            The first of `layers` that is not before ``source(num_layers)``.
+
+        Raises:
+            PlanError: there is none.
+        """
+        source = self.source(num_layers)
+        found = next((layer for layer in layers or range(num_layers) if layer >= source), None)
+        if found is None or found >= num_layers - 1:
+            raise PlanError(
+                f"{type(self).__name__} is to drop tokens after layer {source}, and of the model's {num_layers} layers "
+                f"only {', '.join(map(str, layers))} have keys and values of all tokens to choose by: name one of "
+                f"these, not the last layer"
+            )
+        return found
 
     @abstractmethod
     def select(self, ctx: LayerContext) -> Selection | None:

@@ -101,8 +101,9 @@ class SieveCache(Cache):
         return self.conversation.num_seen
 
     @property
-    def _all_layers(self) -> list[Any]:
-        return self.layers
+    def all_layers(self) -> list[CacheLayer]:
+        """The layers, which are all ours."""
+        return self.layers  # type: ignore[return-value]
 
     @property
     def sieve_layers(self) -> dict[int, SieveLayer]:
@@ -112,17 +113,18 @@ class SieveCache(Cache):
     @property
     def forgets(self) -> bool:
         """True where some layer cannot be read again: recurrent state, or a window that has moved on."""
-        return any(isinstance(layer, (StateLayer, WindowLayer)) for layer in self._all_layers)
+        return any(isinstance(layer, (StateLayer, WindowLayer)) for layer in self.all_layers)
 
     @property
     def has_state(self) -> bool:
         """True where some layer has recurrent state."""
-        return any(isinstance(layer, StateLayer) for layer in self._all_layers)
+        return any(isinstance(layer, StateLayer) for layer in self.all_layers)
 
     @property
     def producers(self) -> set[int]:
         """Indices of the layers whose entries others read."""
-        return {layer.source for layer in self._all_layers if isinstance(layer, EmptyLayer)} - {None}
+        layers = [layer for layer in self.all_layers if isinstance(layer, EmptyLayer)]
+        return {layer.source for layer in layers if layer.source is not None}
 
     def begin_turn(self, prompt_end: int | None = None, new_tokens: int = 0, acts: bool = True) -> None:
         """Let the next pass start a prompt; see Turn."""
@@ -202,7 +204,7 @@ class SieveCache(Cache):
         """
         if self.status != "ready" or self.turn.deferred:
             raise CacheStateError("the cache is in the middle of a prompt and cannot be forked; finish it first")
-        return self.with_layers([layer.fork(share) for layer in self._all_layers])
+        return self.with_layers([layer.fork(share) for layer in self.all_layers])
 
     def with_layers(self, layers: list[Any]) -> SieveCache:
         """Copy what is known of the conversation, with other layers."""
@@ -227,7 +229,10 @@ class SieveCache(Cache):
         """
         self.check_copyable("kept so")
         taken = Snapshot(
-            weakref.ref(self), self.owner, self.conversation.copy(), [layer.fork(share=True) for layer in self._all_layers]
+            weakref.ref(self),
+            self.owner,
+            self.conversation.copy(),
+            [layer.fork(share=True) for layer in self.all_layers],
         )
         self._snapshots.add(taken)
         return taken
@@ -248,10 +253,7 @@ class SieveCache(Cache):
 
     def entries(self) -> list[int]:
         """Entries stored per layer and KV head now, of the fullest row; the mean where heads differ, 0 without any."""
-        return [
-            layer.store.entries if isinstance(layer, StoreLayer) else 0
-            for layer in self._all_layers
-        ]
+        return [layer.store.entries if isinstance(layer, StoreLayer) else 0 for layer in self.all_layers]
 
     def nbytes(self) -> int:
         """Bytes of all tensors held.
@@ -263,7 +265,7 @@ class SieveCache(Cache):
 
     def _tensors(self) -> Iterator[Tensor]:
         yield from self.conversation.tensors()
-        for layer in self._all_layers:
+        for layer in self.all_layers:
             yield from layer.all_tensors()
 
     def __repr__(self) -> str:

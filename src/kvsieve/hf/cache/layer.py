@@ -59,6 +59,10 @@ class StoreLayer(CacheLayerMixin):
         self._staged = key_states, value_states
         return key_states, value_states
 
+    def has_staged(self, key: Tensor) -> bool:
+        """Tell whether these keys are what `update` was given last."""
+        return self._staged is not None and self._staged[0] is key
+
     def take(self, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor]:
         """Hand over what `update` staged; `key` and `value` are what the attention function of `who` was given."""
         staged, self._staged = self._staged, None
@@ -178,11 +182,16 @@ class WindowLayer(StoreLayer):
     def get_max_length(self) -> int:
         return self.window.span
 
+    @property
+    def room(self) -> int:
+        """Tokens stored before what has left the window is dropped, while decoding."""
+        return max(1, min(MIN_ROOM, self.window.span // 4))
+
     def drop_unseen(self, *, at_once: bool) -> None:
         """Drop what no token to come can see; unless `at_once`, only when there is much of it."""
         store, span = self.store, self.window.span
         assert isinstance(store, DenseStore)
-        if store.size < span or (not at_once and store.size < span + max(MIN_ROOM, span // 4)):
+        if store.size < span or (not at_once and store.size < span + self.room):
             return
         if store.valid is None and not self.holes and not self.window.chunked:
             first = store.size - span + 1
@@ -193,4 +202,4 @@ class WindowLayer(StoreLayer):
                 seen &= store.valid[:, 0]
             # Of the row that sees the most.
             first = int(seen.any(0).to(torch.uint8).argmax()) if bool(seen.any()) else store.size
-        store.drop_first(first, MIN_ROOM)
+        store.drop_first(first, self.room)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from kvsieve.hf.cache.short_prompt import ShortPrompt
     from kvsieve.protection import ProtectedTokens
 
-# Hidden states, cos, sin and position ids of a chunk that waits at the propagator's source layer.
-DeferredChunk = tuple[Tensor, Tensor, Tensor, Tensor]
+# Hidden states of a chunk that waits at the propagator's source layer, and what deeper layers are given with them.
+DeferredChunk = tuple[Tensor, ...]
 
 
 @dataclass
@@ -208,7 +208,7 @@ class Conversation:
             self.protected = self.protected.rows(rows)
         turn = self.turn
         turn.deferred = [
-            tuple(part.index_select(0, rows.to(part.device)) if len(part) > 1 else part for part in chunk)  # type: ignore[misc]
+            tuple(part.index_select(0, rows.to(part.device)) if len(part) > 1 else part for part in chunk)
             for chunk in turn.deferred
         ]
 

@@ -48,7 +48,7 @@ class StateLayer(LinearAttentionLayer):
             setattr(self, name, states[name])
         first = next(tensors_in(states), None)
         if first is not None:
-            self.dtype, self.device = first.dtype, first.device
+            self.dtype, self.device = first.dtype, first.device  # type: ignore[assignment]
 
     def state_tensors(self) -> Iterator[Tensor]:
         """Every tensor of the state."""
@@ -92,16 +92,16 @@ class _Both(StateLayer, StoreLayer):
 
     def all_tensors(self) -> Iterator[Tensor]:
         yield from self.state_tensors()
-        yield from super(StateLayer, self).all_tensors()  # type: ignore[misc]
+        yield from super(StateLayer, self).all_tensors()
 
     def fork(self, share: bool = False) -> Self:
-        other = super(StateLayer, self).fork(share)  # type: ignore[misc]
+        other = super(StateLayer, self).fork(share)
         other._own_states()
         return other
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         StateLayer.reorder_cache(self, beam_idx)
-        super(StateLayer, self).reorder_cache(beam_idx)  # type: ignore[misc]
+        super(StateLayer, self).reorder_cache(beam_idx)  # type: ignore[arg-type]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         StoreLayer.batch_repeat_interleave(self, repeats)

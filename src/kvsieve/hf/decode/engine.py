@@ -163,7 +163,7 @@ class Engine:
         if session.tokens.valid is not None:
             raise Refused("the new token is padding in some row")
         if len(cache.sieve_layers) < len(cache.layers):
-            raise Refused("sliding-window layers, which transformers stores, change their shapes")
+            raise Refused("layers that are not full attention: sliding windows, recurrent state, shared KV")
         if cache.turn.reordered:
             raise Refused("rows change places between tokens (beams)")
         if session.request.plan is not None:

@@ -23,7 +23,7 @@ from kvsieve.cache.row_groups import Group
 from kvsieve.core.kv_rows import DeviceLength, IncrementalMetadata
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.cache.layer import SieveLayer, StoreLayer
 from kvsieve.hf.cache.records import Reads
 from kvsieve.hf.compat import Cache
 from kvsieve.hf.forward import passes as forward
@@ -220,7 +220,7 @@ class RecordedPass(Session):
     def reading(self, cache: SieveCache, index: int) -> Reading | None:
         return reading_of(self.plan.read, cache, cache.sieve_layers[index], index, self.model.num_layers, coming=1)
 
-    def attend(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, index: int, layer: StoreLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
         assert isinstance(layer, RecordedLayer)
         return layer.attend(asked, key, value, self)
 

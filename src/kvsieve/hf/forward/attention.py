@@ -8,14 +8,17 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import CacheStateError, UnsupportedModelError, UnsupportedOptionError
-from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
+from kvsieve.hf.cache.states import CacheLayer, EmptyLayer
 from kvsieve.hf.compat import (
     AttentionInterface,
     AttentionMaskInterface,
     causal_mask_function,
-    sdpa_attention,
+    is_local_mask,
     sdpa_mask,
 )
+from kvsieve.hf.forward.fixed_layers import attend_shared
 from kvsieve.hf.forward.passes import current
 from kvsieve.hf.forward.request import Asked
 from kvsieve.types import AttentionTerms
@@ -42,17 +45,12 @@ def attention_function(
     session = current()
     if session is None:
         raise CacheStateError(f"{type(module).__name__} ran outside its decoder while kvsieve is attached to the model")
-    index: int = module.layer_idx  # type: ignore[assignment]
-    layer = session.cache.layers[index]
-    if not isinstance(layer, SieveLayer):
-        if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-            # torch's attention would leave them out.
-            raise UnsupportedModelError(
-                f"layer {index} ({type(module).__name__}) attends within a sliding window with capped logits or "
-                "learned sinks, which kvsieve does not support yet"
-            )
-        return sdpa_attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    cache = session.cache
+    index, layer = _layer_of(cache, module, key)
     who = f"layer {index} ({type(module).__name__})"
+    own = cache.all_layers[layer.source] if isinstance(layer, EmptyLayer) and layer.source is not None else layer
+    if isinstance(own, WindowLayer) and kwargs.get("sliding_window") == own.window.span:
+        del kwargs["sliding_window"]
     for name, given in kwargs.items():
         # Whatever else attention is told (biases, indices ...) would change its result and cannot be dropped;
         # flags and objects, such as generate's tokenizer, only pass through.
@@ -63,11 +61,24 @@ def attention_function(
         raise UnsupportedModelError(f"{who} attends to later tokens; kvsieve supports causal attention only")
     if attention_mask is not None:
         raise UnsupportedOptionError(f"{who} was given a custom attention mask; only padding masks are supported")
-    key, value = layer.take(key, value, who)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     asked = Asked(query, scale, _terms(who, query, kwargs.get("softcap"), kwargs.get("s_aux")))
-    out = session.attend(index, layer, asked, key, value)
+    if isinstance(layer, StoreLayer):
+        out = session.attend(index, layer, asked, *layer.take(key, value, who))
+    elif isinstance(layer, EmptyLayer) and layer.source is not None:
+        out = attend_shared(session, index, layer.source, asked, key)
+    else:
+        raise UnsupportedModelError(f"{who} attends, and its cache has no entries for it: this is not supported")
     return out.transpose(1, 2).contiguous(), None
+
+
+def _layer_of(cache: SieveCache, module: torch.nn.Module, key: Tensor) -> tuple[int, CacheLayer]:
+    """The layer that attends, told by the keys it has stored; one that stores none is told by its module's index."""
+    layer: Any = cache.layers[cache.updated]
+    if isinstance(layer, StoreLayer) and layer.has_staged(key):
+        return cache.updated, layer
+    index: int = module.layer_idx  # type: ignore[assignment]
+    return index, cache.all_layers[index]
 
 
 def _terms(who: str, query: Tensor, softcap: float | None, sinks: Tensor | None) -> AttentionTerms | None:
@@ -83,8 +94,11 @@ def _terms(who: str, query: Tensor, softcap: float | None, sinks: Tensor | None)
 
 
 def mask_function(*, mask_function: Any = causal_mask_function, **kwargs: Any) -> Tensor | None:
-    """Plain causal layers need no mask (the session knows the padding); sliding-window layers get transformers' own."""
-    if mask_function is causal_mask_function:
+    """Causal layers, those with a window or chunks too, need no mask: the session knows padding and positions.
+
+    Any other mask is made, and refused where a layer is given it.
+    """
+    if mask_function is causal_mask_function or is_local_mask(mask_function):
         return None
     kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(mask_function=mask_function, **kwargs)

@@ -15,7 +15,8 @@ from torch import Tensor
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest
-from kvsieve.hf.forward.session import Session, Tokens
+from kvsieve.hf.forward.session import Session
+from kvsieve.hf.forward.travel import Tokens
 from kvsieve.hf.inputs import check_mask, refuse_strange, strange
 from kvsieve.plans import Plan
 from kvsieve.types import Step
@@ -123,6 +124,11 @@ def open_session(
         valid = None if min(counts) == new else mask[:, start:]
         if prefill and request.last_chunk and not all(ends):
             raise InputError("the prompt is padded on the right; pad on the left: tokenizer.padding_side = 'left'")
+        if valid is not None and cache.has_state and bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+            raise InputError(
+                "a row has padding behind its tokens, as rows of different length have on a later turn, and the "
+                "model's recurrent layers cannot skip it: feed rows of equal length, or one cache per row"
+            )
     step = Step(
         start=start,
         num_new=new,
@@ -134,7 +140,9 @@ def open_session(
         turn_lengths=turn_lengths,
     )
     tokens = Tokens(torch.arange(start, start + new, device=fed.device)[None], valid, counts)
-    source = plan.propagate.source(model.num_layers) if plan.propagate is not None and turn.acts else None
+    source = (
+        None if plan.propagate is None or not turn.acts else plan.propagate.first_layer(model.num_layers, model.layers)
+    )
     session = Session(plan, source, cache, step, tokens, model, request, outer=_ACTIVE.get())
     conversation.batch = batch
     if prefill:
@@ -239,6 +247,11 @@ def _checked_mask(
     if any(odd):
         refuse_strange(given)
     changed = any(different)
+    if changed and cache.forgets and start:
+        raise InputError(
+            "attention_mask says otherwise than before of tokens read earlier, which the model's recurrent or "
+            "sliding-window layers cannot take back: pass the same mask for them, or start with a new cache"
+        )
     if changed:
         for layer in cache.sieve_layers.values():
             if layer.is_initialized:

@@ -75,10 +75,12 @@ class ModelContext:
 
     Attributes:
         num_layers: decoder layers.
+        layers: indices of those whose entries plans act on.
         facts: for evictors that ask for them.
         ranks: the processes that heads are divided among.
     """
 
     num_layers: int
+    layers: tuple[int, ...]
     facts: ModelFacts | None = None
     ranks: Ranks = ALONE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,42 +13,19 @@ from kvsieve.attention import dense_attention
 from kvsieve.cache import keep
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
+from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.forward.evict import check_protected, evict
+from kvsieve.hf.forward.fixed_layers import attend_window, lend
 from kvsieve.hf.forward.request import Asked, ModelContext, PassRequest
 from kvsieve.hf.forward.sparse_read import read_token
+from kvsieve.hf.forward.travel import Arguments, Tokens, gather
 from kvsieve.plans import Plan
 from kvsieve.types import LayerContext, Selection, Step
 
 
 class StopForward(Exception):
     """Ends a forward pass early on purpose; the driver catches it."""
-
-
-@dataclass
-class Tokens:
-    """The tokens that travel through a layer.
-
-    Attributes:
-        token_index: int [1 or B, L], their columns in the conversation.
-        valid: bool [B, L], False for padding; None where none is.
-        counts: real ones per row.
-    """
-
-    token_index: Tensor
-    valid: Tensor | None
-    counts: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return self.token_index.shape[1]
-
-    def narrow(self, selection: Selection) -> Tokens:
-        """Keep those of a selection [B, K] among them."""
-        rows = selection.indices
-        token_index = self.token_index.expand(rows.shape[0], -1).gather(1, rows)
-        valid = selection.real()
-        return Tokens(token_index, valid, selection.lengths or (rows.shape[1],) * rows.shape[0])
 
 
 @dataclass
@@ -62,7 +40,8 @@ class Session:
         prepared: True until the decoder is entered, for a pass that a driver has begun.
         stopped: the pass was ended early on purpose.
         chosen: what a propagator of two passes has chosen.
-        narrowed: arguments of the deeper layers, once tokens were dropped.
+        arguments: per-token arguments of decoder layers.
+        lent: of layers whose entries others read, the layer as it was when it attended, and this pass's keys.
         shared: ``ctx.shared``.
         hidden: [B, L, C], what enters the layer that runs; kept for evictors that need it only.
     """
@@ -78,10 +57,13 @@ class Session:
     prepared: bool = False
     stopped: bool = False
     chosen: Selection | None = None
-    narrowed: dict[str, Any] = field(default_factory=dict)
+    lent: dict[int, tuple[StoreLayer, Tensor]] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
     hidden: Tensor | None = None
     _selection: Selection | None = None
+
+    def __post_init__(self) -> None:
+        self.arguments = Arguments(self.step.num_new)
 
     @property
     def end(self) -> int:
@@ -106,14 +88,16 @@ class Session:
             return when.chunks
         return when.steps is not None and (self.cache.turn.decoded + self.step.num_new) % when.steps == 0
 
-    def attend(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
+    def attend(self, index: int, layer: StoreLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
         """Store this pass's keys and values, attend over everything stored, then let the plan reduce the layer."""
-        tokens, step, store, query = self.tokens, self.step, layer.store, asked.query
-        if query.shape[2] != tokens.size:
-            raise UnsupportedModelError(
-                f"layer {index} attends with {query.shape[2]} queries where {tokens.size} tokens were fed: "
-                "this architecture is not supported"
-            )
+        self.check_queries(index, asked)
+        if isinstance(layer, WindowLayer):
+            out = attend_window(self, layer, asked, key, value)
+            lend(self, index, layer, key, changes=True)
+            layer.drop_unseen(at_once=self.tokens.size > 1)
+            return out
+        assert isinstance(layer, SieveLayer)
+        tokens, step, store, query, made = self.tokens, self.step, layer.store, asked.query, key
         room = self.cache.turn.room(self.end, tokens.size)
         key, value = key.detach(), value.detach()
         if self.reads_as_answer:
@@ -123,13 +107,23 @@ class Session:
             out = dense_attention(
                 query, store.keys, store.values, scale=asked.scale, valid=store.valid, terms=asked.terms
             )
+        reduces = step.ends_prompt or self.acts_in_between
+        lend(self, index, layer, made, changes=reduces or self.request.on_layer is not None)
         self._show(index, layer, asked, out)
         evictor = self.plan.evict
         if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
             asked = replace(asked, query=self._recent(layer, query, evictor.window))
-        if step.ends_prompt or self.acts_in_between:
+        if reduces:
             self._reduce(index, layer, asked)
         return out
+
+    def check_queries(self, index: int, asked: Asked) -> None:
+        """Raise UnsupportedModelError unless a layer attends with one query for every token that travels."""
+        if asked.query.shape[2] != self.tokens.size:
+            raise UnsupportedModelError(
+                f"layer {index} attends with {asked.query.shape[2]} queries where {self.tokens.size} tokens were fed: "
+                "this architecture is not supported"
+            )
 
     def _read(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor, room: int) -> Tensor:
         """Store and read token by token: each chooses by itself among what was stored when it came."""
@@ -232,56 +226,61 @@ class Session:
         # What a layer has attended to can go at once.
         layer.reset()
 
-    def leave(self, index: int, hidden: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    def leave(self, index: int, hidden: Tensor, given: dict[str, Any]) -> Tensor:
         """Let hidden states [B, L, C] leave layer `index`; those that go on are [B, K, C].
 
         Under chunked prefill the leading chunks wait at the source layer, the first that may drop tokens (StopForward
         ends their pass), and the last chunk brings all of the turn's tokens to the layers behind it.
+
+        Args:
+            index: index of the layer.
+            hidden: its output.
+            given: its arguments, hidden states left out.
         """
-        tables = kwargs.get("position_embeddings")
-        if not isinstance(tables, tuple) or len(tables) != 2 or kwargs.get("position_ids") is None:
-            raise UnsupportedModelError(
-                "its decoder layers do not take position_ids and position_embeddings as (cos, sin), so token "
-                "propagation cannot move positions along; use a plan without propagate="
-            )
-        self._check_layer_arguments(kwargs)
-        cos, sin, positions = *tables, kwargs["position_ids"]
+        arguments = self.arguments
         if index == self.source:
+            arguments.note([value for name, value in given.items() if not name.endswith("attention_mask")])
             deferred = self.cache.turn.deferred
             if not self.step.is_last_chunk:
-                deferred.append((hidden, cos, sin, positions))
+                deferred.append((hidden, *arguments.noted))
                 self.stopped = True
                 raise StopForward
             if deferred:
-                deferred.append((hidden, cos, sin, positions))
-                hidden, cos, sin, positions = (torch.cat(parts, dim=1) for parts in zip(*deferred, strict=True))
+                chunks = [chunk[1:] for chunk in deferred]
+                hidden = _joined([*(chunk[0] for chunk in deferred), hidden])
+                arguments.join(chunks, _joined)
                 deferred.clear()
                 token_index = torch.arange(self.step.turn_start, self.end, device=hidden.device)[None]
                 mask = self.cache.conversation.mask
                 valid = None if mask is None else mask[:, self.step.turn_start :]
                 self.tokens = Tokens(token_index, valid, self.step.turn_lengths)
-                self.narrowed = {"position_embeddings": (cos, sin), "position_ids": positions}
         selection, self._selection = self._selection, None
         if selection is not None:
             rows = selection.indices.to(hidden.device)
-            hidden, cos, sin = (_gather(part, rows) for part in (hidden, cos, sin))
-            positions = positions.expand(len(rows), -1).gather(1, rows)
+            hidden = gather(hidden, rows)
+            arguments.narrow(rows)
             self.tokens = self.tokens.narrow(selection)
             self.cache.turn.record.propagated = max(self.tokens.counts)
-            self.narrowed = {"position_embeddings": (cos, sin), "position_ids": positions}
         return hidden
 
-    def _check_layer_arguments(self, kwargs: dict[str, Any]) -> None:
-        known = ("hidden_states", "position_embeddings", "position_ids")
-        for name, value in kwargs.items():
-            per_token = isinstance(value, Tensor) and self.step.num_new in value.shape[1:]
-            if name not in known and per_token and self.step.num_new > 1:
-                raise UnsupportedModelError(
-                    f"its decoder layers take a per-token argument {name!r} that token propagation cannot narrow; "
-                    "use a plan without propagate="
-                )
+    def enter(self, index: int, given: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+        """Return the arguments of a layer behind the source layer, for the tokens that travel.
+
+        Args:
+            index: index of the layer.
+            given: its arguments for all tokens of the pass, hidden states left out.
+            names: parameters that it has.
+        """
+        if not self.arguments.now:
+            return given
+        given = self.arguments.deeper(given)
+        if isinstance(self.cache.layers[index], StateLayer):
+            name = next(name for name in ("mamba_attention_mask", "attention_mask") if name in names)
+            given[name] = None if self.tokens.valid is None else self.tokens.valid.long()
+        return given
 
 
-def _gather(part: Tensor, rows: Tensor) -> Tensor:
-    """Gather part [1 or B, L, C] at rows [B, K]: [B, K, C]."""
-    return part.expand(len(rows), -1, -1).gather(1, rows[..., None].expand(-1, -1, part.shape[-1]))
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Chunks [1 or B, L, ...] one after another."""
+    batch = max(len(part) for part in parts)
+    return torch.cat([part.expand(batch, *part.shape[1:]) for part in parts], dim=1)

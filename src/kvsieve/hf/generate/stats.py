@@ -8,7 +8,9 @@ from typing import Any
 from kvsieve.display import html_table, mebibytes, percent
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Passes, TurnRecord
+from kvsieve.hf.cache.states import EmptyLayer
 from kvsieve.hf.decode.engine import Engine
+from kvsieve.hf.kinds import told_kinds
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 
@@ -203,16 +205,12 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
         kept[index] = entries
     whole = [record.prompt_tokens] * len(kept)
     for index in set(range(len(kept))) - set(cache.sieve_layers):
-        # Layers that transformers keeps: a sliding window holds no more under full KV.
+        # Layers that no plan acts on hold no more under full KV.
         kept[index] = whole[index] = min(kept[index], record.prompt_tokens)
     compressed = sum(least < most for least, most in zip(kept, whole, strict=True))
     share = sum(kept) / max(sum(whole), 1)
-    others = len(kept) - len(cache.sieve_layers)
-    if compressed and others:
-        notes.append(
-            f"{compressed} of {len(kept)} layers compressed, {percent(share)} of KV kept: {others} have a sliding "
-            "window, which is left as it is"
-        )
+    if compressed and len(cache.sieve_layers) < len(kept):
+        notes.append(f"{told_kinds(model.kinds)}; {compressed} compressed, {percent(share)} of all entries kept")
     turn_tokens = record.prompt_tokens
     return Stats(
         method=plan.name,
@@ -249,7 +247,8 @@ def _traffic(cache: SieveCache) -> Traffic | None:
     if not reads.tokens or not layers:
         return None
     tokens = reads.tokens * cache.conversation.batch
-    heads = sum(layer.store.heads for layer in layers.values())
+    shared = [layer.source for layer in cache.all_layers if isinstance(layer, EmptyLayer) and layer.source in layers]
+    heads = sum(layers[index].store.heads for index in [*layers, *shared] if index is not None)
     entries = reads.entries / (tokens * heads)
     each = reads.entry_bytes / reads.entries
     return Traffic(

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from typing import Any
 
 from kvsieve.errors import PlanError, UnsupportedModelError
-from kvsieve.hf.compat import DynamicLayer, DynamicSlidingWindowLayer, plain_cache_layers, text_config
+from kvsieve.hf.compat import text_config
+from kvsieve.hf.kinds import LayerKind, growing_layers, layer_kinds
 from kvsieve.hf.model.facts import Facts
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint
 from kvsieve.registry import list_methods, method_info
+from kvsieve.roles import ChunkedEvictor
 
 # Fields of a decoder's config that announce something attention would have to honour, and why it cannot yet.
 _TELLING_FIELDS = {
     "kv_lora_rank": "its latent attention transforms keys and values after they are cached",
-    "attention_chunk_size": "its chunked attention lets layers see different parts of the prompt",
-    "num_kv_shared_layers": "its layers share keys and values with each other",
     "index_topk": "its indexed attention chooses what to read by itself",
+    "rel_extent": "its attention adds a learned bias for each distance, which does not fit a sieved cache",
 }
 
 # Architectures that can be told only by name; the guards at run time would catch them too, one pass later.
@@ -26,6 +26,7 @@ _TELLING_TYPES = {
     "diffllama": "its differential attention attends twice to what is cached once",
     "doge": "its dynamic masks are computed from cached values",
     "jetmoe": "its attention repeats keys and values after they are cached",
+    "minimax": "it takes a cache of its own class only, MiniMaxCache",
     "recurrent_gemma": "its recurrent layers keep state outside the cache",
 }
 
@@ -35,22 +36,35 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
     reason = _why_no_plan_runs(model)
     if reason is not None:
         return reason
-    layers, kinds = model.get_decoder().layers, plain_cache_layers(text_config(model))
-    sliding = [index for index, kind in enumerate(kinds) if isinstance(kind, DynamicSlidingWindowLayer)]
-    if plan.roles and len(sliding) == len(kinds):
-        return "all its layers use sliding-window attention, so their cache is small already and nothing is left to do"
+    kinds = layer_kinds(text_config(model))
+    growing = growing_layers(kinds)
+    if not growing and (plan.roles or not any(kind.entries != "none" for kind in kinds)):
+        return f"{_told(kinds)}, so its cache is small already and nothing is left to do"
     if plan.propagate is not None:
-        source = plan.propagate.source(len(kinds))
-        crossed = [index for index in sliding if index >= source]
-        if crossed:
+        try:
+            source = plan.propagate.first_layer(len(kinds), growing)
+        except PlanError as error:
+            return str(error)
+        shared = [index for index, kind in enumerate(kinds) if kind.entries == "shared" and index > source]
+        if shared:
             return (
-                f"token propagation from layer {source} cannot cross its sliding-window layers (layer {crossed[0]} is "
-                "one); use a plan without propagate="
+                f"token propagation from layer {source} would leave layer {shared[0]}, which shares the KV of layer "
+                f"{kinds[shared[0]].source}, with queries for fewer tokens; use a plan without propagate="
             )
-        if "position_embeddings" not in inspect.signature(layers[0].forward).parameters:
-            return "its layers take no position_embeddings, so token propagation cannot move positions along"
-    full = [index for index in range(len(kinds)) if index not in sliding]
-    return None if plan.evict is None else Facts(model).why_missing(plan.evict.traits.needs, full)
+    if isinstance(plan.evict, ChunkedEvictor) and len(growing) < len(kinds):
+        return (
+            f"{_told(kinds)}, and the plan reads its question again and again, which those layers cannot take back; "
+            "use another method"
+        )
+    return None if plan.evict is None else Facts(model).why_missing(plan.evict.traits.needs, growing)
+
+
+def _told(kinds: tuple[LayerKind, ...]) -> str:
+    """Say which layers hold no KV that grows."""
+    others = {kind.words: index for index, kind in reversed([*enumerate(kinds)]) if not kind.grows}
+    return "its layers are not all full attention: " + ", ".join(
+        f"layer {index} is {words}" for words, index in sorted(others.items(), key=lambda item: item[1])
+    )
 
 
 def _why_no_plan_runs(model: Any) -> str | None:
@@ -73,18 +87,12 @@ def _why_no_plan_runs(model: Any) -> str | None:
     layers = getattr(decoder, "layers", None)
     if decoder is model or layers is None:
         return "its decoder keeps its layers where kvsieve does not find them (no .layers)"
-    kinds = plain_cache_layers(config)
-    for kind in kinds:
-        if type(kind) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return f"it has layers that are not plain attention ({type(kind).__name__}: linear, shared or indexed)"
+    try:
+        kinds = layer_kinds(config)
+    except UnsupportedModelError as error:
+        return str(error)
     if len(kinds) != len(layers):
         return f"its {len(layers)} layers do not each have a cache of their own ({len(kinds)} cached)"
-    for index, (layer, kind) in enumerate(zip(layers, kinds, strict=True)):
-        # transformers' own attention runs there, which leaves both out.
-        capped = getattr(config, "attn_logit_softcapping", None)
-        if isinstance(kind, DynamicSlidingWindowLayer) and (capped or _has_sinks(layer)):
-            what = f"capped logits (attn_logit_softcapping={capped})" if capped else "learned sinks"
-            return f"its sliding-window layers (layer {index} is one) have {what}, which kvsieve does not support yet"
     return None
 
 
@@ -117,7 +125,3 @@ def check_model(model: Any, plan: Plan) -> None:
             f"{plan.name!r} uses a profile made for {plan.profile}, and this model is {found}: they differ in "
             f"{', '.join(plan.profile.differences(found))}; make one for it with `kvsieve calibrate MODEL --out FILE`"
         )
-
-
-def _has_sinks(layer: Any) -> bool:
-    return any(name.rpartition(".")[2] == "sinks" for name, _ in layer.named_parameters())

@@ -8,22 +8,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsieve.attention import Window
 from kvsieve.cache import View
 from kvsieve.cache.parts import store_parts
 from kvsieve.errors import CacheFileError
-from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
 from kvsieve.hf.cache.records import Conversation, Passes, Reads, Turn, TurnRecord
 from kvsieve.hf.cache.short_prompt import ShortPrompt
-from kvsieve.hf.compat import DynamicSlidingWindowLayer
+from kvsieve.hf.cache.states import CacheLayer, StateLayer
 from kvsieve.hf.persist.cache_file import DTYPES
 from kvsieve.plans import Plan
 from kvsieve.protection import ProtectedTokens
 
 _RECORDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Conversation, Turn, TurnRecord, Reads, Passes, ProtectedTokens, ShortPrompt, View)
+    kind.__name__: kind
+    for kind in (Conversation, Turn, TurnRecord, Reads, Passes, ProtectedTokens, ShortPrompt, View, Window)
 }
-# Of a layer, what is written beside its store.
-LAYER_FIELDS = ("state", "view", "num_seen")
+
+
+def layer_fields(layer: StoreLayer) -> tuple[str, ...]:
+    """Name what is written of a layer beside its store."""
+    if isinstance(layer, WindowLayer):
+        return "window", "holes", "num_seen"
+    return "state", "view", "num_seen"
 
 
 class Packer:
@@ -101,15 +108,13 @@ def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, readi
     return _RECORDS[kind](**given)
 
 
-def packed_layer(layer: Any, index: int) -> dict[str, Any]:
+def packed_layer(layer: CacheLayer, index: int) -> dict[str, Any]:
     """Put one layer as JSON has it, and under "tensors" what it holds."""
-    parts: dict[str, Any]
-    if isinstance(layer, SieveLayer):
-        parts = {"kind": "stored", **store_parts(layer.store), **{name: vars(layer)[name] for name in LAYER_FIELDS}}
-    elif type(layer) is DynamicSlidingWindowLayer and not layer.record_past:
-        parts = {"kind": "sliding", "window": layer.sliding_window, "seen": layer.cumulative_length}
-        parts |= {"keys": layer.keys, "values": layer.values} if layer.is_initialized else {}
-    else:
-        raise CacheFileError(f"layer {index} is a {type(layer).__name__} in a state that is not known: not saved")
+    parts: dict[str, Any] = {"kind": type(layer).__name__}
+    if isinstance(layer, StoreLayer):
+        parts |= store_parts(layer.store)
+        parts |= {name: vars(layer)[name] for name in layer_fields(layer)}
+    if isinstance(layer, StateLayer):
+        parts["states"] = layer.states()
     pack = Packer(parts["keys"].device if "keys" in parts else None)
     return {**{name: pack(part, f"layers.{index}.{name}") for name, part in parts.items()}, "tensors": pack.tensors}

@@ -19,8 +19,9 @@ from torch import Tensor
 from kvsieve.cache.parts import store_of
 from kvsieve.errors import CacheFileError, CacheStateError, InputError, KvsieveError, short
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
 from kvsieve.hf.cache.records import Conversation, Turn
+from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.persist.cache_file import (
     FORMAT,
     MARK,
@@ -33,7 +34,7 @@ from kvsieve.hf.persist.cache_file import (
     write,
 )
 from kvsieve.hf.persist.identity import as_json, check_model, check_plan, model_identity, vocabulary_hash
-from kvsieve.hf.persist.packing import LAYER_FIELDS, Packer, packed_layer, unpacked
+from kvsieve.hf.persist.packing import Packer, layer_fields, packed_layer, unpacked
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 from kvsieve.roles import ChunkedEvictor
@@ -89,7 +90,7 @@ def save_cache(
         "tokenizer": None if tokenizer is None else vocabulary_hash(tokenizer),
         "plan": as_json(model.plan.to_dict(), f"the plan {model.plan.name!r}", CacheFileError),
         "cache": pack(cache.conversation, "cache"),
-        "layers": [packed_layer(layer, index) for index, layer in enumerate(cache.layers)],
+        "layers": [packed_layer(layer, index) for index, layer in enumerate(cache.all_layers)],
         "ids": pack(_checked_ids(ids, cache), "ids"),
         "extra": as_json(dict(extra or {}), "extra=", InputError),
     }
@@ -197,19 +198,16 @@ def _made(header: dict[str, Any], tensors: dict[str, Tensor], model: AttachedMod
         layer: Any = cache.layers[index]
         where = _device(model, index)
         parts = {name: unpacked(part, tensors, where, reading) for name, part in packed.items()}
-        if (parts["kind"] == "stored") != isinstance(layer, SieveLayer):
-            raise ValueError(f"layer {index} is of another kind there")
-        if not isinstance(layer, SieveLayer):
-            if parts["window"] != layer.sliding_window:
-                raise ValueError(f"layer {index} has a window of {parts['window']} there, {layer.sliding_window} here")
-            if "keys" in parts:
-                layer.lazy_initialization(parts["keys"], parts["values"])
-                layer.keys, layer.values = parts["keys"], parts["values"]
-            layer.cumulative_length = parts["seen"]
-            continue
-        layer.store = store_of(parts)
-        for name in LAYER_FIELDS:
-            setattr(layer, name, parts[name])
+        if parts["kind"] != type(layer).__name__:
+            raise ValueError(f"layer {index} is a {parts['kind']} there, a {type(layer).__name__} here")
+        if isinstance(layer, WindowLayer) and parts["window"] != layer.window:
+            raise ValueError(f"layer {index} has another window there, {parts['window']}, than here, {layer.window}")
+        if isinstance(layer, StoreLayer):
+            layer.store = store_of(parts)
+            for name in layer_fields(layer):
+                setattr(layer, name, parts[name])
+        if isinstance(layer, StateLayer):
+            layer.set_states(parts["states"])
     return Saved(cache, unpacked(header["ids"], tensors, device, reading), header["extra"])
 
 

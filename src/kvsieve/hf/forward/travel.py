@@ -1,0 +1,125 @@
+"""The tokens that travel through the layers of a pass, and what layers are told of each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from kvsieve.cache.base import tensors_in
+from kvsieve.errors import UnsupportedModelError
+from kvsieve.types import Selection
+
+# Arguments of a decoder layer that are made anew from the tokens that travel.
+_MASKS = "attention_mask"
+
+
+@dataclass
+class Tokens:
+    """The tokens that travel through a layer.
+
+    Attributes:
+        token_index: int [1 or B, L], their columns in the conversation.
+        valid: bool [B, L], False for padding; None where none is.
+        counts: real ones per row.
+        narrowed: True once some were dropped on the way.
+    """
+
+    token_index: Tensor
+    valid: Tensor | None
+    counts: tuple[int, ...]
+    narrowed: bool = False
+    _positions: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        return self.token_index.shape[1]
+
+    def positions(self, mask: Tensor | None) -> Tensor:
+        """Positions, padding not counted, int [1 or B, L]; mask: bool [B, columns], None where nothing is padding."""
+        if mask is None:
+            return self.token_index
+        if self._positions is None:
+            index = self.token_index.long().expand(len(mask), -1)
+            self._positions = (mask.cumsum(-1) - 1).clamp_min(0).gather(1, index)
+        return self._positions
+
+    def narrow(self, selection: Selection) -> Tokens:
+        """Keep those of a selection [B, K] among them."""
+        rows = selection.indices
+        token_index = self.token_index.expand(rows.shape[0], -1).gather(1, rows)
+        counts = selection.lengths or (rows.shape[1],) * rows.shape[0]
+        return Tokens(token_index, selection.real(), counts, narrowed=True)
+
+
+@dataclass
+class Arguments:
+    """What decoder layers are given for each token, beside hidden states: rotary tables, position ids and the like.
+
+    They are known by the tensors themselves: those that modules outside the layers have made in this pass, and those
+    that the source layer was given.
+
+    Attributes:
+        size: tokens of the pass.
+        noted: tensors [1 or B, L, ...], in the order they were made.
+        now: by the id of a noted one, what deeper layers get in its place.
+    """
+
+    size: int
+    noted: list[Tensor] = field(default_factory=list)
+    now: dict[int, Tensor] = field(default_factory=dict)
+
+    def note(self, made: Any) -> None:
+        """Note the per-token tensors among what a module has made, or a layer was given."""
+        for part in tensors_in(made):
+            if self._per_token(part) and all(part is not each for each in self.noted):
+                self.noted.append(part)
+
+    def join(self, chunks: Iterable[tuple[Tensor, ...]], whole: Callable[[list[Tensor]], Tensor]) -> None:
+        """Let deeper layers get all chunks' tensors; each chunk has as many as are noted, in the same order."""
+        chunks = [*chunks, tuple(self.noted)]
+        if len({len(chunk) for chunk in chunks}) > 1:
+            raise UnsupportedModelError(
+                "its decoder makes other arguments for its layers in each chunk, which token propagation cannot move "
+                "along; read the prompt without chunk=, or use a plan without propagate="
+            )
+        parts = zip(*chunks, strict=True)
+        self.now = {id(own): whole(list(part)) for own, part in zip(self.noted, parts, strict=True)}
+
+    def narrow(self, rows: Tensor) -> None:
+        """Keep the tokens at `rows`, int64 [B, K]."""
+        self.now = {id(own): gather(self.now.get(id(own), own), rows) for own in self.noted}
+
+    def deeper(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a deeper layer's arguments for the tokens that travel.
+
+        Raises:
+            UnsupportedModelError: one of them is told per token and not known.
+        """
+        return {name: value if name.endswith(_MASKS) else self._moved(name, value) for name, value in given.items()}
+
+    def _moved(self, name: str, value: Any) -> Any:
+        if isinstance(value, (tuple, list)) and any(isinstance(part, Tensor) for part in value):
+            return type(value)(self._moved(name, part) for part in value)
+        if not isinstance(value, Tensor):
+            return value
+        if id(value) in self.now:
+            return self.now[id(value)]
+        if self.size > 1 and self.size in value.shape[1:]:
+            raise UnsupportedModelError(
+                f"its decoder layers take a per-token argument {name!r} that token propagation cannot narrow; "
+                "use a plan without propagate="
+            )
+        return value
+
+    def _per_token(self, part: Tensor) -> bool:
+        return part.ndim >= 2 and part.shape[1] == self.size
+
+
+def gather(part: Tensor, rows: Tensor) -> Tensor:
+    """Gather part [1 or B, L, ...] at rows [B, K]: [B, K, ...]."""
+    shape = part.shape[2:]
+    index = rows.to(part.device).view(*rows.shape, *(1 for _ in shape)).expand(*rows.shape, *shape)
+    return part.expand(len(rows), *part.shape[1:]).gather(1, index)
