@@ -154,13 +154,16 @@ def test_partly_compressed_models_say_so_and_name_methods_that_run():
     assert stats.compressed_layers == compressed
     said = f"{compressed} of {len(stats.kv_entries)} layers compressed, {share:.0%} of KV kept"
     assert said in str(stats)
-    assert stats.notes == [f"{said}: {len(sliding)} have a sliding window, which is left as it is"]
+    assert stats.notes == [
+        f"{compressed} of 4 layers hold KV that grows, {len(sliding)} have a sliding window; {compressed} compressed, "
+        f"{share:.0%} of all entries kept"
+    ]
     works = methods_for(model)
-    assert {"snapkv", "adakv", "quest"} <= set(works) and not {"fastkv", "asl", "full"} & set(works)
+    assert {"snapkv", "adakv", "quest"} <= set(works) and not {"finch", "full"} & set(works)
     for name in works:
         assert why_unsupported(model, kvsieve.plan(name, **kvsieve.method_info(name).example)) is None
     with pytest.raises(UnsupportedModelError, match=f"Methods that run on it: {', '.join(works)}\\."):
-        with kvsieve.attach(model, kvsieve.plan("fastkv", tsp_layer=1)):
+        with kvsieve.attach(model, kvsieve.plan("finch", budget=16, question_tokens=4)):
             pass
 
 

@@ -17,7 +17,7 @@ _QUERIES = 512
 
 @dataclass(frozen=True)
 class Window:
-    """What a token sees of the tokens before.
+    """Stretch of the tokens before that a token sees.
 
     Attributes:
         span: positions of a window, its own among them, or of a chunk.

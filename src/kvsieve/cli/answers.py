@@ -20,7 +20,7 @@ _WARM_UP_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Asked:
+class EncodedPrompt:
     """A prompt as tokens. ids: int64 [1, N]. protect: spans of tokens that no method may evict."""
 
     ids: Tensor
@@ -33,7 +33,7 @@ def encode(
     roles: Sequence[str] = (),
     spans: Sequence[tuple[int, int]] = (),
     parse_special: bool = False,
-) -> Asked:
+) -> EncodedPrompt:
     """A prompt through the chat template where there is one; with roles, the spans of their messages are protected.
 
     Control tokens that the prompt spells are text, unless parse_special. Raises InputError.
@@ -51,10 +51,10 @@ def encode(
     else:
         plain = f"{prompt.system}\n\n{prompt.text}" if prompt.system else prompt.text
         ids = plain_ids(tokenizer, plain, parse_special)
-    return Asked(torch.tensor([ids], dtype=torch.int64), protect)
+    return EncodedPrompt(torch.tensor([ids], dtype=torch.int64), protect)
 
 
-def check_lengths(model: Any, asked: Sequence[Asked]) -> None:
+def check_lengths(model: Any, asked: Sequence[EncodedPrompt]) -> None:
     """Raises InputError where a prompt of many is longer than the context: none of them is answered then."""
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     longest = max(range(len(asked)), key=lambda index: asked[index].ids.shape[1])
@@ -85,7 +85,7 @@ class Generation:
 
 
 def run_methods(
-    model: Any, tokenizer: Any, asked: Asked, runs: list[MethodRun], how: Generation
+    model: Any, tokenizer: Any, asked: EncodedPrompt, runs: list[MethodRun], how: Generation
 ) -> list[dict[str, Any]]:
     """Answers under each method, in order: ``{"method", "label", "parameters", "answer", "stats"}``.
 
@@ -98,7 +98,7 @@ def run_methods(
 def run_batches(
     model: Any,
     tokenizer: Any,
-    asked: Sequence[Asked],
+    asked: Sequence[EncodedPrompt],
     runs: list[MethodRun],
     batch: int,
     how: Generation,
@@ -147,7 +147,7 @@ def _warm_up(model: Any, prompt: Tensor) -> None:
         sieve.generate(ids, ids.new_ones(ids.shape), max_new_tokens=2, do_sample=False)
 
 
-def _answer(sieve: Any, tokenizer: Any, rows: Sequence[Asked], **options: Any) -> tuple[list[str], Stats]:
+def _answer(sieve: Any, tokenizer: Any, rows: Sequence[EncodedPrompt], **options: Any) -> tuple[list[str], Stats]:
     """Answers to prompts that are padded on the left to one batch."""
     from kvsieve.turns import stop_ids
 

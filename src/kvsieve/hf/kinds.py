@@ -22,7 +22,7 @@ Entries = Literal["growing", "latent", "window", "chunk", "shared", "none"]
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one decoder layer remembers.
+    """Kind of one decoder layer: the memory of earlier tokens that it has.
 
     Attributes:
         entries: "growing", keys and values of every token, which plans act on; "latent", the same in compressed form;

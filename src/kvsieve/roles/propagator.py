@@ -51,7 +51,7 @@ class Propagator(Role):
         """
         source = self.source(num_layers)
         found = next((layer for layer in layers or range(num_layers) if layer >= source), None)
-        if found is None or found >= num_layers - 1:
+        if found is None or (found == num_layers - 1 and not self.two_pass):
             raise PlanError(
                 f"{type(self).__name__} is to drop tokens after layer {source}, and of the model's {num_layers} layers "
                 f"only {', '.join(map(str, layers))} have keys and values of all tokens to choose by: name one of "

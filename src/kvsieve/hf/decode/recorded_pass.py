@@ -176,12 +176,18 @@ class RecordedCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         raise UnsupportedModelError("the decoder asks the cache how many tokens there were, beside its position_ids")
 
+    updated = 0
+
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         # Asked for masks, of which causal layers need none.
         return query_length, 0
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.updated = layer_idx
+        return super().update(keys, values, layer_idx)
 
 
 class RecordedPass(Session):

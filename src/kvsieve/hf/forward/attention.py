@@ -18,9 +18,9 @@ from kvsieve.hf.compat import (
     is_local_mask,
     sdpa_mask,
 )
-from kvsieve.hf.forward.fixed_layers import attend_shared
 from kvsieve.hf.forward.passes import current
 from kvsieve.hf.forward.request import Asked
+from kvsieve.hf.forward.shared_kv import attend_shared
 from kvsieve.types import AttentionTerms
 
 # transformers tests implementation names for substrings: none of flash, sdpa, flex, paged or "/" may occur in it.
@@ -48,7 +48,7 @@ def attention_function(
     cache = session.cache
     index, layer = _layer_of(cache, module, key)
     who = f"layer {index} ({type(module).__name__})"
-    own = cache.all_layers[layer.source] if isinstance(layer, EmptyLayer) and layer.source is not None else layer
+    own = cache.layers[layer.source] if isinstance(layer, EmptyLayer) and layer.source is not None else layer
     if isinstance(own, WindowLayer) and kwargs.get("sliding_window") == own.window.span:
         del kwargs["sliding_window"]
     for name, given in kwargs.items():
@@ -78,7 +78,7 @@ def _layer_of(cache: SieveCache, module: torch.nn.Module, key: Tensor) -> tuple[
     if isinstance(layer, StoreLayer) and layer.has_staged(key):
         return cache.updated, layer
     index: int = module.layer_idx  # type: ignore[assignment]
-    return index, cache.all_layers[index]
+    return index, cache.layers[index]  # type: ignore[return-value]
 
 
 def _terms(who: str, query: Tensor, softcap: float | None, sinks: Tensor | None) -> AttentionTerms | None:

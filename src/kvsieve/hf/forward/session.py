@@ -16,10 +16,10 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.forward.evict import check_protected, evict
-from kvsieve.hf.forward.fixed_layers import attend_window, lend
 from kvsieve.hf.forward.request import Asked, ModelContext, PassRequest
 from kvsieve.hf.forward.sparse_read import read_token
 from kvsieve.hf.forward.travel import Arguments, Tokens, gather
+from kvsieve.hf.forward.windows import attend_window
 from kvsieve.plans import Plan
 from kvsieve.types import LayerContext, Selection, Step
 
@@ -92,8 +92,8 @@ class Session:
         """Store this pass's keys and values, attend over everything stored, then let the plan reduce the layer."""
         self.check_queries(index, asked)
         if isinstance(layer, WindowLayer):
-            out = attend_window(self, layer, asked, key, value)
-            lend(self, index, layer, key, changes=True)
+            out = attend_window(layer, asked, key, value, self.tokens, self.cache.conversation.mask)
+            self._lend(index, layer, key, changes=True)
             layer.drop_unseen(at_once=self.tokens.size > 1)
             return out
         assert isinstance(layer, SieveLayer)
@@ -108,7 +108,7 @@ class Session:
                 query, store.keys, store.values, scale=asked.scale, valid=store.valid, terms=asked.terms
             )
         reduces = step.ends_prompt or self.acts_in_between
-        lend(self, index, layer, made, changes=reduces or self.request.on_layer is not None)
+        self._lend(index, layer, made, changes=reduces or self.request.on_layer is not None)
         self._show(index, layer, asked, out)
         evictor = self.plan.evict
         if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
@@ -116,6 +116,11 @@ class Session:
         if reduces:
             self._reduce(index, layer, asked)
         return out
+
+    def _lend(self, index: int, layer: StoreLayer, key: Tensor, *, changes: bool) -> None:
+        """Let layers that share KV read what is stored now; changes: the layer drops entries before the pass ends."""
+        if index in self.cache.producers:
+            self.lent[index] = (layer.fork(share=True) if changes else layer), key
 
     def check_queries(self, index: int, asked: Asked) -> None:
         """Raise UnsupportedModelError unless a layer attends with one query for every token that travels."""

@@ -56,7 +56,7 @@ class Tokens:
 
 @dataclass
 class Arguments:
-    """What decoder layers are given for each token, beside hidden states: rotary tables, position ids and the like.
+    """Per-token arguments of decoder layers beside hidden states: rotary tables, position ids and the like.
 
     They are known by the tensors themselves: those that modules outside the layers have made in this pass, and those
     that the source layer was given.

@@ -41,6 +41,7 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
     if not growing and (plan.roles or not any(kind.entries != "none" for kind in kinds)):
         return f"{_told(kinds)}, so its cache is small already and nothing is left to do"
     if plan.propagate is not None:
+        plan.propagate.source(len(kinds))
         try:
             source = plan.propagate.first_layer(len(kinds), growing)
         except PlanError as error:

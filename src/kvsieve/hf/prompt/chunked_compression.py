@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.evict import check_protected
 from kvsieve.hf.forward.request import PassRequest
@@ -116,17 +115,9 @@ def compress(
         real: bool [B, N'], False for filler on their left.
         options: its chunk changes nothing but memory.
         protected: what must stay of the prompt.
-
-    Raises:
-        UnsupportedModelError: the model has sliding-window layers.
     """
     evictor = model.plan.evict
     assert isinstance(evictor, ChunkedEvictor)
-    if len(cache.sieve_layers) != len(cache.layers):
-        raise UnsupportedModelError(
-            f"{type(model.model).__name__} cannot run {model.plan.name!r}: its sliding-window layers cannot move what "
-            "they hold"
-        )
     lengths: list[int] = real.sum(-1).tolist()
     width, asked, chunk = token_index.shape[1], evictor.question_tokens, evictor.chunk_length
     tokens, token_index = input_ids.gather(1, token_index), token_index.masked_fill(~real, -1)

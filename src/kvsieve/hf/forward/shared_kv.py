@@ -1,41 +1,20 @@
-"""Attention of layers that no plan reduces: those with a window, and those that read the entries of another layer."""
+"""Attention of layers that read the entries of another layer."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kvsieve.attention import dense_attention, window_attention
+from kvsieve.attention import dense_attention
 from kvsieve.errors import UnsupportedModelError
-from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
+from kvsieve.hf.cache.layer import SieveLayer, WindowLayer
 from kvsieve.hf.forward.request import Asked
+from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.sparse_read import read_token
-
-if TYPE_CHECKING:
-    from kvsieve.hf.forward.session import Session
-
-
-def attend_window(session: Session, layer: WindowLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
-    """Store this pass's keys and values of a layer with a window, attend within it, and drop what has left it."""
-    tokens, store = session.tokens, layer.store
-    positions = tokens.positions(session.cache.conversation.mask)
-    layer.holes |= tokens.narrowed
-    store.append(key.detach(), value.detach(), positions, tokens.valid, tokens.counts, layer.room)
-    return attend_stored_window(layer, asked)
-
-
-def attend_stored_window(layer: WindowLayer, asked: Asked) -> Tensor:
-    """Attention of the last tokens stored over what their window shows them."""
-    store = layer.store
-    valid = None if store.valid is None else store.valid[:, 0]
-    keys, values, positions = store.keys, store.values, store.index[:, 0]
-    return window_attention(
-        asked.query, keys, values, positions, layer.window, scale=asked.scale, valid=valid, terms=asked.terms
-    )
+from kvsieve.hf.forward.windows import attend_stored_window
 
 
 def attend_shared(session: Session, index: int, source: int, asked: Asked, key: Tensor) -> Tensor:
@@ -65,15 +44,6 @@ def attend_shared(session: Session, index: int, source: int, asked: Asked, key: 
         layer = _without_last(lent, new - 1 - at)
         outs.append(read_token(session.plan.read, session.cache, layer, index, session.model.num_layers, alone))
     return outs[0] if new == 1 else torch.cat(outs, 2)
-
-
-def lend(session: Session, index: int, layer: StoreLayer, key: Tensor, *, changes: bool) -> None:
-    """Let other layers of this pass read what a layer has stored now.
-
-    key: of this pass, as the model made it. changes: the layer drops entries before the pass ends.
-    """
-    if index in session.cache.producers:
-        session.lent[index] = (layer.fork(share=True) if changes else layer), key
 
 
 def _without_last(layer: SieveLayer, tokens: int) -> SieveLayer:

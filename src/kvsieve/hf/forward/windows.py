@@ -1,0 +1,39 @@
+"""Attention of layers with a window."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvsieve.attention import window_attention
+from kvsieve.hf.cache.layer import WindowLayer
+from kvsieve.hf.forward.request import Asked
+from kvsieve.hf.forward.travel import Tokens
+
+
+def attend_window(
+    layer: WindowLayer, asked: Asked, key: Tensor, value: Tensor, tokens: Tokens, mask: Tensor | None
+) -> Tensor:
+    """Store a pass's keys and values in a layer with a window, and attend within it.
+
+    Args:
+        layer: the layer.
+        asked: the queries of `tokens`.
+        key: [B, H, L, D].
+        value: [B, H, L, Dv].
+        tokens: those that came to the layer.
+        mask: bool [B, columns], of all columns of the conversation; None while nothing was padding.
+    """
+    layer.holes |= tokens.narrowed
+    key, value = key.detach(), value.detach()
+    layer.store.append(key, value, tokens.positions(mask), tokens.valid, tokens.counts, layer.room)
+    return attend_stored_window(layer, asked)
+
+
+def attend_stored_window(layer: WindowLayer, asked: Asked) -> Tensor:
+    """Attention of the last tokens stored over what their window shows them."""
+    store = layer.store
+    valid = None if store.valid is None else store.valid[:, 0]
+    keys, values, positions = store.keys, store.values, store.index[:, 0]
+    return window_attention(
+        asked.query, keys, values, positions, layer.window, scale=asked.scale, valid=valid, terms=asked.terms
+    )
