@@ -29,9 +29,9 @@ def save_tokenizer(folder, chat_template=None):
 
 
 @pytest.fixture(scope="module")
-def gemma_dir(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("gemma2")
-    build("gemma2").save_pretrained(folder)
+def refused_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recurrent_gemma")
+    build("recurrent_gemma").save_pretrained(folder)
     save_tokenizer(folder)
     return str(folder)
 
@@ -211,9 +211,9 @@ def test_a_prompt_longer_than_the_context(cli, model_dir, tmp_path):
     assert "600 tokens" in error and "512" in error
 
 
-def test_an_unsupported_model(cli, gemma_dir, prompt_file):
-    error = only_error(cli("run", gemma_dir, "--prompt-file", prompt_file, "--method", "snapkv"), 1)
-    assert "Gemma2ForCausalLM cannot run 'snapkv'" in error and "softcapping" in error
+def test_an_unsupported_model(cli, refused_dir, prompt_file):
+    error = only_error(cli("run", refused_dir, "--prompt-file", prompt_file, "--method", "snapkv"), 1)
+    assert "RecurrentGemmaForCausalLM cannot run 'snapkv'" in error and "outside the cache" in error
 
 
 def test_what_is_no_model_directory(cli, tmp_path, prompt_file):
@@ -328,13 +328,13 @@ def test_methods_are_readable_in_a_narrow_terminal(cli, monkeypatch):
 
 
 def test_models(cli, monkeypatch):
-    wanted = {"llama", "gemma3_text", "gemma2", "t5"}
+    wanted = {"llama", "gemma3n_text", "mamba2", "t5"}
     some = tuple(family for family in FAMILIES if family.name in wanted)
     monkeypatch.setattr("kvsieve.models.families.FAMILIES", some)
     code, out, err = cli("models", "--json")
     assert code == 0 and err == ""
     status = {each["family"]: each["status"] for each in json.loads(out)["models"]}
-    assert status == {"llama": "supported", "gemma3_text": "eviction only", "gemma2": "refused", "t5": "refused"}
+    assert status == {"llama": "supported", "gemma3n_text": "eviction only", "mamba2": "refused", "t5": "refused"}
     code, out, _ = cli("models", "--markdown")
     assert code == 0 and out.startswith("# Supported models\n") and "1 supported, 1 eviction only, 2 refused" in out
     assert cli("models")[0] == 0

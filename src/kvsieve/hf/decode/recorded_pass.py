@@ -185,9 +185,9 @@ class RecordedCache(Cache):
         # Asked for masks, of which causal layers need none.
         return query_length, 0
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         self.updated = layer_idx
-        return super().update(keys, values, layer_idx)
+        return super().update(key_states, value_states, layer_idx)
 
 
 class RecordedPass(Session):
