@@ -66,8 +66,8 @@ class Recipe:
     adamw: float = 0.002
     warmup: int = 50
     pass_mark: float = 0.95
-    final_mark: float = 0.995
-    settle: int = 60
+    final_mark: float = 0.97
+    settle: int = 100
     limit_s: float = 900.0
     most_steps: int = 100_000
 
