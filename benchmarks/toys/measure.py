@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 import kvsieve
 from benchmarks.toys.task import Task
@@ -34,6 +35,7 @@ from kvsieve.methods import TSP, GemFilter, PyramidInfer
 from kvsieve.report.environment import environment
 
 SHARES = (0.1, 0.25, 0.5)
+RATES = (0.9, 0.7)  # PyramidInfer's, per layer
 # Prompts are 256 tokens, so windows and blocks are shorter than the papers'. The kernel spans a record and a half.
 WINDOW, KERNEL = 4, 7
 LOCAL: dict[str, Any] = {"window": WINDOW, "kernel": KERNEL}
@@ -98,8 +100,11 @@ class Cell:
         return kvsieve.Plan(propagate=propagate[self.method](), name=self.method)
 
 
-def cells(layers: int) -> Iterator[Cell]:
-    """Every cell for a model of so many layers; "tsp" is FastKV's propagation with everything stored that arrives."""
+def cells(sources: Sequence[int]) -> Iterator[Cell]:
+    """Every cell. Tokens are chosen after each layer of `sources`, and FastKV chooses after the last of them.
+
+    "tsp" is FastKV's propagation alone: what arrives at a layer is stored whole.
+    """
     for hidden in (False, True):
         yield Cell("full", "full", hidden=hidden)
         for method in EVICTORS:
@@ -108,16 +113,24 @@ def cells(layers: int) -> Iterator[Cell]:
     for method in READERS:
         for share in SHARES:
             yield Cell("read", method, share)
-    for layer in range(layers - 1):
-        for share in SHARES:
-            yield Cell("propagate", "tsp", share, layer)
-        yield Cell("propagate", "tsp", 0.5, layer, hidden=True)
-        yield Cell("propagate", "gemfilter", 0.25, layer)
+    for method in ("tsp", "gemfilter"):
+        for layer in sources:
+            for share in SHARES:
+                yield Cell("propagate", method, share, layer)
+    for layer in sources:
+        yield Cell("propagate", "tsp", SHARES[-1], layer, hidden=True)
     for share in SHARES:
-        yield Cell("propagate", "fastkv", share, layers // 2)
+        yield Cell("propagate", "fastkv", share, sources[-1])
         yield Cell("propagate", "asl", share)
-    for rate in (0.9, 0.7):
+    for rate in RATES:
         yield Cell("propagate", "pyramidinfer", rate)
+
+
+def sources(model: PreTrainedModel) -> list[int]:
+    """Layers but the last that attend to all tokens, by which some can be chosen."""
+    config = model.config
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    return [index for index, kind in enumerate(kinds[:-1]) if kind == "full_attention"]
 
 
 def measure(model: PreTrainedModel, cell: Cell, ids: Tensor, task: Task) -> dict[str, Any]:
@@ -154,13 +167,12 @@ def recurrent_states(model: PreTrainedModel, plan: kvsieve.Plan, prompts: Tensor
     with kvsieve.attach(model, plan) as sieve, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         cache = sieve.prefill(prompts)
-    return {index: state for index, layer in enumerate(cache.layers) if (state := state_of(layer)) is not None}
-
-
-def state_of(layer: Any) -> Tensor | None:
-    """Return the recurrent state that transformers keeps in a layer of a cache, None where there is none."""
-    state = getattr(layer, "recurrent_states", None)
-    return next(iter(state.values()), None) if isinstance(state, dict) else state
+    # Each of these models' recurrent layers has one state.
+    return {
+        index: layer.recurrent_states[0]
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, LinearAttentionLayer)
+    }
 
 
 def state_change(model: PreTrainedModel, cell: Cell, prompts: Tensor) -> dict[str, float]:
@@ -189,9 +201,10 @@ def table(model: PreTrainedModel, task: Task, prompts: int, seed: int) -> dict[s
     """Measure every cell on the same prompts."""
     ids = task.sample(prompts, torch.Generator().manual_seed(seed))
     rows = []
-    for cell in cells(model.config.num_hidden_layers):
+    for cell in cells(sources(model)):
         row = measure(model, cell, ids, task)
-        if cell.role == "propagate" and not cell.hidden and "refused" not in row:
+        recurrent = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+        if recurrent and cell.role == "propagate" and not cell.hidden and "refused" not in row:
             row["state_change"] = state_change(model, cell, ids[:16, : -task.value])
         rows.append(row)
         print(line(row), flush=True)
