@@ -1,6 +1,6 @@
 """What eviction, sparse reading and token propagation cost the toys on key recall.
 
-    python -m benchmarks.toys.measure DIR [--geometries hybrid,sinks,latent] [--prompts 100] [--results FOLDER]
+    python -m benchmarks.toys.measure DIR [--geometries hybrid,sinks,latent] [--prompts 64] [--results FOLDER]
 
 DIR is what benchmarks.toys.train wrote. Run in the repository's root; FOLDER is benchmarks/results otherwise. Every
 prompt holds 24 records and asks for one of them; the answer, four tokens, is generated greedily. Visible: the plan sees
@@ -36,6 +36,7 @@ from kvsieve.report.environment import environment
 
 SHARES = (0.1, 0.25, 0.5)
 RATES = (0.9, 0.7)  # PyramidInfer's, per layer
+GEMFILTER = 0.25
 # Prompts are 256 tokens, so windows and blocks are shorter than the papers'. The kernel spans a record and a half.
 WINDOW, KERNEL = 4, 7
 LOCAL: dict[str, Any] = {"window": WINDOW, "kernel": KERNEL}
@@ -105,20 +106,19 @@ def cells(sources: Sequence[int]) -> Iterator[Cell]:
 
     "tsp" is FastKV's propagation alone: what arrives at a layer is stored whole.
     """
-    for hidden in (False, True):
+    for hidden, shares in ((False, SHARES), (True, SHARES[-1:])):
         yield Cell("full", "full", hidden=hidden)
         for method in EVICTORS:
-            for share in SHARES:
+            for share in shares:
                 yield Cell("evict", method, share, hidden=hidden)
     for method in READERS:
         for share in SHARES:
             yield Cell("read", method, share)
-    for method in ("tsp", "gemfilter"):
-        for layer in sources:
-            for share in SHARES:
-                yield Cell("propagate", method, share, layer)
     for layer in sources:
+        for share in SHARES:
+            yield Cell("propagate", "tsp", share, layer)
         yield Cell("propagate", "tsp", SHARES[-1], layer, hidden=True)
+        yield Cell("propagate", "gemfilter", GEMFILTER, layer)
     for share in SHARES:
         yield Cell("propagate", "fastkv", share, sources[-1])
         yield Cell("propagate", "asl", share)
@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("toys", type=Path)
     parser.add_argument("--geometries", default="hybrid,sinks,latent")
-    parser.add_argument("--prompts", type=int, default=100)
+    parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args(arguments)
