@@ -19,6 +19,7 @@ from kvsieve.kernels import decode, window
 from kvsieve.kernels.decode import decode_attention, kv_row_attention, ragged_decode
 from kvsieve.kernels.pages import page_bounds, page_scores, update_pages
 from kvsieve.kernels.window import pooled, window_mass
+from kvsieve.types import AttentionTerms
 
 
 def pretend(capability: int, **facts: object) -> None:
@@ -56,6 +57,8 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     valid = torch.ones(1, 1, length, dtype=torch.bool)
     decode_attention(query, keys, values, scale=0.1)
     decode_attention(query, keys, values, scale=0.1, length=count, valid=valid)
+    terms = AttentionTerms(50.0, torch.zeros(heads * groups, dtype=dtype))
+    decode_attention(query, keys, values, scale=0.1, length=count, valid=valid, terms=terms)
     bias = torch.zeros(1, heads, length, dtype=dtype)
     ragged_decode(query, keys[0, :1], values[0, :1], bias, scale=0.1)
     packed = query.view(heads, groups, dim)
@@ -69,6 +72,7 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     window = torch.zeros(1, heads * groups, 40, dim, dtype=dtype)[:, :, 8:]
     window_mass(window, keys, 0.1)
     window_mass(window, keys, 0.1, valid)
+    window_mass(window, keys, 0.1, valid, terms)
     for pooling in ("avg", "max"):
         pooled(torch.zeros(1, heads * groups, length), heads, 7, pooling)
     table = torch.zeros(heads, 2, dim, 4096, dtype=dtype)

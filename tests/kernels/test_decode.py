@@ -14,6 +14,7 @@ from kvsieve.cache import DenseStore, keep
 from kvsieve.core.kv_rows import Choice, DeviceLength, KVRows
 from kvsieve.core.selection import pack_ragged
 from kvsieve.kernels import decode, launch
+from kvsieve.types import AttentionTerms
 
 # Types with numbers of query heads per KV row.
 MIXES = {
@@ -122,6 +123,81 @@ def test_entries_of_kv_rows(body, chosen):
         for one in range(3)
     ]
     close(ours, torch.cat([each[0] for each in found], 1))
+
+
+@pytest.fixture(params=["softcap", "sinks", "both"])
+def terms(request):
+    """Terms for 6 query heads; of the sinks some take nearly all."""
+    softcap = None if request.param == "sinks" else 0.7
+    return AttentionTerms(softcap, None if request.param == "softcap" else torch.tensor([0.5, -9, 2, 0, 9, -4]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_dense_with_terms(terms, dtype):
+    query, keys, values = tensors(dtype, 3)
+    valid = torch.rand(2, 2, 77) > 0.4
+    ours = dense_attention(query, keys, values, scale=0.3, valid=valid, terms=terms)
+    close(ours, reference_attention(query, keys, values, scale=0.3, valid=valid, terms=terms))
+    count = torch.tensor(40)
+    ours = kernels.decode_attention(query, keys, values, scale=0.3, length=count, terms=terms)
+    close(ours, reference_attention(query, keys[:, :, :40], values[:, :, :40], scale=0.3, terms=terms))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_heads_of_different_numbers_of_entries_with_terms(terms):
+    query, keys, values = tensors(torch.float32, 2, heads=3)
+    kept = torch.rand(2, 3, 77) > torch.tensor([0.1, 0.9, 0.97])[:, None]
+    kept[..., 70:] = True
+    full = DenseStore()
+    full.append(keys, values, torch.arange(77)[None])
+    store = keep(full.clone(), pack_ragged(kept))
+    ours = ragged_attention(query, *store.flat, scale=0.3, terms=terms)
+    close(ours, reference_attention(query, keys, values, scale=0.3, valid=kept, terms=terms))
+
+
+@pytest.mark.parametrize("chosen", ["on-device", 7, "per-query-head"])
+def test_entries_of_kv_rows_with_terms(chosen, terms):
+    query, keys, values = tensors(torch.float32, 1, heads=6, size=250, batch=1)
+    query, keys, values = query.view(2, 3, 20), keys[0, 0], values[0, 0]
+    kv_rows = dataclasses.replace(kv_rows_in(keys, values, 21, stride=4), tail=torch.tensor([2, 3]))
+    kv_rows.body = kv_rows.body[:2]
+    per_row = terms.per_kv_row(1, 2)
+    entries = kv_rows.span(0, kv_rows.size - 5)
+    if chosen == "on-device":
+        on_device = dataclasses.replace(kv_rows, length=DeviceLength(torch.tensor(kv_rows.size - 5)))
+        ours = kernels.kv_row_attention(query, on_device, scale=0.3, terms=per_row)
+    else:
+        shape = (2, 3, kv_rows.size) if chosen == "per-query-head" else (2, kv_rows.size)
+        entries = torch.rand(shape).argsort(-1)[..., :7]
+        ours = sparse_attention(query, kv_rows, Choice(entries), scale=0.3, terms=per_row)
+    entries = entries if entries.ndim == 3 else entries[:, None].expand(-1, 3, -1)
+    for row in range(2):
+        for head in range(3):
+            seen = (part[row, None, None] for part in kv_rows.read(entries[:, head]))
+            one = AttentionTerms(terms.softcap, None if terms.sinks is None else per_row.sinks[row, [head]])
+            theirs = reference_attention(query[row, head][None, None, None], *seen, scale=0.3, terms=one)
+            close(ours[row, head], theirs[0, 0, 0])
+
+
+def test_sinks_are_not_in_the_norm_and_take_all_where_nothing_is_seen(terms):
+    query, keys, values = tensors(torch.float32, 3)
+    plain = AttentionTerms(terms.softcap)
+    for entries in (decode.Entries(70, 77), decode.Entries(torch.tensor(0), 77)):
+        _, norm = decode.attend(query.view(4, 3, 20), keys, values, entries, scale=0.3, terms=plain)
+        out, same = decode.attend(query.view(4, 3, 20), keys, values, entries, scale=0.3, terms=terms)
+        assert torch.equal(norm, same)
+    assert out.eq(0).all()
+
+
+def test_a_blend_beside_sinks_is_that_of_plain_torch(terms):
+    query, keys, values = tensors(torch.float32, 3)
+    kv_rows = KVRows(keys.flatten(0, 2), values.flatten(0, 2), None, torch.arange(4) * 77, 1, 77)
+    choice = Choice(torch.arange(9).expand(4, -1), (torch.rand(4, 3) + 0.1, torch.randn(4, 12)))
+    asked = [query.view(4, 3, 20), kv_rows, choice]
+    ours = sparse_attention(*asked, scale=0.3, terms=terms.per_kv_row(2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "usable", lambda *tensors: False)
+        close(ours, sparse_attention(*asked, scale=0.3, terms=terms.per_kv_row(2, 2)))
 
 
 def test_a_blend_follows():

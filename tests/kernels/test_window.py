@@ -8,6 +8,7 @@ import torch
 from kvsieve import kernels
 from kvsieve.core.scoring import group_mean, pool, pooled_mass, window_mass
 from kvsieve.kernels import window as module
+from kvsieve.types import AttentionTerms
 from layers import context
 
 # Types with numbers of query heads per KV head and queries of the window.
@@ -19,9 +20,9 @@ MIXES = {
 }
 
 
-def plain(query, keys, valid=None):
+def plain(query, keys, valid=None, terms=None):
     """The twin, in float64."""
-    return window_mass(query.double(), keys.double(), 0.3, valid=valid).float()
+    return window_mass(query.double(), keys.double(), 0.3, valid=valid, terms=terms).float()
 
 
 @pytest.mark.parametrize("dtype, groups, window", MIXES.values(), ids=MIXES)
@@ -42,6 +43,19 @@ def test_mass(dtype, groups, window, padding, parts, monkeypatch):
     ours = window_mass(query, keys, 0.3, valid=valid)
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, plain(query, keys, valid), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -9, 2, 0, 9, -4])], ids=["", "sinks"])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+def test_mass_with_terms(softcap, sinks, padded, monkeypatch):
+    monkeypatch.setattr(module, "_KEY_BYTES", 2048)
+    torch.manual_seed(7)
+    query, keys = torch.randn(2, 6, 33, 20), torch.randn(2, 2, 77, 20)
+    valid = torch.rand(2, 1, 77) > 0.3 if padded else None
+    terms = AttentionTerms(softcap, sinks)
+    ours = window_mass(query, keys, 0.3, valid=valid, terms=terms)
+    torch.testing.assert_close(ours, plain(query, keys, valid, terms), atol=1e-5, rtol=1e-5)
 
 
 def test_a_window_of_padding_and_one_as_long_as_the_prompt():

@@ -95,8 +95,8 @@ def _one_token(
     batch, query_heads, _, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
     groups = query_heads // heads
-    if terms is None and kernels.usable(query, keys, values):
-        return kernels.decode_attention(query, keys, values, scale=scale, valid=valid)
+    if kernels.usable(query, keys, values):
+        return kernels.decode_attention(query, keys, values, scale=scale, valid=valid, terms=terms)
     # The query heads of a group become the rows of one query block: keys are read once per KV head.
     packed = query.reshape(batch, heads, groups, dim)
     mask = None

@@ -42,8 +42,8 @@ def ragged_attention(
     Returns:
         [B, Hq, 1, Dv].
     """
-    if terms is None and kernels.usable(query, keys, values, bias):
-        return kernels.ragged_decode(query, keys, values, bias, scale=scale)
+    if kernels.usable(query, keys, values, bias):
+        return kernels.ragged_decode(query, keys, values, bias, scale=scale, terms=terms)
     batch, query_heads, _, dim = query.shape
     heads, slots = bias.shape[1:]
     if terms is not None:

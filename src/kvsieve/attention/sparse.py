@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsieve import kernels
+from kvsieve.attention.blocked import single_query_attention
 from kvsieve.core.kv_rows import Choice, KVRows
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap
@@ -30,33 +31,39 @@ def sparse_attention(
     Returns:
         [X, G, Dv].
     """
-    if terms is not None:
-        return _with_terms(query, kv_rows, choice, scale, terms)
-    entries = choice.entries
+    entries, blend = choice.entries, choice.blend
+    if blend is not None and terms is not None and terms.sinks is not None:
+        return _blended_beside_sinks(query, kv_rows, choice, scale, terms)
     if kernels.usable(query, kv_rows.keys, kv_rows.values):
-        out = kernels.kv_row_attention(query, kv_rows, entries, scale=scale)
+        out = kernels.kv_row_attention(query, kv_rows, entries, scale=scale, terms=terms)
     else:
-        keys, values = kv_rows.read(entries)
-        if entries.ndim == 2:
-            out = F.scaled_dot_product_attention(query[:, None], keys[:, None], values[:, None], scale=scale)[:, 0]
+        asked, keys, values = _read(query, kv_rows, entries)
+        if terms is None:
+            out = F.scaled_dot_product_attention(asked, keys, values, scale=scale)
         else:
-            out = F.scaled_dot_product_attention(query[:, :, None], keys, values, scale=scale)[:, :, 0]
-    return out if choice.blend is None else _blended(out, choice.blend).to(query.dtype)
+            out = single_query_attention(asked, keys, values, None, scale=scale, terms=terms)
+        out = out.reshape(*query.shape[:2], -1)
+    return out if blend is None else _blended(out, blend).to(query.dtype)
 
 
-def _with_terms(query: Tensor, kv_rows: KVRows, choice: Choice, scale: float, terms: AttentionTerms) -> Tensor:
-    keys, values = kv_rows.read(choice.entries)
-    if choice.entries.ndim == 2:
-        keys, values = keys[:, None], values[:, None]
-    asked = query[:, None] if choice.entries.ndim == 2 else query[:, :, None]
-    logits = cap((asked @ keys.transpose(2, 3)) * scale, terms)
-    out = (logits.softmax(-1) @ values).reshape(*query.shape[:2], -1)
-    norm = logits.to(score_dtype(logits.dtype)).logsumexp(-1).reshape(query.shape[:2])
-    if choice.blend is not None:
-        out, norm = _blended(out, choice.blend), norm - choice.blend[0].log()
-    if terms.sinks is not None:
-        out = out * (norm - terms.sinks).sigmoid()[..., None]
-    return out.to(query.dtype)
+def _read(query: Tensor, kv_rows: KVRows, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [X, 1, G, D] and entries [X, 1, k, D], or [X, G, 1, D] and [X, G, k, D], for a set per query head."""
+    keys, values = kv_rows.read(entries)
+    if entries.ndim == 2:
+        return query[:, None], keys[:, None], values[:, None]
+    return query[:, :, None], keys, values
+
+
+def _blended_beside_sinks(
+    query: Tensor, kv_rows: KVRows, choice: Choice, scale: float, terms: AttentionTerms
+) -> Tensor:
+    """Blend what is beside the sinks, and leave them what they have of all entries' log-sum-exp."""
+    assert choice.blend is not None and terms.sinks is not None
+    asked, keys, values = _read(query, kv_rows, choice.entries)
+    logits = cap(asked.to(score_dtype(query.dtype)) @ keys.to(score_dtype(query.dtype)).transpose(2, 3) * scale, terms)
+    out = (logits.softmax(-1).to(values.dtype) @ values).reshape(*query.shape[:2], -1)
+    norm = logits.logsumexp(-1).reshape(query.shape[:2]) - choice.blend[0].log()
+    return (_blended(out, choice.blend) * (norm - terms.sinks).sigmoid()[..., None]).to(query.dtype)
 
 
 def _blended(out: Tensor, blend: tuple[Tensor, Tensor]) -> Tensor:

@@ -56,8 +56,8 @@ def window_mass(
     Returns:
         [B, Hq, N] in float32 (float64 for float64 inputs).
     """
-    if block is None and terms is None and kernels.usable(query, keys):
-        return kernels.window_mass(query, keys, scale, valid)
+    if block is None and kernels.usable(query, keys):
+        return kernels.window_mass(query, keys, scale, valid, terms)
     parts = [weights.sum(2) for weights in window_weights(query, keys, scale, valid=valid, block=block, terms=terms)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 

@@ -7,12 +7,13 @@ or, where heads share a flat buffer, a batch row with all of them.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from kvsieve.kernels.inputs import StoredRows, Terms
 from kvsieve.kernels.launch import PER_SM, cdiv, fitting, multiprocessors, on, padded, power_of_two, precision, rows
 from kvsieve.kernels.split import merge_kernel, split_kernel
 
@@ -21,36 +22,6 @@ from kvsieve.kernels.split import merge_kernel, split_kernel
 _BYTES = 32 << 10
 # Parts of a KV row that are merged at a time.
 _MERGED = 32
-
-
-class _Length(Protocol):
-    @property
-    def count(self) -> Tensor: ...
-
-
-class StoredRows(Protocol):
-    """The part of `core.kv_rows.KVRows` that a kernel reads."""
-
-    @property
-    def keys(self) -> Tensor: ...
-
-    @property
-    def values(self) -> Tensor: ...
-
-    @property
-    def body(self) -> Tensor | None: ...
-
-    @property
-    def tail(self) -> Tensor: ...
-
-    @property
-    def stride(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def length(self) -> _Length | None: ...
 
 
 @dataclass(frozen=True)
@@ -82,6 +53,7 @@ def decode_attention(
     scale: float,
     length: Tensor | int | None = None,
     valid: Tensor | None = None,
+    terms: Terms | None = None,
 ) -> Tensor:
     """Attention over the first `length` of N stored entries; the last of them is seen, padding or not.
 
@@ -92,6 +64,7 @@ def decode_attention(
         scale: factor of the query-key products.
         length: entries, an int or one integer on the device; None for N.
         valid: bool [B, H or 1, N], False for padding; None when all entries are real.
+        terms: cap, and sinks [Hq]; None for neither.
 
     Returns:
         [B, Hq, 1, Dv].
@@ -100,11 +73,13 @@ def decode_attention(
     length = capacity if length is None else length
     mask = None if valid is None else valid.expand(-1, heads, -1)
     asked = query.reshape(batch * heads, query.shape[1] // heads, -1)
-    out, _ = attend(asked, keys, values, Entries(length, capacity), scale=scale, mask=mask)
+    out, _ = attend(asked, keys, values, Entries(length, capacity), scale=scale, mask=mask, terms=terms)
     return out.view(batch, query.shape[1], 1, -1)
 
 
-def ragged_decode(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float) -> Tensor:
+def ragged_decode(
+    query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float, terms: Terms | None = None
+) -> Tensor:
     """Attention of every KV head's queries over a flat buffer that it shares with the others.
 
     The kernel of `attention.ragged.ragged_attention`. A tile of entries is read once for all heads, so heads with
@@ -116,16 +91,20 @@ def ragged_decode(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, 
         values: [B, T, Dv].
         bias: [B, H, T], added to a head's logits.
         scale: factor of the query-key products.
+        terms: cap, and sinks [Hq]; None for neither.
 
     Returns:
         [B, Hq, 1, Dv].
     """
     everything = Entries(keys.shape[1], keys.shape[1])
-    out, _ = attend(query[:, :, 0], keys[:, None], values[:, None], everything, scale=scale, mask=bias)
+    asked, keys, values = query[:, :, 0], keys[:, None], values[:, None]
+    out, _ = attend(asked, keys, values, everything, scale=scale, mask=bias, terms=terms)
     return out[:, :, None]
 
 
-def kv_row_attention(query: Tensor, kv_rows: StoredRows, chosen: Tensor | None = None, *, scale: float) -> Tensor:
+def kv_row_attention(
+    query: Tensor, kv_rows: StoredRows, chosen: Tensor | None = None, *, scale: float, terms: Terms | None = None
+) -> Tensor:
     """Attention over chosen entries of KV rows, or over all of them.
 
     Args:
@@ -133,6 +112,7 @@ def kv_row_attention(query: Tensor, kv_rows: StoredRows, chosen: Tensor | None =
         kv_rows: X of them, the length on the device or not.
         chosen: int64 [X, k], or [X, G, k] for a choice per query head, indices in the KV row; None for all entries.
         scale: factor of the query-key products.
+        terms: cap, and sinks [X, G]; None for neither.
 
     Returns:
         [X, G, Dv].
@@ -146,12 +126,19 @@ def kv_row_attention(query: Tensor, kv_rows: StoredRows, chosen: Tensor | None =
             query, chosen = query.reshape(query_rows * groups, 1, -1), chosen.flatten(0, 1)
     keys, values = (part.expand(query_rows, 1, -1, -1) for part in (kv_rows.keys, kv_rows.values))
     entries = Entries(count, capacity, chosen, kv_rows.body, kv_rows.tail, kv_rows.stride)
-    out, _ = attend(query, keys, values, entries, scale=scale)
+    out, _ = attend(query, keys, values, entries, scale=scale, terms=terms)
     return out.view(query_rows, groups, -1)
 
 
 def attend(
-    query: Tensor, keys: Tensor, values: Tensor, entries: Entries, *, scale: float, mask: Tensor | None = None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    entries: Entries,
+    *,
+    scale: float,
+    mask: Tensor | None = None,
+    terms: Terms | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of [X, G, D] over keys [B, H, N, D], and the logits' log-sum-exp; the other functions are made of it.
 
@@ -165,9 +152,11 @@ def attend(
         scale: factor of the query-key products.
         mask: by slot: bool [B, H, N], where the last entry is seen whatever it says, or a bias of the logits, [B, H or
             a multiple, N]; None for none.
+        terms: cap and sinks; of these as many numbers as X * G, or as one of several equal parts of that has. None for
+            neither.
 
     Returns:
-        Output [X, G, Dv] and log-sum-exp float32 [X, G].
+        Output [X, G, Dv] and log-sum-exp float32 [X, G], in which sinks take no part.
     """
     query_rows, groups, dim = query.shape
     value_dim, capacity = values.shape[-1], entries.capacity
@@ -179,10 +168,13 @@ def attend(
     per = cdiv(share, block) * block
     parts = cdiv(capacity, per)
     out, norm = query.new_empty(query_rows, groups, value_dim), query.new_empty(query_rows, groups, dtype=torch.float32)
-    split = _Split(per, block, out, norm)
+    sinks = None if terms is None or terms.sinks is None else terms.sinks.contiguous()
+    sink_rows = 1 if sinks is None else sinks.numel() // groups
+    split = _Split(per, block, out, norm, None if terms is None else terms.softcap, sinks if parts == 1 else None)
     if parts > 1:
         of_parts = query.new_empty(query_rows, parts, groups, value_dim, dtype=torch.float32)
-        split = _Split(per, block, of_parts, query.new_empty(query_rows, parts, groups, dtype=torch.float32))
+        of_norms = query.new_empty(query_rows, parts, groups, dtype=torch.float32)
+        split = dataclasses.replace(split, out=of_parts, norm=of_norms)
     with on(query):
         _launch(split, query, keys, values, entries, scale, mask)
         if parts > 1:
@@ -191,9 +183,12 @@ def attend(
                 split.norm,
                 out,
                 norm,
+                sinks,
                 parts,
+                sink_rows,
                 GROUPS=groups,
                 VALUE_DIM=value_dim,
+                SINKS=sinks is not None,
                 PADDED_PARTS=power_of_two(parts),
                 PADDED_VALUE_DIM=padded(value_dim),
                 BLOCK=_MERGED,
@@ -204,12 +199,17 @@ def attend(
 
 @dataclass(frozen=True)
 class _Split:
-    """KV rows in parts of `per` entries, read `block` at a time; out and norm: what is written, by part if several."""
+    """KV rows in parts of `per` entries, read `block` at a time; out and norm: what is written, by part if several.
+
+    softcap: of the logits. sinks: what takes part in the softmax of a KV row that has one part.
+    """
 
     per: int
     block: int
     out: Tensor
     norm: Tensor
+    softcap: float | None
+    sinks: Tensor | None
 
 
 def _launch(
@@ -219,7 +219,7 @@ def _launch(
     query_rows, groups, dim = query.shape
     batch, heads, value_dim = *keys.shape[:2], values.shape[-1]
     chosen, body, count = entries.chosen, entries.body, entries.count
-    on_device = isinstance(count, Tensor)
+    on_device, softcap, sinks = isinstance(count, Tensor), split.softcap, split.sinks
     split_kernel[query_rows, cdiv(entries.capacity, split.per)](
         query,
         keys,
@@ -231,7 +231,9 @@ def _launch(
         entries.tail,
         count if on_device else None,
         mask,
+        sinks,
         float(scale),
+        1.0 if softcap is None else float(softcap),
         0 if on_device else count,
         entries.capacity,
         split.per,
@@ -243,6 +245,7 @@ def _launch(
         0 if body is None else body.stride(0),
         *((0, 0) if mask is None else mask.stride()[:2]),
         heads,
+        1 if sinks is None else sinks.numel() // groups,
         COPIES=query_rows // (batch * heads),
         MASKS=1 if mask is None else mask.shape[1] // heads,
         GROUPS=groups,
@@ -253,6 +256,8 @@ def _launch(
         TAIL=entries.tail is not None,
         COUNT=on_device,
         MASK=0 if mask is None else 1 if mask.dtype == torch.uint8 else 2,
+        SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
         PADDED_GROUPS=padded(groups),
         PADDED_DIM=padded(dim),
         PADDED_VALUE_DIM=padded(value_dim),

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 # Arguments that change from step to step: nothing is compiled anew for them.
-_FREE = ["count", "capacity", "per", "kept", "entries_row", "body_row", "mask_row", "mask_head"]
+_FREE = ["count", "capacity", "per", "kept", "entries_row", "body_row", "mask_row", "mask_head", "sink_rows"]
 
 
 @triton.jit(do_not_specialize=_FREE)
@@ -21,7 +21,9 @@ def split_kernel(
     tail,
     count_of,
     mask,
+    sinks,
     scale,
+    softcap,
     count,
     capacity,
     per,
@@ -38,6 +40,7 @@ def split_kernel(
     mask_row,
     mask_head,
     heads,
+    sink_rows,
     COPIES: tl.constexpr,
     MASKS: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -48,6 +51,8 @@ def split_kernel(
     TAIL: tl.constexpr,
     COUNT: tl.constexpr,
     MASK: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     PADDED_GROUPS: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
@@ -63,9 +68,7 @@ def split_kernel(
         number = tl.load(count_of).to(tl.int32)
     else:
         number = count
-    after = owner * 0
-    if TAIL:
-        after = tl.load(tail + owner)
+    after = tl.load(tail + owner) if TAIL else owner * 0
     number = tl.minimum(number, capacity)
     first = part * per
     last = tl.minimum(first + per, number)
@@ -94,6 +97,7 @@ def split_kernel(
         )
         # In units of log 2.
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
+        logits = capped(logits, softcap * 1.4426950408889634) if SOFTCAP else logits
         logits = _masked(
             logits, mask, row * mask_row, mask_head, head, group, slot, real, index == number - 1, MASKS, GROUPS, MASK
         )
@@ -112,7 +116,23 @@ def split_kernel(
         greatest = higher
 
     place = (query_row * tl.num_programs(1) + part) * GROUPS + group
-    _store(out, norm, place, value_dim, group < GROUPS, greatest, total, sums, VALUE_DIM)
+    sink = query_row % sink_rows * GROUPS + group
+    _store(out, norm, place, value_dim, group < GROUPS, greatest, total, sums, sinks, sink, VALUE_DIM, SINKS)
+
+
+@triton.jit
+def capped(logits, softcap):
+    """softcap * tanh(logits / softcap), in whatever units both are."""
+    # exp of a great number is infinite, of one far below 0 nothing: 1 and -1.
+    return softcap * (1.0 - 2.0 / (tl.exp(logits * (2.0 / softcap)) + 1.0))
+
+
+@triton.jit
+def beside(sink, greatest, total):
+    """Share of the softmax that is not the sink's: the rest is exp(greatest) times `total`."""
+    over = tl.maximum(sink, greatest)
+    rest = total * tl.exp(greatest - over)
+    return rest / (rest + tl.exp(sink - over))
 
 
 @triton.jit
@@ -163,10 +183,29 @@ def _masked(
 
 
 @triton.jit
-def _store(out, norm, place, value_dim, real, greatest, total, sums, VALUE_DIM: tl.constexpr):
-    """Write a part's output and log-sum-exp; nothing was seen of it where the total is 0."""
+def _store(
+    out,
+    norm,
+    place,
+    value_dim,
+    real,
+    greatest,
+    total,
+    sums,
+    sinks,
+    sink,
+    VALUE_DIM: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Write a part's output and log-sum-exp; nothing was seen of it where the total is 0.
+
+    sinks: of KV rows that have one part; where there are more the merge counts them.
+    """
     some = total > 0
     divisor = tl.where(some, total, 1.0)
+    if SINKS:
+        logit = tl.load(sinks + sink, mask=real, other=0.0).to(tl.float32)
+        sums *= beside(logit, greatest * 0.6931471805599453, total)[:, None]
     log_sum = (greatest + tl.log2(divisor)) * 0.6931471805599453
     tl.store(norm + place, tl.where(some, log_sum, float("-inf")), mask=real)
     tl.store(
@@ -176,15 +215,18 @@ def _store(out, norm, place, value_dim, real, greatest, total, sums, VALUE_DIM: 
     )
 
 
-@triton.jit(do_not_specialize=["number"])
+@triton.jit(do_not_specialize=["number", "sink_rows"])
 def merge_kernel(
     parts,
     norms,
     out,
     norm,
+    sinks,
     number,
+    sink_rows,
     GROUPS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
+    SINKS: tl.constexpr,
     PADDED_PARTS: tl.constexpr,
     PADDED_VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -214,5 +256,8 @@ def merge_kernel(
         sums += tl.sum(weights[:, None] * part, 0)
     divisor = tl.where(total > 0, total, 1.0)
     place = query_row * GROUPS + group
+    if SINKS:
+        sink = tl.load(sinks + query_row % sink_rows * GROUPS + group).to(tl.float32)
+        sums *= beside(sink, finite, total)
     tl.store(out + place * VALUE_DIM + dim, sums / divisor, mask=dim < VALUE_DIM)
     tl.store(norm + place, tl.where(total > 0, finite + tl.log(divisor), float("-inf")))

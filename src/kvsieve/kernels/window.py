@@ -11,7 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvsieve.kernels.inputs import Terms
 from kvsieve.kernels.launch import PER_SM, cdiv, fitting, multiprocessors, on, padded, precision, rows
+from kvsieve.kernels.split import capped
 
 # Bytes of a tile of queries and of one of keys: 128 rows and 64 or 128 entries of 128 bfloat16 channels.
 _QUERY_BYTES, _KEY_BYTES = 32 << 10, 16 << 10
@@ -26,6 +28,7 @@ def norm_kernel(
     valid,
     norm,
     scale,
+    softcap,
     length,
     window,
     per,
@@ -41,6 +44,7 @@ def norm_kernel(
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
     VALID: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -75,6 +79,8 @@ def norm_kernel(
         )
         # In units of log 2.
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
+        if SOFTCAP:
+            logits = capped(logits, softcap * 1.4426950408889634)
         if VALID:
             there = tl.load(valid + row * valid_row + head * valid_head + index, mask=real, other=0)
             real = real & (there != 0)
@@ -100,6 +106,7 @@ def mass_kernel(
     norm,
     mass,
     scale,
+    softcap,
     length,
     window,
     query_row,
@@ -114,6 +121,7 @@ def mass_kernel(
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
     VALID: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -153,6 +161,8 @@ def mass_kernel(
                 inside = inside & (tl.load(valid + corner + asked, mask=inside, other=0) != 0)
             inside = inside & (level > float("-inf"))
             logits = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+            if SOFTCAP:
+                logits = capped(logits, softcap)
             seen = real[:, None] & inside[None, :] & (index[:, None] <= (corner + asked)[None, :])
             weights = tl.exp2((logits - tl.where(inside, level, 0.0)[None, :]) * 1.4426950408889634)
             total += tl.sum(tl.where(seen, weights, 0.0), 1)
@@ -192,7 +202,9 @@ def pool_kernel(
     tl.store(out + kv_row * length + index, total / divisor, mask=index < length)
 
 
-def window_mass(query: Tensor, keys: Tensor, scale: float, valid: Tensor | None = None) -> Tensor:
+def window_mass(
+    query: Tensor, keys: Tensor, scale: float, valid: Tensor | None = None, terms: Terms | None = None
+) -> Tensor:
     """Attention mass that a window of queries gives to every entry, float32 [B, Hq, N].
 
     Arguments as in `core.scoring.window_mass`; query and keys may be views of larger buffers.
@@ -223,29 +235,25 @@ def window_mass(query: Tensor, keys: Tensor, scale: float, valid: Tensor | None 
         "GROUPS": groups,
         "DIM": dim,
         "VALID": valid is not None,
+        "SOFTCAP": terms is not None and terms.softcap is not None,
         "PADDED_DIM": width,
         "BLOCK": block,
         "PRECISION": precision(query.dtype),
         "num_warps": 4,
     }
+    softcap = 1.0 if terms is None or terms.softcap is None else float(terms.softcap)
+    facts = float(scale), softcap, length, window
     with on(query):
         norm_kernel[tiles, parts, kv_rows](
-            query, keys, valid, norm, float(scale), length, window, per, *strides, ROWS=tile, num_stages=3, **shapes
+            query, keys, valid, norm, *facts, per, *strides, ROWS=tile, num_stages=3, **shapes
         )
         norm = norm.logsumexp(1)
+        if terms is not None and terms.sinks is not None:
+            each = norm.view(batch, heads, groups, window)
+            norm = torch.logaddexp(each, terms.sinks.float().view(heads, groups, 1)).view(norm.shape)
+        tile = min(tile, padded(window), 64)
         mass_kernel[cdiv(length, block), kv_rows](
-            query,
-            keys,
-            valid,
-            norm,
-            mass,
-            float(scale),
-            length,
-            window,
-            *strides,
-            ROWS=min(tile, padded(window), 64),
-            num_stages=2,
-            **shapes,
+            query, keys, valid, norm, mass, *facts, *strides, ROWS=tile, num_stages=2, **shapes
         )
     return mass
 

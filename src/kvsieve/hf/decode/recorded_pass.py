@@ -145,8 +145,10 @@ class RecordedLayer(SieveLayer):
     def _dense(self, asked: Asked, keys: Tensor, values: Tensor, length: DeviceLength, valid: Tensor | None) -> Tensor:
         """Attention of one token over the first `length` of all slots; see dense_attention."""
         query, scale, terms = asked.query, asked.scale, asked.terms
-        if terms is None and kernels.usable(query, keys, values):
-            return kernels.decode_attention(query, keys, values, scale=scale, length=length.count, valid=valid)
+        if kernels.usable(query, keys, values):
+            return kernels.decode_attention(
+                query, keys, values, scale=scale, length=length.count, valid=valid, terms=terms
+            )
         batch, query_heads, _, dim = query.shape
         heads, size = keys.shape[1:3]
         mask = length.real(size)[None, None, None]
