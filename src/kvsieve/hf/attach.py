@@ -7,7 +7,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from kvsieve.errors import KvsieveError, KvsieveWarning, NotAttachedError, UnsupportedModelError
 from kvsieve.hf import hooks
@@ -106,12 +106,12 @@ def _running(sieve: Sieve, hidden: bool) -> Iterator[None]:
 
     hidden: note what enters each layer, for evictors that ask for it.
     """
-    model = sieve.model
+    model, decoder = sieve.model, cast("Any", sieve.decoder)
     found, own = attention_of(sieve.config), vars(model).get("generate")
     attention.register()
     handles = []
     try:
-        model.set_attn_implementation(attention.NAME)
+        decoder.set_attn_implementation(attention.NAME)
         if attention_of(sieve.config) != attention.NAME:
             raise UnsupportedModelError(
                 f"{type(model).__name__} does not take up another attention implementation, so {sieve.plan.name!r} "
@@ -134,7 +134,7 @@ def _running(sieve: Sieve, hidden: bool) -> Iterator[None]:
         if own is not None:
             model.generate = own
         _log.info("detached %s", sieve.plan.name)
-        model.set_attn_implementation(found)
+        decoder.set_attn_implementation(found)
 
 
 __all__ = ["Attachment", "Sieve", "attach"]

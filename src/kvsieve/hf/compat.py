@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 import transformers
+from torch.nn import ModuleList
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 from transformers.cache_utils import (
     Cache,
@@ -47,6 +48,23 @@ def check_version() -> None:
 def text_config(model: Any) -> Any:
     """The configuration of the model's decoder."""
     return model.config.get_text_config(decoder=True)
+
+
+def decoder_of(model: Any) -> Any:
+    """The part of a model that is its text decoder, without the output layer."""
+    decoder = model.get_decoder()
+    inner = decoder.get_decoder() if hasattr(decoder, "get_decoder") else decoder
+    # A composite model may hold a whole causal language model.
+    return inner if layers_of(decoder) is None else decoder
+
+
+def layers_of(decoder: Any) -> Any | None:
+    """The decoder's layers, an nn.ModuleList; None where they are not found."""
+    for name in ("layers", "h", "blocks"):
+        found = getattr(decoder, name, None)
+        if isinstance(found, ModuleList):
+            return found
+    return None
 
 
 def generate_arguments(model: Any) -> set[str]:
@@ -109,9 +127,11 @@ __all__ = [
     "attention_of",
     "causal_mask_function",
     "check_version",
+    "decoder_of",
     "device_mesh",
     "generate_arguments",
     "is_local_mask",
+    "layers_of",
     "plain_cache_layers",
     "sdpa_mask",
     "tensor_parallel_mesh",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from kvsieve.hf.compat import DynamicCache
 from kvsieve.hf.forward import passes
 from kvsieve.hf.runtime import AttachedModel
 
+# Arguments of the call of a composite model that runs in this context.
+_CALL: ContextVar[dict[str, Any] | None] = ContextVar("kvsieve_call", default=None)
+
 
 def install(model: AttachedModel, *, hidden: bool) -> list[Any]:
     """Register the hooks of a plan, and return their handles.
@@ -23,7 +27,7 @@ def install(model: AttachedModel, *, hidden: bool) -> list[Any]:
         hidden: note what enters each layer, for evictors that ask for it.
     """
     decoder, plan = model.decoder, model.plan
-    layers = list(decoder.layers)  # type: ignore[arg-type]
+    layers = model.layers
     names = list(inspect.signature(decoder.forward).parameters)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -40,7 +44,13 @@ def install(model: AttachedModel, *, hidden: bool) -> list[Any]:
         if session is not None:
             passes.close_session(session, finished=output is not None)
 
-    handles = [
+    handles: list[Any] = []
+    if model.is_composite:
+        handles += [
+            model.model.register_forward_pre_hook(_note_call, with_kwargs=True),
+            model.model.register_forward_hook(_forget_call, always_call=True),
+        ]
+    handles += [
         decoder.register_forward_pre_hook(before, with_kwargs=True),
         decoder.register_forward_hook(after, always_call=True),
     ]
@@ -53,7 +63,10 @@ def install(model: AttachedModel, *, hidden: bool) -> list[Any]:
 
 def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any]) -> None:
     """Begin a pass that no driver has begun: of a plain call of the model, or of its `generate`."""
-    model.check_call(kwargs)
+    outer = _CALL.get()
+    # A composite model embeds the tokens itself, and may have made masks of the mask.
+    told = {} if outer is None else {name: outer.get(name) for name in ("attention_mask", "input_ids")}
+    model.check_call({**kwargs, **told})
     cache = kwargs.get("past_key_values")
     if cache is None or _is_generates_own(cache):
         cache = kwargs["past_key_values"] = model.new_cache()
@@ -65,7 +78,8 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any]) -> None:
     model.check_cache(cache)
     fed = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     model.check_continues(cache, 0 if fed is None else fed.shape[1])
-    passes.open_session(model.context, model.plan, cache, kwargs)
+    told.pop("input_ids", None)
+    passes.open_session(model.context, model.plan, cache, {**kwargs, **told})
 
 
 def _propagation_hooks(model: AttachedModel, layers: list[nn.Module]) -> list[Any]:
@@ -91,6 +105,16 @@ def _note_made(module: nn.Module, args: Any, output: Any) -> None:
     session = passes.current()
     if session is not None and session.source is not None and session.step.phase == "prefill":
         session.arguments.note(output)
+
+
+def _note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note what a composite model is called with, of which its decoder is told in another form."""
+    names = list(inspect.signature(module.forward).parameters)
+    _CALL.set({**dict(zip(names, args, strict=False)), **kwargs})
+
+
+def _forget_call(module: nn.Module, args: Any, output: Any) -> None:
+    _CALL.set(None)
 
 
 def _leave(index: int, names: list[str], module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:

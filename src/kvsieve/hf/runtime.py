@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError, short
 from kvsieve.hf.cache.cache import Owner, SieveCache
 from kvsieve.hf.cache.states import StateLayer
-from kvsieve.hf.compat import tensor_parallel_mesh, text_config
+from kvsieve.hf.compat import decoder_of, layers_of, tensor_parallel_mesh, text_config
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.forward.passes import cancel_session, open_session
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest, PassResult
@@ -32,7 +32,8 @@ class AttachedModel:
         plan: the plan, with nothing left open.
         config: of the model's decoder.
         decoder: the model's decoder.
-        num_layers: decoder layers.
+        layers: of the decoder.
+        num_layers: how many.
         kinds: of each of them.
         context: facts about the model that every pass needs.
         facts: facts about the model for evictors that ask for them.
@@ -46,12 +47,18 @@ class AttachedModel:
         self.attached = False
         self._probing = False
         self.config = text_config(model)
-        self.decoder: nn.Module = model.get_decoder()
-        self.num_layers = len(self.decoder.layers)
+        self.decoder: nn.Module = decoder_of(model)
+        self.layers: list[nn.Module] = list(layers_of(self.decoder) or ())
+        self.num_layers = len(self.layers)
         self.facts = Facts(model)
         self.kinds = layer_kinds(self.config)
         self.context = ModelContext(self.num_layers, growing_layers(self.kinds), self.facts, ranks_of(model, plan))
         self.engine = Engine(self.decoder, decode, divided=tensor_parallel_mesh(model) is not None)
+
+    @property
+    def is_composite(self) -> bool:
+        """True where the model has other parts than text, such as a vision tower."""
+        return self.config is not self.model.config
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Let the plan take from a tokenizer of transformers what it lacks of one; see Plan.for_tokenizer."""
@@ -101,8 +108,10 @@ class AttachedModel:
             # A token that was just chosen needs no look, which would make a GPU wait.
             check_ids(ids, self.config.vocab_size, values=ids.device.type == "cpu" or ids.shape[-1] > 1)
         positions = call.get("position_ids")
-        if positions is not None and positions.ndim != 2:
-            raise InputError(f"position_ids must be [batch, tokens], got shape {tuple(positions.shape)}")
+        if positions is not None and positions.ndim not in (2, 3):
+            raise InputError(
+                f"position_ids must be [batch, tokens], or [axes, batch, tokens], got shape {tuple(positions.shape)}"
+            )
 
     def feed(
         self,

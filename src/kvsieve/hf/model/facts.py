@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsieve.errors import PlanError, UnsupportedModelError
-from kvsieve.hf.compat import text_config
+from kvsieve.hf.compat import decoder_of, layers_of, text_config
 
 _PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
 _POSITIONS = (0, 1, 6, 41, 160)
@@ -29,6 +29,8 @@ class Facts:
     def __init__(self, model: Any) -> None:
         self.model = model
         self.config = text_config(model)
+        self.decoder = decoder_of(model)
+        self.layers = layers_of(self.decoder) or ()
         # Per layer: what applies its rotary tables, None where it has none, or why that is not known.
         self._rotations: dict[int, Callable[..., Any] | str | None] = {}
 
@@ -69,7 +71,7 @@ class Facts:
         return x if found is None else self._turned(layer_idx, found, x, positions, inverse)
 
     def _attention(self, layer_idx: int) -> nn.Module | None:
-        layer = self.model.get_decoder().layers[layer_idx]
+        layer = self.layers[layer_idx]
         for module in layer.modules():
             if getattr(module, "layer_idx", None) == layer_idx and any(hasattr(module, name) for name in _PROJECTIONS):
                 return module
@@ -101,7 +103,7 @@ class Facts:
         attention = self._attention(layer_idx)
         if attention is None:
             return unknown
-        rotary = getattr(self.model.get_decoder(), "rotary_emb", None)
+        rotary = getattr(self.decoder, "rotary_emb", None)
         kinds = getattr(rotary, "rope_type", None)
         kind = kinds.get(self._layer_type(layer_idx)) if isinstance(kinds, dict) else kinds
         if kind in ("dynamic", "longrope"):
@@ -149,7 +151,7 @@ class Facts:
         hidden = hidden.expand(1, len(_POSITIONS), -1)
         known: dict[str, Any] = {"hidden_states": hidden, "position_ids": positions, "attention_mask": None}
         known |= dict.fromkeys(("past_key_values", "past_key_value", "layer_past"), _Catch())
-        if hasattr(self.model.get_decoder(), "rotary_emb"):
+        if hasattr(self.decoder, "rotary_emb"):
             known["position_embeddings"] = self._tables(layer_idx, hidden, positions)
         taken = inspect.signature(attention.forward).parameters
         try:
@@ -164,7 +166,7 @@ class Facts:
 
     def _tables(self, layer_idx: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The model's own tables (cos, sin), [B or 1, L, R] each, in the dtype of x."""
-        rotary = self.model.get_decoder().rotary_emb
+        rotary = self.decoder.rotary_emb
         if "layer_type" in inspect.signature(rotary.forward).parameters:
             return rotary(x, positions, self._layer_type(layer_idx))
         return rotary(x, positions)

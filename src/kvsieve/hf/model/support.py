@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from kvsieve.errors import PlanError, UnsupportedModelError
-from kvsieve.hf.compat import text_config
+from kvsieve.hf.compat import decoder_of, layers_of, text_config
 from kvsieve.hf.kinds import LayerKind, growing_layers, layer_kinds
 from kvsieve.hf.model.facts import Facts
 from kvsieve.plans import Plan
@@ -75,8 +75,6 @@ def _why_no_plan_runs(model: Any) -> str | None:
     if not hasattr(model, "generate") or not hasattr(model, "get_decoder"):
         return "it is not a causal language model; load it with AutoModelForCausalLM"
     config = text_config(model)
-    if config is not model.config:
-        return "it is a multimodal model; kvsieve runs text-only language models so far"
     if config.model_type in _TELLING_TYPES:
         return _TELLING_TYPES[config.model_type]
     for name, reason in _TELLING_FIELDS.items():
@@ -84,8 +82,8 @@ def _why_no_plan_runs(model: Any) -> str | None:
             return f"{reason} ({name}={getattr(config, name)})"
     if not model._can_set_attn_implementation():
         return "its attention does not go through transformers' AttentionInterface"
-    decoder = model.get_decoder()
-    layers = getattr(decoder, "layers", None)
+    decoder = decoder_of(model)
+    layers = layers_of(decoder)
     if decoder is model or layers is None:
         return "its decoder keeps its layers where kvsieve does not find them (no .layers)"
     try:
@@ -119,7 +117,7 @@ def check_model(model: Any, plan: Plan) -> None:
         way_out = f"Methods that run on it: {others}." if others else "`kvsieve models` lists what is supported."
         raise UnsupportedModelError(f"{type(model).__name__} cannot run {plan.name!r}: {reason}. {way_out}")
     if plan.evict is not None:
-        plan.evict.check(len(model.get_decoder().layers))
+        plan.evict.check(text_config(model).num_hidden_layers)
     found = Fingerprint.of(model) if plan.profile is not None else None
     if found is not None and plan.profile is not None and found != plan.profile:
         raise PlanError(

@@ -218,7 +218,7 @@ def _plan_of_reading(plan: Plan) -> Plan:
 
 def _device(model: AttachedModel, index: int) -> torch.device:
     """Return the device on which a layer's keys and values are made."""
-    weight = next(model.decoder.layers[index].parameters(), None)  # type: ignore[index, union-attr]
+    weight = next(model.layers[index].parameters(), None)
     return model.model.device if weight is None or weight.is_meta else weight.device
 
 
