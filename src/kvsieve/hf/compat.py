@@ -53,9 +53,10 @@ def text_config(model: Any) -> Any:
 def decoder_of(model: Any) -> Any:
     """The part of a model that is its text decoder, without the output layer."""
     decoder = model.get_decoder()
-    inner = decoder.get_decoder() if hasattr(decoder, "get_decoder") else decoder
-    # A composite model may hold a whole causal language model.
-    return inner if layers_of(decoder) is None else decoder
+    if layers_of(decoder) is not None:
+        return decoder
+    # Some models name a whole causal language model, or themselves.
+    return next((part for part in decoder.children() if layers_of(part) is not None), decoder)
 
 
 def layers_of(decoder: Any) -> Any | None:

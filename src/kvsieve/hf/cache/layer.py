@@ -59,21 +59,27 @@ class StoreLayer(CacheLayerMixin):
         self._staged = key_states, value_states
         return key_states, value_states
 
-    def has_staged(self, key: Tensor) -> bool:
-        """Tell whether these keys are what `update` was given last."""
-        return self._staged is not None and self._staged[0] is key
+    @property
+    def has_staged(self) -> bool:
+        """True between `update` and the attention over what it was given."""
+        return self._staged is not None
 
-    def take(self, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor]:
-        """Hand over what `update` staged; `key` and `value` are what the attention function of `who` was given."""
+    def take(self, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor, int]:
+        """Hand over what `update` staged; `key` and `value` are what the attention function of `who` was given.
+
+        Returns:
+            Keys, values, and how often the model has repeated all their heads, one set after another.
+        """
         staged, self._staged = self._staged, None
         if staged is None:
             raise CacheStateError(f"{who} attends without having stored keys and values through the cache")
-        if staged[0] is not key or staged[1] is not value:
+        repeats = _repeats(staged[0], key)
+        if repeats != _repeats(staged[1], value) or not repeats:
             raise CacheStateError(
                 f"{who} transforms keys or values between the cache and its attention (latent attention does); "
                 "kvsieve cannot store what it attends to: this architecture is not supported"
             )
-        return staged
+        return *staged, repeats
 
     def all_tensors(self) -> Iterator[Tensor]:
         """Every tensor held."""
@@ -114,6 +120,15 @@ class StoreLayer(CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         if not self.store.is_empty:
             self.reorder_cache(torch.arange(self.store.keys.shape[0]).repeat_interleave(repeats))
+
+
+def _repeats(staged: Tensor, given: Tensor) -> int:
+    """Tell how often `given` repeats all heads of `staged`, 0 where it is something else."""
+    if given is staged:
+        return 1
+    repeats, rest = divmod(given.shape[1], staged.shape[1])
+    same = not rest and repeats > 1 and given.shape == (len(staged), repeats * staged.shape[1], *staged.shape[2:])
+    return repeats if same and torch.equal(given, staged.repeat(1, repeats, 1, 1)) else 0
 
 
 class SieveLayer(StoreLayer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,7 +65,9 @@ def attention_function(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     asked = Asked(query, scale, _terms(who, query, kwargs.get("softcap"), kwargs.get("s_aux")))
     if isinstance(layer, StoreLayer):
-        out = session.attend(index, layer, asked, *layer.take(key, value, who))
+        key, value, repeats = layer.take(key, value, who)
+        out = session.attend(index, layer, _heads_together(asked, repeats), key, value)
+        out = out if repeats == 1 else out.unflatten(1, (-1, repeats)).transpose(1, 2).flatten(1, 2)
     elif isinstance(layer, EmptyLayer) and layer.source is not None:
         out = attend_shared(session, index, layer.source, asked, key)
     else:
@@ -75,10 +78,20 @@ def attention_function(
 def _layer_of(cache: SieveCache, module: torch.nn.Module, key: Tensor) -> tuple[int, CacheLayer]:
     """The layer that attends, told by the keys it has stored; one that stores none is told by its module's index."""
     layer: Any = cache.layers[cache.updated]
-    if isinstance(layer, StoreLayer) and layer.has_staged(key):
+    if isinstance(layer, StoreLayer) and layer.has_staged:
         return cache.updated, layer
     index: int = module.layer_idx  # type: ignore[assignment]
     return index, cache.layers[index]  # type: ignore[return-value]
+
+
+def _heads_together(asked: Asked, repeats: int) -> Asked:
+    """Order query heads so that those of a KV head stand together, where the model repeats all KV heads in turn."""
+    if repeats == 1:
+        return asked
+    if asked.terms is not None and asked.terms.sinks is not None:
+        raise UnsupportedModelError("its KV heads are repeated in turn, and it has learned sinks: not supported")
+    query = asked.query.unflatten(1, (repeats, -1)).transpose(1, 2).flatten(1, 2)
+    return replace(asked, query=query)
 
 
 def _terms(who: str, query: Tensor, softcap: float | None, sinks: Tensor | None) -> AttentionTerms | None:

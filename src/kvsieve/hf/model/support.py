@@ -25,7 +25,6 @@ _TELLING_FIELDS = {
 _TELLING_TYPES = {
     "diffllama": "its differential attention attends twice to what is cached once",
     "doge": "its dynamic masks are computed from cached values",
-    "jetmoe": "its attention repeats keys and values after they are cached",
     "minimax": "it takes a cache of its own class only, MiniMaxCache",
     "recurrent_gemma": "its recurrent layers keep state outside the cache",
 }
