@@ -15,6 +15,7 @@ from kvsieve.attention import dense_attention, masked_attention
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.forward.attention import _terms
 from kvsieve.hf.model.support import why_unsupported
+from kvsieve.kernels.interpreter import interpreted
 from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
 from kvsieve.models.families import available, build
 from kvsieve.roles import Reader
@@ -25,8 +26,6 @@ logging.set_verbosity_error()
 KNOWN = [family.name for family in available()]
 CAPPED = ["gemma2", "vaultgemma"]
 SINKS = [name for name in ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash", "flint") if name in KNOWN]
-# Those whose layers that see everything have sinks.
-EVERYWHERE = [name for name in SINKS if name != "mimo_v2_flash"]
 FULL = {"layer_types": ["full_attention"] * 4}
 PADDING = 7
 GENERATE = {
@@ -64,7 +63,7 @@ def built(name, dtype=torch.float64, **changes):
 
 @pytest.fixture(scope="module", params=CAPPED[:1] + SINKS[:1])
 def model(request):
-    """A capped one, and one with sinks, without sliding windows."""
+    """A capped one, and one with sinks, whose layers all store everything."""
     return built(request.param, **FULL)
 
 
@@ -125,10 +124,12 @@ def test_each_layers_attention_is_transformers_eager_attention(name, monkeypatch
     assert len(seen) == 4 and any(found)
 
 
-@pytest.mark.parametrize("name", CAPPED + EVERYWHERE)
-def test_models_answer_as_they_do_themselves(name):
+@pytest.mark.parametrize("windows", [False, True], ids=["", "windows"])
+@pytest.mark.parametrize("name", CAPPED + SINKS)
+def test_models_answer_as_they_do_themselves(name, windows):
+    """With every second layer sliding, and with none; MiMo has sinks in those that slide."""
     ids, mask = prompts()
-    model = built(name, **FULL)
+    model = built(name, **({} if windows else FULL))
     reference = model.generate(ids, attention_mask=mask, **GENERATE)
     wanted = torch.stack(reference.logits)
     assert wanted.isfinite().all()
@@ -186,6 +187,18 @@ def test_fixed_shapes(model, name):
         ours, logits = answer(model, plan_of(name), ids, mask, decode="graph")
     assert ours.cache.turn.record.passes.fixed > 0
     torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("family, name", [("gemma2", "full"), ("gemma2", "adakv"), ("gpt_oss", "sparq")])
+def test_fixed_shapes_with_kernels(family, name):
+    """What a GPU would run, under Triton's interpreter."""
+    model = built(family, torch.float32, num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    ids, mask = (part[:, -24:] for part in prompts())
+    wanted, logits = answer(model, plan_of(name), ids, mask)
+    with recorder_stand_in(), interpreted():
+        ours, same = answer(model, plan_of(name), ids, mask, decode="graph")
+    assert ours.cache.turn.record.passes.fixed > 0 and torch.equal(ours.sequences, wanted.sequences)
+    torch.testing.assert_close(same, logits, atol=1e-4, rtol=0)
 
 
 def test_refusals():
