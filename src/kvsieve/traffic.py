@@ -1,18 +1,21 @@
-"""KV bytes that decoding reads, layers that transformers keeps itself included."""
+"""Bytes that decoding reads of what a cache holds, layers that no plan reduces included."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.cache.layer import WindowLayer
+from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.generate.stats import Stats
 
 
 def read_bytes(stats: Stats, cache: SieveCache) -> int:
-    """Bytes that a token of all rows reads on average: what was touched, and transformers' own sliding windows."""
-    windows: list[Any] = [layer for layer in cache.layers if not isinstance(layer, SieveLayer)]
-    own = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in windows)
+    """Bytes that a token of all rows reads on average: what was touched, sliding windows and recurrent states."""
+    own = 0
+    for layer in cache.all_layers:
+        if isinstance(layer, WindowLayer) and layer.keys is not None and layer.values is not None:
+            own += layer.keys.nbytes + layer.values.nbytes
+        if isinstance(layer, StateLayer):
+            own += sum(state.nbytes for state in layer.state_tensors())
     read = stats.traffic
     return (
         own if read is None else own + cache.conversation.batch * (read.bytes + read.estimate_bytes + read.upkeep_bytes)

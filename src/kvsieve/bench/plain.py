@@ -73,8 +73,13 @@ def read_and_decode(
 
 
 def held_bytes(cache: Any) -> int:
-    """Bytes of the keys and values of transformers' own cache layers."""
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers if layer.is_initialized)
+    """Bytes of the keys, values and states of transformers' own cache layers."""
+    held = 0
+    for value in (value for layer in cache.layers for value in vars(layer).values()):
+        # Recurrent layers have a dict of states.
+        parts = value.values() if isinstance(value, dict) else [value]
+        held += sum(part.nbytes for part in parts if isinstance(part, Tensor) and part.ndim > 1)
+    return held
 
 
 def _wait(tensor: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvsieve.bench.geometry import Geometry
+from kvsieve.hf.compat import decoder_of, layers_of
 
 # Weights that are read in one go, so that no cache holds them; and rows of a large product.
 READ_BYTES = 2**29
@@ -46,7 +47,7 @@ class Rates:
 @torch.no_grad()
 def measure_rates(model: Any) -> Rates:
     """Measured now, on the model's device, in its dtype, with its threads."""
-    layers = [weight for layer in model.get_decoder().layers for weight in layer.parameters() if weight.ndim == 2]
+    layers = [w for layer in layers_of(decoder_of(model)) or () for w in layer.parameters() if w.ndim == 2]
     head = model.get_output_embeddings()
     weights = layers if head is None else [*layers, head.weight]
     own = sum(weight.nbytes for weight in weights)

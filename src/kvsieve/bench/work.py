@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from kvsieve.bench.geometry import Geometry
-from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.cache.layer import StoreLayer
+from kvsieve.hf.cache.states import StateLayer
+from kvsieve.hf.compat import decoder_of, layers_of
 
 
 class Work:
@@ -23,7 +25,7 @@ class Work:
     """
 
     def __init__(self, model: Any, geometry: Geometry, length: int, rows: int) -> None:
-        self._decoder: nn.Module = model.get_decoder()
+        self._decoder: nn.Module = decoder_of(model)
         self._geometry = geometry
         self._element = torch.empty((), dtype=model.dtype).element_size()
         self._rows = rows
@@ -37,7 +39,7 @@ class Work:
 
     def start(self) -> None:
         hooks = [self._decoder.register_forward_pre_hook(self._opened, with_kwargs=True)]
-        for index, layer in enumerate(self._decoder.layers):  # type: ignore[arg-type]
+        for index, layer in enumerate(layers_of(self._decoder)):  # type: ignore[arg-type]
             hooks.append(layer.register_forward_pre_hook(functools.partial(self._entered, index), with_kwargs=True))
             # A pass may be stopped on purpose inside a layer, and then no output follows.
             left = functools.partial(self._left, index)
@@ -105,13 +107,10 @@ def _fed(args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _entries(layer: Any) -> int:
-    if isinstance(layer, SieveLayer):
-        return layer.store.entries
-    return layer.keys.shape[-2] if layer.is_initialized else 0
+    return layer.store.entries if isinstance(layer, StoreLayer) else 0
 
 
 def _held(layer: Any) -> int:
-    """Bytes of keys and values, room for further ones included."""
-    if isinstance(layer, SieveLayer):
-        return layer.store.entry_bytes()
-    return layer.keys.nbytes + layer.values.nbytes if layer.is_initialized else 0
+    """Bytes of keys and values, room for further ones included, and of recurrent states."""
+    held = layer.store.entry_bytes() if isinstance(layer, StoreLayer) else 0
+    return held + sum(state.nbytes for state in layer.state_tensors()) if isinstance(layer, StateLayer) else held

@@ -13,7 +13,7 @@ from kvsieve.eval.grid import Grid
 from kvsieve.eval.store import ResultsWriter, Row
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.cache.layer import SieveLayer, WindowLayer
 from kvsieve.tasks.haystack import load_haystack
 from kvsieve.tasks.needle import Needle
 from kvsieve.traffic import read_bytes
@@ -100,9 +100,11 @@ def kept_map(cache: SieveCache, length: int) -> list[list[float]]:
             index = index[0].long().cpu()
             kept = index[(index >= 0) & (index < length)]
             heads = len(index)
-        else:  # transformers' own sliding window: the newest tokens
-            stored = layer.keys.shape[-2]
-            kept, heads = torch.arange(cache.num_seen - stored, length), 1
+        elif isinstance(layer, WindowLayer):
+            kept, heads = layer.store.index[0, 0].long().cpu(), 1
+            kept = kept[kept < length]
+        else:  # recurrent, or another layer's entries
+            kept, heads = torch.arange(0), 1
         share = torch.bincount(bins[kept.clamp_min(0)], minlength=BINS) / (size * heads)
         out.append([round(each, 4) for each in share.tolist()])
     return out
