@@ -5,27 +5,47 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsieve.core.softmax import sinks_of
+from kvsieve.types import AttentionTerms
+
 
 def can_split(query: Tensor, values: Tensor) -> bool:
     """Tell whether the fused CPU kernel takes these tensors."""
     return query.device.type == "cpu" and query.shape[-1] == values.shape[-1] and not query.requires_grad
 
 
-def chunk_attention(query: Tensor, keys: Tensor, values: Tensor, *, scale: float) -> Tensor:
-    """Causal attention of the last L of N real entries over all N, L below N; arguments as in `dense_attention`.
+def chunk_attention(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, terms: AttentionTerms | None = None
+) -> Tensor:
+    """Causal attention of the last L of N real entries over all N; arguments as in `dense_attention`.
 
-    The earlier N - L entries are seen by every query, the last L causally; the two are merged by their log-sum-exp.
-    Under a mask the kernel would also compute what is hidden (benchmarks/attention.py has the times).
+    Terms may have sinks, which get their part by the log-sum-exp, and no cap. The earlier N - L entries are seen by
+    every query, the last L causally; the two are merged by their log-sum-exp. Under a mask the kernel would also
+    compute what is hidden (benchmarks/attention.py has the times).
     """
     batch, query_heads, new, dim = query.shape
     heads, before = keys.shape[1], keys.shape[2] - new
     groups = query_heads // heads
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    # The query heads of a group are rows of one block, so the many earlier keys are not repeated.
-    rows = query.reshape(batch, heads, groups * new, dim)
-    earlier, norm = attend(rows, keys[:, :, :before], values[:, :, :before], scale=scale)
     late_keys, late_values = (part[:, :, before:].repeat_interleave(groups, 1) for part in (keys, values))
-    late, late_norm = attend(query, late_keys, late_values, is_causal=True, scale=scale)
-    share = torch.sigmoid(norm.reshape(late_norm.shape) - late_norm)[..., None]
-    out: Tensor = late + share * (earlier.reshape(late.shape) - late)
-    return out.to(query.dtype)
+    out, norm = attend(query, late_keys, late_values, is_causal=True, scale=scale)
+    if before:
+        # The query heads of a group are rows of one block, so the many earlier keys are not repeated.
+        rows = query.reshape(batch, heads, groups * new, dim)
+        earlier, early_norm = attend(rows, keys[:, :, :before], values[:, :, :before], scale=scale)
+        early_norm = early_norm.reshape(norm.shape)
+        share = torch.sigmoid(early_norm - norm)[..., None]
+        out = out + share * (earlier.reshape(out.shape) - out)
+        norm = norm if terms is None else torch.logaddexp(norm, early_norm)
+    return _beside_sinks(out, norm, sinks_of(terms, query_heads, 1)).to(query.dtype)
+
+
+def token_attention(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, terms: AttentionTerms) -> Tensor:
+    """Attention of queries [B, H, G, D], the query heads of each KV head, over all entries; terms have sinks only."""
+    out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
+    return _beside_sinks(out, norm, sinks_of(terms, *query.shape[1:3])).to(query.dtype)
+
+
+def _beside_sinks(out: Tensor, norm: Tensor, sinks: Tensor | None) -> Tensor:
+    """Leave sinks their part of a softmax whose entries have this log-sum-exp: out [..., Dv], norm [...]."""
+    return out if sinks is None else out * torch.sigmoid(norm - sinks)[..., None]

@@ -9,7 +9,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from kvsieve import kernels
 from kvsieve.attention.blocked import blocked_attention, faster_here, single_query_attention
-from kvsieve.attention.chunk import can_split, chunk_attention
+from kvsieve.attention.chunk import can_split, chunk_attention, token_attention
 from kvsieve.types import AttentionTerms
 
 # Elements of one boolean mask block; a prompt of any length needs no N x N mask.
@@ -39,7 +39,7 @@ def dense_attention(
         scale: factor of the query-key products.
         valid: bool [B, H or 1, N], False for padding; None when all entries are real.
         terms: cap and sinks; None for neither. torch's kernels know neither, so attention with terms is two matrix
-            products.
+            products, but for sinks alone on a CPU, where the fused kernel tells the log-sum-exp.
 
     Returns:
         [B, Hq, L, Dv].
@@ -51,6 +51,8 @@ def dense_attention(
         return _one_token(query, keys, values, scale, valid, terms)
     if valid is not None and valid.shape[1] == 1:
         return _rows_alone(query, keys, values, scale, valid, terms)
+    if _only_sinks(terms) and valid is None and can_split(query, values) and not faster_here(query):
+        return chunk_attention(query, keys, values, scale=scale, terms=terms)
     if terms is not None or faster_here(query):
         return blocked_attention(query, keys, values, scale=scale, valid=valid, terms=terms)
     if new == length and valid is None:
@@ -88,6 +90,11 @@ def dense_attention(
     return torch.cat(parts, 2)
 
 
+def _only_sinks(terms: AttentionTerms | None) -> bool:
+    """Tell that a path whose log-sum-exp is known can follow these terms."""
+    return terms is not None and terms.softcap is None
+
+
 def _one_token(
     query: Tensor, keys: Tensor, values: Tensor, scale: float, valid: Tensor | None, terms: AttentionTerms | None
 ) -> Tensor:
@@ -103,7 +110,10 @@ def _one_token(
     if valid is not None:
         mask = valid[:, :, None, :].clone()
         mask[..., -1] = True
-    if terms is not None or (length >= LONG and faster_here(query)):
+    thin = length >= LONG and faster_here(query)
+    if terms is not None and _only_sinks(terms) and mask is None and can_split(query, values) and not thin:
+        out = token_attention(packed, keys, values, scale=scale, terms=terms)
+    elif terms is not None or thin:
         out = single_query_attention(packed, keys, values, mask, scale=scale, terms=terms)
     else:
         out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
