@@ -4,8 +4,8 @@
 
 Full KV reads the demo's prompt as the demo does, in chunks of 1024 tokens; transformers reads it with its own cache and
 sdpa, at once and in such chunks, and is judged by the faster of the two. All take turns on the same model object; told
-are medians of the rounds and of the ratios within a round. On a processor with more, one without bfloat16 is imitated by
-the environment ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2, which is noted.
+are medians of the rounds and of the ratios within a round. A processor without bfloat16 is imitated by the
+environment ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2, which is noted.
 """
 
 from __future__ import annotations

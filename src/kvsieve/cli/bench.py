@@ -28,7 +28,7 @@ PEER_BUDGET = "10%"
 
 def bench_command(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id or directory of a checkpoint; the demo model if left out.")
+        str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
     ] = None,
     methods: Annotated[
         str, typer.Option(help="Beside transformers and full: snapkv:budget=10%,fastkv:tsp_layer=14:budget=10%.")

@@ -25,7 +25,7 @@ _PARTS = "pooling,tsp,asl,heads,q_filters"
 
 def calibrate_command(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id or directory of a checkpoint; the demo model if left out.")
+        str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
     ] = None,
     out: Annotated[
         Path | None,

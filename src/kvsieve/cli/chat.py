@@ -18,7 +18,7 @@ from kvsieve.plans import Plan
 
 def chat_command(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id or directory of a checkpoint; the demo model if left out.")
+        str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
     ] = None,
     method: Annotated[
         str | None, typer.Option(help="See `kvsieve methods`; full, or what --load was made with, if left out.")

@@ -19,7 +19,8 @@ _HEADERS = ["context", "method", "KV", "of full", "TFLOP", "TTFT ratio", "TPOT r
 
 def estimate_command(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id or directory with a config.json; the demo model if left out.")
+        str | None,
+        typer.Argument(help="Hub id, directory with config.json or .gguf file; the demo model if left out."),
     ] = None,
     context: Annotated[str, typer.Option(help="Prompt tokens per row: 7500, 8k (8192), or a list: 8k,128k.")] = "8k",
     method: Annotated[
@@ -83,11 +84,11 @@ def model_config(name: str | None) -> Any:
     from kvsieve.models import checkpoint_source, load_error
 
     logging.set_verbosity_error()
-    source, local = checkpoint_source(name)
+    source, options = checkpoint_source(name)
     try:
-        return AutoConfig.from_pretrained(source, local_files_only=local)
+        return AutoConfig.from_pretrained(source, **options)
     except Exception as error:
-        raise load_error(f"cannot read the config of {name!r}", local, error) from error
+        raise load_error(f"cannot read the config of {name!r}", options, error) from error
 
 
 def _demo_config() -> Any:

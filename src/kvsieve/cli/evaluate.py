@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def eval_command(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id or directory of a checkpoint; the demo model if left out.")
+        str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Results directory.")] = ...,  # type: ignore[assignment]
     tasks: Annotated[str, typer.Option(help="Names, or ruler, or all; see `kvsieve tasks`.")] = "needle,ruler,kv",

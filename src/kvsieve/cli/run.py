@@ -33,7 +33,7 @@ _HEADERS = [
 
 def run_command(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id or directory of a checkpoint; the demo model if left out.")
+        str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
     prompt_file: Annotated[str | None, typer.Option(help="File with the prompt; - reads stdin.")] = None,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -26,8 +27,8 @@ def load(
     """A causal language model in eval mode and its tokenizer.
 
     Args:
-        model_id_or_dir: None for the demo model (see `load_demo`), a directory with a transformers checkpoint, or a
-            hub id such as ``owner/name``.
+        model_id_or_dir: None for the demo model (see `load_demo`), a directory with a transformers checkpoint, a GGUF
+            file, whose weights are dequantized, or a hub id such as ``owner/name``.
         dtype: dtype of the weights; "auto" takes bfloat16 where the device computes it natively, else float32 or
             float16 (`kvsieve.devices.auto_dtype`), and "checkpoint" the checkpoint's own.
         device: where to put the model; by default "cuda" if there is one, else "cpu".
@@ -47,30 +48,34 @@ def load(
         model, tokenizer = load_demo(torch.bfloat16 if dtype == "checkpoint" else dtype)
     else:
         model, tokenizer = _load_any(os.fspath(model_id_or_dir), "auto" if dtype == "checkpoint" else dtype)
-    return model.to(device), tokenizer  # type: ignore[arg-type]
+    # What a loader of low-bit weights has placed stays there.
+    return model if hasattr(model, "hf_device_map") else model.to(device), tokenizer  # type: ignore[arg-type]
 
 
 def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source, local = checkpoint_source(name)
+    source, options = checkpoint_source(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=local)
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=local)
+        tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
     except Exception as exc:
-        raise load_error(f"cannot load {name!r}", local, exc) from exc
+        raise load_error(f"cannot load {name!r}", options, exc) from exc
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return model.eval(), tokenizer
 
 
-def checkpoint_source(name: str) -> tuple[str, bool]:
-    """Directory or hub id that transformers loads a name from, and True for a directory here (else a hub id).
+def checkpoint_source(name: str) -> tuple[str, dict[str, Any]]:
+    """Directory or hub id that transformers loads a name from, and further arguments of its `from_pretrained`.
 
-    Raises ModelNotFoundError for a path that holds no checkpoint, or one that may not be read.
+    Raises ModelNotFoundError for a path that holds no checkpoint, or one that may not be read, and ModelLoadError for a
+    GGUF file where a package that reads it is missing.
     """
-    expected = "expected the directory of a transformers checkpoint, or a hub id owner/name"
+    expected = "expected the directory of a transformers checkpoint, a .gguf file, or a hub id owner/name"
+    if name.endswith(".gguf"):
+        return _gguf_source(name)
     try:
         path = Path(os.path.expanduser(name))
         local = path.is_dir()
@@ -86,15 +91,33 @@ def checkpoint_source(name: str) -> tuple[str, bool]:
             raise ModelNotFoundError(f"{name!r} has no config.json; {expected}") from exc
         except OSError as exc:
             raise ModelNotFoundError(f"the config.json of {name!r} cannot be read: {exc.strerror}; {expected}") from exc
-    return (str(path) if local else name), local
+    return (str(path) if local else name), {"local_files_only": local}
 
 
-def load_error(what: str, local: bool, error: Exception) -> ModelLoadError:
-    """The error to raise where transformers could not load something. what: such as "cannot load 'owner/name'"."""
+def _gguf_source(name: str) -> tuple[str, dict[str, Any]]:
+    path = Path(os.path.expanduser(name)).absolute()
+    if not path.is_file():
+        raise ModelNotFoundError(f"{name!r} is not a file here; a .gguf file is read from this machine, download it")
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ModelLoadError(f"reading {name!r} needs the package {package}; run `pip install 'kvsieve[gguf]'`")
+    return str(path.parent), {"local_files_only": True, "gguf_file": path.name}
+
+
+def load_error(what: str, options: dict[str, Any], error: Exception) -> ModelLoadError:
+    """The error to raise where transformers could not load something.
+
+    Args:
+        what: such as "cannot load 'owner/name'".
+        options: what `checkpoint_source` gave.
+        error: of transformers.
+    """
     from huggingface_hub import errors
 
     cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    if local:
+    if "gguf_file" in options:
+        return ModelLoadError(f"{what} from its GGUF file: {cause}")
+    if options["local_files_only"]:
         return ModelLoadError(f"{what} from its directory: {cause}")
     told: BaseException | None = error
     while told is not None:
