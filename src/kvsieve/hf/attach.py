@@ -15,6 +15,7 @@ from kvsieve.hf.compat import attention_of, check_version, text_config
 from kvsieve.hf.forward import attention, passes
 from kvsieve.hf.generate.generate import with_stats
 from kvsieve.hf.model.support import check_model
+from kvsieve.hf.model.weights import why_out_of_reach
 from kvsieve.hf.sieve import Sieve
 from kvsieve.plans import Plan
 
@@ -91,6 +92,9 @@ def attached(
         raise KvsieveError("the model has a plan attached already; leave that `with` block first")
     plan = plan.for_model(model, tokenizer)
     check_model(model, plan)
+    reason = why_out_of_reach(model)
+    if reason is not None:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot run {plan.name!r}: {reason}")
     sieve = Sieve(model, plan, decode)
     caution = plan.caution(sieve.num_layers)
     if caution is not None:

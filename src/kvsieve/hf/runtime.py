@@ -21,6 +21,7 @@ from kvsieve.hf.inputs import check_ids
 from kvsieve.hf.kinds import growing_layers, layer_kinds
 from kvsieve.hf.model.facts import Facts
 from kvsieve.hf.model.parallel import ranks_of
+from kvsieve.hf.model.weights import active_adapters, adapted_layer
 from kvsieve.plans import Plan
 
 
@@ -51,6 +52,7 @@ class AttachedModel:
         self.layers: list[nn.Module] = list(layers_of(self.decoder) or ())
         self.num_layers = len(self.layers)
         self.facts = Facts(model)
+        self._adapted = adapted_layer(self.decoder)
         self.kinds = layer_kinds(self.config)
         self.context = ModelContext(self.num_layers, growing_layers(self.kinds), self.facts, ranks_of(model, plan))
         self.engine = Engine(self.decoder, decode, divided=tensor_parallel_mesh(model) is not None)
@@ -59,6 +61,11 @@ class AttachedModel:
     def is_composite(self) -> bool:
         """True where the model has other parts than text, such as a vision tower."""
         return self.config is not self.model.config
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of PEFT's adapters that act now."""
+        return active_adapters(self._adapted)
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Let the plan take from a tokenizer of transformers what it lacks of one; see Plan.for_tokenizer."""
@@ -71,23 +78,27 @@ class AttachedModel:
     def adopt(self, cache: SieveCache) -> SieveCache:
         """Let a cache that another plan has read on this model go on under this one, and return it.
 
-        What the other plan dropped stays dropped. For comparing plans on one reading; such a cache is not saved.
+        What the other plan dropped stays dropped. For comparing plans on one reading, and for going on under other
+        adapters on purpose; such a cache is not saved.
 
         Raises:
             CacheStateError: the cache is of another model.
         """
         if not isinstance(cache, SieveCache):
             raise InputError(f"adopt takes a cache that sieve.new_cache() has made, got {short(cache)}")
-        if cache.owner.why_not(self.decoder, cache.owner.plan) is None:
+        if cache.owner.why_not(self.decoder, cache.owner.plan, cache.owner.adapters) is None:
             cache.owner = self._owner(adopted=True)
         self.check_cache(cache)
         return cache
 
     def check_cache(self, cache: Any) -> None:
-        """Raise InputError for what is no cache of kvsieve, CacheStateError for that of another model or plan."""
+        """Raise InputError for what is no cache of kvsieve, CacheStateError for that of another model or plan.
+
+        And for one that was read under other adapters of PEFT than act now.
+        """
         if not isinstance(cache, SieveCache):
             raise InputError(f"cache takes what sieve.new_cache() or an earlier result has, got {short(cache)}")
-        reason = cache.owner.why_not(self.decoder, self.plan)
+        reason = cache.owner.why_not(self.decoder, self.plan, self.adapters)
         if reason is None:
             return
         if cache.num_seen or cache.status != "ready" or cache.owner.decoder() is not self.decoder:
@@ -190,4 +201,4 @@ class AttachedModel:
         return all((one - two).norm() <= 0.05 * one.norm() for one, two in zip(*ends, strict=True))
 
     def _owner(self, adopted: bool = False) -> Owner:
-        return Owner(weakref.ref(self.decoder), self.plan, adopted)
+        return Owner(weakref.ref(self.decoder), self.plan, adopted, self.adapters)

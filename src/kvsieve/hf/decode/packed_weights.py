@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvsieve.hf.model.weights import why_not_packed
+
 # Tokens of a pass, of all rows together, up to which the packed weight is the faster one.
 _FEW = 64
 
@@ -29,6 +31,9 @@ class PackedLinears:
             for name, module in decoder.named_modules()
             if type(module) is nn.Linear and "forward" not in module.__dict__
         ]
+        reason = why_not_packed(decoder)
+        if reason is not None:
+            raise ValueError(f"packed weights are copies of plain ones, and {reason}")
         kinds = {(module.weight.device.type, module.weight.dtype) for _, module in self._layers}
         if kinds != {("cpu", torch.bfloat16)}:
             found = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds)) or "none"

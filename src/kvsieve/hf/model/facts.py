@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.compat import decoder_of, layers_of, text_config
+from kvsieve.hf.model.weights import is_linear, plain_weight, weight_by_images
 
 _PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
 _POSITIONS = (0, 1, 6, 41, 160)
@@ -50,17 +51,23 @@ class Facts:
                 known = "rotary, output_weight, uncapped and hidden"
                 raise PlanError(f"an evictor needs {need!r} of the model; known are {known}")
             for index in layers:
-                found = self._rotation(index) if need == "rotary" else self._projection(index)
+                found = self._rotation(index) if need == "rotary" else self._linear(index)
                 if isinstance(found, str):
                     return found
         return None
 
     def output_weight(self, layer_idx: int) -> Tensor:
         """See ModelFacts.output_weight."""
-        found = self._projection(layer_idx)
-        if isinstance(found, str):
-            raise UnsupportedModelError(f"{type(self.model).__name__}: {found}")
-        return found
+        linear = self._linear(layer_idx)
+        if isinstance(linear, str):
+            raise UnsupportedModelError(f"{type(self.model).__name__}: {linear}")
+        size = self._head_dim(layer_idx)
+        weight = plain_weight(linear)
+        if weight is None:
+            device = next((p.device for p in linear.parameters() if not p.is_meta), self.model.device)
+            width = size * self.config.num_attention_heads
+            weight = weight_by_images(linear, width, device, self.model.dtype)
+        return weight.view(weight.shape[0], -1, size).permute(1, 2, 0)
 
     def rotate(self, layer_idx: int, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
         """See ModelFacts.rotate."""
@@ -77,21 +84,21 @@ class Facts:
                 return module
         return None
 
-    def _projection(self, layer_idx: int) -> Tensor | str:
+    def _head_dim(self, layer_idx: int) -> int:
+        found = getattr(self._attention(layer_idx), "head_dim", None)
+        return found or self.config.hidden_size // self.config.num_attention_heads
+
+    def _linear(self, layer_idx: int) -> nn.Module | str:
+        """The output projection, or why there is none that a method can use."""
         attention = self._attention(layer_idx)
         linear = next((getattr(attention, name) for name in _PROJECTIONS if hasattr(attention, name)), None)
-        weight = getattr(linear, "weight", None)
-        heads = self.config.num_attention_heads
-        size = getattr(attention, "head_dim", None) or self.config.hidden_size // heads
-        plain = isinstance(linear, nn.Linear) and isinstance(weight, Tensor) and weight.is_floating_point()
-        if not plain or weight.ndim != 2 or weight.shape[1] != heads * size:  # type: ignore[union-attr]
+        heads, size = self.config.num_attention_heads, self._head_dim(layer_idx)
+        if linear is None or not is_linear(linear, heads * size):
             return (
-                f"the plan needs the output projection of every head, and layer {layer_idx} has no plain linear one of "
+                f"the plan needs the output projection of every head, and layer {layer_idx} has no linear one of "
                 f"{heads} heads with {size} channels"
             )
-        # Under tensor parallelism a process holds the columns of its own heads.
-        own = weight.to_local() if hasattr(weight, "to_local") else weight  # type: ignore[union-attr]
-        return own.detach().view(own.shape[0], -1, size).permute(1, 2, 0)  # type: ignore[union-attr]
+        return linear
 
     def _rotation(self, layer_idx: int) -> Callable[..., Any] | str | None:
         if layer_idx not in self._rotations:

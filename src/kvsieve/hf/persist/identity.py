@@ -8,6 +8,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from torch import Tensor
+
 from kvsieve.errors import CacheFileError
 from kvsieve.hf.persist.cache_file import as_bytes
 from kvsieve.hf.runtime import AttachedModel
@@ -38,6 +40,7 @@ def model_identity(model: AttachedModel) -> dict[str, Any]:
         "shape": dataclasses.asdict(Fingerprint.of(model.model)),
         "positions": as_json(positions, "the model's configuration", CacheFileError),
         "dtype": str(model.model.dtype).removeprefix("torch."),
+        "adapters": list(model.adapters),
         "weights": _weights(model),
     }
 
@@ -46,11 +49,20 @@ def _weights(model: AttachedModel) -> str:
     """Hash a few elements of every weight of the decoder, whatever they are called and in which order."""
     found = []
     for weight in model.decoder.parameters():
-        if not weight.is_meta:
+        for each in _tensors(weight.detach()):
             # An odd step, so that not all elements are of one column.
-            part = weight.detach().flatten()[:: max(1, weight.numel() // _SAMPLE) | 1][:_SAMPLE]
+            part = each.flatten()[:: max(1, each.numel() // _SAMPLE) | 1][:_SAMPLE]
             found.append(hashlib.sha256(repr(tuple(weight.shape)).encode() + as_bytes(part)).digest())
     return hashlib.sha256(b"".join(sorted(found))).hexdigest()
+
+
+def _tensors(weight: Tensor) -> Iterator[Tensor]:
+    """The plain tensors that a weight is made of; none where it is brought in for each call."""
+    if hasattr(weight, "__tensor_flatten__") and not hasattr(weight, "to_local"):
+        for name in weight.__tensor_flatten__()[0]:
+            yield from _tensors(getattr(weight, name))
+    elif not weight.is_meta:
+        yield weight
 
 
 def vocabulary_hash(tokenizer: Any) -> str:
@@ -75,6 +87,10 @@ def check_model(path: Any, theirs: dict[str, Any], mine: dict[str, Any]) -> None
             f"{path} was made with {_named(theirs)} in {theirs['dtype']}, this model is in {mine['dtype']}; load the "
             f"model in {theirs['dtype']}"
         )
+    adapters = [each.get("adapters", []) for each in (theirs, mine)]
+    if adapters[0] != adapters[1]:
+        before, now = (", ".join(map(repr, names)) or "no adapter" for names in adapters)
+        raise CacheFileError(f"{path} was made under {before}, and {now} acts here: switch to what it was made under")
     if theirs["weights"] != mine["weights"]:
         raise CacheFileError(
             f"{both}, of the same shape, but with other weights; load the checkpoint that the cache was made with"
