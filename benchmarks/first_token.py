@@ -5,8 +5,9 @@
 Full KV reads the demo's prompt as the demo does, in chunks of 1024 tokens; transformers reads it with its own cache and
 sdpa, at once and in such chunks, and is judged by the faster of the two. All take turns on the same model object; told
 are medians of the rounds and of the ratios within a round. Beside the seconds to the first token stand the processor's
-seconds of reading and one more token, which other work on the machine disturbs less. A processor without bfloat16 is imitated by the
-environment ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2, which is noted.
+seconds of reading and one more token, which other work on the machine disturbs less. A processor without bfloat16 is
+imitated by the environment ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2, which is
+noted.
 """
 
 from __future__ import annotations
