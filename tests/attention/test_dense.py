@@ -97,3 +97,13 @@ def test_a_token_by_products_equals_the_reference(padding):
     torch.testing.assert_close(
         ours, reference_attention(query, keys, values, scale=0.3, valid=valid), atol=1e-12, rtol=0
     )
+
+
+def test_a_pass_with_gradients_runs():
+    """A plain call of the model without torch.no_grad()."""
+    query, keys = torch.randn(1, 4, 5, 8, dtype=torch.bfloat16), torch.randn(1, 2, 12, 8, dtype=torch.bfloat16)
+    expected = dense.dense_attention(query, keys, keys, scale=0.3)
+    found = dense.dense_attention(query.requires_grad_(), keys, keys, scale=0.3)
+    found.sum().backward()
+    assert query.grad is not None and query.grad.isfinite().all()
+    torch.testing.assert_close(found.detach(), expected, atol=2e-2, rtol=0)

@@ -11,7 +11,7 @@ from kvsieve.types import AttentionTerms
 
 def can_split(query: Tensor, values: Tensor) -> bool:
     """Tell whether the fused CPU kernel takes these tensors."""
-    return query.device.type == "cpu" and query.shape[-1] == values.shape[-1] and not query.requires_grad
+    return query.device.type == "cpu" and query.shape[-1] == values.shape[-1]
 
 
 def chunk_attention(
@@ -21,7 +21,7 @@ def chunk_attention(
 
     Terms may have sinks, which get their part by the log-sum-exp, and no cap. The earlier N - L entries are seen by
     every query, the last L causally; the two are merged by their log-sum-exp. Under a mask the kernel would also
-    compute what is hidden (benchmarks/attention.py has the times).
+    compute what is hidden (benchmarks/first_token.py has the times).
     """
     batch, query_heads, new, dim = query.shape
     heads, before = keys.shape[1], keys.shape[2] - new

@@ -51,13 +51,15 @@ def dense_attention(
         return _one_token(query, keys, values, scale, valid, terms)
     if valid is not None and valid.shape[1] == 1:
         return _rows_alone(query, keys, values, scale, valid, terms)
-    if _only_sinks(terms) and valid is None and can_split(query, values) and not faster_here(query):
+    # Products into given buffers, and the kernel that tells its log-sum-exp, have no gradient.
+    plain = not (torch.is_grad_enabled() and any(each.requires_grad for each in (query, keys, values)))
+    if plain and _only_sinks(terms) and valid is None and can_split(query, values) and not faster_here(query):
         return chunk_attention(query, keys, values, scale=scale, terms=terms)
-    if terms is not None or faster_here(query):
+    if terms is not None or (plain and faster_here(query)):
         return blocked_attention(query, keys, values, scale=scale, valid=valid, terms=terms)
     if new == length and valid is None:
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
-    if valid is None and can_split(query, values):
+    if plain and valid is None and can_split(query, values):
         return chunk_attention(query, keys, values, scale=scale)
     if query.is_cuda and valid is None and query.element_size() == 2:
         # Flash attention aligns the causal mask to the last entry and needs none in memory.

@@ -15,7 +15,14 @@ from kvsieve.report.tables import markdown_table
 from kvsieve.text import Markdown
 
 # Packages of the extras, and the extra each belongs to.
-_EXTRAS = {"gguf": "demo", "matplotlib": "eval", "datasets": "scbench", "lm_eval": "lm-eval", "accelerate": "parallel"}
+_EXTRAS = {
+    "gguf": "demo",
+    "matplotlib": "eval",
+    "datasets": "scbench",
+    "lm_eval": "lm-eval",
+    "accelerate": "parallel",
+    "peft": "peft",
+}
 
 
 def methods_command(
