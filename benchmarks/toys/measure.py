@@ -1,6 +1,7 @@
 """What eviction, sparse reading and token propagation cost the toys on key recall.
 
-    python -m benchmarks.toys.measure DIR [--geometries hybrid,sinks,latent] [--prompts 64] [--results FOLDER]
+    python -m benchmarks.toys.measure DIR [--geometries hybrid,sinks,latent] [--roles evict,read,propagate]
+        [--prompts 64] [--results FOLDER]
 
 DIR is what benchmarks.toys.train wrote. Run in the repository's root; FOLDER is benchmarks/results otherwise. Every
 prompt holds 24 records and asks for one of them; the answer, four tokens, is generated greedily. Visible: the plan sees
@@ -34,6 +35,7 @@ from kvsieve.errors import KvsieveError
 from kvsieve.methods import TSP, GemFilter, PyramidInfer
 from kvsieve.report.environment import environment
 
+ROLES = ("evict", "read", "propagate")
 SHARES = (0.1, 0.25, 0.5)
 RATES = (0.9, 0.7)  # PyramidInfer's, per layer
 GEMFILTER = 0.25
@@ -187,6 +189,32 @@ def state_change(model: PreTrainedModel, cell: Cell, prompts: Tensor) -> dict[st
     }
 
 
+def answer_mass(model: PreTrainedModel, prompts: Tensor) -> dict[str, float]:
+    """Per layer with attention, the weight that the question's key has on the first token of its answer.
+
+    Mean over prompts, of the head with most; the layer where it is high is where the toy finds the answer.
+    """
+    places = (prompts[:, :-1] == prompts[:, -1:]).int().argmax(1) + 1
+    found: dict[str, float] = {}
+
+    def note(index: int, weights: Tensor) -> None:
+        mass = weights[:, :, -1].gather(2, places[:, None, None].expand(-1, weights.shape[1], 1))
+        found[str(index)] = round(mass.mean(0).max().item(), 4)
+
+    attending = {i: layer.self_attn for i, layer in enumerate(model.model.layers) if "self_attn" in layer._modules}
+    handles = [
+        module.register_forward_hook(lambda module, given, out, index=index: note(index, out[1]))
+        for index, module in attending.items()
+    ]
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    model.model(prompts, use_cache=False)
+    model.set_attn_implementation(before)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
 def unattached(model: PreTrainedModel, ids: Tensor, task: Task) -> float:
     """Share of answers that transformers generates without kvsieve which are right."""
     prompts = ids[:, : -task.value]
@@ -197,18 +225,21 @@ def unattached(model: PreTrainedModel, ids: Tensor, task: Task) -> float:
 
 
 @torch.no_grad()
-def table(model: PreTrainedModel, task: Task, prompts: int, seed: int) -> dict[str, Any]:
-    """Measure every cell on the same prompts."""
+def table(model: PreTrainedModel, task: Task, prompts: int, seed: int, roles: Sequence[str] = ROLES) -> dict[str, Any]:
+    """Measure every cell of these roles, and full KV, on the same prompts."""
     ids = task.sample(prompts, torch.Generator().manual_seed(seed))
     rows = []
     for cell in cells(sources(model)):
+        if cell.role not in ("full", *roles):
+            continue
         row = measure(model, cell, ids, task)
         recurrent = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
         if recurrent and cell.role == "propagate" and not cell.hidden and "refused" not in row:
             row["state_change"] = state_change(model, cell, ids[:16, : -task.value])
         rows.append(row)
         print(line(row), flush=True)
-    return {"transformers": unattached(model, ids, task), "rows": rows}
+    mass = answer_mass(model, ids[:32, : -task.value])
+    return {"transformers": unattached(model, ids, task), "answer_mass": mass, "rows": rows}
 
 
 def line(row: dict[str, Any]) -> str:
@@ -224,6 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("toys", type=Path)
     parser.add_argument("--geometries", default="hybrid,sinks,latent")
+    parser.add_argument("--roles", default=",".join(ROLES))
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -234,7 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{geometry}:")
         model = AutoModelForCausalLM.from_pretrained(given.toys / geometry, dtype=torch.float32).eval()
         began = time.process_time()
-        found = table(model, task, given.prompts, given.seed)
+        found = table(model, task, given.prompts, given.seed, given.roles.split(","))
         stamp = {"environment": environment(), "load_average": os.getloadavg()[0], "geometry": geometry}
         spent = {"task": asdict(task), "prompts": given.prompts, "cpu_s": round(time.process_time() - began, 1)}
         target = given.results / f"toys_{geometry}_methods.json"

@@ -13,7 +13,8 @@ from typing import Any
 
 from benchmarks.toys.train import RESULTS
 
-GEOMETRIES = ("hybrid", "sinks", "latent")
+PAGE = Path(__file__).parents[2] / "docs" / "toys.md"
+GEOMETRIES = ("hybrid", "hybrid_early", "sinks", "latent")
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -33,10 +34,15 @@ def training(trained: dict[str, dict[str, Any]]) -> str:
 
 
 def answers(rows: list[dict[str, Any]]) -> str:
-    """Right answers in percent, one number per share, a dash where a plan is refused."""
+    """Right answers in percent, one number per share: a dash where refused, a star where all tokens went on."""
     if all("refused" in row for row in rows):
         return "refused"
-    return " / ".join("–" if "refused" in row else f"{100 * row['answers']:.0f}" for row in rows)
+    return " / ".join("–" if "refused" in row else f"{100 * row['answers']:.0f}{star(row)}" for row in rows)
+
+
+def star(row: dict[str, Any]) -> str:
+    """Mark a propagator under which all tokens went on."""
+    return "\\*" if row["role"] == "propagate" and not row["applied"] else ""
 
 
 def plans(found: dict[str, dict[str, Any]], role: str, hidden: bool) -> str:
@@ -50,7 +56,8 @@ def plans(found: dict[str, dict[str, Any]], role: str, hidden: bool) -> str:
                 by.setdefault(f"`{row['method']}`{layer}", []).append(row)
         return by
 
-    tables = {name: rows_of(name) for name in found}
+    measured = [name for name in found if any(row["role"] == role for row in found[name]["rows"])]
+    tables = {name: rows_of(name) for name in measured}
     labels = dict.fromkeys(label for table in tables.values() for label in table)
     rows = [
         [label, *(answers(table[label]) if label in table else "" for table in tables.values())] for label in labels
@@ -58,16 +65,29 @@ def plans(found: dict[str, dict[str, Any]], role: str, hidden: bool) -> str:
     return markdown(["method", *tables], rows)
 
 
-def states(rows: list[dict[str, Any]]) -> str:
+def found_at(found: dict[str, dict[str, Any]]) -> str:
+    """Where each toy finds the answer."""
+    layers = sorted({int(layer) for each in found.values() for layer in each["answer_mass"]})
+    rows = ([name, *(mass_at(each, layer) for layer in layers)] for name, each in found.items())
+    return markdown(["toy", *(f"layer {layer}" for layer in layers)], rows)
+
+
+def mass_at(found: dict[str, Any], layer: int) -> str:
+    mass = found["answer_mass"].get(str(layer))
+    return "" if mass is None else f"{mass:.2f}"
+
+
+def states(found: dict[str, dict[str, Any]]) -> str:
     """What propagation does to the states behind the layer where tokens are chosen."""
-    head, lines = ["method", "goes on", "right answers"], []
-    told = [row for row in rows if row.get("state_change")]
-    layers = list(told[0]["state_change"]) if told else []
-    for row in told:
+    told = [(name, row) for name, each in found.items() for row in each["rows"] if row.get("state_change")]
+    layers = list(told[0][1]["state_change"]) if told else []
+    lines = []
+    for name, row in told:
         layer = "" if row["layer"] is None else f", layer {row['layer']}"
-        changes = [f"{row['state_change'][each]:.2f}" for each in layers]
-        lines.append([f"`{row['method']}`{layer}", f"{row['share']:.0%}", f"{100 * row['answers']:.0f}", *changes])
-    return markdown([*head, *(f"state {layer}" for layer in layers)], lines)
+        changes = [f"{row['state_change'][each]:.3f}" for each in layers]
+        lines.append([name, f"`{row['method']}`{layer}", f"{row['share']:.0%}", answers([row]), *changes])
+    head = ["toy", "method", "goes on", "right answers", *(f"state of layer {layer}" for layer in layers)]
+    return markdown(head, lines)
 
 
 def tables(results: Path) -> dict[str, str]:
@@ -81,16 +101,27 @@ def tables(results: Path) -> dict[str, str]:
     out = {"training": training(trained)} if trained else {}
     for role, hidden in (("evict", False), ("evict", True), ("read", False), ("propagate", False), ("propagate", True)):
         out[f"{role}, {'hidden' if hidden else 'visible'}"] = plans(found, role, hidden)
-    if "hybrid" in found:
-        out["states"] = states(found["hybrid"]["rows"])
+    out["states"], out["where"] = states(found), found_at(found)
     return out
+
+
+def filled(page: str, found: dict[str, str]) -> str:
+    """Put each table between its marks: a comment with its name, and the next that says "end"."""
+    for name, text in found.items():
+        before, mark, behind = page.partition(f"<!-- {name} -->\n")
+        if not mark:
+            raise ValueError(f"the page has no place for the table {name!r}: add <!-- {name} --> and <!-- end -->")
+        _, end, after = behind.partition("<!-- end -->")
+        page = f"{before}{mark}\n{text}\n\n{end}{after}"
+    return page
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
-    for name, text in tables(parser.parse_args().results).items():
-        print(f"{name}\n\n{text}\n")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    given = parser.parse_args()
+    given.page.write_text(filled(given.page.read_text(), tables(given.results)))
 
 
 if __name__ == "__main__":

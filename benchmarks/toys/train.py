@@ -1,9 +1,11 @@
 """Train a toy of one geometry on key recall, from random weights.
 
-    python -m benchmarks.toys.train GEOMETRY --out DIR [--seed 0] [--minutes 15] [--results benchmarks/results]
+    python -m benchmarks.toys.train GEOMETRY --out DIR [--early 3] [--seed 0] [--minutes 15] [--results FOLDER]
 
 Run in the repository's root. DIR/GEOMETRY gets the model, in transformers' format, and curve.json: every 20 steps the
-loss, the share of answer tokens that are right, and the seconds so far. RESULTS/toys_GEOMETRY.json is the same file.
+loss, the share of answer tokens that are right, and the seconds so far. FOLDER/toys_GEOMETRY.json is the same file;
+FOLDER is benchmarks/results otherwise. With --early 3 answers are also read off behind layer 3 while training, so that
+the toy finds them by then; its name is GEOMETRY_early.
 
 The task grows in stages, and the next begins once the answers of the present one are mostly right; then the learning
 rate falls to nothing in the last steps. Hidden matrices are trained by Muon, everything else by AdamW. Everything is
@@ -58,6 +60,7 @@ class Recipe:
         settle: steps at the end, over which both rates fall to nothing.
         limit_s: CPU seconds after which training stops where it is.
         most_steps: steps after which it does.
+        early: a layer behind which answers are read off as well, their loss added; None for the last one only.
     """
 
     stages: Sequence[Task] = STAGES
@@ -70,6 +73,7 @@ class Recipe:
     settle: int = 100
     limit_s: float = 900.0
     most_steps: int = 100_000
+    early: int | None = None
 
 
 @dataclass
@@ -104,10 +108,17 @@ class Rates:
             optimiser.zero_grad()
 
 
-def answer_logits(model: PreTrainedModel, ids: Tensor, task: Task) -> Tensor:
-    """Logits of every token of every answer, [B, questions x value, V]."""
-    states = model.model(ids, use_cache=False).last_hidden_state
-    return model.lm_head(states[:, task.answers.flatten() - 1])
+def answer_logits(model: PreTrainedModel, ids: Tensor, task: Task, early: int | None = None) -> list[Tensor]:
+    """Logits of all tokens of answers, [B, questions x value, V]: the model's, then those behind layer `early`."""
+    seen: list[Tensor] = []
+    handle = None
+    if early is not None:
+        handle = model.model.layers[early].register_forward_hook(lambda layer, given, states: seen.append(states))
+    states = [model.model(ids, use_cache=False).last_hidden_state]
+    if handle is not None:
+        handle.remove()
+    states += [model.model.norm(each) for each in seen]
+    return [model.lm_head(each[:, task.answers.flatten() - 1]) for each in states]
 
 
 def train(model: PreTrainedModel, recipe: Recipe, seed: int) -> Run:
@@ -121,16 +132,16 @@ def train(model: PreTrainedModel, recipe: Recipe, seed: int) -> Run:
         task = recipe.stages[stage]
         ids = task.sample(max(1, recipe.tokens // task.length), generator)
         expected = ids[:, task.answers.flatten()]
-        logits = answer_logits(model, ids, task)
-        loss = F.cross_entropy(logits.flatten(0, 1), expected.flatten())
-        loss.backward()
+        exits = answer_logits(model, ids, task, recipe.early)
+        losses = [F.cross_entropy(logits.flatten(0, 1), expected.flatten()) for logits in exits]
+        sum(losses[1:], losses[0]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         left -= run.learned
         rates.step(min(1.0, (run.steps + 1) / recipe.warmup) * left / recipe.settle)
-        right += 0.2 * ((logits.argmax(-1) == expected).float().mean().item() - right)
+        right += 0.2 * ((exits[0].argmax(-1) == expected).float().mean().item() - right)
         run.steps += 1
         run.cpu_s, run.wall_s = time.process_time() - cpu, time.perf_counter() - wall
-        row = {"step": run.steps, "stage": stage, "loss": round(loss.item(), 4), "accuracy": round(right, 4)}
+        row = {"step": run.steps, "stage": stage, "loss": round(losses[0].item(), 4), "accuracy": round(right, 4)}
         if run.steps % 20 == 0:
             run.curve.append(row | {"cpu_s": round(run.cpu_s, 1), "wall_s": round(run.wall_s, 1)})
             print(" ".join(f"{name} {value}" for name, value in run.curve[-1].items()), flush=True)
@@ -147,7 +158,7 @@ def accuracy(model: PreTrainedModel, task: Task, rows: int, seed: int) -> dict[s
     """Shares of held-out answers, and of their tokens, that are right, each token after the right ones before it."""
     ids = task.sample(rows, torch.Generator().manual_seed(seed))
     places = task.answers.flatten()
-    right = torch.cat([answer_logits(model, part, task).argmax(-1) == part[:, places] for part in ids.split(32)])
+    right = torch.cat([answer_logits(model, part, task)[0].argmax(-1) == part[:, places] for part in ids.split(32)])
     answers = right.view(rows, task.questions, task.value).all(-1)
     return {"answers": round(answers.float().mean().item(), 4), "tokens": round(right.float().mean().item(), 4)}
 
@@ -176,6 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("geometry", choices=sorted(GEOMETRIES))
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--early", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=15.0, help="most CPU time")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -183,15 +195,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not hasattr(torch.optim, "Muon"):
         sys.exit(f"error: torch {torch.__version__} has no Muon optimiser; training toys needs torch 2.9 or later")
     torch.set_num_threads(1)
-    recipe = Recipe(limit_s=60 * given.minutes)
+    recipe = Recipe(limit_s=60 * given.minutes, early=given.early)
+    name = given.geometry if given.early is None else f"{given.geometry}_early"
     model = build(given.geometry, given.seed)
     run = train(model, recipe, given.seed)
-    found = report(model, given.geometry, recipe, run, given.seed)
-    folder = given.out / given.geometry
+    found = report(model, name, recipe, run, given.seed)
+    folder = given.out / name
     model.save_pretrained(folder)
     text = json.dumps(found, indent=1) + "\n"
     (folder / "curve.json").write_text(text)
-    (given.results / f"toys_{given.geometry}.json").write_text(text)
+    (given.results / f"toys_{name}.json").write_text(text)
     held, spent = found["held_out"], f"{run.steps} steps, {run.cpu_s:.0f} s of CPU time, {run.wall_s:.0f} s in all"
     print(
         f"{given.geometry}: {'learned' if run.learned else 'NOT learned'} in {spent}; held out: {held['answers']:.1%}"

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 sys.path.insert(0, str(ROOT))
-from benchmarks.toys import geometries, measure, task, train  # noqa: E402
+from benchmarks.toys import geometries, measure, tables, task, train  # noqa: E402
 
 sys.path.remove(str(ROOT))
 
@@ -104,10 +104,11 @@ def test_the_command_leaves_a_checkpoint_and_its_curve(tmp_path, monkeypatch, ca
 
 
 def test_an_untrained_toy_is_measured_under_every_plan(monkeypatch):
+    """Every method and propagator acts; a plan's numbers are those of its budget."""
     monkeypatch.setattr(measure, "SHARES", (0.5,))
     model = geometries.build("dense", 0, **SMALL, num_hidden_layers=3).eval()
     found = measure.table(model, task.Task(length=64, records=6, questions=1), 2, 0)
-    assert found["transformers"] == found["rows"][0]["answers"]
+    assert found["transformers"] == found["rows"][0]["answers"] and found["answer_mass"].keys() == {"0", "1", "2"}
     assert not [row for row in found["rows"] if "refused" in row]
     acted = [row for row in found["rows"] if row["applied"]]
     assert {row["method"] for row in acted} >= {*measure.EVICTORS, *measure.READERS, "tsp", "fastkv", "gemfilter"}
@@ -121,3 +122,33 @@ def test_a_refusal_is_recorded_in_its_own_words():
     row = measure.measure(model, measure.Cell("propagate", "tsp", 0.5, layer=9), drawn(shape, 2), shape)
     assert row["refused"].startswith("PlanError: TSP layer 9 is outside the model")
     assert "TSP layer 9 is outside" in measure.line(row)
+
+
+def test_the_page_has_the_tables_of_the_committed_results():
+    page = tables.PAGE.read_text()
+    assert tables.filled(page, tables.tables(tables.RESULTS)) == page, "run python -m benchmarks.toys.tables"
+
+
+def test_a_page_without_a_place_for_a_table_is_refused():
+    with pytest.raises(ValueError, match="no place for the table 'states'"):
+        tables.filled("# page\n", {"states": "| a |"})
+
+
+def test_the_weight_on_the_answer_is_that_of_its_first_token():
+    model, prompts = tiny("hybrid").eval(), drawn(task.Task(length=64, records=6, questions=1), 3)[:, :-4]
+    mass = measure.answer_mass(model, prompts)
+    assert mass.keys() == {"1", "3", "5"} and model.config._attn_implementation == "sdpa"
+    # Untrained, every entry weighs about the same.
+    assert all(0.5 / 60 < each < 2 / 60 for each in mass.values())
+
+
+def test_an_early_exit_is_trained_beside_the_last():
+    shape, model = STAGES[1], tiny("hybrid")
+    ids = drawn(shape, 2)
+    last, early = train.answer_logits(model, ids, shape, early=2)
+    assert torch.equal(last, train.answer_logits(model, ids, shape)[0]) and not torch.equal(last, early)
+    model.model.layers = model.model.layers[:3]
+    model.config.num_hidden_layers = 3
+    assert torch.equal(train.answer_logits(model, ids, shape)[0], early)
+    done = train.train(tiny("hybrid"), train.Recipe(stages=STAGES, tokens=96, most_steps=2, early=1), 0)
+    assert done.steps == 2
