@@ -189,32 +189,6 @@ def state_change(model: PreTrainedModel, cell: Cell, prompts: Tensor) -> dict[st
     }
 
 
-def answer_mass(model: PreTrainedModel, prompts: Tensor) -> dict[str, float]:
-    """Per layer with attention, the weight that the question's key has on the first token of its answer.
-
-    Mean over prompts, of the head with most; the layer where it is high is where the toy finds the answer.
-    """
-    places = (prompts[:, :-1] == prompts[:, -1:]).int().argmax(1) + 1
-    found: dict[str, float] = {}
-
-    def note(index: int, weights: Tensor) -> None:
-        mass = weights[:, :, -1].gather(2, places[:, None, None].expand(-1, weights.shape[1], 1))
-        found[str(index)] = round(mass.mean(0).max().item(), 4)
-
-    attending = {i: layer.self_attn for i, layer in enumerate(model.model.layers) if "self_attn" in layer._modules}
-    handles = [
-        module.register_forward_hook(lambda module, given, out, index=index: note(index, out[1]))
-        for index, module in attending.items()
-    ]
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager")
-    model.model(prompts, use_cache=False)
-    model.set_attn_implementation(before)
-    for handle in handles:
-        handle.remove()
-    return found
-
-
 def unattached(model: PreTrainedModel, ids: Tensor, task: Task) -> float:
     """Share of answers that transformers generates without kvsieve which are right."""
     prompts = ids[:, : -task.value]
@@ -238,8 +212,7 @@ def table(model: PreTrainedModel, task: Task, prompts: int, seed: int, roles: Se
             row["state_change"] = state_change(model, cell, ids[:16, : -task.value])
         rows.append(row)
         print(line(row), flush=True)
-    mass = answer_mass(model, ids[:32, : -task.value])
-    return {"transformers": unattached(model, ids, task), "answer_mass": mass, "rows": rows}
+    return {"transformers": unattached(model, ids, task), "rows": rows}
 
 
 def line(row: dict[str, Any]) -> str:

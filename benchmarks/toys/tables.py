@@ -65,16 +65,11 @@ def plans(found: dict[str, dict[str, Any]], role: str, hidden: bool) -> str:
     return markdown(["method", *tables], rows)
 
 
-def found_at(found: dict[str, dict[str, Any]]) -> str:
+def where(mass: dict[str, dict[str, float]]) -> str:
     """Where each toy finds the answer."""
-    layers = sorted({int(layer) for each in found.values() for layer in each["answer_mass"]})
-    rows = ([name, *(mass_at(each, layer) for layer in layers)] for name, each in found.items())
+    layers = sorted({layer for each in mass.values() for layer in each}, key=int)
+    rows = ([toy, *(f"{each[layer]:.2f}" if layer in each else "" for layer in layers)] for toy, each in mass.items())
     return markdown(["toy", *(f"layer {layer}" for layer in layers)], rows)
-
-
-def mass_at(found: dict[str, Any], layer: int) -> str:
-    mass = found["answer_mass"].get(str(layer))
-    return "" if mass is None else f"{mass:.2f}"
 
 
 def states(found: dict[str, dict[str, Any]]) -> str:
@@ -101,7 +96,9 @@ def tables(results: Path) -> dict[str, str]:
     out = {"training": training(trained)} if trained else {}
     for role, hidden in (("evict", False), ("evict", True), ("read", False), ("propagate", False), ("propagate", True)):
         out[f"{role}, {'hidden' if hidden else 'visible'}"] = plans(found, role, hidden)
-    out["states"], out["where"] = states(found), found_at(found)
+    out["states"] = states(found)
+    if (results / "toys_where.json").exists():
+        out["where"] = where(json.loads((results / "toys_where.json").read_text())["answer_mass"])
     return out
 
 
