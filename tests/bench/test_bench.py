@@ -15,15 +15,15 @@ from kvsieve.bench import compare, roofline
 from kvsieve.bench.compare import Limits, element_bytes, run_length
 from kvsieve.bench.contenders import KvsieveMethod, PeerMethod, Transformers
 from kvsieve.bench.estimate import estimate
-from kvsieve.bench.geometry import geometry
+from kvsieve.bench.geometry import geometry, pairs
 from kvsieve.bench.peer_process import Peer
 from kvsieve.bench.plain import read_and_decode
 from kvsieve.bench.prompts import TokensPrompt, left_padded, make_rows, row_lengths
 from kvsieve.bench.roofline import Rates, measure_rates
 from kvsieve.bench.tables import notes, tables
-from kvsieve.bench.work import pairs
 from kvsieve.budget import Budget
 from kvsieve.errors import KvsieveError
+from kvsieve.hf.kinds import LayerKind
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
 from toy_words import word_tokenizer
@@ -185,14 +185,16 @@ def test_flops_of_a_prompt_read_twice(model, alone):
     layer, head = found.layers[0], found.head_parameters
     # Layer 2 is left in the middle of the first pass, after its attention.
     linear = 2 * layer.linear_parameters * (2 * 320 + 4 * 60)
-    attention = layer.pair_flops * (3 * pairs(0, 320) + 4 * pairs(0, 60))
+    attention = layer.pair_flops * (3 * pairs(0, 320, LayerKind()) + 4 * pairs(0, 60, LayerKind()))
     assert alone["gemfilter"]["prefill_flops"] == pytest.approx(linear + attention + 2 * head)
 
 
-def test_pairs_under_a_window():
-    assert pairs(0, 4) == 10 and pairs(3, 2) == 9
-    for before, new, window in ((0, 10, 4), (2, 5, 4), (9, 3, 4)):
-        assert pairs(before, new, window) == sum(min(before + i, window) for i in range(1, new + 1))
+def test_pairs_under_a_window_and_in_chunks():
+    assert pairs(0, 4, LayerKind()) == 10 and pairs(3, 2, LayerKind()) == 9
+    for before, new, span in ((0, 10, 4), (2, 5, 4), (9, 3, 4)):
+        window, chunk = LayerKind("window", span=span), LayerKind("chunk", span=span)
+        assert pairs(before, new, window) == sum(min(before + i, span) for i in range(1, new + 1))
+        assert pairs(before, new, chunk) == sum((before + i) % span + 1 for i in range(new))
 
 
 def test_kv_held_while_the_prompt_is_read(alone):

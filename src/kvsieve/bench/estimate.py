@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvsieve.bench.geometry import Geometry, Layer
 from kvsieve.errors import InputError, PlanError
+from kvsieve.hf.kinds import growing_layers
 from kvsieve.hf.model.support import check_model
 from kvsieve.methods import TSP, ScoredEvictor
 from kvsieve.methods.base import skipped
@@ -16,14 +17,21 @@ from kvsieve.plans import Plan
 class Estimate:
     """Predicted costs of one prompt per row; FLOPs and bytes are those of the whole batch.
 
-    deep_tokens: tokens that pass the deepest layer. kv_entries: per layer, per row and stored head, right after the
-    prompt. kv_bytes: keys and values stored. matmul_flops, attention_flops: reading the prompt. decode_bytes: read to
-    generate one token per row.
+    Attributes:
+        deep_tokens: tokens that pass the deepest layer.
+        kv_entries: per layer, per row and stored head, right after the prompt; 0 where a layer stores none.
+        kv_bytes: keys and values stored, and recurrent states.
+        state_bytes: the recurrent states alone, which do not grow.
+        weight_bytes: of all parameters.
+        matmul_flops: of linear layers, to read the prompt.
+        attention_flops: of attention and recurrences, to read the prompt.
+        decode_bytes: read to generate one token per row.
     """
 
     deep_tokens: int
     kv_entries: tuple[int, ...]
     kv_bytes: int
+    state_bytes: int
     weight_bytes: int
     matmul_flops: float
     attention_flops: float
@@ -56,22 +64,27 @@ def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, ele
     if plan.roles:
         check_model(geometry.model, plan)
     layers = geometry.layers
-    seen = _tokens_per_layer(plan, len(layers), tokens)
+    seen = _tokens_per_layer(plan, geometry, tokens)
     kept = [_entries(plan, index, layers, seen[index], tokens) for index in range(len(layers))]
     row_elements = [entries * layer.kv_elements * sets for layer, (entries, sets) in zip(layers, kept, strict=True)]
-    stored = sum(row_elements[index] for index, layer in enumerate(layers) if layer.reads == index)
-    read = sum(row_elements[layer.reads] for layer in layers)
+    stored = sum(row_elements[index] for index, layer in enumerate(layers) if layer.reads == index) * element_bytes
+    read = sum(row_elements[layer.reads] for layer in layers) * element_bytes
+    states = sum(layer.state_bytes(element_bytes) for layer in layers)
     matmul = sum(2 * layer.linear_parameters * n for layer, n in zip(layers, seen, strict=True))
     matmul += 2 * geometry.outside_parameters * tokens + 2 * geometry.head_parameters
-    attention = sum(layer.pair_flops * _pairs(n, layer.window) for layer, n in zip(layers, seen, strict=True))
+    attention = sum(
+        layer.pair_flops * _pairs(layer, n, seen[layer.reads]) + layer.state_flops * n
+        for layer, n in zip(layers, seen, strict=True)
+    )
     return Estimate(
         deep_tokens=seen[-1],
         kv_entries=tuple(entries if layers[i].reads == i else 0 for i, (entries, _) in enumerate(kept)),
-        kv_bytes=stored * batch * element_bytes,
+        kv_bytes=(stored + states) * batch,
+        state_bytes=states * batch,
         weight_bytes=geometry.parameters * element_bytes,
         matmul_flops=matmul * batch,
         attention_flops=attention * batch,
-        decode_bytes=(geometry.weights_read(batch) + read * batch) * element_bytes,
+        decode_bytes=geometry.weights_read(batch) * element_bytes + (read + states) * batch,
     )
 
 
@@ -96,27 +109,35 @@ def check_priced(plan: Plan) -> None:
             )
 
 
-def _tokens_per_layer(plan: Plan, num_layers: int, tokens: int) -> list[int]:
+def _tokens_per_layer(plan: Plan, geometry: Geometry, tokens: int) -> list[int]:
+    layers = geometry.layers
     if not isinstance(plan.propagate, TSP):
-        return [tokens] * num_layers
-    source = plan.propagate.source(num_layers)
+        return [1 if layer.last_token_only else tokens for layer in layers]
+    source = plan.propagate.first_layer(len(layers), growing_layers(geometry.kinds))
     deep = min(tokens, plan.propagate.rate.entries(tokens, plan.propagate.window))
-    return [tokens if index <= source else deep for index in range(num_layers)]
+    return [tokens if index <= source else deep for index in range(len(layers))]
 
 
 def _entries(plan: Plan, index: int, layers: tuple[Layer, ...], seen: int, tokens: int) -> tuple[int, int]:
     """Entries a layer holds after the prompt, and how many sets of them per KV head."""
     layer = layers[index]
-    if layer.window is not None:
-        # transformers keeps one entry less than the window: the next token brings the last one.
-        return min(seen, layer.window - 1), 1
+    kind = layer.kind
+    if not kind.grows:
+        # One entry less than the window: the next token brings the last one.
+        held = {"window": min(seen, (kind.span or 1) - 1), "chunk": seen % (kind.span or 1)}
+        return held.get(kind.entries, 0), 1
     if not isinstance(plan.evict, ScoredEvictor) or skipped(plan.evict.skip_layers, index, len(layers)):
         return seen, 1
     kept = min(seen, plan.evict.entries(tokens))
     return kept, plan.evict.stored_heads(1, layer.groups) if kept < seen else 1
 
 
-def _pairs(tokens: int, window: int | None) -> float:
-    """Pairs of a query and a key under a causal mask."""
-    reach = tokens if window is None else min(tokens, window)
+def _pairs(layer: Layer, tokens: int, keys: int) -> float:
+    """Pairs of a query and a key under a causal mask; half a pair where they meet at the same token."""
+    span = layer.sees.span
+    if tokens < keys:
+        return min(keys, span or keys)
+    if layer.sees.entries == "chunk" and span is not None:
+        return (tokens // span * span**2 + (tokens % span) ** 2) / 2
+    reach = tokens if span is None else min(tokens, span)
     return reach * (tokens - reach / 2)

@@ -8,20 +8,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from kvsieve.bench.geometry import Geometry
+from kvsieve.bench.geometry import Geometry, pairs
+from kvsieve.cache.base import storage_bytes, tensors_in
 from kvsieve.hf.cache.layer import StoreLayer
-from kvsieve.hf.cache.states import StateLayer
-from kvsieve.hf.compat import decoder_of, layers_of
+from kvsieve.hf.compat import DynamicLayer, LinearAttentionLayer, decoder_of, layers_of
 
 
 class Work:
     """Counts from `start` to `stop`, by hooks on the decoder and its layers. Padding counts: it passes as well.
 
-    tokens: per layer, of one row, those that entered it in all passes over the prompt. flops: of the whole batch, by
-    the formulas of `bench.estimate`: linear layers for tokens that passed, attention for the pairs that met, the output
-    layer for one token. kv_peak_bytes: keys and values of all layers at the worst moment, when a layer holds all that
-    it attends to and has evicted nothing yet; kv_final_bytes: once the prompt is complete; kv_layer_bytes: of all the
-    prompt's tokens in the widest layer.
+    Attributes:
+        tokens: per layer, of one row, those that entered it in all passes over the prompt.
+        flops: of the whole batch, by the formulas of `bench.estimate`: linear layers for tokens that passed, attention
+            for the pairs that met, recurrences, the output layer for one token.
+        kv_peak_bytes: keys, values and states of all layers at the worst moment, when a layer holds all that it attends
+            to and has evicted nothing yet.
+        kv_final_bytes: those once the prompt is complete.
+        kv_layer_bytes: keys and values of all the prompt's tokens in the widest layer.
     """
 
     def __init__(self, model: Any, geometry: Geometry, length: int, rows: int) -> None:
@@ -76,26 +79,20 @@ class Work:
         new = _fed(args, kwargs).shape[1]
         stored = _entries(self._cache.layers[layer.reads])
         # A layer that reads another's entries comes after it.
-        self._before = stored if layer.reads == index else stored - new
+        self._before = stored if layer.reads == index else max(0, stored - new)
         self.tokens[index] += new
-        self.flops += layer.pair_flops * pairs(self._before, new, layer.window) * self._rows
+        self.flops += layer.pair_flops * pairs(self._before, new, layer.sees) * self._rows
 
     def _left(self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         layer = self._geometry.layers[index]
         new = _fed(args, kwargs).shape[1]
         if output is not None:
-            self.flops += 2 * layer.linear_parameters * new * self._rows
+            self.flops += (2 * layer.linear_parameters + layer.state_flops) * new * self._rows
         held = [_held(each) for each in self._cache.layers]
         met = (self._before + new) * layer.kv_elements * self._rows * self._element
-        if layer.reads == index and layer.window is None:
+        if layer.kind.grows:
             held[index] = max(held[index], met)
         self.kv_peak_bytes = max(self.kv_peak_bytes, sum(held))
-
-
-def pairs(before: int, new: int, window: int | None = None) -> float:
-    """Pairs of a query and a key it may see, when `new` tokens come to `before` entries."""
-    growing = new if window is None else min(max(window - before, 0), new)
-    return growing * before + growing * (growing + 1) / 2 + (new - growing) * (window or 0)
 
 
 def _fed(args: Any, kwargs: dict[str, Any]) -> Any:
@@ -107,10 +104,18 @@ def _fed(args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _entries(layer: Any) -> int:
-    return layer.store.entries if isinstance(layer, StoreLayer) else 0
+    if isinstance(layer, StoreLayer):
+        return 0 if layer.store.is_empty else layer.store.entries
+    return 0 if not isinstance(layer, DynamicLayer) or layer.keys is None else layer.keys.shape[-2]
 
 
 def _held(layer: Any) -> int:
-    """Bytes of keys and values, room for further ones included, and of recurrent states."""
-    held = layer.store.entry_bytes() if isinstance(layer, StoreLayer) else 0
-    return held + sum(state.nbytes for state in layer.state_tensors()) if isinstance(layer, StateLayer) else held
+    """Bytes of keys and values, room for further ones included, and of recurrent state."""
+    held = 0
+    if isinstance(layer, StoreLayer):
+        held = 0 if layer.store.is_empty else layer.store.entry_bytes()
+    elif isinstance(layer, DynamicLayer):
+        held = storage_bytes(tensors_in((layer.keys, layer.values)))
+    if isinstance(layer, LinearAttentionLayer):
+        held += storage_bytes(tensors_in((layer.conv_states, layer.recurrent_states)))
+    return held

@@ -116,6 +116,7 @@ def make_report(
     """JSON-ready; units are in the key names. rates: TFLOP/s of linear layers and of attention, GB/s of memory."""
     from kvsieve.bench import estimate as costs
     from kvsieve.bench.geometry import geometry
+    from kvsieve.hf.kinds import told_kinds
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.plans import Plan
     from kvsieve.profiles import Fingerprint
@@ -139,8 +140,8 @@ def make_report(
         "model_type": config.model_type,
         "parameters": shape.parameters,
         "layers": len(shape.layers),
-        "sliding_window_layers": sum(layer.window is not None for layer in shape.layers),
-        "layers_without_own_kv": sum(layer.reads != index for index, layer in enumerate(shape.layers)),
+        "layers_hold": told_kinds(shape.kinds),
+        "layer_kinds": [kind.words for kind in shape.kinds],
         "dtype": dtype,
         "batch": batch,
         "memory_gib": memory_gib,
@@ -163,6 +164,7 @@ def _result(run: MethodRun, tokens: int, one: Any, full: Any, rates: tuple[Any, 
         "deep_tokens": one.deep_tokens,
         "kv_entries_per_layer": list(one.kv_entries),
         "kv_bytes": one.kv_bytes,
+        "state_bytes": one.state_bytes,
         "kv_ratio": one.kv_bytes / full.kv_bytes,
         "weight_bytes": one.weight_bytes,
         "prefill_matmul_flops": one.matmul_flops,
@@ -181,11 +183,13 @@ def _result(run: MethodRun, tokens: int, one: Any, full: Any, rates: tuple[Any, 
 
 def _notes(config: Any, contexts: list[int], dtype: str) -> list[str]:
     notes = []
-    longest = getattr(config, "max_position_embeddings", None)
+    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and max(contexts) > longest:
         notes.append(f"{max(contexts)} tokens are more than the model's context of {longest}: it would refuse them")
     if getattr(config, "quantization_config", None):
         notes.append(f"the checkpoint is quantised; its weights are counted as {dtype}")
+    if config.get_text_config(decoder=True) is not config:
+        notes.append("estimates are of text; weights of the model's other parts are held but not read")
     return notes
 
 
@@ -193,6 +197,9 @@ def _print(report: dict[str, Any]) -> None:
     weights = _size(report["results"][0]["weight_bytes"])
     show(f"{report['model']}: {report['parameters'] / 1e9:.3f} B parameters, {report['layers']} layers")
     show(f"weights {weights} in {report['dtype']}, batch {report['batch']}")
+    states = report["results"][0]["state_bytes"]
+    of_them = f"; recurrent states {_size(states)}, in KV below, do not grow" if states else ""
+    show(f"{report['layers_hold']}{of_them}")
     batches = ["max batch"] if report["memory_gib"] is not None else []
     print_table(_HEADERS + batches, [_row(each) for each in report["results"]], left=2)
     for note in report["notes"]:

@@ -1,0 +1,151 @@
+"""Shapes of what a model's layers attend with and remember, found by running it on torch's meta device."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvsieve.cache.base import tensors_in
+from kvsieve.errors import UnsupportedModelError
+from kvsieve.hf.compat import AttentionInterface, DynamicCache, decoder_of, layers_of, text_config
+from kvsieve.hf.kinds import LayerKind, layer_kinds
+
+_NAME = "kvsieve_shapes"
+_TOKENS = 2
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Shapes of one decoder layer.
+
+    Attributes:
+        kind: of the layer.
+        heads: KV heads of what it stores; 1 for latent entries, which serve all heads.
+        entry_elements: elements of an entry, all heads together; 0 where it stores none.
+        query_heads: query heads of its first attention, 0 without one.
+        pair_elements: elements of a query that meet a key, and of a value that meets a weight, over all query heads.
+        state_elements: elements of its recurrent state, in the model's dtype.
+        wide_state_elements: those in float32, whatever the model's dtype.
+        last_token_only: True where only a prompt's last token comes to it.
+    """
+
+    kind: LayerKind
+    heads: int
+    entry_elements: int
+    query_heads: int
+    pair_elements: int
+    state_elements: int
+    wide_state_elements: int
+    last_token_only: bool
+
+
+@dataclass
+class _Seen:
+    """Events of the pass: the layer that runs, tokens that entered each, query heads and sizes of its attention."""
+
+    layer: int = -1
+    entered: dict[int, list[int]] = field(default_factory=dict)
+    attended: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+
+
+def layer_shapes(model: Any) -> tuple[LayerShape, ...]:
+    """Measure the layers of a model that lies on the meta device, in a dtype other than float32.
+
+    Raises:
+        UnsupportedModelError: a layer is of an unknown kind, or the model cannot be run without weights.
+    """
+    config = text_config(model)
+    kinds = layer_kinds(config)
+    decoder = decoder_of(model)
+    layers = layers_of(decoder)
+    if layers is None or len(layers) != len(kinds):
+        raise UnsupportedModelError(f"its decoder has no list of {len(kinds)} layers, as many as its cache")
+    cache = DynamicCache(config=config)
+    seen = _Seen()
+    try:
+        with _watched(model, layers, seen):
+            _run(decoder, cache, any(kind.entries == "shared" for kind in kinds))
+    except Exception as error:
+        cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise UnsupportedModelError(f"transformers cannot run it without weights ({cause})") from error
+    # Older transformers list only the layers that have a cache of their own.
+    held = [*cache.layers, *[None] * (len(kinds) - len(cache.layers))]
+    return tuple(_shape(model, index, kind, held[index], seen) for index, kind in enumerate(kinds))
+
+
+def _run(decoder: Any, cache: DynamicCache, shares: bool) -> None:
+    names = inspect.signature(decoder.forward).parameters
+    given: dict[str, Any] = {"cache_params" if "cache_params" in names else "past_key_values": cache, "use_cache": True}
+    if shares and any(name.kind is inspect.Parameter.VAR_KEYWORD for name in names.values()):
+        # As generate does, which lets some models leave out the rest of the prompt in layers that store nothing.
+        given["logits_to_keep"] = 1
+    with torch.no_grad(), torch.device("meta"):
+        decoder(input_ids=torch.ones(1, _TOKENS, dtype=torch.long), **given)
+
+
+@contextlib.contextmanager
+def _watched(model: Any, layers: Any, seen: _Seen) -> Iterator[None]:
+    """Record what comes to the layers and to their attention; experts, whose choice needs numbers, are passed over."""
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.attended.setdefault(seen.layer, []).append((query.shape[1], key.shape[-1], value.shape[-1]))
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+
+    def entering(index: int) -> Any:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            seen.layer = index
+            seen.entered.setdefault(index, []).append(hidden.shape[-2])
+
+        return enter
+
+    AttentionInterface.register(_NAME, attend)
+    experts = [module for name, module in model.named_modules() if name.endswith("experts")]
+    before = model.config._attn_implementation
+    handles = [layer.register_forward_pre_hook(entering(index), with_kwargs=True) for index, layer in enumerate(layers)]
+    try:
+        for module in experts:
+            module.forward = lambda hidden, *args, **kwargs: hidden
+        model.set_attn_implementation(_NAME)
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        for module in experts:
+            del module.forward
+        for handle in handles:
+            handle.remove()
+
+
+def _shape(model: Any, index: int, kind: LayerKind, held: Any, seen: _Seen) -> LayerShape:
+    config = text_config(model)
+    entered, attended = seen.entered.get(index, []), seen.attended.get(index, [])
+    if len(entered) != 1:
+        raise UnsupportedModelError(f"layer {index} runs {len(entered)} times for each token")
+    keys: Any = getattr(held, "keys", None)
+    values: Any = getattr(held, "values", None)
+    state = [part for name in ("conv_states", "recurrent_states") for part in tensors_in(getattr(held, name, None))]
+    stores = kind.entries not in ("shared", "none")
+    if (stores and (keys is None or values is None)) or (kind.state and not state):
+        raise UnsupportedModelError(f"layer {index} ({kind.words}) keeps what it remembers outside transformers' cache")
+    heads = entry = 0
+    if stores:
+        heads, entry = keys.shape[1], keys.shape[1] * (keys.shape[-1] + values.shape[-1])
+        # Attention that is no function of transformers' interface is taken to be that of the heads the config tells of.
+        attended = attended or [(config.num_attention_heads, keys.shape[-1], values.shape[-1])]
+    wide = sum(part.numel() for part in state if part.dtype == torch.float32)
+    return LayerShape(
+        kind=kind,
+        heads=heads,
+        entry_elements=entry,
+        query_heads=attended[0][0] if attended else 0,
+        pair_elements=sum(queries * (key + value) for queries, key, value in attended),
+        state_elements=sum(part.numel() for part in state) - wide,
+        wide_state_elements=wide,
+        last_token_only=entered[0] < _TOKENS,
+    )
