@@ -16,7 +16,7 @@ from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.kinds import layer_kinds
 from kvsieve.hf.model.support import why_unsupported
 from kvsieve.models.families import available, build
-from kvsieve.types import Selection
+from masking import mask_instead
 
 logging.set_verbosity_error()
 
@@ -195,19 +195,6 @@ def test_reading(model, prompts):
     traffic = alone.stats.traffic
     assert traffic.tokens == 4 and traffic.entries == 8 and 0 < traffic.estimate_entries < 12
     assert alone.stats.storage.bytes + alone.stats.storage.metadata_bytes == alone.stats.kv_bytes
-
-
-def mask_instead(store: DenseStore, selection: Selection, reserve: int = 0) -> None:
-    """What evicting must equal: the same entries stay, the others are only hidden."""
-    shape = (*selection.indices.shape[:2], store._keys.shape[2])
-    valid = torch.zeros(shape, dtype=torch.bool)
-    real = selection.real()
-    source = torch.ones_like(selection.indices, dtype=torch.bool)
-    source = source if real is None else source & real[:, None]
-    valid.scatter_(2, selection.indices, source)
-    valid[:, :, store.size :] = True
-    store.valid_buffer = valid
-    store.lengths = selection.lengths or (selection.indices.shape[2],) * shape[0]
 
 
 def test_promised_families_are_supported():

@@ -79,7 +79,22 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any]) -> None:
     fed = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     model.check_continues(cache, 0 if fed is None else fed.shape[1])
     told.pop("input_ids", None)
-    passes.open_session(model.context, model.plan, cache, {**kwargs, **told})
+    several = fed is not None and fed.shape[1] > 1
+    media = any(_is_media(name, value) for name, value in (outer or {}).items())
+    ids = (outer or {}).get("input_ids")
+    if several and not media and ids is not None:
+        model.check_text(ids)
+    if several and cache.num_seen and media:
+        raise UnsupportedOptionError(
+            "images and the like are read with the first prompt of a conversation, in one piece: leave chunk= out, and "
+            "begin a later turn that brings some with a new cache and the whole conversation"
+        )
+    if several:
+        model.check_counts_on(cache)
+    session = passes.open_session(model.context, model.plan, cache, {**kwargs, **told})
+    positions = kwargs.get("position_ids")
+    if several and positions is not None and positions.ndim == 3 and bool((positions != positions[:1]).any()):
+        session.cache.conversation.placed = True
 
 
 def _propagation_hooks(model: AttachedModel, layers: list[nn.Module]) -> list[Any]:
@@ -111,6 +126,12 @@ def _note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     """Note what a composite model is called with, of which its decoder is told in another form."""
     names = list(inspect.signature(module.forward).parameters)
     _CALL.set({**dict(zip(names, args, strict=False)), **kwargs})
+
+
+def _is_media(name: str, value: Any) -> bool:
+    """Tell an argument that holds images or the like from those about tokens."""
+    about_tokens = name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "labels")
+    return isinstance(value, Tensor) and not about_tokens and not name.endswith("token_type_ids")
 
 
 def _forget_call(module: nn.Module, args: Any, output: Any) -> None:

@@ -146,6 +146,8 @@ class AttachedModel:
         device = self.model.device
         ids = ids.to(device)
         self.check_continues(cache, ids.shape[1])
+        self.check_counts_on(cache)
+        self.check_text(ids)
         size = cache.num_seen + ids.shape[1]
         seen = torch.ones(len(ids), size, dtype=torch.long, device=device) if mask is None else mask.long().to(device)
         call: dict[str, Any] = {
@@ -182,6 +184,32 @@ class AttachedModel:
                 "code in transformers does): read a prompt in one piece, without chunk=, and a conversation of several "
                 "turns anew, with a new cache"
             )
+
+    def check_counts_on(self, cache: SieveCache) -> None:
+        """Raise UnsupportedOptionError where positions of further tokens do not simply count on."""
+        if cache.conversation.placed:
+            raise UnsupportedOptionError(
+                "the conversation holds images, whose tokens have positions on several axes, and only single tokens "
+                "can follow: read the whole conversation again, with a new cache and its images"
+            )
+
+    def check_text(self, ids: Tensor) -> None:
+        """Raise UnsupportedOptionError for tokens that stand for images and the like, which only generate embeds."""
+        if not self.is_composite:
+            return
+        found = {
+            name: value
+            for name, value in vars(self.model.config).items()
+            if name.endswith(("_token_id", "_token_index")) and name.startswith(("image_t", "video_t", "audio_t"))
+        }
+        for name, value in found.items():
+            if isinstance(value, int) and bool((ids == value).any()):
+                raise UnsupportedOptionError(
+                    f"the prompt holds the token {value} ({name}), in whose place images or the like are to be read, "
+                    "and these are read in one piece only: use sieve.generate(ids, mask, pixel_values=...) without "
+                    f"chunk= and question_tokens=, and a plan that reads a prompt once, unlike {self.plan.name!r} "
+                    "where it does not"
+                )
 
     @functools.cached_property
     def _continues(self) -> bool:

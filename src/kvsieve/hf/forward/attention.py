@@ -61,7 +61,10 @@ def attention_function(
     if kwargs.get("is_causal") is False:
         raise UnsupportedModelError(f"{who} attends to later tokens; kvsieve supports causal attention only")
     if attention_mask is not None:
-        raise UnsupportedOptionError(f"{who} was given a custom attention mask; only padding masks are supported")
+        raise UnsupportedOptionError(
+            f"{who} was given a custom attention mask, such as one that lets an image's tokens see each other both "
+            "ways; only padding masks are supported"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     asked = Asked(query, scale, _terms(who, query, kwargs.get("softcap"), kwargs.get("s_aux")))
     if isinstance(layer, StoreLayer):
