@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
 
+from kvsieve.cache.base import tensors_in
 from kvsieve.errors import UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import DynamicCache
 from kvsieve.hf.forward import passes
 from kvsieve.hf.runtime import AttachedModel
 
+_ABOUT_TOKENS = frozenset(
+    ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "past_key_values", "labels")
+)
 # Arguments of the call of a composite model that runs in this context.
 _CALL: ContextVar[dict[str, Any] | None] = ContextVar("kvsieve_call", default=None)
 
@@ -130,8 +135,9 @@ def _note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _is_media(name: str, value: Any) -> bool:
     """Tell an argument that holds images or the like from those about tokens."""
-    about_tokens = name in ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "labels")
-    return isinstance(value, Tensor) and not about_tokens and not name.endswith("token_type_ids")
+    if name in _ABOUT_TOKENS or name.endswith("token_type_ids"):
+        return False
+    return any(True for _ in tensors_in(dict(value) if isinstance(value, Mapping) else value))
 
 
 def _forget_call(module: nn.Module, args: Any, output: Any) -> None:
