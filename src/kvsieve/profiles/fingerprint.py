@@ -40,12 +40,16 @@ class Fingerprint:
             return 0
 
         heads, width = of("num_attention_heads"), of("hidden_size")
+        kv_heads, head_dim = of("num_key_value_heads") or heads, of("head_dim") or width // max(heads, 1)
+        if of("kv_lora_rank"):
+            # Latent attention: a latent and the rotated part of the key, for all heads.
+            kv_heads, head_dim = 1, of("kv_lora_rank") + of("qk_rope_head_dim")
         return cls(
             model_type=config.model_type,
             layers=of("num_hidden_layers"),
             query_heads=heads,
-            kv_heads=of("num_key_value_heads") or heads,
-            head_dim=of("head_dim") or width // max(heads, 1),
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             hidden_size=width,
             vocab_size=of("vocab_size"),
             name=name or Path(str(getattr(config, "_name_or_path", "") or "")).name,

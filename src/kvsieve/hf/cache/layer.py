@@ -70,16 +70,21 @@ class StoreLayer(CacheLayerMixin):
         Returns:
             Keys, values, and how often the model has repeated all their heads, one set after another.
         """
-        staged, self._staged = self._staged, None
-        if staged is None:
-            raise CacheStateError(f"{who} attends without having stored keys and values through the cache")
+        staged = self.take_staged(who)
         repeats = _repeats(staged[0], key)
         if repeats != _repeats(staged[1], value) or not repeats:
             raise CacheStateError(
-                f"{who} transforms keys or values between the cache and its attention (latent attention does); "
-                "kvsieve cannot store what it attends to: this architecture is not supported"
+                f"{who} transforms keys or values between the cache and its attention; kvsieve cannot store what it "
+                "attends to: this architecture is not supported"
             )
         return *staged, repeats
+
+    def take_staged(self, who: str) -> tuple[Tensor, Tensor]:
+        """Hand over what `update` staged for the attention of `who`."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            raise CacheStateError(f"{who} attends without having stored keys and values through the cache")
+        return staged
 
     def all_tensors(self) -> Iterator[Tensor]:
         """Every tensor held."""

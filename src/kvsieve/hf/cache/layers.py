@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvsieve.attention import Window
-from kvsieve.errors import UnsupportedModelError
+from kvsieve.hf.cache.latent import LatentLayer
 from kvsieve.hf.cache.layer import SieveLayer, WindowLayer
 from kvsieve.hf.cache.states import CacheLayer, EmptyLayer, StateLayer, StateSieveLayer, StateWindowLayer
 from kvsieve.hf.kinds import LayerKind
@@ -23,5 +23,6 @@ def new_layer(kind: LayerKind, number_of_states: int = 1) -> CacheLayer:
     if kind.entries == "growing":
         return StateSieveLayer(number_of_states) if kind.state else SieveLayer()
     if kind.entries == "latent":
-        raise UnsupportedModelError("its latent attention transforms keys and values after they are cached")
+        assert not kind.state
+        return LatentLayer()
     return StateLayer(number_of_states) if kind.state else EmptyLayer(kind.source)

@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 from kvsieve.cache.base import MIN_ROOM
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.latent import LatentLayer
 from kvsieve.hf.decode.packed_weights import PackedLinears
 from kvsieve.hf.decode.recorded_pass import RecordedPass
 from kvsieve.hf.decode.recorders import RECORDERS, Refused, Run
@@ -164,6 +165,8 @@ class Engine:
             raise Refused("the new token is padding in some row")
         if len(cache.sieve_layers) < len(cache.layers):
             raise Refused("layers that are not full attention: sliding windows, recurrent state, shared KV")
+        if any(isinstance(layer, LatentLayer) for layer in cache.layers):
+            raise Refused("latent attention, whose queries kvsieve makes of the model's own")
         if cache.turn.reordered:
             raise Refused("rows change places between tokens (beams)")
         if session.request.plan is not None:

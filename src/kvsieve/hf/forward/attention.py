@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvsieve.errors import CacheStateError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.latent import LatentLayer
 from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
 from kvsieve.hf.cache.states import CacheLayer, EmptyLayer
 from kvsieve.hf.compat import (
@@ -19,6 +20,7 @@ from kvsieve.hf.compat import (
     is_local_mask,
     sdpa_mask,
 )
+from kvsieve.hf.forward.latent import ask_latents
 from kvsieve.hf.forward.passes import current
 from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.shared_kv import attend_shared
@@ -67,7 +69,9 @@ def attention_function(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     asked = Asked(query, scale, _terms(who, query, kwargs.get("softcap"), kwargs.get("s_aux")))
-    if isinstance(layer, StoreLayer):
+    if isinstance(layer, LatentLayer):
+        out = session.attend(index, layer, *ask_latents(asked, layer, module, key, value, who))
+    elif isinstance(layer, StoreLayer):
         key, value, repeats = layer.take(key, value, who)
         out = session.attend(index, layer, _heads_together(asked, repeats), key, value)
         out = out if repeats == 1 else out.unflatten(1, (-1, repeats)).transpose(1, 2).flatten(1, 2)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from kvsieve.attention import dense_attention
 from kvsieve.types import ALONE, AttentionTerms, LayerContext, ModelFacts, Ranks, Selection
 
 if TYPE_CHECKING:
+    from kvsieve.cache import DenseStore, RaggedStore
     from kvsieve.plans import Plan
 
 
@@ -67,6 +69,21 @@ class Asked:
     query: Tensor
     scale: float
     terms: AttentionTerms | None = None
+
+    @property
+    def stored(self) -> Asked:
+        """The same, with queries as they are matched with what is stored."""
+        return self
+
+    def attend(self, store: DenseStore | RaggedStore) -> Tensor:
+        """Causal attention of the last L tokens over all that is stored: [B, Hq, L, Dv]."""
+        return dense_attention(
+            self.query, store.keys, store.values, scale=self.scale, valid=store.valid, terms=self.terms
+        )
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """Attention's result [B, Hq, L, Dv] of what was mixed of stored values."""
+        return mixed
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.attention import dense_attention
 from kvsieve.cache import keep
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
@@ -104,9 +103,7 @@ class Session:
             out = self._read(index, layer, asked, key, value, room)
         else:
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
-            out = dense_attention(
-                query, store.keys, store.values, scale=asked.scale, valid=store.valid, terms=asked.terms
-            )
+            out = asked.attend(store)
         reduces = step.ends_prompt or self.acts_in_between
         self._lend(index, layer, made, changes=reduces or self.request.on_layer is not None)
         self._show(index, layer, asked, out)
@@ -132,14 +129,14 @@ class Session:
 
     def _read(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor, room: int) -> Tensor:
         """Store and read token by token: each chooses by itself among what was stored when it came."""
-        tokens, outs = self.tokens, []
+        tokens, stored, outs = self.tokens, asked.stored, []
         for at in range(tokens.size):
             one = slice(at, at + 1)
             valid = None if tokens.valid is None else tokens.valid[:, one]
             layer.store.append(key[:, :, one], value[:, :, one], tokens.token_index[:, one], valid, reserve=room)
-            alone = replace(asked, query=asked.query[:, :, one])
+            alone = replace(stored, query=stored.query[:, :, one])
             outs.append(read_token(self.plan.read, self.cache, layer, index, self.model.num_layers, alone))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+        return asked.output(outs[0] if len(outs) == 1 else torch.cat(outs, 2))
 
     def _show(self, index: int, layer: SieveLayer, asked: Asked, out: Tensor) -> None:
         """Show the layer, with all queries of the pass, to the driver and to an evictor that observes."""
@@ -177,7 +174,7 @@ class Session:
             num_layers=self.model.num_layers,
             step=self.step,
             scale=asked.scale,
-            query=asked.query.detach(),
+            query=asked.stored.query.detach(),
             keys=store.keys,
             values=store.values,
             index=store.index,

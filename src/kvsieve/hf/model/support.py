@@ -6,9 +6,10 @@ import contextlib
 from typing import Any
 
 from kvsieve.errors import PlanError, UnsupportedModelError
-from kvsieve.hf.compat import decoder_of, layers_of, text_config
+from kvsieve.hf.compat import decoder_of, layers_of, tensor_parallel_mesh, text_config
 from kvsieve.hf.kinds import LayerKind, growing_layers, layer_kinds
 from kvsieve.hf.model.facts import Facts
+from kvsieve.hf.model.latent import candidates
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint
 from kvsieve.registry import list_methods, method_info
@@ -16,7 +17,6 @@ from kvsieve.roles import ChunkedEvictor
 
 # Fields of a decoder's config that announce something attention would have to honour, and why it cannot yet.
 _TELLING_FIELDS = {
-    "kv_lora_rank": "its latent attention transforms keys and values after they are cached",
     "index_topk": "its indexed attention chooses what to read by itself",
     "rel_extent": "its attention adds a learned bias for each distance, which does not fit a sieved cache",
 }
@@ -56,7 +56,32 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
             f"{_told(kinds)}, and the plan reads its question again and again, which those layers cannot take back; "
             "use another method"
         )
+    latent = [index for index, kind in enumerate(kinds) if kind.entries == "latent"]
+    if latent and (reason := _why_not_latent(model, plan, latent)):
+        return reason
     return None if plan.evict is None else Facts(model).why_missing(plan.evict.traits.needs, growing)
+
+
+def _why_not_latent(model: Any, plan: Plan, layers: list[int]) -> str | None:
+    """One clause saying why a plan cannot run on layers with latent attention, or None when it can."""
+    told = f"its layer {layers[0]} has latent attention, of which only latents are stored,"
+    if tensor_parallel_mesh(model) is not None:
+        return f"{told} and heads divided among processes would choose among them differently; run it on one process"
+    if plan.read is not None:
+        return f"{told} and the plan reads sparsely; use a plan without read="
+    needs = {"rotary": "the rotary embedding of its keys", "output_weight": "the output projection of each KV head"}
+    for need in () if plan.evict is None else plan.evict.traits.needs:
+        if need in needs:
+            return f"{told} and the plan needs {needs[need]}; use another method"
+    rank = text_config(model).kv_lora_rank
+    modules = layers_of(decoder_of(model))
+    for index in layers:
+        if not candidates(modules[index], rank):
+            return (
+                f"its layer {index} has latent attention, and no linear layer with plain weights is there to expand "
+                f"latents of {rank} channels; load it without low-bit weights or adapters"
+            )
+    return None
 
 
 def _told(kinds: tuple[LayerKind, ...]) -> str:

@@ -1,0 +1,32 @@
+"""One layer with latent attention: what is stored of a token is its latent."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsieve.attention import UpProjection
+from kvsieve.cache import LatentStore
+from kvsieve.hf.cache.layer import SieveLayer
+
+
+class LatentLayer(SieveLayer):
+    """Latents of one layer, less those that the plan drops.
+
+    The model gives the cache a latent and the rotated part of the key for each token, and expands what it gets back:
+    the new tokens only, as `update` returns them untouched.
+
+    Attributes:
+        up: the layer's up-projection, found in its first pass; its tensors are the model's weights.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = LatentStore()
+        self.up: UpProjection | None = None
+
+    def take(self, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor]:
+        """Hand over entries [B, 1, L, R + Dr] of what `update` staged, and their latents [B, 1, L, R], a view."""
+        latents, rotated = self._take_staged(who)
+        entries = torch.cat([latents, rotated], -1)
+        return entries, entries[..., : latents.shape[-1]]
