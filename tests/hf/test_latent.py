@@ -12,9 +12,11 @@ import kvsieve
 from kvsieve.cache import LatentStore
 from kvsieve.core.scoring import window_weights
 from kvsieve.errors import UnsupportedModelError
+from kvsieve.hf.cache.batching import can_stack
 from kvsieve.hf.forward.latent import AskedLatents
 from kvsieve.hf.model import support
 from kvsieve.hf.model.support import why_unsupported
+from kvsieve.hf.shared import read_shared
 from kvsieve.methods import SnapKV
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
@@ -169,6 +171,20 @@ def test_a_view_reads_what_evicting_would_leave(model, prompt):
     with kvsieve.attach(model, Plan(evict=view.evict.base)) as sieve:
         kept = sieve.generate(ids, mask, **GREEDY)
     assert alike(seen, kept) and seen.cache.entries() == [53] * 4 and kept.cache.entries() == [21] * 4
+
+
+def test_one_reading_serves_many_evictors(model, prompt):
+    """As evaluation does it: what an evictor keeps of a shared reading is what the plan itself keeps."""
+    ids = prompt[0][:1]
+    chosen = plan("snapkv")
+    shared = read_shared(model, None, ids, torch.ones_like(ids), window=8)
+    cache = shared.reduced(chosen.evict)
+    with kvsieve.attach(model, chosen) as sieve:
+        own = sieve.prefill(ids)
+    for mine, theirs in zip(cache.sieve_layers.values(), own.sieve_layers.values(), strict=True):
+        assert isinstance(mine.store, LatentStore)
+        assert torch.equal(mine.store.index, theirs.store.index) and torch.equal(mine.store.keys, theirs.store.keys)
+    assert not can_stack([cache, own])
 
 
 def test_a_set_per_query_head_is_refused(model, prompt):

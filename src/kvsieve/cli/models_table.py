@@ -13,6 +13,8 @@ from kvsieve.report.tables import markdown_table
 
 SUPPORTED, EVICTION_ONLY, REFUSED, NOT_BUILT = "supported", "eviction only", "refused", "not in this transformers"
 
+LATENT = "latent attention: all heads keep the same entries, and plans that read sparsely are refused"
+
 
 @dataclass(frozen=True)
 class Row:
@@ -67,6 +69,8 @@ def _examine(family: Any) -> Row:
     import transformers
 
     import kvsieve
+    from kvsieve.hf.compat import text_config
+    from kvsieve.hf.kinds import layer_kinds
     from kvsieve.hf.model.support import why_unsupported
     from kvsieve.models.families import build
 
@@ -79,7 +83,8 @@ def _examine(family: Any) -> Row:
     no_eviction = why_unsupported(model, kvsieve.plan("snapkv"))
     no_propagation = why_unsupported(model, kvsieve.plan("fastkv", tsp_layer=1))
     status = REFUSED if no_eviction else EVICTION_ONLY if no_propagation else SUPPORTED
-    reason = no_eviction or no_propagation or ""
+    latent = no_eviction is None and any(kind.entries == "latent" for kind in layer_kinds(text_config(model)))
+    reason = "; ".join(part for part in (no_eviction or no_propagation, LATENT if latent else None) if part)
     return Row(family.name, family.title, status, no_eviction is None, no_propagation is None, reason)
 
 

@@ -12,14 +12,17 @@ from kvsieve.hf.cache.layer import SieveLayer
 
 
 def can_stack(caches: Sequence[SieveCache]) -> bool:
-    """Tell whether `stack` takes them: as many tokens seen, as many heads; none ragged, a view or transformers' own."""
+    """Tell whether `stack` takes them: as many tokens seen, as many heads; plain layers, none ragged or a view."""
     first = caches[0]
     return all(
         cache.num_seen == first.num_seen
         and cache.conversation.protected is None
         and len(cache.sieve_layers) == len(cache.layers)
         and all(
-            not mine.store.is_ragged and mine.view is None and mine.store.heads == theirs.store.heads
+            type(mine) is SieveLayer
+            and not mine.store.is_ragged
+            and mine.view is None
+            and mine.store.heads == theirs.store.heads
             for mine, theirs in zip(cache.sieve_layers.values(), first.sieve_layers.values(), strict=True)
         )
         for cache in caches

@@ -25,8 +25,8 @@ class LatentLayer(SieveLayer):
         self.store = LatentStore()
         self.up: UpProjection | None = None
 
-    def take(self, key: Tensor, value: Tensor, who: str) -> tuple[Tensor, Tensor]:
+    def take_entries(self, who: str) -> tuple[Tensor, Tensor]:
         """Hand over entries [B, 1, L, R + Dr] of what `update` staged, and their latents [B, 1, L, R], a view."""
-        latents, rotated = self._take_staged(who)
+        latents, rotated = self.take_staged(who)
         entries = torch.cat([latents, rotated], -1)
         return entries, entries[..., : latents.shape[-1]]

@@ -29,7 +29,7 @@ class AskedLatents(Asked):
     values: Tensor
 
     @cached_property
-    def stored(self) -> Asked:  # type: ignore[override]
+    def stored(self) -> Asked:
         return Asked(self.up.queries(self.query), self.scale, self.terms)
 
     def attend(self, store: DenseStore | RaggedStore) -> Tensor:
@@ -59,7 +59,7 @@ def ask_latents(
     Returns:
         The queries, and what is to be stored: entries [B, 1, L, R + Dr] and their latents [B, 1, L, R].
     """
-    entries, latents = layer.take(key, value, who)
+    entries, latents = layer.take_entries(who)
     if layer.up is None or key.shape[2] > 1:
         # Anew with every prompt: weights may have changed since, as adapters do it.
         rotated = entries[..., latents.shape[-1] :]
