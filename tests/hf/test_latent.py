@@ -176,7 +176,7 @@ def test_a_view_reads_what_evicting_would_leave(model, prompt):
 def test_one_reading_serves_many_evictors(model, prompt):
     """As evaluation does it: what an evictor keeps of a shared reading is what the plan itself keeps."""
     ids = prompt[0][:1]
-    chosen = plan("snapkv")
+    chosen = Plan(evict=SnapKV(budget=16, window=4, kernel=3))
     shared = read_shared(model, None, ids, torch.ones_like(ids), window=8)
     cache = shared.reduced(chosen.evict)
     with kvsieve.attach(model, chosen) as sieve:

@@ -74,7 +74,7 @@ def _why_not_latent(model: Any, plan: Plan, layers: list[int]) -> str | None:
         if need in needs:
             return f"{told} and the plan needs {needs[need]}; use another method"
     rank = text_config(model).kv_lora_rank
-    modules = layers_of(decoder_of(model))
+    modules = list(layers_of(decoder_of(model)) or ())
     for index in layers:
         if not candidates(modules[index], rank):
             return (
