@@ -104,7 +104,7 @@ def test_traits_that_depend_on_parameters():
     assert AdaKV(base=SnapKV(budget=40)).traits.heads == "all"
     assert AdaKV(base=kvsieve.methods.TOVA(budget=40)).traits.heads is None
     needs = SqueezeAttention(base=ExpectedAttention(budget=40)).traits.needs
-    assert needs == ("hidden", "output_weight", "rotary")
+    assert needs == ("hidden", "output_weight", "rotary", "uncapped")
 
 
 @pytest.mark.parametrize("base", [KVzip(budget=9), Finch(budget=9, question_tokens=3)], ids=["probing", "chunked"])

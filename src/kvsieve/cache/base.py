@@ -63,7 +63,7 @@ class Store:
 
     @property
     def value_buffer(self) -> Tensor:
-        """What the values lie in, as the keys do in theirs, used or not."""
+        """Buffer that the values lie in, as the keys do in theirs, slots that are not used included."""
         return self.buffers()[1]
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import transformers
@@ -30,6 +31,9 @@ except ImportError:
     DummyLayer = LinearAttentionLayer  # type: ignore[misc, assignment]
 
 MINIMUM = (5, 16)
+
+# Methods of a cache class of a model's own that hf/cache/own_class.py has.
+LINEAR_CACHE = {"get_linear_cache", "set_linear_cache"}
 
 # How transformers names the parts of its mask functions that restrict causal attention to a window or a chunk.
 _LOCAL = {f"{name}_overlay.<locals>.inner_mask" for name in ("sliding_window", "chunked")}
@@ -66,6 +70,25 @@ def layers_of(decoder: Any) -> Any | None:
         if isinstance(found, ModuleList):
             return found
     return None
+
+
+def own_cache_class(decoder: Any) -> type | None:
+    """The class of its own that a decoder's caches must have, None where any will do."""
+    parameter = inspect.signature(decoder.forward).parameters.get("past_key_values")
+    named = str(parameter.annotation).partition("|")[0].strip() if parameter is not None else ""
+    found = getattr(sys.modules[type(decoder).__module__], named, None)
+    if not isinstance(found, type) or not issubclass(found, Cache):
+        return None
+    return found if found.__module__ == type(decoder).__module__ else None
+
+
+def why_unknown_cache(decoder: Any) -> str | None:
+    """One clause saying why a decoder takes no cache of ours, or None when it does."""
+    own = own_cache_class(decoder)
+    if own is None:
+        return None
+    added = {name for name in vars(own) if not name.startswith("_") and not hasattr(Cache, name)}
+    return f"it takes a cache of its own class only, {own.__name__}" if added - LINEAR_CACHE else None
 
 
 def generate_arguments(model: Any) -> set[str]:
@@ -133,8 +156,10 @@ __all__ = [
     "generate_arguments",
     "is_local_mask",
     "layers_of",
+    "own_cache_class",
     "plain_cache_layers",
     "sdpa_mask",
     "tensor_parallel_mesh",
     "text_config",
+    "why_unknown_cache",
 ]

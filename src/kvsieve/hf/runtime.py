@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError, short
 from kvsieve.hf.cache.cache import Owner, SieveCache
+from kvsieve.hf.cache.own_class import new_cache
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import decoder_of, layers_of, tensor_parallel_mesh, text_config
 from kvsieve.hf.decode.engine import Engine
@@ -73,7 +74,7 @@ class AttachedModel:
 
     def new_cache(self) -> SieveCache:
         """Make an empty cache for one batch of conversations under this plan."""
-        return SieveCache(self.config, self._owner())
+        return new_cache(self.decoder, self.config, self._owner())
 
     def adopt(self, cache: SieveCache) -> SieveCache:
         """Let a cache that another plan has read on this model go on under this one, and return it.
@@ -219,7 +220,7 @@ class AttachedModel:
         self._probing = True
         try:
             for parts in ([ids], [ids[:, :2], ids[:, 2:]]):
-                cache = SieveCache(self.config, self._owner())
+                cache = self.new_cache()
                 for part in parts:
                     self.feed(cache, part, None, request)
                 first = next(layer for layer in cache.all_layers if isinstance(layer, StateLayer))

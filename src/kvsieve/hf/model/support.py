@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 from kvsieve.errors import PlanError, UnsupportedModelError
-from kvsieve.hf.compat import decoder_of, layers_of, tensor_parallel_mesh, text_config
+from kvsieve.hf.compat import decoder_of, layers_of, tensor_parallel_mesh, text_config, why_unknown_cache
 from kvsieve.hf.kinds import LayerKind, growing_layers, layer_kinds
 from kvsieve.hf.model.facts import Facts
 from kvsieve.hf.model.latent import candidates
@@ -25,7 +25,6 @@ _TELLING_FIELDS = {
 _TELLING_TYPES = {
     "diffllama": "its differential attention attends twice to what is cached once",
     "doge": "its dynamic masks are computed from cached values",
-    "minimax": "it takes a cache of its own class only, MiniMaxCache",
     "recurrent_gemma": "its recurrent layers keep state outside the cache",
 }
 
@@ -116,7 +115,7 @@ def _why_no_plan_runs(model: Any) -> str | None:
         return str(error)
     if len(kinds) != len(layers):
         return f"its {len(layers)} layers do not each have a cache of their own ({len(kinds)} cached)"
-    return None
+    return why_unknown_cache(decoder)
 
 
 def methods_for(model: Any) -> list[str]:

@@ -1,0 +1,42 @@
+"""Caches for decoders of transformers that take a cache of a class of their own and no other."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from kvsieve.hf.cache.cache import Owner, SieveCache
+from kvsieve.hf.cache.states import StateLayer
+from kvsieve.hf.compat import own_cache_class
+
+
+class LinearCache(SieveCache):
+    """A SieveCache that keeps the state of linear attention by the names that MiniMaxCache has for it."""
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """Return a layer's state, None before its first token."""
+        layer = self.layers[layer_idx]
+        return layer.recurrent_states[0] if isinstance(layer, StateLayer) and layer.has_previous_state[0] else None
+
+    def set_linear_cache(self, layer_idx: int, linear_cache: Tensor) -> None:
+        """Keep a layer's state."""
+        self.update_recurrent_state(linear_cache, layer_idx)
+        layer = self.layers[layer_idx]
+        assert isinstance(layer, StateLayer)
+        layer.has_previous_state[0] = True
+
+
+def new_cache(decoder: Any, config: Any, owner: Owner) -> SieveCache:
+    """Make an empty cache of a class that the decoder takes."""
+    own = own_cache_class(decoder)
+    return SieveCache(config, owner) if own is None else _joined(own)(config, owner)
+
+
+@functools.cache
+def _joined(own: type) -> type[SieveCache]:
+    return type(f"Sieve{own.__name__}", (LinearCache, own), {})
