@@ -85,6 +85,7 @@ class SieveCache(Cache):
         owner: the model and the plan.
         conversation: where the conversations stand.
         updated: index of the layer that has staged keys and values last.
+        producers: indices of the layers whose entries others read.
         status: "ready"; "running" while a pass runs; "broken" after one that failed half-way, whose layers no longer
             agree.
     """
@@ -94,6 +95,8 @@ class SieveCache(Cache):
         super().__init__(layers=[new_layer(kind, states) for kind in layer_kinds(config)])
         self.owner = owner
         self.updated = 0
+        shared = [layer.source for layer in self.all_layers if isinstance(layer, EmptyLayer)]
+        self.producers = frozenset(source for source in shared if source is not None)
         self.conversation = Conversation()
         self.status: Literal["ready", "running", "broken"] = "ready"
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
@@ -127,12 +130,6 @@ class SieveCache(Cache):
     def has_state(self) -> bool:
         """True where some layer has recurrent state."""
         return any(isinstance(layer, StateLayer) for layer in self.all_layers)
-
-    @property
-    def producers(self) -> set[int]:
-        """Indices of the layers whose entries others read."""
-        layers = [layer for layer in self.all_layers if isinstance(layer, EmptyLayer)]
-        return {layer.source for layer in layers if layer.source is not None}
 
     def begin_turn(self, prompt_end: int | None = None, new_tokens: int = 0, acts: bool = True) -> None:
         """Let the next pass start a prompt; see Turn."""
