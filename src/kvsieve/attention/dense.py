@@ -55,7 +55,7 @@ def dense_attention(
     plain = not (torch.is_grad_enabled() and any(each.requires_grad for each in (query, keys, values)))
     if plain and _only_sinks(terms) and valid is None and can_split(query, values) and not faster_here(query):
         return chunk_attention(query, keys, values, scale=scale, terms=terms)
-    if terms is not None or (plain and faster_here(query)):
+    if terms is not None or (plain and (faster_here(query) or _uneven(keys, values))):
         return blocked_attention(query, keys, values, scale=scale, valid=valid, terms=terms)
     if new == length and valid is None:
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
@@ -92,6 +92,11 @@ def dense_attention(
     return torch.cat(parts, 2)
 
 
+def _uneven(keys: Tensor, values: Tensor) -> bool:
+    """Tell that torch's fused CPU kernel does not take them: it wants values as wide as keys, and else holds N x N."""
+    return keys.device.type == "cpu" and keys.shape[-1] != values.shape[-1]
+
+
 def _only_sinks(terms: AttentionTerms | None) -> bool:
     """Tell that a path whose log-sum-exp is known can follow these terms."""
     return terms is not None and terms.softcap is None
@@ -112,7 +117,7 @@ def _one_token(
     if valid is not None:
         mask = valid[:, :, None, :].clone()
         mask[..., -1] = True
-    thin = length >= LONG and faster_here(query)
+    thin = length >= LONG and (faster_here(query) or _uneven(keys, values))
     if terms is not None and _only_sinks(terms) and mask is None and can_split(query, values) and not thin:
         out = token_attention(packed, keys, values, scale=scale, terms=terms)
     elif terms is not None or thin:

@@ -108,7 +108,9 @@ def _propagation_hooks(model: AttachedModel, layers: list[nn.Module]) -> list[An
     assert propagator is not None
     source = propagator.first_layer(model.num_layers, model.context.layers)
     inside = {id(module) for layer in layers for module in layer.modules()}
-    others = [each for each in model.decoder.modules() if id(each) not in inside and each is not model.decoder]
+    # What tokens are embedded as are hidden states; a composite model makes them outside its decoder.
+    inside |= {id(model.decoder), id(model.model.get_input_embeddings())}
+    others = [each for each in model.decoder.modules() if id(each) not in inside]
     handles = [each.register_forward_hook(_note_made) for each in others]
     for index in range(source, len(layers) - 1):
         for layer, at, hook in ((layers[index], index, _leave), (layers[index + 1], index + 1, _enter_deeper)):
