@@ -8,7 +8,6 @@ import torch
 import kvsieve
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.batching import can_stack, stack
-from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import next_logits, read_shared
 from kvsieve.models.families import build
@@ -82,18 +81,32 @@ def test_an_evictor_that_looks_further_back_is_refused(model, ids):
         shared.reduced(PLANS["snapkv"].evict)
 
 
-def test_sliding_window_layers_are_shared_too():
-    model = build("gemma3_text", dtype=torch.float64)
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1", "gemma3n_text"])
+def test_windows_states_and_shared_kv_are_shared_and_stacked_too(name):
+    """Copies that take turns do not write into each other, and as rows of one cache they answer as they do alone."""
+    model = build(name, dtype=torch.float64)
     ids = torch.randint(2, 120, (1, 45), generator=torch.Generator().manual_seed(7))
-    plan = PLANS["snapkv"]
-    shared = read_shared(model, None, ids, window=plan.window)
-    with kvsieve.attach(model, plan) as sieve:
-        wanted = sieve.generate(ids, max_new_tokens=6, do_sample=False).sequences[0, ids.shape[1] :].tolist()
-    cache = shared.reduced(plan.evict)
-    assert any(not isinstance(layer, SieveLayer) for layer in cache.layers)
-    for _ in range(2):
-        assert greedy(model, cache.fork(), shared.logits)[0][0].tolist()[: len(wanted)] == wanted
-    assert not can_stack([cache, cache])
+    evictors = [PLANS["snapkv"].evict, PLANS["streamingllm"].evict]
+    shared = read_shared(model, None, ids, window=4)
+    wanted = []
+    for evictor in evictors:
+        with kvsieve.attach(model, kvsieve.Plan(evict=evictor, name="alone")) as sieve:
+            wanted.append(sieve.generate(ids, max_new_tokens=6, do_sample=False).sequences[0, ids.shape[1] :].tolist())
+    caches = [shared.reduced(evictor) for evictor in evictors]
+    assert can_stack(caches)
+    rows = stack(caches, reserve=3)
+    tokens, logits = greedy(model, rows, shared.logits.expand(2, -1))
+    apart = [[shared.logits] for _ in evictors]
+    with kvsieve.attach(model, FULL) as sieve, torch.no_grad():
+        # Token by token in turn, on caches that came from one.
+        for _ in range(5):
+            for cache, seen in zip(caches, apart, strict=True):
+                sieve.adopt(cache)
+                seen.append(model(input_ids=seen[-1].argmax(-1)[:, None], past_key_values=cache).logits[:, -1])
+    for row, seen in enumerate(apart):
+        assert tokens[row].tolist()[: len(wanted[row])] == wanted[row]
+        torch.testing.assert_close(logits[row], torch.cat(seen), rtol=0, atol=1e-4)
+    assert shared.cache.num_seen == 45
 
 
 def test_a_fork_answers_as_its_origin_and_leaves_it_alone(model, ids):

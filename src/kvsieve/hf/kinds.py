@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import Tensor
+
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.compat import (
     DummyLayer,
@@ -18,6 +20,18 @@ from kvsieve.hf.compat import (
 )
 
 Entries = Literal["growing", "latent", "window", "chunk", "shared", "none"]
+
+# What transformers keeps of a recurrent layer, each a dict with one value per state.
+STATE_FIELDS = (
+    "conv_states",
+    "recurrent_states",
+    "is_conv_states_initialized",
+    "is_recurrent_states_initialized",
+    "has_previous_state",
+    "conv_kernel_size",
+)
+# What may lie beside them, or comes with the first state or entry.
+_BESIDE = {"device", "dtype", "keys", "values", "max_batch_size", "num_heads"}
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,8 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
             raise UnsupportedModelError(
                 f"layer {index} is of a kind that kvsieve does not know, {type(layer).__name__} of transformers"
             )
+        if kind.state:
+            _check_copyable(index, layer)
         if kind.entries == "window":
             told = types[index] if index < len(types) else None
             chunked = told == "chunked_attention" or (told is None and getattr(config, "sliding_window", None) is None)
@@ -101,6 +117,20 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
         source = max(before for before in range(own) if types[before] == types[index])
         kinds[index : index + 1] = [LayerKind("shared", source=source)]
     return tuple(kinds)
+
+
+def _check_copyable(index: int, layer: Any) -> None:
+    """Raise UnsupportedModelError for a recurrent layer that keeps more than is known to be its state."""
+    known = {*STATE_FIELDS, *_BESIDE}
+    more = [
+        name
+        for name, part in vars(layer).items()
+        if name not in known and (part is None or isinstance(part, (dict, list, Tensor)))
+    ]
+    if more:
+        raise UnsupportedModelError(
+            f"layer {index} is recurrent and keeps {', '.join(more)} beside the state that kvsieve can copy"
+        )
 
 
 def growing_layers(kinds: tuple[LayerKind, ...]) -> tuple[int, ...]:
@@ -123,4 +153,4 @@ def told_kinds(kinds: tuple[LayerKind, ...]) -> str:
     return ", ".join(parts + [f"{count} {words}" for words, count in others.items()])
 
 
-__all__ = ["LayerKind", "growing_layers", "layer_kinds", "told_kinds"]
+__all__ = ["STATE_FIELDS", "LayerKind", "growing_layers", "layer_kinds", "told_kinds"]

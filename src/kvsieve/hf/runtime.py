@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvsieve.cache.base import tensors_in
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError, short
 from kvsieve.hf.cache.cache import Owner, SieveCache
 from kvsieve.hf.cache.own_class import new_cache
@@ -214,20 +215,28 @@ class AttachedModel:
 
     @functools.cached_property
     def _continues(self) -> bool:
-        """Found by reading four tokens at once, and two after two: the states of recurrent layers must agree."""
+        """Found by reading two tokens after two: what they make must change where the states between them do."""
         ids = torch.arange(1, 5, device=self.model.device)[None] % self.config.vocab_size
-        ends, request = [], PassRequest(plan=Plan())
+        request, ends = PassRequest(plan=Plan()), []
+        before = self.new_cache()
         self._probing = True
         try:
-            for parts in ([ids], [ids[:, :2], ids[:, 2:]]):
-                cache = self.new_cache()
-                for part in parts:
-                    self.feed(cache, part, None, request)
-                first = next(layer for layer in cache.all_layers if isinstance(layer, StateLayer))
-                ends.append([state.double() for state in first.state_tensors()])
+            self.feed(before, ids[:, :2], None, request)
+            first = next(index for index, layer in enumerate(before.all_layers) if isinstance(layer, StateLayer))
+            for changed in (None, "conv_states", "recurrent_states"):
+                cache = before.fork()
+                layer: StateLayer = cache.layers[first]  # type: ignore[assignment]
+                states = [] if changed is None else [*tensors_in(vars(layer)[changed])]
+                if changed is not None and not states:
+                    continue
+                for state in states:
+                    state += 1
+                hidden = self.feed(cache, ids[:, 2:], None, request).hidden
+                assert hidden is not None
+                ends.append(next(tensors_in(layer.recurrent_states), hidden))
         finally:
             self._probing = False
-        return all((one - two).norm() <= 0.05 * one.norm() for one, two in zip(*ends, strict=True))
+        return not any(torch.equal(ends[0], end) for end in ends[1:])
 
     def _owner(self, adopted: bool = False) -> Owner:
         return Owner(weakref.ref(self.decoder), self.plan, adopted, self.adapters)

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.attach import attached
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.layer import SieveLayer, StoreLayer
 from kvsieve.hf.forward.evict import evict
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.model.support import check_model
@@ -71,9 +72,10 @@ class SharedPrompt:
         for index, ctx in self.seen.items():
             evict(evictor, dataclasses.replace(ctx, state=cache.sieve_layers[index].state, shared=notes), cache)
         for index in self.seen:
-            layer = cache.sieve_layers[index]
-            cache.turn.record.kept[index] = layer.store.entries
-            if index not in cache.turn.record.evicted or layer.view is not None:
+            cache.turn.record.kept[index] = cache.sieve_layers[index].store.entries
+        for index, layer in enumerate(cache.all_layers):
+            dropped = isinstance(layer, SieveLayer) and layer.view is None and index in cache.turn.record.evicted
+            if isinstance(layer, StoreLayer) and not dropped:
                 layer.store = layer.store.clone()
         return cache
 

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from kvsieve.cache import DenseStore
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.cache.latent import LatentLayer
+from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
+from kvsieve.hf.cache.states import CacheLayer, StateLayer
 
 
 def can_stack(caches: Sequence[SieveCache]) -> bool:
-    """Tell whether `stack` takes them: as many tokens seen, as many heads; plain layers, none ragged or a view."""
+    """Tell whether `stack` takes them: of one model, as many tokens seen, as many heads; none ragged, latent or a view."""
     first = caches[0]
     return all(
-        cache.num_seen == first.num_seen
+        cache.owner.decoder() is first.owner.decoder()
+        and cache.num_seen == first.num_seen
         and cache.conversation.protected is None
-        and len(cache.sieve_layers) == len(cache.layers)
-        and all(
-            type(mine) is SieveLayer
-            and not mine.store.is_ragged
-            and mine.view is None
-            and mine.store.heads == theirs.store.heads
-            for mine, theirs in zip(cache.sieve_layers.values(), first.sieve_layers.values(), strict=True)
-        )
+        and all(map(_alike, cache.all_layers, first.all_layers))
         for cache in caches
     )
+
+
+def _alike(mine: CacheLayer, theirs: CacheLayer) -> bool:
+    if isinstance(mine, LatentLayer) or (isinstance(mine, SieveLayer) and mine.view is not None):
+        return False
+    if not isinstance(mine, StoreLayer):
+        return True
+    stores = mine.store, cast(StoreLayer, theirs).store
+    return not any(store.is_ragged or store.is_empty for store in stores) and stores[0].heads == stores[1].heads
 
 
 def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
@@ -37,13 +44,9 @@ def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
         reserve: entries to leave room for.
     """
     first = caches[0]
-    layers = []
-    for index in range(len(first.layers)):
-        layer = SieveLayer()
-        layer.num_seen = first.num_seen
-        layer.store = DenseStore.stack([_dense(cache, index) for cache in caches], reserve)
-        layers.append(layer)
-    stacked = first.with_layers(layers)
+    stacked = first.with_layers(
+        [_stacked(rows, reserve) for rows in zip(*(cache.all_layers for cache in caches), strict=True)]
+    )
     conversation = stacked.conversation
     conversation.batch = sum(cache.conversation.batch for cache in caches)
     conversation.prompt_lengths = tuple(n for cache in caches for n in cache.conversation.prompt_lengths)
@@ -52,15 +55,31 @@ def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
     return stacked
 
 
-def _dense(cache: SieveCache, index: int) -> DenseStore:
-    store = cache.sieve_layers[index].store
-    assert isinstance(store, DenseStore)
-    return store
+def _stacked(layers: Sequence[CacheLayer], reserve: int) -> CacheLayer:
+    """One layer's rows; what methods remember of it, which is for later turns, is left behind."""
+    out: Any = layers[0].fork(share=True)
+    if isinstance(out, StoreLayer):
+        out.store = DenseStore.stack([cast(DenseStore, cast(StoreLayer, layer).store) for layer in layers], reserve)
+    if isinstance(out, SieveLayer):
+        out.state = {}
+    if isinstance(out, WindowLayer):
+        out.holes = any(cast(WindowLayer, layer).holes for layer in layers)
+    if isinstance(out, StateLayer):
+        every = [cast(StateLayer, layer).states() for layer in layers]
+        out.set_states(
+            {name: {at: _rows([each[name][at] for each in every]) for at in every[0][name]} for name in every[0]}
+        )
+    return out
 
 
-def _mask(cache: SieveCache) -> torch.Tensor:
+def _rows(parts: list[Any]) -> Any:
+    """Rows of a state one after another; what is no tensor is the same in all."""
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
+
+
+def _mask(cache: SieveCache) -> Tensor:
     mask = cache.conversation.mask
     if mask is not None:
         return mask
-    device = cache.sieve_layers[0].store.keys.device
+    device = next(layer.store.keys.device for layer in cache.sieve_layers.values())
     return torch.ones(cache.conversation.batch, cache.num_seen, dtype=torch.bool, device=device)

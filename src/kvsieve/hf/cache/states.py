@@ -17,16 +17,7 @@ from kvsieve.cache.base import tensors_in
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
 from kvsieve.hf.compat import DummyLayer, LinearAttentionLayer
-
-# What transformers keeps of a recurrent layer, each a dict with one value per state.
-STATE_FIELDS = (
-    "conv_states",
-    "recurrent_states",
-    "is_conv_states_initialized",
-    "is_recurrent_states_initialized",
-    "has_previous_state",
-    "conv_kernel_size",
-)
+from kvsieve.hf.kinds import STATE_FIELDS
 
 
 class StateLayer(LinearAttentionLayer):

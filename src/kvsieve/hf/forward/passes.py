@@ -124,6 +124,11 @@ def open_session(
         valid = None if min(counts) == new else mask[:, start:]
         if prefill and request.last_chunk and not all(ends):
             raise InputError("the prompt is padded on the right; pad on the left: tokenizer.padding_side = 'left'")
+        if valid is not None and cache.has_state and new == 1:
+            raise InputError(
+                "a row's padding was fed alone, and some models' recurrent layers take a single token for a true one: "
+                "feed padding together with the tokens behind it"
+            )
         if valid is not None and cache.has_state and bool((mask[:, :-1] & ~mask[:, 1:]).any()):
             raise InputError(
                 "a row has padding behind its tokens, as rows of different length have on a later turn, and the "

@@ -45,11 +45,15 @@ def read_chunks(
     start, end = cache.num_seen, input_ids.shape[1]
     total, acts = end - start, options.constraints.reduce and not question
     window = max(acting.queries(total), options.window)
-    ends, probed = chunk_ends(total, options.chunk, window), 0
+    chunk = options.chunk
+    if cache.has_state:
+        # Some models' recurrent layers compute a single token otherwise, and take one of padding for a true one.
+        window, chunk = max(window, 2), None if chunk is None else max(chunk, 2)
+    ends, probed = chunk_ends(total, chunk, window), 0
     if acting.probes and acts:
         whole = torch.ones_like(input_ids) if mask is None else mask
         probed = tokens_to_probe(model, cache, whole)
-        ends = probed_ends(total, options.chunk, window) if probed else ends
+        ends = probed_ends(total, chunk, window) if probed else ends
     prompt_end = max(end, prompt_end or 0)
     if question:
         cache.conversation.begin_question(question)
