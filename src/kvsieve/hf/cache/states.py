@@ -79,20 +79,26 @@ class StateLayer(LinearAttentionLayer):
 
 
 class _Both(StateLayer, StoreLayer):
-    """Recurrent state beside entries, in one layer."""
+    """Recurrent state beside entries, in one layer.
+
+    Attributes:
+        entries_kind: what keeps the entries.
+    """
+
+    entries_kind: type[StoreLayer]
 
     def all_tensors(self) -> Iterator[Tensor]:
         yield from self.state_tensors()
-        yield from super(StateLayer, self).all_tensors()
+        yield from self.entries_kind.all_tensors(self)
 
     def fork(self, share: bool = False) -> Self:
-        other = super(StateLayer, self).fork(share)
+        other = self.entries_kind.fork(self, share)
         other._own_states()
         return other
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         StateLayer.reorder_cache(self, beam_idx)
-        super(StateLayer, self).reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self.entries_kind.reorder_cache(self, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         StoreLayer.batch_repeat_interleave(self, repeats)
@@ -101,6 +107,8 @@ class _Both(StateLayer, StoreLayer):
 class StateSieveLayer(_Both, SieveLayer):
     """Recurrent state, and all entries less those that the plan drops."""
 
+    entries_kind = SieveLayer
+
     def __init__(self, number_of_states: int = 1) -> None:
         SieveLayer.__init__(self)
         StateLayer.__init__(self, number_of_states)
@@ -108,6 +116,8 @@ class StateSieveLayer(_Both, SieveLayer):
 
 class StateWindowLayer(_Both, WindowLayer):
     """Recurrent state, and the entries of a window."""
+
+    entries_kind = WindowLayer
 
     def __init__(self, number_of_states: int, window: Window) -> None:
         WindowLayer.__init__(self, window)

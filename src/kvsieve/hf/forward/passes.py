@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
+from kvsieve.errors import CacheStateError, InputError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.travel import Tokens
@@ -124,11 +125,6 @@ def open_session(
         valid = None if min(counts) == new else mask[:, start:]
         if prefill and request.last_chunk and not all(ends):
             raise InputError("the prompt is padded on the right; pad on the left: tokenizer.padding_side = 'left'")
-        if valid is not None and cache.has_state and new == 1:
-            raise InputError(
-                "a row's padding was fed alone, and some models' recurrent layers take a single token for a true one: "
-                "feed padding together with the tokens behind it"
-            )
         if valid is not None and cache.has_state and bool((mask[:, :-1] & ~mask[:, 1:]).any()):
             raise InputError(
                 "a row has padding behind its tokens, as rows of different length have on a later turn, and the "
@@ -171,6 +167,8 @@ def close_session(session: Session, *, finished: bool) -> None:
     _ACTIVE.set(session.outer)
     if not (finished or session.stopped):
         return
+    if finished and step.phase == "prefill":
+        _check_states(cache)
     cache.advance(step.num_new)
     if step.phase == "decode":
         turn.decoded += step.num_new
@@ -184,6 +182,16 @@ def close_session(session: Session, *, finished: bool) -> None:
         turn.reading = False
         cache.conversation.prompt_lengths = step.lengths
     cache.status = "ready"
+
+
+def _check_states(cache: SieveCache) -> None:
+    """Raise UnsupportedModelError where a pass left a recurrent layer without state: it is where nothing copies it."""
+    for index, layer in enumerate(cache.all_layers):
+        if isinstance(layer, StateLayer) and next(layer.state_tensors(), None) is None:
+            raise UnsupportedModelError(
+                f"layer {index} is recurrent and keeps its state outside the cache, where it cannot be copied: this "
+                "architecture is not supported"
+            )
 
 
 def cancel_session(session: Session) -> None:
