@@ -16,7 +16,7 @@ from kvsieve.hf.cache.states import CacheLayer, StateLayer
 
 
 def can_stack(caches: Sequence[SieveCache]) -> bool:
-    """Tell whether `stack` takes them: of one model, as many tokens seen, as many heads; none ragged, latent or a view."""
+    """Tell whether `stack` takes them: of one model, as many tokens seen and heads; none ragged, latent or a view."""
     first = caches[0]
     return all(
         cache.owner.decoder() is first.owner.decoder()

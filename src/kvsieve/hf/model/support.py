@@ -45,7 +45,7 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
         except PlanError as error:
             return str(error)
         shared = [index for index, kind in enumerate(kinds) if kind.entries == "shared" and index > source]
-        if shared:
+        if shared and not plan.propagate.two_pass:
             return (
                 f"token propagation from layer {source} would leave layer {shared[0]}, which shares the KV of layer "
                 f"{kinds[shared[0]].source}, with queries for fewer tokens; use a plan without propagate="
