@@ -21,6 +21,12 @@ def percent(share: float) -> str:
     return f"{share:.0%}" if share >= 0.01 or share == 0 else f"{share:.1%}"
 
 
+def span(entries: Iterable[float], between: str = "–") -> str:
+    """Write the least and the most of several numbers as ``40–120``; layers that hold 0 entries are left out."""
+    held = sorted({each for each in entries if each}) or [0]
+    return str(held[0]) if len(held) == 1 else f"{held[0]}{between}{held[-1]}"
+
+
 def brief(value: Any) -> str:
     """Write a role, or a field of one, without what is at its default: ``SnapKV(budget=20%, window=32)``."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -328,16 +328,53 @@ def test_methods_are_readable_in_a_narrow_terminal(cli, monkeypatch):
 
 
 def test_models(cli, monkeypatch):
-    wanted = {"llama", "gemma3n_text", "mamba2", "t5"}
+    wanted = {"llama", "gemma3n_text", "mamba2", "t5", "falcon_h1"}
     some = tuple(family for family in FAMILIES if family.name in wanted)
     monkeypatch.setattr("kvsieve.models.families.FAMILIES", some)
     code, out, err = cli("models", "--json")
     assert code == 0 and err == ""
-    status = {each["family"]: each["status"] for each in json.loads(out)["models"]}
-    assert status == {"llama": "supported", "gemma3n_text": "eviction only", "mamba2": "refused", "t5": "refused"}
+    rows = {each["family"]: each for each in json.loads(out)["models"]}
+    wanted = {"llama": "supported", "gemma3n_text": "eviction only", "mamba2": "refused", "t5": "refused"}
+    assert {name: row["status"] for name, row in rows.items()} == wanted | {"falcon_h1": "supported"}
+    held = {name: row["layers"] for name, row in rows.items()}
+    assert held == {
+        "llama": "all 4 layers hold KV that grows",
+        "gemma3n_text": "1 of 4 layers hold KV that grows, 1 has a sliding window, 2 share another layer's KV",
+        "mamba2": "0 of 4 layers hold KV that grows, 4 are recurrent",
+        "falcon_h1": "all 4 layers hold KV that grows, 4 also have recurrent state",
+        "t5": "",
+    }
+    kinds = ["sliding window of 16", "full attention", "KV shared with layer 0", "KV shared with layer 1"]
+    assert rows["gemma3n_text"]["layer_kinds"] == kinds
     code, out, _ = cli("models", "--markdown")
-    assert code == 0 and out.startswith("# Supported models\n") and "1 supported, 1 eviction only, 2 refused" in out
+    assert code == 0 and out.startswith("# Supported models\n") and "2 supported, 1 eviction only, 2 refused" in out
+    assert f"| {held['gemma3n_text']} |" in out
     assert cli("models")[0] == 0
+
+
+@pytest.mark.parametrize(
+    "family, said",
+    [
+        ("qwen3_next", ("2 of 4 layers hold KV that grows, 2 are recurrent", "runs", "runs")),
+        ("gemma3", ("2 of 4 layers hold KV that grows, 2 have a sliding window", "runs", "runs")),
+    ],
+)
+def test_doctor_says_what_a_models_layers_hold_and_what_runs(cli, tmp_path, family, said):
+    build(family).config.save_pretrained(tmp_path)
+    data = json.loads(cli("doctor", str(tmp_path), "--json")[1])
+    assert (data["layers"], data["eviction"], data["propagation"]) == said
+    assert f"layers:          {said[0]}" in cli("doctor", str(tmp_path))[1].splitlines()
+
+
+def test_doctor_names_what_is_in_a_models_way(cli, tmp_path):
+    build("mamba2").config.save_pretrained(tmp_path)
+    code, out, err = cli("doctor", str(tmp_path), "--json")
+    data = json.loads(out)
+    assert code == 1 and data["layers"].endswith("4 are recurrent") and "eviction" not in data
+    assert any("is not supported" in problem for problem in data["problems"])
+    build("gemma3n_text").config.save_pretrained(tmp_path)
+    data = json.loads(cli("doctor", str(tmp_path), "--json")[1])
+    assert data["eviction"] == "runs" and "shares the KV of layer 0" in data["propagation"]
 
 
 def test_a_family_this_transformers_cannot_build(monkeypatch):

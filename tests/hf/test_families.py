@@ -194,7 +194,8 @@ def test_reading(model, prompts):
     assert both.stats.applied and worst(both.output, alone.output, slice(1, None)) < close(model)
     traffic = alone.stats.traffic
     assert traffic.tokens == 4 and traffic.entries == 8 and 0 < traffic.estimate_entries < 12
-    assert alone.stats.storage.bytes + alone.stats.storage.metadata_bytes == alone.stats.kv_bytes
+    storage = alone.stats.storage
+    assert storage.bytes + storage.metadata_bytes + storage.state_bytes == alone.stats.kv_bytes
 
 
 def test_promised_families_are_supported():

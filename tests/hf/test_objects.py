@@ -13,6 +13,8 @@ from transformers import GenerationConfig, MaxLengthCriteria, StoppingCriteriaLi
 
 import kvsieve
 from kvsieve.errors import KvsieveWarning, NotAttachedError, UnsupportedModelError
+from kvsieve.hf.cache.layer import StoreLayer
+from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.model.support import methods_for, why_unsupported
 from kvsieve.models.families import build
@@ -141,6 +143,33 @@ def test_a_pipeline_leaves_stats_too(model):
     assert sieve.last_stats.kv_entries == [10] * 4 and sieve.last_stats.applied
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "gemma3n_text", "gemma3_text"])
+def test_means_are_over_layers_whose_kv_grows(family):
+    model = build(family)
+    ids = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(0))
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        full = sieve.generate(ids, max_new_tokens=3, **GREEDY)
+    growing = list(full.cache.sieve_layers)
+    assert full.stats.growing_layers == growing and full.stats.kv_share == 1 and full.stats.notes == []
+    assert f"full: 60 of 60 entries in {len(growing)} of 4 layers, KV" in str(full.stats)
+    holding = sum(entries > 0 for entries in full.cache.entries())
+    assert f"{holding} of 4 layers" in repr(full.cache) or holding == 4
+    storage, states = full.stats.storage, [layer for layer in full.cache.layers if isinstance(layer, StateLayer)]
+    assert storage.state_bytes == sum(part.nbytes for layer in states for part in layer.state_tensors())
+    assert (storage.state_bytes > 0) == (family in ("qwen3_next", "lfm2"))
+    stores = [layer.store for layer in full.cache.layers if isinstance(layer, StoreLayer)]
+    assert storage.bytes == sum(store.entry_bytes() for store in stores)
+    assert storage.bytes + storage.metadata_bytes + storage.state_bytes == full.stats.kv_bytes == full.cache.nbytes()
+    assert storage.entries == 62 and full.stats.traffic.entries == 61.5
+    with kvsieve.attach(model, kvsieve.plan("quest", budget=32, page=16)) as sieve:
+        read = sieve.generate(ids, max_new_tokens=3, **GREEDY).stats
+    # Said where fewer are read than these layers hold, whatever the others do.
+    assert read.traffic.entries == 32 and "32 entries read per token" in str(read)
+    with kvsieve.attach(model, kvsieve.plan("knorm", budget=15, skip_layers=(growing[0],))) as sieve:
+        one = sieve.generate(ids, max_new_tokens=3, **GREEDY).stats
+    assert one.compressed_layers == len(growing) - 1
+
+
 def test_partly_compressed_models_say_so_and_name_methods_that_run():
     model = build("gemma3_text")
     ids = torch.randint(3, 100, (1, 60), generator=torch.Generator().manual_seed(0))
@@ -152,12 +181,9 @@ def test_partly_compressed_models_say_so_and_name_methods_that_run():
     assert sliding and stats.applied and stats.kv_share == pytest.approx(share, abs=1e-3)
     compressed = len(stats.kv_entries) - len(sliding)
     assert stats.compressed_layers == compressed
-    said = f"{compressed} of {len(stats.kv_entries)} layers compressed, {share:.0%} of KV kept"
-    assert said in str(stats)
-    assert stats.notes == [
-        f"{compressed} of 4 layers hold KV that grows, {len(sliding)} have a sliding window; {compressed} compressed, "
-        f"{share:.0%} of all entries kept"
-    ]
+    assert f"10 of 60 entries in {compressed} of {len(stats.kv_entries)} layers ({share:.0%} of KV)" in str(stats)
+    assert stats.notes == [f"{compressed} of 4 layers hold KV that grows, {len(sliding)} have a sliding window"]
+    assert stats.growing_layers == [1, 3]
     works = methods_for(model)
     assert {"snapkv", "adakv", "quest"} <= set(works) and not {"finch", "full"} & set(works)
     for name in works:

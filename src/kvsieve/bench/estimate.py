@@ -124,7 +124,7 @@ def _entries(plan: Plan, index: int, layers: tuple[Layer, ...], seen: int, token
     kind = layer.kind
     if not kind.grows:
         # One entry less than the window: the next token brings the last one.
-        held = {"window": min(seen, (kind.span or 1) - 1), "chunk": seen % (kind.span or 1)}
+        held = {"window": min(seen, (kind.span or 1) - 1), "chunk": min(seen, tokens % (kind.span or 1))}
         return held.get(kind.entries, 0), 1
     if not isinstance(plan.evict, ScoredEvictor) or skipped(plan.evict.skip_layers, index, len(layers)):
         return seen, 1

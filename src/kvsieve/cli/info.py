@@ -90,8 +90,13 @@ def _show_method(method: dict[str, Any]) -> None:
         show(wrapped(text, indent="    "))
 
 
-def doctor_command(as_json: JsonOption = False) -> None:
-    """Versions, device, what is missing and how to get it."""
+def doctor_command(
+    model: Annotated[
+        str | None, typer.Argument(help="Hub id or directory: also tells what its layers hold, and what runs on it.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Versions, device, what is missing and how to get it; what runs on a model."""
     facts = {**_versions(), **_device(), "cache directory": str(kvsieve.models.cache_dir())}
     problems = [problem for problem in (_version_problem(),) if problem]
     try:
@@ -100,6 +105,10 @@ def doctor_command(as_json: JsonOption = False) -> None:
         where, problem = "not found", one_line(error)
     facts["demo model"] = where
     problems += [problem] if problem else []
+    if model is not None:
+        told, problem = _model(model)
+        facts |= told
+        problems += [problem] if problem else []
     if as_json:
         emit_json({**{key.replace(" ", "_"): value for key, value in facts.items()}, "problems": problems})
     else:
@@ -169,6 +178,31 @@ def _dtype() -> dict[str, str]:
 
     choice = auto_dtype()
     return {"dtype": f"{choice.name}: {choice.reason}; --dtype overrides"}
+
+
+def _model(name: str) -> tuple[dict[str, str], str | None]:
+    """Tell what a model's layers hold and which roles run on it, from its config; and why nothing does."""
+    from kvsieve.bench.geometry import meta_model
+    from kvsieve.cli.estimate import model_config
+    from kvsieve.cli.models_table import kinds_of
+    from kvsieve.hf.kinds import told_kinds
+    from kvsieve.hf.model.support import why_unsupported
+
+    config = model_config(name)
+    facts = {"model": f"{name}, of type {config.model_type}"}
+    try:
+        model = meta_model(config)
+    except KvsieveError as error:
+        return facts, one_line(error)
+    kinds = kinds_of(model)
+    if kinds:
+        facts["layers"] = told_kinds(kinds)
+    problem = why_unsupported(model, kvsieve.plan("snapkv"))
+    if problem is not None:
+        return facts, f"{name} is not supported: {problem}"
+    plan = kvsieve.plan("fastkv", tsp_layer=max(len(kinds) // 2 - 1, 0))
+    without = why_unsupported(model, plan)
+    return facts | {"eviction": "runs", "propagation": "runs" if without is None else f"does not run: {without}"}, None
 
 
 def _demo_model() -> tuple[str, str | None]:

@@ -12,6 +12,7 @@ from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_d
 from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.prompts import given_prompts
 from kvsieve.cli.specs import chosen_method, compared_methods
+from kvsieve.display import span
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
@@ -172,13 +173,12 @@ def print_stats(results: list[dict[str, Any]], name: str = "method") -> None:
 
 
 def _row(name: str, stats: Stats) -> list[str]:
-    least, most = min(stats.kv_entries), max(stats.kv_entries)
     return [
         name,
         str(stats.prompt_tokens),
         str(stats.deep_tokens),
         "all" if stats.kv_asked is None else str(stats.kv_asked),
-        str(most) if least == most else f"{least}–{most}",
+        span(stats.kv_entries),
         _mebibytes(stats.kv_bytes),
         f"{stats.ttft_s:.2f}",
         "-" if stats.tpot_s is None else f"{1000 * stats.tpot_s:.1f}",

@@ -8,12 +8,13 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from kvsieve.cli.output import one_line, print_table, say, show
 from kvsieve.cli.words import Words
+from kvsieve.display import span
 from kvsieve.errors import InputError, KvsieveError
 from kvsieve.text import printable
 
@@ -231,7 +232,7 @@ def _cost(chat: Chat) -> str:
     parts = [f"{stats.new_tokens} tokens", f"first after {stats.ttft_s:.2f} s"]
     if stats.tpot_s:
         parts.append(f"{1 / stats.tpot_s:.1f} tokens/s")
-    parts.append(f"{_span(entries)} of {seen} entries kept")
+    parts.append(f"{span(entries)} of {seen} entries kept")
     if stats.traffic is not None:
         parts.append(f"{stats.traffic.entries:.0f} read per step")
     return ", ".join(parts)
@@ -243,13 +244,8 @@ def _row(stats: Stats) -> list[str]:
         str(stats.new_tokens),
         f"{stats.ttft_s:.2f}",
         "-" if not stats.tpot_s else f"{1 / stats.tpot_s:.1f}",
-        _span(stats.kv_entries),
+        span(stats.kv_entries),
         "-" if stats.traffic is None else f"{stats.traffic.entries:.0f}",
         f"{stats.kv_bytes / 2**20:.1f}",
         "yes" if stats.applied else "no",
     ]
-
-
-def _span(entries: list[Any]) -> str:
-    least, most = min(entries), max(entries)
-    return str(most) if least == most else f"{least}–{most}"

@@ -160,7 +160,7 @@ class KvsieveLM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """As HFLM's, and under "kvsieve" the plan and what it did: this goes into the result file's "config"."""
         calls = self.calls
-        shares = [sum(call.kv_entries) / len(call.kv_entries) / call.prompt_tokens for call in calls]
+        shares = [call.kv_share for call in calls if call.kv_share is not None]
         return super().get_model_info() | {
             "kvsieve": {
                 "version": kvsieve.__version__,

@@ -138,19 +138,26 @@ def growing_layers(kinds: tuple[LayerKind, ...]) -> tuple[int, ...]:
     return tuple(index for index, kind in enumerate(kinds) if kind.grows)
 
 
+# In the singular and in the plural.
+_TOLD = {
+    "window": ("has a sliding window", "have a sliding window"),
+    "chunk": ("attends in chunks", "attend in chunks"),
+    "shared": ("shares another layer's KV", "share another layer's KV"),
+    "state": ("is recurrent", "are recurrent"),
+    "none": ("holds nothing", "hold nothing"),
+}
+
+
 def told_kinds(kinds: tuple[LayerKind, ...]) -> str:
     """Say what a model's layers hold, such as "16 of 64 layers hold KV that grows, 48 are recurrent"."""
-    grows = len(growing_layers(kinds))
-    if grows == len(kinds):
-        return f"all {grows} layers hold KV that grows"
-    told = {"window": "have a sliding window", "chunk": "attend in chunks", "shared": "share another layer's KV"}
-    others = Counter(
-        told.get(kind.entries) or ("are recurrent" if kind.state else "hold nothing")
-        for kind in kinds
-        if not kind.grows
-    )
-    parts = [f"{grows} of {len(kinds)} layers hold KV that grows"]
-    return ", ".join(parts + [f"{count} {words}" for words, count in others.items()])
+    grows, both = len(growing_layers(kinds)), sum(kind.state and kind.entries != "none" for kind in kinds)
+    latent = sum(kind.entries == "latent" for kind in kinds)
+    whole = "all" if grows == len(kinds) else f"{grows} of"
+    parts = [f"{whole} {len(kinds)} layers hold KV that grows"]
+    others = Counter("state" if kind.entries == "none" and kind.state else kind.entries for kind in kinds)
+    parts += [f"{latent} of them as latents"] * (latent > 0)
+    parts += [f"{others[name]} {words[others[name] > 1]}" for name, words in _TOLD.items() if others[name]]
+    return ", ".join(parts + [f"{both} also {'have' if both > 1 else 'has'} recurrent state"] * (both > 0))
 
 
 __all__ = ["STATE_FIELDS", "LayerKind", "growing_layers", "layer_kinds", "told_kinds"]

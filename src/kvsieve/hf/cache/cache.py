@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsieve.cache.base import storage_bytes
-from kvsieve.display import mebibytes
+from kvsieve.display import mebibytes, span
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
 from kvsieve.hf.cache.layers import new_layer
@@ -275,10 +275,10 @@ class SieveCache(Cache):
 
     def __repr__(self) -> str:
         seen = f"{self.num_seen} tokens seen" + (f" in {self.conversation.batch} rows" * (self.conversation.batch > 1))
-        entries = self.entries()
-        least, most = min(entries, default=0), max(entries, default=0)
-        held = str(most) if least == most else f"{least} to {most}"
-        return f"<SieveCache {seen}, {held} entries in each of {len(entries)} layers, {mebibytes(self.nbytes())}>"
+        entries = [layer.store.entries for layer in self.all_layers if isinstance(layer, StoreLayer)]
+        where = f"each of {len(entries)} layers" if len(entries) == len(self.layers) else ""
+        where = where or f"{len(entries)} of {len(self.layers)} layers"
+        return f"<SieveCache {seen}, {span(entries, ' to ')} entries in {where}, {mebibytes(self.nbytes())}>"
 
     def memory_report(self) -> dict[str, Any]:
         """Report the tokens seen, entries stored per layer and KV head, and the bytes of all tensors held."""

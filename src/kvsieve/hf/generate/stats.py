@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvsieve.cache.base import storage_bytes
 from kvsieve.display import html_table, mebibytes, percent
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.records import Passes, TurnRecord
-from kvsieve.hf.cache.states import EmptyLayer
+from kvsieve.hf.cache.states import EmptyLayer, StateLayer
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.kinds import told_kinds
 from kvsieve.hf.runtime import AttachedModel
@@ -48,15 +50,17 @@ class Storage:
     """Sizes of what the cache holds at the end, in all rows and layers.
 
     Attributes:
-        entries: per layer and KV head, on average over layers, of the fullest row.
-        bytes: keys and values, room for further ones included.
+        entries: per layer and KV head, on average over layers whose KV grows, of the fullest row.
+        bytes: keys and values, room for further ones included, those of sliding windows too.
         metadata_bytes: where they stood, which are real, what a reader keeps to choose among them, and what methods
             remember.
+        state_bytes: recurrent states, which do not grow.
     """
 
     entries: float
     bytes: int
     metadata_bytes: int
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Stats:
         applied: True when every role of the plan acted on this prompt (full KV has none).
         prompt_tokens: true tokens of the conversation when the prompt was complete.
         deep_tokens: of those of this turn, the ones that went through the deepest layer.
-        kv_entries: entries per layer and KV head once the prompt was complete.
+        kv_entries: entries per layer and KV head once the prompt was complete; 0 for a layer that stores none.
         kv_asked: the budget's entries, None without one.
         kv_bytes: bytes of all cache tensors held at the end.
         ttft_s: seconds to the first token.
@@ -100,8 +104,9 @@ class Stats:
         storage: what is held, entries and metadata apart.
         decoding: how tokens after the first were computed.
         compressed_layers: layers that held fewer entries than under full KV once the prompt was complete.
-        kv_share: of the entries that all layers would have held then, the part that they did. Both are None in a chat
-            that an earlier version saved.
+        kv_share: of the entries that all layers would have held then, the part that they did.
+        growing_layers: indices of the layers whose KV grows, on which plans act. These three are None in a chat that an
+            earlier version saved.
     """
 
     method: str
@@ -122,6 +127,7 @@ class Stats:
     decoding: Decoding | None = None
     compressed_layers: int | None = None
     kv_share: float | None = None
+    growing_layers: list[int] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -152,16 +158,23 @@ class Stats:
         ]
         return told + [("note", f"note: {note}") for note in self.notes]
 
+    def _growing(self) -> list[int]:
+        """Entries of the layers that plans act on."""
+        layers = range(len(self.kv_entries)) if self.growing_layers is None else self.growing_layers
+        return [self.kv_entries[index] for index in layers]
+
     def _mean(self) -> float:
-        return sum(self.kv_entries) / max(len(self.kv_entries), 1)
+        return sum(self._growing()) / max(len(self._growing()), 1)
 
     def _kept(self) -> str:
-        kept, layers = f"{self._mean():.0f} of {self.prompt_tokens} entries", len(self.kv_entries)
+        layers, grow = len(self.kv_entries), len(self._growing())
+        kept = f"{self._mean():.0f} of {self.prompt_tokens} entries"
+        kept += f" in {grow} of {layers} layers" if grow < layers else ""
         if not self.compressed_layers or self.kv_share is None:
             return kept
-        if self.compressed_layers < layers:
+        if self.compressed_layers < grow:
             return f"{self.compressed_layers} of {layers} layers compressed, {percent(self.kv_share)} of KV kept"
-        return f"{kept} ({percent(self.kv_share)})"
+        return f"{kept} ({percent(self.kv_share)}{' of KV' if grow < layers else ''})"
 
 
 def what_ran(plan: Plan, record: TurnRecord) -> tuple[bool, list[str]]:
@@ -209,8 +222,8 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
         kept[index] = whole[index] = min(kept[index], record.prompt_tokens)
     compressed = sum(least < most for least, most in zip(kept, whole, strict=True))
     share = sum(kept) / max(sum(whole), 1)
-    if compressed and len(cache.sieve_layers) < len(kept):
-        notes.append(f"{told_kinds(model.kinds)}; {compressed} compressed, {percent(share)} of all entries kept")
+    if plan.roles and len(cache.sieve_layers) < len(kept):
+        notes.append(told_kinds(model.kinds))
     turn_tokens = record.prompt_tokens
     return Stats(
         method=plan.name,
@@ -231,6 +244,7 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
         decoding=_decoding(model.engine, record.passes),
         compressed_layers=compressed,
         kv_share=round(share, 4),
+        growing_layers=list(cache.sieve_layers),
     )
 
 
@@ -263,7 +277,13 @@ def _traffic(cache: SieveCache) -> Traffic | None:
 
 
 def _storage(cache: SieveCache) -> Storage:
-    layers = cache.sieve_layers.values()
-    held = sum(layer.store.entry_bytes() for layer in layers)
-    entries = [layer.store.entries for layer in layers]
-    return Storage(round(sum(entries) / max(len(entries), 1), 2), held, cache.nbytes() - held)
+    held = sum(layer.store.entry_bytes() for layer in cache.all_layers if isinstance(layer, StoreLayer))
+    layers = [layer for layer in cache.all_layers if isinstance(layer, StateLayer)]
+    states = storage_bytes(part for layer in layers for part in layer.state_tensors())
+    entries = [layer.store.entries for layer in cache.sieve_layers.values()]
+    return Storage(
+        entries=round(sum(entries) / max(len(entries), 1), 2),
+        bytes=held,
+        metadata_bytes=cache.nbytes() - held - states,
+        state_bytes=states,
+    )
