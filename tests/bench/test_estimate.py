@@ -202,6 +202,17 @@ def test_latent_entries_serve_all_heads_and_attention_is_priced_expanded():
     assert estimate(found, Plan(), 100).attention_flops == 4 * 2 * 4 * (32 + 16) * 100**2 / 2
 
 
+@pytest.mark.parametrize("plan", [Plan(), kvsieve.plan("snapkv", budget=40, window=8)], ids=["full", "snapkv"])
+def test_bytes_of_latent_entries_are_those_a_model_holds(plan):
+    model = build("deepseek_v3")
+    with kvsieve.attach(model, plan) as sieve:
+        cache = sieve.prefill(torch.arange(240).view(2, 120) % 100 + 2)
+    one = estimate(geometry(model.config), plan, 120, batch=2, element_bytes=4)
+    assert list(one.kv_entries) == cache.entries()
+    room = sum(layer.store.capacity - layer.store.size for layer in cache.layers) * 2 * (24 + 16) * 4
+    assert one.kv_bytes == sum(layer.store.entry_bytes() for layer in cache.layers) - room
+
+
 def test_states_do_not_grow_and_are_told():
     found = geometry(config_of("qwen3_next"))
     short, long = (estimate(found, Plan(), n) for n in (100, 10_000))

@@ -16,7 +16,7 @@ from kvsieve.errors import KvsieveWarning, NotAttachedError, UnsupportedModelErr
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.generate.stats import Stats
-from kvsieve.hf.model.support import methods_for, why_unsupported
+from kvsieve.hf.model.support import check_model, methods_for, why_unsupported
 from kvsieve.models.families import build
 from toy_words import word_tokenizer
 
@@ -228,3 +228,23 @@ def test_what_happens_is_logged_and_warnings_stay_warnings(model, ids, caplog):
     assert any(level == "INFO" and text.startswith("tokens are generated eagerly: ") for level, text in told)
     assert all(record.name.startswith("kvsieve.") for record in caplog.records)
     assert json.dumps(stats.to_dict())
+
+
+@pytest.mark.parametrize(
+    "family, method, said",
+    [
+        ("mamba2", "snapkv", "recurrent in 4 of 4 (0, 1, 2, 3), so its cache is small already"),
+        ("mistral:sliding", "snapkv", "sliding window of 16 in 4 of 4 (0, 1, 2, 3), so its cache is small already"),
+        ("gemma3n_text", "fastkv", "as 2 of 4 layers do with an earlier one's (2, 3)"),
+        ("gptj", "snapkv", "AttentionInterface in any layer"),
+    ],
+)
+def test_a_refusal_says_which_layers_are_in_the_way_and_what_runs(family, method, said):
+    options = {"tsp_layer": 1} if method == "fastkv" else {}
+    with pytest.raises(UnsupportedModelError) as caught:
+        check_model(build(family), kvsieve.plan(method, **options))
+    assert said in str(caught.value)
+    ways = ("such as 'snapkv'", "run it without kvsieve")
+    assert any(way in str(caught.value) for way in ways)
+    if method == "fastkv":
+        assert "Methods that run on it: adakv" in str(caught.value)

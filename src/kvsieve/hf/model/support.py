@@ -17,8 +17,8 @@ from kvsieve.roles import ChunkedEvictor
 
 # Fields of a decoder's config that announce something attention would have to honour, and why it cannot yet.
 _TELLING_FIELDS = {
-    "index_topk": "its indexed attention chooses what to read by itself",
-    "rel_extent": "its attention adds a learned bias for each distance, which does not fit a sieved cache",
+    "index_topk": "its indexed attention chooses by itself, in every layer, what to read",
+    "rel_extent": "its attention adds a learned bias for each distance in every layer; a sieved cache has none",
 }
 
 # Architectures that can be told only by name; the guards at run time would catch them too, one pass later.
@@ -37,7 +37,7 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
     kinds = layer_kinds(text_config(model))
     growing = growing_layers(kinds)
     if not growing and (plan.roles or not any(kind.entries != "none" for kind in kinds)):
-        return f"{_told(kinds)}, so its cache is small already and nothing is left to do"
+        return f"{_told(kinds)}, so its cache is small already and nothing is left to do; run it without kvsieve"
     if plan.propagate is not None:
         plan.propagate.source(len(kinds))
         try:
@@ -48,7 +48,8 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
         if shared and not plan.propagate.two_pass:
             return (
                 f"token propagation from layer {source} would leave layer {shared[0]}, which shares the KV of layer "
-                f"{kinds[shared[0]].source}, with queries for fewer tokens; use a plan without propagate="
+                f"{kinds[shared[0]].source} as {len(shared)} of {len(kinds)} layers do with an earlier one's "
+                f"({_numbers(shared)}), with queries for fewer tokens; use a plan without propagate=, such as 'snapkv'"
             )
     if isinstance(plan.evict, ChunkedEvictor) and len(growing) < len(kinds):
         return (
@@ -85,10 +86,17 @@ def _why_not_latent(model: Any, plan: Plan, layers: list[int]) -> str | None:
 
 def _told(kinds: tuple[LayerKind, ...]) -> str:
     """Say which layers hold no KV that grows."""
-    others = {kind.words: index for index, kind in reversed([*enumerate(kinds)]) if not kind.grows}
-    return "its layers are not all full attention: " + ", ".join(
-        f"layer {index} is {words}" for words, index in sorted(others.items(), key=lambda item: item[1])
-    )
+    others: dict[str, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        if not kind.grows:
+            others.setdefault(kind.words, []).append(index)
+    told = (f"{words} in {len(found)} of {len(kinds)} ({_numbers(found)})" for words, found in others.items())
+    return f"its layers are not all full attention: {', '.join(told)}"
+
+
+def _numbers(indices: list[int]) -> str:
+    """Write layer indices, the first few of many."""
+    return ", ".join(map(str, indices[:4])) + (" ..." if len(indices) > 4 else "")
 
 
 def _why_no_plan_runs(model: Any) -> str | None:
@@ -104,11 +112,14 @@ def _why_no_plan_runs(model: Any) -> str | None:
         if getattr(config, name, None):
             return f"{reason} ({name}={getattr(config, name)})"
     if not model._can_set_attn_implementation():
-        return "its attention does not go through transformers' AttentionInterface"
+        return (
+            "its attention does not go through transformers' AttentionInterface in any layer, so kvsieve cannot take "
+            "its place; run it without kvsieve"
+        )
     decoder = decoder_of(model)
     layers = layers_of(decoder)
     if decoder is model or layers is None:
-        return "its decoder keeps its layers where kvsieve does not find them (no .layers)"
+        return "its decoder keeps its layers where kvsieve does not find them (no .layers, .h or .blocks)"
     try:
         kinds = layer_kinds(config)
     except UnsupportedModelError as error:
