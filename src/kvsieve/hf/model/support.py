@@ -18,7 +18,7 @@ from kvsieve.roles import ChunkedEvictor
 # Fields of a decoder's config that announce something attention would have to honour, and why it cannot yet.
 _TELLING_FIELDS = {
     "index_topk": "its indexed attention chooses by itself, in every layer, what to read",
-    "rel_extent": "its attention adds a learned bias for each distance in every layer; a sieved cache has none",
+    "rel_extent": "its attention adds a learned bias for each distance in every layer, unfit for a sieved cache",
 }
 
 # Architectures that can be told only by name; the guards at run time would catch them too, one pass later.
