@@ -158,7 +158,7 @@ def _leave(index: int, names: list[str], module: nn.Module, args: Any, kwargs: d
 
 def _enter_deeper(index: int, names: list[str], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     session = passes.current()
-    if session is None or not session.arguments.now:
+    if session is None or not session.moved:
         return None
     hidden, given = _by_name(names, args, kwargs)
     return hidden, session.enter(index, given, names)

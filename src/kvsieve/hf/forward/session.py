@@ -43,6 +43,7 @@ class Session:
         lent: of layers whose entries others read, the layer as it was when it attended, and this pass's keys.
         shared: ``ctx.shared``.
         hidden: [B, L, C], what enters the layer that runs; kept for evictors that need it only.
+        moved: True once other tokens travel than those of the pass.
     """
 
     plan: Plan
@@ -59,6 +60,7 @@ class Session:
     lent: dict[int, tuple[StoreLayer, Tensor]] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
     hidden: Tensor | None = None
+    moved: bool = False
     _selection: Selection | None = None
 
     def __post_init__(self) -> None:
@@ -252,6 +254,7 @@ class Session:
                 hidden = _joined([*(chunk[0] for chunk in deferred), hidden])
                 arguments.join(chunks, _joined)
                 deferred.clear()
+                self.moved = True
                 token_index = torch.arange(self.step.turn_start, self.end, device=hidden.device)[None]
                 mask = self.cache.conversation.mask
                 valid = None if mask is None else mask[:, self.step.turn_start :]
@@ -261,6 +264,7 @@ class Session:
             rows = selection.indices.to(hidden.device)
             hidden = gather(hidden, rows)
             arguments.narrow(rows)
+            self.moved = True
             self.tokens = self.tokens.narrow(selection)
             self.cache.turn.record.propagated = max(self.tokens.counts)
         return hidden
@@ -273,7 +277,7 @@ class Session:
             given: its arguments for all tokens of the pass, hidden states left out.
             names: parameters that it has.
         """
-        if not self.arguments.now:
+        if not self.moved:
             return given
         given = self.arguments.deeper(given)
         if isinstance(self.cache.layers[index], StateLayer):
