@@ -74,7 +74,9 @@ def where(mass: dict[str, dict[str, float]]) -> str:
 
 def states(found: dict[str, dict[str, Any]]) -> str:
     """What propagation does to the states behind the layer where tokens are chosen."""
-    told = [(name, row) for name, each in found.items() for row in each["rows"] if row.get("state_change")]
+    rows = [(name, row) for name, each in found.items() for row in each["rows"]]
+    # FastKV's propagation is "tsp", and where ASL drops nothing no state changes.
+    told = [(name, row) for name, row in rows if row.get("state_change") and row["method"] not in ("fastkv", "asl")]
     layers = list(told[0][1]["state_change"]) if told else []
     lines = []
     for name, row in told:

@@ -205,10 +205,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = json.dumps(found, indent=1) + "\n"
     (folder / "curve.json").write_text(text)
     (given.results / f"toys_{name}.json").write_text(text)
-    held, spent = found["held_out"], f"{run.steps} steps, {run.cpu_s:.0f} s of CPU time, {run.wall_s:.0f} s in all"
-    print(
-        f"{given.geometry}: {'learned' if run.learned else 'NOT learned'} in {spent}; held out: {held['answers']:.1%}"
-    )
+    verdict = "learned" if run.learned else "NOT learned"
+    spent = f"{run.steps} steps, {run.cpu_s:.0f} s of CPU time, {run.wall_s:.0f} s in all"
+    print(f"{name}: {verdict} in {spent}; right answers, held out: {found['held_out']['answers']:.1%}")
 
 
 if __name__ == "__main__":
