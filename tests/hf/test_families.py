@@ -42,10 +42,10 @@ FASTKV = kvsieve.plan("fastkv", budget=16, tsp_rate=0.5, tsp_layer=1, window=4)
 # What issue and docs promise; a family that drops out of the supported ones must fail here.
 PROMISED = (
     "llama mistral ministral ministral3 qwen2 qwen3 phi3 gemma3_text olmo2 olmo3 cohere2 granite smollm3 glm4 "
-    "starcoder2 mixtral qwen3_moe exaone4"
+    "starcoder2 mixtral qwen3_moe exaone4 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 mistral4"
 ).split()
 PROPAGATING = (
-    "llama mistral ministral3 qwen2 qwen3 phi3 olmo2 granite smollm3 glm4 starcoder2 mixtral qwen3_moe".split()
+    "llama mistral ministral3 qwen2 qwen3 phi3 olmo2 granite smollm3 glm4 starcoder2 mixtral qwen3_moe deepseek_v3 mistral4".split()
 )
 
 

@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import transformers
+from torch import Tensor
 from torch.nn import ModuleList
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
 from transformers.cache_utils import (
@@ -128,12 +129,29 @@ def plain_cache_layers(config: Any) -> list[Any]:
     return DynamicCache(config=config).layers
 
 
-def is_local_mask(mask_function: Any) -> bool:
-    """Tell whether a mask function is that of a sliding window, or of chunks, and of nothing beside it."""
-    cells = getattr(mask_function, "__closure__", None) or ()
-    parts = [part for cell in cells if isinstance(cell.cell_contents, tuple) for part in cell.cell_contents]
-    local = [part for part in parts if getattr(part, "__qualname__", "") in _LOCAL]
-    return len(parts) == 2 and len(local) == 1 and causal_mask_function in parts
+def is_plain_mask(mask_function: Any) -> bool:
+    """Tell whether a mask function is causal, maybe within a sliding window or chunks, and nothing beside it."""
+    parts = _mask_parts(mask_function)
+    others = [getattr(part, "__qualname__", "") for part in parts if part is not causal_mask_function]
+    return len(parts) - len(others) == 1 and len(others) < 2 and _LOCAL.issuperset(others)
+
+
+def _mask_parts(mask_function: Any) -> list[Any]:
+    """Functions that a mask function is the intersection of; one that lets nothing more be seen is left out."""
+    name = getattr(mask_function, "__qualname__", "")
+    cells = [cell.cell_contents for cell in getattr(mask_function, "__closure__", None) or ()]
+    if name.startswith("blockwise_overlay.") and all(
+        isinstance(each, Tensor) and bool((each < 0).all()) for each in cells
+    ):
+        # Blocks are images, and there is none.
+        return []
+    both, either = name.startswith("and_masks."), name.startswith("or_masks.")
+    if not both and not either:
+        return [mask_function]
+    parts = [_mask_parts(part) for cell in cells for part in cell]
+    if either and sum(bool(each) for each in parts) > 1:
+        return [mask_function]
+    return [part for each in parts for part in each]
 
 
 __all__ = [
@@ -154,7 +172,7 @@ __all__ = [
     "decoder_of",
     "device_mesh",
     "generate_arguments",
-    "is_local_mask",
+    "is_plain_mask",
     "layers_of",
     "own_cache_class",
     "plain_cache_layers",

@@ -98,8 +98,12 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any]) -> None:
         model.check_counts_on(cache)
     session = passes.open_session(model.context, model.plan, cache, {**kwargs, **told})
     positions = kwargs.get("position_ids")
-    if several and positions is not None and positions.ndim == 3 and bool((positions != positions[:1]).any()):
-        session.cache.conversation.placed = True
+    if several and positions is not None and positions.ndim == 3:
+        if bool((positions != positions[:1]).any()):
+            session.cache.conversation.placed = True
+        else:
+            # As chunks before this one were told them, which came without the outer model.
+            kwargs["position_ids"] = positions[0]
 
 
 def _propagation_hooks(model: AttachedModel, layers: list[nn.Module]) -> list[Any]:

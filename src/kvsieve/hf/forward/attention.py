@@ -17,7 +17,7 @@ from kvsieve.hf.compat import (
     AttentionInterface,
     AttentionMaskInterface,
     causal_mask_function,
-    is_local_mask,
+    is_plain_mask,
     sdpa_mask,
 )
 from kvsieve.hf.forward.latent import ask_latents
@@ -30,7 +30,7 @@ from kvsieve.types import AttentionTerms
 NAME = "kvsieve"
 
 # Arguments of an attention function that do not change a causal layer's result in inference.
-_HARMLESS = frozenset({"dropout", "position_ids"})
+_HARMLESS = frozenset({"dropout", "position_ids", "logits_to_keep"})
 # Arguments that AttentionTerms are made of.
 _TERMS = frozenset({"softcap", "s_aux"})
 
@@ -118,7 +118,7 @@ def mask_function(*, mask_function: Any = causal_mask_function, **kwargs: Any) -
 
     Any other mask is made, and refused where a layer is given it.
     """
-    if mask_function is causal_mask_function or is_local_mask(mask_function):
+    if is_plain_mask(mask_function):
         return None
     kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(mask_function=mask_function, **kwargs)

@@ -63,7 +63,7 @@ class Arguments:
 
     Attributes:
         size: tokens of the pass.
-        noted: tensors [1 or B, L, ...], in the order they were made.
+        noted: tensors [1 or B, L, ...], or whole numbers [A, 1 or B, L] of several axes, in the order they were made.
         now: by the id of a noted one, what deeper layers get in its place.
     """
 
@@ -86,11 +86,20 @@ class Arguments:
                 "along; read the prompt without chunk=, or use a plan without propagate="
             )
         parts = zip(*chunks, strict=True)
-        self.now = {id(own): whole(list(part)) for own, part in zip(self.noted, parts, strict=True)}
+        for own, each in zip(self.noted, parts, strict=True):
+            if self._has_axes(own):
+                self.now[id(own)] = whole([part.movedim(0, 2) for part in each]).movedim(2, 0)
+            else:
+                self.now[id(own)] = whole(list(each))
 
     def narrow(self, rows: Tensor) -> None:
         """Keep the tokens at `rows`, int64 [B, K]."""
-        self.now = {id(own): gather(self.now.get(id(own), own), rows) for own in self.noted}
+        for own in self.noted:
+            part = self.now.get(id(own), own)
+            if self._has_axes(own):
+                self.now[id(own)] = gather(part.movedim(0, 2), rows).movedim(2, 0)
+            else:
+                self.now[id(own)] = gather(part, rows)
 
     def deeper(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a deeper layer's arguments for the tokens that travel.
@@ -115,7 +124,12 @@ class Arguments:
         return value
 
     def _per_token(self, part: Tensor) -> bool:
-        return part.ndim >= 2 and part.shape[1] == self.size
+        return self._has_axes(part) or (part.ndim >= 2 and part.shape[1] == self.size)
+
+    def _has_axes(self, part: Tensor) -> bool:
+        """Tell position ids [A, 1 or B, L] of several axes, whose tokens come last."""
+        numbers = part.ndim == 3 and not (part.is_floating_point() or part.is_complex())
+        return numbers and part.shape[2] == self.size and part.shape[1] != self.size
 
 
 def gather(part: Tensor, rows: Tensor) -> Tensor:
