@@ -45,8 +45,9 @@ PROMISED = (
     "starcoder2 mixtral qwen3_moe exaone4 deepseek_v2 deepseek_v3 glm4_moe_lite minicpm3 mistral4"
 ).split()
 PROPAGATING = (
-    "llama mistral ministral3 qwen2 qwen3 phi3 olmo2 granite smollm3 glm4 starcoder2 mixtral qwen3_moe deepseek_v3 mistral4".split()
-)
+    "llama mistral ministral3 qwen2 qwen3 phi3 olmo2 granite smollm3 glm4 starcoder2 mixtral qwen3_moe "
+    "deepseek_v3 mistral4"
+).split()
 
 
 @pytest.fixture(params=[family.name for family in available()], scope="module")

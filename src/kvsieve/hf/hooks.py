@@ -113,7 +113,7 @@ def _propagation_hooks(model: AttachedModel, layers: list[nn.Module]) -> list[An
     source = propagator.first_layer(model.num_layers, model.context.layers)
     inside = {id(module) for layer in layers for module in layer.modules()}
     # What tokens are embedded as are hidden states; a composite model makes them outside its decoder.
-    inside |= {id(model.decoder), id(model.model.get_input_embeddings())}
+    inside |= {id(model.decoder), *(id(each) for each in model.model.get_input_embeddings().modules())}
     others = [each for each in model.decoder.modules() if id(each) not in inside]
     handles = [each.register_forward_hook(_note_made) for each in others]
     for index in range(source, len(layers) - 1):
