@@ -58,7 +58,9 @@ def plans(found: dict[str, dict[str, Any]], role: str, hidden: bool) -> str:
 
     measured = [name for name in found if any(row["role"] == role for row in found[name]["rows"])]
     tables = {name: rows_of(name) for name in measured}
-    labels = dict.fromkeys(label for table in tables.values() for label in table)
+    labels = list(dict.fromkeys(label for table in tables.values() for label in table))
+    methods = [label.partition(",")[0] for label in labels]
+    labels.sort(key=lambda label: (methods.index(label.partition(",")[0]), label))
     rows = [
         [label, *(answers(table[label]) if label in table else "" for table in tables.values())] for label in labels
     ]
