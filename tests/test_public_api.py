@@ -26,14 +26,17 @@ MODELS = """
     load_demo(dtype='auto')
 """
 SIEVE = """
+    adapters
     adopt(self, cache)
     chat(self, tokenizer, system=None, *, load=None, max_new_tokens=512, chunk=1024, **options)
     check_cache(self, cache)
     check_call(self, call)
+    check_tokens(self, cache, new, text=None)
     feed(self, cache, ids, mask, request=PassRequest(plan=None, phase=None, last_chunk=True, on_layer=None), *,
         logits=0)
     generate(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
         question_tokens=None, reduce=True, measure=False, **options)
+    is_composite
     load(self, path, *, tokenizer=None)
     new_cache(self)
     prefill(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
@@ -62,7 +65,7 @@ FIELDS = {
     "Saved": "cache ids extra",
     "Stats": """
         method applied prompt_tokens deep_tokens kv_entries kv_asked kv_bytes ttft_s tpot_s new_tokens peak_bytes notes
-        report traffic storage decoding compressed_layers kv_share
+        report traffic storage decoding compressed_layers kv_share growing_layers
     """,
 }
 

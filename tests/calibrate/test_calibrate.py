@@ -143,12 +143,8 @@ def test_ranks_of_nothing_are_left_out(model):
 
 
 def test_what_a_model_cannot_do_is_left_out():
-    layers = ["full_attention", "full_attention", "full_attention", "sliding_attention"]
-    model = build("qwen2", use_sliding_window=True, sliding_window=16, layer_types=layers)
-    profile = measure(model, some_prompts(1), some_prompts(1)[0], options=SMALL)
-    assert set(profile.measured["left_out"]) == {"tsp", "asl"} and "sliding" in profile.measured["left_out"]["tsp"]
-    assert profile.heads[3] == (0.0, 0.0) and min(profile.heads[0]) > 0 and "fastkv" in profile.parameters
-    assert "tsp_layer" not in profile.parameters["fastkv"]
+    profile = measure(build("gemma3n_text"), some_prompts(1), some_prompts(1)[0], options=SMALL)
+    assert {"tsp", "asl"} <= set(profile.measured["left_out"]) and "share" in profile.measured["left_out"]["tsp"]
 
 
 def test_built_in_prompts_hold_facts_and_are_not_those_of_an_evaluation():

@@ -97,7 +97,7 @@ def test_candidates_end_before_the_last_layer(model):
     assert distances.candidates(model, LAYERS, 0.2, None) == ([0, 1, 2, 3, 4], None)
     assert distances.candidates(model, LAYERS, 0.2, 2)[0] == [0, 1, 2]
     assert distances.candidates(model, LAYERS, 0.2, 99)[0] == [0, 1, 2, 3, 4]
-    found, reason = distances.candidates(build("gemma2"), 4, 0.2, None)
+    found, reason = distances.candidates(build("gemma3n_text"), 4, 0.2, None)
     assert found == [] and reason
     local = build(
         "qwen2", use_sliding_window=True, sliding_window=16, layer_types=["sliding_attention"] + ["full_attention"] * 3

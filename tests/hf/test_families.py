@@ -21,7 +21,7 @@ from masking import mask_instead
 logging.set_verbosity_error()
 
 # Whose recurrent layers, in transformers, start afresh when several tokens follow others.
-STARTS_AFRESH = {"jamba"}
+STARTS_AFRESH = {"jamba", "zamba"}
 GENERATE = {
     "max_new_tokens": 5,
     "do_sample": False,

@@ -41,7 +41,7 @@ def prompt_with_image(model, name, seed=0):
         given = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}
         tokens, marks = 16 // merge**2, (122, 123)
     else:
-        size = vision.image_size
+        size = vision.image_size if isinstance(vision.image_size, int) else vision.image_size[0]
         given = {"pixel_values": torch.randn(1, 3, size, size, generator=random, dtype=torch.float64)}
         if name == "mistral3":
             given["image_sizes"] = torch.tensor([[size, size]])

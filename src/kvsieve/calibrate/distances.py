@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from kvsieve.calibrate.reading import divergence, following, read
+from kvsieve.hf.kinds import growing_layers, layer_kinds
 from kvsieve.hf.model.support import why_unsupported
 from kvsieve.methods import TSP, SnapKV
 from kvsieve.plans import Plan
@@ -40,7 +41,8 @@ def candidates(model: Any, num_layers: int, rate: Any, max_layer: int | None) ->
     """Layers after which tokens can be dropped, up to `max_layer`; and why others cannot, if there are none."""
     last = num_layers - 2 if max_layer is None else min(max_layer, num_layers - 2)
     reasons = {layer: why_unsupported(model, Plan(propagate=TSP(rate=rate, layer=layer))) for layer in range(last + 1)}
-    found = [layer for layer, reason in reasons.items() if reason is None]
+    growing = growing_layers(layer_kinds(model.config.get_text_config(decoder=True)))
+    found = [layer for layer, reason in reasons.items() if reason is None and layer in growing]
     return found, None if found else next(iter(reasons.values()), "it has too few layers")
 
 

@@ -23,7 +23,7 @@ LATENT = "latent attention: all heads keep the same entries, and plans that read
 
 @dataclass(frozen=True)
 class Row:
-    """What runs on a family.
+    """Row of the table: a family, and what runs on it.
 
     Attributes:
         family: its name in `kvsieve.models.families`.

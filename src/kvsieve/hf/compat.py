@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import typing
 from typing import Any
 
 import transformers
@@ -75,12 +76,15 @@ def layers_of(decoder: Any) -> Any | None:
 
 def own_cache_class(decoder: Any) -> type | None:
     """The class of its own that a decoder's caches must have, None where any will do."""
-    parameter = inspect.signature(decoder.forward).parameters.get("past_key_values")
-    named = str(parameter.annotation).partition("|")[0].strip() if parameter is not None else ""
-    found = getattr(sys.modules[type(decoder).__module__], named, None)
-    if not isinstance(found, type) or not issubclass(found, Cache):
-        return None
-    return found if found.__module__ == type(decoder).__module__ else None
+    parameter = inspect.signature(type(decoder).forward).parameters.get("past_key_values")
+    hint = None if parameter is None else parameter.annotation
+    # A string in some releases, else a class or a union with None.
+    names = hint.split("|") if isinstance(hint, str) else []
+    module = sys.modules[type(decoder).__module__]
+    for found in [*(getattr(module, name.strip(), None) for name in names), *typing.get_args(hint), hint]:
+        if isinstance(found, type) and issubclass(found, Cache) and found.__module__ == module.__name__:
+            return found
+    return None
 
 
 def why_unknown_cache(decoder: Any) -> str | None:

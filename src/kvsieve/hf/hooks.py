@@ -82,20 +82,16 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any]) -> None:
         )
     model.check_cache(cache)
     fed = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-    model.check_continues(cache, 0 if fed is None else fed.shape[1])
     told.pop("input_ids", None)
     several = fed is not None and fed.shape[1] > 1
     media = any(_is_media(name, value) for name, value in (outer or {}).items())
-    ids = (outer or {}).get("input_ids")
-    if several and not media and ids is not None:
-        model.check_text(ids)
     if several and cache.num_seen and media:
         raise UnsupportedOptionError(
             "images and the like are read with the first prompt of a conversation, in one piece: leave chunk= out, and "
             "begin a later turn that brings some with a new cache and the whole conversation"
         )
-    if several:
-        model.check_counts_on(cache)
+    text = (outer or {}).get("input_ids") if several and not media else None
+    model.check_tokens(cache, 0 if fed is None else fed.shape[1], text)
     session = passes.open_session(model.context, model.plan, cache, {**kwargs, **told})
     positions = kwargs.get("position_ids")
     if several and positions is not None and positions.ndim == 3:
@@ -123,7 +119,20 @@ def _propagation_hooks(model: AttachedModel, layers: list[nn.Module]) -> list[An
             bound = functools.partial(hook, at, names)
             register = layer.register_forward_hook if hook is _leave else layer.register_forward_pre_hook
             handles.append(register(bound, with_kwargs=True))
+    if not hasattr(model.decoder, "layers"):
+        # Older decoders give their output the shape of their input.
+        handles.append(layers[-1].register_forward_hook(_widen))
     return handles
+
+
+def _widen(module: nn.Module, args: Any, output: Any) -> Any:
+    """Put zeros in place of the tokens that were dropped before the last layer, in front of the others."""
+    session = passes.current()
+    if session is None or not session.moved:
+        return None
+    hidden = output[0] if isinstance(output, tuple) else output
+    hidden = nn.functional.pad(hidden, (0, 0, session.step.num_new - hidden.shape[1], 0))
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 def _note_made(module: nn.Module, args: Any, output: Any) -> None:
@@ -157,7 +166,9 @@ def _leave(index: int, names: list[str], module: nn.Module, args: Any, kwargs: d
     given = _by_name(names, args, kwargs)[1]
     if not isinstance(output, tuple):
         return session.leave(index, output, given)
-    return (session.leave(index, output[0], given), *output[1:])
+    # What a layer hands to the next one beside hidden states goes with its tokens.
+    hidden = session.leave(index, output[0], {**given, "": output[1:]})
+    return (hidden, *session.arguments.moved(output[1:]))
 
 
 def _enter_deeper(index: int, names: list[str], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

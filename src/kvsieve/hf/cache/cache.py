@@ -92,7 +92,7 @@ class SieveCache(Cache):
 
     def __init__(self, config: Any, owner: Owner) -> None:
         states = getattr(config, "number_of_conv_states", 1)
-        super().__init__(layers=[new_layer(kind, states) for kind in layer_kinds(config)])
+        Cache.__init__(self, layers=[new_layer(kind, states) for kind in layer_kinds(config)])
         self.owner = owner
         self.updated = 0
         shared = [layer.source for layer in self.all_layers if isinstance(layer, EmptyLayer)]

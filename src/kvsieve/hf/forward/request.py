@@ -72,7 +72,7 @@ class Asked:
 
     @property
     def stored(self) -> Asked:
-        """The same, with queries as they are matched with what is stored."""
+        """Return it with queries as they are matched with what is stored."""
         return self
 
     def attend(self, store: DenseStore | RaggedStore) -> Tensor:

@@ -239,9 +239,10 @@ class Session:
         Args:
             index: index of the layer.
             hidden: its output.
-            given: its arguments, hidden states left out.
+            given: its arguments, hidden states left out, and what it has made beside them.
         """
         arguments = self.arguments
+        arguments.rows = None
         if index == self.source:
             arguments.note([value for name, value in given.items() if not name.endswith("attention_mask")])
             deferred = self.cache.turn.deferred
@@ -262,8 +263,8 @@ class Session:
         selection, self._selection = self._selection, None
         if selection is not None:
             rows = selection.indices.to(hidden.device)
+            arguments.narrow(rows, hidden.shape[1])
             hidden = gather(hidden, rows)
-            arguments.narrow(rows)
             self.moved = True
             self.tokens = self.tokens.narrow(selection)
             self.cache.turn.record.propagated = max(self.tokens.counts)
@@ -282,7 +283,12 @@ class Session:
         given = self.arguments.deeper(given)
         if isinstance(self.cache.layers[index], StateLayer):
             name = next(name for name in ("mamba_attention_mask", "attention_mask") if name in names)
-            given[name] = None if self.tokens.valid is None else self.tokens.valid.long()
+            mask = None if self.tokens.valid is None else self.tokens.valid.long()
+            if isinstance(given.get(name), dict):
+                # One for each part of the layer, of which attention needs none.
+                states = ("conv", "linear_attention")
+                mask = {part: mask if part in states else each for part, each in given[name].items()}  # type: ignore[assignment]
+            given[name] = mask
         return given
 
 

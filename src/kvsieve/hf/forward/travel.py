@@ -64,12 +64,16 @@ class Arguments:
     Attributes:
         size: tokens of the pass.
         noted: tensors [1 or B, L, ...], or whole numbers [A, 1 or B, L] of several axes, in the order they were made.
+        rows: int64 [B, K], tokens that go on from the layer that runs, None where all do.
+        offered: how many came to it.
         now: by the id of a noted one, what deeper layers get in its place.
     """
 
     size: int
     noted: list[Tensor] = field(default_factory=list)
     now: dict[int, Tensor] = field(default_factory=dict)
+    rows: Tensor | None = None
+    offered: int = 0
 
     def note(self, made: Any) -> None:
         """Note the per-token tensors among what a module has made, or a layer was given."""
@@ -92,8 +96,9 @@ class Arguments:
             else:
                 self.now[id(own)] = whole(list(each))
 
-    def narrow(self, rows: Tensor) -> None:
-        """Keep the tokens at `rows`, int64 [B, K]."""
+    def narrow(self, rows: Tensor, offered: int) -> None:
+        """Keep the tokens at `rows`, int64 [B, K], of so many offered."""
+        self.rows, self.offered = rows, offered
         for own in self.noted:
             part = self.now.get(id(own), own)
             if self._has_axes(own):
@@ -109,6 +114,17 @@ class Arguments:
         """
         return {name: value if name.endswith(_MASKS) else self._moved(name, value) for name, value in given.items()}
 
+    def moved(self, made: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what a layer has made beside hidden states, for the tokens that travel on from it."""
+        out = []
+        for part in made:
+            if isinstance(part, Tensor) and id(part) in self.now:
+                part = self.now[id(part)]
+            elif isinstance(part, Tensor) and self.rows is not None and part.ndim > 1 and part.shape[1] == self.offered:
+                part = gather(part, self.rows)
+            out.append(part)
+        return tuple(out)
+
     def _moved(self, name: str, value: Any) -> Any:
         if isinstance(value, (tuple, list)) and any(isinstance(part, Tensor) for part in value):
             return type(value)(self._moved(name, part) for part in value)
@@ -116,6 +132,8 @@ class Arguments:
             return value
         if id(value) in self.now:
             return self.now[id(value)]
+        if value.ndim > 1 and any(value is each for each in self.now.values()):
+            return value
         if self.size > 1 and self.size in value.shape[1:]:
             raise UnsupportedModelError(
                 f"its decoder layers take a per-token argument {name!r} that token propagation cannot narrow; "
