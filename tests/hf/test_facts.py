@@ -124,7 +124,7 @@ def odd_projection():
         (lambda: build("llama", rope_parameters=YARN | {"rope_type": "dynamic"}), EXPECTED, "changes with the prompt"),
         (longrope, EXPECTED, "changes with the prompt's length .rope 'longrope'"),
         (normed_after_rotation, EXPECTED, "layer 2 applies it in an unknown way"),
-        (odd_projection, CRITICAL, "layer 3 has no plain linear one of 4 heads with 16 channels"),
+        (odd_projection, CRITICAL, "layer 3 has no linear one of 4 heads with 16 channels"),
     ],
     ids=["dynamic", "longrope", "norm-after-rotation", "odd-projection"],
 )

@@ -14,7 +14,7 @@ def test_positions_of_several_axes_are_joined_and_narrowed():
     earlier = torch.rand(2, 3, 4), torch.arange(100, 118).view(3, 2, 3)
     arguments.join([earlier], lambda parts: torch.cat(parts, 1))
     rows = torch.tensor([[0, 4, 7], [1, 2, 3]])
-    arguments.narrow(rows)
+    arguments.narrow(rows, 8)
     given = arguments.deeper({"position_embeddings": tables, "position_ids": axes, "flag": True})
     whole = torch.cat([earlier[1], axes], 2)
     for row in range(2):
