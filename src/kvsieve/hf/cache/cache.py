@@ -159,6 +159,10 @@ class SieveCache(Cache):
         self._check_running()
         return super().update_recurrent_state(*args, **kwargs)
 
+    def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
+        # Asked of all layers together, which under propagation have not read equally much, it is about earlier passes.
+        return self.num_seen > 0 if layer_idx is None else super().has_previous_state(layer_idx, *args, **kwargs)
+
     def _check_running(self) -> None:
         if self.status != "running":
             raise CacheStateError(

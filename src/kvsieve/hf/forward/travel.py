@@ -145,9 +145,10 @@ class Arguments:
         return self._has_axes(part) or (part.ndim >= 2 and part.shape[1] == self.size)
 
     def _has_axes(self, part: Tensor) -> bool:
-        """Tell position ids [A, 1 or B, L] of several axes, whose tokens come last."""
+        """Tell position ids [A, 1 or B, L] of several axes, and rotary tables [A, 1 or B, L, R] made of them."""
         numbers = part.ndim == 3 and not (part.is_floating_point() or part.is_complex())
-        return numbers and part.shape[2] == self.size and part.shape[1] != self.size
+        tables = part.ndim == 4 and part.is_floating_point() and part.shape[0] in (3, 4)
+        return (numbers or tables) and part.shape[2] == self.size and part.shape[1] != self.size
 
 
 def gather(part: Tensor, rows: Tensor) -> Tensor:
