@@ -96,7 +96,7 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any]) -> None:
     positions = kwargs.get("position_ids")
     if several and positions is not None and positions.ndim == 3:
         if bool((positions != positions[:1]).any()):
-            session.cache.conversation.placed = True
+            session.cache.conversation.multi_axis_positions = True
         else:
             # As chunks before this one were told them, which came without the outer model.
             kwargs["position_ids"] = positions[0]

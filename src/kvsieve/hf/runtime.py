@@ -201,7 +201,7 @@ class AttachedModel:
 
     def _check_counts_on(self, cache: SieveCache) -> None:
         """Raise UnsupportedOptionError where positions of further tokens do not simply count on."""
-        if cache.conversation.placed:
+        if cache.conversation.multi_axis_positions:
             raise UnsupportedOptionError(
                 "the conversation holds images, whose tokens have positions on several axes, and only single tokens "
                 "can follow: read the whole conversation again, with a new cache and its images"

@@ -154,7 +154,8 @@ class Conversation:
         prompt_lengths: true tokens of each row when the turn's prompt was complete.
         short_prompt: the prompt as its caller knows it, under a plan that keeps a shorter one in its place.
         protected: tokens that the caller wants kept, whatever the plan drops.
-        placed: True once tokens had positions on several axes, as an image's have: later ones do not simply count on.
+        multi_axis_positions: True once tokens had positions on several axes, as an image's have: later ones do not
+            simply count on.
         turn: the turn in progress, or the last one.
     """
 
@@ -164,7 +165,7 @@ class Conversation:
     prompt_lengths: tuple[int, ...] = ()
     short_prompt: ShortPrompt | None = None
     protected: ProtectedTokens | None = None
-    placed: bool = False
+    multi_axis_positions: bool = False
     turn: Turn = field(default_factory=Turn)
 
     @property

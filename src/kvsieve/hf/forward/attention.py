@@ -118,7 +118,7 @@ def mask_function(*, mask_function: Any = causal_mask_function, **kwargs: Any) -
 
     Any other mask is made, and refused where a layer is given it.
     """
-    if mask_function is causal_mask_function or is_plain_mask(mask_function):
+    if is_plain_mask(mask_function):
         return None
     kwargs["allow_is_causal_skip"] = False
     return sdpa_mask(mask_function=mask_function, **kwargs)
