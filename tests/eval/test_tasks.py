@@ -103,6 +103,7 @@ def test_names_titles_and_modes(name):
     assert task.name == name and task.title
     assert task.modes == (("hidden",) if made(name).independent else ("visible", "hidden"))
     assert json.loads(json.dumps(dict(made(name).meta))) == made(name).meta
+    assert TASKS[name].document(7) == 7
 
 
 def test_titles_differ():

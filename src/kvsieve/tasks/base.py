@@ -28,5 +28,9 @@ class Generated:
         """See Task.sample. Raises InputError for a length the task cannot be fitted to."""
         return self.build(draw(seed, self.name, length, index), index, length, count)
 
+    def document(self, index: int) -> int:
+        """See Task.document: every sample is made with a text of its own."""
+        return index
+
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:
         raise NotImplementedError

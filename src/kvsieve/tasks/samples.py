@@ -71,3 +71,10 @@ class Task(Protocol):
         count: prompt tokens of a sample, chat template and question included.
         """
         ...
+
+    def document(self, index: int) -> int:
+        """Number of the document that sample `index` asks about: samples of one document have the same `context`.
+
+        Samples of one document are run one after another, and the document is read once.
+        """
+        ...

@@ -153,6 +153,10 @@ class SCBench:
         cut = _cut(text, kept)
         return build(cut, truncated=tokens - count(build(cut)))
 
+    def document(self, index: int) -> int:
+        """See Task.document: a row's questions are one sample."""
+        return index
+
     def _turns(self, row: dict[str, Any], index: int) -> list[QuestionAnswer]:
         raw = row.get("multi_turns")
         if not isinstance(raw, list) or not raw:
