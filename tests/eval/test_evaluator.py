@@ -7,7 +7,7 @@ import torch
 
 import kvsieve
 from kvsieve.errors import InputError
-from kvsieve.eval.evaluator import Evaluator
+from kvsieve.eval.evaluator import Evaluator, _compared
 from kvsieve.hf.shared import next_logits
 from kvsieve.models.families import build
 from kvsieve.tasks.samples import QuestionAnswer, Sample
@@ -139,3 +139,23 @@ def test_what_did_not_run_says_so(evaluator):
     short = Sample("w5 w6 w7", (turn(5),))
     outcome = evaluator.run(short, [PLANS[0], kvsieve.plan("snapkv", budget="50%", window=30)], "visible")[1]
     assert not outcome.applied and "nothing was evicted" in outcome.notes[0]
+
+
+def test_decode_time_eviction_acts_in_the_answer_and_in_its_distances(model, evaluator):
+    """Without eviction while decoding the same method answers otherwise."""
+    asked = QuestionAnswer("w5 w6 w7", ("w1",), exact, 36, spread=True)
+    plans = [PLANS[0], kvsieve.plan("h2o", budget=24), kvsieve.plan("h2o", budget=24, every=None)]
+    sample = Sample(CONTEXT, (asked,))
+    prompt = evaluator.prompter.encode(sample).prompt
+    _, rolls, stays = evaluator.run(sample, plans, "visible")
+    for plan, outcome in zip(plans[1:], (rolls, stays), strict=True):
+        assert outcome.answers == [by_itself(model, evaluator, plan, prompt, limit=36)], plan.name
+    assert rolls.answers != stays.answers and abs(rolls.kl - stays.kl) > 1e-6
+    assert rolls.record.kept == stays.record.kept and rolls.kl_last == stays.kl_last
+
+
+def test_distances_are_taken_throughout_a_long_answer():
+    assert _compared(20, True) == _compared(20, False) == list(range(20))
+    assert _compared(400, False) == list(range(32))
+    places = _compared(400, True)
+    assert len(set(places)) == 32 and places == sorted(places) and (places[0], places[-1]) == (0, 399)

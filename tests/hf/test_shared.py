@@ -9,7 +9,7 @@ import kvsieve
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.prompt.options import ReadOptions
-from kvsieve.hf.shared import next_logits, read_shared
+from kvsieve.hf.shared import after_prompt, answer_logits, next_logits, read_alone, read_shared
 from kvsieve.models.families import build
 
 PLANS = {
@@ -151,3 +151,37 @@ def test_heads_of_another_number_are_not_stacked(model, ids):
     wide = kvsieve.plan("snapkv", budget="40%", window=4, kernel=3, per_query_head=True)
     caches = [shared.reduced(PLANS["snapkv"].evict), shared.reduced(wide.evict)]
     assert can_stack(caches[:1] * 2) and not can_stack(caches)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        kvsieve.plan("h2o", budget=20, every=5),
+        kvsieve.plan("lagkv", budget=20, sinks=2, lag=4),
+        kvsieve.plan("snapkv", budget=20, window=4, kernel=3, every=4),
+        kvsieve.plan("quest", budget=16, page=4),
+        kvsieve.plan("rocketkv-mt", budget=24, window=4),
+        kvsieve.plan("snapkv", budget=20, window=4, kernel=3),
+    ],
+    ids=repr,
+)
+def test_a_given_answer_reads_what_a_generated_one_does(model, ids, plan):
+    answer = torch.randint(2, 120, (1, 11), generator=torch.Generator().manual_seed(3))
+    options = ReadOptions(new_tokens=answer.shape[1])
+    wanted, ends = [], []
+    for given in (False, True):
+        cache, _, _ = read_alone(model, plan, ids, options=options)
+        with kvsieve.attach(model, after_prompt(plan)) as sieve, torch.no_grad():
+            sieve.adopt(cache)
+            if given:
+                some = answer_logits(sieve, cache.fork(), answer, [0, 6, 9])
+                wanted.append(answer_logits(sieve, cache, answer))
+            else:
+                each = [model(input_ids=answer[:, i : i + 1], past_key_values=cache).logits for i in range(11)]
+                wanted.append(torch.cat(each, 1))
+        ends.append(cache)
+    torch.testing.assert_close(wanted[1], wanted[0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(some, wanted[0][:, [0, 6, 9]], rtol=0, atol=1e-6)
+    assert ends[0].entries() == ends[1].entries()
+    if plan.evict is not None and plan.evict.when.steps:
+        assert max(ends[0].entries()) < 20 + 11

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,10 @@ from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import TurnRecord
-from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.generate.stats import what_ran
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
-from kvsieve.hf.shared import next_logits, read_alone, read_shared
+from kvsieve.hf.shared import after_prompt, answer_logits, next_logits, read_alone, read_shared
 from kvsieve.plans import Plan
 from kvsieve.tasks.prompter import Prompter
 from kvsieve.tasks.samples import QuestionAnswer, Sample
@@ -139,7 +137,7 @@ class Evaluator:
     def _continue(self, state: _State, ids: Tensor, fork: bool, act: bool, expected: int) -> _State:
         """Feed `ids` to conversations (to a copy of them with `fork`); with `act` their plan acts on them as well."""
         given = torch.cat([state.given, ids], 1)
-        plan = state.plans[0] if act else _later(state.plans[0])
+        plan = state.plans[0] if act else after_prompt(state.plans[0])
         if plan.shortens_prompt:
             read = read_alone(self.model, plan, given, options=ReadOptions(self.chunk))
             return _State(state.plans, *read, given=given)
@@ -181,14 +179,16 @@ class Evaluator:
         answers: list[str] = []
         distances: list[tuple[float, float, float]] = []
         reference: list[int] = []
+        places: list[int] = []
         truth = torch.empty(0)
         for state in states:
             tokens = self._decode(state, turn.max_new_tokens)
             used = [self.prompter.answer(row) for row in tokens]
             answers += [text for text, _ in used]
             if not reference:
-                reference = tokens[0][: min(used[0][1], _COMPARED)]
-            given = self._distributions(state, reference)
+                places = _compared(used[0][1], turn.spread)
+                reference = tokens[0][: places[-1] + 1]
+            given = self._distributions(state, reference, places)
             truth = truth if len(truth) else given
             kl = (truth.exp() * (truth - given)).sum(-1).clamp_min(0)
             same = (truth.argmax(-1) == given.argmax(-1)).float()
@@ -201,7 +201,7 @@ class Evaluator:
         logits = state.logits
         rows: list[list[int]] = [[] for _ in logits]
         going = list(range(len(rows)))
-        with attach(self.model, _later(state.plans[0])) as sieve, torch.no_grad():
+        with attach(self.model, after_prompt(state.plans[0])) as sieve, torch.no_grad():
             cache = sieve.adopt(state.cache.fork())
             for step in range(limit):
                 chosen = logits.argmax(-1)
@@ -213,28 +213,22 @@ class Evaluator:
                 logits = self.model(input_ids=chosen[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
         return rows
 
-    def _distributions(self, state: _State, reference: list[int]) -> Tensor:
-        """Log-probabilities float32 [rows, T, V] of the tokens of `reference`, given those before them."""
-        parts = [state.logits[:, None].float().log_softmax(-1)]
+    def _distributions(self, state: _State, reference: list[int], places: Sequence[int]) -> Tensor:
+        """Log-probabilities float32 [rows, len(places), V] of the tokens of `reference` there, given those before."""
+        parts = [state.logits[:, None]] if places[0] == 0 else []
         if len(reference) > 1:
-            with attach(self.model, _later(state.plans[0])) as sieve, torch.no_grad():
+            with attach(self.model, after_prompt(state.plans[0])) as sieve, torch.no_grad():
                 ids = torch.tensor([reference[:-1]], device=self.model.device).expand(len(state.logits), -1)
                 cache = sieve.adopt(state.cache.fork())
-                # Each token is to read what it would have read had it been generated.
-                given = state.plans[0].read is not None or state.plans[0].is_view
-                request = PassRequest(phase="decode" if given else None)
-                logits = sieve.feed(cache, ids, None, request, logits=ids.shape[1]).logits
-                assert logits is not None
-            parts.append(logits.float().log_softmax(-1))
-        return torch.cat(parts, 1)
+                parts.append(answer_logits(sieve, cache, ids, [place - 1 for place in places if place]))
+        return torch.cat(parts, 1).float().log_softmax(-1)
 
 
-def _later(plan: Plan) -> Plan:
-    """Reduce a plan to what remains of it once the prompt is complete."""
-    rest = dataclasses.replace(plan, propagate=None)
-    if rest.evict is not None and (rest.evict.when.chunks or rest.evict.when.steps or rest.is_view):
-        return rest
-    return Plan(read=plan.read, name="full")
+def _compared(length: int, spread: bool) -> list[int]:
+    """Places of an answer of `length` tokens at which distributions are compared: the first ones, or throughout."""
+    if not spread or length <= _COMPARED:
+        return list(range(min(length, _COMPARED)))
+    return [i * (length - 1) // (_COMPARED - 1) for i in range(_COMPARED)]
 
 
 def _alike(one: _State, other: _State) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -28,6 +28,9 @@ from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 from kvsieve.roles import Evictor, Propagator
 from kvsieve.types import LayerContext
+
+# Tokens of a given answer fed at once, so that the logits of a long one need not all be held.
+_PIECE = 64
 
 
 @dataclass
@@ -176,3 +179,40 @@ def next_logits(
     found = model.feed(cache, input_ids[:, cache.num_seen :], mask, PassRequest(phase=phase), logits=keep).logits
     assert found is not None
     return found
+
+
+def after_prompt(plan: Plan) -> Plan:
+    """Reduce a plan to what remains of it once the prompt is complete."""
+    rest = dataclasses.replace(plan, propagate=None)
+    if rest.evict is not None and (rest.evict.when.chunks or rest.evict.when.steps or rest.is_view):
+        return rest
+    return Plan(read=plan.read, name="full")
+
+
+def answer_logits(model: AttachedModel, cache: SieveCache, ids: Tensor, wanted: Sequence[int] | None = None) -> Tensor:
+    """Feed an answer that is given; each token reads what it would have read had it been generated.
+
+    Args:
+        model: the attached model; of its plan acts what acts after a prompt.
+        cache: of it, with the prompt; it goes on.
+        ids: int64 [B, T], the answer's tokens.
+        wanted: columns whose logits are returned, ascending; None for all.
+
+    Returns:
+        Logits [B, T or len(wanted), V] after these tokens.
+    """
+    plan, size = model.plan, ids.shape[1]
+    columns = range(size) if wanted is None else wanted
+    # Readers choose for each token by itself; and an evictor is to act after the tokens after which it would have.
+    phase: Literal["decode"] | None = "decode" if plan.roles else None
+    steps = None if plan.evict is None else plan.evict.when.steps
+    longest = 1 if cache.has_state else _PIECE
+    parts, start = [], 0
+    while start < size:
+        most = longest if steps is None else min(longest, steps - cache.turn.decoded % steps)
+        piece = ids[:, start : start + most]
+        found = model.feed(cache, piece, None, PassRequest(phase=phase), logits=piece.shape[1]).logits
+        assert found is not None
+        parts.append(found[:, [column - start for column in columns if start <= column < start + piece.shape[1]]])
+        start += piece.shape[1]
+    return torch.cat(parts, 1)

@@ -17,6 +17,7 @@ class QuestionAnswer:
     question: follows the context in the user's message; the whole message in a later turn.
     answers: what `score` compares with; a wrong one may be listed where the score knows what to do with it.
     score: the scoring function. max_new_tokens: longest answer. prefix: put into the model's mouth before it answers.
+    spread: distances to full KV are taken throughout the answer, not over its beginning; for long answers.
     golden: the answer that stands in the conversation when a later turn follows; by default the answers, joined.
     """
 
@@ -26,6 +27,7 @@ class QuestionAnswer:
     max_new_tokens: int
     prefix: str = ""
     golden: str | None = None
+    spread: bool = False
 
     @property
     def reply(self) -> str:
