@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from kvsieve.errors import InputError
-from kvsieve.tasks import scbench, scbench_scores
+from kvsieve.tasks import metrics, scbench
 from kvsieve.tasks.scbench import SUBSETS, SCBench
 
 KV = {
@@ -187,43 +187,43 @@ def test_nothing_heavy_is_imported():
 @pytest.mark.parametrize(
     ("score", "answer", "expected", "points"),
     [
-        (scbench_scores.contains, 'It is "ab-1".', ("ab-1",), 1.0),
-        (scbench_scores.contains, "It is AB-1.", ("ab-1",), 0.0),
-        (scbench_scores.first_number, "The answer is 42, not 7.", ("42",), 1.0),
-        (scbench_scores.first_number, "7 or 42", ("42",), 0.0),
-        (scbench_scores.first_number, "12.5", ("12.50",), 1.0),
-        (scbench_scores.first_number, "none", ("42",), 0.0),
-        (scbench_scores.choice_letter, "B", ("B",), 1.0),
-        (scbench_scores.choice_letter, "B. Oslo", ("B",), 1.0),
-        (scbench_scores.choice_letter, "A B C D", ("B",), 0.0),
-        (scbench_scores.choice_letter, "A good question. The correct answer is: (C)", ("C",), 1.0),
-        (scbench_scores.choice_letter, "Option D, because A is wrong", ("D",), 1.0),
-        (scbench_scores.choice_letter, "Bob did", ("B",), 0.0),
-        (scbench_scores.choice_letter, "A", ("A",), 1.0),
-        (scbench_scores.choice_letter, "", ("A",), 0.0),
-        (scbench_scores.label_match, "(B) because of (A)", ("(B)",), 1.0),
-        (scbench_scores.label_match, "(A) or (B)", ("(B)",), 0.0),
-        (scbench_scores.label_match, " Yes, of course", ("yes",), 1.0),
-        (scbench_scores.label_match, "not yes", ("Yes",), 0.0),
-        (scbench_scores.label_match, "Yesterday", ("Yes",), 0.0),
-        (scbench_scores.english_f1, "The cat, sat!", ("cat sat",), 1.0),
-        (scbench_scores.english_f1, "a cat ran", ("dog", "cat sat"), 0.5),
-        (scbench_scores.english_f1, "", ("cat",), 0.0),
-        (scbench_scores.chinese_f1, "北京。", ("北京",), 1.0),
-        (scbench_scores.chinese_f1, "南京", ("北京",), 0.5),
-        (scbench_scores.rouge_l, "a b c d", ("a x c d",), 0.75),
-        (scbench_scores.rouge_l, "d c b a", ("a b c d",), 0.25),
-        (scbench_scores.rouge_l, "Same words.", ("same WORDS",), 1.0),
-        (scbench_scores.rouge_l, "", ("a",), 0.0),
+        (metrics.contains, 'It is "ab-1".', ("ab-1",), 1.0),
+        (metrics.contains, "It is AB-1.", ("ab-1",), 0.0),
+        (metrics.first_number, "The answer is 42, not 7.", ("42",), 1.0),
+        (metrics.first_number, "7 or 42", ("42",), 0.0),
+        (metrics.first_number, "12.5", ("12.50",), 1.0),
+        (metrics.first_number, "none", ("42",), 0.0),
+        (metrics.choice_letter, "B", ("B",), 1.0),
+        (metrics.choice_letter, "B. Oslo", ("B",), 1.0),
+        (metrics.choice_letter, "A B C D", ("B",), 0.0),
+        (metrics.choice_letter, "A good question. The correct answer is: (C)", ("C",), 1.0),
+        (metrics.choice_letter, "Option D, because A is wrong", ("D",), 1.0),
+        (metrics.choice_letter, "Bob did", ("B",), 0.0),
+        (metrics.choice_letter, "A", ("A",), 1.0),
+        (metrics.choice_letter, "", ("A",), 0.0),
+        (metrics.label_match, "(B) because of (A)", ("(B)",), 1.0),
+        (metrics.label_match, "(A) or (B)", ("(B)",), 0.0),
+        (metrics.label_match, " Yes, of course", ("yes",), 1.0),
+        (metrics.label_match, "not yes", ("Yes",), 0.0),
+        (metrics.label_match, "Yesterday", ("Yes",), 0.0),
+        (metrics.english_f1, "The cat, sat!", ("cat sat",), 1.0),
+        (metrics.english_f1, "a cat ran", ("dog", "cat sat"), 0.5),
+        (metrics.english_f1, "", ("cat",), 0.0),
+        (metrics.chinese_f1, "北京。", ("北京",), 1.0),
+        (metrics.chinese_f1, "南京", ("北京",), 0.5),
+        (metrics.rouge_l, "a b c d", ("a x c d",), 0.75),
+        (metrics.rouge_l, "d c b a", ("a b c d",), 0.25),
+        (metrics.rouge_l, "Same words.", ("same WORDS",), 1.0),
+        (metrics.rouge_l, "", ("a",), 0.0),
         (
-            scbench_scores.same_function,
+            metrics.same_function,
             "Here:\n```python\ndef f(x):\n    return x\n```\nDone",
             ("def f(x): return x",),
             1.0,
         ),
-        (scbench_scores.same_function, "def f(x): return x", ("def g(y): yield 1", "def f(x): return x"), 0.0),
-        (scbench_scores.same_function, "I do not know", ("def f(x): return x",), 0.0),
-        (scbench_scores.same_function, "```\na b c d e f g h i X\n", ("a b c d e f g h i j",), 1.0),
+        (metrics.same_function, "def f(x): return x", ("def g(y): yield 1", "def f(x): return x"), 0.0),
+        (metrics.same_function, "I do not know", ("def f(x): return x",), 0.0),
+        (metrics.same_function, "```\na b c d e f g h i X\n", ("a b c d e f g h i j",), 1.0),
     ],
 )
 def test_scores(score, answer, expected, points):
@@ -231,7 +231,7 @@ def test_scores(score, answer, expected, points):
 
 
 def test_english_questions_also_count_the_looser_match():
-    assert scbench_scores.english_f1("It was Bob Smith who did it", ("bob smith",)) == {
+    assert metrics.english_f1("It was Bob Smith who did it", ("bob smith",)) == {
         "score": pytest.approx(4 / 9),
         "contains": 1.0,
     }

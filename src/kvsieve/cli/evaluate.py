@@ -50,8 +50,10 @@ def eval_command(
     chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward pass; all at once if left out.")] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
-    scbench: Annotated[str | None, typer.Option(help="Local copy of SCBench's rows; the hub if left out.")] = None,
-    scbench_mode: Annotated[str, typer.Option(help="multi-turn or shared.")] = "multi-turn",
+    data: Annotated[
+        str | None, typer.Option(help="Directory or file of public benchmarks, see docs/public_benchmarks.md.")
+    ] = None,
+    scbench_mode: Annotated[str, typer.Option(help="How scbench_... asks: multi-turn or shared.")] = "multi-turn",
     as_json: JsonOption = False,
 ) -> None:
     """Score methods on long-context tasks, with their time and memory; `kvsieve report` draws the results."""
@@ -73,7 +75,7 @@ def eval_command(
     from kvsieve.models.fetch import MODEL_NAME
 
     grid = Grid(
-        tasks=_tasks(names_of(tasks), haystack, scbench, scbench_mode),
+        tasks=_tasks(names_of(tasks), haystack, data, scbench_mode),
         lengths=lengths_of(lengths),
         questions=QUESTIONS if question == "both" else (question,),
         samples=samples,
@@ -112,26 +114,26 @@ def tasks_command(as_json: JsonOption = False) -> None:
     """List the tasks of `kvsieve eval`."""
     from kvsieve.cli.output import print_table
     from kvsieve.tasks import all_tasks
-    from kvsieve.tasks.scbench import SUBSETS
+    from kvsieve.tasks.public import public_tasks
 
     rows = [(task.name, task.title, " or ".join(task.modes)) for task in all_tasks().values()]
-    rows += [(name, "SCBench, from the hub or --scbench", "visible or hidden") for name in SUBSETS]
+    rows += [(name, title, "visible or hidden") for name, title in public_tasks()]
     if as_json:
         emit_json([dict(zip(("name", "title", "question"), row, strict=True)) for row in rows])
         return
     print_table(["task", "what it is", "question"], [list(row) for row in rows], left=3)
 
 
-def _tasks(names: list[str], haystack: str, scbench: str | None, mode: str) -> list[Task]:
+def _tasks(names: list[str], haystack: str, data: str | None, scbench_mode: str) -> list[Task]:
     from kvsieve.tasks import chosen_tasks
-    from kvsieve.tasks.scbench import SCBench
+    from kvsieve.tasks.public import is_public, public_task
 
-    public = [name for name in names if name.startswith("scbench")]
+    public = [name for name in names if is_public(name)]
     built_in = [name for name in names if name not in public]
-    if scbench is not None and not public:
-        raise InputError("--scbench names rows of SCBench, but --tasks names no scbench_... task; add one")
+    if data is not None and not public:
+        raise InputError("--data names files of a public benchmark, but --tasks names none, such as leval_quality")
     made: list[Task] = chosen_tasks(built_in, haystack) if built_in or not public else []
-    return [*made, *(SCBench(name, scbench, mode) for name in public)]
+    return [*made, *(public_task(name, data, scbench_mode) for name in public)]
 
 
 def names_of(text: str) -> list[str]:

@@ -19,6 +19,7 @@ _EXTRAS = {
     "gguf": "demo",
     "matplotlib": "eval",
     "datasets": "scbench",
+    "rouge_score": "benchmarks",
     "lm_eval": "lm-eval",
     "accelerate": "parallel",
     "peft": "peft",

@@ -15,8 +15,7 @@ from typing import Any
 
 from kvsieve.errors import InputError
 from kvsieve.registry import did_you_mean
-from kvsieve.tasks.samples import QuestionAnswer, Sample, Score
-from kvsieve.tasks.scbench_scores import (
+from kvsieve.tasks.metrics import (
     chinese_f1,
     choice_letter,
     contains,
@@ -26,6 +25,7 @@ from kvsieve.tasks.scbench_scores import (
     rouge_l,
     same_function,
 )
+from kvsieve.tasks.samples import QuestionAnswer, Sample, Score
 from kvsieve.tasks.scoring import match_all
 
 HUB_ID = "microsoft/SCBench"
@@ -262,6 +262,6 @@ def _hub_rows(subset: str) -> Any:
         cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         raise InputError(
             f"cannot load {subset} of {HUB_ID} from the hub: {cause}; pass a local copy instead, the file "
-            f"{subset}.jsonl or its directory (--scbench PATH, SCBench({subset!r}, source=PATH))"
+            f"{subset}.jsonl or its directory (--data PATH, SCBench({subset!r}, source=PATH))"
         ) from error
     return splits["test"] if "test" in splits else next(iter(splits.values()))

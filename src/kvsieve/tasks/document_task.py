@@ -1,0 +1,128 @@
+"""Documents of a public benchmark and the questions about them, as a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvsieve.errors import InputError
+from kvsieve.tasks.base import BOTH
+from kvsieve.tasks.fit import Count, fit
+from kvsieve.tasks.metrics import check_packages
+from kvsieve.tasks.samples import QuestionAnswer, Sample
+
+Cut = Callable[[str, int], str]
+"""(text, size) -> `size` of its characters: the benchmark's rule for documents that are too long."""
+
+
+def keep_beginning(text: str, size: int) -> str:
+    """The first `size` characters."""
+    return text[:size]
+
+
+def keep_end(text: str, size: int) -> str:
+    """The last `size` characters."""
+    return text[len(text) - size :]
+
+
+def keep_ends(text: str, size: int) -> str:
+    """The first and the last half of `size` characters: the middle goes."""
+    return text[: size - size // 2] + text[len(text) - size // 2 :]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One question about a document, as a file has it.
+
+    Attributes:
+        lead: instruction before the text, never cut.
+        text: the document.
+        turn: the question and its answer.
+        line: of the file, from 1.
+    """
+
+    lead: str
+    text: str
+    turn: QuestionAnswer
+    line: int
+
+
+class DocumentTask:
+    """Questions about documents, each question a sample; questions about one text share a document.
+
+    Samples are numbered in rounds, one question of every document, then a second of each that has one, and so on: the
+    first N are spread evenly over the documents, and a sample stays the same whatever N is. Each document begins with
+    another of its questions, since a file may ask all its documents the same ones in the same order.
+    """
+
+    def __init__(self, name: str, title: str, asked: Sequence[Asked], cut: Cut | None) -> None:
+        """cut: the rule for documents that are too long; None where the benchmark has none and refuses them.
+
+        Raises InputError where a package is missing that the scores need.
+        """
+        self.name, self.title, self.modes = name, title, BOTH
+        self._cut = cut
+        documents: dict[tuple[str, str], list[Asked]] = {}
+        for each in asked:
+            documents.setdefault((each.lead, each.text), []).append(each)
+        self._documents = list(documents.values())
+        self._samples = [
+            (number, (number + turn) % len(questions))
+            for turn in range(max(map(len, self._documents)))
+            for number, questions in enumerate(self._documents)
+            if turn < len(questions)
+        ]
+        self._contexts: dict[tuple[int, int, Count], tuple[str, int]] = {}
+        check_packages(name, {each.turn.score for each in asked})
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def document(self, index: int) -> int:
+        """See Task.document."""
+        return self._place(index)[0]
+
+    def sample(self, index: int, length: int, seed: int, count: Count) -> Sample:
+        """Question `index` about its document, cut to `length` tokens where it is longer; `seed` changes nothing.
+
+        The cut leaves room for the document's longest question, so that all of them are asked about the same context.
+        `meta` tells how many tokens of the document went ("cut").
+
+        Raises:
+            InputError: no such question, or a document that cannot be cut to `length`.
+        """
+        number, turn = self._place(index)
+        asked = self._documents[number][turn]
+        key = number, length, count
+        if key not in self._contexts:
+            self._contexts[key] = self._context(number, length, count)
+        context, gone = self._contexts[key]
+        meta = {"document": number, "question": turn, "line": asked.line, "cut": gone}
+        return Sample(context, (asked.turn,), meta=meta)
+
+    def _place(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < len(self):
+            raise InputError(f"{self.name} has {len(self)} questions, got index {index}; ask for fewer samples")
+        return self._samples[index]
+
+    def _context(self, number: int, length: int, count: Count) -> tuple[str, int]:
+        """The document with its lead, cut to what `length` leaves for it, and how many of its tokens went."""
+        questions = self._documents[number]
+        lead, text, cut = questions[0].lead, questions[0].text, self._cut
+        longest = max((each.turn for each in questions), key=lambda turn: count(Sample(".", (turn,))))
+
+        def make(size: int) -> Sample:
+            body = text if cut is None or size >= len(text) else cut(text, size).strip()
+            return Sample(lead + body, (longest,))
+
+        tokens = count(make(len(text)))
+        if tokens <= length:
+            return lead + text, 0
+        where = f"line {questions[0].line} of {self.name}"
+        if cut is None:
+            raise InputError(
+                f"{where} makes a prompt of {tokens} tokens, more than the length of {length}; raise --lengths, or "
+                "make the file for a smaller length"
+            )
+        kept = fit(make, count, length, where)[0]
+        return kept.context, tokens - count(kept)

@@ -1,0 +1,163 @@
+"""Scores of public benchmarks: (answer, expected) -> metrics, written after their public definitions."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.util
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from kvsieve.errors import InputError
+from kvsieve.tasks.samples import Score
+
+
+def contains(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when one of `expected` stands in the answer, letter by letter."""
+    return {"score": float(any(each in answer for each in expected))}
+
+
+def first_number(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the first number of the answer is the expected one."""
+    got = re.search(r"-?\d+(?:\.\d+)?", answer)
+    return {"score": float(got is not None and float(got.group()) == float(expected[0]))}
+
+
+def choice_letter(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the answer's letter is the expected one: after "answer is" or "option", else the first on its own."""
+    announced = re.search(r"(?i:answer(?: is)?|option(?: is)?)\s*[:*(\s]*([A-D])\b", answer)
+    alone = re.search(r"(?<![\w'])([B-D]|A(?!\s+[a-z]))(?![\w'])", answer)
+    got = announced or alone
+    return {"score": float(got is not None and got.group(1) == expected[0])}
+
+
+def choice_letters(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the answer's letters are all of the expected ones and no others; a quarter for some of them (L-Eval)."""
+    got = set(
+        re.sub(r"[^A-D]", "", " ".join(re.findall(r"(?<![\w'])[A-D](?:[,\s&]*(?:and )?[A-D])*(?![\w'])", answer)))
+    )
+    wanted = set(expected[0])
+    return {"score": 1.0 if got == wanted else 0.25 if got and got < wanted else 0.0}
+
+
+def named(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the answer's first line names what is expected, case and spaces aside (L-Eval's exact match)."""
+    line = next((each for each in answer.split("\n") if len(each) > 1), answer)
+    return {"score": float(any(_bare(each) in _bare(line) for each in expected))}
+
+
+def verdict(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the first of "true" and "false" in the answer is the expected one."""
+    got = re.search(r"true|false", answer.lower())
+    return {"score": float(got is not None and got.group() == expected[0].lower())}
+
+
+def final_number(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the number after "the answer is", else the last one of the first paragraph, is the expected one."""
+    stated = re.search(rf"(?i:the answer is)[^\d\n-]*({_NUMBER})", answer)
+    found = stated.group(1) if stated else next(iter(reversed(re.findall(_NUMBER, answer.split("\n\n")[0]))), None)
+    wanted = re.search(_NUMBER, expected[0])
+    assert wanted is not None
+    return {"score": float(found is not None and _value(found) == _value(wanted.group()))}
+
+
+def says_last(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when what is expected stands at the end of the answer, three words aside, or after "the final output"."""
+    wanted, got = _value_text(expected[0]), _value_text(answer)
+    most = len(wanted.split()) + 3
+    words = got.split("the final output")[-1].split()[:most] if "the final output" in got else got.split()[-most:]
+    return {"score": float(wanted.replace(" ", "").lower() in "".join(words).lower())}
+
+
+def label_match(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the answer begins with the expected label; for a label such as (B), when it is the first one named."""
+    label = expected[0].strip().lower()
+    if re.fullmatch(r"\([a-z]\)", label):
+        got = re.search(r"\([a-z]\)", answer.lower())
+        return {"score": float(got is not None and got.group() == label)}
+    return {"score": float(re.match(rf"\W*{re.escape(label)}(?!\w)", answer.lower()) is not None)}
+
+
+def english_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """Best word F1 over `expected`, articles and punctuation aside; `contains` is the looser match of the authors."""
+    best = max(_f1(_words(answer), _words(each)) for each in expected)
+    return {"score": best, "contains": float(any(each.lower() in answer.lower() for each in expected))}
+
+
+def chinese_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """Best character F1 over `expected`, punctuation and spaces aside."""
+    return {"score": max(_f1(_characters(answer), _characters(each)) for each in expected)}
+
+
+def rouge_l(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """Best ROUGE-L F-measure over `expected`, lower case and without stemming; ROUGE-1 and ROUGE-2 of the same one."""
+    scorer = _scorer(("rouge1", "rouge2", "rougeL"))
+    best = max((scorer.score(each, answer) for each in expected), key=lambda found: found["rougeL"].fmeasure)
+    found = {name: float(each.fmeasure) for name, each in best.items()}
+    return {"score": found["rougeL"], "rouge1": found["rouge1"], "rouge2": found["rouge2"]}
+
+
+def same_function(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the answer's code is at least 0.8 like expected[0], and no other of `expected` is more alike.
+
+    An approximation: likeness is difflib's ratio over words, where RepoQA parses the code and takes BLEU; the other
+    functions asked for in the same row stand for all of the repository's.
+    """
+    block = re.search(r"```[^\n]*\n(.*?)(?:```|\Z)", answer, re.DOTALL)
+    code = (block.group(1) if block else answer).split()
+    likeness = [difflib.SequenceMatcher(None, code, each.split(), autojunk=False).ratio() for each in expected]
+    return {"score": float(likeness[0] >= 0.8 and likeness[0] == max(likeness)), "similarity": likeness[0]}
+
+
+def _words(text: str) -> list[str]:
+    bare = "".join(each for each in text.lower() if each not in string.punctuation)
+    return [each for each in bare.split() if each not in ("a", "an", "the")]
+
+
+def _characters(text: str) -> list[str]:
+    return [each for each in text.lower() if each.isalnum()]
+
+
+def _f1(got: list[str], wanted: list[str]) -> float:
+    same = sum((Counter(got) & Counter(wanted)).values())
+    return 2 * same / (len(got) + len(wanted)) if same else 0.0
+
+
+@functools.cache
+def _scorer(kinds: tuple[str, ...]) -> Any:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(list(kinds))
+
+
+_NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+def _bare(text: str) -> str:
+    return text.lower().replace(" ", "")
+
+
+def _value_text(text: str) -> str:
+    """Printed values without what is only their layout: commas, quotes, backslashes and ".0"."""
+    return re.sub(r"[,'\\\\]|\.0", "", " ".join(text.split()))
+
+
+# Packages of the extra "benchmarks" that a score needs.
+_PACKAGES: dict[Score, str] = {rouge_l: "rouge_score"}
+
+
+def check_packages(task: str, scores: Iterable[Score]) -> None:
+    """Raise InputError where a package is not installed that the scores of `task` need."""
+    for package in sorted({_PACKAGES[score] for score in scores if score in _PACKAGES}):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(
+                f"the score of {task} needs the package {package}, which is not installed; "
+                "pip install 'kvsieve[benchmarks]'"
+            )

@@ -1,0 +1,43 @@
+"""Tasks of public benchmarks, by name, from files of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvsieve.errors import InputError
+from kvsieve.tasks import leval
+from kvsieve.tasks.samples import Task
+from kvsieve.tasks.scbench import SUBSETS, SCBench
+
+_LOADERS: dict[str, Callable[[str, str | Path], Task]] = {"leval_": leval.leval}
+
+
+def is_public(name: str) -> bool:
+    """Tell a public benchmark's task from those that are generated."""
+    return name.startswith(("scbench", *_LOADERS))
+
+
+def public_task(name: str, data: str | Path | None, scbench_mode: str = "multi-turn") -> Task:
+    """A public benchmark's task, its file read and checked.
+
+    Args:
+        name: as on the command line, for example "leval_quality".
+        data: its file, or a directory that holds it; None for SCBench from the hub.
+        scbench_mode: "multi-turn" or "shared".
+
+    Raises:
+        InputError: a file that is not there or is not of the benchmark's format.
+    """
+    if name.startswith("scbench"):
+        return SCBench(name, data, scbench_mode)
+    if data is None:
+        raise InputError(f"{name} is read from a file: give its directory as --data, see docs/public_benchmarks.md")
+    loader = next(each for prefix, each in _LOADERS.items() if name.startswith(prefix))
+    return loader(name, data)
+
+
+def public_tasks() -> list[tuple[str, str]]:
+    """Names of the tasks that kvsieve knows, and what they are."""
+    names = [(name, f"L-Eval, {name.removeprefix('leval_').replace('_', ' ')}") for name in leval.NAMES]
+    return names + [(name, "SCBench, from the hub or --data") for name in SUBSETS]
