@@ -31,7 +31,7 @@ def keep_ends(text: str, size: int) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class DocumentQuestion:
     """One question about a document, as a file has it.
 
     Attributes:
@@ -55,14 +55,14 @@ class DocumentTask:
     another of its questions, since a file may ask all its documents the same ones in the same order.
     """
 
-    def __init__(self, name: str, title: str, asked: Sequence[Asked], cut: Cut | None) -> None:
+    def __init__(self, name: str, title: str, asked: Sequence[DocumentQuestion], cut: Cut | None) -> None:
         """cut: the rule for documents that are too long; None where the benchmark has none and refuses them.
 
         Raises InputError where a package is missing that the scores need.
         """
         self.name, self.title, self.modes = name, title, BOTH
         self._cut = cut
-        documents: dict[tuple[str, str], list[Asked]] = {}
+        documents: dict[tuple[str, str], list[DocumentQuestion]] = {}
         for each in asked:
             documents.setdefault((each.lead, each.text), []).append(each)
         self._documents = list(documents.values())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsieve.tasks.document_task import Asked, Cut, DocumentTask, keep_beginning, keep_end
+from kvsieve.tasks.document_task import Cut, DocumentQuestion, DocumentTask, keep_beginning, keep_end
 from kvsieve.tasks.files import SUFFIXES, FileRow, find_file, read_rows
 from kvsieve.tasks.metrics import (
     choice_letter,
@@ -30,7 +30,7 @@ _CHOICE = "Below is a long document. Answer the multiple-choice question that fo
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Form:
     """One way in which L-Eval asks and scores.
 
     Attributes:
@@ -46,18 +46,18 @@ class _Kind:
     cut: Cut = keep_beginning
 
 
-_ONE_LETTER = _Kind(f"{_CHOICE}One option is right.", "\nAnswer with the letter of the right option only.",
+_ONE_LETTER = _Form(f"{_CHOICE}One option is right.", "\nAnswer with the letter of the right option only.",
                     choice_letter, 16)  # fmt: skip
-_KINDS = {
+_FORMS = {
     "quality": _ONE_LETTER,
     "tpo": _ONE_LETTER,
-    "coursera": _Kind(
+    "coursera": _Form(
         f"{_CHOICE}One or several options are right.",
         "\nAnswer with the letters of all right options only, such as A or AB.",
         choice_letters,
         16,
     ),
-    "topic_retrieval_longchat": _Kind(
+    "topic_retrieval_longchat": _Form(
         "Below is a record of our conversation so far, on many topics, one after another: you are the ASSISTANT, I am "
         "the USER. Each topic begins with 'I would like to discuss the topic of'. Remember the topics: at the end I "
         "will ask you for the name of one of them.",
@@ -65,21 +65,21 @@ _KINDS = {
         named,
         32,
     ),
-    "gsm100": _Kind(
+    "gsm100": _Form(
         "Below are questions and their answers. Answer the last question in the same way, and end with 'The answer is' "
         "and the number.",
         "",
         final_number,
         320,
     ),
-    "codeU": _Kind(
+    "codeU": _Form(
         "Below is a code base of many functions with comments. Read it: you will be asked what some calls return.",
         "",
         says_last,
         128,
         keep_end,
     ),
-    "sci_fi": _Kind(
+    "sci_fi": _Form(
         "Below is a science fiction story. Say whether the statement that follows it is True or False, by what the "
         "story says and not by what you know.",
         "\nAnswer True or False.",
@@ -88,9 +88,9 @@ _KINDS = {
     ),
 }
 _BY_METRIC = {
-    "exam": _Kind(_DOCUMENT, _DIRECT, named, 64),
-    "f1": _Kind(_DOCUMENT, "", english_f1, None),
-    "rouge": _Kind("Below is a long document. Follow the instruction after it.", "", rouge_l, None),
+    "exam": _Form(_DOCUMENT, _DIRECT, named, 64),
+    "f1": _Form(_DOCUMENT, "", english_f1, None),
+    "rouge": _Form("Below is a long document. Follow the instruction after it.", "", rouge_l, None),
 }
 _FIELDS: dict[str, tuple[type, ...]] = {
     "input": (str,),
@@ -102,7 +102,7 @@ _MOST = 512
 NAMES = tuple(
     f"leval_{each}"
     for each in (
-        *_KINDS,
+        *_FORMS,
         *("financial_qa", "gov_report_summ", "legal_contract_qa", "meeting_summ", "multidoc_qa", "narrative_qa"),
         *("natural_question", "news_summ", "paper_assistant", "patent_summ", "review_summ", "scientific_qa"),
         "tv_show_summ",
@@ -129,9 +129,9 @@ def leval(name: str, data: str | Path) -> DocumentTask:
             f"no row of this file has a metric: 'evaluation' is {rows[0].values['evaluation']!r}, expected "
             f"{', '.join(_BY_METRIC)} in some of them"
         )
-    kinds = [_KINDS.get(part, _BY_METRIC[row.values["evaluation"]]) for row in scored]
-    asked = [each for row, kind in zip(scored, kinds, strict=True) for each in _asked(row, kind)]
-    return DocumentTask(name, f"L-Eval, {part.replace('_', ' ')}", asked, kinds[0].cut)
+    forms = [_FORMS.get(part, _BY_METRIC[row.values["evaluation"]]) for row in scored]
+    asked = [each for row, form in zip(scored, forms, strict=True) for each in _asked(row, form)]
+    return DocumentTask(name, f"L-Eval, {part.replace('_', ' ')}", asked, forms[0].cut)
 
 
 def _check(row: FileRow) -> None:
@@ -143,30 +143,30 @@ def _check(row: FileRow) -> None:
         raise row.wrong(f"'instructions' has {len(questions)} entries and 'outputs' {len(answers)}; expected as many")
 
 
-def _asked(row: FileRow, kind: _Kind) -> list[Asked]:
+def _asked(row: FileRow, form: _Form) -> list[DocumentQuestion]:
     pairs = zip(row.values["instructions"], row.values["outputs"], strict=True)
-    turns = [_turn(row, kind, question.strip(), answer.strip()) for question, answer in pairs]
-    return [Asked(f"{kind.lead}\n\n", row.values["input"].strip(), turn, row.line) for turn in turns]
+    turns = [_turn(row, form, question.strip(), answer.strip()) for question, answer in pairs]
+    return [DocumentQuestion(f"{form.lead}\n\n", row.values["input"].strip(), turn, row.line) for turn in turns]
 
 
-def _turn(row: FileRow, kind: _Kind, question: str, answer: str) -> QuestionAnswer:
-    expected = _expected(row, kind, answer)
-    if kind.max_new_tokens is not None:
-        return QuestionAnswer(f"{question}{kind.after}", (expected,), kind.score, kind.max_new_tokens, golden=answer)
+def _turn(row: FileRow, form: _Form, question: str, answer: str) -> QuestionAnswer:
+    expected = _expected(row, form, answer)
+    if form.max_new_tokens is not None:
+        return QuestionAnswer(f"{question}{form.after}", (expected,), form.score, form.max_new_tokens, golden=answer)
     words = len(answer.split())
     asked = f"{question}\nAnswer with {words} {'word' if words == 1 else 'words'}."
-    return QuestionAnswer(asked, (expected,), kind.score, min(16 + 3 * words, _MOST))
+    return QuestionAnswer(asked, (expected,), form.score, min(16 + 3 * words, _MOST))
 
 
-def _expected(row: FileRow, kind: _Kind, answer: str) -> Any:
+def _expected(row: FileRow, form: _Form, answer: str) -> Any:
     """What the score compares with: the letter of a choice, the verdict of a statement, else the answer."""
-    if kind.score in (choice_letter, choice_letters):
+    if form.score in (choice_letter, choice_letters):
         letters = re.match(r"\W*([A-D]+)(?![\w'])", answer)
         if letters is None:
             raise row.wrong(f"'outputs' has {answer!r}, which begins with no letter of an option (A to D)")
         return letters[1]
-    if kind.score is verdict:
+    if form.score is verdict:
         return answer.split("[")[0].strip()
-    if kind.score is final_number and not re.search(r"\d", answer):
+    if form.score is final_number and not re.search(r"\d", answer):
         raise row.wrong(f"'outputs' has {answer!r}, expected a number")
     return answer

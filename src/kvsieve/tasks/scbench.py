@@ -16,6 +16,7 @@ from typing import Any
 from kvsieve.errors import InputError
 from kvsieve.registry import did_you_mean
 from kvsieve.tasks.metrics import (
+    check_packages,
     chinese_f1,
     choice_letter,
     contains,
@@ -110,6 +111,7 @@ class SCBench:
         # On copies of one context a question cannot be seen when the context is reduced.
         self.modes = ("hidden",) if self.shared else ("visible", "hidden")
         self.truncate = truncate
+        check_packages(subset, {kind.score for kind in (_KINDS[subset], *_MIXED.get(subset, {}).values())})
         self.rows = _hub_rows(subset) if source is None else _local_rows(subset, Path(os.path.expanduser(source)))
 
     def __len__(self) -> int:
