@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,17 @@ def test_the_guide_names_files_and_folders_that_exist():
         assert (ROOT / name).exists(), name
     for package in re.findall(r"src/kvsieve/(\w+)/", text):
         assert (ROOT / "src" / "kvsieve" / package).is_dir(), package
+
+
+def test_results_kept_in_git_stay_small():
+    """All that benchmarks/results adds to a clone; what is not tracked does not count."""
+    folder = ROOT / "benchmarks" / "results"
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        listed = subprocess.run(
+            ["git", "ls-files", "-z"], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout
+        files = [folder / name for name in listed.split("\0") if name and (folder / name).exists()]
+    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in files}
+    assert len(sizes) > 40
+    assert sum(sizes.values()) <= 10_000_000, sorted(sizes.items(), key=lambda each: -each[1])[:10]

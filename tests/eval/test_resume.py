@@ -12,6 +12,8 @@ import time
 
 import pytest
 
+from kvsieve.eval.packed import contents
+
 pytestmark = pytest.mark.slow
 
 GRID = [
@@ -25,9 +27,14 @@ GRID = [
 GRID += ["--budgets", "20%,40%", "--samples", "3", "--question", "both", "--cost-samples", "1", "--dtype", "float32"]
 
 
+def lines(folder, name="samples.jsonl"):
+    """Packed ones and those behind them."""
+    return [line for _, data in contents(folder / name) for line in data.splitlines()]
+
+
 def rows(folder, name="samples.jsonl"):
     """Without what tells one invocation from another."""
-    read = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    read = [json.loads(line) for line in lines(folder, name)]
     found = {}
     for row in read:
         assert row.pop("env") >= 0 and len(row.pop("checksum")) == 16 and row.pop("more") < 7
@@ -67,10 +74,9 @@ def test_killed_twice_and_resumed_gives_the_same_table(model_dir, tmp_path, cli)
     assert resumed["cells"] == table["cells"] and resumed["means"] == table["means"]
     assert len(resumed["run"]["environments"]) == 3
     # Nothing remains to be done, so nothing is.
-    size = file.stat().st_size
-    assert (
-        cli("eval", model_dir, *GRID, "--resume", "--out", tmp_path / "killed")[0] == 0 and file.stat().st_size == size
-    )
+    before = lines(tmp_path / "killed")
+    assert cli("eval", model_dir, *GRID, "--resume", "--out", tmp_path / "killed")[0] == 0
+    assert lines(tmp_path / "killed") == before and not file.exists()
 
 
 def rows_or_torn(file):
@@ -91,15 +97,15 @@ def test_a_method_is_added_without_running_the_rest_again(model_dir, tmp_path, c
         str(tmp_path / "out"),
     ]
     assert cli("eval", model_dir, *grid, "--methods", "knorm", "--cost-samples", "2")[0] == 0
-    first = (tmp_path / "out" / "samples.jsonl").read_bytes()
+    first = lines(tmp_path / "out")
     code, out, err = cli(
         "eval", model_dir, *grid, "--methods", "knorm,streamingllm", "--cost-samples", "2", "--resume", "--json"
     )
     assert code == 0, err
-    after = (tmp_path / "out" / "samples.jsonl").read_bytes()
-    added = [json.loads(line) for line in after.removeprefix(first).splitlines()]
-    assert after.startswith(first) and {row["label"] for row in added} == {"streamingllm"} and len(added) == 4
-    costs = [json.loads(line) for line in (tmp_path / "out" / "costs.jsonl").read_text().splitlines()]
+    after = lines(tmp_path / "out")
+    added = [json.loads(line) for line in after[len(first) :]]
+    assert after[: len(first)] == first and {row["label"] for row in added} == {"streamingllm"} and len(added) == 4
+    costs = [json.loads(line) for line in lines(tmp_path / "out", "costs.jsonl")]
     again = [(row["label"], row["repeat"]) for row in costs if row["env"] == 1]
     assert {label for label, _ in again} == {"full", "streamingllm"}, "full KV is timed again beside what is new"
     table = json.loads(out)
@@ -141,12 +147,12 @@ def test_rows_carry_what_happened(model_dir, tmp_path, cli):
     ]
     methods = "fastkv:tsp_layer=0;tsp_rate=0.5"
     assert cli("eval", model_dir, *grid, "--methods", methods, "--budgets", "20%", "--seed", "5")[0] == 0
-    full, fast = (json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines())
+    full, fast = map(json.loads, lines(tmp_path / "out"))
     tokens = full["prompt_tokens"]
     assert 147 <= tokens <= 150 and full["kv_entries"] == tokens and full["kl"] == 0 and full["budget"] is None
     assert fast["kv_entries"] == int(0.2 * tokens) and fast["deep_tokens"] == tokens // 2 and fast["applied"]
     assert fast["seed"] == 5 and fast["meta"] == {"depth": 0.0} and fast["kl"] > 0 and len(fast["answers"]) == 1
-    costs = [json.loads(line) for line in (tmp_path / "out" / "costs.jsonl").read_text().splitlines()]
+    costs = [json.loads(line) for line in lines(tmp_path / "out", "costs.jsonl")]
     assert len(costs) == 6 and all(len(row["token_s"]) == 31 for row in costs)
     kept = next(row for row in costs if row["label"] != "full")["kept"]
     whole = next(row for row in costs if row["label"] == "full")["kept"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import gzip
+import itertools
 import json
 import multiprocessing
 import os
@@ -12,6 +14,7 @@ import pytest
 from kvsieve.errors import InputError, KvsieveError, PlanError
 from kvsieve.eval import store
 from kvsieve.eval.cells import settings
+from kvsieve.eval.packed import contents, packed_name
 from kvsieve.eval.results import load
 from kvsieve.eval.store import ResultsWriter, writing
 
@@ -25,7 +28,16 @@ def row(task="needle", sample=0, label="full", budget=None, **more):
 
 
 def rows_of(folder):
-    return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    """Packed rows and those behind them."""
+    return [json.loads(line) for _, data in contents(folder / "samples.jsonl") for line in data.splitlines()]
+
+
+def unpack(folder):
+    """The plain file of a run that did not come to its end."""
+    file = folder / "samples.jsonl"
+    file.write_bytes(gzip.decompress(packed_name(file).read_bytes()))
+    packed_name(file).unlink()
+    return file
 
 
 def test_rows_and_run_are_written_and_found_again(tmp_path):
@@ -89,7 +101,7 @@ def test_a_torn_line_takes_its_unit_with_it(tmp_path):
     with writing(tmp_path, RUN, resume=False) as writer:
         writer.samples.add([row(sample=0), row(sample=0, label="knorm", budget="10%")])
         writer.samples.add([row(sample=1), row(sample=1, label="knorm", budget="10%")])
-    file = tmp_path / "samples.jsonl"
+    file = unpack(tmp_path)
     file.write_bytes(file.read_bytes()[:-9])
     with writing(tmp_path, RUN, resume=True) as writer:
         assert {key[3] for key in writer.samples.done} == {0}
@@ -100,7 +112,7 @@ def test_a_torn_line_takes_its_unit_with_it(tmp_path):
 def test_a_line_broken_in_the_middle_is_named(tmp_path):
     with writing(tmp_path, RUN, resume=False) as writer:
         writer.samples.add([row()])
-    file = tmp_path / "samples.jsonl"
+    file = unpack(tmp_path)
     file.write_text("oops\n" + file.read_text())
     with pytest.raises(InputError, match="line 1: not JSON"), writing(tmp_path, RUN, resume=True):
         pass
@@ -152,7 +164,7 @@ class System:
 
     def __getattr__(self, name):
         real = getattr(os, name)
-        if name not in ("open", "write", "fsync", "replace", "ftruncate", "close"):
+        if name not in ("open", "write", "fsync", "replace", "ftruncate", "close", "unlink"):
             return real
 
         def call(*given):
@@ -200,11 +212,20 @@ def keys(folder):
     return [(each["sample"], each["label"]) for each in rows_of(folder)]
 
 
+def loaded(folder):
+    """What a report would read."""
+    try:
+        return [(each["sample"], each["label"]) for each in load(folder).samples]
+    except InputError:
+        return []
+
+
 def test_a_kill_at_any_step_loses_the_unit_in_progress_at_most(tmp_path, system):
     steps = system()
     evaluate(tmp_path / "whole")
     whole = keys(tmp_path / "whole")
-    assert len(whole) == 6 and steps.steps > 30
+    assert len(whole) == 6 and steps.steps > 40 and sorted(file.name for file in (tmp_path / "whole").iterdir()) == [
+        ".lock", "run.json", "samples.jsonl.gz"]  # fmt: skip
     for first in range(1, steps.steps + 1):
         for second in (1, 5, 8, 11, 14):
             folder, told = tmp_path / f"{first} {second}", []
@@ -212,6 +233,7 @@ def test_a_kill_at_any_step_loses_the_unit_in_progress_at_most(tmp_path, system)
                 system(last=last)
                 with pytest.raises(Killed):
                     evaluate(folder, told)
+                assert set(itertools.product(told, ("full", "knorm"))) <= set(loaded(folder)), (first, second)
             system()
             evaluate(folder, told)
             # What was said to be done is not done again.
@@ -224,10 +246,64 @@ def test_a_unit_is_found_whole_or_not_at_all(tmp_path, system, lines):
     """Killed between two rows that were to be written in one go, with no torn line to tell."""
     system()
     evaluate(tmp_path)
-    file = tmp_path / "samples.jsonl"
+    file = unpack(tmp_path)
     file.write_bytes(b"".join(file.read_bytes().splitlines(True)[:lines]))
     evaluate(tmp_path, told := [])
     assert told == list(range(lines // 2, 3)) and len(keys(tmp_path)) == 6
+
+
+def test_a_finished_run_is_packed_and_goes_on(tmp_path):
+    with writing(tmp_path / "a", RUN, resume=False) as writer:
+        writer.samples.add([row(sample=0)])
+        writer.samples.add([row(sample=1)])
+        plain = (tmp_path / "a" / "samples.jsonl").read_bytes()
+    packed = (tmp_path / "a" / "samples.jsonl.gz").read_bytes()
+    assert gzip.decompress(packed) == plain and not (tmp_path / "a" / "samples.jsonl").exists()
+    with writing(tmp_path / "a", RUN, resume=True):
+        pass
+    assert (tmp_path / "a" / "samples.jsonl.gz").read_bytes() == packed, "nothing was added"
+    with writing(tmp_path / "a", RUN, resume=True) as writer:
+        assert {key[3] for key in writer.samples.done} == {0, 1}
+        writer.samples.add([row(sample=2)])
+        assert keys(tmp_path / "a") == [(each, "full") for each in range(3)]
+    assert keys(tmp_path / "a") == [(each, "full") for each in range(3)]
+    # The same rows give the same bytes, in however many runs they came.
+    with writing(tmp_path / "b", RUN, resume=False) as writer:
+        for index in range(3):
+            writer.samples.add([row(sample=index)])
+    assert (tmp_path / "a" / "samples.jsonl.gz").read_bytes() == (tmp_path / "b" / "samples.jsonl.gz").read_bytes()
+
+
+def test_a_run_that_failed_is_not_packed(tmp_path):
+    with pytest.raises(Killed), writing(tmp_path, RUN, resume=False) as writer:
+        writer.samples.add([row(sample=0)])
+        raise Killed
+    assert (tmp_path / "samples.jsonl").exists() and not packed_name(tmp_path / "samples.jsonl").exists()
+
+
+@pytest.mark.parametrize("read", ["resume", "load"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "another", "line"])
+def test_a_packed_file_that_is_damaged_is_named(tmp_path, read, damage):
+    with writing(tmp_path, RUN, resume=False) as writer:
+        writer.samples.add([row(sample=index) for index in range(3)])
+    file = tmp_path / "samples.jsonl.gz"
+    data, words = file.read_bytes(), "samples.jsonl.gz is damaged.*run its samples again"
+    if damage == "cut":
+        data = data[:-12]
+    elif damage == "changed":
+        data = data[:60] + bytes([data[60] ^ 255]) + data[61:]
+    elif damage == "another":
+        data = b'{"task": "needle"}'
+    else:
+        data = gzip.compress(gzip.decompress(data).replace(b'"score": 1.0', b'"score": 0.0', 1))
+        words = "samples.jsonl.gz, line 1: it does not match its checksum.*unpack it with gunzip, delete the line"
+    file.write_bytes(data)
+    with pytest.raises(InputError, match=words):
+        if read == "load":
+            load(tmp_path)
+        else:
+            with writing(tmp_path, RUN, resume=True):
+                pass
 
 
 def test_what_a_write_leaves_is_written_too(tmp_path, system):
@@ -236,7 +312,7 @@ def test_what_a_write_leaves_is_written_too(tmp_path, system):
     assert len(keys(tmp_path)) == 6
 
 
-@pytest.mark.parametrize("step", range(1, 40))
+@pytest.mark.parametrize("step", range(1, 50))
 def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path, system, step):
     system(last=step, error=OSError(errno.ENOSPC, "No space left on device"))
     told = []
@@ -245,7 +321,7 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path, system, step):
     except KvsieveError as error:
         assert "No space left on device; what was finished before is kept" in str(error)
     # A disk that is full only for a while leaves no half rows behind.
-    assert not (tmp_path / "samples.jsonl").exists() or len(keys(tmp_path)) == 2 * len(told)
+    assert len(loaded(tmp_path)) == 2 * len(told)
     system()
     evaluate(tmp_path, told)
     assert told == [0, 1, 2] and len(keys(tmp_path)) == 6
@@ -264,7 +340,7 @@ def test_a_torn_line_leaves_what_came_before_in_its_place(tmp_path):
     with writing(tmp_path, RUN, resume=False) as writer:
         writer.samples.add([row(sample=0)])
         writer.samples.add([row(sample=1)])
-    file = tmp_path / "samples.jsonl"
+    file = unpack(tmp_path)
     before, number = file.read_bytes(), file.stat().st_ino
     file.write_bytes(before[:-20])
     with writing(tmp_path, RUN, resume=True):
@@ -277,7 +353,7 @@ def test_a_row_that_was_changed_is_named(tmp_path, read):
     with writing(tmp_path, RUN, resume=False) as writer:
         writer.samples.add([row(sample=0, answers=["é \ud83d"]), row(sample=1)])
     assert load(tmp_path).samples[0] == row(sample=0, answers=["é \ud83d"])
-    file = tmp_path / "samples.jsonl"
+    file = unpack(tmp_path)
     before = file.read_bytes()
     file.write_bytes(before.replace(b'"score": 1.0', b'"score": 0.0', 1))
 

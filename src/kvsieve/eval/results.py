@@ -11,6 +11,7 @@ from typing import Any
 
 from kvsieve.errors import InputError, short
 from kvsieve.eval.aggregate import labels_of
+from kvsieve.eval.packed import contents, how_to_mend, read_bytes
 from kvsieve.eval.rows import COST_FIELDS, NUMBER, SAMPLE_FIELDS, SAMPLE_KEY, Row, groups, row_problem, unsealed
 from kvsieve.report.labels import distinct
 
@@ -65,7 +66,7 @@ def load(folder: str | Path) -> Results:
 
 def read_run(file: Path) -> Row | None:
     """Contents of run.json, checked; None where there is none. Raises InputError."""
-    data = _data(file)
+    data = read_bytes(file)
     if data is None:
         return None
     try:
@@ -100,34 +101,25 @@ def _problem_within(run: Row) -> str | None:
     return None
 
 
-def _data(file: Path) -> bytes | None:
-    """Contents of a file; None where there is none."""
-    try:
-        return file.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}") from error
-
-
 def _read_lines(file: Path, fields: Mapping[str, Any]) -> list[Row]:
-    *lines, rest = (_data(file) or b"").split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(unsealed(line, fields))
-        except ValueError as error:
-            raise InputError(f"{file}, line {number}: {error}; delete the line and run again") from error
-    # Whoever wrote a line that does not end may have been killed half-way.
-    with contextlib.suppress(ValueError):
-        rows.append(unsealed(rest, fields))
+    rows: list[Row] = []
+    for part, data in contents(file):
+        *lines, rest = data.split(b"\n")
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(unsealed(line, fields))
+            except ValueError as error:
+                raise InputError(f"{part}, line {number}: {error}; {how_to_mend(part)} and run again") from error
+        # Whoever wrote a line that does not end may have been killed half-way.
+        with contextlib.suppress(ValueError):
+            rows.append(unsealed(rest, fields))
     for row in rows:
         row.pop("more", None)
     return rows
 
 
 def _unique(rows: Iterable[Row], key: Sequence[str]) -> list[Row]:
-    """The first of each key: a run that was resumed may have written one twice."""
+    """The first of each key: a run that was resumed, or killed while it packed its rows, may have written one twice."""
     return list(groups(rows, key, first_only=True).values())

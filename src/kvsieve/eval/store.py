@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from kvsieve.errors import InputError, KvsieveError
+from kvsieve.eval.packed import contents, how_to_mend, packed, packed_name
 from kvsieve.eval.results import FORMAT, read_run
 from kvsieve.eval.rows import COST_FIELDS, SAMPLE_FIELDS, SAMPLE_KEY, Row, finite, sealed, unsealed
 from kvsieve.report.environment import environment
@@ -20,7 +21,7 @@ _FIXED = ("model", "dtype", "seed", "haystack")
 
 
 class ResultsWriter:
-    """Appends to DIR/samples.jsonl and DIR/costs.jsonl and keeps DIR/run.json.
+    """Appends to DIR/samples.jsonl and DIR/costs.jsonl, packs both in the end, and keeps DIR/run.json.
 
     run: what identifies the evaluation: model, dtype, seed, haystack; the titles of its tasks; and its settings, each
     with all parameters, or none where only `settle` brings them. A directory that holds results already is only
@@ -102,13 +103,18 @@ class ResultsWriter:
             os.replace(draft, self.folder / "run.json")
             _sync(self.folder)
 
+    def pack(self) -> None:
+        """Compress the rows of a run that is finished."""
+        self.samples.pack()
+        self.costs.pack()
+
     def close(self) -> None:
         """Let go of the directory. The file of the lock stays: whoever waits for it must find the same one."""
         self._lock.close()
 
 
 class _Lines:
-    """One JSONL file: what it holds already, and appending to it.
+    """One JSONL file: what it holds already, packed or not, and appending to it.
 
     What is appended in one go carries in `more` how many rows of it follow. If it is not whole, because a process was
     killed there, it is cut off, so that a unit is always computed whole and a resumed run gives what an undisturbed
@@ -117,28 +123,33 @@ class _Lines:
 
     def __init__(self, file: Path, fields: Row, key: tuple[str, ...]) -> None:
         self.file, self.fields, self.key = file, fields, key
-        lines, torn = self._read()
+        packed_rows, lines, torn = self._read()
         found = len(lines)
         while lines and lines[-1][1].get("more"):
             lines.pop()
         if torn or len(lines) < found:
             with _told(file):
                 self._cut(sum(size for size, _ in lines))
-        self.done = {tuple(row.get(name) for name in key) for _, row in lines}
+        self.done = {tuple(row.get(name) for name in key) for row in [*packed_rows, *(row for _, row in lines)]}
 
-    def _read(self) -> tuple[list[tuple[int, Row]], bool]:
-        """Rows and how many bytes each takes, and whether something follows them."""
-        if not self.file.exists():
-            return [], False
-        *lines, rest = self.file.read_bytes().split(b"\n")
-        found = []
-        for number, line in enumerate(lines, 1):
-            try:
-                row = unsealed(line, self.fields)
-            except ValueError as error:
-                raise InputError(f"{self.file}, line {number}: {error}; delete the line and resume") from error
-            found.append((len(line) + 1, row))
-        return found, bool(rest)
+    def _read(self) -> tuple[list[Row], list[tuple[int, Row]], bool]:
+        """Packed rows; plain rows and how many bytes each takes, and whether something follows them."""
+        packed_rows: list[Row] = []
+        plain: list[tuple[int, Row]] = []
+        torn = False
+        for part, data in contents(self.file):
+            *lines, rest = data.split(b"\n")
+            for number, line in enumerate(lines, 1):
+                try:
+                    row = unsealed(line, self.fields)
+                except ValueError as error:
+                    raise InputError(f"{part}, line {number}: {error}; {how_to_mend(part)} and resume") from error
+                if part == self.file:
+                    plain.append((len(line) + 1, row))
+                else:
+                    packed_rows.append(row)
+            torn = part == self.file and bool(rest)
+        return packed_rows, plain, torn
 
     def _cut(self, size: int) -> None:
         """Leave the first `size` bytes."""
@@ -162,6 +173,24 @@ class _Lines:
                     self._cut(size or 0)
                 raise
         self.done |= {tuple(row[name] for name in self.key) for row in rows}
+
+    def pack(self) -> None:
+        """Move all rows into the packed file.
+
+        Until that is on the disk under its name the plain file stays as it is; killed between the two, rows are in
+        both, and the next run packs them once.
+        """
+        if not self.file.exists():
+            return
+        lines = dict.fromkeys(line for _, data in contents(self.file) for line in data.split(b"\n") if line)
+        name = packed_name(self.file)
+        draft = name.with_name(f"{name.name}.part")
+        with _told(name):
+            _write(draft, packed(b"".join(line + b"\n" for line in lines)), os.O_TRUNC)
+            os.replace(draft, name)
+            _sync(self.file.parent)
+            os.unlink(self.file)
+            _sync(self.file.parent)
 
 
 def _write(file: Path, data: bytes, how: int) -> None:
@@ -218,9 +247,10 @@ def _lock(folder: Path) -> IO[str]:
 
 @contextlib.contextmanager
 def writing(folder: Path, run: Row, *, resume: bool) -> Iterator[ResultsWriter]:
-    """A ResultsWriter that lets go of the directory in the end."""
+    """A ResultsWriter that packs what was written when all went well, and lets go of the directory in the end."""
     writer = ResultsWriter(folder, run, resume=resume)
     try:
         yield writer
+        writer.pack()
     finally:
         writer.close()

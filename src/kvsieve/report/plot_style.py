@@ -125,6 +125,11 @@ def svg_bytes(figure: Figure) -> bytes:
 
 
 def png_bytes(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=PNG_DPI, metadata={"Software": None})
+    """In 256 colours: a third of the size, and no other picture to the eye."""
+    from PIL import Image
+
+    drawn, buffer = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=PNG_DPI)
+    image = Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    image.save(buffer, format="png", optimize=True, dpi=(PNG_DPI, PNG_DPI))
     return buffer.getvalue()
