@@ -26,6 +26,7 @@ STOREYS = (
     ("chat",),
     ("sieve",),
     ("attach",),
+    ("prefix",),
     ("shared",),
 )
 # What a cache once carried from a driver to the next pass.

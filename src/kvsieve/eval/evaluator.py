@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import InputError
+from kvsieve.eval.reading import DocumentReader, ReadState
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.batching import can_stack, stack
-from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.hf.generate.stats import what_ran
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
-from kvsieve.hf.shared import after_prompt, answer_logits, next_logits, read_alone, read_shared
+from kvsieve.hf.shared import after_prompt, answer_logits, next_logits, read_alone
 from kvsieve.plans import Plan
 from kvsieve.tasks.prompter import Prompter
 from kvsieve.tasks.samples import QuestionAnswer, Sample
@@ -40,21 +40,6 @@ class Outcome:
     top1: float = 1.0
 
 
-@dataclass
-class _State:
-    """Conversations so far, one per row, each under its plan.
-
-    cache: theirs; logits: [rows, V] after the last token fed; fed: int64 [1, N], the tokens fed to all of them;
-    given: the conversation they stand for, which is longer where a plan reads only some of its tokens.
-    """
-
-    plans: list[Plan]
-    cache: SieveCache
-    logits: Tensor
-    fed: Tensor
-    given: Tensor
-
-
 class Evaluator:
     """Runs samples on one model, greedily.
 
@@ -63,6 +48,7 @@ class Evaluator:
 
     def __init__(self, model: Any, tokenizer: Any, *, batch: int = 8, chunk: int | None = None) -> None:
         self.model, self.batch, self.chunk = model, batch, chunk
+        self.documents = DocumentReader(model, chunk)
         self.prompter = Prompter(tokenizer, model.generation_config.eos_token_id)
 
     def run(self, sample: Sample, plans: Sequence[Plan], question: str) -> list[Outcome]:
@@ -78,7 +64,10 @@ class Evaluator:
         plans = [plan.for_model(self.model, self.prompter.tokenizer) for plan in plans]
         visible = question == "visible"
         expected = sample.turns[0].max_new_tokens
-        states = self._read(plans, encoded.prompt if visible else encoded.context, expected)
+        if visible:
+            states = self.documents.after_prompt(plans, encoded.context, encoded.question, expected)
+        else:
+            states = self.documents.after_context(plans, encoded.context, expected)
         outcomes = []
         for state in states:
             applied, notes = what_ran(state.plans[0], state.cache.turn.record)
@@ -91,7 +80,9 @@ class Evaluator:
             asked = held
             if ids is not None:
                 expected = turn.max_new_tokens
-                asked = [self._continue(each, ids, sample.independent, visible, expected) for each in held]
+                # What was read of the context serves other samples as well.
+                fork = sample.independent or (not visible and turn is sample.turns[0])
+                asked = [self._continue(each, ids, fork, visible, expected) for each in held]
             if not sample.independent:
                 held = asked
             answers, distances = self._answer(self._stacked(asked) if visible else asked, turn)
@@ -106,41 +97,13 @@ class Evaluator:
                 outcome.metrics |= {f"turn_{i + 1}": each["score"] for i, each in enumerate(per_turn)}
         return outcomes
 
-    def _read(self, plans: Sequence[Plan], ids: Tensor, expected: int) -> list[_State]:
-        """The first prompt under every plan; plans that propagate alike share one reading of it.
-
-        expected: tokens that may follow.
-        """
-        states: dict[int, _State] = {}
-        for i, plan in enumerate(plans):
-            if not plan.acts_once:
-                read = read_alone(self.model, plan, ids, options=ReadOptions(self.chunk, expected))
-                states[i] = _State([plan], *read, given=ids)
-        for propagate in dict.fromkeys(plan.propagate for plan in plans if plan.acts_once):
-            mine = [(i, plan) for i, plan in enumerate(plans) if plan.acts_once and plan.propagate == propagate]
-            window = max(plan.window for _, plan in mine)
-            name = " and ".join(dict.fromkeys(plan.name for _, plan in mine if plan.window == window))
-            evictors = [plan.evict for _, plan in mine]
-            shared = read_shared(
-                self.model,
-                propagate,
-                ids,
-                window=window,
-                evictors=evictors,
-                options=ReadOptions(self.chunk, expected),
-                name=name,
-            )
-            for i, plan in mine:
-                states[i] = _State([plan], shared.reduced(plan.evict), shared.logits, ids, ids)
-        return [states[i] for i in range(len(plans))]
-
-    def _continue(self, state: _State, ids: Tensor, fork: bool, act: bool, expected: int) -> _State:
+    def _continue(self, state: ReadState, ids: Tensor, fork: bool, act: bool, expected: int) -> ReadState:
         """Feed `ids` to conversations (to a copy of them with `fork`); with `act` their plan acts on them as well."""
         given = torch.cat([state.given, ids], 1)
         plan = state.plans[0] if act else after_prompt(state.plans[0])
         if plan.shortens_prompt:
             read = read_alone(self.model, plan, given, options=ReadOptions(self.chunk))
-            return _State(state.plans, *read, given=given)
+            return ReadState(state.plans, *read, given=given)
         cache = state.cache.fork() if fork else state.cache
         fed = torch.cat([state.fed, ids], 1)
         with attach(self.model, plan) as sieve, torch.no_grad():
@@ -150,11 +113,11 @@ class Evaluator:
             if plan.probes:
                 read_prompt(sieve, fed, torch.ones_like(fed), cache, ReadOptions(self.chunk))
             logits = next_logits(sieve, cache, fed.expand(cache.conversation.batch, -1))[:, -1]
-        return _State(state.plans, cache, logits, fed, given)
+        return ReadState(state.plans, cache, logits, fed, given)
 
-    def _stacked(self, states: Sequence[_State]) -> list[_State]:
+    def _stacked(self, states: Sequence[ReadState]) -> list[ReadState]:
         """Neighbours as rows of one cache where they are alike; the reference, which comes first, stays alone."""
-        groups: list[list[_State]] = []
+        groups: list[list[ReadState]] = []
         for i, state in enumerate(states):
             last = groups[-1] if i > 1 else []
             if last and len(last) < self.batch and _alike(last[0], state):
@@ -162,7 +125,7 @@ class Evaluator:
             else:
                 groups.append([state])
         return [
-            _State(
+            ReadState(
                 [state.plans[0] for state in group],
                 stack([state.cache for state in group]) if len(group) > 1 else group[0].cache,
                 torch.cat([state.logits for state in group]),
@@ -173,7 +136,7 @@ class Evaluator:
         ]
 
     def _answer(
-        self, states: Sequence[_State], turn: QuestionAnswer
+        self, states: Sequence[ReadState], turn: QuestionAnswer
     ) -> tuple[list[str], list[tuple[float, float, float]]]:
         """Greedy answers, and each one's distance to the first row's: mean KL, KL of the first token, agreement."""
         answers: list[str] = []
@@ -196,7 +159,7 @@ class Evaluator:
                 distances.append((mine.mean().item(), mine[0].item(), agreed.mean().item()))
         return answers, distances
 
-    def _decode(self, state: _State, limit: int) -> list[list[int]]:
+    def _decode(self, state: ReadState, limit: int) -> list[list[int]]:
         """Tokens of each row up to the end of the turn, at most `limit`; the state stays as it is."""
         logits = state.logits
         rows: list[list[int]] = [[] for _ in logits]
@@ -213,7 +176,7 @@ class Evaluator:
                 logits = self.model(input_ids=chosen[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
         return rows
 
-    def _distributions(self, state: _State, reference: list[int], places: Sequence[int]) -> Tensor:
+    def _distributions(self, state: ReadState, reference: list[int], places: Sequence[int]) -> Tensor:
         """Log-probabilities float32 [rows, len(places), V] of the tokens of `reference` there, given those before."""
         parts = [state.logits[:, None]] if places[0] == 0 else []
         if len(reference) > 1:
@@ -231,7 +194,7 @@ def _compared(length: int, spread: bool) -> list[int]:
     return [i * (length - 1) // (_COMPARED - 1) for i in range(_COMPARED)]
 
 
-def _alike(one: _State, other: _State) -> bool:
+def _alike(one: ReadState, other: ReadState) -> bool:
     """Stacking costs what the largest costs, so rows should be about as long."""
     sizes = sum(one.cache.entries()), sum(other.cache.entries())
     plans = one.plans[0], other.plans[0]

@@ -39,15 +39,26 @@ class Grid:
     cost_samples: int = 3
 
     def units(self) -> Iterator[Unit]:
-        """Sample by sample, so that a run that is stopped early has something of everything."""
-        for index in range(self.samples):
+        """Document by document, so that a run that is stopped early has something of everything.
+
+        The samples of one document follow each other, so that it is read once; samples with documents of their own
+        come in order, of each task in turn.
+        """
+        documents = [self._documents(task) for task in self.tasks]
+        for number in range(max(map(len, documents), default=0)):
             for length in self.lengths:
-                for task in self.tasks:
-                    if index >= (len(task) if isinstance(task, Sized) else self.samples):
-                        continue
-                    for question in self.questions:
-                        if question in task.modes:
-                            yield Unit(task, length, question, index)
+                for task, samples in zip(self.tasks, documents, strict=True):
+                    for index in samples[number] if number < len(samples) else ():
+                        for question in self.questions:
+                            if question in task.modes:
+                                yield Unit(task, length, question, index)
+
+    def _documents(self, task: Task) -> list[list[int]]:
+        """Indices of a task's samples, a list for each document."""
+        found: dict[int, list[int]] = {}
+        for index in range(min(len(task), self.samples) if isinstance(task, Sized) else self.samples):
+            found.setdefault(task.document(index), []).append(index)
+        return list(found.values())
 
     def check(self, context: int | None) -> None:
         """Raises InputError for a grid without samples, or lengths the model's context has no room for."""

@@ -44,6 +44,7 @@ def run_grid(grid: Grid, evaluator: Evaluator, writer: ResultsWriter, progress: 
         ]
         writer.samples.add(rows)
         writer.save(time.perf_counter() - began)
+    evaluator.documents.forget()
     if grid.cost_samples:
         if progress is not None:
             progress(total - 1, total, "costs")

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 from kvsieve.errors import KvsieveError, KvsieveWarning, NotAttachedError, UnsupportedModelError
@@ -81,9 +81,24 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
 
 @contextlib.contextmanager
 def attached(
-    model: Any, plan: Plan, decode: str = "auto", tokenizer: Any = None, *, hidden: bool = False
+    model: Any,
+    plan: Plan,
+    decode: str = "auto",
+    tokenizer: Any = None,
+    *,
+    hidden: bool = False,
+    leaving: Sequence[int] = (),
 ) -> Iterator[Sieve]:
-    """Run `model` under `plan` inside the with-block; see `attach`. hidden: note what enters each layer in any case."""
+    """Run `model` under `plan` inside the with-block; see `attach`.
+
+    Args:
+        model: of transformers.
+        plan: what acts.
+        decode: see `attach`.
+        tokenizer: see `attach`.
+        hidden: note what enters each layer in any case.
+        leaving: layers of which ``PassRequest.on_leave`` is told.
+    """
     if not isinstance(plan, Plan):
         raise KvsieveError(f"attach takes a Plan, got {plan!r}; make one with kvsieve.plan('snapkv', budget='20%')")
     check_version()
@@ -100,16 +115,13 @@ def attached(
     if caution is not None:
         warnings.warn(caution, KvsieveWarning, stacklevel=4)
     hidden = hidden or (plan.evict is not None and "hidden" in plan.evict.traits.needs)
-    with _running(sieve, hidden), passes.closing():
+    with _running(sieve, hidden, leaving), passes.closing():
         yield sieve
 
 
 @contextlib.contextmanager
-def _running(sieve: Sieve, hidden: bool) -> Iterator[None]:
-    """Change the model so that a plan runs on it, and bring everything back.
-
-    hidden: note what enters each layer, for evictors that ask for it.
-    """
+def _running(sieve: Sieve, hidden: bool, leaving: Sequence[int]) -> Iterator[None]:
+    """Change the model so that a plan runs on it, and bring everything back; see hooks.install."""
     model, decoder = sieve.model, cast("Any", sieve.decoder)
     found, own = attention_of(sieve.config), vars(model).get("generate")
     attention.register()
@@ -121,7 +133,7 @@ def _running(sieve: Sieve, hidden: bool) -> Iterator[None]:
                 f"{type(model).__name__} does not take up another attention implementation, so {sieve.plan.name!r} "
                 "cannot run"
             )
-        handles = hooks.install(sieve, hidden=hidden)
+        handles = hooks.install(sieve, hidden=hidden, leaving=leaving)
         sieve.engine.install()
         sieve.attached = True
         model.generate = with_stats(sieve, sieve.own_generate, functools.partial(setattr, sieve, "last_stats"))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -24,12 +25,13 @@ _ABOUT_TOKENS = frozenset(
 _CALL: ContextVar[dict[str, Any] | None] = ContextVar("kvsieve_call", default=None)
 
 
-def install(model: AttachedModel, *, hidden: bool) -> list[Any]:
+def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = ()) -> list[Any]:
     """Register the hooks of a plan, and return their handles.
 
     Args:
         model: the attached model.
         hidden: note what enters each layer, for evictors that ask for it.
+        leaving: layers of which ``PassRequest.on_leave`` is told.
     """
     decoder, plan = model.decoder, model.plan
     layers = model.layers
@@ -61,6 +63,11 @@ def install(model: AttachedModel, *, hidden: bool) -> list[Any]:
     ]
     if hidden:
         handles += [layer.register_forward_pre_hook(_note_hidden, with_kwargs=True) for layer in layers]
+    if plan.propagate is not None or leaving:
+        handles += [each.register_forward_hook(_note_made) for each in _outside(model)]
+    for index in leaving:
+        hook = functools.partial(_tell_leaving, index, _arguments_of(layers[index]))
+        handles.append(layers[index].register_forward_hook(hook, with_kwargs=True))
     if plan.propagate is not None:
         handles += _propagation_hooks(model, layers)
     return handles
@@ -103,26 +110,33 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any]) -> None:
 
 
 def _propagation_hooks(model: AttachedModel, layers: list[nn.Module]) -> list[Any]:
-    """Register hooks on the layers from the first that may drop tokens, and on what makes their arguments."""
+    """Register hooks on the layers from the first that may drop tokens."""
     propagator = model.plan.propagate
     assert propagator is not None
     source = propagator.first_layer(model.num_layers, model.context.layers)
-    inside = {id(module) for layer in layers for module in layer.modules()}
-    # What tokens are embedded as are hidden states; a composite model makes them outside its decoder.
-    inside |= {id(model.decoder), *(id(each) for each in model.model.get_input_embeddings().modules())}
-    others = [each for each in model.decoder.modules() if id(each) not in inside]
-    handles = [each.register_forward_hook(_note_made) for each in others]
+    handles: list[Any] = []
     for index in range(source, len(layers) - 1):
         for layer, at, hook in ((layers[index], index, _leave), (layers[index + 1], index + 1, _enter_deeper)):
-            # Hidden states come first.
-            names = list(inspect.signature(layer.forward).parameters)[1:]
-            bound = functools.partial(hook, at, names)
+            bound = functools.partial(hook, at, _arguments_of(layer))
             register = layer.register_forward_hook if hook is _leave else layer.register_forward_pre_hook
             handles.append(register(bound, with_kwargs=True))
     if not hasattr(model.decoder, "layers"):
         # Older decoders give their output the shape of their input.
         handles.append(layers[-1].register_forward_hook(_widen))
     return handles
+
+
+def _outside(model: AttachedModel) -> list[nn.Module]:
+    """List the decoder's modules outside its layers, which make their arguments."""
+    inside = {id(module) for layer in model.layers for module in layer.modules()}
+    # What tokens are embedded as are hidden states; a composite model makes them outside its decoder.
+    inside |= {id(model.decoder), *(id(each) for each in model.model.get_input_embeddings().modules())}
+    return [each for each in model.decoder.modules() if id(each) not in inside]
+
+
+def _arguments_of(layer: nn.Module) -> list[str]:
+    """List the parameters of a layer behind hidden states, which come first."""
+    return list(inspect.signature(layer.forward).parameters)[1:]
 
 
 def _widen(module: nn.Module, args: Any, output: Any) -> Any:
@@ -138,7 +152,9 @@ def _widen(module: nn.Module, args: Any, output: Any) -> Any:
 def _note_made(module: nn.Module, args: Any, output: Any) -> None:
     """Note what a module outside the layers makes: rotary tables, for one."""
     session = passes.current()
-    if session is not None and session.source is not None and session.step.phase == "prefill":
+    if session is None or session.step.phase != "prefill":
+        return
+    if session.source is not None or session.request.on_leave is not None:
         session.arguments.note(output)
 
 
@@ -163,12 +179,31 @@ def _leave(index: int, names: list[str], module: nn.Module, args: Any, kwargs: d
     session = passes.current()
     if session is None or session.source is None or index < session.source or session.step.phase != "prefill":
         return None
+    hidden, given = _leaving(names, args, kwargs, output)
+    hidden = session.leave(index, hidden, given)
+    return (hidden, *session.arguments.moved(output[1:])) if isinstance(output, tuple) else hidden
+
+
+def _tell_leaving(
+    index: int, names: list[str], module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any
+) -> None:
+    session = passes.current()
+    if session is None or session.request.on_leave is None:
+        return
+    hidden, given = _leaving(names, args, kwargs, output)
+    # Another layer's arguments are none of this one's.
+    arguments = dataclasses.replace(session.arguments, noted=list(session.arguments.noted))
+    arguments.note_given(given)
+    session.request.on_leave(index, (hidden.clone(), *arguments.noted))
+
+
+def _leaving(names: list[str], args: Any, kwargs: dict[str, Any], output: Any) -> tuple[Tensor, dict[str, Any]]:
+    """Return the hidden states that leave a layer, and its arguments.
+
+    What a layer hands to the next one beside hidden states goes with its tokens: it is among them.
+    """
     given = _by_name(names, args, kwargs)[1]
-    if not isinstance(output, tuple):
-        return session.leave(index, output, given)
-    # What a layer hands to the next one beside hidden states goes with its tokens.
-    hidden = session.leave(index, output[0], {**given, "": output[1:]})
-    return (hidden, *session.arguments.moved(output[1:]))
+    return (output[0], {**given, "": output[1:]}) if isinstance(output, tuple) else (output, given)
 
 
 def _enter_deeper(index: int, names: list[str], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -192,7 +192,7 @@ class AttachedModel:
 
         Some models' recurrent layers take up their state for one token at a time only, and start afresh with several.
         """
-        if new > 1 and cache.num_seen and cache.has_state and not self._probing and not self._continues:
+        if new > 1 and cache.num_seen and cache.has_state and not self._probing and not self.continues:
             raise UnsupportedOptionError(
                 f"{type(self.model).__name__} forgets its recurrent state when several tokens follow others (its own "
                 "code in transformers does): read a prompt in one piece, without chunk=, and a conversation of several "
@@ -226,8 +226,11 @@ class AttachedModel:
                 )
 
     @functools.cached_property
-    def _continues(self) -> bool:
-        """Found by reading two tokens after two: as all four at once, or such that the states between them matter."""
+    def continues(self) -> bool:
+        """True where several tokens may follow others.
+
+        Found by reading two tokens after two: as all four at once, or such that the states between them matter.
+        """
         ids = torch.arange(1, 5, device=self.model.device)[None] % self.config.vocab_size
         request, ends = PassRequest(plan=Plan()), []
         before = self.new_cache()

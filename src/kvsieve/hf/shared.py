@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from kvsieve.hf.cache.layer import SieveLayer, StoreLayer
 from kvsieve.hf.forward.evict import evict
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.model.support import check_model
+from kvsieve.hf.prefix import LayerRecorder, SharedPrefix, source_layer
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.runtime import AttachedModel
@@ -76,32 +78,16 @@ class SharedPrompt:
             evict(evictor, dataclasses.replace(ctx, state=cache.sieve_layers[index].state, shared=notes), cache)
         for index in self.seen:
             cache.turn.record.kept[index] = cache.sieve_layers[index].store.entries
-        for index, layer in enumerate(cache.all_layers):
-            dropped = isinstance(layer, SieveLayer) and layer.view is None and index in cache.turn.record.evicted
-            if isinstance(layer, StoreLayer) and not dropped:
-                layer.store = layer.store.clone()
+        _own_buffers(cache)
         return cache
 
 
-@dataclass
-class _Recorder:
-    """Notes what each layer is shown, and lets evictors observe that do."""
-
-    window: int
-    evictors: tuple[Evictor, ...]
-    seen: dict[int, LayerContext] = field(default_factory=dict)
-    learned: dict[tuple[int, Evictor], dict[str, Any]] = field(default_factory=dict)
-
-    def on_layer(self, ctx: LayerContext) -> None:
-        """See PassRequest.on_layer."""
-        for each in self.evictors:
-            if each.when.observes:
-                state = self.learned.setdefault((ctx.layer_idx, each), {})
-                each.observe(dataclasses.replace(ctx, state=state))
-        if ctx.step.ends_prompt:
-            # The window's queries are all an evictor may look at; the rest of them would be as large as the cache.
-            query = ctx.query[:, :, -max(self.window, 1) :].clone()
-            self.seen[ctx.layer_idx] = dataclasses.replace(ctx, query=query, hidden=None, output=None)
+def _own_buffers(cache: SieveCache) -> None:
+    """Let no layer of a cache write to buffers that it shares; what was evicted has its own."""
+    for index, layer in enumerate(cache.all_layers):
+        dropped = isinstance(layer, SieveLayer) and layer.view is None and index in cache.turn.record.evicted
+        if isinstance(layer, StoreLayer) and not dropped and layer.is_initialized:
+            layer.store = layer.store.clone()
 
 
 def read_shared(
@@ -113,7 +99,7 @@ def read_shared(
     window: int,
     evictors: Iterable[Evictor | None] = (),
     options: ReadOptions | None = None,
-    name: str = "shared",
+    prefix: SharedPrefix | None = None,
 ) -> SharedPrompt:
     """Read a prompt once, under `propagate` alone, for evictors that look at its last `window` queries at most.
 
@@ -125,19 +111,26 @@ def read_shared(
         window: queries to note.
         evictors: those to come; those that observe every pass must be there.
         options: how to read; None for all at once.
-        name: who reads, for messages.
+        prefix: the beginning of the prompt, read for these evictors and `propagate`; None where nothing was read.
 
     Raises:
         What `attach` and `Sieve.prefill` raise.
     """
     known = tuple(dict.fromkeys(each for each in evictors if each is not None))
-    recorder, plan = _Recorder(window, known), Plan(propagate=propagate, name=name)
+    # Messages speak of those that look back furthest.
+    name = " and ".join(dict.fromkeys(type(each).__name__ for each in known if each.window == window))
+    recorder, plan = LayerRecorder(window, known), Plan(propagate=propagate, name=name or "shared")
     for each in known:
-        check_model(model, Plan(evict=each, name=name))
-    options = dataclasses.replace(options or ReadOptions(), window=window, on_layer=recorder.on_layer)
+        check_model(model, Plan(evict=each))
+    options = options or ReadOptions()
+    options = dataclasses.replace(options, window=window, on_layer=recorder.on_layer, goes_on=prefix is not None)
     hidden = any("hidden" in each.traits.needs for each in known)
     with attached(model, plan, hidden=hidden) as sieve, torch.no_grad():
-        cache = sieve.new_cache()
+        if prefix is None:
+            cache = sieve.new_cache()
+        else:
+            cache = prefix.begins(sieve, propagate)
+            recorder.learned = prefix.learned_up_to(source_layer(sieve, propagate))
         ids, mask = read_prompt(sieve, input_ids, attention_mask, cache, options)
         request = PassRequest(phase="prefill", on_layer=recorder.on_layer)
         logits = sieve.feed(cache, ids[:, cache.num_seen :], mask, request, logits=1).logits
@@ -146,16 +139,34 @@ def read_shared(
 
 
 def read_alone(
-    model: Any, plan: Plan, input_ids: Tensor, attention_mask: Tensor | None = None, options: ReadOptions | None = None
+    model: Any,
+    plan: Plan,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    options: ReadOptions | None = None,
+    prefix: SharedPrefix | None = None,
 ) -> tuple[SieveCache, Tensor, Tensor]:
     """Read a prompt under a plan: its cache, the logits [B, V] after its last token, and the ids that were fed.
 
     These are `input_ids`, or the ids of a short prompt under a plan that reads one: what follows is appended to them.
+    `prefix` is as for `read_shared`.
     """
+    options = options or ReadOptions()
     with attached(model, plan) as sieve, torch.no_grad():
-        cache = sieve.new_cache()
-        ids, mask = read_prompt(sieve, input_ids, attention_mask, cache, options or ReadOptions())
-        return cache, next_logits(sieve, cache, ids, mask)[:, -1], ids
+        if prefix is None:
+            cache = sieve.new_cache()
+        elif plan.shortens_prompt:
+            cache = sieve.new_cache()
+            begun = functools.partial(prefix.begins, sieve, plan.propagate)
+            options = dataclasses.replace(options, begun=begun)
+        else:
+            cache = prefix.begins(sieve, plan.propagate, plan.evict)
+            options = dataclasses.replace(options, goes_on=True)
+        ids, mask = read_prompt(sieve, input_ids, attention_mask, cache, options)
+        logits = next_logits(sieve, cache, ids, mask)[:, -1]
+        if prefix is not None and not plan.shortens_prompt:
+            _own_buffers(cache)
+        return cache, logits, ids
 
 
 def next_logits(

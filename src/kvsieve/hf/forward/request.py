@@ -27,12 +27,15 @@ class PassRequest:
         last_chunk: False for a leading chunk of a prompt, after which nothing acts but what acts on every chunk.
         on_layer: called in each layer, after its attention and before the plan acts, with all queries of the pass. What
             it returns stays stored there; None leaves everything.
+        on_leave: called with a layer's index and with what would wait there of this pass for a propagator that acts at
+            the end of the prompt; for the layers that `attached` was told of.
     """
 
     plan: Plan | None = None
     phase: Literal["prefill", "decode"] | None = None
     last_chunk: bool = True
     on_layer: Callable[[LayerContext], Selection | None] | None = None
+    on_leave: Callable[[int, tuple[Tensor, ...]], None] | None = None
 
 
 PLAIN = PassRequest()

@@ -244,7 +244,7 @@ class Session:
         arguments = self.arguments
         arguments.rows = None
         if index == self.source:
-            arguments.note([value for name, value in given.items() if not name.endswith("attention_mask")])
+            arguments.note_given(given)
             deferred = self.cache.turn.deferred
             if not self.step.is_last_chunk:
                 deferred.append((hidden, *arguments.noted))

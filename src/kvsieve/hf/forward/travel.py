@@ -81,6 +81,10 @@ class Arguments:
             if self._per_token(part) and all(part is not each for each in self.noted):
                 self.noted.append(part)
 
+    def note_given(self, given: Mapping[str, Any]) -> None:
+        """Note those of a layer's arguments, by name."""
+        self.note([value for name, value in given.items() if not name.endswith(_MASKS)])
+
     def join(self, chunks: Iterable[tuple[Tensor, ...]], whole: Callable[[list[Tensor]], Tensor]) -> None:
         """Let deeper layers get all chunks' tensors; each chunk has as many as are noted, in the same order."""
         chunks = [*chunks, tuple(self.noted)]

@@ -57,6 +57,8 @@ def read_chunks(
     prompt_end = max(end, prompt_end or 0)
     if question:
         cache.conversation.begin_question(question)
+    elif options.goes_on:
+        cache.turn.prompt_end, cache.turn.new_tokens = prompt_end + probed, options.new_tokens
     else:
         cache.begin_turn(prompt_end + probed, options.new_tokens, acts)
     result = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.types import LayerContext, Selection
 
@@ -24,6 +25,9 @@ class ReadOptions:
         constraints: what the caller asks of the plan.
         window: queries that the last chunk holds at least, beside those that the plan looks at.
         on_layer: called in each layer of each pass; see PassRequest.
+        begun: makes a cache that has read the beginning of the prompt, in full, and goes on with it; for a first pass
+            over a prompt that only chooses tokens. None where nothing was read.
+        goes_on: the cache itself has read the beginning of the prompt, in full.
     """
 
     chunk: int | None = None
@@ -34,6 +38,8 @@ class ReadOptions:
     constraints: PromptConstraints = field(default_factory=PromptConstraints)
     window: int = 0
     on_layer: Callable[[LayerContext], Selection | None] | None = None
+    begun: Callable[[], SieveCache] | None = None
+    goes_on: bool = False
 
 
 def shifted(progress: Progress | None, before: int, total: int) -> Progress | None:

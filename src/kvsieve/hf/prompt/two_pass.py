@@ -21,10 +21,11 @@ def choose(
     model: AttachedModel, ids: Tensor, mask: Tensor, options: ReadOptions, protected: ProtectedTokens | None
 ) -> tuple[Selection | None, dict[str, Any]]:
     """Run the first pass over ids [B, N]; return the tokens chosen among them, and what the propagator told of it."""
-    scratch = model.new_cache()
+    scratch = model.new_cache() if options.begun is None else options.begun()
     scratch.conversation.protected = protected
     plan = Plan(propagate=model.plan.propagate, name=model.plan.name)
-    first = ReadOptions(chunk=options.chunk, progress=options.progress, leave_last=False)
+    begun = options.begun is not None
+    first = ReadOptions(chunk=options.chunk, progress=options.progress, leave_last=False, goes_on=begun)
     result = read_chunks(model, ids, mask, scratch, first, plan=plan)
     assert result is not None
     return result.chosen, result.report

@@ -1,0 +1,141 @@
+"""Reading prompts under many plans: a document once, whoever asks about it and however often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.prefix import SharedPrefix, read_prefix
+from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.shared import read_alone, read_shared
+from kvsieve.plans import Plan
+from kvsieve.roles import ChunkedEvictor
+
+# A document is read once but for its last tokens: this many, or the next multiple of it that no plan looks back beyond.
+_WINDOW = 32
+# Room for a question behind a document; a longer one has the buffers copied.
+_ROOM = 512
+
+
+@dataclass
+class ReadState:
+    """Conversations so far, one per row, each under its plan.
+
+    Attributes:
+        plans: one per row.
+        cache: the rows.
+        logits: [rows, V] after the last token fed.
+        fed: int64 [1, N], the tokens fed to all of them.
+        given: the conversation they stand for, which is longer where a plan reads only some of its tokens.
+    """
+
+    plans: list[Plan]
+    cache: SieveCache
+    logits: Tensor
+    fed: Tensor
+    given: Tensor
+
+
+@dataclass
+class _Document:
+    """A context and what was read of it.
+
+    Attributes:
+        context: int64 [1, N].
+        plans: what it was read for.
+        going_on: those that go on from `prefix`; others read every prompt whole.
+        prefix: all but its last tokens; None where it cannot be read in parts, or is too short to be worth it.
+        hidden: by the tokens expected after it, every plan's state once it has acted on the context alone.
+    """
+
+    context: Tensor
+    plans: list[Plan]
+    going_on: list[Plan]
+    prefix: SharedPrefix | None
+    hidden: dict[int, list[ReadState]] = field(default_factory=dict)
+
+
+class DocumentReader:
+    """Reads prompts under many plans, and keeps what it has read of the last context. chunk: see ReadOptions."""
+
+    def __init__(self, model: Any, chunk: int | None) -> None:
+        self.model, self.chunk = model, chunk
+        self._document: _Document | None = None
+
+    def forget(self) -> None:
+        """Free what was read."""
+        self._document = None
+
+    def after_context(self, plans: list[Plan], context: Tensor, expected: int) -> list[ReadState]:
+        """Return every plan's state once it has acted on the context alone; not to be fed to, but forked.
+
+        Args:
+            plans: the first of them full KV.
+            context: int64 [1, N].
+            expected: tokens that may follow.
+        """
+        document = self._of(plans, context)
+        if expected not in document.hidden:
+            document.hidden[expected] = self._read(document, plans, context, expected)
+        return document.hidden[expected]
+
+    def after_prompt(self, plans: list[Plan], context: Tensor, question: Tensor, expected: int) -> list[ReadState]:
+        """Return every plan's state once it has acted on context and question together; see `after_context`."""
+        return self._read(self._of(plans, context), plans, torch.cat([context, question], 1), expected)
+
+    def _of(self, plans: list[Plan], context: Tensor) -> _Document:
+        known = self._document
+        if known is None or known.plans != plans or not torch.equal(known.context, context):
+            self._document = None
+            window = -(-max(plan.window for plan in plans) // _WINDOW) * _WINDOW or _WINDOW
+            start, prefix = context[:, :-window], None
+            going_on = [plan for plan in plans if _can_go_on(plan) and plan.queries(context.shape[1]) <= window]
+            if start.shape[1] >= window:
+                prefix = read_prefix(self.model, going_on, start, self.chunk, window + _ROOM)
+            self._document = known = _Document(context, plans, going_on, prefix)
+        return known
+
+    def _read(self, document: _Document, plans: Sequence[Plan], ids: Tensor, expected: int) -> list[ReadState]:
+        """Read a prompt under every plan; plans that propagate alike share one reading of it."""
+        states: dict[int, ReadState] = {}
+        for i, plan in enumerate(plans):
+            if not plan.acts_once:
+                prefix, options = self._prefix(document, [plan], ids), ReadOptions(self.chunk, expected)
+                read = read_alone(self.model, plan, ids, torch.ones_like(ids), options, prefix)
+                states[i] = ReadState([plan], *read, given=ids)
+        for propagate in dict.fromkeys(plan.propagate for plan in plans if plan.acts_once):
+            mine = {i: plan for i, plan in enumerate(plans) if plan.acts_once and plan.propagate == propagate}
+            window = max(plan.window for plan in mine.values())
+            shared = read_shared(
+                self.model,
+                propagate,
+                ids,
+                torch.ones_like(ids),
+                window=window,
+                evictors=[plan.evict for plan in mine.values()],
+                options=ReadOptions(self.chunk, expected),
+                prefix=self._prefix(document, mine.values(), ids),
+            )
+            for i, plan in mine.items():
+                states[i] = ReadState([plan], shared.reduced(plan.evict), shared.logits, ids, ids)
+        return [states[i] for i in range(len(plans))]
+
+    def _prefix(self, document: _Document, plans: Iterable[Plan], ids: Tensor) -> SharedPrefix | None:
+        """Return what was read of a prompt already, for plans that may go on from there."""
+        prefix = document.prefix
+        if prefix is None:
+            return None
+        rest = ids.shape[1] - prefix.cache.num_seen
+        suits = all(plan in document.going_on and plan.queries(ids.shape[1]) <= rest for plan in plans)
+        return prefix if suits else None
+
+
+def _can_go_on(plan: Plan) -> bool:
+    """Tell a plan that may read the last tokens of a prompt after the others were read in full."""
+    evictor = plan.evict
+    return evictor is None or not (evictor.when.chunks or isinstance(evictor, ChunkedEvictor))
