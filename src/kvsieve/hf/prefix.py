@@ -52,13 +52,11 @@ class SharedPrefix:
     """The beginning of prompts, read once in full. Only one prompt that goes on from it may be in use at a time.
 
     Attributes:
-        ids: int64 [1, N], its tokens.
         cache: of them, in the middle of a prompt.
         waiting: by layer, the chunks that wait there for a propagator.
         learned: what evictors that observe have learned, per layer and evictor.
     """
 
-    ids: Tensor
     cache: SieveCache
     waiting: dict[int, list[DeferredChunk]]
     learned: dict[tuple[int, Evictor], dict[str, Any]]
@@ -115,7 +113,7 @@ def read_prefix(
         )
         for start in range(0, length, chunk or length):
             sieve.feed(cache, input_ids[:, start : start + (chunk or length)], None, request)
-    return SharedPrefix(input_ids, cache, waiting, recorder.learned)
+    return SharedPrefix(cache, waiting, recorder.learned)
 
 
 def source_layer(model: AttachedModel, propagate: Propagator | None) -> int | None:
