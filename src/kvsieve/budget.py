@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from kvsieve.errors import PlanError, short
 from kvsieve.parameters import MOST
+
+# Largest first, so that a size is written in the largest unit of which it is a whole number.
+_BINARY = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+_DECIMAL = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3, "B": 1}
+_UNITS = {name.lower(): size for name, size in {**_BINARY, **_DECIMAL}.items()}
+_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Budget:
     """Number of KV entries that a layer keeps per KV head, sinks and recent window included.
 
-    Exactly one of the two is given.
+    Exactly one of the three is given.
 
     Attributes:
         tokens: an absolute number of entries, at least 1.
         ratio: a share in (0, 1] of the conversation's true length (padding excluded) once a turn's prompt is complete:
             ``int(length * ratio)`` entries.
+        bytes: of the whole cache of one row of the batch, all layers and heads, once its prompt is complete. As many
+            entries as fit are worked out when the plan comes to its model (Plan.for_model, `attach`).
 
     Raises:
-        PlanError: neither or both are given, or one is out of range.
+        PlanError: none or several are given, or one is out of range.
     """
 
     tokens: int | None = None
     ratio: float | None = None
+    bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.tokens is None) == (self.ratio is None):
+        given = (self.tokens, self.ratio, self.bytes)
+        if sum(each is not None for each in given) != 1:
             raise PlanError(
-                f"Budget takes exactly one of tokens= and ratio=, got tokens={short(self.tokens)} and "
-                f"ratio={short(self.ratio)}"
+                f"Budget takes exactly one of tokens=, ratio= and bytes=, got tokens={short(self.tokens)}, "
+                f"ratio={short(self.ratio)} and bytes={short(self.bytes)}"
             )
+        if self.bytes is not None and (type(self.bytes) is not int or self.bytes < 1):
+            raise PlanError(f"Budget(bytes=...) must be a whole number of at least 1, got {short(self.bytes)}")
         if self.tokens is not None and (isinstance(self.tokens, bool) or not isinstance(self.tokens, int)):
             raise PlanError(f"Budget(tokens=...) must be a whole number of entries, got {short(self.tokens)}")
         if self.tokens is not None and not 1 <= self.tokens <= MOST:
@@ -48,10 +61,10 @@ class Budget:
         """Read a budget as users write it.
 
         Args:
-            value: ``"20%"`` or ``0.2`` (ratio), ``"2048"`` or ``2048`` (tokens), or a Budget.
+            value: ``"20%"`` or ``0.2`` (ratio), ``"2048"`` or ``2048`` (tokens), ``"512MiB"`` (bytes), or a Budget.
 
         Raises:
-            PlanError: the value is neither.
+            PlanError: the value is none of them.
         """
         if isinstance(value, Budget):
             return value
@@ -60,21 +73,66 @@ class Budget:
             try:
                 if text.endswith("%"):
                     return cls(ratio=float(text[:-1]) / 100)
+                if _SIZE.fullmatch(text):
+                    return cls(bytes=parse_bytes(text))
                 return cls(ratio=float(text)) if "." in text else cls(tokens=int(text))
             except ValueError as error:
                 if isinstance(error, PlanError):
                     raise
                 raise PlanError(
-                    f"budget {short(value)} is neither a share like '20%' nor a number of entries like 2048"
+                    f"budget {short(value)} is neither a share like '20%', a number of entries like 2048 nor a size "
+                    "like '512MiB'"
                 ) from None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise PlanError(f"budget must be a Budget, '20%', 0.2 or 2048, got {short(value)}")
+            raise PlanError(f"budget must be a Budget, '20%', 0.2, 2048 or '512MiB', got {short(value)}")
         return cls(tokens=value) if isinstance(value, int) else cls(ratio=float(value))
 
     def entries(self, length: int, minimum: int = 1) -> int:
-        """Entries to keep of a row whose prompt has `length` true tokens, never below `minimum`."""
+        """Entries to keep of a row whose prompt has `length` true tokens, never below `minimum`.
+
+        Raises:
+            PlanError: the budget is in bytes, and no model has made entries of it.
+        """
+        if self.bytes is not None:
+            raise PlanError(
+                f"the budget of {self} is in bytes, and how many entries that are is known on a model only: attach the "
+                "plan or call plan.for_model(model), or give a share like '20%' or a number of entries like 2048"
+            )
         asked = self.tokens if self.tokens is not None else int(length * (self.ratio or 0.0))
         return max(asked, minimum)
 
+    def refuse_bytes(self, owner: str, name: str, why: str) -> None:
+        """Raise PlanError where parameter `name` of `owner` was given in bytes, which mean nothing there: `why`."""
+        if self.bytes is not None:
+            raise PlanError(
+                f"{owner}: {name} cannot be given in bytes, got {self}: {why}; give a share like '20%' or a number "
+                "like 2048"
+            )
+
     def __str__(self) -> str:
+        if self.bytes is not None:
+            return told_bytes(self.bytes)
         return str(self.tokens) if self.tokens is not None else f"{100 * (self.ratio or 0.0):g}%"
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as "512MiB", "1.5 GB" or "300kB".
+
+    Raises:
+        PlanError: the text is none, or its unit is unknown.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    known = ", ".join([*_BINARY, *_DECIMAL])
+    if match is None:
+        raise PlanError(f"{short(text)} is no size in bytes; write a number and one of {known}, such as '512MiB'")
+    unit = _UNITS.get(match[2].lower())
+    if unit is None:
+        raise PlanError(f"{short(text)} has the unknown unit {match[2]!r}; known are {known}")
+    return int(float(match[1]) * unit)
+
+
+def told_bytes(count: int) -> str:
+    """Write a size so that `parse_bytes` reads the same: "512MiB"."""
+    units = {**_BINARY, **_DECIMAL}
+    name = next(name for name, size in units.items() if count % size == 0)
+    return f"{count // units[name]}{name}"

@@ -1,19 +1,21 @@
-"""Loading of methods: kvsieve's own, and those that installed packages name as entry points.
-
-The one place where what is below the methods imports them, and it does so by name.
-"""
+"""Loading by name of what is above: methods, also those of installed packages, and the sizes of models' caches."""
 
 from __future__ import annotations
 
 import importlib
 import threading
 import warnings
+from collections.abc import Callable
 from importlib import metadata
+from typing import Any, TypeVar
 
 from kvsieve.errors import KvsieveWarning
 
 # The package whose import registers kvsieve's own methods.
 BUILT_IN = "kvsieve.methods"
+# The module that makes entries of budgets in bytes, for which transformers is needed.
+_MEMORY = "kvsieve.hf.model.memory"
+_PROVIDED: dict[str, Callable[..., Any]] = {}
 # Entry points of other packages: their names are those of methods, loading one registers it.
 ENTRY_POINTS = "kvsieve.methods"
 # The canonical name of every registered method -> the module that registered it.
@@ -48,6 +50,28 @@ def load_methods() -> None:
                     KvsieveWarning,
                     stacklevel=3,
                 )
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def provides(what: str) -> Callable[[F], F]:
+    """Return the decorator of a function that modules below call by what it does; see `provided`."""
+
+    def add(function: F) -> F:
+        _PROVIDED[what] = function
+        return function
+
+    return add
+
+
+def provided(what: str) -> Callable[..., Any]:
+    """Return the function that a module above provides: "settle" of a Plan's parameters, "fit_budgets" in bytes."""
+    if what == "fit_budgets":
+        importlib.import_module(_MEMORY)
+    else:
+        load_methods()
+    return _PROVIDED[what]
 
 
 def _why_not_loaded(point: metadata.EntryPoint) -> str | None:

@@ -9,7 +9,8 @@ from typing import Any
 from kvsieve.budget import Budget
 from kvsieve.defaults import digits_per_token
 from kvsieve.errors import PlanError
-from kvsieve.plans import ROLES, Plan, SettledParameters, Unset, settles_plans
+from kvsieve.loading import provides
+from kvsieve.plans import ROLES, Plan, SettledParameters, Unset
 from kvsieve.profiles import Fingerprint, Profile, load_profile, profiles_of
 from kvsieve.registry import MethodInfo, check_complete, check_parameters, method_info, shared_options
 from kvsieve.roles import DelegatingEvictor, Evictor, Role
@@ -21,9 +22,10 @@ def plan(method: str, **parameters: Any) -> Plan:
     """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``.
 
     Parameters are the method's own (`kvsieve methods` lists them); a budget is a Budget, a share such as "20%" or
-    0.2, or a number of entries. Of a method that has `paper` among them, those that are not given come with the model
-    when the plan is attached (Plan.for_model); ``paper=True`` takes the paper's defaults, and ``profile=``, a Profile,
-    its file or the name of one that is shipped, takes that one's. Raises PlanError, with a suggestion, for an unknown
+    0.2, a number of entries, or the size of the whole cache of one prompt, such as "512MiB". Of a method that has
+    `paper` among them, those that are not given come with the model when the plan is attached (Plan.for_model);
+    ``paper=True`` takes the paper's defaults, and ``profile=``, a Profile, its file or the name of one that is shipped,
+    takes that one's. Raises PlanError, with a suggestion, for an unknown
     method, parameter or bad value, and for a profile that cannot be read or holds nothing for the method.
     """
     info = method_info(method)
@@ -40,14 +42,16 @@ def plan(method: str, **parameters: Any) -> Plan:
     return made
 
 
-@settles_plans
+@provides("settle")
 def _settle(plan: Plan, unset: Unset, model: Any, tokenizer: Any) -> Plan:
     """Return a plan made by name with what comes with the model; see Plan.for_model."""
     shape = model if isinstance(model, Fingerprint) else Fingerprint.of(model)
     info, given = method_info(unset.method), unset.given
     before, after = _named(info, given), _on_model(info, given, shape, digits_per_token(tokenizer))
     mine = {role: vars(plan)[role] for role in ROLES if vars(plan)[role] != vars(before)[role]}
-    return dataclasses.replace(after, **mine, name=plan.name)
+    parts = [part for each in (plan, after) if each.filled is not None for part in each.filled.parts]
+    filled = SettledParameters(tuple(parts)) if parts else None
+    return dataclasses.replace(after, **mine, name=plan.name, filled=filled)
 
 
 def _named(info: MethodInfo, given: Mapping[str, Any]) -> Plan:

@@ -10,7 +10,7 @@ from typing import Any
 from kvsieve.budget import Budget
 from kvsieve.display import brief, html_table
 from kvsieve.errors import PlanError, short
-from kvsieve.loading import load_methods
+from kvsieve.loading import load_methods, provided
 from kvsieve.profiles import Fingerprint
 from kvsieve.roles import (
     ChunkedEvictor,
@@ -19,6 +19,7 @@ from kvsieve.roles import (
     Propagator,
     Reader,
     Role,
+    byte_budgets,
     role_class,
     role_name,
 )
@@ -34,8 +35,6 @@ _EXAMPLES = {
     "evict": "evict=SnapKV(budget=0.2)",
     "read": "read=HSA(budget=512)",
 }
-# What settles the parameters that a named method leaves open: the module that knows methods adds it.
-_SETTLE: list[Settle] = []
 
 
 @dataclass(frozen=True)
@@ -151,6 +150,11 @@ class Plan:
         return tuple(role for role in ROLES if getattr(self, role) is not None)
 
     @property
+    def budgets_in_bytes(self) -> bool:
+        """True while a budget in bytes has not become entries; see `for_model`."""
+        return any(True for role in self.roles for _ in byte_budgets(getattr(self, role)))
+
+    @property
     def acts_once(self) -> bool:
         """True when nothing is dropped before a prompt is complete or while decoding, and one reading is enough."""
         if self.shortens_prompt or self.probes:
@@ -203,12 +207,14 @@ class Plan:
         tokens of their own. Parameters of a named method that were not given come, each from the first that has it,
         from the user's own profile of such a model, from a shipped one, from the model's depth and its tokenizer's
         digits, and from the paper. What was given, and a role that was replaced, stays. Raises PlanError for a method
-        that needs a profile where there is none, and for a profile whose parameters cannot be used.
+        that needs a profile where there is none, and for a profile whose parameters cannot be used. Budgets in bytes
+        become entries; of a Fingerprint alone they stay.
         """
         out = self
-        if self.unset is not None:
-            load_methods()
-            out = _SETTLE[0](self, self.unset, model, tokenizer)
+        if self.budgets_in_bytes and not isinstance(model, Fingerprint):
+            out = provided("fit_budgets")(out, model)
+        if out.unset is not None:
+            out = provided("settle")(out, out.unset, model, tokenizer)
         return out if tokenizer is None else out.for_tokenizer(tokenizer)
 
     def to_dict(self) -> dict[str, Any]:
@@ -279,13 +285,3 @@ def _made(name: str, value: Any) -> Any:
         return role(**fields)
     except TypeError as error:
         raise PlanError(f"cannot read a plan with {name}={short(value)}: {error}") from error
-
-
-# (plan, what it leaves open, the model or its Fingerprint, the tokenizer or None) -> the plan with nothing left open.
-Settle = Callable[[Plan, Unset, Any, Any], Plan]
-
-
-def settles_plans(settle: Settle) -> Settle:
-    """Decorator of the function that `Plan.for_model` calls for a plan made by name."""
-    _SETTLE[:] = [settle]
-    return settle

@@ -5,17 +5,15 @@ The model is built on torch's `meta` device, so parameters are counted exactly a
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.compat import decoder_of, layers_of, text_config
 from kvsieve.hf.kinds import LayerKind
-from kvsieve.hf.model.shapes import LayerShape, layer_shapes
+from kvsieve.hf.model.shapes import LayerShape, layer_shapes, meta_model
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 # 2 FLOPs per element for what a token adds to a state, 2 for what it reads.
@@ -89,6 +87,7 @@ class Geometry:
         read_parameters: read for any token of text, without embedding tables and experts.
         expert_parameters: of all experts, of which a token takes `active_share`.
         model: it, on the meta device.
+        shapes: of its layers.
     """
 
     layers: tuple[Layer, ...]
@@ -99,6 +98,7 @@ class Geometry:
     expert_parameters: int
     active_share: float
     model: Any = field(repr=False, compare=False)
+    shapes: tuple[LayerShape, ...] = ()
 
     @property
     def kinds(self) -> tuple[LayerKind, ...]:
@@ -117,11 +117,11 @@ def geometry(config: Any) -> Geometry:
     Raises:
         UnsupportedModelError: the formulas do not describe the model's cost.
     """
-    model = meta_model(config)
-    text = text_config(model)
-    if getattr(text, "index_topk", None):
-        raise _unsupported(config, "its indexed attention chooses what to read by itself")
     try:
+        model = meta_model(config)
+        text = text_config(model)
+        if getattr(text, "index_topk", None):
+            raise UnsupportedModelError("its indexed attention chooses what to read by itself")
         shapes = layer_shapes(model)
     except UnsupportedModelError as error:
         raise _unsupported(config, str(error)) from error
@@ -143,37 +143,12 @@ def geometry(config: Any) -> Geometry:
         expert_parameters=experts,
         active_share=share,
         model=model,
+        shapes=shapes,
     )
 
 
 def _unsupported(config: Any, reason: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"estimate cannot price a model of type {config.model_type!r}: {reason}")
-
-
-def meta_model(config: Any) -> Any:
-    """Return the model of a config, without weights.
-
-    Raises:
-        UnsupportedModelError: transformers builds no decoder from it.
-    """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    from kvsieve.models.demo import quiet_transformers
-
-    if getattr(config, "is_encoder_decoder", False):
-        raise _unsupported(config, "it is an encoder-decoder")
-    # Some composite configurations also stand for their text part alone.
-    whole = (
-        config.get_text_config(decoder=True) is not config or type(config) not in AutoModelForCausalLM._model_mapping
-    )
-    auto: Any = AutoModelForImageTextToText if whole else AutoModelForCausalLM
-    try:
-        with quiet_transformers(), torch.device("meta"):
-            # States in float32 are told by that dtype.
-            return auto.from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
-    except Exception as error:
-        cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-        raise _unsupported(config, f"transformers builds no causal language model from its config ({cause})") from error
 
 
 def _is_expert(name: str, parameter: nn.Parameter) -> bool:

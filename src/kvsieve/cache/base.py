@@ -149,6 +149,11 @@ class Store:
             self.valid_buffer = change(self.valid_buffer)
 
 
+def window_room(span: int) -> int:
+    """Slots beyond those in use of a layer that holds a window of `span` tokens."""
+    return max(1, min(MIN_ROOM, span // 4))
+
+
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory that tensors lie in, counted once where several share it."""
     storages = (tensor.untyped_storage() for tensor in tensors)

@@ -47,10 +47,10 @@ class LatentStore(DenseStore):
     def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         super().put(keys, values[..., :0], slots)
 
-    def keep(self, selection: Selection, reserve: int = 0) -> None:
+    def keep(self, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> None:
         if selection.indices.shape[1] > 1:
             raise UnsupportedModelError(
                 f"the plan keeps entries for each of {selection.indices.shape[1]} query heads, and a layer with latent "
                 "attention has one set of entries for all heads; leave per_query_head out"
             )
-        super().keep(selection, reserve)
+        super().keep(selection, reserve, reuse=reuse)

@@ -262,13 +262,15 @@ def whole(slots: int) -> int:
     return -(-slots // LANES) * LANES
 
 
-def keep(store: DenseStore | RaggedStore, selection: Selection, reserve: int = 0) -> DenseStore | RaggedStore:
+def keep(
+    store: DenseStore | RaggedStore, selection: Selection, reserve: int = 0, *, reuse: bool = True
+) -> DenseStore | RaggedStore:
     """Reduce a store to a selection: the same store, or a ragged one where heads keep different numbers of entries."""
     if isinstance(store, LatentStore) and selection.head_lengths is not None:
         # There is one head, so none that differ.
         lengths = tuple(length for (length,) in selection.head_lengths)
         selection = Selection(selection.indices, lengths if min(lengths) < selection.indices.shape[-1] else None)
     if isinstance(store, DenseStore) and selection.head_lengths is None:
-        store.keep(selection, reserve)
+        store.keep(selection, reserve, reuse=reuse)
         return store
     return RaggedStore.build(store.keys, store.values, store.index, selection, reserve)

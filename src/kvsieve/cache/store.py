@@ -113,20 +113,22 @@ class DenseStore(Store):
                 part = part.repeat_interleave(to.shape[1] // part.shape[1], 1)
             to.index_copy_(2, slots, part)
 
-    def keep(self, selection: Selection, reserve: int = 0) -> None:
+    def keep(self, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> None:
         """Keep only the selected slots and free the rest.
 
         Args:
             selection: indices [B, H', K], H' a multiple of the stored heads: each head's slots, or, where H' is larger,
                 a copy per query head.
             reserve: tokens to leave room for.
+            reuse: buffers that are hardly larger than needed serve on.
         """
         indices = selection.indices
         copies = indices.shape[1] // self.heads
         kept = indices.shape[2]
         capacity = self.buffers()[0].shape[2]
         # Eviction while decoding drops few entries at a time: then the buffers serve on.
-        in_place = copies == 1 and not self._shared and kept + reserve <= capacity <= (kept + reserve) * 5 // 4
+        fits = kept + reserve <= capacity <= (kept + reserve) * 5 // 4
+        in_place = reuse and fits and copies == 1 and not self._shared
 
         def gather(buffer: Tensor) -> Tensor:
             source = buffer[:, :, : self.size]

@@ -65,3 +65,5 @@ class Options:
             raise PlanError(f"max_layer must be a layer's index, at least 0, got {self.max_layer!r}")
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         object.__setattr__(self, "tsp_rate", Budget.parse(self.tsp_rate))
+        for name in ("budget", "tsp_rate"):
+            vars(self)[name].refuse_bytes("calibrate", name, "prompts of several lengths are compared")

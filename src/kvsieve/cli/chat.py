@@ -23,7 +23,7 @@ def chat_command(
     method: Annotated[
         str | None, typer.Option(help="See `kvsieve methods`; full, or what --load was made with, if left out.")
     ] = None,
-    budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20% or 2048.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20%, 2048 or 512MiB.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the method; repeatable.")
     ] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -26,7 +27,7 @@ def estimate_command(
     method: Annotated[
         str, typer.Option(help="Methods: full,snapkv:budget=10% or fastkv:tsp_layer=15:tsp_rate=0.2.")
     ] = "full,snapkv,fastkv",
-    budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20% or 2048.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20%, 2048 or 512MiB.")] = None,
     batch: Annotated[int, typer.Option(help="Rows, all of the same length.")] = 1,
     dtype: Annotated[str, typer.Option(help=f"Of weights and KV: {', '.join(ELEMENT_BYTES)}.")] = "bfloat16",
     memory: Annotated[float | None, typer.Option(help="GiB for weights and KV: adds the largest batch.")] = None,
@@ -117,6 +118,7 @@ def make_report(
     from kvsieve.bench import estimate as costs
     from kvsieve.bench.geometry import geometry
     from kvsieve.hf.kinds import told_kinds
+    from kvsieve.hf.model.memory import fit
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.plans import Plan
     from kvsieve.profiles import Fingerprint
@@ -125,7 +127,8 @@ def make_report(
     shape = geometry(config)
     size = ELEMENT_BYTES[dtype]
     # The tokenizer, which no cost depends on much, is not loaded for this.
-    runs = [run.for_model(Fingerprint.of_config(config)) for run in runs]
+    fitted = [replace(run, plan=fit(run.plan, shape.shapes, size)) for run in runs]
+    runs = [run.for_model(Fingerprint.of_config(config)) for run in fitted]
     results = []
     for tokens in contexts:
         full = costs.estimate(shape, Plan(), tokens, batch=batch, element_bytes=size)

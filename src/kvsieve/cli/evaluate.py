@@ -35,7 +35,7 @@ def eval_command(
     tasks: Annotated[str, typer.Option(help="Names, or ruler, or all; see `kvsieve tasks`.")] = "needle,ruler,kv",
     lengths: Annotated[str, typer.Option(help="Prompt tokens, the question and chat template included.")] = "2048",
     methods: Annotated[str, typer.Option(help="snapkv,fastkv:tsp_rate=0.3:window=32; full always runs.")] = "snapkv",
-    budgets: Annotated[str, typer.Option(help="Entries kept per layer and KV head: 5%,10% or 512,1024.")] = "10%,20%",
+    budgets: Annotated[str, typer.Option(help="Entries kept per layer and KV head: 5%,10%, 512 or 64MiB.")] = "10%,20%",
     samples: Annotated[int, typer.Option(help="Per task, length and question mode.")] = 25,
     question: Annotated[
         str, typer.Option(help="Do methods see the question when they choose? visible, hidden or both.")

@@ -44,7 +44,7 @@ def run_command(
     ] = None,
     question: Annotated[str | None, typer.Option(help="Put after the prompt and a blank line.")] = None,
     method: Annotated[str, typer.Option(help="See `kvsieve methods`.")] = "fastkv",
-    budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20% or 2048.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20%, 2048 or 512MiB.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the method; repeatable.")
     ] = None,

@@ -47,6 +47,7 @@ class TSP(Propagator, heads="all"):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rate", Budget.parse(self.rate))
+        self.rate.refuse_bytes("TSP", "tsp_rate", "it counts tokens that go on to deeper layers, not what is stored")
         if self.layer is not None:
             check_int(self, "layer", self.layer, 0)
         check_int(self, "window", self.window, 1)

@@ -78,7 +78,7 @@ class LagKV(Evictor, heads="own"):
         if self.chunks and self.budget.ratio is None:
             raise PlanError(
                 f"LagKV(chunks=True) judges chunks before the prompt's length is known, so its budget must be a share "
-                f"like '25%', got {self.budget} entries"
+                f"like '25%', got {self.budget}"
             )
 
     @property

@@ -51,6 +51,7 @@ class Lookahead(SnapKV, ProbingEvictor, heads="own"):
         check_int(self, "lookahead", self.lookahead, 1, most=1024)
         if self.draft is not None:
             object.__setattr__(self, "draft", Budget.parse(self.draft))
+            self.draft.refuse_bytes("Lookahead", "draft", "it is dropped again before the answer")
         super().__post_init__()
         if self.every is not None:
             raise PlanError("Lookahead drafts once a prompt is complete, not while decoding: leave every= out")

@@ -46,6 +46,7 @@ class BudgetReader(Reader):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", Budget.parse(self.budget))
+        self.budget.refuse_bytes(type(self).__name__, "budget", "it is what a token reads, and everything stays stored")
         object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
         if self.budget.tokens is not None and self.budget.tokens < LEAST:
             raise PlanError(

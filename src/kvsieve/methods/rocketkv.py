@@ -33,6 +33,10 @@ class RocketEviction(GroupedSnapKV, heads="own"):
 
     kernel: int = 63
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.budget.refuse_bytes("RocketKV", "budget", "it is what a token reads, and what is stored follows from it")
+
     @property
     def least_budget(self) -> int:
         return LEAST

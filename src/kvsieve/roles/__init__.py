@@ -10,6 +10,7 @@ from kvsieve.roles.evictor import ChunkedEvictor, Evictor, Layers
 from kvsieve.roles.probing import Branch, Observe, ProbePasses, ProbingEvictor
 from kvsieve.roles.propagator import Propagator
 from kvsieve.roles.reader import Reader
+from kvsieve.roles.sizes import byte_budgets, with_entries
 
 __all__ = [
     "Branch",
@@ -25,6 +26,8 @@ __all__ = [
     "Reader",
     "Role",
     "Traits",
+    "byte_budgets",
     "role_class",
     "role_name",
+    "with_entries",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsieve.attention import Window
 from kvsieve.cache import DenseStore, RaggedStore, View
-from kvsieve.cache.base import MIN_ROOM, tensors_in
+from kvsieve.cache.base import tensors_in, window_room
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.compat import CacheLayerMixin
 from kvsieve.types import Selection
@@ -205,7 +205,7 @@ class WindowLayer(StoreLayer):
     @property
     def room(self) -> int:
         """Tokens stored before what has left the window is dropped, while decoding."""
-        return max(1, min(MIN_ROOM, self.window.span // 4))
+        return window_room(self.window.span)
 
     def drop_unseen(self, *, at_once: bool) -> None:
         """Drop what no token to come can see; unless `at_once`, only when there is much of it."""

@@ -40,7 +40,8 @@ def evict(evictor: Evictor, ctx: LayerContext, cache: SieveCache) -> None:
             if not prompt:
                 # As many as are dropped come again before it acts next: the same buffers then serve on.
                 room = max(room, min(layer.store.size - selection.indices.shape[-1], turn.new_tokens))
-            layer.store = keep(layer.store, selection, room)
+            # What a prompt leaves should take no more than its budget.
+            layer.store = keep(layer.store, selection, room, reuse=not step.ends_prompt)
         record.evicted.add(index)
         if prompt:
             record.kept[index] = layer.store.entries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -52,6 +53,34 @@ class _Seen:
     layer: int = -1
     entered: dict[int, list[int]] = field(default_factory=dict)
     attended: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+
+
+def meta_model(config: Any) -> Any:
+    """Return the model of a config, without weights.
+
+    Raises:
+        UnsupportedModelError: transformers builds no decoder from it.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    from kvsieve.models.demo import quiet_transformers
+
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError("it is an encoder-decoder")
+    # Some composite configurations also stand for their text part alone.
+    whole = (
+        config.get_text_config(decoder=True) is not config or type(config) not in AutoModelForCausalLM._model_mapping
+    )
+    auto: Any = AutoModelForImageTextToText if whole else AutoModelForCausalLM
+    try:
+        with quiet_transformers(), torch.device("meta"):
+            # States in float32 are told by that dtype.
+            return auto.from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
+    except Exception as error:
+        cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+        raise UnsupportedModelError(
+            f"transformers builds no causal language model from its config ({cause})"
+        ) from error
 
 
 def layer_shapes(model: Any) -> tuple[LayerShape, ...]:

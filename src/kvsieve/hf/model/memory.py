@@ -1,0 +1,125 @@
+"""Budgets in bytes: how many entries per layer and KV head a cache of that size holds on a model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kvsieve.budget import Budget, told_bytes
+from kvsieve.cache.base import window_room
+from kvsieve.cache.ragged import LANES
+from kvsieve.errors import PlanError, UnsupportedModelError
+from kvsieve.hf.model.shapes import LayerShape, layer_shapes, meta_model
+from kvsieve.loading import provides
+from kvsieve.plans import Plan, SettledParameters
+from kvsieve.roles import byte_budgets, with_entries
+
+_INDEX_BYTES = _WIDE_BYTES = 4
+# Layers of the models seen so far, by their configurations.
+_SHAPES: dict[str, tuple[LayerShape, ...]] = {}
+
+
+@provides("fit_budgets")
+def fit_model(plan: Plan, model: Any) -> Plan:
+    """Return a plan whose budgets in bytes have become entries on a model of transformers; see `fit`."""
+    key = f"{type(model.config).__name__} {model.config.to_json_string(use_diff=False)}"
+    if key not in _SHAPES:
+        try:
+            _SHAPES[key] = layer_shapes(meta_model(model.config))
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{plan.name!r}: a budget in bytes needs the sizes of the model's cache, and {error}; give the budget "
+                "as a share or as a number of entries"
+            ) from error
+    return fit(plan, _SHAPES[key], model.dtype.itemsize)
+
+
+def fit(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> Plan:
+    """Return a plan whose budgets in bytes have become entries per layer and KV head.
+
+    A budget holds for the cache of one row once its prompt is complete: keys, values and where entries stood, of all
+    layers and heads, sliding windows and recurrent states included.
+
+    Args:
+        plan: any.
+        shapes: of the model's layers.
+        element_bytes: of one key or value element.
+
+    Raises:
+        PlanError: the plan's memory does not follow from its budget, or the budget is too small.
+    """
+    if not plan.budgets_in_bytes:
+        return plan
+    evict = plan.evict
+    size = _first_size(plan)
+    reason = None
+    if evict is not None and evict.traits.is_view:
+        reason = "it stores everything, and its budget is what an answer reads"
+    elif evict is not None and evict.skip_layers not in (0, ()):
+        reason = f"layers that keep everything (skip_layers={evict.skip_layers}) take more with every token"
+    if reason is not None:
+        raise PlanError(
+            f"{plan.name!r} cannot take a budget in bytes, got {size}: {reason}; give a share like '20%' or a number "
+            "of entries like 2048"
+        )
+    each, fixed = row_bytes(plan, shapes, element_bytes)
+
+    def entries(budget: Budget) -> int:
+        assert budget.bytes is not None
+        found = (budget.bytes - fixed) // each
+        if found < 1:
+            beside = f", beside {told_bytes(fixed)} whatever the budget" if fixed else ""
+            raise PlanError(
+                f"{plan.name!r}: a budget of {budget} is too small for this model: one entry in every layer and KV "
+                f"head takes {each:,} bytes{beside}; raise budget="
+            )
+        return found
+
+    count = entries(size)
+    try:
+        roles: dict[str, Any] = {
+            role: with_entries(value, entries) for role in plan.roles if (value := vars(plan)[role]) is not None
+        }
+    except PlanError as error:
+        raise PlanError(f"{plan.name!r} with {size} on this model ({each:,} bytes an entry): {error}") from error
+    least = roles["evict"].minimum if evict is not None else 0
+    if count < least:
+        raise PlanError(
+            f"{plan.name!r}: a budget of {size} is {count} entries per layer and KV head on this model, and it keeps "
+            f"at least {least}; raise budget= to {told_bytes(least * each + fixed)}"
+        )
+    unset = plan.unset
+    if unset is not None and "budget" in unset.given:
+        unset = dataclasses.replace(unset, given={**unset.given, "budget": count})
+    source = f"{size} of this model's cache, {each:,} bytes an entry of all layers and heads"
+    filled = SettledParameters(((source, {"budget": count}),))
+    return dataclasses.replace(plan, **roles, unset=unset, filled=filled, name=plan.name)
+
+
+def row_bytes(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> tuple[int, int]:
+    """Bytes that a row's cache takes for one entry in every layer and KV head that grows, and those it takes anyhow.
+
+    Room for tokens to come, and what a method remembers beside entries, are not among them.
+    """
+    evict = plan.evict
+    each = fixed = 0
+    for shape in shapes:
+        fixed += shape.state_elements * element_bytes + shape.wide_state_elements * _WIDE_BYTES
+        heads, kind = shape.heads, shape.kind
+        entry = shape.entry_elements * element_bytes + heads * _INDEX_BYTES
+        if kind.grows:
+            stored = heads if evict is None else evict.stored_heads(heads, shape.query_heads)
+            entry = entry * stored // heads
+            if evict is not None and evict.traits.ragged:
+                # Every head's bias tells which slots are its own; slots are rounded up to lanes.
+                entry += stored * stored * element_bytes
+                fixed += (LANES - 1) * entry // stored
+            each += entry
+        else:
+            fixed += (kind.span - 1 + window_room(kind.span) if kind.span else 0) * entry
+    return each, fixed
+
+
+def _first_size(plan: Plan) -> Budget:
+    return next(budget for role in plan.roles for budget in byte_budgets(vars(plan)[role]))
