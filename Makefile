@@ -40,7 +40,7 @@ TIMED_BATCH := snapkv:paper=true;budget=10%,fastkv:paper=true;tsp_layer=14;tsp_r
 PEERS := snapkv,adakv
 BESIDE = $(if $(PEER),--peer-python $(PEER) --peer-methods $(PEERS))
 
-.PHONY: demo test quick lint types bench results claims readers methods docs site clean
+.PHONY: demo test quick lint types bench results claims readers methods paper-fastkv paper-asl paper-lagkv paper-rocketkv paper-claims docs site clean
 
 demo: $(VENV)/.ready
 	$(BIN)/kvsieve demo
@@ -105,6 +105,19 @@ methods: $(VENV)/.ready
 		--methods "finch:question_tokens=64;chunk_length=512" --budgets 25% --samples 5 --question visible --cost-samples 0 \
 		--out $(ALL) --resume
 	$(BIN)/kvsieve report $(ALL) --formats png
+
+# The seeds' own experiments: make paper-fastkv MODEL=checkpoint LENGTHS=4096,8192 SAMPLES=16; docs/evaluation.md tells more.
+MODEL ?=
+LENGTHS ?= 1024
+SAMPLES ?= 8
+ONLY ?=
+PAPER = $(if $(MODEL),--model $(MODEL)) --lengths $(LENGTHS) --samples $(SAMPLES) $(if $(ONLY),--only $(ONLY))
+
+paper-fastkv paper-asl paper-lagkv paper-rocketkv: paper-%: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.paper.$* $(PAPER)
+
+paper-claims: $(VENV)/.ready
+	$(BIN)/python -m benchmarks.paper.claims
 
 docs: $(VENV)/.ready
 	$(BIN)/kvsieve models --markdown > docs/supported_models.md

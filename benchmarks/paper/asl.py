@@ -1,0 +1,367 @@
+"""ASL's experiments (Taniguchi et al., Adaptive Layer Selection): tau, budgets, and which layers are selected.
+
+    python -m benchmarks.paper.asl [--model MODEL] [--lengths 4096,8192] [--samples 16] [--only PART] [--forecast]
+
+The paper: Llama-3.1-8B-UL and Qwen2.5-7B, a budget of 2048 entries at up to 128K, tau 0.3, the last 8 layers compared,
+from a third of the depth on. Here budgets are shares of the prompt; at 4K, 20% are 819 entries.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import kvsieve
+from benchmarks.paper.common import (
+    Found,
+    Line,
+    Panel,
+    Part,
+    Row,
+    Shape,
+    Study,
+    Table,
+    draw,
+    main,
+    median,
+    named,
+    number,
+    score_table,
+    task_table,
+    time_table,
+)
+from benchmarks.paper.verdicts import LATER, MARGIN, NOT, OPEN, OUT, Verdict, apart, better, compared, paired
+from kvsieve.eval.cells import MethodSetting
+
+TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
+BUDGETS = ("5%", "10%", "20%", "40%")
+BUDGET = "20%"
+TRACED = "10%"
+TASKS = ("ruler_niah_single_2", "ruler_qa_1", "kv")
+TRACE_TASKS = (*TASKS, "needle", "ruler_niah_multikey_1", "ruler_niah_single_3", "passkey64", "ruler_vt")
+
+# RULER at 128K, Qwen2.5-7B, tables 3 and 9.
+PAPER = {
+    "full": "82.3",
+    "snapkv 20%": "65.0",
+    "fastkv 20%": "59.1",
+    "fastkv 20%, full before": "59.1",
+    "gemfilter 20%": "56.7",
+    "asl 20%": "66.4",
+    "asl 20%, full before": "74.2",
+    "asl two passes 20%": "62.5",
+}
+PAPER_TAU = {
+    0.2: (64.9, 78.2, 0.90),
+    0.3: (66.5, 74.2, 0.83),
+    0.4: (66.9, 70.5, 0.78),
+    0.5: (65.8, 67.5, 0.75),
+    0.6: (62.1, 63.3, 0.73),
+}
+# Tables 4 and 5, 128K.
+PAPER_TIMES = {
+    "fastkv 20%": "TTFT 0.54, TPOT 0.15",
+    "asl 20%": "TTFT 0.81, TPOT 0.15",
+    "gemfilter 20%": "TTFT 0.53, TPOT 0.11",
+    "asl two passes 20%": "TTFT 0.95, TPOT 0.13",
+    "snapkv 20%": "TTFT 1.01, TPOT 0.15",
+}
+
+
+def compare(shape: Shape, budget: str) -> list[MethodSetting]:
+    """The methods of tables 2 and 3 at one budget: what goes on and what is kept are the same share."""
+    fixed = {"tsp_layer": shape.half, "tsp_rate": budget, "window": 32}
+    return [
+        named(f"asl {budget}", "asl", budget=budget),
+        named(f"asl {budget}, full before", "asl", budget=budget, full_before=True),
+        named(f"fastkv {budget}", "fastkv", budget=budget, **fixed),
+        named(f"fastkv {budget}, full before", "fastkv", budget="100%", **fixed),
+        named(f"snapkv {budget}", "snapkv", budget=budget, window=32),
+    ]
+
+
+def two_pass(shape: Shape, budget: str) -> list[MethodSetting]:
+    return [
+        named(f"gemfilter {budget}", "gemfilter", budget=budget, layer=shape.half),
+        named(f"asl two passes {budget}", "asl", budget=budget, two_pass=True),
+    ]
+
+
+def budgets(shape: Shape, length: int) -> list[MethodSetting]:
+    return [*(each for budget in BUDGETS for each in compare(shape, budget)), *two_pass(shape, BUDGET)]
+
+
+def taus(shape: Shape, length: int) -> list[MethodSetting]:
+    return [
+        named(f"tau {tau}{after}", "asl", budget=BUDGET, tau=tau, full_before=bool(after))
+        for tau in TAUS
+        for after in ("", ", full before")
+    ]
+
+
+def pyramid(shape: Shape, length: int) -> list[MethodSetting]:
+    return [
+        named(f"asl {BUDGET}", "asl", budget=BUDGET),
+        named("pyramidinfer", "pyramidinfer", rate=0.9, budget=BUDGET),
+    ]
+
+
+def times(shape: Shape, length: int) -> list[MethodSetting]:
+    swept = [each for each in taus(shape, length) if "before" not in each.label and each.label != "tau 0.3"]
+    return [*(each for each in compare(shape, BUDGET) if "before" not in each.label), *two_pass(shape, BUDGET), *swept]
+
+
+def trace(model: Any, ids: Any) -> Row:
+    """Relative rank variance of every layer from ASL's first on: tau=0 never selects, and every tau can be read off."""
+    plan = kvsieve.plan("asl", budget=TRACED, tau=0, paper=True)
+    with kvsieve.attach(model, plan) as sieve:
+        report = sieve.generate(ids, max_new_tokens=1, do_sample=False).stats.report
+    first = plan.propagate.source(model.config.get_text_config().num_hidden_layers)
+    variances = [round(each, 4) for each in report["relative_variance"][0]]
+    return {"label": "trace", "first": first, "relative_variance": variances}
+
+
+def selected(row: Row, tau: float) -> int | None:
+    """The layer that a tau selects; None for none, where the last one cannot."""
+    for at, variance in enumerate(row["relative_variance"]):
+        if variance < tau:
+            return int(row["first"]) + at
+    return None
+
+
+def depth_of(row: Row, tau: float) -> float:
+    """Layers that read everything."""
+    layer = selected(row, tau)
+    return (len(row["relative_variance"]) + row["first"] if layer is None else layer) + 1
+
+
+def tables(found: Found) -> list[Table]:
+    names = ["full", *(each for budget in BUDGETS for each in _labels(budget))]
+    made = [score_table(found, "budgets", names, PAPER), task_table(found, "budgets", names)]
+    paper = {f"tau {tau}": f"{now}, TTFT {ttft}" for tau, (now, _, ttft) in PAPER_TAU.items()}
+    paper |= {f"tau {tau}, full before": str(before) for tau, (_, before, _) in PAPER_TAU.items()}
+    made.append(score_table(found, "taus", ["full", *paper], paper))
+    made.append(score_table(found, "pyramid", ["full", f"asl {BUDGET}", "pyramidinfer"]))
+    rows = []
+    for length in found.lengths("trace"):
+        of_length = [row for row in found.rows("trace") if row["length"] == length]
+        for task in dict.fromkeys(row["task"] for row in of_length):
+            mine = [row for row in of_length if row["task"] == task]
+            rows.append([str(length), task, str(len(mine)), *(_layers(mine, tau) for tau in TAUS)])
+    head = ["prompt tokens", "task", "n", *(f"tau {tau}" for tau in TAUS)]
+    made.append(("selected layers: median (times), and how often none", head, rows))
+    return [*made, time_table(found, PAPER_TIMES)]
+
+
+def _labels(budget: str) -> list[str]:
+    ends = (f"asl {budget}", f"fastkv {budget}")
+    return [*(each + before for before in ("", ", full before") for each in ends), f"snapkv {budget}"] + (
+        [f"gemfilter {budget}", f"asl two passes {budget}"] if budget == BUDGET else []
+    )
+
+
+def _layers(rows: list[Row], tau: float) -> str:
+    found = [layer for row in rows if (layer := selected(row, tau)) is not None]
+    none = len(rows) - len(found)
+    return (f"{median(found):g} ({len(found)})" if found else "") + (f" none {none}" if none else "")
+
+
+def pictures(found: Found, folder: Path) -> list[Path]:
+    lengths = found.lengths("taus")
+    tau = [
+        Line(f"{length}{after}", [(t, found.mean("taus", f"tau {t}{after}", length=length)) for t in TAUS])
+        for length in lengths
+        for after in ("", ", full before")
+    ]
+    tau += [
+        Line(f"the paper, RULER 128K{after}", [(t, PAPER_TAU[t][at] / 100) for t in TAUS], ours=False)
+        for at, after in enumerate(("", ", full before"))
+    ]
+    swept = [
+        Line(
+            f"{name}, {length}",
+            [(float(b[:-1]), found.mean("budgets", name.replace(" at", f" {b}"), length=length)) for b in BUDGETS],
+        )
+        for length in found.lengths("budgets")
+        for name in ("asl at", "fastkv at", "snapkv at")
+    ]
+    rows = found.rows("trace")
+    depth = [
+        Line(task, _variance([row for row in rows if row["task"] == task]))
+        for task in dict.fromkeys(row["task"] for row in rows)
+    ]
+    histogram = [Line(line.name, _histogram([row for row in rows if row["task"] == line.name])) for line in depth]
+    panels = [
+        Panel("Table 9: score by tau", "tau", "score", tau),
+        Panel("Table 8: score by budget", "budget, %", "score", swept, log=True),
+        Panel("Figure 6: relative variance", "layer", "relative variance", depth),
+        Panel("Layers selected at tau 0.3", "layer (the last: none)", "share of samples", histogram),
+    ]
+    return draw(panels, folder / "asl.png")
+
+
+def _variance(rows: list[Row]) -> list[tuple[float, float | None]]:
+    means = [sum(column) / len(column) for column in zip(*(row["relative_variance"] for row in rows), strict=True)]
+    return [(rows[0]["first"] + at, mean) for at, mean in enumerate(means)]
+
+
+def _histogram(rows: list[Row]) -> list[tuple[float, float | None]]:
+    last = rows[0]["first"] + len(rows[0]["relative_variance"])
+    found = [last if (layer := selected(row, 0.3)) is None else layer for row in rows]
+    return [(layer, found.count(layer) / len(found)) for layer in range(rows[0]["first"], last + 1)]
+
+
+def verdicts(found: Found) -> list[Verdict]:
+    def differ(ours: str, theirs: str, part: str = "budgets") -> dict[str, Any]:
+        return {
+            str(length): paired(found.values(part, ours, length=length), found.values(part, theirs, length=length))
+            for length in found.lengths(part)
+        }
+
+    return [
+        *_harder(found),
+        compared(
+            "outperforms FastKV at the same budget (20%)",
+            "RULER 128K 66.4 against 59.1",
+            differ("asl 20%", "fastkv 20%"),
+            abstract=True,
+        ),
+        compared(
+            "outperforms FastKV at the same budget (5%)",
+            "66.4 against 59.1 at 1.6%",
+            differ("asl 5%", "fastkv 5%"),
+            abstract=True,
+        ),
+        compared(
+            "outperforms FastKV with everything kept before the selection layer (20%)",
+            "74.2 against 59.1",
+            differ("asl 20%, full before", "fastkv 20%, full before"),
+            abstract=True,
+        ),
+        compared(
+            "outperforms GemFilter with two passes (20%)",
+            "62.5 against 56.7",
+            differ("asl two passes 20%", "gemfilter 20%"),
+            abstract=True,
+        ),
+        compared(
+            "outperforms PyramidInfer (20%)",
+            "93.7 against 76.4 at 4K",
+            differ(f"asl {BUDGET}", "pyramidinfer", "pyramid"),
+            abstract=True,
+        ),
+        _budget_met(found),
+        _same(found, "tpot_s", "keeps FastKV's decoding speed", "TPOT 0.15 against 0.15"),
+        _same(found, "kv_bytes", "keeps FastKV's KV reduction", "0.2 GB against 0.2 GB"),
+        compared(
+            "can be used with SnapKV: no worse than SnapKV alone",
+            "66.4 against 65.0",
+            differ("asl 20%", "snapkv 20%"),
+            margin=MARGIN,
+            abstract=True,
+        ),
+        _tau_time(found),
+    ]
+
+
+def _harder(found: Found) -> list[Verdict]:
+    """Hard tasks (key-value retrieval) against easy ones (a question, a single needle)."""
+    easy, losses, depths = ("ruler_qa_1", "ruler_niah_single_2"), {}, {}
+    for length in found.lengths("budgets"):
+        full, mine = (
+            {task: found.values("budgets", label, length=length, tasks=tasks) for task, tasks in _sorts(easy).items()}
+            for label in ("full", "fastkv 20%")
+        )
+        loss = {sort: [full[sort][key] - mine[sort][key] for key in mine[sort] if key in full[sort]] for sort in full}
+        losses[str(length)] = apart(loss["hard"], loss["easy"])
+    for length in found.lengths("trace"):
+        rows = [row for row in found.rows("trace") if row["length"] == length]
+        of_sort = {sort: [depth_of(row, 0.3) for row in rows if row["task"] in t] for sort, t in _sorts(easy).items()}
+        depths[str(length)] = apart(of_sort["hard"], of_sort["easy"])
+    return [
+        compared(
+            "a fixed layer's accuracy varies with the task, worse for harder ones: FastKV (20%) loses more of full "
+            "KV's score on key-value retrieval than on a question and a needle",
+            "Retr.KV 1.0 of 66.4, En.QA 12.15 of 12.63",
+            losses,
+            abstract=True,
+        ),
+        compared(
+            "chooses the layer by the task: later for key-value retrieval than for a question and a needle (tau 0.3)",
+            "KV retrieval and code debugging deepest",
+            depths,
+            abstract=True,
+        ),
+    ]
+
+
+def _sorts(easy: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    return {"hard": ("kv",), "easy": easy}
+
+
+def _budget_met(found: Found) -> Verdict:
+    claim, rule = "meets the budget that was asked for", "no sample above it by more than an entry or the window"
+    rows = [row for row in found.rows("budgets") if row["label"] in {f"asl {budget}" for budget in BUDGETS}]
+    if not rows:
+        return Verdict(claim, "exactly k per layer", LATER, "", rule, abstract=True)
+    over = [
+        row["kv_entries"] - max(float(row["label"].split()[1][:-1]) / 100 * row["prompt_tokens"], 33) for row in rows
+    ]
+    verdict = OUT if max(over) <= 1 else NOT
+    return Verdict(
+        claim,
+        "exactly k per layer",
+        verdict,
+        f"most above: {max(over):.2f} entries, n={len(rows)}",
+        rule,
+        abstract=True,
+    )
+
+
+def _same(found: Found, quantity: str, claim: str, paper: str) -> Verdict:
+    lengths = sorted({row["length"] for row in found.costs()})
+    found_at = {each: found.ratio("asl 20%", quantity, each, to="fastkv 20%") for each in lengths}
+    shown = "; ".join(
+        f"{length}: {median(each):.3f} of FastKV's, n={len(each)}" for length, each in found_at.items() if each
+    )
+    rule = "median ratio at the longest prompt within 10%"
+    if not shown:
+        return Verdict(claim, paper, LATER, "", rule, abstract=True)
+    return Verdict(
+        claim, paper, OUT if abs(median(found_at[lengths[-1]]) - 1) <= 0.1 else NOT, shown, rule, abstract=True
+    )
+
+
+def _tau_time(found: Found) -> Verdict:
+    claim, paper = "table 9: a larger tau is faster", "TTFT 0.90 at 0.2, 0.73 at 0.6"
+    rule = "fewer layers read everything at tau 0.6 than at 0.2, difference above 0"
+    rows = found.rows("trace")
+    if not rows:
+        return Verdict(claim, paper, LATER, "", rule)
+    cases = {}
+    for length in found.lengths("trace"):
+        mine = [row for row in rows if row["length"] == length]
+        deep = {tau: {(row["task"], row["sample"]): depth_of(row, tau) for row in mine} for tau in (0.2, 0.6)}
+        cases[length] = paired(deep[0.2], deep[0.6])
+    shown = "; ".join(f"{length}: {number(each.mean)} layers, {each}" for length, each in cases.items() if each)
+    seen = {better(each) for each in cases.values() if each}
+    return Verdict(claim, paper, OUT if seen == {OUT} else NOT if NOT in seen else OPEN if seen else LATER, shown, rule)
+
+
+STUDY = Study(
+    "asl",
+    "ASL",
+    (
+        Part("trace", "rank variance and selected layers per task", TRACE_TASKS, measure=trace),
+        Part("budgets", "ASL and others at four budgets", TASKS, budgets),
+        Part("taus", "tau at one budget", TASKS, taus),
+        Part("pyramid", "PyramidInfer beside ASL", TASKS, pyramid),
+        Part("times", "time to the first token by tau and method", settings=times, times=True),
+    ),
+    tables,
+    pictures,
+    verdicts,
+)
+
+if __name__ == "__main__":
+    main(STUDY)

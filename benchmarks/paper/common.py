@@ -1,0 +1,488 @@
+"""What the four papers' experiments share: parts, running them, forecasts, tables and pictures.
+
+A part is a grid of settings over tasks, times alone, or rows that a measurement of its own makes. All of them write to
+RESULTS/PAPER/MODEL/PART, go on where they stopped, and run sample by sample, so that a run that is stopped early has
+something of everything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import kvsieve
+from benchmarks.paper.verdicts import Verdict, verdict_table
+from kvsieve.cli.loading import load_model
+from kvsieve.eval.cells import MethodSetting, setting
+from kvsieve.eval.evaluator import Evaluator
+from kvsieve.eval.grid import Grid
+from kvsieve.eval.results import load
+from kvsieve.eval.runner import run_grid
+from kvsieve.eval.store import writing
+from kvsieve.models.fetch import MODEL_NAME
+from kvsieve.plans import Plan
+from kvsieve.report.environment import environment
+from kvsieve.report.labels import FULL
+from kvsieve.report.plot_style import PNG_DPI, new_figure, style
+from kvsieve.report.tables import markdown_table
+from kvsieve.tasks import all_tasks
+from kvsieve.tasks.samples import Sample
+
+RESULTS = Path(__file__).parents[1] / "results" / "paper"
+Row = dict[str, Any]
+Table = tuple[str, list[str], list[list[str]]]
+"""Title, head and rows."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model the settings depend on. parameters: without embeddings."""
+
+    layers: int
+    hidden: int
+    parameters: float
+
+    @classmethod
+    def of(cls, model: Any) -> Shape:
+        config = model.config.get_text_config()
+        embeddings = model.get_input_embeddings().weight.numel()
+        weights = sum(each.numel() for each in model.parameters())
+        return cls(config.num_hidden_layers, config.hidden_size, float(weights - embeddings))
+
+    def at(self, share: float) -> int:
+        """The layer at a share of the depth that deeper layers still follow."""
+        return max(0, min(round(share * self.layers) - 1, self.layers - 2))
+
+    @property
+    def half(self) -> int:
+        """The papers' choice."""
+        return self.layers // 2 - 1
+
+
+Settings = Callable[[Shape, int], list[MethodSetting]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One experiment.
+
+    Attributes:
+        name: on the command line, and of its folder.
+        title: for tables.
+        tasks: names of tasks.
+        settings: of a grid, or of times; full KV is put in front.
+        question: "visible" or "hidden".
+        chunk: tokens per pass for a length, None for all at once.
+        measure: instead of a grid, (model, ids [1, N]) -> a row.
+        times: costs alone, on prompts of the needle task.
+        least: prompts that are shorter are left out.
+        answer: tokens of an answer, for the forecast.
+    """
+
+    name: str
+    title: str
+    tasks: tuple[str, ...] = ()
+    settings: Settings | None = None
+    question: str = "visible"
+    chunk: Callable[[int], int] | None = None
+    measure: Callable[[Any, Any], Row] | None = None
+    times: bool = False
+    least: int = 0
+    answer: int = 14
+
+
+@dataclass(frozen=True)
+class Study:
+    """The experiments of one paper. tables, draw, verdicts: of what a folder of one model holds."""
+
+    name: str
+    title: str
+    parts: tuple[Part, ...]
+    tables: Callable[[Found], list[Table]]
+    draw: Callable[[Found, Path], list[Path]]
+    verdicts: Callable[[Found], list[Verdict]]
+
+    def part(self, name: str) -> Part:
+        return next(part for part in self.parts if part.name == name)
+
+
+def named(label: str, method: str, **given: Any) -> MethodSetting:
+    """A setting under a label of its own; parameters that are not given are the paper's."""
+    info = kvsieve.registry.method_info(method)
+    made = setting(info.name, {**given, "paper": True} if info.adapts else given)
+    plan = dataclasses.replace(made.plan, name=label)
+    return dataclasses.replace(made, label=label, plan=plan)
+
+
+def custom(label: str, plan: Plan, budget: str, **parameters: Any) -> MethodSetting:
+    """A setting with a plan that no name makes."""
+    return MethodSetting(label, label, budget, parameters, dataclasses.replace(plan, name=label), parameters)
+
+
+def full() -> MethodSetting:
+    return setting(FULL, {})
+
+
+@dataclass(frozen=True)
+class Found:
+    """Results of one model: rows of its parts, loaded when they are asked for."""
+
+    study: str
+    folder: Path
+    cache: dict[str, list[Row]] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def model(self) -> str:
+        return self.folder.name
+
+    def rows(self, part: str) -> list[Row]:
+        """Rows of a grid or of a measurement; none where it has not run."""
+        if part not in self.cache:
+            folder = self.folder / part
+            if (folder / "rows.jsonl").exists():
+                self.cache[part] = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+            else:
+                self.cache[part] = load(folder).samples if (folder / "run.json").exists() else []
+        return self.cache[part]
+
+    def costs(self, part: str = "times") -> list[Row]:
+        folder = self.folder / part
+        return load(folder).costs if (folder / "run.json").exists() else []
+
+    def lengths(self, part: str) -> list[int]:
+        return sorted({row["length"] for row in (self.rows(part) or self.costs(part))})
+
+    def values(
+        self, part: str, label: str, metric: str = "score", length: int | None = None, tasks: Iterable[str] = ()
+    ) -> dict[tuple[Any, ...], float]:
+        """A metric of each sample under a label, by sample."""
+        wanted, out = set(tasks), {}
+        for row in self.rows(part):
+            if row["label"] != label or (length and row["length"] != length) or (wanted and row["task"] not in wanted):
+                continue
+            value = row["metrics"].get(metric) if metric not in row else row[metric]
+            if value is not None:
+                out[row["task"], row["length"], row["question"], row["sample"]] = float(value)
+        return out
+
+    def mean(self, part: str, label: str, metric: str = "score", length: int | None = None) -> float | None:
+        values = self.values(part, label, metric, length).values()
+        return sum(values) / len(values) if values else None
+
+    def ratio(self, label: str, quantity: str, length: int, to: str = FULL, part: str = "times") -> list[float]:
+        """A cost over that of another label, of each repeat in the same run."""
+        rows = [row for row in self.costs(part) if row["length"] == length]
+        base = {(row["env"], row["repeat"]): row[quantity] for row in rows if row["label"] == to}
+        mine = [row for row in rows if row["label"] == label]
+        return [row[quantity] / base[key] for row in mine if (key := (row["env"], row["repeat"])) in base]
+
+
+def parser(study: Study) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description=f"{study.title}: its experiments here.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="parts: " + "; ".join(f"{part.name}: {part.title}" for part in study.parts),
+    )
+    made.add_argument("--model", help="hub id or directory of a checkpoint; the demo model if left out")
+    made.add_argument("--lengths", default="1024", help="prompt tokens, 4096,8192")
+    made.add_argument("--samples", type=int, default=2, help="per task and length; 0 shows what there is")
+    made.add_argument("--only", default="", help="parts, one or more; all but times if left out")
+    made.add_argument("--tasks", default="", help="only these of a part's tasks")
+    made.add_argument("--out", type=Path, default=RESULTS)
+    made.add_argument("--dtype", default="auto")
+    made.add_argument("--forecast", action="store_true", help="tell what would be read and how long it may take")
+    return made
+
+
+def main(study: Study, arguments: Sequence[str] | None = None) -> None:
+    given = parser(study).parse_args(arguments)
+    given.lengths = [int(each) for each in given.lengths.split(",")]
+    known = [part.name for part in study.parts]
+    names = given.only.split(",") if given.only else [part.name for part in study.parts if not part.times]
+    if unknown := set(names) - set(known):
+        sys.exit(f"error: no part {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    folder = given.out / study.name / (Path(given.model).name if given.model else MODEL_NAME).replace("/", "_")
+    if given.samples:
+        model, tokenizer = load_model(given.model, given.dtype)
+        parts = [study.part(name) for name in names]
+        if given.forecast:
+            forecast(parts, Shape.of(model), given, model)
+            return
+        run(parts, model, tokenizer, given, folder)
+    show(study, folder)
+
+
+def show(study: Study, folder: Path) -> None:
+    """Print tables and verdicts of what there is, and write them and the pictures into the model's folder."""
+    found = Found(study.name, folder)
+    tables = [table for table in study.tables(found) if table[2]]
+    if not tables:
+        print("nothing has run yet")
+        return
+    pictures = study.draw(found, folder)
+    text = [f"# {study.title}, {found.model}\n"]
+    text += [f"**{title}**\n\n{markdown_table(head, rows)}\n" for title, head, rows in tables]
+    text.append(verdict_table(study.verdicts(found)))
+    text += [f"![{each.stem}]({each.name})\n" for each in pictures]
+    (folder / "tables.md").write_text("\n".join(text))
+    print("\n".join(text))
+
+
+def run(parts: Sequence[Part], model: Any, tokenizer: Any, given: argparse.Namespace, folder: Path) -> None:
+    """All parts, the first sample of every part first."""
+    shape, began = Shape.of(model), time.perf_counter()
+    known = all_tasks()
+    dtype = str(model.dtype).removeprefix("torch.")
+    run_row = {"model": Path(folder).name, "dtype": dtype, "seed": 0, "haystack": "topics"}
+
+    def note(part: Part, what: str) -> Callable[[int, int, str], None]:
+        def tell(done: int, total: int, name: str) -> None:
+            if done < total:
+                spent = (time.perf_counter() - began) / 60
+                print(f"{spent:.1f} min, {part.name}, {what}: {name}", file=sys.stderr, flush=True)
+
+        return tell
+
+    for index in range(given.samples):
+        for part in parts:
+            lengths = [length for length in given.lengths if length >= part.least]
+            tasks = [known[name] for name in _tasks(part, given)]
+            if part.measure is not None:
+                evaluator = Evaluator(model, tokenizer)
+                with RowsFile(folder / part.name, run_row) as rows:
+                    for length in lengths:
+                        for task in tasks:
+                            key = {"task": task.name, "length": length, "sample": index}
+                            if not rows.has(key):
+                                note(part, f"sample {index + 1}")(0, 1, f"{task.name}, {length} tokens")
+                                sample: Sample = task.sample(index, length, 0, evaluator.prompter.count)
+                                ids = evaluator.prompter.encode(sample).prompt.to(model.device)
+                                rows.add(key | part.measure(model, ids))
+                continue
+            for length in lengths:
+                settings = _on(part, shape, length, model, tokenizer)
+                if part.times:
+                    grid = Grid([], [length], (), 0, settings, cost_samples=given.samples)
+                    if index:
+                        continue
+                else:
+                    grid = Grid(tasks, [length], (part.question,), index + 1, settings, cost_samples=0)
+                evaluator = Evaluator(model, tokenizer, chunk=part.chunk(length) if part.chunk else None)
+                titles = {"tasks": {task.name: task.title for task in tasks}}
+                described = {"settings": [each.described() for each in settings]}
+                with writing(folder / part.name, {**run_row, **titles, **described}, resume=True) as writer:
+                    run_grid(grid, evaluator, writer, note(part, f"sample {index + 1}"))
+
+
+def _tasks(part: Part, given: argparse.Namespace) -> list[str]:
+    wanted = given.tasks.split(",") if given.tasks else part.tasks
+    return [name for name in part.tasks if name in wanted]
+
+
+def _on(part: Part, shape: Shape, length: int, model: Any, tokenizer: Any) -> list[MethodSetting]:
+    """Full KV and the part's settings, with plans that are ready for the model."""
+    assert part.settings is not None
+    made = [full(), *part.settings(shape, length)]
+    return [dataclasses.replace(each, plan=each.plan.for_model(model, tokenizer)) for each in made]
+
+
+class RowsFile:
+    """Rows of a measurement, one line each, and run.json with the environments they were made in."""
+
+    def __init__(self, folder: Path, run: Row) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.run_file, self.file = folder / "run.json", folder / "rows.jsonl"
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        self.done = {self._key(json.loads(line)) for line in lines}
+        self.run = json.loads(self.run_file.read_text()) if self.run_file.exists() else {**run, "environments": []}
+        self.written = 0
+
+    def __enter__(self) -> RowsFile:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self.written:
+            self.run["environments"].append({**environment(), "rows": self.written})
+            self.run_file.write_text(json.dumps(self.run, indent=1) + "\n")
+
+    def _key(self, row: Row) -> tuple[Any, ...]:
+        return row["task"], row["length"], row["sample"]
+
+    def has(self, row: Row) -> bool:
+        return self._key(row) in self.done
+
+    def add(self, row: Row) -> None:
+        with open(self.file, "a") as out:
+            out.write(json.dumps(row) + "\n")
+        self.done.add(self._key(row))
+        self.written += 1
+
+
+# Seconds of one reading of Qwen2.5-0.5B in full, a N + b N^2, on two cores with bfloat16: 13 s at 4K, 36 s at 8K.
+_LINEAR, _SQUARE, _WEIGHTS, _WIDTH = 1.95e-3, 2.98e-7, 358e6, 24 * 896
+_TOKEN, _MORE_ROWS = 0.11, 0.15
+
+
+def reading_seconds(shape: Shape, length: int, layers: float = 1.0) -> float:
+    linear = _LINEAR * shape.parameters / _WEIGHTS * length
+    return layers * (linear + _SQUARE * shape.layers * shape.hidden / _WIDTH * length**2)
+
+
+def readings(settings: Sequence[MethodSetting], shape: Shape, length: int) -> Iterator[float]:
+    """Seconds of each reading that these settings need together, full KV's first."""
+    shared: set[Any] = set()
+    for each in settings:
+        plan = each.plan
+        if plan.acts_once and plan.propagate in shared:
+            continue
+        if plan.acts_once:
+            shared.add(plan.propagate)
+        yield _reading(plan, shape, length)
+
+
+def _reading(plan: Plan, shape: Shape, length: int) -> float:
+    if plan.propagate is None:
+        return reading_seconds(shape, length)
+    front = (plan.propagate.source(shape.layers) + 1) / shape.layers
+    rate = getattr(plan.propagate, "rate", None) or getattr(plan.propagate, "budget", None)
+    left = rate.entries(length, 1) if isinstance(rate, kvsieve.Budget) else round(length * 0.6)
+    behind = 1.0 if plan.propagate.two_pass else 1 - front
+    return reading_seconds(shape, length, front) + reading_seconds(shape, min(left, length), behind)
+
+
+def forecast(parts: Sequence[Part], shape: Shape, given: argparse.Namespace, model: Any) -> None:
+    """Print how many readings each part takes and how long it may take, were nothing there yet."""
+    head, rows, token = ["part", "prompt tokens", "samples", "settings", "readings", "minutes"], [], 0.0
+    token = _TOKEN * sum(each.numel() for each in model.parameters()) / 494e6
+    for part in parts:
+        for length in (length for length in given.lengths if length >= part.least):
+            units = given.samples * (1 if part.times else len(_tasks(part, given)))
+            if part.measure is not None:
+                number, count, seconds = 1, 1, 1.1 * reading_seconds(shape, length)
+            else:
+                assert part.settings is not None
+                settings = [full(), *part.settings(shape, length)]
+                spent = [_reading(each.plan, shape, length) for each in settings]
+                spent = spent if part.times else list(readings(settings, shape, length))
+                number, count, seconds = len(spent), len(settings), sum(spent)
+                answer = 32 if part.times else part.answer
+                # Answers of plans that evict once are rows of a batch, those of readers are not.
+                alone = sum(each.plan.read is not None or each.plan.is_view or part.times for each in settings)
+                rows_of = (alone + -(-(count - alone) // 8), count - alone)
+                seconds += token * answer * (rows_of[0] + _MORE_ROWS * rows_of[1])
+            minutes = units * seconds / 60
+            rows.append([part.name, str(length), str(units), str(count), str(units * number), f"{minutes:.1f}"])
+    print(markdown_table(head, rows))
+    print(f"\nabout {sum(float(row[-1]) for row in rows):.0f} minutes in all on two cores, nothing beside it")
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def score_table(found: Found, part: str, labels: Sequence[str], paper: dict[str, str] | None = None) -> Table:
+    """Score of every label at every length, with its distance to full KV; beside it what the paper has."""
+    paper, lengths = paper or {}, found.lengths(part)
+    head = ["setting"]
+    for length in lengths:
+        head += [f"score, {length}", "n", "KL", "KL, first token", "KV"]
+    head += ["the paper"] if paper else []
+    rows = []
+    for label in labels:
+        row = [label]
+        for length in lengths:
+            scores = found.values(part, label, length=length)
+            row += [number(found.mean(part, label, length=length), 3), str(len(scores) or "")]
+            row += [number(found.mean(part, label, name, length), 3) for name in ("kl", "kl_last")]
+            share = found.mean(part, label, "kv_share", length)
+            row.append("" if share is None else f"{share:.1%}")
+        if any(cell for cell in row[1:]):
+            rows.append(row + ([paper.get(label, "")] if paper else []))
+    return part, head, rows
+
+
+def task_table(found: Found, part: str, labels: Sequence[str]) -> Table:
+    """Score of every label on every task, all lengths together."""
+    tasks = list(dict.fromkeys(row["task"] for row in found.rows(part)))
+    rows = []
+    for label in labels:
+        scores = [list(found.values(part, label, tasks=[task]).values()) for task in tasks]
+        if any(scores):
+            rows.append([label, *(number(sum(each) / len(each), 2) if each else "" for each in scores)])
+    return f"{part}, by task", ["setting", *tasks], rows
+
+
+def time_table(found: Found, paper: dict[str, str] | None = None) -> Table:
+    """Times and KV over full KV's, medians of the ratios within a repeat."""
+    paper, lengths = paper or {}, sorted({row["length"] for row in found.costs()})
+    labels = list(dict.fromkeys(row["label"] for row in found.costs()))
+    head = ["setting", *(f"{what}, {length}" for length in lengths for what in ("TTFT", "TPOT", "KV bytes"))]
+    head += ["the paper"] if paper else []
+    rows = []
+    for label in labels:
+        row = [label]
+        for length in lengths:
+            for quantity in ("ttft_s", "tpot_s", "kv_bytes"):
+                ratios = found.ratio(label, quantity, length)
+                row.append(f"{median(ratios):.2f}" if ratios else "")
+        rows.append(row + ([paper.get(label, "")] if paper else []))
+    return "times, over full KV's", head, rows
+
+
+def median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a picture. points: x and y; those without y are left out. ours: not one of the paper's."""
+
+    name: str
+    points: list[tuple[float, float | None]]
+    ours: bool = True
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram. log: base-2 axis."""
+
+    title: str
+    x: str
+    y: str
+    lines: list[Line]
+    log: bool = False
+
+
+def draw(panels: Sequence[Panel], file: Path) -> list[Path]:
+    """Panels side by side into one picture, ours solid, the paper's dashed; nothing where nothing has run."""
+    panels = [panel for panel in panels if any(line.ours and _seen(line) for line in panel.lines)]
+    if not panels:
+        return []
+    with style():
+        figure = new_figure(4.4 * len(panels), 3.9)
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            for colour, line in enumerate(line for line in panel.lines if _seen(line)):
+                look = {"marker": "o"} if line.ours else {"marker": "x", "linestyle": "--"}
+                axes.plot(
+                    *zip(*_seen(line), strict=True), label=line.name, color=f"C{colour % 10}", markersize=4, **look
+                )
+            axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+            if panel.log:
+                axes.set_xscale("log", base=2)
+            axes.legend(fontsize=6.5)
+        figure.savefig(file, dpi=PNG_DPI, metadata={"Software": None})
+    return [file]
+
+
+def _seen(line: Line) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in line.points if y is not None]

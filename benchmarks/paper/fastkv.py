@@ -1,0 +1,283 @@
+"""FastKV's experiments (arXiv 2502.01068): where and how much may be propagated, and what that is worth.
+
+    python -m benchmarks.paper.fastkv [--model MODEL] [--lengths 4096,8192] [--samples 16] [--only PART] [--forecast]
+
+The paper: LLaMA-3.1-8B, 32 layers, TSP layer 15 (0-based, half the depth), TSP rate 20%, window 8, kernel 7, 10% of the
+entries kept. Here half the depth, and shares of it for the sweep.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper.common import (
+    Found,
+    Line,
+    Panel,
+    Part,
+    Row,
+    Shape,
+    Study,
+    Table,
+    draw,
+    main,
+    median,
+    named,
+    number,
+    score_table,
+    task_table,
+    time_table,
+)
+from benchmarks.paper.verdicts import IMPOSSIBLE, LATER, MARGIN, NOT, OUT, Verdict, better, compared, estimate, paired
+from kvsieve.core.scoring import pooled_mass
+from kvsieve.eval.cells import MethodSetting
+from kvsieve.hf.shared import read_shared
+
+DEPTHS = (1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6)
+RATES = ("5%", "10%", "20%", "40%")
+WINDOW = {"window": 8, "kernel": 7}
+KEPT, RATE = "10%", "20%"
+TASKS = ("ruler_niah_single_2", "ruler_niah_multikey_1", "kv")
+
+# LongBench averages of table 2 (LLaMA-3.1-8B); the needle's of table 4; RULER's of table 3.
+PAPER = {
+    "full": "LongBench 50.19, needle 99.0, RULER 86.0",
+    "snapkv 10%": "48.73, 99.0, 73.6",
+    "streamingllm 10%": "42.85, 33.5, 18.6",
+    "gemfilter 13/32, 10%": "38.61, 95.8, 69.6",
+    "tsp at 1/2": "48.47, 99.9, 75.6",
+}
+PAPER_TIMES = {"tsp at 1/2": "TTFT 0.55 (1.82x), decoding 0.35 (2.87x), at 128K on an A100"}
+
+
+def tsp(shape: Shape, depth: float, rate: str = RATE, kept: str = KEPT, label: str = "") -> MethodSetting:
+    label = label or f"tsp at {share(depth)}"
+    return named(label, "fastkv", budget=kept, tsp_layer=shape.at(depth), tsp_rate=rate, **WINDOW)
+
+
+def gem(shape: Shape, depth: float, rate: str = RATE) -> MethodSetting:
+    return named(f"gemfilter at {share(depth)}", "gemfilter", budget=rate, layer=shape.at(depth))
+
+
+def share(depth: float) -> str:
+    return next((f"{a}/{b}" for b in (2, 3, 4, 6, 8) for a in range(1, b) if abs(a / b - depth) < 1e-6), f"{depth:.2f}")
+
+
+def layers(shape: Shape, length: int) -> list[MethodSetting]:
+    return [
+        named("snapkv 10%", "snapkv", budget=KEPT, **WINDOW),
+        named("streamingllm 10%", "streamingllm", budget=KEPT),
+        *(tsp(shape, depth) for depth in DEPTHS),
+        tsp(shape, 1 / 2, kept="20%", label="tsp at 1/2, KV 20%"),
+        *(gem(shape, depth) for depth in DEPTHS[1:4]),
+        named("gemfilter 13/32, 10%", "gemfilter", budget=KEPT, layer=shape.layers * 13 // 32),
+    ]
+
+
+def rates(shape: Shape, length: int) -> list[MethodSetting]:
+    swept = [tsp(shape, 1 / 2, rate, label=f"tsp rate {rate}") for rate in RATES]
+    return [*swept, named("tsp rate 100%", "snapkv", budget=KEPT, **WINDOW)]
+
+
+def times(shape: Shape, length: int) -> list[MethodSetting]:
+    extra = [each for each in rates(shape, length) if each.label != f"tsp rate {RATE}"]
+    return [each for each in layers(shape, length) if "20%" not in each.label] + extra
+
+
+def overlap(model: Any, ids: Any) -> Row:
+    """Figure 1: how many of a layer's most attended tokens are another's, and how much mass they have.
+
+    By the last 32 queries, mean over heads; 512 tokens, or an eighth of the prompt if that is less.
+    """
+    seen = read_shared(model, None, ids, window=32).seen
+    masses = [pooled_mass(ctx, 32, 1, "avg")[0].float().mean(0) for _, ctx in sorted(seen.items())]
+    top = min(512, len(masses[0]) // 8)
+    best = [mass.topk(top).indices for mass in masses]
+    sets = [set(each.tolist()) for each in best]
+    common = [[round(len(one & other) / top, 3) for other in sets[i + 1 :]] for i, one in enumerate(sets)]
+    mass = [round((mass[at].sum() / mass.sum()).item(), 4) for mass, at in zip(masses, best, strict=True)]
+    return {"label": "overlap", "top": top, "overlap": common, "mass": mass, "tokens": len(masses[0])}
+
+
+def by_distance(row: Row, late: bool) -> list[float]:
+    """Mean overlap at each distance between two layers of the first or of the second half of the depth."""
+    depth, pairs = len(row["overlap"]), row["overlap"]
+    span = range(depth // 2, depth) if late else range(depth // 2)
+    found = []
+    for distance in range(1, len(span)):
+        values = [pairs[at][distance - 1] for at in span if at + distance <= span[-1]]
+        found.append(sum(values) / len(values))
+    return found
+
+
+def curves(found: Found, length: int) -> dict[str, list[float]]:
+    rows = [row for row in found.rows("overlap") if row["length"] == length]
+    out = {}
+    for name, late in (("first half", False), ("second half", True)):
+        each = [by_distance(row, late) for row in rows]
+        out[name] = [sum(column) / len(column) for column in zip(*each, strict=True)]
+    return out
+
+
+def tables(found: Found) -> list[Table]:
+    names = ["full", *PAPER, *(f"tsp at {share(d)}" for d in DEPTHS), "tsp at 1/2, KV 20%"]
+    names = list(dict.fromkeys([*names, *(f"gemfilter at {share(d)}" for d in DEPTHS)]))
+    made = [score_table(found, "layers", names, PAPER), task_table(found, "layers", names)]
+    made.append(score_table(found, "rates", ["full", *(f"tsp rate {each}" for each in (*RATES, "100%"))]))
+    rows = []
+    for length in found.lengths("overlap"):
+        for name, curve in curves(found, length).items():
+            shown = [number(curve[at - 1]) if len(curve) >= at else "" for at in (1, 2, 4, 8)]
+            rows.append([str(length), name, *shown])
+    head = ["prompt tokens", "layers", *(f"distance {each}" for each in (1, 2, 4, 8))]
+    made.append(("overlap of the most attended tokens between layers (figure 1a)", head, rows))
+    return [*made, time_table(found, PAPER_TIMES)]
+
+
+def pictures(found: Found, folder: Path) -> list[Path]:
+    lengths = found.lengths("layers")
+    kl = [
+        Line(f"{name}, {length}", points(found, name, length, "kl_last"))
+        for length in lengths
+        for name in ("tsp", "gemfilter")
+    ]
+    score = [Line(f"tsp, {length}", points(found, "tsp", length, "score")) for length in lengths]
+    score += [
+        Line(f"full, {length}", [(d, found.mean("layers", "full", length=length)) for d in DEPTHS])
+        for length in lengths
+    ]
+    rate = [
+        Line(
+            str(length),
+            [(float(r[:-1]), found.mean("rates", f"tsp rate {r}", length=length)) for r in (*RATES, "100%")],
+        )
+        for length in found.lengths("rates")
+    ]
+    panels = [
+        Panel("Figure 3: distance of the first token", "layer, share of the depth", "KL to full KV", kl),
+        Panel("Figure 5b: score by TSP layer", "layer, share of the depth", "score", score),
+        Panel("Figure 5a: score by TSP rate", "TSP rate, %", "score", rate, log=True),
+    ]
+    lines = [
+        Line(f"{name}, {length}", list(enumerate(curve, 1)))
+        for length in found.lengths("overlap")
+        for name, curve in curves(found, length).items()
+    ]
+    panels.append(Panel("Figure 1a: overlap", "distance of two layers", "share of tokens in common", lines))
+    return draw(panels, folder / "fastkv.png")
+
+
+def points(found: Found, name: str, length: int, metric: str) -> list[tuple[float, float | None]]:
+    return [(depth, found.mean("layers", f"{name} at {share(depth)}", metric, length)) for depth in DEPTHS]
+
+
+def verdicts(found: Found) -> list[Verdict]:
+    def differ(ours: str, theirs: str, part: str = "layers", metric: str = "score", sign: int = 1) -> dict[str, Any]:
+        out = {}
+        for length in found.lengths(part):
+            one, other = (found.values(part, each, metric, length) for each in (ours, theirs))
+            out[str(length)] = paired(one, other) if sign > 0 else paired(other, one)
+        return out
+
+    half = "tsp at 1/2"
+    made = [
+        _faster(found, "ttft_s", "prefill up to 1.82x faster than full KV", "1.82x at 128K, A100"),
+        _faster(found, "tpot_s", "decoding up to 2.87x faster than full KV", "2.87x at 128K, A100"),
+        compared(
+            "matches methods that only speed up decoding (SnapKV), 10% kept",
+            "LongBench 48.47 against 48.73; RULER 75.6 against 73.6",
+            differ(half, "snapkv 10%"),
+            margin=MARGIN,
+            abstract=True,
+        ),
+        compared(
+            "tying prefill to the KV budget (GemFilter) costs accuracy: FastKV is better at 10% kept",
+            "48.47 against 38.61; RULER 75.6 against 69.6",
+            differ(half, "gemfilter 13/32, 10%"),
+            abstract=True,
+        ),
+        _stable(found),
+        compared("accuracy stays near full KV's", "48.47 of 50.19", differ(half, "full"), margin=MARGIN),
+        compared(
+            "figure 3: at half the depth TSP is closer to full KV than GemFilter, the same tokens going on",
+            "curve, no numbers",
+            differ(half, "gemfilter at 1/2", metric="kl_last", sign=-1),
+        ),
+        compared("figure 5b: an early TSP layer (1/6) costs accuracy", "curve", differ(half, "tsp at 1/6")),
+        compared(
+            "figure 5b: the score saturates at half the depth: no worse than at 5/6",
+            "layer 15 of 32",
+            differ(half, "tsp at 5/6"),
+            margin=MARGIN,
+        ),
+        compared(
+            "figure 5a: a small TSP rate (5%) costs accuracy",
+            "curve",
+            differ("tsp rate 20%", "tsp rate 5%", "rates"),
+        ),
+        compared(
+            "figure 5a: the score saturates at 20%: no worse than at 100%",
+            "20%",
+            differ("tsp rate 20%", "tsp rate 100%", "rates"),
+            margin=MARGIN,
+        ),
+        _sparse(found),
+    ]
+    return made
+
+
+def _faster(found: Found, quantity: str, claim: str, paper: str) -> Verdict:
+    lengths = sorted({row["length"] for row in found.costs()})
+    ratios = {length: found.ratio("tsp at 1/2", quantity, length) for length in lengths}
+    shown = "; ".join(f"{length}: {1 / median(each):.2f}x, n={len(each)}" for length, each in ratios.items() if each)
+    rule = "factor at 128K cannot be tested here; came out: every repeat at the longest prompt is faster than full KV"
+    if not shown:
+        return Verdict(claim, paper, LATER, "", rule, abstract=True)
+    verdict = OUT if max(ratios[lengths[-1]]) < 1 else NOT
+    return Verdict(claim, paper, f"{verdict}; its size {IMPOSSIBLE}", shown, rule, abstract=True)
+
+
+def _stable(found: Found) -> Verdict:
+    cases = {}
+    for length in found.lengths("overlap"):
+        rows = [row for row in found.rows("overlap") if row["length"] == length]
+        spread = [[sum(by_distance(row, late)[:4]) / 4 for late in (True, False)] for row in rows]
+        cases[str(length)] = estimate([late - early for late, early in spread])
+    claim = "figure 1a: important tokens are stabler in later layers: overlap at distances 1-4, second half less first"
+    return compared(claim, "early layers fall sharply, later ones hardly", cases, abstract=True)
+
+
+def _sparse(found: Found) -> Verdict:
+    claim, paper = "figure 1b: 512 tokens hold most of every layer's attention", "more than half at 128K"
+    rule = "the least layer's mean mass, less 0.5, above 0"
+    rows = found.rows("overlap")
+    if not rows:
+        return Verdict(claim, paper, LATER, "", rule)
+    lengths = found.lengths("overlap")
+    cases = {each: [row for row in rows if row["length"] == each] for each in lengths}
+    found_at = {}
+    for length, of_length in cases.items():
+        means = [sum(column) / len(column) for column in zip(*(row["mass"] for row in of_length), strict=True)]
+        least = means.index(min(means))
+        found_at[length] = (least, estimate([row["mass"][least] - 0.5 for row in of_length]))
+    shown = "; ".join(f"{length}: layer {layer}, {mass}" for length, (layer, mass) in found_at.items() if mass)
+    return Verdict(claim, paper, better(found_at[lengths[-1]][1]), shown, rule)
+
+
+STUDY = Study(
+    "fastkv",
+    "FastKV",
+    (
+        Part("layers", "TSP layers, GemFilter's layers and other methods at the same KV", TASKS, layers),
+        Part("rates", "TSP rates at half the depth", TASKS, rates),
+        Part("overlap", "overlap of important tokens between layers", (*TASKS, "ruler_qa_1"), measure=overlap),
+        Part("times", "time to the first token of the sweeps", settings=times, times=True),
+    ),
+    tables,
+    pictures,
+    verdicts,
+)
+
+if __name__ == "__main__":
+    main(STUDY)

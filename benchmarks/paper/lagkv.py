@@ -1,0 +1,384 @@
+"""LagKV's experiments (arXiv 2504.04704): lag and ratio on a number of 64 digits, chunked prompts, and RULER.
+
+    python -m benchmarks.paper.lagkv [--model MODEL] [--lengths 4096,8192] [--samples 16] [--only PART] [--forecast]
+
+The paper: Llama-3.1-8B and Qwen2.5-7B, 16 sinks, lags of 128, 512 and 1024, a partition compressed 2, 4, 6 and 8 times;
+RULER at 16K with the question hidden. A lag of L leaves L entries and the remainder whole, so that at 4K a lag of 1024
+has two partitions to compress; the entries that are left are told beside each score.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper.common import (
+    Found,
+    Line,
+    Panel,
+    Part,
+    Shape,
+    Study,
+    Table,
+    custom,
+    draw,
+    main,
+    named,
+    number,
+    score_table,
+    task_table,
+    time_table,
+)
+from benchmarks.paper.verdicts import FEW, LATER, NOT, OPEN, OUT, Estimate, Verdict, compared, estimate, paired
+from kvsieve.budget import Budget
+from kvsieve.eval.aggregate import wilson
+from kvsieve.eval.cells import MethodSetting
+from kvsieve.methods import LagKV
+from kvsieve.plans import Plan
+from kvsieve.types import When
+
+SINKS = 16
+TIMES = (2, 4, 6, 8)
+VARIANTS = {"local": {"variant": "local"}, "l2": {"variant": "l2", "skip_layers": 2}}
+KEPT = ("75%", "50%", "25%", "12.5%")
+RULER = ("ruler_niah_single_2", "ruler_niah_multikey_1", "ruler_niah_single_3", "ruler_niah_multivalue", "ruler_qa_1")
+
+# Needle column of table 3, Qwen2.5-7B: partial match.
+PAPER = {
+    (1024, 2): 99.75,
+    (1024, 4): 96.98,
+    (1024, 6): 77.47,
+    (1024, 8): 66.88,
+    (512, 2): 97.07,
+    (512, 4): 75.89,
+    (512, 6): 42.70,
+    (512, 8): 30.00,
+    (128, 2): 65.93,
+    (128, 4): 20.83,
+    (128, 6): 16.18,
+    (128, 8): 15.07,
+}
+# RULER averages of table 2, Qwen2.5-7B at 16K.
+PAPER_RULER = {
+    "full": "90.8",
+    **{f"lagkv {kept}": score for kept, score in zip(KEPT, ("82.5", "73.5", "56.6", "42.4"), strict=True)},
+    **{f"snapkv {kept}": score for kept, score in zip(KEPT, ("60.7", "46.1", "34.4", "26.9"), strict=True)},
+    **{f"streamingllm {kept}": score for kept, score in zip(KEPT, ("72.5", "55.2", "33.4", "23.7"), strict=True)},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedRate(LagKV, heads="own"):
+    """LagKV as in the paper, every partition keeps the same share of itself, acting once the prompt is complete."""
+
+    chunks: bool = True
+    decode: bool = False
+
+    @property
+    def when(self) -> When:
+        return When()
+
+
+def fixed(label: str, lag: int, times: int, **more: Any) -> MethodSetting:
+    plan = Plan(evict=FixedRate(budget=Budget(ratio=1 / times), sinks=SINKS, lag=lag, **more))
+    return custom(label, plan, f"1/{times} of a partition", method="lagkv", lag=lag, times=times, **more)
+
+
+def lags(length: int) -> list[int]:
+    """The paper's lags that leave something to compress at this length; smaller ones where they do not."""
+    return [lag for lag in (32, 128, 512, 1024) if SINKS + 3 * lag <= length][-3:]
+
+
+def left(length: int, lag: int, times: int) -> int:
+    """Eq. 12: entries that are left."""
+    partitions, rest = divmod(length - SINKS, lag)
+    return SINKS + lag // times * (partitions - 1) + lag + rest
+
+
+def grid(shape: Shape, length: int) -> list[MethodSetting]:
+    made = [fixed(f"lag {lag}, {times}x", lag, times) for lag in lags(length) for times in TIMES]
+    largest = lags(length)[-1]
+    for name, more in VARIANTS.items():
+        made += [fixed(f"{name} {largest}, {times}x", largest, times, **more) for times in TIMES]
+    return made
+
+
+def attention(shape: Shape, length: int) -> list[MethodSetting]:
+    """The smallest of the lags, beside methods that need attention, at as many entries."""
+    lag, made = lags(length)[0], []
+    for times in (4, 8):
+        entries = left(length, lag, times)
+        made.append(fixed(f"lagkv {times}x", lag, times))
+        made.append(named(f"h2o {times}x", "h2o", budget=entries, every=None))
+        made.append(named(f"snapkv {times}x", "snapkv", budget=entries, window=32))
+    return made
+
+
+def chunk(length: int) -> int:
+    return lags(length)[-1]
+
+
+def chunked(shape: Shape, length: int) -> list[MethodSetting]:
+    lag = chunk(length)
+    made = []
+    for times in TIMES:
+        evict = LagKV(budget=Budget(ratio=1 / times), sinks=SINKS, lag=lag, chunks=True, decode=False)
+        made.append(custom(f"chunked {times}x", Plan(evict=evict), f"1/{times} of a partition", lag=lag, times=times))
+    return made
+
+
+def ruler(shape: Shape, length: int) -> list[MethodSetting]:
+    lag = 128 if length >= 4096 else 32
+    made = []
+    for kept in KEPT:
+        made.append(named(f"lagkv {kept}", "lagkv", budget=kept, lag=lag, sinks=SINKS, decode=False))
+        made.append(named(f"snapkv {kept}", "snapkv", budget=kept))
+        made.append(named(f"streamingllm {kept}", "streamingllm", budget=kept))
+    return made
+
+
+def times(shape: Shape, length: int) -> list[MethodSetting]:
+    return [
+        named("lagkv 25%", "lagkv", budget="25%", lag=128 if length >= 4096 else 32, decode=False),
+        named("snapkv 25%", "snapkv", budget="25%"),
+        named("h2o 25%", "h2o", budget="25%", every=None),
+    ]
+
+
+def first_tokens(found: Found, label: str, length: int) -> list[float]:
+    """Whether each answer begins as full KV's does: the first character, a digit, which is a token here."""
+    rows = [row for row in found.rows("chunks") if row["length"] == length]
+    full = {row["sample"]: row["answers"][0][:1] for row in rows if row["label"] == "full"}
+    return [float(row["answers"][0][:1] == full[row["sample"]]) for row in rows if row["label"] == label]
+
+
+def tables(found: Found) -> list[Table]:
+    rows = []
+    for length in found.lengths("grid"):
+        for name in (*(f"lag {lag}" for lag in lags(length)), *(f"{each} {lags(length)[-1]}" for each in VARIANTS)):
+            lag = int(name.split()[1])
+            for ratio in TIMES:
+                label = f"{name}, {ratio}x"
+                scores = found.values("grid", label, length=length)
+                if scores:
+                    shown = [number(found.mean("grid", label, each, length), 3) for each in ("score", "exact", "kl")]
+                    paper = PAPER.get((lag, ratio)) if name.startswith("lag") else None
+                    share = number(found.mean("grid", label, "kv_share", length), 3)
+                    rows.append([str(length), label, share, str(len(scores)), *shown, number(paper)])
+    head = ["prompt tokens", "setting", "KV", "n", "digits right", "all right", "KL", "the paper, Qwen2.5-7B, %"]
+    made: list[Table] = [("64-digit number: lag x ratio (table 3), and variants (figures 5, 6)", head, rows)]
+    rows = []
+    for length in found.lengths("chunks"):
+        for ratio in TIMES:
+            label = f"chunked {ratio}x"
+            same = first_tokens(found, label, length)
+            if same:
+                mean = sum(same) / len(same)
+                low, high = wilson(mean, len(same))
+                cells = [f"{mean:.2f} [{low:.2f}, {high:.2f}]", number(found.mean("chunks", label, length=length), 3)]
+                whole = found.mean("grid", f"lag {chunk(length)}, {ratio}x", length=length)
+                paper = "about 0.80" if ratio == 8 else ""
+                rows.append([str(length), label, str(len(same)), *cells, number(whole, 3), paper])
+    head = ["prompt tokens", "setting", "n", "first token as full KV's", "digits right", "unchunked", "the paper"]
+    made.append(("first token under chunking (figure 3)", head, rows))
+    labels = ["full", *(f"{name} {times}x" for times in (4, 8) for name in ("lagkv", "h2o", "snapkv"))]
+    made.append(
+        score_table(
+            found,
+            "attention",
+            labels,
+            {"h2o 4x": "partial 70.8, exact 35 (Llama-3)", "lagkv 4x": "L=1024: partial 96.57, exact 89 (Llama-3.1)"},
+        )
+    )
+    labels = ["full", *(f"{name} {kept}" for kept in KEPT for name in ("lagkv", "snapkv", "streamingllm"))]
+    made += [score_table(found, "ruler", labels, PAPER_RULER), task_table(found, "ruler", labels)]
+    return [*made, time_table(found)]
+
+
+def pictures(found: Found, folder: Path) -> list[Path]:
+    lengths = found.lengths("grid")
+    against = [
+        Line(
+            f"{length}",
+            sorted(
+                (lag / ratio, found.mean("grid", f"lag {lag}, {ratio}x", length=length))
+                for lag in lags(length)
+                for ratio in TIMES
+            ),
+        )
+        for length in lengths
+    ]
+    against.append(
+        Line(
+            "the paper, Qwen2.5-7B",
+            sorted((lag / ratio, score / 100) for (lag, ratio), score in PAPER.items()),
+            ours=False,
+        )
+    )
+    by_variant = [
+        Line(
+            f"{name}, {length}",
+            [(ratio, found.mean("grid", f"{name} {lags(length)[-1]}, {ratio}x", length=length)) for ratio in TIMES],
+        )
+        for length in lengths
+        for name in ("lag", *VARIANTS)
+    ]
+    first = [
+        Line(str(length), [(ratio, _mean(first_tokens(found, f"chunked {ratio}x", length))) for ratio in TIMES])
+        for length in found.lengths("chunks")
+    ]
+    scores = [
+        Line(
+            f"{name}, {length}",
+            [(float(kept[:-1]), found.mean("ruler", f"{name} {kept}", length=length)) for kept in KEPT],
+        )
+        for length in found.lengths("ruler")
+        for name in ("lagkv", "snapkv", "streamingllm")
+    ]
+    scores += [
+        Line(
+            f"{name}, the paper",
+            [(float(kept[:-1]), float(PAPER_RULER[f"{name} {kept}"]) / 100) for kept in KEPT],
+            ours=False,
+        )
+        for name in ("lagkv", "snapkv", "streamingllm")
+    ]
+    panels = [
+        Panel("Figure 2: 64 digits by r L", "entries kept of a partition", "digits right", against, log=True),
+        Panel("Figure 5: variants, the largest lag", "times compressed", "digits right", by_variant),
+        Panel("Figure 3: first token, chunked", "times compressed", "as full KV's", first),
+        Panel("Table 2: RULER, question hidden", "entries kept, %", "score", scores, log=True),
+    ]
+    return draw(panels, folder / "lagkv.png")
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def verdicts(found: Found) -> list[Verdict]:
+    def differ(
+        part: str, ours: str, theirs: str, metric: str = "score", margin: float = 0
+    ) -> dict[int, Estimate | None]:
+        out = {}
+        for length in found.lengths(part):
+            one, other = (found.values(part, each, metric, length) for each in (ours, theirs))
+            out[length] = paired({key: value - margin for key, value in one.items()}, other)
+        return out
+
+    def over_budgets(theirs: str) -> dict[str, Estimate | None]:
+        return {
+            f"{kept}, {length}": each
+            for kept in KEPT
+            for length, each in differ("ruler", f"lagkv {kept}", f"{theirs} {kept}").items()
+        }
+
+    no_attention = LagKV(budget=Budget(ratio=0.25)).window == 0
+    made = [
+        Verdict(
+            "is free of attention: needs no queries and no weights",
+            "method",
+            OUT if no_attention else NOT,
+            "the evictor asks for 0 queries",
+            "by construction",
+            abstract=True,
+        ),
+        compared(
+            "RULER, question hidden: outperforms SnapKV in different compression ratios",
+            "82.5 / 73.5 / 56.6 / 42.4 against 60.7 / 46.1 / 34.4 / 26.9",
+            over_budgets("snapkv"),
+            abstract=True,
+        ),
+        compared(
+            "RULER, question hidden: outperforms StreamingLLM in different compression ratios",
+            "against 72.5 / 55.2 / 33.4 / 23.7",
+            over_budgets("streamingllm"),
+            abstract=True,
+        ),
+        compared(
+            "64-digit number: outperforms H2O by over 50% at the same ratio: digits right, less 1.5 times H2O's",
+            "4x, exact: 89 against 35 %",
+            {
+                f"{times}x, {length}": _more_by_half(found, times, length)
+                for times in (4, 8)
+                for length in found.lengths("attention")
+            },
+            abstract=True,
+        ),
+        compared(
+            "performance comparable to other methods': 64-digit number, no worse than SnapKV at as many entries",
+            "LongBench within 10% of full KV",
+            {
+                f"{times}x, {length}": each
+                for times in (4, 8)
+                for length, each in differ("attention", f"lagkv {times}x", f"snapkv {times}x").items()
+            },
+            margin=0.05,
+            abstract=True,
+        ),
+    ]
+    cases = {}
+    for length in found.lengths("grid"):
+        few, many = lags(length)[0], lags(length)[-1]
+        for times in (4, 8):
+            ours, theirs = (found.values("grid", f"lag {lag}, {times}x", length=length) for lag in (many, few))
+            cases[f"{many} against {few}, {times}x, {length}"] = paired(ours, theirs)
+    made.append(
+        compared("table 3: at the same r a larger lag keeps more digits", "4x: 96.98 at 1024, 20.83 at 128", cases)
+    )
+    for name in VARIANTS:
+        cases = {}
+        for length in found.lengths("grid"):
+            largest = lags(length)[-1]
+            for times in (4, 8):
+                ours, theirs = (
+                    found.values("grid", f"{each} {largest}, {times}x", length=length) for each in ("lag", name)
+                )
+                cases[f"{times}x, {length}"] = paired(ours, theirs)
+        made.append(
+            compared(f"figure 5: the next partition as reference beats the variant '{name}'", "curve, L=1024", cases)
+        )
+    return [*made, _first(found)]
+
+
+def _more_by_half(found: Found, times: int, length: int) -> Estimate | None:
+    ours, theirs = (found.values("attention", f"{each} {times}x", length=length) for each in ("lagkv", "h2o"))
+    return estimate([ours[key] - 1.5 * theirs[key] for key in ours if key in theirs])
+
+
+def _first(found: Found) -> Verdict:
+    claim, paper = "figure 3: chunked, 8x, about 80% of first tokens are as without", "about 80%"
+    rule = "Wilson interval: came out where its low end is at least 0.7, did not where its high end is below"
+    shown, verdicts = [], []
+    for length in found.lengths("chunks"):
+        same = first_tokens(found, "chunked 8x", length)
+        if same:
+            mean = sum(same) / len(same)
+            low, high = wilson(mean, len(same))
+            verdicts.append(OUT if low >= 0.7 else NOT if high < 0.7 else OPEN)
+            few = "" if len(same) >= FEW else ", few"
+            shown.append(f"{length}: {mean:.2f} [{low:.2f}, {high:.2f}], n={len(same)}{few}")
+    verdict = LATER if not verdicts else NOT if NOT in verdicts else OPEN if OPEN in verdicts else OUT
+    return Verdict(claim, paper, verdict, "; ".join(shown), rule)
+
+
+STUDY = Study(
+    "lagkv",
+    "LagKV",
+    (
+        Part("grid", "64-digit number: lag x ratio, and variants", ("passkey64",), grid, answer=70),
+        Part(
+            "ruler", "RULER with the question hidden, beside SnapKV and StreamingLLM", RULER, ruler, "hidden", answer=24
+        ),
+        Part("chunks", "first token of chunked prompts", ("passkey64",), chunked, chunk=chunk, answer=70),
+        Part("attention", "64-digit number: H2O and SnapKV at as many entries", ("passkey64",), attention, answer=70),
+        Part("times", "times", settings=times, times=True),
+    ),
+    tables,
+    pictures,
+    verdicts,
+)
+
+if __name__ == "__main__":
+    main(STUDY)

@@ -1,0 +1,362 @@
+"""RocketKV's experiments (arXiv 2502.14051): budgets down to 1/64, how the compression is split, and conversations.
+
+    python -m benchmarks.paper.rocketkv [--model MODEL] [--lengths 4096,8192] [--samples 16] [--only PART] [--forecast]
+
+The paper: Llama3.1-8B and others, budgets of 256 to 4096 entries per step and KV head of prompts of up to 109K tokens
+(1/400), what is read to estimate included. Here budgets are shares of the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paper.common import (
+    Found,
+    Line,
+    Panel,
+    Part,
+    Shape,
+    Study,
+    Table,
+    custom,
+    draw,
+    main,
+    median,
+    named,
+    score_table,
+    task_table,
+    time_table,
+)
+from benchmarks.paper.verdicts import IMPOSSIBLE, LATER, MARGIN, Estimate, Verdict, compared, no_worse, paired
+from kvsieve.budget import Budget
+from kvsieve.core.kv_rows import ReadFacts
+from kvsieve.eval.cells import MethodSetting
+from kvsieve.methods import HSA
+from kvsieve.methods.hsa import hsa_setting
+from kvsieve.methods.readers import LEAST, Setting
+from kvsieve.methods.rocketkv import RocketEviction
+from kvsieve.plans import Plan
+
+PARTS = (4, 8, 16, 32, 64)
+COMPARED = (4, 16, 64)
+SPLITS = (0.3, 0.4, 0.5, 0.6, 0.7)
+SPLIT_AT = (16, 64)
+PAGES = (1, 2, 4, 8, 16)
+PAGES_AT = 16
+TURNS_AT = (8, 32)
+TASKS = ("ruler_niah_single_2", "ruler_niah_multikey_1", "ruler_niah_single_3")
+OTHERS = ("snapkv", "quest", "sparq", "hsa", "exacttopk")
+
+# RULER at 16K, Llama3.1-8B, table 6: 256 entries are 1/64, 1024 are 1/16, 4096 are 1/4. Full KV 91.3.
+PAPER = {
+    "full": "91.3",
+    **{f"rocketkv 1/{c}": s for c, s in ((64, "86.3"), (32, "88.6"), (16, "90.6"), (8, "91.4"), (4, "91.9"))},
+    **{f"snapkv 1/{c}": s for c, s in ((64, "26.3"), (16, "56.8"), (4, "70.7"))},
+    **{f"quest 1/{c}": s for c, s in ((64, "5.3"), (16, "64.6"), (4, "88.7"))},
+    **{f"sparq 1/{c}": s for c, s in ((64, "8.7"), (16, "86.5"), (4, "92.2"))},
+    **{f"hsa 1/{c}": s for c, s in ((64, "69.0"), (16, "89.5"), (4, "92.3"))},
+    **{f"exacttopk 1/{c}": s for c, s in ((64, "90.4"), (16, "91.5"), (4, "90.8"))},
+}
+# SCBench averages, table 4, budgets of 4096 and 1024 of 128K: 1/32 and 1/128; full KV 49.9.
+PAPER_TURNS = {
+    "full": "49.9",
+    **{f"{name} 1/32": s for name, s in (("rocketkv-mt", "47.8"), ("rocketkv", "31.5"), ("snapkv", "19.9"))},
+    **{f"{name} 1/32": s for name, s in (("exacttopk", "48.7"), ("hsa", "38.6"))},
+    **{f"{name} 1/8": s for name, s in (("rocketkv-mt", "50.5"), ("rocketkv", "39.5"), ("snapkv", "23.8"))},
+    **{f"{name} 1/8": s for name, s in (("exacttopk", "50.8"), ("hsa", "50.0"))},
+}
+
+
+def static_entries(length: int, new_tokens: int, tokens: int, split: float) -> int:
+    """Entries that may be stored where the first stage compresses by c^split; see `hsa.stored_entries`."""
+    total = length + new_tokens
+    ratio = max(1.0, total / tokens)
+    return max(int(total / ratio**split), min(2 * new_tokens, total))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticEviction(RocketEviction, heads="own"):
+    """The first stage with a split factor that does not depend on the compression."""
+
+    split: float
+
+    def entries(self, length: int, new_tokens: int = 0) -> int:
+        tokens = self.budget.entries(length + new_tokens, LEAST)
+        return max(static_entries(length, new_tokens, tokens, self.split) - new_tokens, self.minimum)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticHSA(HSA, static_shapes=True):
+    """The second stage behind `StaticEviction`."""
+
+    split: float
+
+    def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
+        return hsa_setting(static_entries(facts.length, facts.new_tokens, tokens, self.split), tokens, facts.dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedHSA(HSA, static_shapes=True):
+    """HSA with pages of a given size, and as many channels as leave the traffic of the estimate the same."""
+
+    page: int
+
+    def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
+        ratio = max(1.0, (facts.length + facts.new_tokens) / tokens)
+        channels = min(max(int(facts.dim * self.page / ratio), 1), facts.dim)
+        return Setting(tokens, max(tokens // 2, 1), self.page, channels)
+
+
+def entries(length: int, part: int) -> int:
+    return max(length // part, 48)
+
+
+def at(method: str, length: int, part: int) -> MethodSetting:
+    window = {"window": 32} if method in ("snapkv", "rocketkv", "rocketkv-mt") else {}
+    return named(f"{method} 1/{part}", method, budget=entries(length, part), **window)
+
+
+def budgets(shape: Shape, length: int) -> list[MethodSetting]:
+    rocket = [at("rocketkv", length, part) for part in PARTS]
+    return [*rocket, *(at(method, length, part) for part in COMPARED for method in OTHERS)]
+
+
+def splits(shape: Shape, length: int) -> list[MethodSetting]:
+    made = []
+    for part in SPLIT_AT:
+        made.append(at("rocketkv", length, part))
+        budget = Budget(tokens=entries(length, part))
+        for split in SPLITS:
+            plan = Plan(evict=StaticEviction(budget=budget, split=split), read=StaticHSA(budget=budget, split=split))
+            made.append(custom(f"split {split}, 1/{part}", plan, str(budget), split=split))
+    return made
+
+
+def pages(shape: Shape, length: int) -> list[MethodSetting]:
+    budget = Budget(tokens=entries(length, PAGES_AT))
+    made = [
+        custom(f"pages of {page}", Plan(read=PagedHSA(budget=budget, page=page)), str(budget), page=page)
+        for page in PAGES
+    ]
+    return [*made, *(at(method, length, PAGES_AT) for method in ("hsa", "quest", "sparq"))]
+
+
+def turns(shape: Shape, length: int) -> list[MethodSetting]:
+    methods = ("rocketkv-mt", "rocketkv", "snapkv", "exacttopk", "hsa")
+    return [at(method, length, part) for part in TURNS_AT for method in methods]
+
+
+def times(shape: Shape, length: int) -> list[MethodSetting]:
+    methods = ("rocketkv", "rocketkv-mt", "snapkv", "hsa")
+    return [at(method, length, part) for part in (16, 64) for method in methods]
+
+
+def tables(found: Found) -> list[Table]:
+    names = ["full", *(f"{method} 1/{part}" for part in PARTS for method in ("rocketkv", *OTHERS))]
+    made = [score_table(found, "budgets", names, PAPER), task_table(found, "budgets", names)]
+    names = [name for part in SPLIT_AT for name in (f"rocketkv 1/{part}", *(f"split {s}, 1/{part}" for s in SPLITS))]
+    made.append(score_table(found, "splits", ["full", *names]))
+    names = [*(f"pages of {page}" for page in PAGES), *(f"{each} 1/{PAGES_AT}" for each in ("hsa", "quest", "sparq"))]
+    made.append(score_table(found, "pages", ["full", *names]))
+    methods = ("rocketkv-mt", "rocketkv", "snapkv", "exacttopk", "hsa")
+    names = ["full", *(f"{method} 1/{part}" for part in TURNS_AT for method in methods)]
+    for part in ("multiturn", "shared"):
+        made.append(score_table(found, part, names, PAPER_TURNS))
+    made.append(_by_turn(found, names))
+    return [*made, time_table(found)]
+
+
+def _by_turn(found: Found, names: list[str]) -> Table:
+    rows = []
+    for name in names:
+        turns = [found.mean("multiturn", name, f"turn_{turn}") for turn in range(1, 5)]
+        if turns[0] is not None:
+            rows.append([name, *("" if each is None else f"{each:.2f}" for each in turns)])
+    return "multiturn, by turn, all lengths", ["setting", "turn 1", "turn 2", "turn 3", "turn 4"], rows
+
+
+def pictures(found: Found, folder: Path) -> list[Path]:
+    lengths = found.lengths("budgets")
+    swept = [
+        Line(f"{name}, {length}", [(part, found.mean("budgets", f"{name} 1/{part}", length=length)) for part in PARTS])
+        for length in lengths
+        for name in ("rocketkv", *OTHERS)
+    ]
+    swept += [
+        Line(f"{name}, the paper, RULER 16K", [(c, _of(PAPER, f"{name} 1/{c}")) for c in PARTS], ours=False)
+        for name in ("rocketkv", "snapkv")
+    ]
+    split = [
+        Line(f"1/{part}, {length}", [(s, found.mean("splits", f"split {s}, 1/{part}", "kl", length)) for s in SPLITS])
+        for length in found.lengths("splits")
+        for part in SPLIT_AT
+    ]
+    page = [
+        Line(str(length), [(size, found.mean("pages", f"pages of {size}", "kl", length)) for size in PAGES])
+        for length in found.lengths("pages")
+    ]
+    methods = ("rocketkv-mt", "rocketkv", "snapkv", "exacttopk", "hsa")
+    turn = [
+        Line(
+            f"{name} 1/{part}",
+            [(number, found.mean("multiturn", f"{name} 1/{part}", f"turn_{number}")) for number in range(1, 5)],
+        )
+        for part in TURNS_AT[-1:]
+        for name in methods
+    ]
+    panels = [
+        Panel("Figure 5: score by compression", "prompt over budget", "score", swept, log=True),
+        Panel("Figure 9: split of the compression", "split factor r", "KL to full KV", split),
+        Panel("Page size at equal traffic", "entries per page", "KL to full KV", page, log=True),
+        Panel("Conversation, by turn", "turn", "score", turn),
+    ]
+    return draw(panels, folder / "rocketkv.png")
+
+
+def _of(paper: dict[str, str], label: str) -> float | None:
+    return float(paper[label]) / 100 if label in paper else None
+
+
+def verdicts(found: Found) -> list[Verdict]:
+    def differ(part: str, ours: str, theirs: str, metric: str = "score", sign: int = 1) -> dict[int, Estimate | None]:
+        out = {}
+        for length in found.lengths(part):
+            one, other = (found.values(part, each, metric, length) for each in (ours, theirs))
+            out[length] = paired(one, other) if sign > 0 else paired(other, one)
+        return out
+
+    def cases(part: str, ours: str, theirs: tuple[str, ...], parts: tuple[int, ...]) -> dict[str, Estimate | None]:
+        return {
+            f"{name} 1/{each}, {length}": found_at
+            for name in theirs
+            for each in parts
+            for length, found_at in differ(part, f"{ours} 1/{each}", f"{name} 1/{each}").items()
+        }
+
+    made = [
+        _compression(found),
+        _costs(found),
+        compared(
+            "better than SnapKV, Quest and SparQ at a low budget (1/64)",
+            "RULER 16K 86.3 against 26.3, 5.3, 8.7",
+            cases("budgets", "rocketkv", ("snapkv", "quest", "sparq"), (64,)),
+        ),
+    ]
+    for part, what in (("multiturn", "in a conversation"), ("shared", "with a shared context")):
+        made.append(
+            compared(
+                f"RocketKV-MT consistently outperforms other methods {what}: RocketKV, SnapKV, HSA",
+                "1/32: 47.8 against 31.5, 19.9, 38.6",
+                cases(part, "rocketkv-mt", ("rocketkv", "snapkv", "hsa"), TURNS_AT),
+                abstract=True,
+            )
+        )
+        made.append(
+            compared(
+                f"RocketKV-MT nearly on par with exact top-k {what}",
+                "47.8 against 48.7",
+                cases(part, "rocketkv-mt", ("exacttopk",), TURNS_AT),
+                margin=MARGIN,
+                abstract=True,
+            )
+        )
+    made.append(
+        compared(
+            "figure 8: HSA is better than Quest and SparQ at equal traffic (KL, 1/16)",
+            "89.5 against 64.6 and 86.5",
+            {
+                f"{name}, {length}": each
+                for name in ("quest", "sparq")
+                for length, each in differ("pages", "hsa 1/16", f"{name} 1/16", "kl", -1).items()
+            },
+        )
+    )
+    made.append(
+        compared(
+            "a page size between the extremes (as HSA sets it) is better than pages of 1 and of 16 (KL)",
+            "two dimensions beat one",
+            {
+                f"pages of {page}, {length}": each
+                for page in (1, 16)
+                for length, each in differ("pages", "hsa 1/16", f"pages of {page}", "kl", -1).items()
+            },
+        )
+    )
+    made.append(_adaptive(found))
+    return made
+
+
+def _compression(found: Found) -> Verdict:
+    claim, paper = "up to 400x compression with negligible loss of accuracy", "NIAH 100% at 1/400 of 109K"
+    rule = f"the most compression where RocketKV is no worse than full KV by {MARGIN:g}, at most 64x tried"
+    shown, seen = [], []
+    for length in found.lengths("budgets"):
+        for part in PARTS:
+            each = paired(*(found.values("budgets", name, length=length) for name in (f"rocketkv 1/{part}", "full")))
+            if each is not None:
+                seen.append((part, no_worse(each)))
+                shown.append(f"1/{part}, {length}: {each}, {no_worse(each)}")
+    if not seen:
+        return Verdict(claim, paper, f"{IMPOSSIBLE} (400x); up to 64x {LATER}", "", rule, abstract=True)
+    best = max((part for part, _ in seen if all(v == "came out" for p, v in seen if p == part)), default=0)
+    told = f"400x {IMPOSSIBLE} (contexts are too short); " + (
+        f"{best}x came out" if best else "not shown at any budget"
+    )
+    return Verdict(claim, paper, told, "; ".join(shown), rule, abstract=True)
+
+
+def _costs(found: Found) -> Verdict:
+    claim = "3.7x end-to-end speed of decoding and 32.6% less memory on an A100"
+    lengths = sorted({row["length"] for row in found.costs()})
+    shown = []
+    for length in lengths:
+        for part in (16, 64):
+            named_at = f"rocketkv 1/{part}"
+            ratios = [found.ratio(named_at, each, length) for each in ("tpot_s", "kv_bytes", "kv_read_bytes")]
+            if ratios[0]:
+                now, stored, read = (median(each) for each in ratios)
+                shown.append(
+                    f"1/{part}, {length}: {1 / now:.2f}x tokens per second on this processor, "
+                    f"{stored:.3f} of the KV stored, {read:.3f} read per token, n={len(ratios[0])}"
+                )
+    return Verdict(claim, "3.7x, 32.6%", IMPOSSIBLE, "; ".join(shown), "needs that GPU", abstract=True)
+
+
+def _adaptive(found: Found) -> Verdict:
+    """Against the best static factor of each budget and length, by mean KL."""
+    cases: dict[str, Any] = {}
+    for length in found.lengths("splits"):
+        for part in SPLIT_AT:
+            kl = {s: found.mean("splits", f"split {s}, 1/{part}", "kl", length) for s in SPLITS}
+            seen = {s: value for s, value in kl.items() if value is not None}
+            if seen:
+                best = min(seen, key=lambda s: seen[s])
+                ours = found.values("splits", f"rocketkv 1/{part}", length=length)
+                theirs = found.values("splits", f"split {best}, 1/{part}", length=length)
+                cases[f"best is {best}, 1/{part}, {length}"] = paired(ours, theirs)
+    claim = "figure 9: the adaptive split is comparable to the best static one"
+    if not cases:
+        return Verdict(claim, "curve", LATER)
+    return compared(claim, "curve, in most cases", cases, margin=MARGIN)
+
+
+STUDY = Study(
+    "rocketkv",
+    "RocketKV",
+    (
+        Part("budgets", "budgets down to 1/64, beside others at equal traffic", TASKS, budgets),
+        Part("multiturn", "four questions in one conversation", ("multiturn",), turns, answer=60),
+        Part("shared", "four questions, each on its own copy of the context", ("shared",), turns, "hidden", answer=60),
+        Part("splits", "how the compression is split between the stages", TASKS, splits),
+        Part("pages", "page size against channels at equal traffic", TASKS, pages),
+        Part("times", "times, KV stored and read", settings=times, times=True),
+    ),
+    tables,
+    pictures,
+    verdicts,
+)
+
+if __name__ == "__main__":
+    main(STUDY)

@@ -1,0 +1,149 @@
+"""benchmarks/paper: every part of every study end to end on a tiny model, and verdicts on made-up results."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvsieve.tasks.samples import QuestionAnswer, Sample
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+from benchmarks.paper import asl, claims, common, fastkv, lagkv, rocketkv, verdicts  # noqa: E402
+
+sys.path.remove(str(ROOT))
+
+
+@dataclass(frozen=True)
+class Words:
+    """Two short answers on a context of words, whatever the task is called."""
+
+    name: str
+    title: str = "words"
+    modes: tuple[str, ...] = ("visible", "hidden")
+
+    def sample(self, index: int, length: int, seed: int, count) -> Sample:
+        words = " ".join(f"w{(index + 7 * at * at) % 120}" for at in range(length - 8))
+        turn = QuestionAnswer("w1", ("w3",), lambda given, _: {"score": float("w3" in given), "exact": 0.0}, 2)
+        several = self.name in ("multiturn", "shared")
+        return Sample(words, (turn, turn) if several else (turn,), independent=self.name == "shared")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> str:
+    from kvsieve.models.families import build
+    from toy_words import word_tokenizer
+
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    build("llama", num_hidden_layers=10).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """One task each, few settings."""
+    tasks = [name for study in claims.STUDIES for part in study.parts for name in part.tasks]
+    monkeypatch.setattr(common, "all_tasks", lambda: {name: Words(name) for name in tasks})
+    monkeypatch.setattr(fastkv, "DEPTHS", (1 / 3, 1 / 2, 2 / 3))
+    monkeypatch.setattr(fastkv, "RATES", ("10%", "20%"))
+    monkeypatch.setattr(asl, "TAUS", (0.3, 0.6))
+    monkeypatch.setattr(asl, "BUDGETS", ("20%",))
+    monkeypatch.setattr(lagkv, "TIMES", (4, 8))
+    monkeypatch.setattr(lagkv, "KEPT", ("50%",))
+    monkeypatch.setattr(rocketkv, "PARTS", (4,))
+    monkeypatch.setattr(rocketkv, "COMPARED", (4,))
+    monkeypatch.setattr(rocketkv, "TURNS_AT", (8,))
+    monkeypatch.setattr(rocketkv, "SPLITS", (0.5,))
+    monkeypatch.setattr(rocketkv, "SPLIT_AT", (4,))
+    monkeypatch.setattr(rocketkv, "PAGES", (1, 8))
+
+
+@pytest.mark.parametrize("study", claims.STUDIES, ids=lambda study: study.name)
+def test_every_part_runs_goes_on_where_it_stopped_and_is_told(study, checkpoint, few, tmp_path, capsys):
+    tasks = {part.tasks[0] for part in study.parts if part.tasks}
+    given = ["--model", checkpoint, "--lengths", "120", "--out", str(tmp_path), "--tasks", ",".join(tasks)]
+    common.main(study, [*given, "--samples", "1"])
+    found = common.Found(study.name, tmp_path / study.name / "tiny")
+    for part in study.parts:
+        rows = found.rows(part.name)
+        assert bool(rows) != part.times
+        if part.measure is None and rows:
+            labels = ["full", *(each.label for each in part.settings(common.Shape(10, 32, 1e4), 120))]
+            assert [row["label"] for row in rows if row["task"] == rows[0]["task"]] == labels
+    lines = {part.name: (found.folder / part.name).rglob("*.jsonl") for part in study.parts}
+    before = {file: file.read_bytes() for files in lines.values() for file in files}
+    common.main(study, [*given, "--samples", "1"])
+    assert {file: file.read_bytes() for file in before} == before
+    assert (found.folder / f"{study.name}.png").stat().st_size > 1000
+    told = capsys.readouterr().out
+    assert told.count("| claim |") == 2 and "the paper" in told
+    claims.main(["--results", str(tmp_path)])
+    page = (tmp_path / "claims.md").read_text()
+    assert (
+        f"### {study.title}, tiny" in page and "Not run yet: times." in page and page.count("Nothing has run yet.") == 3
+    )
+
+
+def test_a_forecast_counts_readings_and_runs_nothing(checkpoint, tmp_path, capsys):
+    given = ["--model", checkpoint, "--lengths", "4096", "--samples", "3", "--out", str(tmp_path), "--forecast"]
+    common.main(lagkv.STUDY, [*given, "--only", "grid,ruler"])
+    told = capsys.readouterr().out
+    # Every setting of these acts once on the whole prompt: one reading per sample and task.
+    assert "| grid | 4096 | 3 | 21 | 3 |" in told and "| ruler | 4096 | 15 | 13 | 15 |" in told
+    assert not list(tmp_path.iterdir())
+
+
+def test_times_are_measured_for_every_setting(checkpoint, few, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvsieve.eval.costs.NEW_TOKENS", 2)
+    monkeypatch.setattr("kvsieve.eval.costs.WARM_UP", 16)
+    given = ["--model", checkpoint, "--lengths", "120", "--out", str(tmp_path), "--only", "times", "--samples", "1"]
+    monkeypatch.setattr("kvsieve.eval.costs.Needle", lambda text: Words("needle"))
+    common.main(rocketkv.STUDY, given)
+    found = common.Found("rocketkv", tmp_path / "rocketkv" / "tiny")
+    assert found.ratio("full", "ttft_s", 120) == [1.0] and len(found.ratio("rocketkv 1/64", "kv_bytes", 120)) == 1
+
+
+def test_verdicts_follow_their_rules():
+    ours = {key: 0.9 for key in range(60)}
+    better = verdicts.compared("a", "", {"x": verdicts.paired(ours, {key: 0.5 for key in range(60)})})
+    worse = verdicts.compared("a", "", {"x": verdicts.paired(ours, {key: 1.0 for key in range(60)})}, margin=0.05)
+    close = verdicts.compared("a", "", {"x": verdicts.paired(ours, {key: 0.92 for key in range(60)})}, margin=0.05)
+    spread = verdicts.paired({key: key % 2 for key in range(60)}, {key: (key + 1) % 2 for key in range(60)})
+    assert [each.verdict for each in (better, worse, close)] == [verdicts.OUT, verdicts.NOT, verdicts.OUT]
+    assert verdicts.better(spread) == verdicts.OPEN and spread.low < 0 < spread.high
+    both = verdicts.compared("a", "", {"x": spread, "y": verdicts.paired(ours, {key: 0.5 for key in range(60)})})
+    assert both.verdict == verdicts.OPEN and "few" not in both.evidence
+    assert verdicts.compared("a", "", {"x": None}).verdict == verdicts.LATER
+
+
+def test_a_layer_is_selected_where_the_variance_falls_below_tau():
+    row = {"first": 8, "relative_variance": [1.0, 0.7, 0.28, 0.4]}
+    assert [asl.selected(row, tau) for tau in (0.2, 0.3, 0.8)] == [None, 10, 9]
+    assert asl.depth_of(row, 0.2) == 13 and asl.depth_of(row, 0.3) == 11
+
+
+def test_overlap_by_distance_compares_layers_of_one_half():
+    row = {"overlap": [[0.1, 0, 0], [0, 0], [0.9], []]}
+    assert fastkv.by_distance(row, late=False) == [0.1] and fastkv.by_distance(row, late=True) == [0.9]
+
+
+def test_a_fixed_rate_leaves_what_the_paper_says():
+    assert lagkv.left(4096, 128, 4) == 16 + 32 * 30 + 128 + 112
+    assert lagkv.lags(4096) == [128, 512, 1024] and lagkv.lags(1024) == [32, 128]
+
+
+def test_an_unknown_part_is_refused(tmp_path):
+    with pytest.raises(SystemExit, match="^error: no part gird; there are grid, ruler"):
+        common.main(lagkv.STUDY, ["--only", "gird", "--out", str(tmp_path)])
+
+
+def test_the_committed_page_is_what_the_committed_results_say():
+    if not (common.RESULTS / "claims.md").exists():
+        pytest.skip("nothing was committed")
+    assert (common.RESULTS / "claims.md").read_text() == claims.page(common.RESULTS), (
+        "run python -m benchmarks.paper.claims"
+    )
