@@ -172,7 +172,7 @@ def test_windows_of_a_text():
 
 
 def test_lengths_must_suit_the_model(model):
-    with pytest.raises(InputError, match="prompts of 500 tokens and answers of 32.*context of 512"):
+    with pytest.raises(InputError, match="prompts of 500 tokens and answers of 80.*context of 512"):
         calibrate(model, word_tokenizer(), Material(lengths=(100, 500)))
     with pytest.raises(InputError, match="at least 1 prompt"):
         calibrate(model, word_tokenizer(), Material(prompts=0))

@@ -14,8 +14,8 @@ from kvsieve.hf.model.support import why_unsupported
 from kvsieve.methods import TSP, SnapKV
 from kvsieve.plans import Plan
 
-TOLERANCE = 0.03
-KL_BOUND = 0.1
+TOLERANCE = 0.05
+KL_BOUND = 0.05
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ def is_near(found: Distance, tolerance: float | None) -> bool:
 def choose_layer(found: Sequence[Distance], rule: str, tolerance: float | None) -> tuple[int, bool]:
     """Index of the candidate to take, and whether the rule was met.
 
-    "settled": the earliest from which on every one has a relative distance of at most `tolerance` (0.03) and a KL of at
-    most 0.1. If not even the last is so near, the one of the smallest distance.
+    "settled": the earliest from which on every one has a relative distance of at most `tolerance` (0.05) and a KL of at
+    most 0.05. If not even the last is so near, the one of the smallest distance.
     "argmin": eq. 3, the smallest distance; with a `tolerance` (0) the earliest within (1 + tolerance) of it.
     """
     least = min(range(len(found)), key=lambda index: found[index].last)

@@ -9,9 +9,9 @@ from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.registry import did_you_mean
 
-# Answers of the model itself end here.
-ANSWER = 32
-PARTS = ("pooling", "tsp", "asl", "heads", "q_filters")
+# Answers of the model itself end here: a pass key of 64 digits fits.
+ANSWER = 80
+PARTS = ("pooling", "answers", "tsp", "asl", "heads", "q_filters")
 RULES = ("settled", "argmin")
 
 
@@ -24,13 +24,14 @@ class Options:
         budget: entries kept where pooling is compared.
         tsp_rate: tokens that go on under FastKV and ASL.
         rule: how the TSP layer is chosen, "settled" or "argmin"; see `distances.choose_layer`.
-        tolerance: the rule's; None for 0.03 under "settled" and 0 under "argmin".
+        tolerance: the rule's; None for 0.05 under "settled" and 0 under "argmin".
         max_layer: deepest TSP layer that is tried; None for the last but one.
         every_layer: False to measure from the deepest layer only down to the first that is not near, which chooses
             alike under "settled".
         kernels: SnapKV's kernels that are compared.
         windows: SnapKV's windows that are compared.
         poolings: SnapKV's poolings that are compared.
+        budgets: at which answers are tested, smallest first.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -40,14 +41,15 @@ class Options:
     tolerance: float | None = None
     max_layer: int | None = None
     every_layer: bool = True
-    kernels: tuple[int, ...] = (5, 7, 13, 21, 31, 63)
-    windows: tuple[int, ...] = (8, 16, 32, 64)
+    kernels: tuple[int, ...] = (7, 13, 21, 31, 63, 95, 127)
+    windows: tuple[int, ...] = (16, 32, 64)
     poolings: tuple[str, ...] = ("avg", "max")
+    budgets: tuple[str, ...] = ("5%", "10%", "20%", "35%", "50%")
 
     @classmethod
     def quick(cls, **how: Any) -> Options:
         """A quarter of the settings, and no layer that cannot be chosen, which is most of the time."""
-        return cls(kernels=(7, 21, 63), windows=(16, 32), every_layer=how.get("rule", "settled") != "settled", **how)
+        return cls(kernels=(21, 63, 95), windows=(16, 32), every_layer=how.get("rule", "settled") != "settled", **how)
 
     def __post_init__(self) -> None:
         for part in self.parts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ class ReferenceAnswer:
     ids: Tensor
     answer: Tensor
     truth: Tensor
+    name: str
     hidden: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
@@ -61,9 +63,13 @@ class Parts:
         if "asl" in propagates and layers < 4:
             self.measured["left_out"] = {"asl": f"it has too few layers ({layers})"}
             propagates.remove("asl")
-        per_prompt = 2 + ("pooling" in parts) + ("asl" in propagates) + len(found) * ("tsp" in propagates)
+        per_prompt = (
+            2 + ("pooling" in parts) + ("answers" in parts) + ("asl" in propagates) + len(found) * ("tsp" in propagates)
+        )
         self.total = len(prompts) * per_prompt + ("q_filters" in parts)
         references = self._pooling(prompts, stops)
+        if "answers" in parts:
+            self._answers(references)
         self._queries(references, held_out)
         layer = self._tsp(references, found) if "tsp" in propagates else None
         if "asl" in propagates:
@@ -93,7 +99,8 @@ class Parts:
             answer = prompt.answer
             if answer is None:
                 answer = greedy(self.model, shared.cache, shared.logits, stops, ANSWER)
-            references.append(ReferenceAnswer(prompt.ids, answer, following(self.model, shared.reduced(None), answer)))
+            truth = following(self.model, shared.reduced(None), answer)
+            references.append(ReferenceAnswer(prompt.ids, answer, truth, prompt.name))
             if wanted:
                 self._step("comparing windows and kernels")
                 found.append(pooling.distances(self.model, shared, evictors, answer))
@@ -112,6 +119,28 @@ class Parts:
                 "grid": grid,
             }
         return references
+
+    def _answers(self, references: Sequence[ReferenceAnswer]) -> None:
+        """Find the smallest budget from which on SnapKV, as chosen, gives an answer as full KV does, token by token."""
+        budgets, pooled, found = self.options.budgets, self.pooled, []
+        for reference in references:
+            self._step("testing answers")
+            ids, length = reference.ids, reference.ids.shape[1]
+            tested = [each for each in budgets if pooled.window < Budget.parse(each).entries(length)]
+            evictors = [dataclasses.replace(pooled, budget=Budget.parse(each)) for each in tested]
+            shared = read_shared(self.model, None, ids, torch.ones_like(ids), window=pooled.window)
+            same = pooling.agreement(self.model, shared, evictors, reference.answer)
+            wrong = max((index for index, share in enumerate(same) if share < 1), default=-1)
+            found.append(
+                {
+                    "task": reference.name,
+                    "prompt": length,
+                    "tokens": reference.answer.shape[1],
+                    "same": dict(zip(tested, map(_short, same), strict=True)),
+                    "from": tested[wrong + 1] if wrong + 1 < len(tested) else None,
+                }
+            )
+        self.measured["answers"] = {"budgets": list(budgets), "prompts": found}
 
     def _queries(self, references: Sequence[ReferenceAnswer], held_out: Prompt) -> None:
         """Read prompts with their answers and look at the queries of every layer."""

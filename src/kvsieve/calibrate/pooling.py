@@ -18,7 +18,8 @@ from kvsieve.methods import SnapKV
 # Settings whose answers are computed together.
 ROWS = 8
 
-_ALIKE = 1.1
+# Distances that say nothing: a tenth of the smallest, or so many nats.
+_ALIKE, _NEAR = 1.1, 0.005
 
 
 def settings(options: Options, length: int) -> list[SnapKV]:
@@ -50,10 +51,17 @@ def distances(model: Any, shared: SharedPrompt, evictors: Sequence[SnapKV], answ
     return found
 
 
+def agreement(model: Any, shared: SharedPrompt, evictors: Sequence[SnapKV], answer: Tensor) -> list[float]:
+    """Share of the tokens of answer [1, T] but the first at which a setting's most likely token is full KV's."""
+    best = following(model, shared.reduced(None), answer).argmax(-1)
+    found = [following(model, shared.reduced(evictor), answer).argmax(-1) for evictor in evictors]
+    return [(each == best).double().mean().item() for each in found]
+
+
 def choose(evictors: Sequence[SnapKV], kl: Sequence[float]) -> int:
-    """Index of the narrowest kernel whose distance is within a tenth of the smallest, the nearest of its settings.
+    """Index of the narrowest kernel whose distance is as good as the smallest, the nearest of its settings.
 
     Of kernels that serve alike the narrow one is better: at a smaller budget more of its pieces fit.
     """
-    near = [index for index, value in enumerate(kl) if value <= _ALIKE * min(kl)]
+    near = [index for index, value in enumerate(kl) if value <= max(_ALIKE * min(kl), min(kl) + _NEAR)]
     return min(near, key=lambda index: (evictors[index].kernel, kl[index], index))

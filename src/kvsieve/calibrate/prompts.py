@@ -15,8 +15,8 @@ from kvsieve.tasks import chosen_tasks
 from kvsieve.tasks.prompter import Prompter
 from kvsieve.turns import escaped, token_ids
 
-# Digits and sentences to be found in prose, by a question at the end.
-TASKS = ("needle", "ruler_niah_multikey_1", "passkey64", "ruler_niah_single_2")
+# Facts to be found in prose, by a question at the end: two short numbers, and two answers that are long.
+TASKS = ("needle", "ruler_niah_multikey_1", "passkey64", "ruler_niah_single_3")
 CONTINUATION = 32
 
 # Evaluation draws its samples with small seeds; a model should not be calibrated on what it is tested with.
@@ -25,10 +25,14 @@ _SEED = 10**6
 
 @dataclass(frozen=True)
 class Prompt:
-    """ids: int64 [1, N]. answer: int64 [1, T], what follows, 2 or more; None for the model's own under full KV."""
+    """A prompt and what follows it.
+
+    ids: int64 [1, N]. answer: int64 [1, T], 2 or more; None for the model's own under full KV. name: of its task.
+    """
 
     ids: Tensor
     answer: Tensor | None = None
+    name: str = "text"
 
     def __post_init__(self) -> None:
         if self.answer is not None and self.answer.shape[1] < 2:
@@ -43,7 +47,7 @@ def built_in_prompts(prompter: Prompter, lengths: Sequence[int], count: int, see
         for index in range(count):
             # Needles stand at depths 0.3, 0.4 ...: sinks and recent tokens would be found by any method.
             sample = tasks[index % len(tasks)].sample(index + 3, length, _SEED + seed, prompter.count)
-            made.append(Prompt(prompter.encode(sample).prompt))
+            made.append(Prompt(prompter.encode(sample).prompt, name=TASKS[index % len(tasks)]))
     return made
 
 

@@ -159,6 +159,12 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         found = f"window {one['window']}, kernel {one['kernel']}, {one['pooling']}"
         kls = [each["kl"] for each in one["grid"]]
         rows.append(("pooling", found, f"KL {one['kl']:.3g} at {one['budget']} (worst setting {max(kls):.3g})"))
+    if "answers" in measured:
+        tested = measured["answers"]["budgets"]
+        for task in dict.fromkeys(each["task"] for each in measured["answers"]["prompts"]):
+            rows.append(
+                _answers(task, [each for each in measured["answers"]["prompts"] if each["task"] == task], tested)
+            )
     if "tsp" in measured:
         one = measured["tsp"]
         at = one["layers"].index(one["layer"])
@@ -179,6 +185,14 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         one = measured["q_filters"]
         rows.append(("q_filters", f"rank correlation {one['correlation']:.2f}", f"negative in {one['negative']} heads"))
     return rows
+
+
+def _answers(task: str, found: list[Mapping[str, Any]], tested: list[str]) -> tuple[str, str, str]:
+    """Budget from which on all answers of a task are full KV's."""
+    least = [each["from"] for each in found]
+    where = f"not at {tested[-1]}" if None in least else f"right from {max(least, key=tested.index)} on"
+    tokens = max(each["tokens"] for each in found)
+    return "answers", f"{task}: {where}", f"all of up to {tokens} tokens as under full KV, SnapKV as above"
 
 
 def _writable(path: Path, option: str) -> Path:
