@@ -122,7 +122,39 @@ def test_the_time_is_forecast_before_anything_is_measured(model):
             assert forecast(model, some_prompts(1), dataclasses.replace(SMALL, parts=rest)) < all_parts
 
 
-@pytest.mark.parametrize("part", ["pooling", "tsp", "asl", "heads", "q_filters"])
+def test_answers_name_the_budget_from_which_on_they_are_right(model):
+    """As full KV's most likely tokens, one by one; a budget that a later one contradicts does not count."""
+    options = Options(parts=("answers",), budgets=("40%", "50%", "60%", "100%"))
+    given = [dataclasses.replace(each, name=f"task{i}") for i, each in enumerate(some_prompts(3))]
+    profile = measure(model, given, some_prompts(1)[0], (127,), options)
+    seen = profile.measured["answers"]["prompts"]
+    assert [each["task"] for each in seen] == ["task0", "task1", "task2"] and not profile.parameters
+    wrong = 0
+    for prompt, found in zip(given, seen, strict=True):
+        assert found["prompt"] == 90 and list(found["same"]) == ["40%", "50%", "60%", "100%"]
+        with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+            answer = sieve.generate(prompt.ids, max_new_tokens=80, do_sample=False, eos_token_id=127)
+        answer = answer.sequences[:, 90:]
+        assert found["tokens"] == answer.shape[1]
+        for budget, share in found["same"].items():
+            with kvsieve.attach(model, kvsieve.plan("snapkv", budget=budget, paper=True)) as sieve:
+                cache = sieve.prefill(prompt.ids)
+            with kvsieve.attach(model, kvsieve.plan("full")) as sieve, torch.no_grad():
+                logits = model(input_ids=answer[:, :-1], past_key_values=sieve.adopt(cache), use_cache=True).logits
+            right = (logits.argmax(-1) == answer[:, 1:]).double().mean().item()
+            assert share == pytest.approx(right, abs=1e-3)
+            wrong += right < 1
+        right = [budget for budget, share in found["same"].items() if share == 1]
+        assert found["same"]["100%"] == 1
+        assert found["from"] == next(
+            budget
+            for budget in right
+            if all(share == 1 for share in list(found["same"].values())[list(found["same"]).index(budget) :])
+        )
+    assert wrong
+
+
+@pytest.mark.parametrize("part", ["pooling", "answers", "tsp", "asl", "heads", "q_filters"])
 def test_parts_can_be_measured_alone(model, part):
     options = Options(parts=(part,), kernels=(3,), windows=(4,), rule="argmin", max_layer=3, tsp_rate="50%")
     profile = measure(model, some_prompts(1), some_prompts(1, seed=2)[0], options=options)
@@ -187,7 +219,7 @@ def text_file(tmp_path):
 
 def test_the_command_writes_a_profile_that_run_takes(cli, model_dir, text_file, tmp_path):
     out, plot = tmp_path / "p.json", tmp_path / "p.png"
-    given = ("--text", text_file, "--lengths", "150", "--prompts", "1", "--dtype", "float32", "--out", out)
+    given = ("--text", text_file, "--lengths", "250", "--prompts", "1", "--dtype", "float32", "--out", out)
     code, printed, errors = cli("calibrate", model_dir, *given, "--plot", plot, "--tsp-rate", "30%")
     assert code == 0, errors
     profile = load_profile(out)
@@ -221,7 +253,7 @@ def test_a_profile_names_its_dtype_and_serves_in_another(
 ):
     monkeypatch.setattr("kvsieve.devices.cpu_has", lambda name: native and name == "avx512_bf16")
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: "AVX512")
-    given = ("--text", text_file, "--lengths", "150", "--prompts", "1", "--parts", "heads", "--device", "cpu")
+    given = ("--text", text_file, "--lengths", "250", "--prompts", "1", "--parts", "heads", "--device", "cpu")
     code, printed, _ = cli("calibrate", model_dir, *given, *options, "--out", tmp_path / "p.json", "--json")
     assert code == 0 and json.loads(printed)["text"]["dtype"] == dtype
     other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
@@ -233,7 +265,7 @@ def test_a_profile_names_its_dtype_and_serves_in_another(
 @pytest.mark.parametrize("parts", ["pooling,tsp", "heads", "q_filters", "asl"])
 def test_the_closing_hint_is_a_command_that_runs(cli, model_dir, text_file, tmp_path, parts):
     out = tmp_path / "a profile's file.json"
-    given = ("--text", text_file, "--lengths", "150", "--prompts", "1", "--dtype", "float32", "--out", out)
+    given = ("--text", text_file, "--lengths", "250", "--prompts", "1", "--dtype", "float32", "--out", out)
     code, printed, said = cli("calibrate", model_dir, *given, "--tsp-rate", "30%", "--quick", "--parts", parts)
     assert code == 0 and "this takes about 10 seconds" in said
     hints = [line for line in printed.splitlines() if line.startswith("    kvsieve run ")]
@@ -248,7 +280,7 @@ def test_the_closing_hint_is_a_command_that_runs(cli, model_dir, text_file, tmp_
 
 
 def test_without_a_file_the_profile_is_kept_where_attach_finds_it(cli, model_dir, text_file, tmp_path, monkeypatch):
-    given = ("--text", text_file, "--lengths", "150", "--prompts", "1", "--dtype", "float32", "--parts", "pooling")
+    given = ("--text", text_file, "--lengths", "250", "--prompts", "1", "--dtype", "float32", "--parts", "pooling")
     code, _, errors = cli("calibrate", model_dir, *given)
     assert code == 2 and "cannot write to the profiles' directory" in errors and "--out" in errors
     monkeypatch.setenv("KVSIEVE_HOME", str(tmp_path))

@@ -27,7 +27,7 @@ def forecast(model: Any, prompts: Sequence[Prompt], options: Options) -> float:
         # How far down it goes is not known before.
         found = found[-max(1, len(found) // 3) :]
     found = found if "tsp" in options.parts else []
-    settings = len(options.kernels) * len(options.windows) * len(options.poolings) * ("pooling" in options.parts)
+    settings = 2 * len(options.kernels) * len(options.windows) * len(options.poolings) * ("pooling" in options.parts)
     plan, first = Plan(name="full"), prompts[0].ids[:, :_PILOT].to(model.device)
     read(model, plan, first[:, :_WARM_UP])
     per_token = _seconds(model, lambda: read(model, plan, first)) / first.shape[1]
@@ -41,7 +41,7 @@ def forecast(model: Any, prompts: Sequence[Prompt], options: Options) -> float:
         length = prompt.ids.shape[1]
         rate = options.tsp_rate.entries(length) / length  # type: ignore[union-attr]
         # Passes over a prompt: it is read, its queries are looked at, settings choose among its entries, tokens go.
-        passes = 2.2 + 1.5 * settings / 48 + 1.1 * ("asl" in options.parts)
+        passes = 2.2 + 1.5 * settings / 48 + 1.1 * ("asl" in options.parts) + 1.3 * ("answers" in options.parts)
         passes += sum((layer + 1 + rate * (layers - layer - 1)) / layers for layer in found)
         seconds += passes * length * per_token + (settings + len(found)) / pooling.ROWS * answers
         seconds += alone * (ANSWER if prompt.answer is None else 1)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -91,6 +90,7 @@ class Parts:
         """Read every prompt once under full KV, and compare SnapKV's settings on it."""
         wanted = "pooling" in self.options.parts
         evictors = pooling.settings(self.options, min(each.ids.shape[1] for each in prompts)) if wanted else []
+        budgets = pooling.budgets(self.options)
         window = max((each.window for each in evictors), default=1)
         references, found = [], []
         for prompt in prompts:
@@ -103,18 +103,22 @@ class Parts:
             references.append(ReferenceAnswer(prompt.ids, answer, truth, prompt.name))
             if wanted:
                 self._step("comparing windows and kernels")
-                found.append(pooling.distances(self.model, shared, evictors, answer))
+                asked = [replace(each, budget=budget) for budget in budgets for each in evictors]
+                found.append(pooling.distances(self.model, shared, asked, answer))
         if wanted:
-            kl = [sum(column) / len(column) for column in zip(*found, strict=True)]
+            means = [sum(column) / len(column) for column in zip(*found, strict=True)]
+            parts = [means[: len(evictors)], means[len(evictors) :]]
+            kl = [sum(each) / 2 for each in zip(*parts, strict=True)]
             chosen = pooling.choose(evictors, kl)
             best = evictors[chosen]
             grid = [
                 {"window": each.window, "pooling": each.pooling, "kernel": each.kernel, "kl": _short(value)}
-                for each, value in zip(evictors, kl, strict=True)
+                | {str(budget): _short(part[at]) for budget, part in zip(budgets, parts, strict=True)}
+                for at, (each, value) in enumerate(zip(evictors, kl, strict=True))
             ]
             self.measured["pooling"] = {
                 **{name: getattr(best, name) for name in ("window", "kernel", "pooling")},
-                "budget": str(self.options.budget),
+                "budgets": [str(each) for each in budgets],
                 "kl": _short(kl[chosen]),
                 "grid": grid,
             }
@@ -127,7 +131,7 @@ class Parts:
             self._step("testing answers")
             ids, length = reference.ids, reference.ids.shape[1]
             tested = [each for each in budgets if pooled.window < Budget.parse(each).entries(length)]
-            evictors = [dataclasses.replace(pooled, budget=Budget.parse(each)) for each in tested]
+            evictors = [replace(pooled, budget=Budget.parse(each)) for each in tested]
             shared = read_shared(self.model, None, ids, torch.ones_like(ids), window=pooled.window)
             same = pooling.agreement(self.model, shared, evictors, reference.answer)
             wrong = max((index for index, share in enumerate(same) if share < 1), default=-1)

@@ -158,7 +158,9 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         one = measured["pooling"]
         found = f"window {one['window']}, kernel {one['kernel']}, {one['pooling']}"
         kls = [each["kl"] for each in one["grid"]]
-        rows.append(("pooling", found, f"KL {one['kl']:.3g} at {one['budget']} (worst setting {max(kls):.3g})"))
+        rows.append(
+            ("pooling", found, f"KL {one['kl']:.3g} at {' and '.join(one['budgets'])} (worst setting {max(kls):.3g})")
+        )
     if "answers" in measured:
         tested = measured["answers"]["budgets"]
         for task in dict.fromkeys(each["task"] for each in measured["answers"]["prompts"]):
