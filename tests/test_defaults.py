@@ -68,10 +68,10 @@ def test_digits_of_a_token_are_counted(each):
 
 def test_without_a_profile_depth_and_digits_decide():
     plan = kvsieve.plan("fastkv").for_model(UNKNOWN)
-    assert plan.propagate == TSP(rate=0.2, layer=16, window=16, kernel=21)
-    assert plan.evict == SnapKV(budget="10%", window=16, kernel=21, pooling="max")
+    assert plan.propagate == TSP(rate=0.2, layer=16, window=16, kernel="auto")
+    assert plan.evict == SnapKV(budget="10%", window=16, kernel="auto", pooling="max")
     assert plan.name == "fastkv" and plan.profile is None and plan.unset is None
-    assert str(plan.filled) == "tsp_layer=16, window=16, kernel=21 from the model's depth and tokenizer"
+    assert str(plan.filled) == "tsp_layer=16, window=16, kernel=auto from the model's depth and tokenizer"
     assert kvsieve.plan("snapkv").for_model(UNKNOWN, Digits(3)).evict.kernel == 7, "an answer has fewer tokens there"
     assert kvsieve.plan("gemfilter").for_model(UNKNOWN).propagate.layer == 16
     assert kvsieve.plan("asl").for_model(UNKNOWN).propagate.source(24) == 16
@@ -148,7 +148,7 @@ def test_a_saved_profile_is_found_by_the_models_shape(model, home, tmp_path):
         assert sieve.plan.evict.heads == found.heads and sieve.plan.profile == found.fingerprint
     assert kvsieve.plan("fastkv").for_model(model).filled.parts[0][0] == "the model's depth and tokenizer"
     other = build("llama", num_hidden_layers=3)
-    assert kvsieve.plan("snapkv").for_model(other).evict.kernel == 21
+    assert kvsieve.plan("snapkv").for_model(other).evict.kernel == "auto"
     assert Plan.from_dict(json.loads(json.dumps(sieve.plan.to_dict()))) == sieve.plan
 
 

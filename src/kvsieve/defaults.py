@@ -32,7 +32,7 @@ def digits_per_token(tokenizer: Any = None) -> int:
 
 def pooling(model: Fingerprint, digits: int) -> dict[str, Any]:
     """Window and kernel of methods that keep what a window of queries attends to."""
-    return {"window": 16, "kernel": _odd(_PIECE / digits)}
+    return {"window": 16, "kernel": "auto" if digits == 1 else _odd(_PIECE / digits)}
 
 
 def fastkv(model: Fingerprint, digits: int) -> dict[str, Any]:

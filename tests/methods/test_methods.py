@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import kvsieve
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import width
 from kvsieve.errors import PlanError
 from kvsieve.methods import TSP, KNorm, SnapKV, StreamingLLM
 from kvsieve.models.families import build
@@ -115,6 +117,33 @@ def test_snapkv_and_tsp_equal_the_slow_reference_in_padded_batches(groups, pooli
         assert ours == [j + pad for j in best(saliency, int(true * 0.4) - window)] + tail
 
 
+def test_an_automatic_kernel_follows_what_each_row_keeps():
+    """A sixth of the entries, odd, from 7 to 95, row by row: evictor and propagator alike."""
+    torch.manual_seed(1)
+    query, keys = (torch.randn(2, 2, 400, 8, dtype=torch.float64) for _ in range(2))
+    padded = context(query, keys, padding=[0, 250])
+    auto = SnapKV(budget="30%", window=5, kernel="auto")
+    tsp = TSP(rate="30%", layer=0, window=5, kernel="auto")
+    chosen = tsp.select(padded)
+    for row, (pad, kernel) in enumerate([(0, 21), (250, 7)]):
+        alone = context(query[row : row + 1, :, pad:], keys[row : row + 1, :, pad:])
+        fixed = SnapKV(budget="30%", window=5, kernel=kernel)
+        expected = [[slot + pad for slot in head] for head in kept(fixed, alone)]
+        assert kept(auto, padded, row) == expected != kept(SnapKV(budget="30%", window=5, kernel=13), padded, row)
+        wanted = TSP(rate="30%", layer=0, window=5, kernel=kernel).select(alone)
+        ours = chosen.indices[row, -chosen.lengths[row] :]
+        assert (ours - pad).tolist() == wanted.indices[0].tolist()
+    assert [width("auto", Budget.parse(each), (1000,)) for each in (1, 60, 90, 96, 400, 1000)] == [
+        7,
+        11,
+        15,
+        17,
+        67,
+        95,
+    ]
+    assert width(9, Budget.parse(400), (1000, 10)) == 9
+
+
 def test_budgets_below_the_window_are_refused_and_ratios_raised():
     with pytest.raises(PlanError, match="8 entries is too small, at least 33"):
         SnapKV(budget=8)
@@ -133,7 +162,15 @@ def test_nothing_is_dropped_when_the_budget_covers_the_prompt():
 
 @pytest.mark.parametrize(
     "options",
-    [{"kernel": 4}, {"kernel": 0}, {"window": 0}, {"window": 2.5}, {"pooling": "median"}, {"skip_layers": -1}],
+    [
+        {"kernel": 4},
+        {"kernel": 0},
+        {"kernel": "wide"},
+        {"window": 0},
+        {"window": 2.5},
+        {"pooling": "median"},
+        {"skip_layers": -1},
+    ],
 )
 def test_bad_parameters_are_named(options):
     with pytest.raises(PlanError, match=next(iter(options))):

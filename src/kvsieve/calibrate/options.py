@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsieve.budget import Budget
+from kvsieve.core.scoring import Kernel
 from kvsieve.errors import PlanError
 from kvsieve.registry import did_you_mean
 
@@ -41,7 +42,7 @@ class Options:
     tolerance: float | None = None
     max_layer: int | None = None
     every_layer: bool = True
-    kernels: tuple[int, ...] = (7, 13, 21, 31, 63, 95, 127)
+    kernels: tuple[Kernel, ...] = (7, 13, 21, 31, 63, 95, "auto")
     windows: tuple[int, ...] = (16, 32, 64)
     poolings: tuple[str, ...] = ("avg", "max")
     budgets: tuple[str, ...] = ("5%", "10%", "20%", "35%", "50%")
@@ -49,7 +50,9 @@ class Options:
     @classmethod
     def quick(cls, **how: Any) -> Options:
         """A quarter of the settings, and no layer that cannot be chosen, which is most of the time."""
-        return cls(kernels=(21, 63, 95), windows=(16, 32), every_layer=how.get("rule", "settled") != "settled", **how)
+        return cls(
+            kernels=(21, 63, "auto"), windows=(16, 32), every_layer=how.get("rule", "settled") != "settled", **how
+        )
 
     def __post_init__(self) -> None:
         for part in self.parts:

@@ -11,6 +11,7 @@ from torch import Tensor
 from kvsieve.budget import Budget
 from kvsieve.calibrate.options import Options
 from kvsieve.calibrate.reading import divergence, following
+from kvsieve.core.scoring import Kernel
 from kvsieve.errors import InputError
 from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.shared import SharedPrompt
@@ -73,7 +74,11 @@ def agreement(model: Any, shared: SharedPrompt, evictors: Sequence[SnapKV], answ
 def choose(evictors: Sequence[SnapKV], kl: Sequence[float]) -> int:
     """Index of the narrowest kernel whose distance is as good as the smallest, the nearest of its settings.
 
-    Of kernels that serve alike the narrow one is better: at a smaller budget more of its pieces fit.
+    Of kernels that serve alike "auto" comes first, then the narrowest: at a smaller budget more of its pieces fit.
     """
     near = [index for index, value in enumerate(kl) if value <= max(_ALIKE * min(kl), min(kl) + _NEAR)]
-    return min(near, key=lambda index: (evictors[index].kernel, kl[index], index))
+    return min(near, key=lambda index: (_order(evictors[index].kernel), kl[index], index))
+
+
+def _order(kernel: Kernel) -> int:
+    return 0 if kernel == "auto" else kernel

@@ -11,13 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsieve import kernels
+from kvsieve.budget import Budget
 from kvsieve.core.softmax import cap, sinks_of, softmax
 from kvsieve.types import AttentionTerms, LayerContext
 
 Pool = Literal["avg", "max"]
+Kernel = int | Literal["auto"]
+Width = int | tuple[int, ...]
+"""Width of a pooling: one for all rows, or one per row."""
 
 # The widest pooling: the work grows with it, and papers take up to 63.
 WIDEST = 4095
+
+# "auto": so many pieces of the kernel's width fit into a budget, each at most as long as an answer of 64 digits needs.
+_PIECES, _LEAST, _MOST = 6, 7, 95
 
 # Logits of one block: [B, H, G * W, block] in float32 stay under about 128 MiB.
 _BLOCK_ELEMENTS = 1 << 25
@@ -116,12 +123,29 @@ def window_weights(
         yield per_query((logits(*span) - norm).exp_())
 
 
-def pool(scores: Tensor, kernel: int, kind: Pool, valid: Tensor | None = None) -> Tensor:
+def width(kernel: Kernel, budget: Budget, rows: tuple[int, ...]) -> Width:
+    """Width of a pooling whose best entries are kept.
+
+    A narrow kernel cuts long answers apart, of a wide one few pieces fit: "auto" is a sixth of what is kept.
+
+    Args:
+        kernel: odd, or "auto": a sixth of the entries that `budget` allows, odd, 7 to 95.
+        budget: of entries, or of tokens that go on.
+        rows: entries of each row.
+    """
+    if kernel != "auto":
+        return kernel
+    wanted = (budget.entries(entries) // _PIECES for entries in rows)
+    each = tuple(min(max(2 * (one // 2) + 1, _LEAST), _MOST) for one in wanted)
+    return each[0] if len(set(each)) == 1 else each
+
+
+def pool(scores: Tensor, kernel: Width, kind: Pool, valid: Tensor | None = None) -> Tensor:
     """Smooth scores along the sequence.
 
     Args:
         scores: [..., N].
-        kernel: width, odd; 1 returns the scores as they are.
+        kernel: width, odd; 1 returns the scores as they are. One per row of [B, ..., N], if a tuple.
         kind: "avg" divides by the kernel everywhere, counting zeros beyond the ends; "max" ignores them.
         valid: bool [B, H or 1, N or more], for scores [B, X, N] that are 0 where it is False. Entries are then
             neighbours whatever padding lies between them, as later turns of a batch bring it. None: no padding.
@@ -131,6 +155,11 @@ def pool(scores: Tensor, kernel: int, kind: Pool, valid: Tensor | None = None) -
     """
     if kernel == 1:
         return scores
+    if isinstance(kernel, tuple):
+        rows = [slice(row, row + 1) for row in range(len(kernel))]
+        masks = [None if valid is None else valid[row] for row in rows]
+        parts = zip(rows, kernel, masks, strict=True)
+        return torch.cat([pool(scores[row], one, kind, mask) for row, one, mask in parts])
     if valid is not None:
         return _closed_up(scores, valid, lambda part: pool(part, kernel, kind))
     flat = scores.reshape(-1, 1, scores.shape[-1])
@@ -164,7 +193,7 @@ def group_mean(scores: Tensor, heads: int) -> Tensor:
     return scores.reshape(batch, heads, query_heads // heads, length).mean(2)
 
 
-def pooled_mass(ctx: LayerContext, window: int, kernel: int, pooling: Pool, heads: int | None = None) -> Tensor:
+def pooled_mass(ctx: LayerContext, window: int, kernel: Width, pooling: Pool, heads: int | None = None) -> Tensor:
     """Pooled mass that the last queries of this pass give to the entries before them.
 
     Args:
@@ -180,7 +209,7 @@ def pooled_mass(ctx: LayerContext, window: int, kernel: int, pooling: Pool, head
     window = min(window, ctx.query.shape[2])
     mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)
     mass, valid = mass[..., :-window], ctx.valid
-    if heads is not None and kernels.usable(mass):
+    if heads is not None and isinstance(kernel, int) and kernels.usable(mass):
         by_kernel = functools.partial(kernels.pooled, heads=heads, kernel=kernel, pooling=pooling)
         return by_kernel(mass) if valid is None or kernel == 1 else _closed_up(mass, valid, by_kernel)
     pooled = pool(mass, kernel, pooling, valid)

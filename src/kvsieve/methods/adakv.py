@@ -25,7 +25,7 @@ from torch import Tensor
 from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate, winners
-from kvsieve.core.scoring import Pool, group_mean, pool, pooled_mass
+from kvsieve.core.scoring import Kernel, Pool, group_mean, pool, pooled_mass
 from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods.allocators import LayerAllocator
@@ -49,7 +49,7 @@ class GroupedSnapKV(SnapKV, heads="own"):
     def context_scores(self, ctx: LayerContext) -> Tensor:
         mass = pooled_mass(ctx, self.window, 1, self.pooling)
         mass = mass if self.per_query_head else group_mean(mass, ctx.keys.shape[1])
-        return pool(mass, self.kernel, self.pooling, ctx.valid)
+        return pool(mass, self.width(ctx), self.pooling, ctx.valid)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ class AdaKVParameters(Parameters):
     pyramid: bool = False
     beta: int = 20
     window: int = 32
-    kernel: int = 7
+    kernel: Kernel = 7
     pooling: Pool = "max"
     skip_layers: int | tuple[int, ...] | str = 0
     every: int | None = None

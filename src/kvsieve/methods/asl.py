@@ -27,10 +27,10 @@ from torch import Tensor
 
 from kvsieve import defaults
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import WIDEST, Pool, pooled_mass
+from kvsieve.core.scoring import Kernel, Pool, pooled_mass, width
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import apply_protection, check_int
+from kvsieve.methods.base import apply_protection, check_int, check_kernel
 from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
@@ -56,7 +56,7 @@ class AdaptiveTSP(Propagator, heads="all"):
     observed: int = 8
     first: int | None = None
     window: int = 32
-    kernel: int = 7
+    kernel: Kernel = 7
     pooling: Pool = "avg"
     two_pass: bool = False
     rule: Rule = "asl"
@@ -69,7 +69,7 @@ class AdaptiveTSP(Propagator, heads="all"):
             raise PlanError(f"AdaptiveTSP: tau must be at least 0, got {self.tau!r}")
         check_int(self, "observed", self.observed, 2)
         check_int(self, "window", self.window, 1)
-        check_int(self, "kernel", self.kernel, 1, most=WIDEST, odd=True)
+        check_kernel(self, self.kernel)
         if self.first is not None:
             check_int(self, "first", self.first, 0)
             if self.first < self.observed - 1:
@@ -97,7 +97,8 @@ class AdaptiveTSP(Propagator, heads="all"):
         if not open_rows or (ctx.layer_idx == ctx.num_layers - 1 and not self.two_pass):
             return None
         first = ctx.keys.shape[2] - ctx.offered
-        saliency = ctx.ranks.mean(pooled_mass(ctx, self.window, self.kernel, self.pooling).mean(1)[:, first:])
+        kernel = width(self.kernel, self.rate, ctx.offered_counts)
+        saliency = ctx.ranks.mean(pooled_mass(ctx, self.window, kernel, self.pooling).mean(1)[:, first:])
         window = ctx.offered - saliency.shape[1]
         chosen = []
         for index, row in enumerate(rows):
@@ -207,7 +208,7 @@ class ASLParameters(Parameters):
     observed: int = 8
     first: int | None = None
     window: int = 32
-    kernel: int = 7
+    kernel: Kernel = 7
     pooling: Pool = "avg"
     full_before: bool = False
     two_pass: bool = False

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.budget import Budget
+from kvsieve.core.scoring import WIDEST
 from kvsieve.core.selection import select_top, top_mask
 from kvsieve.errors import PlanError, UnsupportedModelError, short
 from kvsieve.named import plan
@@ -184,6 +185,12 @@ def check_int(owner: object, name: str, value: object, minimum: int, *, most: in
         limit = f"from {minimum} to {most}" if most < MOST else f"of at least {minimum}"
         wanted = f"{'an odd' if odd else 'a'} whole number {limit}"
         raise PlanError(f"{type(owner).__name__}: {name} must be {wanted}, got {short(value)}")
+
+
+def check_kernel(owner: object, value: object) -> None:
+    """Raise PlanError unless `value` is an odd width of a pooling, or "auto"."""
+    if value != "auto":
+        check_int(owner, "kernel", value, 1, most=WIDEST, odd=True)
 
 
 def last_real(ctx: LayerContext, count: int | tuple[int, ...]) -> Tensor:

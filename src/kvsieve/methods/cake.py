@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvsieve import defaults
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import Pool, group_mean, pool, score_dtype, window_weights
+from kvsieve.core.scoring import Kernel, Pool, group_mean, pool, score_dtype, window_weights
 from kvsieve.errors import PlanError
 from kvsieve.methods.allocators import Cascade, observed
 from kvsieve.methods.base import ScoredEvictor
@@ -78,7 +78,7 @@ class CakeScores(SnapKV, heads="own"):
     gamma: in [0, 1e9]. The rest as in SnapKV.
     """
 
-    kernel: int = 5
+    kernel: Kernel = 5
     gamma: float = 200.0
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class CakeScores(SnapKV, heads="own"):
     def context_scores(self, ctx: LayerContext) -> Tensor:
         found = _statistics(ctx, self.window)
         scores = found.mean + self.gamma * found.variance
-        scores = pool(scores, self.kernel, self.pooling, ctx.valid)
+        scores = pool(scores, self.width(ctx), self.pooling, ctx.valid)
         return scores if self.per_query_head else group_mean(scores, ctx.keys.shape[1])
 
 
@@ -134,7 +134,7 @@ class CakeParameters(Parameters):
     tau2: float = 1.0
     gamma: float = 200.0
     window: int = 32
-    kernel: int = 5
+    kernel: Kernel = 5
     pooling: Pool = "avg"
     skip_layers: int | tuple[int, ...] | str = 0
     every: int | None = None

@@ -19,7 +19,7 @@ import torch
 from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate
-from kvsieve.core.scoring import Pool
+from kvsieve.core.scoring import Kernel, Pool
 from kvsieve.core.selection import top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods.allocators import Cascade, LayerScores
@@ -96,7 +96,7 @@ def dynamickv(
     most: float = 5.0,
     interval: int = 4,
     window: int = 8,
-    kernel: int = 7,
+    kernel: Kernel = 7,
     pooling: Pool = "avg",
     skip_layers: int | tuple[int, ...] | str = 0,
     every: int | None = None,

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from kvsieve import defaults
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import WIDEST, Pool, pooled_mass
+from kvsieve.core.scoring import Kernel, Pool, pooled_mass, width
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import apply_protection, check_int
+from kvsieve.methods.base import apply_protection, check_int, check_kernel
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
@@ -42,7 +42,7 @@ class TSP(Propagator, heads="all"):
     rate: Budget
     layer: int | None = None
     window: int = 8
-    kernel: int = 7
+    kernel: Kernel = 7
     pooling: Pool = "max"
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class TSP(Propagator, heads="all"):
         if self.layer is not None:
             check_int(self, "layer", self.layer, 0)
         check_int(self, "window", self.window, 1)
-        check_int(self, "kernel", self.kernel, 1, most=WIDEST, odd=True)
+        check_kernel(self, self.kernel)
 
     def source(self, num_layers: int) -> int:
         layer = num_layers // 2 - 1 if self.layer is None else self.layer
@@ -78,7 +78,8 @@ class TSP(Propagator, heads="all"):
         if counts == offered:
             return None
         first = ctx.keys.shape[2] - ctx.offered
-        saliency = ctx.ranks.mean(pooled_mass(ctx, self.window, self.kernel, self.pooling).mean(1)[:, first:])
+        kernel = width(self.kernel, self.rate, ctx.offered_counts)
+        saliency = ctx.ranks.mean(pooled_mass(ctx, self.window, kernel, self.pooling).mean(1)[:, first:])
         scores = saliency.new_full((saliency.shape[0], ctx.offered), float("inf"))
         scores[:, : saliency.shape[1]] = saliency
         if ctx.valid is not None:
@@ -101,7 +102,7 @@ def fastkv(
     tsp_layer: int | None = None,
     tsp_rate: Budget | str | int | float = 0.2,
     window: int = 8,
-    kernel: int = 7,
+    kernel: Kernel = 7,
     pooling: Pool = "max",
 ) -> Plan:
     """Token-selective propagation with SnapKV retention."""

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from kvsieve import defaults
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import WIDEST, pool, score_dtype
+from kvsieve.core.scoring import Kernel, pool, score_dtype, width
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
-from kvsieve.methods.base import apply_protection, check_int
+from kvsieve.methods.base import apply_protection, check_int, check_kernel
 from kvsieve.registry import register_method
 from kvsieve.roles import Propagator
 from kvsieve.types import LayerContext, Selection
@@ -52,7 +52,7 @@ class GemFilter(Propagator, heads="all"):
 
     budget: Budget
     layer: int | None = None
-    kernel: int = 5
+    kernel: Kernel = 5
     keep_last: int = 1
 
     two_pass = True
@@ -62,7 +62,7 @@ class GemFilter(Propagator, heads="all"):
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         if self.layer is not None:
             check_int(self, "layer", self.layer, 0)
-        check_int(self, "kernel", self.kernel, 1, most=WIDEST, odd=True)
+        check_kernel(self, self.kernel)
         check_int(self, "keep_last", self.keep_last, 0)
         if self.budget.tokens is not None and self.budget.tokens < self.keep_last:
             raise PlanError(
@@ -110,7 +110,11 @@ class GemFilter(Propagator, heads="all"):
         scores = ctx.ranks.mean(scores)
         real = None if ctx.valid is None else ctx.valid[:, 0]
         # Pooling counts zeros beyond the ends, and so it must at a row's own start.
-        scores = pool(scores if real is None else scores.masked_fill(~real, 0), self.kernel, "avg")
+        scores = pool(
+            scores if real is None else scores.masked_fill(~real, 0),
+            width(self.kernel, self.budget, ctx.offered_counts),
+            "avg",
+        )
         if real is not None:
             scores = scores.masked_fill(~real, float("-inf"))
         if self.keep_last:

@@ -22,7 +22,7 @@ from torch import Tensor
 from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.queries import query_mass
-from kvsieve.core.scoring import Pool, group_mean, pool
+from kvsieve.core.scoring import Kernel, Pool, group_mean, pool
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_int
 from kvsieve.methods.snapkv import SnapKV
@@ -115,7 +115,7 @@ class Lookahead(SnapKV, ProbingEvictor, heads="own"):
             visible = torch.cat([causal.expand(len(visible), -1, -1, -1), visible], 2)
             query = torch.cat([ctx.query[:, :, -window:], drafted.to(ctx.query.dtype)], 2)
         mass = query_mass(query, ctx.keys, ctx.scale, visible, terms=ctx.terms)[..., :-window]
-        return group_mean(pool(mass, self.kernel, self.pooling, ctx.valid), heads)
+        return group_mean(pool(mass, self.width(ctx), self.pooling, ctx.valid), heads)
 
 
 @register_method(
@@ -132,7 +132,7 @@ def lookahead(
     draft: Budget | str | int | float | None = None,
     local: bool = True,
     window: int = 32,
-    kernel: int = 7,
+    kernel: Kernel = 7,
     pooling: Pool = "avg",
 ) -> Plan:
     """Entries that a draft of the answer attends to."""

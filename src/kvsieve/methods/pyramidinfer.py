@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvsieve import defaults
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import score_dtype
+from kvsieve.core.scoring import Kernel, score_dtype
 from kvsieve.core.selection import select_top
 from kvsieve.core.softmax import cap, sinks_of, softmax
 from kvsieve.errors import PlanError
@@ -180,7 +180,7 @@ class PyramidInferParameters(Parameters):
     distance_weight: float = 1.2
     budget: Budget | str | int | float | None = None
     window: int = 32
-    kernel: int = 7
+    kernel: Kernel = 7
 
     def plan(self) -> Plan:
         return Plan(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate, pyramid
-from kvsieve.core.scoring import Pool
+from kvsieve.core.scoring import Kernel, Pool
 from kvsieve.methods.allocators import LayerAllocator
 from kvsieve.methods.base import ScoredEvictor, check_int
 from kvsieve.methods.snapkv import SnapKV
@@ -63,7 +63,7 @@ def pyramidkv(
     budget: Budget | str | int | float = "20%",
     beta: int = 20,
     window: int = 32,
-    kernel: int = 5,
+    kernel: Kernel = 5,
     pooling: Pool = "avg",
     skip_layers: int | tuple[int, ...] | str = 0,
     every: int | None = None,

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvsieve import defaults
-from kvsieve.core.scoring import WIDEST, Pool, pooled_mass
-from kvsieve.methods.base import ScoredEvictor, check_int, last_real
+from kvsieve.core.scoring import Kernel, Pool, Width, pooled_mass, width
+from kvsieve.methods.base import ScoredEvictor, check_int, check_kernel, last_real
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext
 
@@ -37,19 +37,20 @@ class SnapKV(ScoredEvictor, heads="own"):
     """Keep the entries that the prompt's last `window` queries attend to, and those queries' own entries.
 
     window: W, the observing queries at the prompt's end, always kept, at least 1.
-    kernel: odd width of the pooling; wider keeps longer passages whole.
+    kernel: odd width of the pooling; wider keeps longer passages whole, and fewer of them. "auto": a sixth of what is
+        kept, 7 to 95.
     pooling: "avg" or "max", before the group is shared.
     per_query_head: one set per query head, stored G times over; for fidelity to the original code only.
     """
 
     window: int = 32
-    kernel: int = 7
+    kernel: Kernel = 7
     pooling: Pool = "avg"
     per_query_head: bool = False
 
     def __post_init__(self) -> None:
         check_int(self, "window", self.window, 1)
-        check_int(self, "kernel", self.kernel, 1, most=WIDEST, odd=True)
+        check_kernel(self, self.kernel)
         super().__post_init__()
 
     @property
@@ -66,7 +67,11 @@ class SnapKV(ScoredEvictor, heads="own"):
     def context_scores(self, ctx: LayerContext) -> Tensor:
         """[B, H or Hq, M]: scores of the entries before the observing queries' own."""
         heads = None if self.per_query_head else ctx.keys.shape[1]
-        return pooled_mass(ctx, self.window, self.kernel, self.pooling, heads)
+        return pooled_mass(ctx, self.window, self.width(ctx), self.pooling, heads)
+
+    def width(self, ctx: LayerContext) -> Width:
+        """Width of the pooling."""
+        return width(self.kernel, self.budget, ctx.stored)
 
     def scores(self, ctx: LayerContext) -> Tensor:
         scores = self.context_scores(ctx)
