@@ -191,7 +191,7 @@ def test_results_are_named_by_what_ran():
         "chunkkv base.window=16 base.kernel=21",
         "qfilters profile=SmolLM2-135M-Instruct",
     ]
-    assert labels("snapkv,snapkv:kernel=5", UNKNOWN) == ["snapkv window=16 kernel=21", "snapkv kernel=5 window=16"]
+    assert labels("snapkv,snapkv:kernel=5", UNKNOWN) == ["snapkv window=16 kernel=auto", "snapkv kernel=5 window=16"]
     with pytest.raises(PlanError, match="'snapkv window=16 kernel=21' at a budget of 10% is named twice"):
         labels("snapkv,snapkv:paper=true:window=16:kernel=21", DEMO)
     run = make_run("fastkv", budget="5%").for_model(DEMO)

@@ -352,7 +352,7 @@ def test_another_plan_is_refused_and_what_differs_is_named(model, file):
     for match, plan in others.items():
         with kvsieve.attach(model, plan) as sieve:
             refused(file, sieve, match)
-    with kvsieve.attach(model, Plan(evict=SnapKV(budget=30, window=4, kernel=21))) as sieve:
+    with kvsieve.attach(model, Plan(evict=SnapKV(budget=30, window=4, kernel="auto"))) as sieve:
         assert sieve.load(file).cache.num_seen == 90
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.budget import Budget
 from kvsieve.core.scoring import width
 from kvsieve.errors import PlanError
 from kvsieve.methods import TSP, KNorm, SnapKV, StreamingLLM
@@ -133,15 +132,8 @@ def test_an_automatic_kernel_follows_what_each_row_keeps():
         wanted = TSP(rate="30%", layer=0, window=5, kernel=kernel).select(alone)
         ours = chosen.indices[row, -chosen.lengths[row] :]
         assert (ours - pad).tolist() == wanted.indices[0].tolist()
-    assert [width("auto", Budget.parse(each), (1000,)) for each in (1, 60, 90, 96, 400, 1000)] == [
-        7,
-        11,
-        15,
-        17,
-        67,
-        95,
-    ]
-    assert width(9, Budget.parse(400), (1000, 10)) == 9
+    assert [width("auto", (each,)) for each in (1, 60, 90, 96, 400, 1000)] == [7, 11, 15, 17, 67, 95]
+    assert width("auto", (60, 61)) == 11 and width("auto", (60, 400)) == (11, 67) and width(9, (400, 10)) == 9
 
 
 def test_budgets_below_the_window_are_refused_and_ratios_raised():

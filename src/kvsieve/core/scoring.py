@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.budget import Budget
 from kvsieve.core.softmax import cap, sinks_of, softmax
 from kvsieve.types import AttentionTerms, LayerContext
 
@@ -123,20 +122,18 @@ def window_weights(
         yield per_query((logits(*span) - norm).exp_())
 
 
-def width(kernel: Kernel, budget: Budget, rows: tuple[int, ...]) -> Width:
+def width(kernel: Kernel, kept: Iterable[int]) -> Width:
     """Width of a pooling whose best entries are kept.
 
     A narrow kernel cuts long answers apart, of a wide one few pieces fit: "auto" is a sixth of what is kept.
 
     Args:
-        kernel: odd, or "auto": a sixth of the entries that `budget` allows, odd, 7 to 95.
-        budget: of entries, or of tokens that go on.
-        rows: entries of each row.
+        kernel: odd, or "auto": a sixth of what is kept, odd, 7 to 95.
+        kept: entries that each row keeps, or tokens that go on.
     """
     if kernel != "auto":
         return kernel
-    wanted = (budget.entries(entries) // _PIECES for entries in rows)
-    each = tuple(min(max(2 * (one // 2) + 1, _LEAST), _MOST) for one in wanted)
+    each = tuple(min(max(2 * (count // _PIECES // 2) + 1, _LEAST), _MOST) for count in kept)
     return each[0] if len(set(each)) == 1 else each
 
 

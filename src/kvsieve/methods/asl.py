@@ -97,7 +97,7 @@ class AdaptiveTSP(Propagator, heads="all"):
         if not open_rows or (ctx.layer_idx == ctx.num_layers - 1 and not self.two_pass):
             return None
         first = ctx.keys.shape[2] - ctx.offered
-        kernel = width(self.kernel, self.rate, ctx.offered_counts)
+        kernel = width(self.kernel, map(self.rate.entries, ctx.offered_counts))
         saliency = ctx.ranks.mean(pooled_mass(ctx, self.window, kernel, self.pooling).mean(1)[:, first:])
         window = ctx.offered - saliency.shape[1]
         chosen = []

@@ -78,7 +78,7 @@ class TSP(Propagator, heads="all"):
         if counts == offered:
             return None
         first = ctx.keys.shape[2] - ctx.offered
-        kernel = width(self.kernel, self.rate, ctx.offered_counts)
+        kernel = width(self.kernel, map(self.rate.entries, ctx.offered_counts))
         saliency = ctx.ranks.mean(pooled_mass(ctx, self.window, kernel, self.pooling).mean(1)[:, first:])
         scores = saliency.new_full((saliency.shape[0], ctx.offered), float("inf"))
         scores[:, : saliency.shape[1]] = saliency

@@ -112,7 +112,7 @@ class GemFilter(Propagator, heads="all"):
         # Pooling counts zeros beyond the ends, and so it must at a row's own start.
         scores = pool(
             scores if real is None else scores.masked_fill(~real, 0),
-            width(self.kernel, self.budget, ctx.offered_counts),
+            width(self.kernel, map(self.budget.entries, ctx.offered_counts)),
             "avg",
         )
         if real is not None:

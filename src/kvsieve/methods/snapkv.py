@@ -71,7 +71,7 @@ class SnapKV(ScoredEvictor, heads="own"):
 
     def width(self, ctx: LayerContext) -> Width:
         """Width of the pooling."""
-        return width(self.kernel, self.budget, ctx.stored)
+        return width(self.kernel, map(self.budget.entries, ctx.stored))
 
     def scores(self, ctx: LayerContext) -> Tensor:
         scores = self.context_scores(ctx)
