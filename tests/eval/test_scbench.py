@@ -65,7 +65,7 @@ def test_a_row_becomes_a_conversation(folder):
     assert sample.context.endswith('{"k1": "v1", "k2": "v2"}') and "JSON" in sample.context
     assert [turn.question for turn in sample.turns] == ["Key: k1", "Key: k2"]
     assert [turn.reply for turn in sample.turns] == ["v1", "v2"] and not sample.independent
-    assert sample.meta == {"row": 1, "id": 8, "mode": "multi-turn"}
+    assert sample.meta == {"document": 1, "id": 8, "mode": "multi-turn", "cut": 0}
     assert task.sample(1, 1000, 5, words) == sample
     shared = SCBench("scbench_kv", folder / "scbench_kv.jsonl", mode="shared").sample(0, 1000, 0, words)
     assert shared.independent and shared.meta["mode"] == "shared"
@@ -88,28 +88,28 @@ def test_each_subset_asks_and_scores_its_own_way(folder):
         assert scbench._KINDS[subset].title
 
 
-def test_a_prompt_that_is_too_long_is_refused_or_cut_openly(tmp_path):
+def test_a_prompt_that_is_too_long_loses_its_middle_openly(tmp_path):
     text = " ".join(f"w{i}" for i in range(500))
     row = {"id": 0, "context": text, "multi_turns": [{"input": "What?", "answer": "w3"}]}
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row))
-    whole = SCBench("scbench_summary", file).sample(0, 501, 0, words)
-    assert whole.context == text and "truncated" not in whole.meta
-    with pytest.raises(InputError, match=r"501 tokens.*length of 300.*truncate=True"):
-        SCBench("scbench_summary", file).sample(0, 300, 0, words)
-    cut = SCBench("scbench_summary", file, truncate=True).sample(0, 300, 0, words)
-    assert 295 <= words(cut) <= 300 and cut.meta["truncated"] == 501 - words(cut)
+    task = SCBench("scbench_summary", file)
+    whole = task.sample(0, 501, 0, words)
+    assert whole.context == text and whole.meta["cut"] == 0
+    cut = task.sample(0, 300, 0, words)
+    assert 295 <= words(cut) <= 300 and cut.meta["cut"] == 501 - words(cut)
     assert cut.context.startswith("w0 w1 ") and cut.context.endswith(" w498 w499") and "w250" not in cut.context
-    with pytest.raises(InputError, match="alone are longer than 1 tokens"):
-        SCBench("scbench_summary", file, truncate=True).sample(0, 1, 0, words)
+    with pytest.raises(InputError, match="rows.jsonl, line 1 needs prompts of at least 1 tokens"):
+        task.sample(0, 0, 0, words)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"context": None}, "row 0 of scbench_kv has no 'context'"),
+        ({"context": None}, "scbench_kv.jsonl, line 1 has no 'context'"),
+        ({"multi_turns": None}, "scbench_kv.jsonl, line 1: 'multi_turns' is None, expected a list"),
         ({"multi_turns": []}, "has no 'multi_turns'"),
-        ({"multi_turns": [{"input": "k"}]}, "turn 0 of row 0 of scbench_kv has no answer"),
+        ({"multi_turns": [{"input": "k"}]}, "turn 0 of .*scbench_kv.jsonl, line 1 has no answer"),
         ({"multi_turns": [{"input": "k", "answer": []}]}, "has no answer"),
         ({"multi_turns": ["k"]}, "has no input and no answer"),
     ],
@@ -117,7 +117,7 @@ def test_a_prompt_that_is_too_long_is_refused_or_cut_openly(tmp_path):
 def test_rows_of_another_schema_are_named(tmp_path, change, message):
     (tmp_path / "scbench_kv.jsonl").write_text(json.dumps({**KV, **change}))
     with pytest.raises(InputError, match=message):
-        SCBench("scbench_kv", tmp_path).sample(0, 1000, 0, words)
+        SCBench("scbench_kv", tmp_path)
 
 
 def test_wrong_answers_and_tasks_are_named(tmp_path):
@@ -125,9 +125,9 @@ def test_wrong_answers_and_tasks_are_named(tmp_path):
     row = {"id": 0, "context": "c", "multi_turns": [turn]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     with pytest.raises(InputError, match="'Eve'.*neither a letter nor one of the options"):
-        SCBench("scbench_choice_eng", tmp_path / "rows.jsonl").sample(0, 1000, 0, words)
+        SCBench("scbench_choice_eng", tmp_path / "rows.jsonl")
     with pytest.raises(InputError, match="must name its task, one of scbench_repoqa, scbench_kv; got None"):
-        SCBench("scbench_repoqa_and_kv", tmp_path / "rows.jsonl").sample(0, 1000, 0, words)
+        SCBench("scbench_repoqa_and_kv", tmp_path / "rows.jsonl")
 
 
 def test_bad_arguments_and_missing_files(folder):
@@ -137,12 +137,12 @@ def test_bad_arguments_and_missing_files(folder):
         SCBench("scbench_kv", folder, mode="scdq")
     with pytest.raises(InputError, match="has 2 rows, got index 2"):
         SCBench("scbench_kv", folder).sample(2, 1000, 0, words)
-    with pytest.raises(InputError, match=r"no rows of scbench_qa_eng at .*data/scbench_qa_eng\.jsonl"):
+    with pytest.raises(InputError, match=r"no rows of scbench_qa_eng in .*scbench_qa_eng\.jsonl"):
         SCBench("scbench_qa_eng", folder)
-    with pytest.raises(InputError, match="no rows of scbench_kv at"):
+    with pytest.raises(InputError, match="nothing does not exist"):
         SCBench("scbench_kv", folder / "nothing")
     (folder / "bad.jsonl").write_text(json.dumps(KV) + "\n{broken\n")
-    with pytest.raises(InputError, match=r"row 1 of .*bad\.jsonl is not JSON"):
+    with pytest.raises(InputError, match=r"bad\.jsonl, line 2: not JSON"):
         SCBench("scbench_kv", folder / "bad.jsonl")
     (folder / "empty.jsonl").write_text("\n")
     with pytest.raises(InputError, match="has no rows"):

@@ -20,6 +20,8 @@ _EXTRAS = {
     "matplotlib": "eval",
     "datasets": "scbench",
     "rouge_score": "benchmarks",
+    "rapidfuzz": "benchmarks",
+    "jieba": "benchmarks",
     "lm_eval": "lm-eval",
     "accelerate": "parallel",
     "peft": "peft",

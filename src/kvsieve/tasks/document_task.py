@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from kvsieve.errors import InputError
 from kvsieve.tasks.base import BOTH
 from kvsieve.tasks.fit import Count, fit
-from kvsieve.tasks.metrics import check_packages
 from kvsieve.tasks.samples import QuestionAnswer, Sample
 
 Cut = Callable[[str, int], str]
@@ -56,10 +55,7 @@ class DocumentTask:
     """
 
     def __init__(self, name: str, title: str, asked: Sequence[DocumentQuestion], cut: Cut | None) -> None:
-        """cut: the rule for documents that are too long; None where the benchmark has none and refuses them.
-
-        Raises InputError where a package is missing that the scores need.
-        """
+        """cut: the rule for documents that are too long; None where the benchmark has none, and they are refused."""
         self.name, self.title, self.modes = name, title, BOTH
         self._cut = cut
         documents: dict[tuple[str, str], list[DocumentQuestion]] = {}
@@ -73,7 +69,6 @@ class DocumentTask:
             if turn < len(questions)
         ]
         self._contexts: dict[tuple[int, int, Count], tuple[str, int]] = {}
-        check_packages(name, {each.turn.score for each in asked})
 
     def __len__(self) -> int:
         return len(self._samples)

@@ -13,6 +13,7 @@ from typing import Any
 from kvsieve.tasks.document_task import Cut, DocumentQuestion, DocumentTask, keep_beginning, keep_end
 from kvsieve.tasks.files import SUFFIXES, FileRow, find_file, read_rows
 from kvsieve.tasks.metrics import (
+    check_packages,
     choice_letter,
     choice_letters,
     english_f1,
@@ -130,6 +131,7 @@ def leval(name: str, data: str | Path) -> DocumentTask:
             f"{', '.join(_BY_METRIC)} in some of them"
         )
     forms = [_FORMS.get(part, _BY_METRIC[row.values["evaluation"]]) for row in scored]
+    check_packages(name, {form.score for form in forms})
     asked = [each for row, form in zip(scored, forms, strict=True) for each in _asked(row, form)]
     return DocumentTask(name, f"L-Eval, {part.replace('_', ' ')}", asked, forms[0].cut)
 
@@ -159,7 +161,7 @@ def _turn(row: FileRow, form: _Form, question: str, answer: str) -> QuestionAnsw
 
 
 def _expected(row: FileRow, form: _Form, answer: str) -> Any:
-    """What the score compares with: the letter of a choice, the verdict of a statement, else the answer."""
+    """Text that the score compares with: the letter of a choice, the verdict of a statement, else the answer."""
     if form.score in (choice_letter, choice_letters):
         letters = re.match(r"\W*([A-D]+)(?![\w'])", answer)
         if letters is None:

@@ -94,10 +94,84 @@ def chinese_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 def rouge_l(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """Best ROUGE-L F-measure over `expected`, lower case and without stemming; ROUGE-1 and ROUGE-2 of the same one."""
-    scorer = _scorer(("rouge1", "rouge2", "rougeL"))
-    best = max((scorer.score(each, answer) for each in expected), key=lambda found: found["rougeL"].fmeasure)
-    found = {name: float(each.fmeasure) for name, each in best.items()}
-    return {"score": found["rougeL"], "rouge1": found["rouge1"], "rouge2": found["rouge2"]}
+    return _rouge("rougeL", answer, expected)
+
+
+def rouge_lsum(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """Score as `rouge_l` does, line by line (ROUGE-L of a summary)."""
+    return _rouge("rougeLsum", answer, expected)
+
+
+def chinese_rouge_l(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """Best ROUGE-L F-measure over `expected`, of the words that jieba finds."""
+    return _rouge("rougeL", answer, expected, chinese=True)
+
+
+def chinese_word_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """Best F1 over `expected` of the words that jieba finds, punctuation aside."""
+    return {"score": max(_f1(_chinese_words(answer), _chinese_words(each)) for each in expected)}
+
+
+def code_similarity(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """Best edit similarity over `expected` of the answer's first line that is neither comment nor fence (LongBench)."""
+    from rapidfuzz.fuzz import ratio
+
+    lines = answer.lstrip("\n").split("\n")
+    line = next((each for each in lines if not re.search(r"`|#|//", each)), "")
+    return {"score": max(ratio(line, each) for each in expected) / 100}
+
+
+def number_share(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """Best share over `expected` of the answer's numbers that are its number (LongBench)."""
+    numbers = re.findall(r"\d+", answer)
+    wanted = [found.group() for each in expected if (found := re.search(r"\d+", each))]
+    return {"score": max((numbers.count(each) / max(len(numbers), 1) for each in wanted), default=0.0)}
+
+
+def first_integer(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the answer's first run of digits is the first one expected, digit by digit."""
+    got = re.search(r"\d+", answer)
+    return {"score": float(got is not None and got.group() == expected[0])}
+
+
+def last_integer(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the answer's last word is the whole number expected."""
+    words = re.sub(r"[\n.`'\":]", " ", answer).split()
+    return {"score": float(bool(words) and words[-1] == expected[0])}
+
+
+def leading_numbers(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """Share of the expected numbers that the answer gives, up to its first wrong one (InfiniteBench)."""
+    got = re.findall(r"\d+", answer)
+    right = next((i for i, each in enumerate(expected) if i >= len(got) or got[i] != each), len(expected))
+    return {"score": right / len(expected)}
+
+
+def whole_word(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when one of `expected` stands in the answer as a word, case aside."""
+    found = (re.search(rf"(?<!\w){re.escape(each)}(?!\w)", answer, re.IGNORECASE) for each in expected)
+    return {"score": float(any(found))}
+
+
+@functools.cache
+def one_of(classes: tuple[str, ...]) -> Score:
+    """Score of a classification: 1 over the classes that the answer names, if the right one is among them (LongBench).
+
+    A class whose name is only a part of the right one's does not count.
+    """
+
+    def score(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+        told = [each for each in classes if each in answer]
+        shares = [1 / sum(other == each or other not in each for other in told) for each in expected if each in told]
+        return {"score": max(shares, default=0.0)}
+
+    return score
+
+
+@functools.cache
+def first_line(score: Score) -> Score:
+    """`score` of an answer's first line."""
+    return lambda answer, expected: score(answer.lstrip("\n").split("\n")[0], expected)
 
 
 def same_function(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
@@ -126,11 +200,32 @@ def _f1(got: list[str], wanted: list[str]) -> float:
     return 2 * same / (len(got) + len(wanted)) if same else 0.0
 
 
+def _rouge(kind: str, answer: str, expected: tuple[str, ...], chinese: bool = False) -> dict[str, float]:
+    scorer = _scorer(kind, chinese)
+    best = max((scorer.score(each, answer) for each in expected), key=lambda found: found[kind].fmeasure)
+    found = {name: float(each.fmeasure) for name, each in best.items()}
+    return {"score": found[kind], "rouge1": found["rouge1"], "rouge2": found["rouge2"]}
+
+
+class _ChineseWords:
+    """Tokenizer for the package rouge_score."""
+
+    def tokenize(self, text: str) -> list[str]:
+        return _chinese_words(text)
+
+
 @functools.cache
-def _scorer(kinds: tuple[str, ...]) -> Any:
+def _scorer(kind: str, chinese: bool) -> Any:
     from rouge_score.rouge_scorer import RougeScorer
 
-    return RougeScorer(list(kinds))
+    return RougeScorer(["rouge1", "rouge2", kind], tokenizer=_ChineseWords() if chinese else None)
+
+
+def _chinese_words(text: str) -> list[str]:
+    import jieba
+
+    jieba.setLogLevel("WARNING")
+    return [word for each in jieba.lcut(text.lower()) if (word := "".join(_characters(each)))]
 
 
 _NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
@@ -150,12 +245,18 @@ def _value_text(text: str) -> str:
 
 
 # Packages of the extra "benchmarks" that a score needs.
-_PACKAGES: dict[Score, str] = {rouge_l: "rouge_score"}
+_PACKAGES: dict[Score, tuple[str, ...]] = {
+    rouge_l: ("rouge_score",),
+    rouge_lsum: ("rouge_score",),
+    chinese_rouge_l: ("jieba", "rouge_score"),
+    chinese_word_f1: ("jieba",),
+    code_similarity: ("rapidfuzz",),
+}
 
 
 def check_packages(task: str, scores: Iterable[Score]) -> None:
     """Raise InputError where a package is not installed that the scores of `task` need."""
-    for package in sorted({_PACKAGES[score] for score in scores if score in _PACKAGES}):
+    for package in sorted({package for score in scores for package in _PACKAGES.get(score, ())}):
         if importlib.util.find_spec(package) is None:
             raise InputError(
                 f"the score of {task} needs the package {package}, which is not installed; "

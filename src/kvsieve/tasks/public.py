@@ -6,11 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvsieve.errors import InputError
-from kvsieve.tasks import leval
+from kvsieve.tasks import infinitebench, leval, longbench, nolima, ruler_files
 from kvsieve.tasks.samples import Task
 from kvsieve.tasks.scbench import SUBSETS, SCBench
 
-_LOADERS: dict[str, Callable[[str, str | Path], Task]] = {"leval_": leval.leval}
+_LOADERS: dict[str, Callable[[str, str | Path], Task]] = {
+    "leval_": leval.leval,
+    "longbench_": longbench.longbench,
+    "infinitebench_": infinitebench.infinitebench,
+    "rulerfile_": ruler_files.ruler_file,
+    "nolima": nolima.NoLiMa,
+}
 
 
 def is_public(name: str) -> bool:
@@ -39,5 +45,12 @@ def public_task(name: str, data: str | Path | None, scbench_mode: str = "multi-t
 
 def public_tasks() -> list[tuple[str, str]]:
     """Names of the tasks that kvsieve knows, and what they are."""
-    names = [(name, f"L-Eval, {name.removeprefix('leval_').replace('_', ' ')}") for name in leval.NAMES]
-    return names + [(name, "SCBench, from the hub or --data") for name in SUBSETS]
+    files = {
+        "L-Eval": leval.NAMES,
+        "LongBench": longbench.NAMES,
+        "InfiniteBench": infinitebench.NAMES,
+        "RULER's own files": ruler_files.NAMES,
+        "NoLiMa": nolima.NAMES,
+    }
+    rows = [(name, f"{benchmark}, from --data") for benchmark, names in files.items() for name in names]
+    return rows + [(name, "SCBench, from the hub or --data") for name in SUBSETS]

@@ -7,14 +7,16 @@ the benchmark's public definitions: numbers are comparable between methods here,
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvsieve.errors import InputError
 from kvsieve.registry import did_you_mean
+from kvsieve.tasks.document_task import keep_ends
+from kvsieve.tasks.files import SUFFIXES, find_file, read_rows
+from kvsieve.tasks.fit import fit
 from kvsieve.tasks.metrics import (
     check_packages,
     chinese_f1,
@@ -30,7 +32,6 @@ from kvsieve.tasks.samples import QuestionAnswer, Sample, Score
 from kvsieve.tasks.scoring import match_all
 
 HUB_ID = "microsoft/SCBench"
-_GAP = "\n...\n"
 
 
 @dataclass(frozen=True)
@@ -86,21 +87,21 @@ SUBSETS = tuple(_KINDS)
 class SCBench:
     """One of SCBench's subsets as a task.
 
-    subset: one of SUBSETS. source: a JSONL file of its rows, or a directory with ``SUBSET.jsonl`` in it or in its
-    ``data``; None for the hub. mode: "multi-turn" asks a row's questions one after another in one conversation,
-    "shared" each on its own copy of the context. truncate: cut the middle out of a context that is too long, and say
-    so in the sample's meta, instead of refusing it.
-
-    Raises InputError for an unknown subset or mode, and for rows that cannot be had or are not of SCBench's schema.
+    Rows are checked when it is made; a hub's are checked one by one, as they are asked for.
     """
 
-    def __init__(
-        self,
-        subset: str,
-        source: str | Path | None = None,
-        mode: str = "multi-turn",
-        truncate: bool = False,
-    ) -> None:
+    def __init__(self, subset: str, source: str | Path | None = None, mode: str = "multi-turn") -> None:
+        """Read the rows.
+
+        Args:
+            subset: one of SUBSETS.
+            source: a JSONL file of its rows, or a directory with ``SUBSET.jsonl`` in it or below; None for the hub.
+            mode: "multi-turn" asks a row's questions one after another in one conversation, "shared" each on its own
+                copy of the context.
+
+        Raises:
+            InputError: an unknown subset or mode, or rows that cannot be had or are not of SCBench's schema.
+        """
         if subset not in _KINDS:
             raise InputError(f"SCBench has no subset {subset!r}{did_you_mean(subset, list(SUBSETS))}")
         if mode not in ("multi-turn", "shared"):
@@ -110,60 +111,68 @@ class SCBench:
         self.shared = mode == "shared"
         # On copies of one context a question cannot be seen when the context is reduced.
         self.modes = ("hidden",) if self.shared else ("visible", "hidden")
-        self.truncate = truncate
         check_packages(subset, {kind.score for kind in (_KINDS[subset], *_MIXED.get(subset, {}).values())})
-        self.rows = _hub_rows(subset) if source is None else _local_rows(subset, Path(os.path.expanduser(source)))
+        self.rows: Sequence[Any]
+        self._places: list[str] = []
+        if source is None:
+            self.rows = _hub_rows(subset)
+        else:
+            found = read_rows(find_file(source, [subset + suffix for suffix in SUFFIXES], subset), _FIELDS, "SCBench")
+            self._places = [f"{row.file}, line {row.line}" for row in found]
+            self.rows = [row.values for row in found]
+            for index, row in enumerate(self.rows):
+                self._text(row, index)
+                self._turns(row, index)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def sample(self, index: int, length: int, seed: int, count: Callable[[Sample], int]) -> Sample:
-        """Row `index`, as long as it is: SCBench's contexts have lengths of their own, and `seed` changes nothing.
+        """Row `index`, the middle of its context cut out where the prompt is longer than `length` tokens.
 
-        Raises InputError for an index past the last row, a row that lacks a field, and a prompt of more than `length`
-        tokens (with `truncate`: when the questions alone are too long).
+        `seed` changes nothing; `meta` tells how many tokens of the context went ("cut").
+
+        Raises:
+            InputError: an index past the last row, a row that lacks a field, or questions longer than `length`.
         """
         if not 0 <= index < len(self.rows):
             raise InputError(f"{self.name} has {len(self.rows)} rows, got index {index}; ask for fewer samples")
         row = self.rows[index]
-        context = row.get("context", row.get("input")) if isinstance(row, dict) else None
-        if context is None:
-            raise InputError(f"row {index} of {self.name} has no 'context'; {_SCHEMA}")
-        text = (context if isinstance(context, str) else json.dumps(context, ensure_ascii=False)).strip()
+        text, turns = self._text(row, index), tuple(self._turns(row, index))
         instruction = _KINDS[self.name].instruction
-        meta = {"row": index, "id": row.get("id"), "mode": "shared" if self.shared else "multi-turn"}
-        turns = tuple(self._turns(row, index))
+        lead = f"{instruction}\n\n" if instruction else ""
+        mode = "shared" if self.shared else "multi-turn"
+        meta = {"document": index, "id": row.get("id"), "mode": mode, "cut": 0}
 
-        def build(body: str, **more: Any) -> Sample:
-            whole = f"{instruction}\n\n{body}" if instruction else body
-            return Sample(whole, turns, independent=self.shared, meta={**meta, **more})
+        def make(size: int) -> Sample:
+            body = text if size >= len(text) else keep_ends(text, size)
+            return Sample(lead + body, turns, independent=self.shared, meta=meta)
 
-        sample = build(text)
+        sample = make(len(text))
         tokens = count(sample)
         if tokens <= length:
             return sample
-        if not self.truncate:
-            raise InputError(
-                f"row {index} of {self.name} makes a prompt of {tokens} tokens, more than the length of {length}; raise"
-                " the length, or pass truncate=True to cut the middle out of its context"
-            )
-        kept = _most(len(text), lambda size: count(build(_cut(text, size))) <= length)
-        if kept is None:
-            raise InputError(
-                f"the questions of row {index} of {self.name} alone are longer than {length} tokens; raise the length"
-            )
-        cut = _cut(text, kept)
-        return build(cut, truncated=tokens - count(build(cut)))
+        sample = fit(make, count, length, self._place(index))[0]
+        return replace(sample, meta={**meta, "cut": tokens - count(sample)})
+
+    def _place(self, index: int) -> str:
+        return self._places[index] if self._places else f"row {index} of {self.name}"
+
+    def _text(self, row: Mapping[str, Any], index: int) -> str:
+        context = row.get("context", row.get("input"))
+        if context is None:
+            raise InputError(f"{self._place(index)} has no 'context'; {_SCHEMA}")
+        return (context if isinstance(context, str) else json.dumps(context, ensure_ascii=False)).strip()
 
     def document(self, index: int) -> int:
         """See Task.document: a row's questions are one sample."""
         return index
 
-    def _turns(self, row: dict[str, Any], index: int) -> list[QuestionAnswer]:
+    def _turns(self, row: Mapping[str, Any], index: int) -> list[QuestionAnswer]:
         raw = row.get("multi_turns")
         if not isinstance(raw, list) or not raw:
-            raise InputError(f"row {index} of {self.name} has no 'multi_turns'; {_SCHEMA}")
-        kinds = [self._kind(turn, f"turn {number} of row {index} of {self.name}") for number, turn in enumerate(raw)]
+            raise InputError(f"{self._place(index)} has no 'multi_turns'; {_SCHEMA}")
+        kinds = [self._kind(turn, f"turn {number} of {self._place(index)}") for number, turn in enumerate(raw)]
         functions = [
             answer
             for turn, kind in zip(raw, kinds, strict=True)
@@ -174,7 +183,7 @@ class SCBench:
         for turn, kind in zip(raw, kinds, strict=True):
             answers, options = _answers(turn), [str(each) for each in turn.get("options") or ()]
             if kind.score is choice_letter:
-                answers = (_letter(answers, options, index),)
+                answers = (_letter(answers, options, self._place(index)),)
             golden = ", ".join(answers) if kind.score is match_all else answers[0]
             if kind.score is same_function:
                 answers = (*answers[:1], *(each for each in functions if each != answers[0]))
@@ -195,6 +204,7 @@ class SCBench:
         return kinds[turn["task"]]
 
 
+_FIELDS: dict[str, tuple[type, ...]] = {"multi_turns": (list,)}
 _SCHEMA = "expected rows {'id', 'context', 'multi_turns': [{'input', 'answer', ...}, ...]}"
 
 
@@ -203,52 +213,13 @@ def _answers(turn: dict[str, Any]) -> tuple[str, ...]:
     return tuple(str(each) for each in (answer if isinstance(answer, list) else [answer]))
 
 
-def _letter(answers: tuple[str, ...], options: list[str], index: int) -> str:
+def _letter(answers: tuple[str, ...], options: list[str], where: str) -> str:
     for answer in answers:
         if answer in tuple("ABCD")[: len(options)]:
             return answer
         if answer in options:
             return "ABCD"[options.index(answer)]
-    raise InputError(f"row {index}: the answer {answers!r} is neither a letter nor one of the options {options!r}")
-
-
-def _cut(text: str, size: int) -> str:
-    """`text` with its middle left out, so that `size` of its characters stay."""
-    return text[: size - size // 2] + _GAP + text[len(text) - size // 2 :]
-
-
-def _most(upper: int, fits: Callable[[int], bool]) -> int | None:
-    """The largest size below `upper` that fits, None when not even 0 does."""
-    if not fits(0):
-        return None
-    low, high = 0, upper
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
-
-
-def _local_rows(subset: str, source: Path) -> list[Any]:
-    places = [source] if not source.is_dir() else [source / f"{subset}.jsonl", source / "data" / f"{subset}.jsonl"]
-    file = next((place for place in places if place.is_file()), None)
-    if file is None:
-        raise InputError(
-            f"no rows of {subset} at {source}: looked for {' and '.join(map(str, places))}; download them from "
-            f"https://huggingface.co/datasets/{HUB_ID} (data/{subset}.jsonl)"
-        )
-    try:
-        # Not splitlines: texts may hold line separators that JSON leaves as they are.
-        lines = [line for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {file}: {error}; expected JSON lines in UTF-8") from error
-    rows: list[Any] = []
-    try:
-        rows.extend(map(json.loads, lines))
-    except json.JSONDecodeError as error:
-        raise InputError(f"row {len(rows)} of {file} is not JSON ({error.msg}); {_SCHEMA}, one a line") from error
-    if not rows:
-        raise InputError(f"{file} has no rows; {_SCHEMA}, one a line")
-    return rows
+    raise InputError(f"{where}: the answer {answers!r} is neither a letter nor one of the options {options!r}")
 
 
 def _hub_rows(subset: str) -> Any:
