@@ -16,7 +16,7 @@ STOREYS = (
     ("version", "text", "types", "display", "devices", "kernels"),
     ("errors",),
     ("loading", "parameters", "profiles", "turns", "core", "models", "report", "protection"),
-    ("budget", "defaults", "cache", "attention"),
+    ("budget", "defaults", "cache", "attention", "kept"),
     ("segments", "roles"),
     ("plans",),
     ("registry",),

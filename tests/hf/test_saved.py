@@ -380,7 +380,7 @@ def test_files_of_other_kinds_and_formats_are_refused(model, file, tmp_path):
         refused(tmp_path / "odd", sieve, "header cannot be read")
         for version in (1, 3, 5, "4", None):
             written(kvsieve_cache=version, kvsieve="9.0")
-            refused(tmp_path / "c", sieve, rf"format {version!r}, written by kvsieve 9.0; this version, .* format 4")
+            refused(tmp_path / "c", sieve, rf"format {version!r}, written by kvsieve 9.0; this version, .* format 5")
         refused(written(extra={"turns": 2}), sieve, "header does not match its checksum")
         refused(written(sha256=None), sieve, "header does not match its checksum")
         lost = {name: part for name, part in data.items() if name != "layers.2.values"}

@@ -21,7 +21,7 @@ STOREYS = (
     ("forward",),
     ("decode",),
     ("runtime",),
-    ("hooks", "prompt", "persist"),
+    ("hooks", "prompt", "persist", "kept"),
     ("generate",),
     ("chat",),
     ("sieve",),

@@ -14,7 +14,7 @@ from kvsieve.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvsieve.hf.generate.stats import Stats
+    from kvsieve.hf.generate.generate import GenerateResult
 
 _WARM_UP_TOKENS = 16
 
@@ -75,6 +75,7 @@ class Generation:
         decode: engine of the decoding steps; see `kvsieve.attach`.
         sampling: options of generate, greedy by default.
         seed: set before each method; None leaves torch's random state alone.
+        kept: also tell which tokens the cache still holds; of one prompt at a time.
     """
 
     chunk: int
@@ -82,12 +83,13 @@ class Generation:
     decode: str = "auto"
     sampling: dict[str, Any] = field(default_factory=lambda: {"do_sample": False})
     seed: int | None = None
+    kept: bool = False
 
 
 def run_methods(
     model: Any, tokenizer: Any, asked: EncodedPrompt, runs: list[MethodRun], how: Generation
 ) -> list[dict[str, Any]]:
-    """Answers under each method, in order: ``{"method", "label", "parameters", "answer", "stats"}``.
+    """Answers under each method, in order: ``{"method", "label", "parameters", "answer", "stats"}``, "kept" if asked.
 
     Raises what `run_batches` does.
     """
@@ -132,10 +134,11 @@ def run_batches(
                 rows = asked[first : first + batch]
                 told = f", prompts {first} to {first + len(rows) - 1} of {len(asked)}" if len(asked) > 1 else ""
                 with prefill_progress(f"{run.label}{told}") as progress:
-                    answers, stats = _answer(sieve, tokenizer, rows, progress=progress, **options)
+                    answers, result = _answer(sieve, tokenizer, rows, progress=progress, **options)
                 facts = {"method": run.name, "label": run.label, "parameters": run.parameters}
+                more = {"kept": result.kept.with_tokenizer(tokenizer)} if how.kept else {}
                 for index, answer in enumerate(answers, first):
-                    yield {"index": index, **facts, "answer": answer, "stats": stats}
+                    yield {"index": index, **facts, "answer": answer, "stats": result.stats, **more}
 
 
 def _warm_up(model: Any, prompt: Tensor) -> None:
@@ -147,7 +150,9 @@ def _warm_up(model: Any, prompt: Tensor) -> None:
         sieve.generate(ids, ids.new_ones(ids.shape), max_new_tokens=2, do_sample=False)
 
 
-def _answer(sieve: Any, tokenizer: Any, rows: Sequence[EncodedPrompt], **options: Any) -> tuple[list[str], Stats]:
+def _answer(
+    sieve: Any, tokenizer: Any, rows: Sequence[EncodedPrompt], **options: Any
+) -> tuple[list[str], GenerateResult]:
     """Answers to prompts that are padded on the left to one batch."""
     from kvsieve.turns import stop_ids
 
@@ -167,4 +172,4 @@ def _answer(sieve: Any, tokenizer: Any, rows: Sequence[EncodedPrompt], **options
         # Rows that ended earlier are filled up.
         end = next((at for at, token in enumerate(made) if token in ends), len(made))
         answers.append(tokenizer.decode(made[:end], skip_special_tokens=True).strip())
-    return answers, result.stats
+    return answers, result

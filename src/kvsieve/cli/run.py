@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsieve.cli.answers import Generation, check_lengths, encode, run_batches, run_methods
+from kvsieve.cli.kept import check_kept, found_json, print_found, print_map, write_page
 from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.prompts import given_prompts
@@ -74,6 +75,15 @@ def run_command(
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     decode: DecodeOption = "auto",
+    show_kept: Annotated[
+        str | None,
+        typer.Option(
+            "--show", metavar="FILE.html|-", help="What --method has kept of the prompt: a page, or - for the terminal."
+        ),
+    ] = None,
+    find: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="Where a text of the prompt is still held; repeatable.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer a prompt under a method, and compare it with others.
@@ -89,10 +99,11 @@ def run_command(
     runs = [*compared_methods(compare, budget, profile), chosen_method(method, budget, settings or [], profile)]
     prompts = given_prompts(prompt, prompt_file, prompts_file, question, system)
     roles, spans = parse_protect(protect or [], all(each.system for each in prompts))
+    texts = check_kept(show_kept, find, prompts_file, as_json)
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
     asked = [encode(tokenizer, each, roles, spans, parse_special) for each in prompts]
-    how = Generation(chunk, max_new_tokens, decode, sampling, seed)
+    how = Generation(chunk, max_new_tokens, decode, sampling, seed, kept=show_kept is not None or bool(texts))
     if prompts_file is not None:
         check_lengths(loaded, asked)
         for result in run_batches(loaded, tokenizer, asked, runs, batch, how):
@@ -101,11 +112,19 @@ def run_command(
             print(json.dumps(row, default=str), flush=True)
         return
     results = run_methods(loaded, tokenizer, asked[0], runs, how)
+    kept = [result.pop("kept", None) for result in results]
+    if show_kept is not None and show_kept != "-":
+        write_page(kept[-1], show_kept, texts)
     if as_json:
+        for result, each in zip(results, kept, strict=True):
+            result |= found_json(each, texts)
         emit_json(report(model, results))
         return
     print_answers(results, "label")
     print_stats(results, "label")
+    print_found([result["label"] for result in results], kept, texts)
+    if show_kept == "-":
+        print_map(kept[-1])
 
 
 def parse_sampling(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from kvsieve.cli.kept import found_lines, print_map
 from kvsieve.cli.output import one_line, print_table, say, show
 from kvsieve.cli.words import Words
 from kvsieve.display import span
@@ -26,6 +27,7 @@ _COMMANDS = {
     "/save FILE": "write the chat to FILE; go on with it by --load FILE",
     "/undo": "forget the last turn",
     "/stats": "what every turn cost",
+    "/kept TEXT": "which layers still hold TEXT; without TEXT, a map of all",
     "/help": "this",
     "/quit": "end, as Ctrl-D does",
 }
@@ -120,6 +122,8 @@ class Talk:
             self._undo()
         elif name == "/stats":
             self._print_turns()
+        elif name == "/kept":
+            self._print_kept(rest)
         elif name == "/help":
             for command, what in _COMMANDS.items():
                 self.aside(f"{command:<11} {what}")
@@ -128,6 +132,14 @@ class Talk:
         else:
             raise InputError(f"unknown command {name}; /help lists them; a message that begins so needs a space before")
         return False
+
+    def _print_kept(self, text: str) -> None:
+        sys.stdout.flush()
+        with contextlib.redirect_stdout(sys.stdout if self.interactive else sys.stderr):
+            if not text:
+                print_map(self.chat.kept)
+            for line in found_lines(self.chat.kept, text) if text else ():
+                show(line)
 
     def _undo(self) -> None:
         if self.before is None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from kvsieve.eval.cells import MethodSetting
@@ -12,8 +9,7 @@ from kvsieve.eval.evaluator import Evaluator
 from kvsieve.eval.grid import Grid
 from kvsieve.eval.store import ResultsWriter, Row
 from kvsieve.hf.attach import attach
-from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.layer import SieveLayer, WindowLayer
+from kvsieve.hf.generate.generate import GenerateResult
 from kvsieve.tasks.haystack import load_haystack
 from kvsieve.tasks.needle import Needle
 from kvsieve.traffic import read_bytes
@@ -83,28 +79,11 @@ def measure_one(evaluator: Evaluator, setting: MethodSetting, ids: Tensor) -> Ro
         "peak_bytes": stats.peak_bytes,
         "deep_tokens": stats.deep_tokens,
         "kv_entries": stats.kv_entries,
-        "kept": kept_map(result.cache, ids.shape[1]),
+        "kept": kept_map(result),
     }
 
 
-def kept_map(cache: SieveCache, length: int) -> list[list[float]]:
+def kept_map(result: GenerateResult) -> list[list[float]]:
     """[layers][BINS]: the share of the prompt's tokens that are still stored, mean over KV heads, by position."""
-    bins = torch.arange(length) * BINS // length
-    size = torch.bincount(bins, minlength=BINS).clamp_min(1)
-    out = []
-    layer: Any
-    for number, layer in enumerate(cache.layers):
-        if isinstance(layer, SieveLayer):
-            short = cache.conversation.short_prompt
-            index = layer.store.index if short is None else short.as_given(layer.store.index, number)
-            index = index[0].long().cpu()
-            kept = index[(index >= 0) & (index < length)]
-            heads = len(index)
-        elif isinstance(layer, WindowLayer):
-            kept, heads = layer.store.index[0, 0].long().cpu(), 1
-            kept = kept[kept < length]
-        else:  # recurrent, or another layer's entries
-            kept, heads = torch.arange(0), 1
-        share = torch.bincount(bins[kept.clamp_min(0)], minlength=BINS) / (size * heads)
-        out.append([round(each, 4) for each in share.tolist()])
-    return out
+    shares = result.kept.map(BINS, tokens=result.stats.prompt_tokens, stored=True)
+    return [[round(each, 4) for each in row] for row in shares.tolist()]

@@ -68,7 +68,8 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
             "auto" by a graph on CUDA, else eagerly. What cannot be run so is run eagerly, and ``stats.decoding`` says
             why.
         tokenizer: the model's, for plans that feed texts of their own (`kvzip`, which asks the model to repeat its
-            prompt; ``sieve.chat(tokenizer)`` serves as well), and for parameters that depend on how it splits digits.
+            prompt; ``sieve.chat(tokenizer)`` serves as well), for parameters that depend on how it splits digits,
+            and for the text of ``result.kept``.
 
     Raises:
         UnsupportedModelError: the plan cannot run on the model.
@@ -111,6 +112,7 @@ def attached(
     if reason is not None:
         raise UnsupportedModelError(f"{type(model).__name__} cannot run {plan.name!r}: {reason}")
     sieve = Sieve(model, plan, decode)
+    sieve.tokenizer = tokenizer
     caution = plan.caution(sieve.num_layers)
     if caution is not None:
         warnings.warn(caution, KvsieveWarning, stacklevel=4)

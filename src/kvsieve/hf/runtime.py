@@ -42,12 +42,14 @@ class AttachedModel:
         facts: facts about the model for evictors that ask for them.
         engine: how tokens after a prompt are computed.
         attached: True while the `with` block runs.
+        tokenizer: the model's, None where nobody gave it.
     """
 
     def __init__(self, model: Any, plan: Plan, decode: str = "auto") -> None:
         self.model = model
         self.plan = plan
         self.attached = False
+        self.tokenizer: Any = None
         self._probing = False
         self.config = text_config(model)
         self.decoder: nn.Module = decoder_of(model)
@@ -71,6 +73,7 @@ class AttachedModel:
 
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Let the plan take from a tokenizer of transformers what it lacks of one; see Plan.for_tokenizer."""
+        self.tokenizer = tokenizer
         self.plan = self.plan.for_tokenizer(tokenizer)
 
     def new_cache(self) -> SieveCache:

@@ -15,11 +15,13 @@ from kvsieve.hf.forward.passes import closing
 from kvsieve.hf.generate.generate import GenerateResult, asked, generate
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_path, check_tokenizer, prompt_of
+from kvsieve.hf.kept import kept_of
 from kvsieve.hf.persist.saved import Saved, load_cache, save_cache
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.kept.kept import Kept
 from kvsieve.plans import Plan
 
 
@@ -155,6 +157,27 @@ class Sieve(AttachedModel):
             )
         self.last_stats = result.stats
         return result
+
+    def kept(
+        self, cache: SieveCache, input_ids: Tensor | Mapping[str, Any], *, row: int = 0, tokenizer: Any = None
+    ) -> Kept:
+        """Tell which tokens a cache still holds, and in which layers and heads; docs/kept.md.
+
+        Positions are copied: what is returned keeps no cache alive, and does not change with it.
+
+        Args:
+            cache: of this sieve, between turns.
+            input_ids: int64 [B, N], the whole conversation as it was fed, padding included.
+            row: of the batch.
+            tokenizer: for the text of the tokens; None for the one that `attach` was given.
+
+        Raises:
+            CacheStateError: nothing was read yet, a prompt is half-read, or the rows are beams.
+            InputError: other tokens than the cache has read, or no such row.
+        """
+        self.check_cache(cache)
+        ids, _ = prompt_of(input_ids, None)
+        return kept_of(cache, ids, row, self.tokenizer if tokenizer is None else tokenizer)
 
     def save(
         self,

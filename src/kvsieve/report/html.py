@@ -63,8 +63,25 @@ def text(value: object) -> str:
     return html.escape(str(value).translate(_UNPRINTABLE))
 
 
-def page(title: str, sections: Sequence[tuple[str, str, str]], intro: str) -> str:
-    """sections: (id, heading, HTML)."""
+def page(
+    title: str,
+    sections: Sequence[tuple[str, str, str]],
+    intro: str,
+    *,
+    style: str = "",
+    end: str = "",
+    made_by: str = "kvsieve report",
+) -> str:
+    """Put a page together; it needs no network.
+
+    Args:
+        title: the page's heading.
+        sections: (id, heading, HTML) of each.
+        intro: HTML above the sections.
+        style: CSS beside that of all pages.
+        end: HTML at the end of the page.
+        made_by: the command that made it.
+    """
     links = "".join(f'<li><a href="#{name}">{text(heading)}</a></li>' for name, heading, _ in sections)
     body = "\n".join(
         f'<section id="{name}" aria-labelledby="{name}-heading">\n'
@@ -74,10 +91,11 @@ def page(title: str, sections: Sequence[tuple[str, str, str]], intro: str) -> st
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f'<link rel="icon" href="data:,">\n<title>{text(title)}</title>\n<style>{_CSS}</style>\n</head>\n<body>\n'
+        f'<link rel="icon" href="data:,">\n<title>{text(title)}</title>\n<style>{_CSS}{style}</style>\n</head>\n'
+        "<body>\n"
         f'<header>\n<h1>{text(title)}</h1>\n{intro}\n<nav aria-label="Sections"><ul>{links}</ul></nav>\n</header>\n'
-        f'<main>\n{body}\n</main>\n<footer class="quiet">Made by <code>kvsieve report</code>.</footer>\n'
-        "</body>\n</html>\n"
+        f'<main>\n{body}\n</main>\n<footer class="quiet">Made by <code>{text(made_by)}</code>.</footer>\n'
+        f"{end}</body>\n</html>\n"
     )
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from kvsieve.cache.base import storage_bytes
-from kvsieve.display import mebibytes, span
+from kvsieve.display import html_table, mebibytes, span
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
-from kvsieve.hf.cache.layers import new_layer
+from kvsieve.hf.cache.layers import kind_of, new_layer
 from kvsieve.hf.cache.records import Conversation, Turn
 from kvsieve.hf.cache.states import CacheLayer, EmptyLayer, StateLayer
 from kvsieve.hf.compat import Cache
-from kvsieve.hf.kinds import layer_kinds
+from kvsieve.hf.kinds import layer_kinds, told_kinds
 from kvsieve.plans import Plan
 
 
@@ -283,6 +283,12 @@ class SieveCache(Cache):
         where = f"each of {len(entries)} layers" if len(entries) == len(self.layers) else ""
         where = where or f"{len(entries)} of {len(self.layers)} layers"
         return f"<SieveCache {seen}, {span(entries, ' to ')} entries in {where}, {mebibytes(self.nbytes())}>"
+
+    def _repr_html_(self) -> str:
+        told = [("tokens seen", f"{self.num_seen} in {self.conversation.batch} rows")]
+        told.append(("layers", told_kinds(tuple(kind_of(layer) for layer in self.all_layers))))
+        told.append(("entries per layer and head", span(self.entries())))
+        return html_table(f"SieveCache under {self.owner.plan.name}", [*told, ("memory", mebibytes(self.nbytes()))])
 
     def memory_report(self) -> dict[str, Any]:
         """Report the tokens seen, entries stored per layer and KV head, and the bytes of all tensors held."""

@@ -26,3 +26,15 @@ def new_layer(kind: LayerKind, number_of_states: int = 1) -> CacheLayer:
         assert not kind.state
         return LatentLayer()
     return StateLayer(number_of_states) if kind.state else EmptyLayer(kind.source)
+
+
+def kind_of(layer: CacheLayer) -> LayerKind:
+    """Tell the kind of decoder layer that a layer of the cache was made for."""
+    state = isinstance(layer, StateLayer)
+    if isinstance(layer, WindowLayer):
+        return LayerKind("chunk" if layer.window.chunked else "window", state, layer.window.span)
+    if isinstance(layer, SieveLayer):
+        return LayerKind("latent" if isinstance(layer, LatentLayer) else "growing", state)
+    if isinstance(layer, EmptyLayer) and layer.source is not None:
+        return LayerKind("shared", source=layer.source)
+    return LayerKind("none", state)

@@ -110,6 +110,27 @@ class TurnRecord:
     passes: Passes = field(default_factory=Passes)
 
 
+@dataclass(frozen=True)
+class PropagatedTokens:
+    """Tokens of a turn that went on behind a layer.
+
+    Attributes:
+        layer: index of the layer that dropped the others.
+        start: columns fed before the turn, padding included.
+        end: columns fed once its prompt was complete.
+        columns: int32 [B, K], those that went on, -1 for filler.
+    """
+
+    layer: int
+    start: int
+    end: int
+    columns: Tensor
+
+    def rows(self, rows: Tensor) -> PropagatedTokens:
+        """Copy it with row ``rows[i]`` as row i."""
+        return dataclasses.replace(self, columns=self.columns.index_select(0, rows.to(self.columns.device)))
+
+
 @dataclass
 class Turn:
     """One turn of a conversation: its prompt, then its answer.
@@ -156,6 +177,7 @@ class Conversation:
         protected: tokens that the caller wants kept, whatever the plan drops.
         multi_axis_positions: True once tokens had positions on several axes, as an image's have: later ones do not
             simply count on.
+        propagated: where tokens were dropped on their way through the layers, in order.
         turn: the turn in progress, or the last one.
     """
 
@@ -166,6 +188,7 @@ class Conversation:
     short_prompt: ShortPrompt | None = None
     protected: ProtectedTokens | None = None
     multi_axis_positions: bool = False
+    propagated: tuple[PropagatedTokens, ...] = ()
     turn: Turn = field(default_factory=Turn)
 
     @property
@@ -192,6 +215,11 @@ class Conversation:
         self.turn.reading, self.turn.acts = True, False
         self.turn.record.question = tokens
 
+    def went_on(self, layer: int, end: int, columns: Tensor, count: int) -> None:
+        """Note which tokens of the turn went on behind a layer; see PropagatedTokens. count: of the longest row."""
+        self.propagated += (PropagatedTokens(layer, self.turn.start, end, columns),)
+        self.turn.record.propagated = count
+
     def caller_length_and_mask(self) -> tuple[int, Tensor | None]:
         """Columns of the conversation as its caller knows it, and their mask [B, columns], None without padding."""
         if self.short_prompt is None:
@@ -209,6 +237,7 @@ class Conversation:
             self.short_prompt = self.short_prompt.rows(rows)
         if self.protected is not None:
             self.protected = self.protected.rows(rows)
+        self.propagated = tuple(each.rows(rows) for each in self.propagated)
         turn = self.turn
         turn.deferred = [
             tuple(part.index_select(0, rows.to(part.device)) if len(part) > 1 else part for part in chunk)
@@ -224,6 +253,7 @@ class Conversation:
         """Yield every tensor held."""
         if self.mask is not None:
             yield self.mask
+        yield from (each.columns for each in self.propagated)
         for chunk in self.turn.deferred:
             yield from chunk
         for part in (self.short_prompt, self.protected):

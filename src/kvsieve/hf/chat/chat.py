@@ -20,7 +20,9 @@ from kvsieve.hf.chat.turn import ChatBackend, TurnMaker
 from kvsieve.hf.chat.worker import Stopped, Worker
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_text
+from kvsieve.hf.kept import kept_of
 from kvsieve.hf.persist.saved import understood
+from kvsieve.kept.kept import Kept
 from kvsieve.turns import Message
 
 _T = TypeVar("_T")
@@ -54,11 +56,10 @@ class Chat:
         self.options: dict[str, Any] = {**options, "max_new_tokens": max_new_tokens, "chunk": chunk}
         check_chat_options(self.options, sieve.model.generation_config)
         self._maker = TurnMaker(sieve, tokenizer)
-        start = () if system is None else ({"role": "system", "content": system},)
-        self._cache: SieveCache = sieve.new_cache()
+        self._cache, start = sieve.new_cache(), () if system is None else ({"role": "system", "content": system},)
         ids = torch.zeros(1, 0, dtype=torch.int64, device=sieve.model.device)
-        # `_state` is what the chat is; the cache agrees with it where it is `_at` it, and else is put right.
         self._state = ChatState(Transcript(ids, start), self._cache.snapshot())
+        # The cache agrees with `_state` where it is `_at` it, and else is put right.
         self._at: ChatState | None = self._state
         if load is not None:
             self._load(load, system)
@@ -72,7 +73,7 @@ class Chat:
 
     @property
     def _transcript(self) -> Transcript:
-        # What is given this, and not the state, keeps no cache of then for as long as a traceback is kept.
+        # Not the state, whose cache would live for as long as a traceback is kept.
         return self._state.transcript
 
     def __repr__(self) -> str:
@@ -106,6 +107,11 @@ class Chat:
     def ids(self) -> Tensor:
         """int64 [1, N] on the model's device: the conversation as it was fed and generated."""
         return self._transcript.ids
+
+    @property
+    def kept(self) -> Kept:
+        """Tokens of the conversation that the cache still holds; docs/kept.md."""
+        return kept_of(self.cache, self.ids, tokenizer=self.tokenizer)
 
     def ask(self, message: str, on_text: Callable[[str], None] | None = None, **options: Any) -> Reply:
         """One turn: the user says `message`, the model answers.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvsieve.cache.base import tensors_in
@@ -45,6 +46,11 @@ class Tokens:
             index = self.token_index.long().expand(len(mask), -1)
             self._positions = (mask.cumsum(-1) - 1).clamp_min(0).gather(1, index)
         return self._positions
+
+    def columns(self) -> Tensor:
+        """Columns of the real ones, int32 [1 or B, L], -1 for padding and filler."""
+        found = self.token_index.to(torch.int32)
+        return found if self.valid is None else found.masked_fill(~self.valid, -1)
 
     def narrow(self, selection: Selection) -> Tokens:
         """Keep those of a selection [B, K] among them."""

@@ -16,16 +16,18 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from kvsieve.display import html_table
-from kvsieve.errors import KvsieveError
+from kvsieve.errors import CacheStateError, KvsieveError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.passes import noting_caches
 from kvsieve.hf.generate.options import check_options, check_supported, refusal
 from kvsieve.hf.generate.original_prompt import OriginalPrompt
 from kvsieve.hf.generate.peak_memory import Peak, measure_peak
 from kvsieve.hf.generate.stats import Stats, stats_of
+from kvsieve.hf.kept import kept_of
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.kept.kept import Kept
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +42,8 @@ class GenerateResult:
         cache: ready for the next turn.
         output: what ``model.generate`` returned.
         token_s: seconds of every token after the first, in order, capturing included; see stats.tpot_s.
+        seen: columns that the cache had seen then.
+        tokenizer: of the model, None where nobody gave it.
     """
 
     sequences: Tensor
@@ -47,6 +51,28 @@ class GenerateResult:
     cache: SieveCache
     output: Any
     token_s: list[float]
+    seen: int
+    tokenizer: Any = None
+
+    @functools.cached_property
+    def kept(self) -> Kept:
+        """Tokens that the cache still holds, of the first row; `kept_in` is of another.
+
+        Copied from the cache when it is first asked for, and free until then: ask before the cache goes on.
+
+        Raises:
+            CacheStateError: the cache has gone on since, or its rows are beams.
+        """
+        return self.kept_in(0)
+
+    def kept_in(self, row: int) -> Kept:
+        """Tokens that the cache still holds of a row of the batch; see `kept`."""
+        if self.cache.num_seen != self.seen:
+            raise CacheStateError(
+                "the cache has gone on since this answer and holds other tokens now: ask for result.kept before the "
+                "next turn, or look at the cache as it is with sieve.kept(cache, input_ids)"
+            )
+        return kept_of(self.cache, self.sequences, row, self.tokenizer)
 
     def __repr__(self) -> str:
         return f"<GenerateResult {list(self.sequences.shape)} tokens, {self.stats}>"
@@ -112,7 +138,7 @@ def generate(
     stats = stats_of(model, cache, clock.times, began, peak.bytes)
     token_s = [after - before for before, after in itertools.pairwise(clock.times)]
     _log.info("%s", stats)
-    return GenerateResult(sequences, stats, cache, output, token_s)
+    return GenerateResult(sequences, stats, cache, output, token_s, cache.num_seen, model.tokenizer)
 
 
 def _decode(

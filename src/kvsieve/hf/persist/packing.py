@@ -13,7 +13,7 @@ from kvsieve.cache import View
 from kvsieve.cache.parts import store_parts
 from kvsieve.errors import CacheFileError
 from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
-from kvsieve.hf.cache.records import Conversation, Passes, Reads, Turn, TurnRecord
+from kvsieve.hf.cache.records import Conversation, Passes, PropagatedTokens, Reads, Turn, TurnRecord
 from kvsieve.hf.cache.short_prompt import ShortPrompt
 from kvsieve.hf.cache.states import CacheLayer, StateLayer
 from kvsieve.hf.persist.cache_file import DTYPES
@@ -22,7 +22,18 @@ from kvsieve.protection import ProtectedTokens
 
 _RECORDS: dict[str, Any] = {
     kind.__name__: kind
-    for kind in (Conversation, Turn, TurnRecord, Reads, Passes, ProtectedTokens, ShortPrompt, View, Window)
+    for kind in (
+        Conversation,
+        Turn,
+        TurnRecord,
+        PropagatedTokens,
+        Reads,
+        Passes,
+        ProtectedTokens,
+        ShortPrompt,
+        View,
+        Window,
+    )
 }
 
 

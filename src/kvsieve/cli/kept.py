@@ -1,0 +1,75 @@
+"""Kept tokens on the command line: --show and --find of `kvsieve run`, /kept of `kvsieve chat`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvsieve.cli.output import show
+from kvsieve.errors import InputError, KvsieveError
+
+if TYPE_CHECKING:
+    from kvsieve.kept.kept import Kept
+
+
+def check_kept(page: str | None, find: Sequence[str] | None, prompts_file: str | None, as_json: bool) -> list[str]:
+    """Return the texts to look for. Raises InputError, before a model is loaded, for what cannot be honoured."""
+    texts = [*(find or [])]
+    if prompts_file is not None and (page is not None or texts):
+        raise InputError("--show and --find are of one prompt; give it with --prompt or --prompt-file")
+    if not all(texts):
+        raise InputError("--find is empty; write the text to look for")
+    if page is None:
+        return texts
+    if page == "-":
+        if as_json:
+            raise InputError("--show - prints a map, and --json nothing but JSON; name a page, --show kept.html")
+        return texts
+    target = Path(os.path.expanduser(page)).absolute()
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise InputError(f"--show is a file that ends in .html, or - for the terminal, got {page!r}")
+    if target.is_dir():
+        raise InputError(f"--show {page!r} is a directory; name a file in it, {page}/kept.html")
+    if not target.parent.is_dir():
+        raise InputError(f"cannot write --show {page!r}: there is no directory {str(target.parent)!r}")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise InputError(f"cannot write --show {page!r}: no permission to write there")
+    return texts
+
+
+def write_page(kept: Kept, page: str, texts: Sequence[str]) -> None:
+    """Write the page of one run; the first text is looked for when it is opened. Raises KvsieveError."""
+    try:
+        Path(os.path.expanduser(page)).write_text(kept.to_html(texts[0] if texts else ""), encoding="utf-8")
+    except OSError as error:
+        raise KvsieveError(f"cannot write --show {page!r}: {error.strerror or error}") from error
+
+
+def found_json(kept: Kept | None, texts: Sequence[str]) -> dict[str, Any]:
+    """JSON-ready: what became of each text; {} where none was asked for."""
+    if kept is None or not texts:
+        return {}
+    return {"found": {text: [{**asdict(each), "states": each.states} for each in kept.of(text)] for text in texts}}
+
+
+def print_found(labels: Sequence[str], kept: Sequence[Kept], texts: Sequence[str]) -> None:
+    """A line for every occurrence of every text under every method."""
+    for text in texts:
+        for label, each in zip(labels, kept, strict=True):
+            for line in found_lines(each, text):
+                show(f"{label}: {line}")
+
+
+def found_lines(kept: Kept, text: str) -> list[str]:
+    """A line for every occurrence of a text."""
+    found = kept.of(text)
+    return [f"{text!r}, {each}" for each in found] or [f"{text!r} does not occur in what the model has read"]
+
+
+def print_map(kept: Kept) -> None:
+    """Layers and positions, as wide as the terminal."""
+    show(kept.to_text(shutil.get_terminal_size((80, 24)).columns))

@@ -1,0 +1,155 @@
+"""Tokens that a cache still holds, told of one conversation of its batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import CacheStateError, InputError
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
+from kvsieve.hf.cache.layers import kind_of
+from kvsieve.kept.kept import Kept
+from kvsieve.kept.tokens import KeptLayer
+from kvsieve.segments import token_numbers
+
+
+def kept_of(cache: SieveCache, ids: Tensor, row: int = 0, tokenizer: Any = None) -> Kept:
+    """Copy from a cache where each token of a conversation is held now.
+
+    Args:
+        cache: between passes; it is not kept alive.
+        ids: int64 [B, N], the conversation as its caller knows it; tokens that were not read yet may follow.
+        row: of the batch.
+        tokenizer: turns tokens into text.
+
+    Raises:
+        CacheStateError: nothing was read yet, a prompt is half-read, or the rows are beams.
+        InputError: ids of another conversation, or no such row.
+    """
+    cache.check_copyable("looked at")
+    conversation, turn = cache.conversation, cache.turn
+    batch, (length, mask) = conversation.batch, conversation.caller_length_and_mask()
+    if not batch:
+        raise CacheStateError("the cache has read nothing yet, so it holds no tokens: feed a prompt first")
+    if turn.reordered:
+        raise CacheStateError(
+            "the cache's rows are beams, which changed places while the answer was searched, and belong to no answer: "
+            "look at a prompt that was read alone, sieve.kept(sieve.prefill(ids), ids), or generate without beams"
+        )
+    if ids.ndim != 2 or len(ids) != batch or ids.shape[1] < length:
+        raise InputError(
+            f"input_ids are {list(ids.shape)}, the cache has read {batch} rows of {length} tokens: pass the whole "
+            "conversation, padding included, as it was fed"
+        )
+    if not 0 <= row < batch:
+        raise InputError(f"row {row} of {batch}: expected 0 to {batch - 1}")
+    numbers = token_numbers(mask, batch, length)[row]
+    count, short = int(numbers.max()) + 1, conversation.short_prompt
+    before = 0 if short is not None else int((numbers[: turn.start] >= 0).sum())
+    lengths = conversation.prompt_lengths if short is None else short.lengths
+    return Kept(
+        method=cache.owner.plan.name,
+        tokens=ids[row, :length].cpu()[numbers >= 0],
+        prompt_start=min(before, count),
+        prompt_end=min(lengths[row], count) if lengths else count,
+        layers=_layers(cache, row, numbers, count),
+        row=row,
+        unreached="never reached" if short is None else "not read again",
+        notes=tuple(_notes(cache)),
+        tokenizer=tokenizer,
+    )
+
+
+def _layers(cache: SieveCache, row: int, numbers: Tensor, count: int) -> tuple[KeptLayer, ...]:
+    growing = bool(cache.sieve_layers)
+    found = []
+    for index, layer in enumerate(cache.all_layers):
+        words = kind_of(layer).words
+        if not isinstance(layer, StoreLayer) or layer.store.is_empty:
+            found.append(KeptLayer(index, words, counts=isinstance(layer, SieveLayer)))
+            continue
+        tokens = _held(cache, index, layer, row, numbers)
+        stored, entries = _shares(tokens, count)
+        read = None
+        if isinstance(layer, SieveLayer) and layer.view is not None:
+            read, _ = _shares(_viewed(layer, row, tokens), count)
+        counts = isinstance(layer, SieveLayer) or not growing
+        reached = _reached(cache, index, row, numbers, count)
+        found.append(KeptLayer(index, words, counts, len(tokens), stored, read, reached, entries))
+    return tuple(found)
+
+
+def _held(cache: SieveCache, index: int, layer: StoreLayer, row: int, numbers: Tensor) -> Tensor:
+    """Numbers of the tokens that a layer stores, int64 [H, n], -1 for filler and padding."""
+    store, short = layer.store, cache.conversation.short_prompt
+    columns = store.index if short is None else short.as_given(store.index, index)
+    tokens, valid = columns[row].long().cpu(), store.valid
+    # A window's index holds positions, which do not count padding.
+    if not isinstance(layer, WindowLayer):
+        tokens = numbers[tokens.clamp_min(0)].masked_fill(tokens < 0, -1)
+    return tokens if valid is None else tokens.masked_fill(~valid[row].cpu(), -1)
+
+
+def _viewed(layer: SieveLayer, row: int, tokens: Tensor) -> Tensor:
+    """Numbers of the tokens that the answer reads of those stored, int64 [H', n]."""
+    view = layer.view
+    assert view is not None
+    slots = view.slots[row].cpu()
+    stored = tokens.repeat_interleave(len(slots) // len(tokens), 0)
+    chosen = stored.gather(1, slots)
+    if view.real is not None:
+        chosen = chosen.masked_fill(~view.real[row].cpu(), -1)
+    return torch.cat([chosen, stored[:, view.end :]], 1)
+
+
+def _shares(tokens: Tensor, count: int) -> tuple[Tensor, tuple[int, ...]]:
+    """Share of the heads that have each of `count` tokens, and how many each head has; tokens: int64 [H, n]."""
+    real = tokens >= 0
+    return torch.bincount(tokens[real], minlength=count) / len(tokens), tuple(real.sum(1).tolist())
+
+
+def _reached(cache: SieveCache, index: int, row: int, numbers: Tensor, count: int) -> Tensor | None:
+    """Tokens that came to a layer, bool [count]; None for all."""
+    short, reached = cache.conversation.short_prompt, torch.ones(count, dtype=torch.bool)
+    propagator = cache.owner.plan.propagate
+    if short is not None:
+        if propagator is not None and propagator.two_pass:
+            columns = short.token_index[row].cpu()
+            given = torch.zeros(short.length, dtype=torch.bool)
+            given[columns[columns >= 0]] = True
+            real = numbers[: short.length]
+            reached[real[(real >= 0) & ~given]] = False
+        return None if bool(reached.all()) else reached
+    for each in cache.conversation.propagated:
+        if each.layer < index:
+            of_turn = numbers[each.start : each.end]
+            columns = each.columns[row].long().cpu()
+            on = numbers[columns[columns >= 0]]
+            arrived = torch.zeros(count, dtype=torch.bool)
+            arrived[on[on >= 0]] = True
+            of_turn = of_turn[of_turn >= 0]
+            reached[of_turn] &= arrived[of_turn]
+    return None if bool(reached.all()) else reached
+
+
+def _notes(cache: SieveCache) -> list[str]:
+    """Tell what a map of positions cannot."""
+    notes, reads = [], cache.turn.record.reads
+    reader = cache.owner.plan.read
+    if reader is not None:
+        heads = sum(layer.store.heads for layer in cache.sieve_layers.values())
+        read = ""
+        if reads.tokens:
+            read = f", {reads.entries / (reads.tokens * cache.conversation.batch * heads):.0f} entries on average"
+        notes.append(f"among what is shown {type(reader).__name__} chooses for every token what it reads{read}")
+    kinds = [kind_of(layer) for layer in cache.all_layers]
+    if any(kind.state for kind in kinds):
+        notes.append("recurrent states hold no tokens by position: what they remember is not shown")
+    if any(kind.entries in ("window", "chunk") for kind in kinds):
+        notes.append("windows hold their last tokens under every plan, and are not part of the shares")
+    if any(kind.entries == "shared" for kind in kinds):
+        notes.append("layers that read another layer's KV are counted with that layer")
+    return notes

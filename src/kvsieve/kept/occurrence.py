@@ -1,0 +1,84 @@
+"""A part of the text, and its fate in each layer."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvsieve.display import percent
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """Tokens of a string, and where they are still held.
+
+    Attributes:
+        start: number of the first token.
+        end: number of the token behind the last.
+        part: "prompt", "answer" or "earlier turns".
+        share: of layers and heads that hold its tokens and let the answer read them.
+        layers: indices of the layers that the next three are of.
+        stored: share of heads that store its tokens, per layer.
+        read: share of heads whose entries the answer reads, per layer.
+        reached: share of its tokens that came to the layer, per layer.
+        unreached: words for those that did not.
+        text: the string, "" where tokens were named.
+    """
+
+    start: int
+    end: int
+    part: str
+    share: float
+    layers: tuple[int, ...]
+    stored: tuple[float, ...]
+    read: tuple[float, ...]
+    reached: tuple[float, ...]
+    unreached: str = "never reached"
+    text: str = ""
+
+    @property
+    def states(self) -> list[str]:
+        """Its fate in each layer: "whole", "in part", "evicted", "not read", or that it never came there."""
+        return [
+            state(stored, read, reached, self.unreached)
+            for stored, read, reached in zip(self.stored, self.read, self.reached, strict=True)
+        ]
+
+    @property
+    def where(self) -> str:
+        """Its fate by layers, in words: ``layers 0–9 whole, 10–11 in part (33–50%), 12–29 never reached``."""
+        told = []
+        for name, first, last in runs(self.states):
+            layers = f"{self.layers[first]}" + (f"–{self.layers[last]}" if last > first else "")
+            shares = self.read[first : last + 1]
+            least, most = percent(min(shares)), percent(max(shares))
+            extent = most if least == most else f"{least[:-1]}–{most}"
+            told.append(f"{layers} {name}{f' ({extent})' if name == 'in part' else ''}")
+        return f"layers {', '.join(told)}"
+
+    def __str__(self) -> str:
+        tokens = f"token {self.start}" if self.end == self.start + 1 else f"tokens {self.start}–{self.end - 1}"
+        verb = "held" if self.read == self.stored else "read"
+        return f"{tokens} ({self.part}): {percent(self.share)} {verb}; {self.where}"
+
+
+def state(stored: float, read: float, reached: float, unreached: str) -> str:
+    """Name what became of some tokens in a layer; shares as in Occurrence."""
+    if read == 1:
+        return "whole"
+    if read > 0:
+        return "in part"
+    if reached == 0:
+        return unreached
+    return "not read" if stored > 0 else "evicted"
+
+
+def runs(names: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Runs of equal names: the name, its first and its last place."""
+    found, at = [], 0
+    for name, group in itertools.groupby(names):
+        count = len(list(group))
+        found.append((name, at, at + count - 1))
+        at += count
+    return found
