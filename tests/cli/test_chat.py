@@ -125,10 +125,11 @@ def test_json_is_a_line_per_turn(talk, model_dir):
 
 
 def test_commands(talk, model_dir):
-    code, out, err = talk("w1\nw5\n/undo\nw2\n/help\n/quit\nw3\n", "--commands")
+    code, out, err = talk("w1\nw5\n/undo\nw2\n/help\n/kept w2\n/kept\n/quit\nw3\n", "--commands")
     asked = answers(model_dir, "w1", "w5"), answers(model_dir, "w1", "w2")
     assert code == 0 and out.splitlines() == [*asked[0], asked[1][1]]
     assert "the last turn is forgotten" in err and "/save FILE" in err
+    assert re.search(r"'w2', token \d+ \(prompt\): 100% held; layers 0–3 whole", err) and "held by layer" in err
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,35 @@ def test_run_answers_what_generate_answers(cli, model_dir, prompt_file):
     assert json.loads(out)["results"][0]["answer"] == answer
 
 
+def test_run_shows_what_was_kept(cli, model_dir, prompt_file, tmp_path):
+    plan = ("--method", "fastkv", "--budget", "20%", "--set", "tsp_layer=1", "--set", "window=4", "--compare", "full")
+    asked = ("run", model_dir, "--prompt-file", prompt_file, *plan, "--max-new-tokens", 2, "--find", "w41 w42")
+    code, out, _ = cli(*asked, "--show", tmp_path / "kept.html", "--json")
+    full, fastkv = (result["found"]["w41 w42"] for result in json.loads(out)["results"])
+    assert code == 0 and [each["states"] for each in full] == [["whole"] * 4] * 2 and full[0]["share"] == 1
+    assert [each["start"] for each in fastkv] == [each["start"] for each in full] and fastkv[0]["share"] < 1
+    page = (tmp_path / "kept.html").read_text()
+    assert "Kept under fastkv" in page and 'value="w41 w42"' in page
+    code, out, _ = cli(*asked, "--show", "-")
+    assert code == 0 and "full: 'w41 w42', tokens 41–42 (prompt): 100% held; layers 0–3 whole" in out
+    assert "fastkv: held by layer and position" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--show", "kept.png"), "ends in .html"),
+        (("--show", "no/kept.html"), "there is no directory"),
+        (("--show", "-", "--json"), "name a page"),
+        (("--find", ""), "--find is empty"),
+    ],
+)
+def test_what_cannot_be_shown_is_refused_before_a_model_is_loaded(cli, prompt_file, monkeypatch, options, told):
+    monkeypatch.setattr(run, "load_model", lambda *given: pytest.fail("loaded"))
+    code, out, err = cli("run", "--prompt-file", prompt_file, *options)
+    assert code == 2 and told in out + err
+
+
 def test_run_uses_the_chat_template_once(cli, tmp_path, prompt_file):
     build("llama").save_pretrained(tmp_path)
     save_tokenizer(tmp_path, "[BOS]{% for m in messages %} {{ m['content'] }}{% endfor %} w1 w2")
