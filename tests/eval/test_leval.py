@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 
 import pytest
 
 from kvsieve.errors import InputError
+from kvsieve.eval.report import html_report, markdown_report
+from kvsieve.eval.results import load
 from kvsieve.tasks import document_task, metrics
 from kvsieve.tasks.leval import leval
 from kvsieve.tasks.public import public_task, public_tasks
+
+CHOICE = "Who?\n (A) Ann\n (B) Bob"
 
 
 def row(
@@ -176,3 +181,23 @@ def test_rouge_is_the_packages(tmp_path):
     assert metrics.rouge_l("a b c d", ("a x c d", "q")) == pytest.approx(
         {"score": 0.75, "rouge1": 0.75, "rouge2": 1 / 3}
     )
+
+
+def test_a_run_from_end_to_end(model_dir, tmp_path, cli):
+    (tmp_path / "data").mkdir()
+    long = row("Ann met Bob. " * 60, [CHOICE, CHOICE.replace("Who", "Which")], ["(B) Bob", "(A) Ann"])
+    write(tmp_path / "data", "quality.jsonl.gz", [long, row()])
+    grid = ["--tasks", "leval_quality", "--data", tmp_path / "data", "--lengths", "150", "--question", "both"]
+    grid += ["--methods", "knorm", "--budgets", "50%", "--cost-samples", "0", "--dtype", "float32"]
+    code, out, err = cli("eval", model_dir, *grid, "--samples", "3", "--out", tmp_path / "o")
+    assert code == 0, err
+    told = "leval_quality: 1 of 2 documents were cut to 150 tokens"
+    assert told in out
+    results = load(tmp_path / "o")
+    asked = {(each["sample"], each["question"], each["label"]) for each in results.samples}
+    assert asked == set(itertools.product(range(3), ("visible", "hidden"), ("full", "knorm")))
+    by_sample = {each["sample"]: each for each in results.samples}
+    assert [by_sample[i]["meta"]["document"] for i in range(3)] == [0, 1, 0]
+    assert by_sample[0]["meta"]["cut"] == by_sample[2]["meta"]["cut"] > 0 == by_sample[1]["meta"]["cut"]
+    assert all(each["prompt_tokens"] <= 150 for each in results.samples)
+    assert told in markdown_report(results) and f"{told}." in html_report(results, [])

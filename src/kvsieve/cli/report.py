@@ -31,6 +31,7 @@ def report_command(
 def print_means(results: Any) -> None:
     """A table per length; one column per question mode, which fits a terminal."""
     from kvsieve.eval.aggregate import budgets_of, cells, labels_of, task_means
+    from kvsieve.eval.cuts import cut_documents
     from kvsieve.eval.tables import NONE, budget_name, plus_minus
     from kvsieve.report.labels import distinct
 
@@ -47,6 +48,8 @@ def print_means(results: Any) -> None:
                     rows.append([label, budget_name(budget), *texts])
         show(f"{length} tokens, mean score over tasks in %:")
         print_table(["method", "budget", *(f"question {question}" for question in questions)], rows)
+    for line in cut_documents(results.samples):
+        show(line)
 
 
 def aggregated(results: Any) -> dict[str, Any]:

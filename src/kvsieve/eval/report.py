@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsieve.errors import InputError
+from kvsieve.eval.cuts import cut_documents
 from kvsieve.eval.pictures import draw
 from kvsieve.eval.results import Results
 from kvsieve.eval.rows import Row
@@ -82,6 +83,7 @@ def markdown_report(results: Results) -> str:
     groups = (("Summary", tables.summary), ("Scores per task", tables.tasks), ("Distance to full KV", tables.fidelity),
               ("Costs", tables.costs))  # fmt: skip
     parts = [f"# {markdown_text(_title(results))}"]
+    parts += [f"{markdown_text(each)}." for each in cut_documents(results.samples)]
     for title, found in groups:
         parts += [f"## {title}"] * bool(found)
         for table in found:
@@ -180,6 +182,7 @@ def _warnings(results: Results) -> str:
         texts.append("The costs were measured in environments that differ; compare times with care.")
     if results.costs and not any(row["label"] == FULL for row in results.costs):
         texts.append("Full KV was not timed: there are no ratios to it.")
+    texts += [f"{each}." for each in cut_documents(results.samples)]
     return "\n".join(h.paragraph(each, "warn") for each in texts)
 
 

@@ -30,7 +30,7 @@ _TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class _Needle:
+class _NeedleTest:
     """One needle and one question about it, {CHAR} still open.
 
     Attributes:
@@ -121,7 +121,7 @@ def _books(root: Path, name: str) -> list[str]:
     return [file.read_text(encoding="utf-8") for file in files]
 
 
-def _needles(file: Path) -> list[_Needle]:
+def _needles(file: Path) -> list[_NeedleTest]:
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -131,7 +131,7 @@ def _needles(file: Path) -> list[_Needle]:
     return [needle for number, entry in enumerate(entries, 1) for needle in _of(entry, f"{file}, needle {number}")]
 
 
-def _of(entry: Any, where: str) -> list[_Needle]:
+def _of(entry: Any, where: str) -> list[_NeedleTest]:
     kinds = {"id": str, "needle": str, "questions": dict, "tests": dict}
     for field, kind in kinds.items():
         if not isinstance(entry, dict) or not isinstance(entry.get(field), kind) or not entry[field]:
@@ -149,7 +149,7 @@ def _of(entry: Any, where: str) -> list[_Needle]:
     return found
 
 
-def _needle(entry: Mapping[str, Any], template: str, name: str, question: str, values: Any, where: str) -> _Needle:
+def _needle(entry: Mapping[str, Any], template: str, name: str, question: str, values: Any, where: str) -> _NeedleTest:
     arguments = values.get("input_args") if isinstance(values, dict) else None
     if not isinstance(arguments, list):
         raise InputError(f"{where}: the test {name} has no 'input_args', expected a list of texts")
@@ -161,4 +161,4 @@ def _needle(entry: Mapping[str, Any], template: str, name: str, question: str, v
     if not (characters if "{CHAR}" in needle else answers):
         field = "character_set" if "{CHAR}" in needle else "gold_answers"
         raise InputError(f"{where}: {field!r} of {name} is missing or empty, expected a list of texts")
-    return _Needle(name, entry.get("system_prompt") or "", template, needle, question, characters, answers)
+    return _NeedleTest(name, entry.get("system_prompt") or "", template, needle, question, characters, answers)
