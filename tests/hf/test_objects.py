@@ -88,7 +88,12 @@ def test_objects_are_short_in_a_terminal_and_tables_in_a_notebook(model, ids):
         reply = chat.ask(" ".join(f"w{i}" for i in range(40)))
         assert repr(chat).startswith("<Chat under fastkv: 1 turns, 4") and "tokens=" not in repr(reply)
         assert max(map(len, map(repr, (chat, chat.snapshot(), reply, result.cache.snapshot())))) < 300
-    for thing, part in ((plan, "<td style='text-align:left'>TSP("), (result.stats, "10 of 50"), (result, "1 x 53")):
+    for thing, part in (
+        (plan, "<td style='text-align:left'>TSP("),
+        (result.stats, "10 of 50"),
+        (result, "1 x 53"),
+        (result.cache, "all 4 layers hold KV that grows"),
+    ):
         shown = thing._repr_html_()
         assert shown.startswith("<table>") and shown.endswith("</table>") and part in shown
     assert "<script>" not in kvsieve.Plan(name="<script>")._repr_html_()
