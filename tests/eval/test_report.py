@@ -17,6 +17,8 @@ import fake_results as fake
 from kvsieve.cli.main import run_cli
 from kvsieve.errors import KvsieveError
 from kvsieve.eval.aggregate import cells, cost_cells, task_means
+from kvsieve.eval.comparison import compared
+from kvsieve.eval.merge import subjects
 from kvsieve.eval.plots import frontier
 from kvsieve.eval.results import load
 from kvsieve.eval.tables import significant
@@ -33,7 +35,7 @@ def folder(tmp_path_factory):
 
     where = tmp_path_factory.mktemp("results")
     fake.write_results(where, tasks=2, labels=4, budgets=("10%", "20%"), lengths=(1024, 2048), samples=3, repeats=2)
-    write_report(load(where))
+    write_report(*compared(subjects([load(where)])))
     return where
 
 

@@ -1,4 +1,4 @@
-"""`kvsieve report`: tables and pictures of what `kvsieve eval` measured."""
+"""`kvsieve report`: tables and pictures of what `kvsieve eval` measured, of one directory or of several."""
 
 from __future__ import annotations
 
@@ -8,24 +8,76 @@ from typing import Annotated, Any
 import typer
 
 from kvsieve.cli.output import JsonOption, emit_json, print_table, show
+from kvsieve.errors import InputError
+
+_COMPARISON = Path("comparison")
 
 
 def report_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What `kvsieve eval --out DIR` has written.")],
-    formats: Annotated[str, typer.Option(help="Files in DIR/plots: png, svg or both.")] = "png,svg",
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="What `kvsieve eval --out DIR` has written.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for the report of several DIRs; ./comparison if left out.")
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Method, or its label, to compare the others with, besides full KV.")
+    ] = None,
+    formats: Annotated[str, typer.Option(help="Files in plots: png, svg or both.")] = "png,svg",
+    csv: Annotated[Path | None, typer.Option(help="Also write every cell as a row of this file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write DIR/report.html, DIR/tables.md and DIR/plots from evaluation results."""
+    """Write report.html, tables.md and plots: of one DIR into it, of several side by side into --out."""
+    from kvsieve.eval.comparison import compared
+    from kvsieve.eval.comparison_report import write_comparison
+    from kvsieve.eval.export import write_csv
+    from kvsieve.eval.merge import subjects
     from kvsieve.eval.report import write_report
     from kvsieve.eval.results import load
 
-    results = load(folder)
-    written = write_report(results, [each.strip() for each in formats.split(",") if each.strip()])
+    wanted = [each.strip() for each in formats.split(",") if each.strip()]
+    directories = [load(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
+    alone = len(directories) == 1
+    if alone and out is not None:
+        raise InputError("--out is for the report of several directories; that of one is written into it: leave it out")
+    entries = compared(subjects(directories), baseline)
+    folder = directories[0].folder if alone else out or _COMPARISON
+    written = write_report(entries[0], wanted) if alone else write_comparison(entries, folder, wanted)
+    if csv is not None:
+        write_csv(entries, csv)
+        written.append(csv)
     if as_json:
-        emit_json({**aggregated(results), "files": [str(file) for file in written]})
+        found = [{"name": each.subject.name, **aggregated(each.subject.results)} for each in entries]
+        data = aggregated(directories[0]) if alone else {"subjects": found}
+        emit_json({**data, "differences": _differences(entries), "files": [str(file) for file in written]})
         return
-    print_means(results)
-    show(f"wrote {written[0]}, {written[1]} and {len(written) - 2} pictures in {folder / 'plots'}")
+    if alone:
+        print_means(directories[0])
+    else:
+        _print_comparison(entries)
+    pictures = len(written) - 2 - (csv is not None)
+    show(f"wrote {written[0]}, {written[1]}{f', {csv}' if csv else ''} and {pictures} pictures in {folder / 'plots'}")
+
+
+def _differences(entries: Any) -> list[dict[str, Any]]:
+    """JSON-ready: every setting against full KV, and against the baseline where there is one."""
+    names = ("task", "length", "question", "label", "budget")
+    return [
+        {"subject": each.subject.name, "against": against, **dict(zip(names, place, strict=True)), **one.to_dict()}
+        for each in entries
+        for against, found in (("full", each.from_full), (each.baseline, each.from_baseline))
+        for place, one in found.items()
+    ]
+
+
+def _print_comparison(entries: Any) -> None:
+    """Print the columns that fit a terminal of the tables that compare."""
+    from kvsieve.eval.comparison import comparison_tables
+
+    wanted = ("model", "method", "budget", "score", "against full", "against baseline", "KL", "KV kept %")
+    for table in reversed(comparison_tables(entries)):
+        places = [table.headers.index(name) for name in wanted if name in table.headers]
+        show(f"{table.title}:")
+        print_table([table.headers[at] for at in places], [[row[at].text for at in places] for row in table.rows],
+                    left=3)  # fmt: skip
 
 
 def print_means(results: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,13 +18,20 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NEEDLE = "needle"
+# Name, kind, title, what it shows in words, and what draws it.
+Wanted = tuple[str, str, str, str, Callable[[], "Figure"]]
 
 
 def draw(results: Results, png: bool = True) -> list[Picture]:
-    """Raises KvsieveError where matplotlib is missing. png: also as PNG; without, only those whose SVG is large."""
+    """Draw the pictures of one results directory. Raises KvsieveError where matplotlib is missing."""
+    return drawn(_wanted(results), png)
+
+
+def drawn(wanted: Iterable[Wanted], png: bool) -> list[Picture]:
+    """Draw and encode. png: also as PNG; without, only those whose SVG is large."""
     found = []
     with style():
-        for name, kind, title, alt, make in _wanted(results):
+        for name, kind, title, alt, make in wanted:
             figure = make()
             svg = svg_bytes(figure)
             picture = png_bytes(figure) if png or len(svg) > SVG_LIMIT else None
@@ -32,7 +39,7 @@ def draw(results: Results, png: bool = True) -> list[Picture]:
     return found
 
 
-def _wanted(results: Results) -> Iterator[tuple[str, str, str, str, Callable[[], Figure]]]:
+def _wanted(results: Results) -> Iterator[Wanted]:
     parts, costs, look, titles = cells(results.samples), cost_cells(results.costs), looks(results.labels), results.tasks
     means = task_means(parts)
     groups = sorted(distinct((cell.length, cell.question) for cell in parts), key=lambda g: (-g[0], g[1] != "visible"))
@@ -70,7 +77,7 @@ def _has_depth(row: Row) -> bool:
     return isinstance((row.get("meta") or {}).get("depth"), (int, float))
 
 
-def _needles(results: Results) -> Iterator[tuple[str, str, str, str, Callable[[], Figure]]]:
+def _needles(results: Results) -> Iterator[Wanted]:
     rows = [row for row in results.samples if row["task"] == NEEDLE and _has_depth(row)]
     for question in sorted(distinct(row["question"] for row in rows), reverse=True):
         mine = [row for row in rows if row["question"] == question]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from kvsieve.errors import InputError
+from kvsieve.eval.comparison import METHOD_NOTE, Compared, comparison_tables
 from kvsieve.eval.cuts import cut_documents
 from kvsieve.eval.pictures import draw
 from kvsieve.eval.results import Results
@@ -19,6 +20,7 @@ from kvsieve.report.tables import Table, markdown_table
 from kvsieve.text import Markdown, markdown_text
 
 FORMATS = ("png", "svg")
+DIFFERENCES = "Differences to full KV"
 _ANSWER_LENGTH = 300
 _GUIDE = (
     "Each method reads the same prompts as full KV, under a budget of KV entries per layer and head; “visible” means "
@@ -26,7 +28,7 @@ _GUIDE = (
     "Look at the summary for what an answer's quality costs at each budget, then at the intervals before you believe "
     "a difference: where they overlap widely, there are too few samples to tell."
 )
-_GLOSSARY = (
+GLOSSARY = (
     ("score", "What a task's scoring gives an answer, 0 to 100%; the mean over tasks gives each the same weight."),
     ("95% interval", "Wilson's interval for a share seen in n samples; for a mean over tasks, of all samples."),
     ("±", "Half the width of the 95% interval, which is not quite symmetric around the score."),
@@ -44,24 +46,37 @@ _GLOSSARY = (
     ("KV read MiB/token", "KV bytes that attention reads for each decoded token."),
     ("peak MiB", "Most memory in use during the run, where the device can tell."),
     ("deep tokens", "Prompt tokens that the last layers computed; fewer than the prompt with prefill reduction."),
+    ("less full", "Mean over tasks of the score's difference to full KV on the same samples, in points, with its 95% "
+     "interval."),
+    ("against full", "lower or higher: more than chance; level: p is not below 0.05; too few samples, too few "
+     "differ: nothing is claimed."),
     ("×", "Ratio to full KV of the same repeat, the median of the repeats; below 1 is less."),
     ("full", "The model as it is: the whole cache, no method."),
 )  # fmt: skip
 
 
-def write_report(results: Results, formats: Sequence[str] = FORMATS) -> list[Path]:
-    """Write report.html, tables.md and plots/ into the results directory. Returns the files written.
+def write_report(entry: Compared, formats: Sequence[str] = FORMATS) -> list[Path]:
+    """Write report.html, tables.md and plots/ into the directory of one run. Returns the files written.
 
     Raises InputError for a format it does not know, KvsieveError where matplotlib is missing.
     """
+    check_formats(formats)
+    results = entry.subject.results
+    pictures = draw(results, png="png" in formats)
+    return write_all(results.folder, html_report(entry, pictures), markdown_report(entry), pictures, formats)
+
+
+def check_formats(formats: Sequence[str]) -> None:
+    """Raise InputError for a format that is not known."""
     unknown = [each for each in formats if each not in FORMATS]
     if unknown or not formats:
         raise InputError(f"--formats must name some of {', '.join(FORMATS)}, got {', '.join(unknown) or 'nothing'}")
-    pictures = draw(results, png="png" in formats)
-    folder = results.folder
-    (folder / "plots").mkdir(exist_ok=True)
-    written = [_write(folder / "report.html", html_report(results, pictures)),
-               _write(folder / "tables.md", markdown_report(results))]  # fmt: skip
+
+
+def write_all(folder: Path, page: str, tables: str, pictures: Sequence[Picture], formats: Sequence[str]) -> list[Path]:
+    """Write a report's files. Returns them, the page and the tables first."""
+    (folder / "plots").mkdir(parents=True, exist_ok=True)
+    written = [_write(folder / "report.html", page), _write(folder / "tables.md", tables)]
     for picture in pictures:
         for kind, content in (("png", picture.png), ("svg", picture.svg)):
             if kind in formats and content is not None:
@@ -77,15 +92,21 @@ def _write(file: Path, content: str) -> Path:
     return file
 
 
-def markdown_report(results: Results) -> str:
+def markdown_report(entry: Compared) -> str:
     """Tables for papers: percent with ± half of the 95% interval."""
-    tables = make_tables(results, plus_minus)
-    groups = (("Summary", tables.summary), ("Scores per task", tables.tasks), ("Distance to full KV", tables.fidelity),
-              ("Costs", tables.costs))  # fmt: skip
-    parts = [f"# {markdown_text(_title(results))}"]
-    parts += [f"{markdown_text(each)}." for each in cut_documents(results.samples)]
+    results = entry.subject.results
+    tables = make_tables(results, plus_minus, entry.from_full)
+    groups = (("Summary", tables.summary), (DIFFERENCES, _differences(entry)), ("Scores per task", tables.tasks),
+              ("Distance to full KV", tables.fidelity), ("Costs", tables.costs))  # fmt: skip
+    return markdown_tables(_title(results), groups, [f"{each}." for each in cut_documents(results.samples)])
+
+
+def markdown_tables(title: str, groups: Iterable[tuple[str, Sequence[Table]]], notes: Sequence[str] = ()) -> str:
+    """A document of tables; groups: heading and tables, those without tables left out. notes: told before them."""
+    parts = [f"# {markdown_text(title)}", *map(markdown_text, notes)]
     for title, found in groups:
         parts += [f"## {title}"] * bool(found)
+        parts += [METHOD_NOTE] * (title == DIFFERENCES and bool(found))
         for table in found:
             parts += [f"### {markdown_text(table.title)}", markdown_table(table.headers, _plain(table)), table.note]
     return "\n\n".join(parts) + "\n"
@@ -99,24 +120,35 @@ def _bold(text: str) -> Markdown:
     return Markdown(f"**{markdown_text(text)}**")
 
 
-def html_report(results: Results, pictures: Sequence[Picture]) -> str:
-    tables = make_tables(results, bounds)
+def _differences(entry: Compared) -> list[Table]:
+    """Of results with more than full KV."""
+    return comparison_tables([entry]) if entry.from_full else []
+
+
+def differences_section(tables: Sequence[Table]) -> str:
+    return f"{unfolding(tables)}\n{h.paragraph(METHOD_NOTE, 'quiet')}" if tables else ""
+
+
+def html_report(entry: Compared, pictures: Sequence[Picture]) -> str:
+    results = entry.subject.results
+    tables = make_tables(results, bounds, entry.from_full)
     shown = {kind: h.figures([each for each in pictures if each.kind == kind]) for kind in
              ("accuracy", "tradeoff", "fidelity", "needle", "latency", "kept")}  # fmt: skip
     first = "\n".join(h.table(table, f"summary-{index}") for index, table in enumerate(tables.summary))
     sections = [
         ("summary", "Summary", first),
+        ("differences", DIFFERENCES, differences_section(_differences(entry))),
         ("accuracy", "Score by budget", shown["accuracy"]),
         ("tradeoff", "Score against cost", shown["tradeoff"]),
-        ("costs", "Costs", _unfolding(tables.costs) + shown["latency"]),
-        ("fidelity", "Distance to full KV", _unfolding(tables.fidelity) + shown["fidelity"]),
+        ("costs", "Costs", unfolding(tables.costs) + shown["latency"]),
+        ("fidelity", "Distance to full KV", unfolding(tables.fidelity) + shown["fidelity"]),
         ("needle", "Needle by depth", shown["needle"]),
         ("kept", "Which tokens are kept", shown["kept"]),
         ("tasks", "Scores per task", _scores(tables)),
         ("not-run", "What did not run as asked", _not_run(results)),
         ("answers", "Example answers", _examples(results)),
         ("setup", "What was run", _setup(results)),
-        ("glossary", "Glossary", h.definitions(_GLOSSARY)),
+        ("glossary", "Glossary", h.definitions(GLOSSARY)),
     ]
     intro = f"{_facts(results)}\n{h.paragraph(_GUIDE)}\n{_warnings(results)}"
     return h.page(_title(results), [section for section in sections if section[2]], intro)
@@ -126,7 +158,7 @@ def _title(results: Results) -> str:
     return f"kvsieve evaluation: {results.run.get('model', 'unknown model')}"
 
 
-def _unfolding(tables: Sequence[Table]) -> str:
+def unfolding(tables: Sequence[Table]) -> str:
     """The first one, and the others on request."""
     parts = [h.table(each) for each in tables[:1]] + [h.details(each.title, h.table(each)) for each in tables[1:]]
     return "\n".join(parts)
@@ -134,7 +166,7 @@ def _unfolding(tables: Sequence[Table]) -> str:
 
 def _scores(tables: Tables) -> str:
     others = [h.details(each.title, h.table(each)) for each in tables.metrics]
-    return "\n".join([_unfolding(tables.tasks), *others])
+    return "\n".join([unfolding(tables.tasks), *others])
 
 
 def _facts(results: Results) -> str:

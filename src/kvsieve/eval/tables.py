@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvsieve.eval.aggregate import Cell, CostCell, budgets_of, cells, cost_cells, labels_of, task_means
 from kvsieve.eval.results import Results
+from kvsieve.eval.significance import LEVEL, Difference, Place
 from kvsieve.report.labels import FULL, distinct
 from kvsieve.report.tables import Entry, Table
 
 DAGGER = "†"
 NONE = "–"
+_ARROWS = {"lower": " ↓", "higher": " ↑"}
 _MIB = 2**20
 
 
@@ -29,15 +31,30 @@ class Tables:
     metrics: list[Table]
 
 
-def make_tables(results: Results, interval: Callable[[Cell], str]) -> Tables:
-    """interval: how a task's 95% interval is written behind its score."""
+def make_tables(
+    results: Results, interval: Callable[[Cell], str], differences: Mapping[Place, Difference] | None = None
+) -> Tables:
+    """Make the tables of a results directory.
+
+    Args:
+        results: The directory's contents.
+        interval: Writes a task's 95% interval behind its score.
+        differences: From full KV; those that are more than chance are marked.
+    """
+
+    def sign(cell: Cell) -> str:
+        return arrow((differences or {}).get((cell.task, cell.length, cell.question, cell.label, cell.budget)))
+
+    def behind(cell: Cell) -> str:
+        return interval(cell) + sign(cell)
+
     parts, costs = cells(results.samples), cost_cells(results.costs)
     means = task_means(parts)
     lengths = sorted(distinct(cell.length for cell in parts), reverse=True)
-    groups = [(length, question) for length in lengths for question in _questions(parts, length)]
+    groups = [(length, question) for length in lengths for question in questions_of(parts, length)]
     return Tables(
-        [_summary(means, length) for length in lengths],
-        [_per_task(_only(parts, *group), _only(means, *group), results.tasks, interval, *group) for group in groups],
+        [_summary(means, length, sign) for length in lengths],
+        [_per_task(_only(parts, *group), _only(means, *group), results.tasks, behind, *group) for group in groups],
         [_fidelity(means, length) for length in lengths],
         [_costs(costs, length) for length in sorted(distinct(cell.length for cell in costs), reverse=True)],
         [table for group in groups if (table := _metrics(_only(parts, *group), results.tasks, *group))],
@@ -60,23 +77,23 @@ def _only(parts: Sequence[Cell], length: int, question: str) -> list[Cell]:
     return [cell for cell in parts if (cell.length, cell.question) == (length, question)]
 
 
-def _questions(parts: Sequence[Cell], length: int) -> list[str]:
+def questions_of(parts: Sequence[Cell], length: int) -> list[str]:
     return sorted(distinct(cell.question for cell in parts if cell.length == length), key=lambda q: q != "visible")
 
 
-def _runs(parts: Sequence[Cell] | Sequence[CostCell]) -> list[tuple[str, str | None]]:
+def runs(parts: Sequence[Cell] | Sequence[CostCell]) -> list[tuple[str, str | None]]:
     """Labels and budgets in the order of tables."""
     known = {(cell.label, cell.budget) for cell in parts}
     labels = labels_of({"label": cell.label} for cell in parts)
     return [(label, budget) for label in labels for budget in budgets_of(parts) if (label, budget) in known]
 
 
-def _summary(means: Sequence[Cell], length: int) -> Table:
+def _summary(means: Sequence[Cell], length: int, sign: Callable[[Cell], str]) -> Table:
     """Rows are methods; a column per budget and question mode."""
     mine = [cell for cell in means if cell.length == length]
-    columns = [(budget, question) for budget in budgets_of(mine) for question in _questions(mine, length)]
+    columns = [(budget, question) for budget in budgets_of(mine) for question in questions_of(mine, length)]
     by_place = {(cell.label, cell.budget, cell.question): cell for cell in mine}
-    most = {question: max(c.tasks for c in mine if c.question == question) for question in _questions(mine, length)}
+    most = {question: max(c.tasks for c in mine if c.question == question) for question in questions_of(mine, length)}
     # A mean over fewer tasks is no match for the others.
     best = {
         column: max(
@@ -94,19 +111,32 @@ def _summary(means: Sequence[Cell], length: int) -> Table:
         row = [Entry(label)]
         for column in columns:
             cell = by_place.get((label, *column))
-            row.append(Entry(NONE) if cell is None else _mean_entry(cell, most[cell.question], best[column]))
+            row.append(Entry(NONE) if cell is None else _mean_entry(cell, most[cell.question], best[column], sign))
         rows.append(row)
     headers = ["method", *(f"{budget_name(budget)}, {question}" for budget, question in columns)]
     counts = " and ".join(f"{count} ({question})" for question, count in most.items())
     note = (f"Mean score over tasks in percent, ± half the 95% interval. Columns: budget and question mode; "
             f"“all” keeps the whole cache. Tasks: {counts}. Bold: best of its column, full KV aside.")  # fmt: skip
-    if any(DAGGER in entry.text for row in rows for entry in row):
+    return Table(f"Mean over tasks: {length} tokens", headers, rows, 1, note + _explained(rows))
+
+
+def _explained(rows: Sequence[Sequence[Entry]]) -> str:
+    """Explain the signs that are in a table."""
+    texts = "".join(entry.text for row in rows for entry in row)
+    note = ""
+    if any(each in texts for each in _ARROWS.values()):
+        note += f" ↓, ↑: lower, higher than full KV on the same samples (p<{LEVEL}, paired bootstrap)."
+    if DAGGER in texts:
         note += f" {DAGGER}: the method did not run as asked in some samples."
-    return Table(f"Mean over tasks: {length} tokens", headers, rows, 1, note)
+    return note
 
 
-def _mean_entry(cell: Cell, most: int, best: float | None) -> Entry:
-    text = f"{100 * cell.score:.1f}{plus_minus(cell)}"
+def arrow(difference: Difference | None) -> str:
+    return "" if difference is None else _ARROWS.get(difference.verdict, "")
+
+
+def _mean_entry(cell: Cell, most: int, best: float | None, sign: Callable[[Cell], str]) -> Entry:
+    text = f"{100 * cell.score:.1f}{plus_minus(cell)}{sign(cell)}"
     if cell.tasks < most:
         return Entry(f"{text} ({cell.tasks} of {most} tasks)" + DAGGER * bool(cell.not_applied))
     return Entry(
@@ -125,7 +155,7 @@ def _per_task(
     tasks = [task for task in titles if any(cell.task == task for cell in parts)]
     by_place = {(cell.label, cell.budget, cell.task): cell for cell in [*parts, *means]}
     rows = []
-    for run in _runs(parts):
+    for run in runs(parts):
         row = [Entry(run[0]), Entry(budget_name(run[1]))]
         for task in [*tasks, "mean"]:
             cell = by_place.get((*run, task))
@@ -135,31 +165,29 @@ def _per_task(
     counts = sorted({cell.n for cell in parts})
     each = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     note = f"Score in percent with its 95% interval; {each} samples per task."
-    if any(cell.not_applied for cell in parts):
-        note += f" {DAGGER}: the method did not run as asked in some samples."
     headers = ["method", "budget", *(titles[task] for task in tasks), "mean"]
-    return Table(f"Scores: {length} tokens, question {question}", headers, rows, 2, note)
+    return Table(f"Scores: {length} tokens, question {question}", headers, rows, 2, note + _explained(rows))
 
 
 def _fidelity(means: Sequence[Cell], length: int) -> Table:
     mine = [cell for cell in means if cell.length == length]
-    questions = _questions(mine, length)
+    questions = questions_of(mine, length)
     by_place = {(cell.label, cell.budget, cell.question): cell for cell in mine}
     headers, rows = ["method", "budget"], []
     for question in questions:
         headers += [f"KL, {question}", f"KL at the last prompt token, {question}", f"same top-1 %, {question}",
                     f"KV kept %, {question}"]  # fmt: skip
-    for run in _runs(mine):
+    for run in runs(mine):
         row = [Entry(run[0]), Entry(budget_name(run[1]))]
         for question in questions:
             cell = by_place.get((*run, question))
             values = ("kl", 1, "{:.4f}"), ("kl_last", 1, "{:.4f}"), ("top1", 100, "{:.1f}"), ("kv_share", 100, "{:.1f}")
-            row += [Entry(_number(getattr(cell, name, None), scale, form)) for name, scale, form in values]
+            row += [Entry(number(getattr(cell, name, None), scale, form)) for name, scale, form in values]
         rows.append(row)
     return Table(f"Distance to full KV: {length} tokens", headers, rows, 2, "Means over tasks; KL in nats.")
 
 
-def _number(value: float | None, scale: float = 1.0, form: str = "{:.2f}") -> str:
+def number(value: float | None, scale: float = 1.0, form: str = "{:.2f}") -> str:
     return NONE if value is None else form.format(scale * value)
 
 
@@ -171,14 +199,14 @@ def _costs(costs: Sequence[CostCell], length: int) -> Table:
                ("peak MiB", "peak_bytes", 1 / _MIB), ("deep tokens", "deep_tokens", 1.0))  # fmt: skip
     headers = ["method", "budget", *(name for name, _, _ in columns), "TTFT p95 / p99 s", "TPOT p95 / p99 ms"]
     rows = []
-    for run in _runs(mine):
+    for run in runs(mine):
         cell = by_run[run]
         row = [Entry(run[0]), Entry(budget_name(run[1]))]
         row += [Entry(_with_ratio(cell, quantity, scale)) for _, quantity, scale in columns]
         row += [Entry(_tail(cell, "ttft_s", 1.0)), Entry(_tail(cell, "tpot_s", 1e3))]
         rows.append(row)
     repeats = sorted({cell.repeats for cell in mine})
-    count = " to ".join(str(number) for number in distinct([repeats[0], repeats[-1]]))
+    count = " to ".join(str(count) for count in distinct([repeats[0], repeats[-1]]))
     note = (f"Medians, and in brackets the median ratio to full KV of the same repeat. Repeats: {count}; "
             f"{mine[0].new_tokens} new tokens.")  # fmt: skip
     return Table(f"Costs: {length} tokens", headers, rows, 2, note)
@@ -218,9 +246,9 @@ def _metrics(parts: Sequence[Cell], titles: dict[str, str], length: int, questio
         return None
     by_place = {(cell.label, cell.budget, cell.task): cell for cell in parts}
     rows = []
-    for run in _runs(parts):
+    for run in runs(parts):
         found = [by_place.get((*run, task)) for task, _ in columns]
         values = [c.metrics.get(name) if c else None for c, (_, name) in zip(found, columns, strict=True)]
-        rows.append([Entry(run[0]), Entry(budget_name(run[1])), *(Entry(_number(v, 100, "{:.1f}")) for v in values)])
+        rows.append([Entry(run[0]), Entry(budget_name(run[1])), *(Entry(number(v, 100, "{:.1f}")) for v in values)])
     headers = ["method", "budget", *(f"{titles[task]}: {name}" for task, name in columns)]
     return Table(f"Other metrics: {length} tokens, question {question}", headers, rows, 2, "Means in percent.")
