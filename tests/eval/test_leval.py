@@ -201,3 +201,6 @@ def test_a_run_from_end_to_end(model_dir, tmp_path, cli):
     assert by_sample[0]["meta"]["cut"] == by_sample[2]["meta"]["cut"] > 0 == by_sample[1]["meta"]["cut"]
     assert all(each["prompt_tokens"] <= 150 for each in results.samples)
     assert told in markdown_report(results) and f"{told}." in html_report(results, [])
+    write(tmp_path / "data", "quality.jsonl.gz", [row()])
+    code, _, err = cli("eval", model_dir, *grid, "--samples", "3", "--out", tmp_path / "o", "--resume")
+    assert code == 2 and "results of leval_quality from another file than --data has" in err

@@ -73,6 +73,7 @@ def eval_command(
     from kvsieve.eval.store import writing
     from kvsieve.hf.model.support import check_model
     from kvsieve.models.fetch import MODEL_NAME
+    from kvsieve.tasks.public import data_digests
 
     grid = Grid(
         tasks=_tasks(names_of(tasks), haystack, data, scbench_mode),
@@ -91,6 +92,7 @@ def eval_command(
         "seed": seed,
         "haystack": haystack,
         "tasks": {task.name: task.title for task in grid.tasks},
+        "data": data_digests(grid.tasks),
     }
     # Opened before the model is loaded: a directory that cannot be written to should not cost a wait.
     with writing(Path(os.path.expanduser(out)), run, resume=resume) as writer:

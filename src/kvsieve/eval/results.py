@@ -91,6 +91,8 @@ def _problem_within(run: Row) -> str | None:
     for number, each in enumerate(run["environments"]):
         if not isinstance(each, dict):
             return f"environment {number} is {short(each)}, expected an object"
+    if not isinstance(run.get("data", {}), dict):
+        return f"'data' is {short(run['data'])}, expected an object"
     settings = run.get("settings", [])
     if not isinstance(settings, list):
         return f"'settings' is {short(settings)}, expected a list"

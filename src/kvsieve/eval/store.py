@@ -56,6 +56,13 @@ class ResultsWriter:
                 )
         self.run = {"format": FORMAT, **run, "environments": [], "seconds": 0.0, **known}
         self.run["tasks"] = {**known.get("tasks", {}), **run["tasks"]}
+        self.run["data"] = {**known.get("data", {}), **run.get("data", {})}
+        for task, digest in known.get("data", {}).items():
+            if self.run["data"][task] != digest:
+                raise InputError(
+                    f"'{self.folder}' holds results of {task} from another file than --data has; give the same "
+                    "file, or write to another --out"
+                )
         self.run["settings"] = self._merged(known.get("settings", []), run.get("settings", []))
         self.run["environments"] = [*self.run["environments"], environment()]
         self.env = len(self.run["environments"]) - 1

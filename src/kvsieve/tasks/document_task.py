@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvsieve.errors import InputError
 from kvsieve.tasks.base import BOTH
@@ -54,9 +55,10 @@ class DocumentTask:
     another of its questions, since a file may ask all its documents the same ones in the same order.
     """
 
-    def __init__(self, name: str, title: str, asked: Sequence[DocumentQuestion], cut: Cut | None) -> None:
+    def __init__(self, name: str, title: str, asked: Sequence[DocumentQuestion], cut: Cut | None, file: Path) -> None:
         """cut: the rule for documents that are too long; None where the benchmark has none, and they are refused."""
         self.name, self.title, self.modes = name, title, BOTH
+        self.files = (file,)
         self._cut = cut
         documents: dict[tuple[str, str], list[DocumentQuestion]] = {}
         for each in asked:

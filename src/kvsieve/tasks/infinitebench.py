@@ -121,8 +121,9 @@ def infinitebench(name: str, data: str | Path) -> DocumentTask:
     if part is None:
         raise InputError(f"InfiniteBench has no task {known!r}{did_you_mean(known, list(_PARTS))}")
     check_packages(name, [part.score])
-    rows = read_rows(find_file(data, [known + suffix for suffix in SUFFIXES], name), _FIELDS, "InfiniteBench")
-    return DocumentTask(name, f"InfiniteBench, {known}", [_asked(row, part) for row in rows], keep_ends)
+    file = find_file(data, [known + suffix for suffix in SUFFIXES], name)
+    rows = read_rows(file, _FIELDS, "InfiniteBench")
+    return DocumentTask(name, f"InfiniteBench, {known}", [_asked(row, part) for row in rows], keep_ends, file)
 
 
 def _asked(row: FileRow, part: _Part) -> DocumentQuestion:

@@ -133,7 +133,7 @@ def leval(name: str, data: str | Path) -> DocumentTask:
     forms = [_FORMS.get(part, _BY_METRIC[row.values["evaluation"]]) for row in scored]
     check_packages(name, {form.score for form in forms})
     asked = [each for row, form in zip(scored, forms, strict=True) for each in _asked(row, form)]
-    return DocumentTask(name, f"L-Eval, {part.replace('_', ' ')}", asked, forms[0].cut)
+    return DocumentTask(name, f"L-Eval, {part.replace('_', ' ')}", asked, forms[0].cut, file)
 
 
 def _check(row: FileRow) -> None:

@@ -178,8 +178,9 @@ def longbench(name: str, data: str | Path) -> DocumentTask:
     if dataset is None:
         raise InputError(f"LongBench has no dataset {part!r}{did_you_mean(part, list(_DATASETS))}")
     check_packages(name, [dataset.score] if dataset.score else [])
-    rows = read_rows(find_file(data, [part + suffix for suffix in SUFFIXES], name), _FIELDS, "LongBench")
-    return DocumentTask(name, f"LongBench, {part}", [_asked(row, part, dataset) for row in rows], keep_ends)
+    file = find_file(data, [part + suffix for suffix in SUFFIXES], name)
+    rows = read_rows(file, _FIELDS, "LongBench")
+    return DocumentTask(name, f"LongBench, {part}", [_asked(row, part, dataset) for row in rows], keep_ends, file)
 
 
 def _asked(row: FileRow, part: str, dataset: _Dataset) -> DocumentQuestion:

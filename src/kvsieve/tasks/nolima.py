@@ -70,7 +70,9 @@ class NoLiMa:
         self.name, self.title, self.modes = name, f"NoLiMa{part.replace('_', ', ')}", BOTH
         self._needles = _needles(file)
         root = Path(data).expanduser()
-        self._books = _books(root if root.is_dir() else file.parent.parent, name)
+        books = _books(root if root.is_dir() else file.parent.parent, name)
+        self._books = [book.read_text(encoding="utf-8") for book in books]
+        self.files = (file, *books)
 
     def __len__(self) -> int:
         return len(self._needles) * DEPTHS * len(self._books)
@@ -113,12 +115,12 @@ def _hidden(text: str, fact: str, depth: float) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _books(root: Path, name: str) -> list[str]:
+def _books(root: Path, name: str) -> list[Path]:
     files = sorted(path for path in root.rglob("*.txt") if path.parent.name == "rand_shuffle")
     files = files or sorted(root.rglob("rand_book_*.txt"))
     if not files:
         raise InputError(f"no books of {name} in {root}: looked for haystack/rand_shuffle/*.txt there and below")
-    return [file.read_text(encoding="utf-8") for file in files]
+    return files
 
 
 def _needles(file: Path) -> list[_NeedleTest]:

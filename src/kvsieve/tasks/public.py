@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from kvsieve.errors import InputError
 from kvsieve.tasks import infinitebench, leval, longbench, nolima, ruler_files
+from kvsieve.tasks.document_task import DocumentTask
 from kvsieve.tasks.samples import Task
 from kvsieve.tasks.scbench import SUBSETS, SCBench
 
@@ -41,6 +43,16 @@ def public_task(name: str, data: str | Path | None, scbench_mode: str = "multi-t
         raise InputError(f"{name} is read from a file: give its directory as --data, see docs/public_benchmarks.md")
     loader = next(each for prefix, each in _LOADERS.items() if name.startswith(prefix))
     return loader(name, data)
+
+
+def data_digests(tasks: Iterable[Task]) -> dict[str, str]:
+    """A digest of the files of each task that has some, which tells them from other files of their names."""
+    found = {}
+    for task in tasks:
+        if isinstance(task, DocumentTask | nolima.NoLiMa | SCBench) and task.files:
+            digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in task.files]
+            found[task.name] = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+    return found
 
 
 def public_tasks() -> list[tuple[str, str]]:

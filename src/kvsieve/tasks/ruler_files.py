@@ -35,8 +35,9 @@ def ruler_file(name: str, data: str | Path) -> DocumentTask:
     """
     part = name.removeprefix("rulerfile_")
     places = [f"{part}{middle}{suffix}" for suffix in SUFFIXES for middle in ("/validation", "/test", "")]
-    rows = read_rows(find_file(data, places, name), _FIELDS, "RULER")
-    return DocumentTask(name, f"RULER's file, {part}", [_asked(row, part) for row in rows], None)
+    file = find_file(data, places, name)
+    rows = read_rows(file, _FIELDS, "RULER")
+    return DocumentTask(name, f"RULER's file, {part}", [_asked(row, part) for row in rows], None, file)
 
 
 def _asked(row: FileRow, part: str) -> DocumentQuestion:

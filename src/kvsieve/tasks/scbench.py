@@ -114,10 +114,12 @@ class SCBench:
         check_packages(subset, {kind.score for kind in (_KINDS[subset], *_MIXED.get(subset, {}).values())})
         self.rows: Sequence[Any]
         self._places: list[str] = []
+        self.files: tuple[Path, ...] = ()
         if source is None:
             self.rows = _hub_rows(subset)
         else:
-            found = read_rows(find_file(source, [subset + suffix for suffix in SUFFIXES], subset), _FIELDS, "SCBench")
+            self.files = (find_file(source, [subset + suffix for suffix in SUFFIXES], subset),)
+            found = read_rows(self.files[0], _FIELDS, "SCBench")
             self._places = [f"{row.file}, line {row.line}" for row in found]
             self.rows = [row.values for row in found]
             for index, row in enumerate(self.rows):
