@@ -86,11 +86,11 @@ def make(model_dir, arguments, **options) -> KvsieveLM:
     )
 
 
-def evaluate(model_dir, folder, arguments, task="kvsieve_toy", **options):
+def evaluate(model_dir, folder, arguments, model="kvsieve", task="kvsieve_toy", **options):
     manager = TaskManager(include_path=str(folder), include_defaults=False)
     return lm_eval.simple_evaluate(
-        model="kvsieve",
-        model_args=f"pretrained={model_dir},{arguments}",
+        model=model,
+        model_args=f"pretrained={model_dir},{arguments}".strip(","),
         tasks=[task],
         device="cpu",
         task_manager=manager,
@@ -219,15 +219,62 @@ def test_a_model_the_plan_cannot_run_on_is_refused_at_once(model_dir):
         KvsieveLM(pretrained=refused, tokenizer=HFLM(pretrained=model_dir, device="cpu").tokenizer, method="snapkv")
 
 
-def test_loglikelihood_is_for_full_kv(model_dir, tasks):
-    with pytest.raises(
-        UnsupportedOptionError, match="kvsieve_toy_choice asks for loglikelihood.*'snapkv'.*method=full"
-    ):
-        evaluate(model_dir, tasks, SNAPKV, task="kvsieve_toy_choice")
-    with pytest.raises(UnsupportedOptionError, match="toy asks for loglikelihood_rolling"):
+CHOICES = (" w1 w7 w9", " w2 w4", " w3")
+CONTEXTS = (prompt(0), prompt(1), prompt(2), "")
+
+
+def scores(lm, choices=CHOICES, contexts=CONTEXTS) -> list[tuple[float, bool]]:
+    asked = [Request(context, choice) for context in contexts for choice in choices]
+    return lm.loglikelihood(asked, disable_tqdm=True)
+
+
+@pytest.mark.parametrize("arguments", ["method=full", "method=snapkv,budget=100%"])
+@pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
+def test_loglikelihoods_where_nothing_is_dropped_are_the_harness_own(model_dir, arguments):
+    lm = make(model_dir, arguments)
+    own = HFLM(pretrained=model_dir, device="cpu")
+    greedy = [f" {answers(lm)[0]}"]
+    for choices in (CHOICES, greedy):
+        wanted = scores(own, choices)
+        assert scores(lm, choices) == [(pytest.approx(value, abs=1e-4), same) for value, same in wanted]
+    assert wanted[0][1] and not wanted[1][1]
+
+
+def test_loglikelihoods_are_read_under_the_plan(model_dir, tasks):
+    lm = make(model_dir, f"{SNAPKV},chunk=32")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KvsieveWarning)
+        got = scores(lm, contexts=[prompt(0), prompt(1)])
+    # One reading of each context, the longest first.
+    assert [call.prompt_tokens for call in lm.calls] == [160, 120] and all(call.applied for call in lm.calls)
+    assert [call.kv_share for call in lm.calls] == [pytest.approx(0.2), pytest.approx(0.2)]
+    whole = scores(HFLM(pretrained=model_dir, device="cpu"), contexts=[prompt(0), prompt(1)])
+    # The first token comes from the whole context, as it does in generate; later ones read what is left of it.
+    assert [abs(one - other) > 1e-4 for (one, _), (other, _) in zip(got, whole, strict=True)] == [True, True, False] * 2
+
+
+@pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
+def test_a_choice_task_under_a_plan_that_keeps_all_scores_as_the_harness_own(model_dir, tasks):
+    choice = {"task": "kvsieve_toy_choice", "log_samples": True}
+    own = evaluate(model_dir, tasks, "", "hf", **choice)
+    kept = evaluate(model_dir, tasks, "method=snapkv,budget=100%", **choice)
+    assert kept["results"] == own["results"] and "acc,none" in own["results"]["kvsieve_toy_choice"]
+    assert (kept["config"]["kvsieve"]["batches"], kept["config"]["kvsieve"]["batches_applied"]) == (3, 0)
+
+
+def test_a_plan_that_changed_no_likelihood_is_told(model_dir):
+    with pytest.warns(KvsieveWarning, match="snapkv acted on 3 of 4 contexts.*longest such prompt: 1 tokens"):
+        scores(make(model_dir, SNAPKV))
+    with pytest.warns(KvsieveWarning, match="every continuation is one token, and snapkv first acts on the second"):
+        scores(make(model_dir, SNAPKV), [" w3", " w4"], [prompt(0)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KvsieveWarning)
+        scores(make(model_dir, "method=gemfilter,budget=20,layer=1"), [" w3", " w4"], [prompt(0)])
+
+
+def test_rolling_loglikelihood_is_for_full_kv(model_dir):
+    with pytest.raises(UnsupportedOptionError, match="toy asks for loglikelihood_rolling.*no context.*'snapkv'"):
         make(model_dir, SNAPKV).loglikelihood_rolling([Request(prompt(0))])
-    full = evaluate(model_dir, tasks, "method=full", task="kvsieve_toy_choice")
-    assert "acc,none" in full["results"]["kvsieve_toy_choice"]
     own = HFLM(pretrained=model_dir, device="cpu").loglikelihood_rolling([Request(prompt(0))], disable_tqdm=True)
     assert make(model_dir, "method=full").loglikelihood_rolling([Request(prompt(0))], disable_tqdm=True) == own
 

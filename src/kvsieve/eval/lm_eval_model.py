@@ -12,10 +12,12 @@ import inspect
 import json
 import logging
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 try:
     from lm_eval.api.registry import register_model
@@ -29,6 +31,8 @@ except ImportError as error:
 
 import kvsieve
 from kvsieve.errors import KvsieveWarning, PlanError, UnsupportedOptionError
+from kvsieve.eval import loglikelihood
+from kvsieve.eval.loglikelihood import ScoredContext
 from kvsieve.hf.attach import Sieve, attach
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.model.support import check_model
@@ -43,7 +47,7 @@ _CACHE_KEY = "kvsieve_plan"
 
 @register_model("kvsieve")
 class KvsieveLM(HFLM):
-    """The harness's own Hugging Face model, with every ``generate_until`` request answered under a plan.
+    """The harness's own Hugging Face model, with every request answered or scored under a plan.
 
     pretrained: as for ``--model hf`` (a directory, a hub id, a loaded model), or "demo", kvsieve's demo model.
     method, and the method's parameters: as in ``kvsieve.plan("snapkv", budget="20%", kernel=21)``.
@@ -63,7 +67,7 @@ class KvsieveLM(HFLM):
     ) -> None:
         self.plan, arguments = _split(method, arguments)
         self.chunk = chunk
-        self.calls: list[Stats] = []
+        self.calls: list[Stats | ScoredContext] = []
         self._sieve: Sieve | None = None
         if arguments.get("device") is None:
             # HFLM would take "cuda" even where there is none.
@@ -111,37 +115,72 @@ class KvsieveLM(HFLM):
         self.calls.append(result.stats)
         return result.sequences
 
-    def _report(self, calls: list[Stats]) -> None:
+    def _report(self, calls: Sequence[Stats | ScoredContext]) -> None:
         idle = [call for call in calls if not call.applied]
         if not idle:
             return
         longest = max(call.prompt_tokens for call in idle)
+        what = "contexts" if isinstance(idle[0], ScoredContext) else "batches"
         which = "on none" if len(idle) == len(calls) else f"on {len(calls) - len(idle)}"
         warnings.warn(
-            f"{self.plan.name} acted {which} of {len(calls)} batches, so the others' answers are full KV's: "
+            f"{self.plan.name} acted {which} of {len(calls)} {what}, so the others' answers are full KV's: "
             f"{idle[-1].notes[0]} (longest such prompt: {longest} tokens); use longer prompts or a smaller budget",
             KvsieveWarning,
             stacklevel=3,
         )
 
-    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """HFLM's under full KV. Raises UnsupportedOptionError under any other plan."""
-        self._refuse_scoring(requests, "loglikelihood")
-        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[tuple[float, bool]]:
+        """As HFLM's under full KV; else each context is read once under the plan, see `loglikelihood.score`."""
+        if not self.plan.roles:
+            return super()._loglikelihood_tokens(requests, disable_tqdm, override_bs)
+        pairs = [loglikelihood.split(context, continuation, self.max_length) for _, context, continuation in requests]
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(pairs)
+        before, mixed = len(self.calls), self.mixed_precision_dtype
+        progress = tqdm(total=len(pairs), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
+        with warnings.catch_warnings(), progress:
+            # That a context is too short is told once, by `_report`.
+            warnings.simplefilter("ignore", KvsieveWarning)
+            for context, same in loglikelihood.by_context(pairs):
+                with torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None):
+                    scored = loglikelihood.score(
+                        self.model,
+                        self.plan,
+                        context,
+                        [pairs[index][1] for index in same],
+                        chunk=self.chunk,
+                        dtype=self.softmax_dtype,
+                    )
+                self.calls.append(scored)
+                for index, each in zip(same, scored.scores, strict=True):
+                    found[index] = each
+                    self.cache_hook.add_partial("loglikelihood", requests[index][0], each)
+                progress.update(len(same))
+        self._report(self.calls[before:])
+        if not loglikelihood.changes_first_token(self.plan) and all(len(answer) == 1 for _, answer in pairs):
+            warnings.warn(
+                f"every continuation is one token, and {self.plan.name} first acts on the second: a context is read "
+                "with full KV before it is reduced, so these numbers are full KV's; take a task with longer answers",
+                KvsieveWarning,
+                stacklevel=2,
+            )
+        return found
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """HFLM's under full KV. Raises UnsupportedOptionError under any other plan."""
-        self._refuse_scoring(requests, "loglikelihood_rolling")
-        return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
-
-    def _refuse_scoring(self, requests: list[Instance], kind: str) -> None:
         if self.plan.roles:
             tasks = sorted({name for each in requests if (name := getattr(each, "task_name", None))})
             raise UnsupportedOptionError(
-                f"{', '.join(tasks) or 'the task'} asks for {kind}, which is one forward pass over prompt and answer: "
-                f"{self.plan.name!r} acts once a prompt is complete, so the numbers would not be its own. Take a "
+                f"{', '.join(tasks) or 'the task'} asks for loglikelihood_rolling, the likelihood of a whole text: it "
+                f"has no context that {self.plan.name!r} could reduce, and its parts could not be scored alone, since "
+                "the harness divides by the words of all of it. Take a loglikelihood, multiple_choice or "
                 "generate_until task, or method=full"
             )
+        return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
 
     def set_cache_hook(self, cache_hook: Any) -> None:
         """As HFLM's. Raises UnsupportedOptionError for a ``--use_cache`` file with answers of another plan."""

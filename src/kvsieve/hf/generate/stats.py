@@ -201,6 +201,18 @@ def what_ran(plan: Plan, record: TurnRecord) -> tuple[bool, list[str]]:
     return applied, notes
 
 
+def entries_after_prompt(cache: SieveCache) -> tuple[list[int], list[int]]:
+    """Return the entries per layer that were stored once the turn's prompt was complete, and those of full KV."""
+    record, kept = cache.turn.record, cache.entries()
+    for index, entries in record.kept.items():
+        kept[index] = entries
+    whole = [record.prompt_tokens] * len(kept)
+    for index in set(range(len(kept))) - set(cache.sieve_layers):
+        # Layers that no plan acts on hold no more under full KV.
+        kept[index] = whole[index] = min(kept[index], record.prompt_tokens)
+    return kept, whole
+
+
 def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began: float, peak: int | None) -> Stats:
     """Make the statistics of a call.
 
@@ -213,13 +225,7 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
     """
     record, plan = cache.turn.record, model.plan
     applied, notes = what_ran(plan, record)
-    kept = cache.entries()
-    for index, entries in record.kept.items():
-        kept[index] = entries
-    whole = [record.prompt_tokens] * len(kept)
-    for index in set(range(len(kept))) - set(cache.sieve_layers):
-        # Layers that no plan acts on hold no more under full KV.
-        kept[index] = whole[index] = min(kept[index], record.prompt_tokens)
+    kept, whole = entries_after_prompt(cache)
     compressed = sum(least < most for least, most in zip(kept, whole, strict=True))
     share = sum(kept) / max(sum(whole), 1)
     if plan.roles and len(cache.sieve_layers) < len(kept):
