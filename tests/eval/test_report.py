@@ -89,7 +89,7 @@ def test_markdown_tables(folder):
         assert f"{100 * cell.score:.1f} ± {100 * cell.half:.1f}" in text
     assert "**" in text and "| method | budget | TTFT s |" in text
     rows = [line for line in text.splitlines() if line.startswith("| full ")]
-    assert len(rows) == 2 + 4 + 2 + 2  # summary, tasks, distance, costs
+    assert len(rows) == 2 + 4 + 4 + 2 + 2  # summary, differences, tasks, distance, costs
 
 
 def test_pictures_are_written(folder):
