@@ -7,9 +7,9 @@ import json
 import pytest
 
 from kvsieve.errors import InputError
+from kvsieve.tasks import chosen_tasks, metrics
 from kvsieve.tasks import infinitebench as infinite
 from kvsieve.tasks import longbench as long
-from kvsieve.tasks import metrics
 from kvsieve.tasks.nolima import DEPTHS, NoLiMa
 from kvsieve.tasks.public import is_public, public_task, public_tasks
 from kvsieve.tasks.ruler_files import ruler_file
@@ -201,6 +201,8 @@ def test_unknown_names_and_files():
         public_task("longbench_qaspr", "x")
     with pytest.raises(InputError, match="did you mean 'passkey'"):
         public_task("infinitebench_paskey", "x")
+    with pytest.raises(InputError, match="unknown task 'levl_quality'; did you mean 'leval_quality'"):
+        chosen_tasks(["levl_quality"])
     assert all(is_public(name) for name, _ in public_tasks()) and not is_public("ruler_vt")
 
 

@@ -11,6 +11,7 @@ from kvsieve.tasks.haystack import load_haystack
 from kvsieve.tasks.instructions import Instructions
 from kvsieve.tasks.needle import Needle, PassKey
 from kvsieve.tasks.pairs import KeyValue, MultiQuestion
+from kvsieve.tasks.public import public_tasks
 from kvsieve.tasks.ruler import CommonWords, FrequentWords, Niah, VariableTracking
 from kvsieve.tasks.samples import Task
 from kvsieve.tasks.shots import Arithmetic, ManyShot
@@ -72,7 +73,8 @@ def chosen_tasks(names: Sequence[str], haystack: str = "topics") -> list[Task]:
         elif name in known:
             chosen[name] = known[name]
         else:
-            raise InputError(f"unknown task {name!r}{did_you_mean(name, [*GROUPS, *known])}")
+            public = [each for each, _ in public_tasks()]
+            raise InputError(f"unknown task {name!r}{did_you_mean(name, [*GROUPS, *known, *public])}")
     if not chosen:
         raise InputError("no task was named; give --tasks, for example needle,ruler,kv")
     return list(chosen.values())
