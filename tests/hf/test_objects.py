@@ -75,7 +75,7 @@ def test_objects_are_short_in_a_terminal_and_tables_in_a_notebook(model, ids):
     roles = f"propagate TSP(rate=20%, layer=1, window=4), {evict}"
     assert repr(plan) == f"<Plan fastkv: {roles}, parameters not given with the model>"
     settled = repr(plan.for_model(model))
-    assert "kernel=21" in settled and "not given" not in settled
+    assert "kernel='auto'" in settled and "not given" not in settled
     assert repr(kvsieve.plan("full")) == "<Plan full>"
     with kvsieve.attach(model, plan) as sieve:
         assert repr(sieve) == f"<Sieve LlamaForCausalLM, 4 layers, decode eager, {sieve.plan!r}>"

@@ -27,7 +27,7 @@ def forecast(model: Any, prompts: Sequence[Prompt], options: Options) -> float:
         # How far down it goes is not known before.
         found = found[-max(1, len(found) // 3) :]
     found = found if "tsp" in options.parts else []
-    settings = 2 * len(options.kernels) * len(options.windows) * len(options.poolings) * ("pooling" in options.parts)
+    settings = len(options.kernels) * len(options.windows) * len(options.poolings) * ("pooling" in options.parts)
     plan, first = Plan(name="full"), prompts[0].ids[:, :_PILOT].to(model.device)
     read(model, plan, first[:, :_WARM_UP])
     per_token = _seconds(model, lambda: read(model, plan, first)) / first.shape[1]

@@ -22,7 +22,7 @@ class Options:
 
     Attributes:
         parts: which of PARTS.
-        budget: entries kept where pooling is compared, at this budget and at half of it.
+        budget: entries kept where pooling is compared.
         tsp_rate: tokens that go on under FastKV and ASL.
         rule: how the TSP layer is chosen, "settled" or "argmin"; see `distances.choose_layer`.
         tolerance: the rule's; None for 0.05 under "settled" and 0 under "argmin".

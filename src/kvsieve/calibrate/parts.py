@@ -90,7 +90,6 @@ class Parts:
         """Read every prompt once under full KV, and compare SnapKV's settings on it."""
         wanted = "pooling" in self.options.parts
         evictors = pooling.settings(self.options, min(each.ids.shape[1] for each in prompts)) if wanted else []
-        budgets = pooling.budgets(self.options)
         window = max((each.window for each in evictors), default=1)
         references, found = [], []
         for prompt in prompts:
@@ -103,22 +102,18 @@ class Parts:
             references.append(ReferenceAnswer(prompt.ids, answer, truth, prompt.name))
             if wanted:
                 self._step("comparing windows and kernels")
-                asked = [replace(each, budget=budget) for budget in budgets for each in evictors]
-                found.append(pooling.distances(self.model, shared, asked, answer))
+                found.append(pooling.distances(self.model, shared, evictors, answer))
         if wanted:
-            means = [sum(column) / len(column) for column in zip(*found, strict=True)]
-            parts = [means[: len(evictors)], means[len(evictors) :]]
-            kl = [sum(each) / 2 for each in zip(*parts, strict=True)]
+            kl = [sum(column) / len(column) for column in zip(*found, strict=True)]
             chosen = pooling.choose(evictors, kl)
             best = evictors[chosen]
             grid = [
                 {"window": each.window, "pooling": each.pooling, "kernel": each.kernel, "kl": _short(value)}
-                | {str(budget): _short(part[at]) for budget, part in zip(budgets, parts, strict=True)}
-                for at, (each, value) in enumerate(zip(evictors, kl, strict=True))
+                for each, value in zip(evictors, kl, strict=True)
             ]
             self.measured["pooling"] = {
                 **{name: getattr(best, name) for name in ("window", "kernel", "pooling")},
-                "budgets": [str(each) for each in budgets],
+                "budget": str(self.options.budget),
                 "kl": _short(kl[chosen]),
                 "grid": grid,
             }

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsieve.budget import Budget
 from kvsieve.calibrate.options import Options
 from kvsieve.calibrate.reading import divergence, following
 from kvsieve.core.scoring import Kernel
@@ -25,31 +24,20 @@ _ALIKE, _NEAR = 1.1, 0.005
 
 
 def settings(options: Options, length: int) -> list[SnapKV]:
-    """The settings to compare, window by window from the narrowest kernel on, at the smaller of the budgets.
-
-    length: tokens of the shortest prompt. Raises InputError if none fits.
-    """
+    """The settings to compare, window by window. length: of the shortest prompt. Raises InputError if none fits."""
     grid = itertools.product(options.windows, options.poolings, options.kernels)
-    smaller = budgets(options)[0]
-    least = smaller.entries(length)
+    least = options.budget.entries(length)  # type: ignore[union-attr]
     made = [
-        SnapKV(budget=smaller, window=window, kernel=kernel, pooling=pooling)  # type: ignore[arg-type]
+        SnapKV(budget=options.budget, window=window, kernel=kernel, pooling=pooling)  # type: ignore[arg-type]
         for window, pooling, kernel in grid
         if window < least
     ]
     if not made:
         raise InputError(
-            f"half a budget of {options.budget} keeps {least} entries of a prompt of {length}, no more than the "
-            f"narrowest window of {min(options.windows)}; take longer prompts or a larger budget"
+            f"a budget of {options.budget} keeps {least} entries of a prompt of {length}, no more than the narrowest "
+            f"window of {min(options.windows)}; take longer prompts or a larger budget"
         )
     return made
-
-
-def budgets(options: Options) -> tuple[Budget, Budget]:
-    """Half the budget and the budget: wide kernels keep long answers, narrow ones fit into little."""
-    whole = Budget.parse(options.budget)
-    half = Budget(tokens=max(whole.tokens // 2, 1)) if whole.tokens is not None else Budget(ratio=whole.ratio / 2)  # type: ignore[operator]
-    return half, whole
 
 
 def distances(model: Any, shared: SharedPrompt, evictors: Sequence[SnapKV], answer: Tensor) -> list[float]:

@@ -15,8 +15,8 @@ from kvsieve.tasks import chosen_tasks
 from kvsieve.tasks.prompter import Prompter
 from kvsieve.turns import escaped, token_ids
 
-# Facts to be found in prose, by a question at the end: two short numbers, and two answers that are long.
-TASKS = ("needle", "ruler_niah_multikey_1", "passkey64", "ruler_niah_single_3")
+# Facts to be found in prose, by a question at the end: one number of several, two long answers, four short ones.
+TASKS = ("ruler_niah_multikey_1", "passkey64", "ruler_niah_single_3", "ruler_niah_multivalue")
 CONTINUATION = 32
 
 # Evaluation draws its samples with small seeds; a model should not be calibrated on what it is tested with.

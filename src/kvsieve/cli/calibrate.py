@@ -20,7 +20,7 @@ from kvsieve.errors import InputError
 if TYPE_CHECKING:
     from kvsieve.profiles import Profile
 
-_PARTS = "pooling,tsp,asl,heads,q_filters"
+_PARTS = "pooling,answers,tsp,asl,heads,q_filters"
 
 
 def calibrate_command(
@@ -89,7 +89,7 @@ def calibrate_command(
             loaded,
             tokenizer,
             material,
-            name=model or MODEL_NAME,
+            name=MODEL_NAME if model is None else _name_of(model),
             options=options,
             progress=progress,
             announce=partial(announce, quick),
@@ -116,6 +116,11 @@ def calibrate_command(
     else:
         show(f"the profile is in {file}: kvsieve.plan({method!r}, profile={str(file)!r}), or")
         show(f"    {hint(model, method, file, dtype, device)}")
+
+
+def _name_of(model: str) -> str:
+    """A hub id as it is, the last part of a directory or file: a profile may be given away."""
+    return Path(model).name if Path(os.path.expanduser(model)).exists() else model
 
 
 def announce(quick: bool, seconds: float) -> None:
@@ -158,9 +163,7 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         one = measured["pooling"]
         found = f"window {one['window']}, kernel {one['kernel']}, {one['pooling']}"
         kls = [each["kl"] for each in one["grid"]]
-        rows.append(
-            ("pooling", found, f"KL {one['kl']:.3g} at {' and '.join(one['budgets'])} (worst setting {max(kls):.3g})")
-        )
+        rows.append(("pooling", found, f"KL {one['kl']:.3g} at {one['budget']} (worst setting {max(kls):.3g})"))
     if "answers" in measured:
         tested = measured["answers"]["budgets"]
         for task in dict.fromkeys(each["task"] for each in measured["answers"]["prompts"]):
