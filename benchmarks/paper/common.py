@@ -8,6 +8,7 @@ something of everything.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import kvsieve
+from benchmarks.paper.remember import Memory, remembering
 from benchmarks.paper.verdicts import Verdict, verdict_table
 from kvsieve.cli.loading import load_model
 from kvsieve.eval.cells import MethodSetting, setting
@@ -238,7 +240,7 @@ def show(study: Study, folder: Path) -> None:
 
 def run(parts: Sequence[Part], model: Any, tokenizer: Any, given: argparse.Namespace, folder: Path) -> None:
     """All parts, the first sample of every part first."""
-    shape, began = Shape.of(model), time.perf_counter()
+    shape, began, memory = Shape.of(model), time.perf_counter(), Memory()
     known = all_tasks()
     dtype = str(model.dtype).removeprefix("torch.")
     run_row = {"model": Path(folder).name, "dtype": dtype, "seed": 0, "haystack": "topics"}
@@ -279,7 +281,10 @@ def run(parts: Sequence[Part], model: Any, tokenizer: Any, given: argparse.Names
                 titles = {"tasks": {task.name: task.title for task in tasks}}
                 described = {"settings": [each.described() for each in settings]}
                 with writing(folder / part.name, {**run_row, **titles, **described}, resume=True) as writer:
-                    run_grid(grid, evaluator, writer, note(part, f"sample {index + 1}"))
+                    # Not where times are measured, nor where one reading is enough for all.
+                    many = not part.times and len(list(readings(settings, shape, length))) > 1 and not part.chunk
+                    with remembering(model, memory) if many else contextlib.nullcontext():
+                        run_grid(grid, evaluator, writer, note(part, f"sample {index + 1}"))
 
 
 def _tasks(part: Part, given: argparse.Namespace) -> list[str]:
@@ -336,26 +341,36 @@ def reading_seconds(shape: Shape, length: int, layers: float = 1.0) -> float:
     return layers * (linear + _SQUARE * shape.layers * shape.hidden / _WIDTH * length**2)
 
 
-def readings(settings: Sequence[MethodSetting], shape: Shape, length: int) -> Iterator[float]:
-    """Seconds of each reading that these settings need together, full KV's first."""
+# What is left of reading a layer whose results are remembered: norms, scores, digests.
+_REMEMBERED = 0.12
+
+
+def readings(settings: Sequence[MethodSetting], shape: Shape, length: int, alone: bool = False) -> Iterator[float]:
+    """Seconds of each reading that these settings need together, full KV's first. alone: of every setting for itself.
+
+    Together, they share what `remembering` keeps.
+    """
     shared: set[Any] = set()
-    for each in settings:
+    for number, each in enumerate(settings):
         plan = each.plan
-        if plan.acts_once and plan.propagate in shared:
+        if plan.acts_once and plan.propagate in shared and not alone:
             continue
         if plan.acts_once:
             shared.add(plan.propagate)
-        yield _reading(plan, shape, length)
+        front, behind = _reading(plan, shape, length)
+        chunked = plan.evict is not None and plan.evict.when.chunks
+        yield (front if alone or not number or chunked else _REMEMBERED * front) + behind
 
 
-def _reading(plan: Plan, shape: Shape, length: int) -> float:
+def _reading(plan: Plan, shape: Shape, length: int) -> tuple[float, float]:
+    """Seconds of the layers that read everything, and of what follows."""
     if plan.propagate is None:
-        return reading_seconds(shape, length)
+        return reading_seconds(shape, length), 0.0
     front = (plan.propagate.source(shape.layers) + 1) / shape.layers
     rate = getattr(plan.propagate, "rate", None) or getattr(plan.propagate, "budget", None)
     left = rate.entries(length, 1) if isinstance(rate, kvsieve.Budget) else round(length * 0.6)
     behind = 1.0 if plan.propagate.two_pass else 1 - front
-    return reading_seconds(shape, length, front) + reading_seconds(shape, min(left, length), behind)
+    return reading_seconds(shape, length, front), reading_seconds(shape, min(left, length), behind)
 
 
 def forecast(parts: Sequence[Part], shape: Shape, given: argparse.Namespace, model: Any) -> None:
@@ -370,8 +385,7 @@ def forecast(parts: Sequence[Part], shape: Shape, given: argparse.Namespace, mod
             else:
                 assert part.settings is not None
                 settings = [full(), *part.settings(shape, length)]
-                spent = [_reading(each.plan, shape, length) for each in settings]
-                spent = spent if part.times else list(readings(settings, shape, length))
+                spent = list(readings(settings, shape, length, alone=part.times))
                 number, count, seconds = len(spent), len(settings), sum(spent)
                 answer = 32 if part.times else part.answer
                 # Answers of plans that evict once are rows of a batch, those of readers are not.

@@ -12,7 +12,7 @@ from kvsieve.tasks.samples import QuestionAnswer, Sample
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
-from benchmarks.paper import asl, claims, common, fastkv, lagkv, rocketkv, verdicts  # noqa: E402
+from benchmarks.paper import asl, claims, common, fastkv, lagkv, remember, rocketkv, verdicts  # noqa: E402
 
 sys.path.remove(str(ROOT))
 
@@ -25,6 +25,9 @@ class Words:
     title: str = "words"
     modes: tuple[str, ...] = ("visible", "hidden")
 
+    def document(self, index: int) -> int:
+        return index
+
     def sample(self, index: int, length: int, seed: int, count) -> Sample:
         words = " ".join(f"w{(index + 7 * at * at) % 120}" for at in range(length - 8))
         turn = QuestionAnswer("w1", ("w3",), lambda given, _: {"score": float("w3" in given), "exact": 0.0}, 2)
@@ -33,14 +36,23 @@ class Words:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> str:
+def checkpoints(tmp_path_factory) -> dict[int, str]:
+    """By number of layers: ASL compares eight."""
     from kvsieve.models.families import build
     from toy_words import word_tokenizer
 
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    build("llama", num_hidden_layers=10).save_pretrained(folder)
-    word_tokenizer().save_pretrained(folder)
-    return str(folder)
+    made = {}
+    for layers in (4, 9):
+        folder = tmp_path_factory.mktemp("models") / "tiny"
+        build("llama", num_hidden_layers=layers).save_pretrained(folder)
+        word_tokenizer().save_pretrained(folder)
+        made[layers] = str(folder)
+    return made
+
+
+@pytest.fixture
+def checkpoint(checkpoints) -> str:
+    return checkpoints[4]
 
 
 @pytest.fixture
@@ -48,6 +60,9 @@ def few(monkeypatch):
     """One task each, few settings."""
     tasks = [name for study in claims.STUDIES for part in study.parts for name in part.tasks]
     monkeypatch.setattr(common, "all_tasks", lambda: {name: Words(name) for name in tasks})
+    monkeypatch.setattr(common, "PNG_DPI", 20)
+    monkeypatch.setattr(common, "environment", lambda: {})
+    monkeypatch.setattr("kvsieve.eval.store.environment", lambda: {})
     monkeypatch.setattr(fastkv, "DEPTHS", (1 / 3, 1 / 2, 2 / 3))
     monkeypatch.setattr(fastkv, "RATES", ("10%", "20%"))
     monkeypatch.setattr(asl, "TAUS", (0.3, 0.6))
@@ -62,30 +77,37 @@ def few(monkeypatch):
     monkeypatch.setattr(rocketkv, "PAGES", (1, 8))
 
 
+def run(study, checkpoint: str, folder: Path) -> common.Found:
+    """One sample of one task of every part but times."""
+    tasks = ",".join({part.tasks[0] for part in study.parts if part.tasks})
+    given = ["--model", checkpoint, "--lengths", "120", "--out", str(folder), "--tasks", tasks, "--samples", "1"]
+    common.main(study, given)
+    return common.Found(study.name, folder / study.name / "tiny")
+
+
 @pytest.mark.parametrize("study", claims.STUDIES, ids=lambda study: study.name)
-def test_every_part_runs_goes_on_where_it_stopped_and_is_told(study, checkpoint, few, tmp_path, capsys):
-    tasks = {part.tasks[0] for part in study.parts if part.tasks}
-    given = ["--model", checkpoint, "--lengths", "120", "--out", str(tmp_path), "--tasks", ",".join(tasks)]
-    common.main(study, [*given, "--samples", "1"])
-    found = common.Found(study.name, tmp_path / study.name / "tiny")
+def test_every_part_runs_and_is_told(study, checkpoints, few, tmp_path, capsys):
+    layers = 9 if study.name == "asl" else 4
+    found = run(study, checkpoints[layers], tmp_path)
     for part in study.parts:
         rows = found.rows(part.name)
         assert bool(rows) != part.times
         if part.measure is None and rows:
-            labels = ["full", *(each.label for each in part.settings(common.Shape(10, 32, 1e4), 120))]
-            assert [row["label"] for row in rows if row["task"] == rows[0]["task"]] == labels
-    lines = {part.name: (found.folder / part.name).rglob("*.jsonl") for part in study.parts}
-    before = {file: file.read_bytes() for files in lines.values() for file in files}
-    common.main(study, [*given, "--samples", "1"])
-    assert {file: file.read_bytes() for file in before} == before
+            labels = ["full", *(each.label for each in part.settings(common.Shape(layers, 32, 1e4), 120))]
+            assert [row["label"] for row in rows] == labels
     assert (found.folder / f"{study.name}.png").stat().st_size > 1000
     told = capsys.readouterr().out
-    assert told.count("| claim |") == 2 and "the paper" in told
-    claims.main(["--results", str(tmp_path)])
-    page = (tmp_path / "claims.md").read_text()
-    assert (
-        f"### {study.title}, tiny" in page and "Not run yet: times." in page and page.count("Nothing has run yet.") == 3
-    )
+    assert told.count("| claim |") == 1 and "the paper" in told
+    page = claims.page(tmp_path)
+    assert f"### {study.title}, tiny" in page and "Not run yet: times." in page and page.count("Nothing has run") == 3
+
+
+def test_a_run_goes_on_where_it_stopped(checkpoint, few, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "show", lambda *_: None)
+    folder = run(fastkv.STUDY, checkpoint, tmp_path).folder
+    before = {file: file.read_bytes() for file in folder.rglob("*.jsonl*")}
+    run(fastkv.STUDY, checkpoint, tmp_path)
+    assert len(before) == 3 and {file: file.read_bytes() for file in before} == before
 
 
 def test_a_forecast_counts_readings_and_runs_nothing(checkpoint, tmp_path, capsys):
@@ -105,6 +127,28 @@ def test_times_are_measured_for_every_setting(checkpoint, few, tmp_path, monkeyp
     common.main(rocketkv.STUDY, given)
     found = common.Found("rocketkv", tmp_path / "rocketkv" / "tiny")
     assert found.ratio("full", "ttft_s", 120) == [1.0] and len(found.ratio("rocketkv 1/64", "kv_bytes", 120)) == 1
+
+
+def test_readings_that_share_layers_give_what_they_give_alone(checkpoint):
+    import torch
+
+    import kvsieve
+    from kvsieve.hf.shared import read_alone
+
+    model, _ = kvsieve.models.load(checkpoint, torch.bfloat16)
+    ids = torch.randint(3, 100, (1, 150))
+    plans = [kvsieve.plan("fastkv", tsp_layer=layer, paper=True) for layer in (1, 2)]
+    plans += [kvsieve.plan("gemfilter", budget="20%", layer=2), kvsieve.plan("snapkv", budget="20%", paper=True)]
+    alone = [read_alone(model, plan, ids)[1] for plan in plans]
+    memory = remember.Memory()
+    with remember.remembering(model, memory):
+        found = [read_alone(model, plan, ids)[1] for plan in plans]
+        first = memory.hits
+        read_alone(model, plans[0], ids)
+    assert all(torch.equal(one, other) for one, other in zip(alone, found, strict=True))
+    # The first plan's full layers, of which each has an MLP, four projections and its attention.
+    assert first > 12 and memory.hits - first == 6 * 2
+    assert "forward" not in vars(model.model.layers[0].mlp)
 
 
 def test_verdicts_follow_their_rules():
