@@ -115,7 +115,7 @@ methods: $(VENV)/.ready
 		--out $(ALL) --resume
 	$(BIN)/kvsieve report $(ALL) --formats png
 
-# The seeds' own experiments: make paper-fastkv MODEL=checkpoint LENGTHS=4096,8192 SAMPLES=16; docs/evaluation.md tells more.
+# The papers' own experiments: make paper-fastkv MODEL=checkpoint LENGTHS=4096,8192 SAMPLES=16; docs/evaluation.md tells more.
 MODEL ?=
 LENGTHS ?= 1024
 SAMPLES ?= 8

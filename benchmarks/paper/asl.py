@@ -212,11 +212,13 @@ def _histogram(rows: list[Row]) -> list[tuple[float, float | None]]:
 
 
 def verdicts(found: Found) -> list[Verdict]:
-    def differ(ours: str, theirs: str, part: str = "budgets") -> dict[str, Any]:
-        return {
-            str(length): paired(found.values(part, ours, length=length), found.values(part, theirs, length=length))
-            for length in found.lengths(part)
-        }
+    def differ(ours: str, theirs: str, part: str = "budgets", metric: str = "score") -> dict[str, Any]:
+        """Scores: ours less theirs; distances, of which less is better: theirs less ours."""
+        out = {}
+        for length in found.lengths(part):
+            one, other = (found.values(part, each, metric, length) for each in (ours, theirs))
+            out[str(length)] = paired(one, other) if metric == "score" else paired(other, one)
+        return out
 
     return [
         *_harder(found),
@@ -261,6 +263,18 @@ def verdicts(found: Found) -> list[Verdict]:
             abstract=True,
         ),
         _tau_time(found),
+        *(
+            compared(
+                f"the same by KL over the answer: closer to full KV than {theirs}",
+                "",
+                differ(ours, theirs, metric="kl"),
+            )
+            for ours, theirs in (
+                ("asl 20%", "fastkv 20%"),
+                ("asl 20%, full before", "fastkv 20%, full before"),
+                ("asl two passes 20%", "gemfilter 20%"),
+            )
+        ),
     ]
 
 

@@ -223,6 +223,14 @@ def verdicts(found: Found) -> list[Verdict]:
             margin=MARGIN,
         ),
         _sparse(found),
+        *(
+            compared(f"the same by KL over the answer: {claim}", "", differ(ours, theirs, part, "kl", -1))
+            for claim, ours, theirs, part in (
+                ("FastKV is closer to full KV than GemFilter", half, "gemfilter 13/32, 10%", "layers"),
+                ("half the depth is closer than 1/6", half, "tsp at 1/6", "layers"),
+                ("a TSP rate of 20% is closer than 5%", "tsp rate 20%", "tsp rate 5%", "rates"),
+            )
+        ),
     ]
     return made
 

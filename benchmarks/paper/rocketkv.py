@@ -227,12 +227,17 @@ def verdicts(found: Found) -> list[Verdict]:
             out[length] = paired(one, other) if sign > 0 else paired(other, one)
         return out
 
-    def cases(part: str, ours: str, theirs: tuple[str, ...], parts: tuple[int, ...]) -> dict[str, Estimate | None]:
+    def cases(
+        part: str, ours: str, theirs: tuple[str, ...], parts: tuple[int, ...], metric: str = "score"
+    ) -> dict[str, Estimate | None]:
+        """Scores: ours less theirs; distances, of which less is better: theirs less ours."""
         return {
             f"{name} 1/{each}, {length}": found_at
             for name in theirs
             for each in parts
-            for length, found_at in differ(part, f"{ours} 1/{each}", f"{name} 1/{each}").items()
+            for length, found_at in differ(
+                part, f"{ours} 1/{each}", f"{name} 1/{each}", metric, 1 if metric == "score" else -1
+            ).items()
         }
 
     made = [
@@ -242,6 +247,11 @@ def verdicts(found: Found) -> list[Verdict]:
             "better than SnapKV, Quest and SparQ at a low budget (1/64)",
             "RULER 16K 86.3 against 26.3, 5.3, 8.7",
             cases("budgets", "rocketkv", ("snapkv", "quest", "sparq"), (64,)),
+        ),
+        compared(
+            "the same by KL over the answer: closer to full KV than SnapKV, Quest and SparQ (1/64)",
+            "",
+            cases("budgets", "rocketkv", ("snapkv", "quest", "sparq"), (64,), "kl"),
         ),
     ]
     for part, what in (("multiturn", "in a conversation"), ("shared", "with a shared context")):
