@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.paper import asl, fastkv, lagkv, rocketkv
 from benchmarks.paper.common import RESULTS, Found, Study
-from benchmarks.paper.verdicts import FEW, MARGIN, verdict_table
+from benchmarks.paper.verdicts import FEW, LEAST, MARGIN, verdict_table
 
 STUDIES = (fastkv.STUDY, asl.STUDY, lagkv.STUDY, rocketkv.STUDY)
 INTRO = f"""# What came out of the papers' claims
@@ -19,8 +19,8 @@ INTRO = f"""# What came out of the papers' claims
 Written by `python -m benchmarks.paper.claims` from the results beside it. A comparison is one of differences between
 two settings on the same samples, with an interval of 95% (bootstrap over samples, or Wilson's for a share). "Better"
 came out where the interval lies above 0, "no worse" where it lies above -{MARGIN:g}; it did not come out where the
-interval lies below 0, otherwise it is undecided. A claim about several cases came out only if all of them did. Fewer
-than {FEW} samples are marked "few".
+interval lies below 0, otherwise, and with fewer than {LEAST} samples, it is undecided. A claim about several cases came
+out only if all of them did. Fewer than {FEW} samples are marked "few".
 """
 
 

@@ -239,52 +239,62 @@ def show(study: Study, folder: Path) -> None:
 
 
 def run(parts: Sequence[Part], model: Any, tokenizer: Any, given: argparse.Namespace, folder: Path) -> None:
-    """All parts, the first sample of every part first."""
-    shape, began, memory = Shape.of(model), time.perf_counter(), Memory()
-    known = all_tasks()
-    dtype = str(model.dtype).removeprefix("torch.")
-    run_row = {"model": Path(folder).name, "dtype": dtype, "seed": 0, "haystack": "topics"}
+    """The first sample of every length, task and part first; all parts of one prompt one after another.
 
-    def note(part: Part, what: str) -> Callable[[int, int, str], None]:
-        def tell(done: int, total: int, name: str) -> None:
-            if done < total:
-                spent = (time.perf_counter() - began) / 60
-                print(f"{spent:.1f} min, {part.name}, {what}: {name}", file=sys.stderr, flush=True)
-
-        return tell
-
-    for index in range(given.samples):
+    They share what `remembering` keeps, but for times.
+    """
+    began, known, shape, memory = time.perf_counter(), all_tasks(), Shape.of(model), Memory()
+    stamp = {"model": folder.name, "dtype": str(model.dtype).removeprefix("torch."), "seed": 0, "haystack": "topics"}
+    settings = {
+        (part.name, length): _on(part, shape, length, model, tokenizer)
+        for part in parts
+        for length in given.lengths
+        if part.settings is not None and length >= part.least
+    }
+    with contextlib.ExitStack() as stack:
+        files: dict[str, Any] = {}
         for part in parts:
-            lengths = [length for length in given.lengths if length >= part.least]
-            tasks = [known[name] for name in _tasks(part, given)]
             if part.measure is not None:
-                evaluator = Evaluator(model, tokenizer)
-                with RowsFile(folder / part.name, run_row) as rows:
-                    for length in lengths:
-                        for task in tasks:
-                            key = {"task": task.name, "length": length, "sample": index}
-                            if not rows.has(key):
-                                note(part, f"sample {index + 1}")(0, 1, f"{task.name}, {length} tokens")
-                                sample: Sample = task.sample(index, length, 0, evaluator.prompter.count)
-                                ids = evaluator.prompter.encode(sample).prompt.to(model.device)
-                                rows.add(key | part.measure(model, ids))
+                files[part.name] = stack.enter_context(RowsFile(folder / part.name, stamp))
                 continue
-            for length in lengths:
-                settings = _on(part, shape, length, model, tokenizer)
-                if part.times:
-                    grid = Grid([], [length], (), 0, settings, cost_samples=given.samples)
-                    if index:
-                        continue
-                else:
-                    grid = Grid(tasks, [length], (part.question,), index + 1, settings, cost_samples=0)
-                evaluator = Evaluator(model, tokenizer, chunk=part.chunk(length) if part.chunk else None)
-                titles = {"tasks": {task.name: task.title for task in tasks}}
-                described = {"settings": [each.described() for each in settings]}
-                with writing(folder / part.name, {**run_row, **titles, **described}, resume=True) as writer:
-                    # Not where times are measured, nor where one reading is enough for all.
-                    many = not part.times and len(list(readings(settings, shape, length))) > 1 and not part.chunk
-                    with remembering(model, memory) if many else contextlib.nullcontext():
-                        run_grid(grid, evaluator, writer, note(part, f"sample {index + 1}"))
+            mine = [each for (name, _), found in settings.items() if name == part.name for each in found]
+            described = {"settings": [each.described() for each in mine]}
+            titles = {"tasks": {name: known[name].title for name in _tasks(part, given)}}
+            made = writing(folder / part.name, {**stamp, **titles, **described}, resume=True)
+            files[part.name] = stack.enter_context(made)
+        for index in range(given.samples):
+            for length in given.lengths:
+                for name in dict.fromkeys(name for part in parts for name in (_tasks(part, given) or ["times"])):
+                    for part in parts:
+                        if length < part.least or name not in (_tasks(part, given) or ["times"]):
+                            continue
+                        told = f"{part.name}, {name}, {length} tokens, sample {index + 1}"
+                        print(f"{(time.perf_counter() - began) / 60:.1f} min, {told}", file=sys.stderr, flush=True)
+                        evaluator = Evaluator(model, tokenizer, chunk=part.chunk(length) if part.chunk else None)
+                        alone = part.times or part.chunk is not None or model.device.type != "cpu"
+                        with contextlib.nullcontext() if alone else remembering(model, memory):
+                            if part.measure is not None:
+                                _measure(part, evaluator, known[name], length, index, files[part.name])
+                            elif not part.times:
+                                plans, asked = settings[part.name, length], (part.question,)
+                                grid = Grid([known[name]], [length], asked, index + 1, plans, cost_samples=0)
+                                run_grid(grid, evaluator, files[part.name])
+                                files[part.name].lap()
+                            elif index == 0:
+                                grid = Grid(
+                                    [], [length], (), 0, settings[part.name, length], cost_samples=given.samples
+                                )
+                                run_grid(grid, evaluator, files[part.name])
+                                files[part.name].lap()
+
+
+def _measure(part: Part, evaluator: Evaluator, task: Any, length: int, index: int, rows: RowsFile) -> None:
+    key = {"task": task.name, "length": length, "sample": index}
+    if part.measure is None or rows.has(key):
+        return
+    sample: Sample = task.sample(index, length, 0, evaluator.prompter.count)
+    ids = evaluator.prompter.encode(sample).prompt.to(evaluator.model.device)
+    rows.add(key | part.measure(evaluator.model, ids))
 
 
 def _tasks(part: Part, given: argparse.Namespace) -> list[str]:

@@ -42,6 +42,7 @@ SINKS = 16
 TIMES = (2, 4, 6, 8)
 VARIANTS = {"local": {"variant": "local"}, "l2": {"variant": "l2", "skip_layers": 2}}
 KEPT = ("75%", "50%", "25%", "12.5%")
+ROOM = 300
 RULER = ("ruler_niah_single_2", "ruler_niah_multikey_1", "ruler_niah_single_3", "ruler_niah_multivalue", "ruler_qa_1")
 
 # Needle column of table 3, Qwen2.5-7B: partial match.
@@ -82,7 +83,7 @@ class FixedRate(LagKV, heads="own"):
 
 def fixed(label: str, lag: int, times: int, **more: Any) -> MethodSetting:
     plan = Plan(evict=FixedRate(budget=Budget(ratio=1 / times), sinks=SINKS, lag=lag, **more))
-    return custom(label, plan, f"1/{times} of a partition", method="lagkv", lag=lag, times=times, **more)
+    return custom(label, plan, f"{lag // times} of {lag}", method="lagkv", lag=lag, times=times, **more)
 
 
 def lags(length: int) -> list[int]:
@@ -124,14 +125,14 @@ def chunked(shape: Shape, length: int) -> list[MethodSetting]:
     made = []
     for times in TIMES:
         evict = LagKV(budget=Budget(ratio=1 / times), sinks=SINKS, lag=lag, chunks=True, decode=False)
-        made.append(custom(f"chunked {times}x", Plan(evict=evict), f"1/{times} of a partition", lag=lag, times=times))
+        made.append(custom(f"chunked {times}x", Plan(evict=evict), f"{lag // times} of {lag}", lag=lag, times=times))
     return made
 
 
 def ruler(shape: Shape, length: int) -> list[MethodSetting]:
-    lag = 128 if length >= 4096 else 32
-    made = []
-    for kept in KEPT:
+    """The paper's lag of 128, which 272 entries are needed for."""
+    lag, made = 128, []
+    for kept in (kept for kept in KEPT if float(kept[:-1]) / 100 * length >= ROOM):
         made.append(named(f"lagkv {kept}", "lagkv", budget=kept, lag=lag, sinks=SINKS, decode=False))
         made.append(named(f"snapkv {kept}", "snapkv", budget=kept))
         made.append(named(f"streamingllm {kept}", "streamingllm", budget=kept))
@@ -140,7 +141,7 @@ def ruler(shape: Shape, length: int) -> list[MethodSetting]:
 
 def times(shape: Shape, length: int) -> list[MethodSetting]:
     return [
-        named("lagkv 25%", "lagkv", budget="25%", lag=128 if length >= 4096 else 32, decode=False),
+        named("lagkv 25%", "lagkv", budget="25%", lag=128, decode=False),
         named("snapkv 25%", "snapkv", budget="25%"),
         named("h2o 25%", "h2o", budget="25%", every=None),
     ]

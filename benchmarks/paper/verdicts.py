@@ -2,7 +2,8 @@
 
 A comparison is one of differences between two settings on the same samples. "better": the interval lies above 0;
 "no worse": above minus a margin. It did not come out where the interval lies below 0 (for "no worse", where all of it
-is worse and it reaches below the margin too). Between these it is undecided.
+is worse and it reaches below the margin too). Between these, and with
+fewer than 10 samples, it is undecided.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvsieve.report.tables import markdown_table
 
 OUT, NOT, OPEN, IMPOSSIBLE, LATER = "came out", "did not come out", "undecided", "cannot be tested here", "not run yet"
 MARGIN = 0.05
-FEW = 50
+FEW, LEAST = 50, 10
 _DRAWS = 4000
 
 
@@ -79,13 +80,13 @@ def apart(ours: Sequence[float], theirs: Sequence[float]) -> Estimate | None:
 def better(found: Estimate | None) -> str:
     if found is None:
         return LATER
-    return OUT if found.low > 0 else NOT if found.high < 0 else OPEN
+    return OPEN if found.n < LEAST else OUT if found.low > 0 else NOT if found.high < 0 else OPEN
 
 
 def no_worse(found: Estimate | None, margin: float = MARGIN) -> str:
     if found is None:
         return LATER
-    return OUT if found.low > -margin else NOT if found.high < 0 else OPEN
+    return OPEN if found.n < LEAST else OUT if found.low > -margin else NOT if found.high < 0 else OPEN
 
 
 def all_of(verdicts: Sequence[str]) -> str:

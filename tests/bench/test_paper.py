@@ -68,6 +68,7 @@ def few(monkeypatch):
     monkeypatch.setattr(asl, "TAUS", (0.3, 0.6))
     monkeypatch.setattr(asl, "BUDGETS", ("20%",))
     monkeypatch.setattr(lagkv, "TIMES", (4, 8))
+    monkeypatch.setattr(lagkv, "ROOM", 0)
     monkeypatch.setattr(lagkv, "KEPT", ("50%",))
     monkeypatch.setattr(rocketkv, "PARTS", (4,))
     monkeypatch.setattr(rocketkv, "COMPARED", (4,))
@@ -80,7 +81,7 @@ def few(monkeypatch):
 def run(study, checkpoint: str, folder: Path) -> common.Found:
     """One sample of one task of every part but times."""
     tasks = ",".join({part.tasks[0] for part in study.parts if part.tasks})
-    given = ["--model", checkpoint, "--lengths", "120", "--out", str(folder), "--tasks", tasks, "--samples", "1"]
+    given = ["--model", checkpoint, "--lengths", "150", "--out", str(folder), "--tasks", tasks, "--samples", "1"]
     common.main(study, given)
     return common.Found(study.name, folder / study.name / "tiny")
 
@@ -93,7 +94,7 @@ def test_every_part_runs_and_is_told(study, checkpoints, few, tmp_path, capsys):
         rows = found.rows(part.name)
         assert bool(rows) != part.times
         if part.measure is None and rows:
-            labels = ["full", *(each.label for each in part.settings(common.Shape(layers, 32, 1e4), 120))]
+            labels = ["full", *(each.label for each in part.settings(common.Shape(layers, 32, 1e4), 150))]
             assert [row["label"] for row in rows] == labels
     assert (found.folder / f"{study.name}.png").stat().st_size > 1000
     told = capsys.readouterr().out
@@ -122,11 +123,11 @@ def test_a_forecast_counts_readings_and_runs_nothing(checkpoint, tmp_path, capsy
 def test_times_are_measured_for_every_setting(checkpoint, few, tmp_path, monkeypatch):
     monkeypatch.setattr("kvsieve.eval.costs.NEW_TOKENS", 2)
     monkeypatch.setattr("kvsieve.eval.costs.WARM_UP", 16)
-    given = ["--model", checkpoint, "--lengths", "120", "--out", str(tmp_path), "--only", "times", "--samples", "1"]
+    given = ["--model", checkpoint, "--lengths", "150", "--out", str(tmp_path), "--only", "times", "--samples", "1"]
     monkeypatch.setattr("kvsieve.eval.costs.Needle", lambda text: Words("needle"))
     common.main(rocketkv.STUDY, given)
     found = common.Found("rocketkv", tmp_path / "rocketkv" / "tiny")
-    assert found.ratio("full", "ttft_s", 120) == [1.0] and len(found.ratio("rocketkv 1/64", "kv_bytes", 120)) == 1
+    assert found.ratio("full", "ttft_s", 150) == [1.0] and len(found.ratio("rocketkv 1/64", "kv_bytes", 150)) == 1
 
 
 def test_readings_that_share_layers_give_what_they_give_alone(checkpoint):
