@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -13,7 +15,6 @@ from kvsieve.models.families import build
 from small import plan_of, stored
 
 FULL = kvsieve.plan("full")
-QUESTIONS = (9, 40)
 
 
 @pytest.fixture(scope="module")
@@ -35,13 +36,57 @@ def same(mine, cache, logits, name):
 def test_each_question_gets_what_reading_alone_gives(model, name):
     plan = plan_of(name, model).for_model(model)
     reader, plans = DocumentReader(model, None), [FULL, plan]
-    for document in (tokens(83, 1), tokens(90, 2)):
-        for size in QUESTIONS:
-            question = tokens(size, size)
-            for ids, state in (
-                (torch.cat([document, question], 1), reader.after_prompt(plans, document, question, 8)[1]),
-                (document, reader.after_context(plans, document, 8)[1]),
-            ):
-                cache, logits, fed = read_alone(model, plan, ids, torch.ones_like(ids), ReadOptions(None, 8))
-                same(state, cache, logits, name)
-                assert torch.equal(fed, state.fed) and torch.equal(ids, state.given)
+    first, second = tokens(83, 1), tokens(90, 2)
+    for document, size in ((first, 9), (first, 40), (second, 40)):
+        question = tokens(size, size)
+        hidden = (document, reader.after_context(plans, document, 8)[1])
+        both = torch.cat([document, question], 1), reader.after_prompt(plans, document, question, 8)[1]
+        # The hidden state is the same for every question, so one comparison will do.
+        for ids, state in (both, hidden) if size == 9 else (both,):
+            cache, logits, fed = read_alone(model, plan, ids, torch.ones_like(ids), ReadOptions(None, 8))
+            same(state, cache, logits, name)
+            assert torch.equal(fed, state.fed) and torch.equal(ids, state.given)
+
+
+def fed(model, run):
+    """Tokens that each layer is given while `run` runs."""
+    counts = [0] * len(model.model.layers)
+
+    def count(index, module, args, kwargs):
+        counts[index] += (args[0] if args else kwargs["hidden_states"]).shape[1]
+
+    layers = model.model.layers
+    handles = [
+        layer.register_forward_pre_hook(functools.partial(count, i), with_kwargs=True) for i, layer in enumerate(layers)
+    ]
+    run()
+    for handle in handles:
+        handle.remove()
+    return counts
+
+
+def test_a_document_is_read_once_for_all_plans_questions_and_ways_of_asking(model):
+    plans = [FULL, *(plan_of(name, model, budget=share) for name in ("snapkv", "h2o") for share in ("20%", "40%"))]
+    plans += [plan_of("fastkv", model, tsp_rate=rate) for rate in (0.2, 0.4)]
+    reader, questions = DocumentReader(model, None), [tokens(9, 2), tokens(11, 3)]
+    first = fed(model, lambda: reader.after_context(plans, tokens(90, 1), 8))
+    # Read once are 58 tokens, for all. What is left is read by: those that act once; h2o and fastkv, at two rates each.
+    assert first[0] == first[1] == 58 + 5 * 32
+    # Propagators go on from what full KV has read up to their layer, with the tokens they choose.
+    assert first[2] == first[3] == 58 + 3 * 32 + 18 + 36
+    asked = fed(model, lambda: [reader.after_prompt(plans, tokens(90, 1), each, 8) for each in questions])
+    assert asked[0] == 5 * (32 + 9 + 32 + 11)
+    assert fed(model, lambda: reader.after_context(plans, tokens(90, 1), 16)) == [0] * len(asked)
+    assert fed(model, lambda: reader.after_context(plans, tokens(90, 5), 8)) == first
+
+
+def test_probing_serves_all_budgets(model):
+    plans = [plan_of("kvzip", model, budget=share).for_model(model) for share in ("20%", "40%")]
+    both, one = (
+        fed(model, functools.partial(DocumentReader(model, None).after_context, [FULL, *some], tokens(90, 1), 8))[0]
+        for some in (plans, plans[:1])
+    )
+    assert both - one == 32
+    state = DocumentReader(model, None).after_context([FULL, *plans], tokens(90, 1), 8)[2]
+    alone = read_alone(model, plans[1], tokens(90, 1), None, ReadOptions(None, 8))[0]
+    assert stored(state.cache) == stored(alone)

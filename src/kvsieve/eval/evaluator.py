@@ -13,6 +13,8 @@ from kvsieve.errors import InputError
 from kvsieve.eval.reading import DocumentReader, ReadState
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.batching import can_stack, stack
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.hf.generate.stats import what_ran
 from kvsieve.hf.prompt.options import ReadOptions
@@ -49,6 +51,7 @@ class Evaluator:
     def __init__(self, model: Any, tokenizer: Any, *, batch: int = 8, chunk: int | None = None) -> None:
         self.model, self.batch, self.chunk = model, batch, chunk
         self.documents = DocumentReader(model, chunk)
+        self._weights = sum(each.nbytes for each in model.parameters())
         self.prompter = Prompter(tokenizer, model.generation_config.eos_token_id)
 
     def run(self, sample: Sample, plans: Sequence[Plan], question: str) -> list[Outcome]:
@@ -85,8 +88,9 @@ class Evaluator:
                 asked = [self._continue(each, ids, fork, visible, expected) for each in held]
             if not sample.independent:
                 held = asked
-            answers, distances = self._answer(self._stacked(asked) if visible else asked, turn)
-            for outcome, answer, distance, per_turn in zip(outcomes, answers, distances, scores, strict=True):
+            found = self._answer(self._stacked(asked) if visible else asked, turn)
+            for i, (outcome, per_turn) in enumerate(zip(outcomes, scores, strict=True)):
+                answer, distance = found[i]
                 outcome.answers.append(answer)
                 per_turn.append(turn.score(answer, turn.answers))
                 if turn is sample.turns[0]:
@@ -103,27 +107,29 @@ class Evaluator:
         plan = state.plans[0] if act else after_prompt(state.plans[0])
         if plan.shortens_prompt:
             read = read_alone(self.model, plan, given, options=ReadOptions(self.chunk))
-            return ReadState(state.plans, *read, given=given)
-        cache = state.cache.fork() if fork else state.cache
+            return ReadState(state.plans, *read, given, state.order)
+        # Of those that go on from one state only the last one is used.
+        cache = state.cache.fork(share=True) if fork else state.cache
         fed = torch.cat([state.fed, ids], 1)
         with attach(self.model, plan) as sieve, torch.no_grad():
             sieve.adopt(cache)
+            cache.turn.new_tokens = expected
             if plan.read is not None or plan.is_view:
                 cache.begin_turn(new_tokens=expected)
             if plan.probes:
                 read_prompt(sieve, fed, torch.ones_like(fed), cache, ReadOptions(self.chunk))
             logits = next_logits(sieve, cache, fed.expand(cache.conversation.batch, -1))[:, -1]
-        return ReadState(state.plans, cache, logits, fed, given)
+        return ReadState(state.plans, cache, logits, fed, given, state.order)
 
     def _stacked(self, states: Sequence[ReadState]) -> list[ReadState]:
-        """Neighbours as rows of one cache where they are alike; the reference, which comes first, stays alone."""
-        groups: list[list[ReadState]] = []
-        for i, state in enumerate(states):
-            last = groups[-1] if i > 1 else []
-            if last and len(last) < self.batch and _alike(last[0], state):
-                last.append(state)
-            else:
+        """Make rows of one cache of those that are alike; the reference, which comes first, stays alone."""
+        groups = [[states[0]]]
+        for state in states[1:]:
+            group = next((each for each in groups[1:] if len(each) < self.batch and self._suits(each, state)), None)
+            if group is None:
                 groups.append([state])
+            else:
+                group.append(state)
         return [
             ReadState(
                 [state.plans[0] for state in group],
@@ -131,23 +137,40 @@ class Evaluator:
                 torch.cat([state.logits for state in group]),
                 group[0].fed,
                 group[0].given,
+                [number for state in group for number in state.order],
             )
             for group in groups
         ]
 
+    def _suits(self, group: Sequence[ReadState], state: ReadState) -> bool:
+        """Tell whether a state decodes well as a further row of a group.
+
+        Rows cost what the longest costs: they should be about as long, or all small beside the model's weights, which
+        every pass reads once for all rows.
+        """
+        first, plans = group[0], (group[0].plans[0], state.plans[0])
+        if plans[0].read != plans[1].read or any(
+            plan.shortens_prompt or after_prompt(plan).evict is not None for plan in plans
+        ):
+            return False
+        sizes = [_row_bytes(each.cache) for each in (*group, state)]
+        small = len(sizes) * max(sizes) - sum(sizes) <= self._weights / 4
+        return (small or max(sizes) <= 1.5 * min(sizes)) and can_stack([first.cache, state.cache])
+
     def _answer(
         self, states: Sequence[ReadState], turn: QuestionAnswer
-    ) -> tuple[list[str], list[tuple[float, float, float]]]:
-        """Greedy answers, and each one's distance to the first row's: mean KL, KL of the first token, agreement."""
-        answers: list[str] = []
-        distances: list[tuple[float, float, float]] = []
+    ) -> dict[int, tuple[str, tuple[float, float, float]]]:
+        """Answer greedily: by the plan's number, its answer and its distance to the first row's answer.
+
+        Distances are the mean KL, the KL of the first token, and the agreement.
+        """
+        found: dict[int, tuple[str, tuple[float, float, float]]] = {}
         reference: list[int] = []
         places: list[int] = []
         truth = torch.empty(0)
         for state in states:
             tokens = self._decode(state, turn.max_new_tokens)
             used = [self.prompter.answer(row) for row in tokens]
-            answers += [text for text, _ in used]
             if not reference:
                 places = _compared(used[0][1], turn.spread)
                 reference = tokens[0][: places[-1] + 1]
@@ -155,9 +178,9 @@ class Evaluator:
             truth = truth if len(truth) else given
             kl = (truth.exp() * (truth - given)).sum(-1).clamp_min(0)
             same = (truth.argmax(-1) == given.argmax(-1)).float()
-            for mine, agreed in zip(kl, same, strict=True):
-                distances.append((mine.mean().item(), mine[0].item(), agreed.mean().item()))
-        return answers, distances
+            for i, (text, _), mine, agreed in zip(state.order, used, kl, same, strict=True):
+                found[i] = text, (mine.mean().item(), mine[0].item(), agreed.mean().item())
+        return found
 
     def _decode(self, state: ReadState, limit: int) -> list[list[int]]:
         """Tokens of each row up to the end of the turn, at most `limit`; the state stays as it is."""
@@ -165,7 +188,7 @@ class Evaluator:
         rows: list[list[int]] = [[] for _ in logits]
         going = list(range(len(rows)))
         with attach(self.model, after_prompt(state.plans[0])) as sieve, torch.no_grad():
-            cache = sieve.adopt(state.cache.fork())
+            cache = sieve.adopt(state.cache.fork(share=True))
             for step in range(limit):
                 chosen = logits.argmax(-1)
                 for row in going:
@@ -182,7 +205,7 @@ class Evaluator:
         if len(reference) > 1:
             with attach(self.model, after_prompt(state.plans[0])) as sieve, torch.no_grad():
                 ids = torch.tensor([reference[:-1]], device=self.model.device).expand(len(state.logits), -1)
-                cache = sieve.adopt(state.cache.fork())
+                cache = sieve.adopt(state.cache.fork(share=True))
                 parts.append(answer_logits(sieve, cache, ids, [place - 1 for place in places if place]))
         return torch.cat(parts, 1).float().log_softmax(-1)
 
@@ -194,13 +217,15 @@ def _compared(length: int, spread: bool) -> list[int]:
     return [i * (length - 1) // (_COMPARED - 1) for i in range(_COMPARED)]
 
 
-def _alike(one: ReadState, other: ReadState) -> bool:
-    """Stacking costs what the largest costs, so rows should be about as long."""
-    sizes = sum(one.cache.entries()), sum(other.cache.entries())
-    plans = one.plans[0], other.plans[0]
-    same = plans[0].read == plans[1].read and all(plan.acts_once and not plan.is_view for plan in plans)
-    same = same and can_stack([one.cache, other.cache])
-    return same and max(sizes) <= 1.5 * min(sizes)
+def _row_bytes(cache: SieveCache) -> int:
+    """Bytes of keys and values as one row among others, where every head is as long as the fullest."""
+    total = 0
+    for layer in cache.all_layers:
+        if isinstance(layer, StoreLayer) and layer.is_initialized:
+            keys, values, _ = layer.store.buffers()
+            wide = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
+            total += max(layer.store.lengths) * layer.store.heads * wide
+    return total
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class ReadState:
         logits: [rows, V] after the last token fed.
         fed: int64 [1, N], the tokens fed to all of them.
         given: the conversation they stand for, which is longer where a plan reads only some of its tokens.
+        order: numbers of the plans among those that were asked for.
     """
 
     plans: list[Plan]
@@ -39,6 +40,7 @@ class ReadState:
     logits: Tensor
     fed: Tensor
     given: Tensor
+    order: list[int]
 
 
 @dataclass
@@ -50,14 +52,14 @@ class _Document:
         plans: what it was read for.
         going_on: those that go on from `prefix`; others read every prompt whole.
         prefix: all but its last tokens; None where it cannot be read in parts, or is too short to be worth it.
-        hidden: by the tokens expected after it, every plan's state once it has acted on the context alone.
+        hidden: by the plan's number, its state once it has acted on the context alone, and the entries it was to keep.
     """
 
     context: Tensor
     plans: list[Plan]
     going_on: list[Plan]
     prefix: SharedPrefix | None
-    hidden: dict[int, list[ReadState]] = field(default_factory=dict)
+    hidden: dict[int, tuple[int | None, ReadState]] = field(default_factory=dict)
 
 
 class DocumentReader:
@@ -80,13 +82,20 @@ class DocumentReader:
             expected: tokens that may follow.
         """
         document = self._of(plans, context)
-        if expected not in document.hidden:
-            document.hidden[expected] = self._read(document, plans, context, expected)
-        return document.hidden[expected]
+        # Some budgets count the tokens that may follow, and differ between questions.
+        counts = [plan.evict and plan.evict.entries(context.shape[1], expected) for plan in plans]
+        known = {i: count for i, (count, _) in document.hidden.items()}
+        missing = {i: plan for i, plan in enumerate(plans) if i not in known or known[i] != counts[i]}
+        if missing:
+            for state in self._read(document, missing, context, expected):
+                (i,) = state.order
+                document.hidden[i] = counts[i], state
+        return [document.hidden[i][1] for i in range(len(plans))]
 
     def after_prompt(self, plans: list[Plan], context: Tensor, question: Tensor, expected: int) -> list[ReadState]:
         """Return every plan's state once it has acted on context and question together; see `after_context`."""
-        return self._read(self._of(plans, context), plans, torch.cat([context, question], 1), expected)
+        ids = torch.cat([context, question], 1)
+        return self._read(self._of(plans, context), dict(enumerate(plans)), ids, expected)
 
     def _of(self, plans: list[Plan], context: Tensor) -> _Document:
         known = self._document
@@ -100,16 +109,17 @@ class DocumentReader:
             self._document = known = _Document(context, plans, going_on, prefix)
         return known
 
-    def _read(self, document: _Document, plans: Sequence[Plan], ids: Tensor, expected: int) -> list[ReadState]:
-        """Read a prompt under every plan; plans that propagate alike share one reading of it."""
+    def _read(self, document: _Document, plans: dict[int, Plan], ids: Tensor, expected: int) -> list[ReadState]:
+        """Read a prompt under plans, by their numbers; plans that propagate alike share one reading of it."""
         states: dict[int, ReadState] = {}
-        for i, plan in enumerate(plans):
+        probing = ReadOptions(self.chunk, expected, probed={})
+        for i, plan in plans.items():
             if not plan.acts_once:
-                prefix, options = self._prefix(document, [plan], ids), ReadOptions(self.chunk, expected)
-                read = read_alone(self.model, plan, ids, torch.ones_like(ids), options, prefix)
-                states[i] = ReadState([plan], *read, given=ids)
-        for propagate in dict.fromkeys(plan.propagate for plan in plans if plan.acts_once):
-            mine = {i: plan for i, plan in enumerate(plans) if plan.acts_once and plan.propagate == propagate}
+                prefix = self._prefix(document, [plan], ids)
+                read = read_alone(self.model, plan, ids, torch.ones_like(ids), probing, prefix)
+                states[i] = ReadState([plan], *read, ids, [i])
+        for propagate in dict.fromkeys(plan.propagate for plan in plans.values() if plan.acts_once):
+            mine = {i: plan for i, plan in plans.items() if plan.acts_once and plan.propagate == propagate}
             window = max(plan.window for plan in mine.values())
             shared = read_shared(
                 self.model,
@@ -122,8 +132,8 @@ class DocumentReader:
                 prefix=self._prefix(document, mine.values(), ids),
             )
             for i, plan in mine.items():
-                states[i] = ReadState([plan], shared.reduced(plan.evict), shared.logits, ids, ids)
-        return [states[i] for i in range(len(plans))]
+                states[i] = ReadState([plan], shared.reduced(plan.evict), shared.logits, ids, ids, [i])
+        return [states[i] for i in plans]
 
     def _prefix(self, document: _Document, plans: Iterable[Plan], ids: Tensor) -> SharedPrefix | None:
         """Return what was read of a prompt already, for plans that may go on from there."""

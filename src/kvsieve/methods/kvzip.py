@@ -107,6 +107,11 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True):
         made: dict[str, Any] = {**repeat_requests(tokenizer)} if missing else {}
         return replace(self, **{name: made[name] for name in missing})
 
+    @property
+    def probe_identity(self) -> KVzip:
+        # Scores are those of the whole prompt, however much of it stays.
+        return replace(self, budget=Budget(ratio=1.0), uniform=False)
+
     def probe(self, passes: ProbePasses) -> None:
         numbers = (passes.real.long().cumsum(-1) - 1).masked_fill(~passes.real, -1)
         whole = passes.branch()

@@ -77,6 +77,11 @@ class ProbingEvictor(Evictor):
     def probe_tokens(self) -> int:
         """Tokens that it feeds at once, at most, which room is left for."""
 
+    @property
+    def probe_identity(self) -> ProbingEvictor:
+        """Evictor that is equal for all whose probing of a prompt leaves the same in the layers' states."""
+        return self
+
     @abstractmethod
     def probe(self, passes: ProbePasses) -> None:
         """Feed passes to branches of the conversation, and leave in the layers' states what `select` needs."""

@@ -16,7 +16,7 @@ from kvsieve.hf.cache.states import CacheLayer, StateLayer
 
 
 def can_stack(caches: Sequence[SieveCache]) -> bool:
-    """Tell whether `stack` takes them: of one model, as many tokens seen and heads; none ragged, latent or a view."""
+    """Tell whether `stack` takes them: of one model, as many tokens seen and heads; none latent or a view."""
     first = caches[0]
     return all(
         cache.owner.decoder() is first.owner.decoder()
@@ -33,11 +33,13 @@ def _alike(mine: CacheLayer, theirs: CacheLayer) -> bool:
     if not isinstance(mine, StoreLayer):
         return True
     stores = mine.store, cast(StoreLayer, theirs).store
-    return not any(store.is_ragged or store.is_empty for store in stores) and stores[0].heads == stores[1].heads
+    return not any(store.is_empty for store in stores) and stores[0].heads == stores[1].heads
 
 
 def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
-    """Make a cache whose rows are those of `caches`, which stay as they are. Shorter rows get filler on the left.
+    """Make a cache whose rows are those of `caches`, which stay as they are.
+
+    Shorter rows and heads get filler on the left.
 
     Args:
         caches: at least one; `can_stack` says which.
@@ -59,7 +61,7 @@ def _stacked(layers: Sequence[CacheLayer], reserve: int) -> CacheLayer:
     """One layer's rows; what methods remember of it, which is for later turns, is left behind."""
     out: Any = layers[0].fork(share=True)
     if isinstance(out, StoreLayer):
-        out.store = DenseStore.stack([cast(DenseStore, cast(StoreLayer, layer).store) for layer in layers], reserve)
+        out.store = DenseStore.stack([cast(StoreLayer, layer).store for layer in layers], reserve)
     if isinstance(out, SieveLayer):
         out.state = {}
     if isinstance(out, WindowLayer):

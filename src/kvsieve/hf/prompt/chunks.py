@@ -64,7 +64,7 @@ def read_chunks(
     result = None
     for first, last in zip([0, *ends], ends, strict=False):
         if probed and last == total:
-            probe(model, cache, input_ids, mask)
+            probe(model, cache, input_ids, mask, options.probed)
             cache.turn.prompt_end = prompt_end
         if options.leave_last and last == total:
             break

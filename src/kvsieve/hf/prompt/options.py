@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.prompt.constraints import PromptConstraints
+from kvsieve.roles import ProbingEvictor
 from kvsieve.types import LayerContext, Selection
 
 Progress = Callable[[int, int], None]
@@ -27,6 +29,7 @@ class ReadOptions:
         on_layer: called in each layer of each pass; see PassRequest.
         begun: makes a cache that has read the beginning of the prompt, in full, and goes on with it; for a first pass
             over a prompt that only chooses tokens. None where nothing was read.
+        probed: what probings of this prompt have left in the layers' states, which others go by; filled here.
         goes_on: the cache itself has read the beginning of the prompt, in full.
     """
 
@@ -39,6 +42,7 @@ class ReadOptions:
     window: int = 0
     on_layer: Callable[[LayerContext], Selection | None] | None = None
     begun: Callable[[], SieveCache] | None = None
+    probed: dict[ProbingEvictor, dict[int, dict[str, Any]]] | None = None
     goes_on: bool = False
 
 

@@ -111,9 +111,32 @@ def tokens_to_probe(model: AttachedModel, cache: SieveCache, mask: Tensor) -> in
     return probed
 
 
-def probe(model: AttachedModel, cache: SieveCache, input_ids: Tensor, mask: Tensor | None) -> None:
-    """Let the plan's evictor probe; the cache holds all but the last chunk of the conversation input_ids [B, N]."""
-    _probing(model).probe(_ModelPasses(model, cache, input_ids, mask))
+def probe(
+    model: AttachedModel,
+    cache: SieveCache,
+    input_ids: Tensor,
+    mask: Tensor | None,
+    probed: dict[ProbingEvictor, dict[int, dict[str, Any]]] | None = None,
+) -> None:
+    """Let the plan's evictor probe, or take over what another has found.
+
+    Args:
+        model: the attached model.
+        cache: holds all but the last chunk of the conversation.
+        input_ids: int64 [B, N], the conversation.
+        mask: [B, N], None when nothing is padding.
+        probed: see ReadOptions.
+    """
+    evictor = _probing(model)
+    known = None if probed is None else probed.get(evictor.probe_identity)
+    if known is None:
+        evictor.probe(_ModelPasses(model, cache, input_ids, mask))
+        if probed is not None:
+            found = {index: dict(layer.state) for index, layer in cache.sieve_layers.items()}
+            probed[evictor.probe_identity] = found
+        return
+    for index, state in known.items():
+        cache.sieve_layers[index].state.update(state)
 
 
 def _probing(model: AttachedModel) -> ProbingEvictor:
