@@ -132,18 +132,20 @@ def test_a_cache_in_mid_prompt_is_not_forked(model, ids):
 
 def test_stacked_rows_decode_as_they_do_alone(model, ids):
     shared = read_shared(model, None, ids, window=8)
-    evictors = [None, PLANS["snapkv"].evict, PLANS["knorm"].evict, PLANS["streamingllm"].evict]
+    adakv = kvsieve.plan("adakv", budget="40%", window=4)
+    evictors = [None, *(PLANS[name].evict for name in ("snapkv", "knorm", "streamingllm")), adakv.evict]
     alone = [greedy(model, shared.reduced(evictor), shared.logits) for evictor in evictors]
     caches = [shared.reduced(evictor) for evictor in evictors]
     rows = stack(caches, reserve=3)
-    assert rows.conversation.batch == 4 and rows.num_seen == ids.shape[1]
+    assert rows.conversation.batch == 5 and rows.num_seen == ids.shape[1]
     assert len({cache.entries()[0] for cache in caches}) > 1, "rows of unequal length are what this is about"
-    tokens, logits = greedy(model, rows, shared.logits.expand(4, -1))
+    assert caches[4].sieve_layers[1].store.is_ragged, "and heads of unequal length"
+    tokens, logits = greedy(model, rows, shared.logits.expand(5, -1))
     for row, (wanted, scores) in enumerate(alone):
         assert torch.equal(tokens[row], wanted[0])
         torch.testing.assert_close(logits[row], scores[0], rtol=0, atol=1e-10)
     # Where they came from, nothing moved.
-    assert [cache.num_seen for cache in caches] == [45] * 4
+    assert [cache.num_seen for cache in caches] == [45] * 5
 
 
 def test_heads_of_another_number_are_not_stacked(model, ids):

@@ -126,6 +126,13 @@ class RaggedStore(Store):
         filler = torch.arange(padded.shape[-1], device=padded.device) < self._counts.amax() - self._counts[..., None]
         return padded.masked_fill_(filler, False)
 
+    def padded(self) -> DenseStore:
+        """Copy with the same number of slots for every head, filler on the left."""
+        out = DenseStore()
+        out._keys, out._values, out._index, out.valid_buffer = self.keys, self.values, self.index, self.valid
+        out.size, out.lengths = out._keys.shape[2], self.lengths
+        return out
+
     def append(
         self,
         keys: Tensor,

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvsieve.cache.base import MIN_ROOM, Store, grown
 from kvsieve.types import Selection
-
-if TYPE_CHECKING:
-    from kvsieve.cache.ragged import RaggedStore
 
 
 class DenseStore(Store):
@@ -199,33 +195,32 @@ class DenseStore(Store):
         self.lengths = tuple(valid.sum(-1).amax(-1).tolist())
 
     @classmethod
-    def stack(cls, stores: Sequence[DenseStore | RaggedStore], reserve: int = 0) -> DenseStore:
+    def stack(cls, stores: Sequence[DenseStore], reserve: int = 0) -> DenseStore:
         """Build one store whose rows are those of `stores`, which stay as they are.
 
-        Shorter ones get filler on the left, and so do the heads of a ragged one.
+        Shorter ones get filler on the left.
 
         Args:
             stores: stores with equally many heads.
             reserve: tokens to leave room for.
         """
-        # A ragged store makes copies of all that it is asked for.
-        parts = [(store.keys, store.values, store.index, store.valid) for store in stores]
-        size, rows = max(part[0].shape[2] for part in parts), sum(len(store.lengths) for store in stores)
+        size, rows = max(store.size for store in stores), sum(len(store.lengths) for store in stores)
         out = cls()
-        keys, values, index, _ = parts[0]
+        keys, values = stores[0].keys, stores[0].values
         out._keys, out._values = (
             part.new_zeros(rows, part.shape[1], size + reserve, part.shape[3]) for part in (keys, values)
         )
-        out._index = index.new_full((rows, keys.shape[1], size + reserve), -1)
-        heads = max(1 if valid is None else valid.shape[1] for *_, valid in parts)
-        if any(valid is not None or keys.shape[2] < size for keys, _, _, valid in parts):
+        out._index = stores[0].index.new_full((rows, keys.shape[1], size + reserve), -1)
+        heads = max(1 if store.valid is None else store.valid.shape[1] for store in stores)
+        if any(store.valid is not None or store.size < size for store in stores):
             out.valid_buffer = torch.zeros(rows, heads, size + reserve, dtype=torch.bool, device=keys.device)
         row = 0
-        for keys, values, index, valid in parts:
-            to, left = slice(row, row + len(keys)), slice(size - keys.shape[2], size)
-            out._keys[to, :, left], out._values[to, :, left], out._index[to, :, left] = keys, values, index
+        for store in stores:
+            to, left = slice(row, row + len(store.lengths)), slice(size - store.size, size)
+            out._keys[to, :, left], out._values[to, :, left] = store.keys, store.values
+            out._index[to, :, left] = store.index
             if out.valid_buffer is not None:
-                out.valid_buffer[to, :, left] = True if valid is None else valid
+                out.valid_buffer[to, :, left] = True if store.valid is None else store.valid
             row = to.stop
         out.size, out.lengths = size, tuple(length for store in stores for length in store.lengths)
         return out

@@ -14,12 +14,29 @@ QUESTIONS = ("visible", "hidden")
 
 @dataclass(frozen=True)
 class Unit:
-    """One sample asked in one way: what is computed and written together."""
+    """One sample asked in one way: what is computed and written together.
+
+    Attributes:
+        task: of the sample.
+        length: longest prompt, in tokens.
+        question: "visible" or "hidden".
+        index: of the sample.
+        document: number of its document among those that the grid asks about, from 1, and how many they are.
+        asked: number of the sample among those of its document, from 1, and how many they are.
+    """
 
     task: Task
     length: int
     question: str
     index: int
+    document: tuple[int, int] = (1, 1)
+    asked: tuple[int, int] = (1, 1)
+
+    def __str__(self) -> str:
+        told = f"{self.task.name}, {self.length} tokens"
+        if self.asked[1] == 1:
+            return told
+        return f"{told}, document {self.document[0]} of {self.document[1]}, question {self.asked[0]} of {self.asked[1]}"
 
     @property
     def key(self) -> tuple[str, int, str, int]:
@@ -48,10 +65,12 @@ class Grid:
         for number in range(max(map(len, documents), default=0)):
             for length in self.lengths:
                 for task, samples in zip(self.tasks, documents, strict=True):
-                    for index in samples[number] if number < len(samples) else ():
+                    mine = samples[number] if number < len(samples) else []
+                    for at, index in enumerate(mine, 1):
                         for question in self.questions:
                             if question in task.modes:
-                                yield Unit(task, length, question, index)
+                                document, asked = (number + 1, len(samples)), (at, len(mine))
+                                yield Unit(task, length, question, index, document, asked)
 
     def _documents(self, task: Task) -> list[list[int]]:
         """Indices of a task's samples, a list for each document."""

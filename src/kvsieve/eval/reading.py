@@ -83,7 +83,7 @@ class DocumentReader:
         """
         document = self._of(plans, context)
         # Some budgets count the tokens that may follow, and differ between questions.
-        counts = [plan.evict and plan.evict.entries(context.shape[1], expected) for plan in plans]
+        counts = [None if plan.evict is None else plan.evict.entries(context.shape[1], expected) for plan in plans]
         known = {i: count for i, (count, _) in document.hidden.items()}
         missing = {i: plan for i, plan in enumerate(plans) if i not in known or known[i] != counts[i]}
         if missing:

@@ -30,7 +30,7 @@ def run_grid(grid: Grid, evaluator: Evaluator, writer: ResultsWriter, progress: 
     made: tuple[Any, ...] = ()
     for number, (unit, pending) in enumerate(todo):
         if progress is not None:
-            progress(number, total, f"{unit.task.name}, {unit.length} tokens")
+            progress(number, total, str(unit))
         if made != (unit.task.name, unit.length, unit.index) or sample is None:
             sample = unit.task.sample(unit.index, unit.length, grid.seed, evaluator.prompter.count)
             _check_room(evaluator, sample, unit, context)
@@ -69,8 +69,8 @@ def _check_room(evaluator: Evaluator, sample: Sample, unit: Unit, context: int |
     need = encoded.prompt.shape[1] + more + max(turn.max_new_tokens for turn in sample.turns)
     if need > context:
         raise InputError(
-            f"{unit.task.name} at {unit.length} tokens needs {need} with its answers and later turns, the model's "
-            f"context ends at {context}; choose a smaller length"
+            f"{unit} needs {need} with its answers and later turns, the model's context ends at {context}; choose a "
+            f"length of at most {context - (need - encoded.prompt.shape[1])}"
         )
 
 

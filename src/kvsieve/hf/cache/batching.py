@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvsieve.cache import DenseStore
+from kvsieve.cache import DenseStore, RaggedStore
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.latent import LatentLayer
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
@@ -61,7 +61,7 @@ def _stacked(layers: Sequence[CacheLayer], reserve: int) -> CacheLayer:
     """One layer's rows; what methods remember of it, which is for later turns, is left behind."""
     out: Any = layers[0].fork(share=True)
     if isinstance(out, StoreLayer):
-        out.store = DenseStore.stack([cast(StoreLayer, layer).store for layer in layers], reserve)
+        out.store = DenseStore.stack([_dense(cast(StoreLayer, layer).store) for layer in layers], reserve)
     if isinstance(out, SieveLayer):
         out.state = {}
     if isinstance(out, WindowLayer):
@@ -72,6 +72,10 @@ def _stacked(layers: Sequence[CacheLayer], reserve: int) -> CacheLayer:
             {name: {at: _rows([each[name][at] for each in every]) for at in every[0][name]} for name in every[0]}
         )
     return out
+
+
+def _dense(store: DenseStore | RaggedStore) -> DenseStore:
+    return store.padded() if isinstance(store, RaggedStore) else store
 
 
 def _rows(parts: list[Any]) -> Any:

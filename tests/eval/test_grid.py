@@ -1,0 +1,100 @@
+"""The grid's order, and what it tells of documents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kvsieve.errors import InputError
+from kvsieve.eval.cells import settings
+from kvsieve.eval.evaluator import Evaluator
+from kvsieve.eval.grid import Grid
+from kvsieve.eval.results import load
+from kvsieve.eval.runner import run_grid
+from kvsieve.eval.store import writing
+from kvsieve.models.families import build
+from kvsieve.tasks.samples import QuestionAnswer, Sample
+from toy_words import WORDS, word_tokenizer
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Questions about documents of some words, as a public benchmark has them."""
+
+    name: str
+    documents: tuple[int, ...]
+    new: int = 4
+    title: str = "Asked"
+    modes: tuple[str, ...] = ("visible", "hidden")
+
+    def __len__(self):
+        return len(self.documents)
+
+    def document(self, index):
+        return self.documents[index]
+
+    def sample(self, index, length, seed, count):
+        words = [WORDS[3 + (7 * i + self.documents[index]) % 110] for i in range(length - 20)]
+        score = lambda answer, expected: {"score": 0.0}  # noqa: E731
+        return Sample(" ".join(words), (QuestionAnswer(f"w{index}", ("x",), score, self.new),))
+
+
+def grid(*tasks, samples=9, **given):
+    return Grid(tasks, (80,), ("visible", "hidden"), samples, settings([("snapkv", {"window": 4})], ["30%"]), **given)
+
+
+def test_questions_about_one_document_follow_each_other():
+    units = list(grid(Asked("one", (7, 3, 7, 3, 3, 5)), Asked("other", (0, 1)), samples=5).units())
+    order = [(unit.task.name, unit.index, unit.question) for unit in units[::2]]
+    assert order == [
+        *[("one", 0, "visible"), ("one", 2, "visible"), ("other", 0, "visible")],
+        *[("one", 1, "visible"), ("one", 3, "visible"), ("one", 4, "visible"), ("other", 1, "visible")],
+    ]
+    assert all(
+        one.key == (*two.key[:2], "visible", two.index) for one, two in zip(units[::2], units[1::2], strict=True)
+    )
+    assert [str(unit) for unit in units[2:6:2]] == [
+        "one, 80 tokens, document 1 of 2, question 2 of 2",
+        "other, 80 tokens",
+    ]
+
+
+@pytest.fixture(scope="module")
+def evaluator():
+    return Evaluator(build("llama", dtype=torch.float32), word_tokenizer())
+
+
+RUN = {"model": "tiny", "dtype": "float32", "seed": 0, "haystack": "none", "tasks": {"one": "One"}}
+
+
+class Stop(Exception): ...
+
+
+def test_going_on_in_the_middle_of_a_document_gives_what_an_undisturbed_run_gives(evaluator, tmp_path):
+    chosen, told, rows = grid(Asked("one", (0, 1, 0, 1)), cost_samples=0), [], []
+
+    def progress(done, total, what):
+        told.append(what)
+        if (done, len(told)) == (3, 4):
+            raise Stop
+
+    with writing(tmp_path / "parts", RUN, resume=False) as writer, pytest.raises(Stop):
+        run_grid(chosen, evaluator, writer, progress)
+    evaluator.documents.forget()
+    for folder in ("parts", "whole"):
+        with writing(tmp_path / folder, RUN, resume=True) as writer:
+            run_grid(chosen, evaluator, writer)
+        found = load(tmp_path / folder).samples
+        rows.append([{name: value for name, value in row.items() if name not in ("env", "checksum")} for row in found])
+    assert rows[0] == rows[1] and len(rows[0]) == 4 * 2 * 2
+    assert told[::2] == [f"one, 80 tokens, document 1 of 2, question {number} of 2" for number in (1, 2)]
+
+
+def test_a_document_without_room_for_its_answer_is_named(evaluator, tmp_path):
+    context = evaluator.model.config.max_position_embeddings
+    task = Asked("one", (0, 0), new=context - 50)
+    wanted = "one, 80 tokens, document 1 of 1, question 1 of 2 needs .* choose a length of at most 50$"
+    with writing(tmp_path / "out", RUN, resume=False) as writer, pytest.raises(InputError, match=wanted):
+        run_grid(grid(task, cost_samples=0), evaluator, writer)
