@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvsieve.tasks import scoring
+from kvsieve.tasks.scoring import repeated_choices
 
 KEY = "1234567890" * 6 + "1234"  # neighbours differ, so a dropped digit puts all that follow out of place
 
@@ -97,3 +98,18 @@ def test_instructions_are_scored_one_by_one_and_together():
     assert score("please", ()) == {"score": 1, "all": 1, "short": 1, "polite": 1}
     assert score("yes", ()) == {"score": 0.5, "all": 0, "short": 1, "polite": 0}
     assert score("certainly not", ()) == {"score": 0, "all": 0, "short": 0, "polite": 0}
+
+
+def test_repeated_choices_are_compared_with_the_answers_own():
+    score = repeated_choices(["Ann", "Bob", "Cleo"])
+    first = "lion\nBob: sea horse\nCleo: Cat\n"
+    right = score(f"{first}\nPart 2:\nBob: sea horse.\n- Cleo: cat\nAnn: lion", ())
+    assert right == {"score": 1.0, "first_half": 1.0, "second_half": 1.0}
+    # Another animal, a person who is left out, and one who comes again.
+    assert score(f"{first}Part 2\nBob: dog\nAnn: lion\nBob: sea horse", ())["score"] == pytest.approx(1 / 3)
+    # The first part once more is no second part.
+    assert score(f"{first}Ann: {first}", ()) == {"score": 0.0, "first_half": 1.0, "second_half": 0.0}
+    # One animal for all would be repeated by a model that remembers nothing.
+    same = score("cat\nBob: cat\nCleo: owl\nPart 2:\nBob: cat\nCleo: owl\nAnn: cat", ())
+    assert same == {"score": pytest.approx(1 / 3), "first_half": pytest.approx(1 / 3), "second_half": 1.0}
+    assert score("", ()) == {"score": 0.0, "first_half": 0.0, "second_half": 0.0}

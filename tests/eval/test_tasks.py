@@ -432,3 +432,15 @@ def test_unknown_task_is_refused_with_a_suggestion(names, message):
 def test_missing_haystack_is_refused():
     with pytest.raises(InputError, match="/no/such/folder"):
         chosen_tasks(["needle"], "/no/such/folder")
+
+
+def test_the_long_answer_names_the_same_people_twice():
+    for index in INDICES:
+        sample = made("longanswer", index)
+        (turn,) = sample.turns
+        people = re.search(r"People: (.+)\.", sample.context)[1].split(", ")
+        again = re.search(r"in this order: (.+)\.", turn.question)[1].split(", ")
+        assert len(people) == 12 and people == again
+        pairs = re.findall(r"^(\w+): (\w+)", turn.reply, re.MULTILINE)
+        assert [name for name, _ in pairs] == [*people, *again] and turn.spread
+        assert dict(pairs) == dict(zip(people, turn.answers, strict=True))

@@ -9,6 +9,7 @@ from kvsieve.registry import did_you_mean
 from kvsieve.tasks.documents import Documents
 from kvsieve.tasks.haystack import load_haystack
 from kvsieve.tasks.instructions import Instructions
+from kvsieve.tasks.longanswer import LongAnswer
 from kvsieve.tasks.needle import Needle, PassKey
 from kvsieve.tasks.pairs import KeyValue, MultiQuestion
 from kvsieve.tasks.public import public_tasks
@@ -56,6 +57,7 @@ def all_tasks(haystack: str = "topics") -> dict[str, Task]:
         Arithmetic(text),
         Instructions(text, "instructions", "Instructions before the text"),
         Instructions(text, "system", "Instructions in the system prompt", where="system"),
+        LongAnswer(text),
     ]
     return {task.name: task for task in tasks}
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from kvsieve.tasks.samples import Score
 
 
 def match_all(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
@@ -46,6 +49,38 @@ def first_number(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """1 when the first whole number in the answer is the one expected."""
     found = re.search(r"-?\d+", re.sub(r"(?<=\d),(?=\d{3})", "", answer))
     return {"score": float(found is not None and int(found.group()) == int(expected[0]))}
+
+
+def repeated_choices(people: Sequence[str]) -> Score:
+    """Score "name: choice" lines in two parts, the second headed "Part 2": each person's choice must come again.
+
+    Names count as the model writes them.
+
+    The score is the share of people who have a choice of their own, the same both times. "first_half" is the share of
+    those who have one of their own in the first part, "second_half" the share of these who have it again.
+    """
+
+    def chosen(part: str) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name, choice in re.findall(r"^\W*(\w+) *: *(\w[\w -]*)", part, re.MULTILINE):
+            if len(found) < len(people):
+                found.setdefault(name, choice.strip().lower())
+        return found
+
+    def score(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+        # The beginning of the first line was put into the model's mouth.
+        first, _, second = f"{people[0]}: {answer}".partition("Part 2")
+        choices, again = chosen(first), chosen(second)
+        often = Counter(choices.values())
+        own = {name: choice for name, choice in choices.items() if often[choice] == 1}
+        kept = sum(again.get(name) == choice for name, choice in own.items())
+        return {
+            "score": kept / len(people),
+            "first_half": len(own) / len(people),
+            "second_half": kept / max(len(own), 1),
+        }
+
+    return score
 
 
 Check = Callable[[str], bool]
