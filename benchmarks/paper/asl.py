@@ -36,7 +36,6 @@ from kvsieve.eval.cells import MethodSetting
 TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
 BUDGETS = ("5%", "10%", "20%", "40%")
 BUDGET = "20%"
-TRACED = "10%"
 TASKS = ("ruler_niah_single_2", "ruler_qa_1", "kv")
 TRACE_TASKS = (*TASKS, "needle", "ruler_niah_multikey_1", "ruler_niah_single_3", "passkey64", "ruler_vt")
 
@@ -113,7 +112,7 @@ def times(shape: Shape, length: int) -> list[MethodSetting]:
 
 def trace(model: Any, ids: Any) -> Row:
     """Relative rank variance of every layer from ASL's first on: tau=0 never selects, and every tau can be read off."""
-    plan = kvsieve.plan("asl", budget=TRACED, tau=0, paper=True)
+    plan = kvsieve.plan("asl", budget=BUDGET, tau=0, paper=True)
     with kvsieve.attach(model, plan) as sieve:
         report = sieve.generate(ids, max_new_tokens=1, do_sample=False).stats.report
     first = plan.propagate.source(model.config.get_text_config().num_hidden_layers)
@@ -180,10 +179,10 @@ def pictures(found: Found, folder: Path) -> list[Path]:
     swept = [
         Line(
             f"{name}, {length}",
-            [(float(b[:-1]), found.mean("budgets", name.replace(" at", f" {b}"), length=length)) for b in BUDGETS],
+            [(float(b[:-1]), found.mean("budgets", f"{name} {b}", length=length)) for b in BUDGETS],
         )
         for length in found.lengths("budgets")
-        for name in ("asl at", "fastkv at", "snapkv at")
+        for name in ("asl", "fastkv", "snapkv")
     ]
     rows = found.rows("trace")
     depth = [

@@ -355,10 +355,12 @@ def reading_seconds(shape: Shape, length: int, layers: float = 1.0) -> float:
 _REMEMBERED = 0.12
 
 
-def readings(settings: Sequence[MethodSetting], shape: Shape, length: int, alone: bool = False) -> Iterator[float]:
+def readings(
+    settings: Sequence[MethodSetting], shape: Shape, length: int, alone: bool = False, known: bool = False
+) -> Iterator[float]:
     """Seconds of each reading that these settings need together, full KV's first. alone: of every setting for itself.
 
-    Together, they share what `remembering` keeps.
+    Together, they share what `remembering` keeps. known: another part has read this prompt just before.
     """
     shared: set[Any] = set()
     for number, each in enumerate(settings):
@@ -369,7 +371,8 @@ def readings(settings: Sequence[MethodSetting], shape: Shape, length: int, alone
             shared.add(plan.propagate)
         front, behind = _reading(plan, shape, length)
         chunked = plan.evict is not None and plan.evict.when.chunks
-        yield (front if alone or not number or chunked else _REMEMBERED * front) + behind
+        whole = alone or chunked or not (number or known)
+        yield (front if whole else _REMEMBERED * front) + behind
 
 
 def _reading(plan: Plan, shape: Shape, length: int) -> tuple[float, float]:
@@ -385,27 +388,35 @@ def _reading(plan: Plan, shape: Shape, length: int) -> tuple[float, float]:
 
 def forecast(parts: Sequence[Part], shape: Shape, given: argparse.Namespace, model: Any) -> None:
     """Print how many readings each part takes and how long it may take, were nothing there yet."""
-    head, rows, token = ["part", "prompt tokens", "samples", "settings", "readings", "minutes"], [], 0.0
+    head, rows = ["part", "prompt tokens", "samples", "settings", "readings", "minutes"], []
     token = _TOKEN * sum(each.numel() for each in model.parameters()) / 494e6
+    read: set[tuple[Any, ...]] = set()
     for part in parts:
         for length in (length for length in given.lengths if length >= part.least):
-            units = given.samples * (1 if part.times else len(_tasks(part, given)))
-            if part.measure is not None:
-                number, count, seconds = 1, 1, 1.1 * reading_seconds(shape, length)
-            else:
-                assert part.settings is not None
-                settings = [full(), *part.settings(shape, length)]
-                spent = list(readings(settings, shape, length, alone=part.times))
-                number, count, seconds = len(spent), len(settings), sum(spent)
-                answer = 32 if part.times else part.answer
-                # Answers of plans that evict once are rows of a batch, those of readers are not.
-                alone = sum(each.plan.read is not None or each.plan.is_view or part.times for each in settings)
-                rows_of = (alone + -(-(count - alone) // 8), count - alone)
-                seconds += token * answer * (rows_of[0] + _MORE_ROWS * rows_of[1])
-            minutes = units * seconds / 60
-            rows.append([part.name, str(length), str(units), str(count), str(units * number), f"{minutes:.1f}"])
+            made, spent, count = [full()], 0.0, 0
+            if part.settings is not None:
+                made += part.settings(shape, length)
+            tasks = ["times"] if part.times else _tasks(part, given)
+            for task in tasks:
+                alone, key = part.times or part.chunk is not None, (task, part.question, length)
+                each = list(readings(made, shape, length, alone, key in read and not alone))
+                read.add(key)
+                count += len(each)
+                spent += sum(each) + (0.0 if part.measure else token * _steps(part, made))
+            units = given.samples * len(tasks)
+            minutes = given.samples * spent / 60
+            cells = (part.name, length, units, len(made), given.samples * count)
+            rows.append([*map(str, cells), f"{minutes:.1f}"])
     print(markdown_table(head, rows))
     print(f"\nabout {sum(float(row[-1]) for row in rows):.0f} minutes in all on two cores, nothing beside it")
+
+
+def _steps(part: Part, settings: Sequence[MethodSetting]) -> float:
+    """Steps of one token that all answers take, those of further rows of a batch less."""
+    # Answers of plans that evict once are rows of a batch, those of readers are not.
+    alone = sum(part.times or each.plan.read is not None or each.plan.is_view for each in settings)
+    rows = len(settings) - alone
+    return (32 if part.times else part.answer) * (alone - (-rows // 8) + _MORE_ROWS * rows)
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -501,8 +512,12 @@ def draw(panels: Sequence[Panel], file: Path) -> list[Path]:
                     *zip(*_seen(line), strict=True), label=line.name, color=f"C{colour % 10}", markersize=4, **look
                 )
             axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+            if not panel.y.startswith(("KL", "relative")):
+                axes.set_ylim(-0.03, 1.03)
             if panel.log:
                 axes.set_xscale("log", base=2)
+                places = sorted({x for line in panel.lines for x, _ in _seen(line)})
+                axes.set_xticks(places, [f"{x:.3g}" for x in places])
             axes.legend(fontsize=6.5)
         figure.savefig(file, dpi=PNG_DPI, metadata={"Software": None})
     return [file]
