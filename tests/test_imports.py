@@ -25,6 +25,7 @@ STOREYS = (
     ("traffic",),
     ("kvsieve",),
     ("bench", "eval", "calibrate"),
+    ("advise",),
     ("cli",),
     ("__main__",),
 )

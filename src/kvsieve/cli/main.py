@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import kvsieve
-from kvsieve.cli import bench, calibrate, chat, demo, estimate, evaluate, info, models_table, report, run
+from kvsieve.cli import advise, bench, calibrate, chat, demo, estimate, evaluate, info, models_table, report, run
 from kvsieve.cli.output import emit_json, one_line, printed_warnings
 from kvsieve.errors import InputError, KvsieveError, PlanError
 
@@ -31,6 +31,7 @@ app.command("models")(models_table.models_command)
 app.command("doctor")(info.doctor_command)
 app.command("fetch-demo")(info.fetch_demo_command)
 app.command("eval")(evaluate.eval_command)
+app.command("advise")(advise.advise_command)
 app.command("calibrate")(calibrate.calibrate_command)
 app.command("tasks")(evaluate.tasks_command)
 app.command("report")(report.report_command)

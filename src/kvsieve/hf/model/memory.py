@@ -23,16 +23,22 @@ _SHAPES: dict[str, tuple[LayerShape, ...]] = {}
 @provides("fit_budgets")
 def fit_model(plan: Plan, model: Any) -> Plan:
     """Return a plan whose budgets in bytes have become entries on a model of transformers; see `fit`."""
+    try:
+        shapes = shapes_of(model)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(
+            f"{plan.name!r}: a budget in bytes needs the sizes of the model's cache, and {error}; give the budget as a "
+            "share or as a number of entries"
+        ) from error
+    return fit(plan, shapes, model.dtype.itemsize)
+
+
+def shapes_of(model: Any) -> tuple[LayerShape, ...]:
+    """Shapes of the layers of a model of transformers. Raises UnsupportedModelError."""
     key = f"{type(model.config).__name__} {model.config.to_json_string(use_diff=False)}"
     if key not in _SHAPES:
-        try:
-            _SHAPES[key] = layer_shapes(meta_model(model.config))
-        except UnsupportedModelError as error:
-            raise UnsupportedModelError(
-                f"{plan.name!r}: a budget in bytes needs the sizes of the model's cache, and {error}; give the budget "
-                "as a share or as a number of entries"
-            ) from error
-    return fit(plan, _SHAPES[key], model.dtype.itemsize)
+        _SHAPES[key] = layer_shapes(meta_model(model.config))
+    return _SHAPES[key]
 
 
 def fit(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> Plan:
@@ -102,23 +108,24 @@ def row_bytes(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> t
 
     Room for tokens to come, and what a method remembers beside entries, are not among them.
     """
-    evict = plan.evict
-    each = fixed = 0
-    for shape in shapes:
-        fixed += shape.state_elements * element_bytes + shape.wide_state_elements * _WIDE_BYTES
-        heads, kind = shape.heads, shape.kind
-        entry = shape.entry_elements * element_bytes + heads * _INDEX_BYTES
-        if kind.grows:
-            stored = heads if evict is None else evict.stored_heads(heads, shape.query_heads)
-            entry = entry * stored // heads
-            if evict is not None and evict.traits.ragged:
-                # Every head's bias tells which slots are its own; slots are rounded up to lanes.
-                entry += stored * stored * element_bytes
-                fixed += (LANES - 1) * entry // stored
-            each += entry
-        else:
-            fixed += (kind.span - 1 + window_room(kind.span) if kind.span else 0) * entry
-    return each, fixed
+    layers = [layer_bytes(plan, shape, element_bytes) for shape in shapes]
+    return sum(each for each, _ in layers), sum(fixed for _, fixed in layers)
+
+
+def layer_bytes(plan: Plan, shape: LayerShape, element_bytes: int) -> tuple[int, int]:
+    """`row_bytes` of one layer."""
+    evict, heads, kind = plan.evict, shape.heads, shape.kind
+    fixed = shape.state_elements * element_bytes + shape.wide_state_elements * _WIDE_BYTES
+    entry = shape.entry_elements * element_bytes + heads * _INDEX_BYTES
+    if not kind.grows:
+        return 0, fixed + (kind.span - 1 + window_room(kind.span) if kind.span else 0) * entry
+    stored = heads if evict is None else evict.stored_heads(heads, shape.query_heads)
+    entry = entry * stored // heads
+    if evict is not None and evict.traits.ragged:
+        # Every head's bias tells which slots are its own; slots are rounded up to lanes.
+        entry += stored * stored * element_bytes
+        fixed += (LANES - 1) * entry // stored
+    return entry, fixed
 
 
 def _first_size(plan: Plan) -> Budget:

@@ -1,0 +1,176 @@
+"""Measurements of an advice: losses on samples, times, and the memory that follows at another context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+
+from kvsieve.advise.choose import Candidate
+from kvsieve.advise.material import PROBES, Drawn
+from kvsieve.errors import PlanError
+from kvsieve.eval.cells import MethodSetting
+from kvsieve.eval.costs import NEW_TOKENS, WARM_UP, measure_one
+from kvsieve.eval.evaluator import Evaluator, Outcome
+from kvsieve.hf.model.memory import layer_bytes, shapes_of
+from kvsieve.plans import Plan
+from kvsieve.tasks.haystack import load_haystack
+from kvsieve.tasks.needle import Needle
+
+# An answer counts as given from here on, and as lost below full KV's score less this.
+_GIVEN, _LESS = 0.5, 0.01
+Step = Callable[[str], None]
+
+
+@dataclass
+class Losses:
+    """Losses and answers of one plan on samples, by task.
+
+    Attributes:
+        loss: mean KL to full KV of each sample.
+        top1: share of tokens put first alike.
+        score: of its answers.
+        full_score: of full KV's.
+        acted: False once a prompt fitted the budget.
+        kept: per layer and sample, the share of what its budget asks for that was kept; layers that kept all are not
+            named.
+    """
+
+    loss: dict[str, list[float]] = field(default_factory=dict)
+    top1: dict[str, list[float]] = field(default_factory=dict)
+    score: dict[str, list[float]] = field(default_factory=dict)
+    full_score: dict[str, list[float]] = field(default_factory=dict)
+    acted: bool = True
+    kept: dict[int, list[float]] = field(default_factory=dict)
+
+    def add(self, task: str, plan: Plan, outcome: Outcome, full: Outcome) -> None:
+        self.loss.setdefault(task, []).append(outcome.kl)
+        self.top1.setdefault(task, []).append(outcome.top1)
+        self.score.setdefault(task, []).append(outcome.metrics["score"])
+        self.full_score.setdefault(task, []).append(full.metrics["score"])
+        self.acted = self.acted and (outcome.applied or plan.roles == ())
+        record, evict = outcome.record, plan.evict
+        tokens = record.prompt_tokens - record.question
+        for layer, entries in record.kept.items():
+            if evict is not None and entries - record.question < tokens:
+                asked = evict.entries(tokens, NEW_TOKENS)
+                self.kept.setdefault(layer, []).append((entries - record.question) / asked)
+
+    def mean(self, values: Mapping[str, Sequence[float]], tasks: Sequence[str]) -> float:
+        """Mean over tasks of the means over samples."""
+        return fmean(fmean(values[task]) for task in tasks)
+
+    @property
+    def lost(self) -> dict[str, tuple[int, int]]:
+        """By task of long answers: how many of those that full KV gives this plan does not, and how many it gives."""
+        out = {}
+        for task in PROBES:
+            pairs = zip(self.full_score.get(task, ()), self.score.get(task, ()), strict=True)
+            given = [(full, mine) for full, mine in pairs if full >= _GIVEN]
+            if given:
+                out[task] = sum(mine < full - _LESS for full, mine in given), len(given)
+        return out
+
+
+@dataclass(frozen=True)
+class Times:
+    """Median seconds per token after the first, and ratios to full KV in the same run."""
+
+    tpot: float
+    tpot_ratio: float
+    ttft_ratio: float
+
+
+def measure_losses(
+    evaluator: Evaluator, drawn: Sequence[Drawn], settings: Sequence[MethodSetting], question: str, step: Step
+) -> list[Losses]:
+    """Run samples under all settings, the first of which is full KV."""
+    found = [Losses() for _ in settings]
+    for each in drawn:
+        step(each.task)
+        outcomes = evaluator.run(each.sample, [one.plan for one in settings], question)
+        for losses, one, outcome in zip(found, settings, outcomes, strict=True):
+            losses.add(each.task, one.plan, outcome, outcomes[0])
+    return found
+
+
+def measure_times(
+    evaluator: Evaluator, settings: Sequence[MethodSetting], length: int, repeats: int, step: Step
+) -> list[Times]:
+    """Time all settings, the first of which is full KV, on needle prompts, in rotated order."""
+    needle = Needle(load_haystack("topics"))
+    rows: list[list[Mapping[str, float]]] = [[] for _ in settings]
+    tokens: list[list[float]] = [[] for _ in settings]
+    for repeat in range(repeats):
+        ids = evaluator.prompter.encode(needle.sample(repeat, length, 0, evaluator.prompter.count)).prompt
+        if repeat == 0:
+            measure_one(evaluator, settings[0], ids[:, :WARM_UP])
+        order = [(repeat + place) % len(settings) for place in range(len(settings))]
+        for place in order:
+            step("times")
+            row = measure_one(evaluator, settings[place], ids)
+            rows[place].append({"ttft": row["ttft_s"], "tpot": median(row["token_s"][1:])})
+            tokens[place] += row["token_s"][1:]
+    return [
+        Times(
+            tpot=median(tokens[place]),
+            tpot_ratio=median(mine["tpot"] / full["tpot"] for mine, full in zip(rows[place], rows[0], strict=True)),
+            ttft_ratio=median(mine["ttft"] / full["ttft"] for mine, full in zip(rows[place], rows[0], strict=True)),
+        )
+        for place in range(len(settings))
+    ]
+
+
+def memory_at(evaluator: Evaluator, plan: Plan, context: int, kept: Mapping[int, Sequence[float]]) -> int:
+    """Bytes of the cache of one prompt of `context` tokens.
+
+    Args:
+        evaluator: of the model.
+        plan: of the model, nothing left open.
+        context: tokens.
+        kept: as in `Losses`; layers that are not named keep all.
+
+    Raises:
+        PlanError: what the plan stores there does not follow from its budget.
+    """
+    if plan.shortens_prompt:
+        raise PlanError(f"advise does not know what {plan.name!r} stores at another context; use `kvsieve eval`")
+    model, total = evaluator.model, 0
+    for index, shape in enumerate(shapes_of(model)):
+        each, fixed = layer_bytes(plan, shape, model.dtype.itemsize)
+        entries = float(context)
+        if index in kept and plan.evict is not None:
+            entries = min(entries, fmean(kept[index]) * plan.evict.entries(context, NEW_TOKENS))
+        total += round(each * entries) + fixed
+    return total
+
+
+def least_memory_at(evaluator: Evaluator, plan: Plan, context: int) -> int:
+    """As `memory_at`, where every layer keeps as many entries as the budget asks for."""
+    shapes = shapes_of(evaluator.model)
+    evicts = plan.evict is not None and not plan.is_view
+    return memory_at(evaluator, plan, context, {index: (1.0,) for index in range(len(shapes))} if evicts else {})
+
+
+def candidate(
+    evaluator: Evaluator,
+    setting: MethodSetting,
+    losses: Losses,
+    times: Times | None,
+    *,
+    context: int,
+    tasks: Sequence[str],
+) -> Candidate:
+    """Gather what was measured of a setting. tasks: those of the loss."""
+    return Candidate(
+        setting=setting,
+        kv_bytes=memory_at(evaluator, setting.plan, context, losses.kept),
+        loss=losses.mean(losses.loss, tasks),
+        top1=losses.mean(losses.top1, tasks),
+        score=losses.mean(losses.score, tasks),
+        tpot=None if times is None else times.tpot,
+        tpot_ratio=None if times is None else times.tpot_ratio,
+        ttft_ratio=None if times is None else times.ttft_ratio,
+        lost=losses.lost,
+        acted=losses.acted,
+    )

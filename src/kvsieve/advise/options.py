@@ -1,0 +1,64 @@
+"""Options of an advice: what is asked for, and how much is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvsieve.advise.choose import PlanLimits
+from kvsieve.errors import InputError
+
+METHODS = ("snapkv", "adakv", "fastkv", "asl", "lagkv", "rocketkv", "rocketkv-mt", "streamingllm")
+BUDGETS = ("10%", "25%", "50%")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdviceOptions:
+    """Options of an advice.
+
+    Attributes:
+        context: tokens of the prompts that the advice is for.
+        limits: what a plan must keep to.
+        methods: names and given parameters.
+        budgets: each method's; () for a few shares, or, with a limit on memory, what fits into it.
+        samples: prompts per task and part: one part to choose by, one to state the loss by.
+        measure_at: tokens of the prompts that are measured; None for the longest of bearable time.
+        question: "visible" when plans see the question, "hidden" when they act on the context alone.
+        cost_samples: how often times are measured; 0 leaves them out.
+        seed: of generated prompts.
+    """
+
+    context: int
+    limits: PlanLimits = field(default_factory=PlanLimits)
+    methods: tuple[tuple[str, Mapping[str, Any]], ...] = tuple((name, {}) for name in METHODS)
+    budgets: tuple[str, ...] = ()
+    samples: int = 3
+    measure_at: int | None = None
+    question: str = "visible"
+    cost_samples: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("context", self.context, 1),
+            ("samples", self.samples, 2),
+            ("cost_samples", self.cost_samples, 0),
+            ("measure_at", 1 if self.measure_at is None else self.measure_at, 1),
+        ):
+            if value < least:
+                raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        if self.question not in ("visible", "hidden"):
+            raise InputError(f"--question must be visible or hidden, got {self.question!r}")
+        if self.limits.tpot is not None and not self.cost_samples:
+            raise InputError("a limit on the time per token needs it measured; let --cost-samples be at least 1")
+        if not self.methods:
+            raise InputError("no method to measure was named; give --methods, for example snapkv,adakv")
+
+    def check(self, longest: int | None) -> None:
+        """Raise InputError where prompts do not fit the model's context of `longest` tokens."""
+        for name, value in (("context", self.context), ("measure-at", self.measure_at)):
+            if longest is not None and value is not None and value > longest:
+                raise InputError(f"--{name} of {value} tokens is beyond the model's context of {longest}; lower it")
+        if self.measure_at is not None and self.measure_at > self.context:
+            raise InputError(f"--measure-at {self.measure_at} is more than --context {self.context}; lower it")

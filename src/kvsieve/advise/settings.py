@@ -1,0 +1,105 @@
+"""Plans to be measured: methods crossed with budgets, or with the share that fits into the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvsieve.advise.choose import size
+from kvsieve.advise.measure import least_memory_at
+from kvsieve.advise.options import BUDGETS, AdviceOptions
+from kvsieve.errors import KvsieveError, PlanError
+from kvsieve.eval.cells import MethodSetting, setting
+from kvsieve.eval.evaluator import Evaluator
+from kvsieve.hf.model.support import check_model
+from kvsieve.registry import list_methods, method_info
+from kvsieve.report.labels import FULL
+
+# Parts of the share that fits into the memory.
+_PARTS = (1.0, 0.5)
+_STEPS = 1000
+
+
+def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[MethodSetting], list[str]]:
+    """Settings to measure, full KV first, and what is not tried, with reasons.
+
+    Raises PlanError for a method that cannot be measured, if it was named with parameters, and where none fits into the
+    memory.
+    """
+    too_large: list[tuple[int, str]] = []
+    model, tokenizer = evaluator.model, evaluator.prompter.tokenizer
+    found, left_out = [setting(FULL, {})], []
+    for method, given in options.methods:
+        if method == FULL:
+            continue
+        try:
+            budgets = _budgets(evaluator, options, method, given)
+            made = [setting(method, {**given, **each}).for_model(model, tokenizer) for each in budgets]
+            for one in made:
+                check_model(model, one.plan)
+                least_memory_at(evaluator, one.plan, options.context)
+        except KvsieveError as error:
+            if given or len(options.methods) == 1:
+                raise
+            left_out.append(f"{method}: {error}")
+            continue
+        limit = options.limits.memory
+        for one in made:
+            bytes_there = least_memory_at(evaluator, one.plan, options.context)
+            # What deep layers lack is known once it was measured.
+            if limit is not None and bytes_there > limit and one.plan.propagate is None:
+                too_large.append((bytes_there, f"{one.label} {one.budget or ''}"))
+            else:
+                found.append(one)
+    if len(found) == 1 and too_large:
+        least, name = min(too_large)
+        raise PlanError(
+            f"no plan keeps to KV of at most {size(options.limits.memory or 0)} at {options.context} tokens: the "
+            f"nearest, {name}, stores {size(least)}, {least / (options.limits.memory or 1):.3g} times as much; raise "
+            "--memory, or lower --budgets"
+        )
+    left_out += [f"{name}: it stores {size(count)}" for count, name in too_large]
+    named = {method_info(method).name for method, _ in options.methods}
+    others = [name for name in list_methods() if name not in {*named, FULL}]
+    left_out.append(f"other methods: {', '.join(others)} (--methods measures them)")
+    return found, left_out
+
+
+def _budgets(
+    evaluator: Evaluator, options: AdviceOptions, method: str, given: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """List what is added to the parameters of a method for each of its settings."""
+    if "budget" not in method_info(method).parameters or "budget" in given:
+        return [{}]
+    if options.budgets:
+        return [{"budget": budget} for budget in options.budgets]
+    if options.limits.memory is None:
+        return [{"budget": budget} for budget in BUDGETS]
+    share = _largest_share(evaluator, options, method, given)
+    # The least, where none fits: then that is told.
+    shares = [share * part for part in _PARTS if share * part > 0.005] or [1 / _STEPS]
+    return [{"budget": f"{100 * each:.3g}%"} for each in shares]
+
+
+def _largest_share(evaluator: Evaluator, options: AdviceOptions, method: str, given: Mapping[str, Any]) -> float:
+    """The largest share, in steps of a thousandth, whose cache fits into the memory; 0 where none does.
+
+    Of a method that stores everything, the first of the usual ones.
+    """
+    limit = options.limits.memory or 0
+
+    def fits(step: int) -> bool:
+        plan = setting(method, {**given, "budget": f"{100 * step / _STEPS:g}%"}).plan
+        plan = plan.for_model(evaluator.model, evaluator.prompter.tokenizer)
+        return least_memory_at(evaluator, plan, options.context) <= limit
+
+    low, high = 0, _STEPS - 1
+    if fits(high):
+        return high / _STEPS
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        except PlanError:
+            low = middle
+    return low / _STEPS
