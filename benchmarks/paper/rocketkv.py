@@ -46,6 +46,8 @@ SPLIT_AT = (16, 64)
 PAGES = (1, 2, 4, 8, 16)
 PAGES_AT = 16
 TURNS_AT = (8, 32)
+TIMES_AT = (16, 64)
+FEWEST = 36
 TASKS = ("ruler_niah_single_2", "ruler_niah_multikey_1", "ruler_niah_single_3")
 OTHERS = ("snapkv", "quest", "sparq", "hsa", "exacttopk")
 
@@ -109,25 +111,27 @@ class PagedHSA(HSA, static_shapes=True):
         return Setting(tokens, max(tokens // 2, 1), self.page, channels)
 
 
-def entries(length: int, part: int) -> int:
-    return max(length // part, 48)
+def parts(length: int, wanted: tuple[int, ...]) -> list[int]:
+    """Those that leave more than SnapKV's window."""
+    return [part for part in wanted if length // part >= FEWEST]
 
 
 def at(method: str, length: int, part: int) -> MethodSetting:
     window = {"window": 32} if method in ("snapkv", "rocketkv", "rocketkv-mt") else {}
-    return named(f"{method} 1/{part}", method, budget=entries(length, part), **window)
+    return named(f"{method} 1/{part}", method, budget=length // part, **window)
 
 
 def budgets(shape: Shape, length: int) -> list[MethodSetting]:
-    rocket = [at("rocketkv", length, part) for part in PARTS]
-    return [*rocket, *(at(method, length, part) for part in COMPARED for method in OTHERS)]
+    rocket = [at("rocketkv", length, part) for part in parts(length, PARTS)]
+    others = [at(method, length, part) for part in parts(length, COMPARED) for method in OTHERS]
+    return [*rocket, *others]
 
 
 def splits(shape: Shape, length: int) -> list[MethodSetting]:
     made = []
-    for part in SPLIT_AT:
+    for part in parts(length, SPLIT_AT):
         made.append(at("rocketkv", length, part))
-        budget = Budget(tokens=entries(length, part))
+        budget = Budget(tokens=length // part)
         for split in SPLITS:
             plan = Plan(evict=StaticEviction(budget=budget, split=split), read=StaticHSA(budget=budget, split=split))
             made.append(custom(f"split {split}, 1/{part}", plan, str(budget), split=split))
@@ -135,7 +139,7 @@ def splits(shape: Shape, length: int) -> list[MethodSetting]:
 
 
 def pages(shape: Shape, length: int) -> list[MethodSetting]:
-    budget = Budget(tokens=entries(length, PAGES_AT))
+    budget = Budget(tokens=length // PAGES_AT)
     made = [
         custom(f"pages of {page}", Plan(read=PagedHSA(budget=budget, page=page)), str(budget), page=page)
         for page in PAGES
@@ -145,12 +149,12 @@ def pages(shape: Shape, length: int) -> list[MethodSetting]:
 
 def turns(shape: Shape, length: int) -> list[MethodSetting]:
     methods = ("rocketkv-mt", "rocketkv", "snapkv", "exacttopk", "hsa")
-    return [at(method, length, part) for part in TURNS_AT for method in methods]
+    return [at(method, length, part) for part in parts(length, TURNS_AT) for method in methods]
 
 
 def times(shape: Shape, length: int) -> list[MethodSetting]:
     methods = ("rocketkv", "rocketkv-mt", "snapkv", "hsa")
-    return [at(method, length, part) for part in (16, 64) for method in methods]
+    return [at(method, length, part) for part in parts(length, TIMES_AT) for method in methods]
 
 
 def tables(found: Found) -> list[Table]:
@@ -322,7 +326,7 @@ def _costs(found: Found) -> Verdict:
     lengths = sorted({row["length"] for row in found.costs()})
     shown = []
     for length in lengths:
-        for part in (16, 64):
+        for part in TIMES_AT:
             named_at = f"rocketkv 1/{part}"
             ratios = [found.ratio(named_at, each, length) for each in ("tpot_s", "kv_bytes", "kv_read_bytes")]
             if ratios[0]:

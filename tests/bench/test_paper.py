@@ -72,10 +72,12 @@ def few(monkeypatch):
     monkeypatch.setattr(lagkv, "KEPT", ("50%",))
     monkeypatch.setattr(rocketkv, "PARTS", (4,))
     monkeypatch.setattr(rocketkv, "COMPARED", (4,))
-    monkeypatch.setattr(rocketkv, "TURNS_AT", (8,))
+    monkeypatch.setattr(rocketkv, "TURNS_AT", (4,))
+    monkeypatch.setattr(rocketkv, "TIMES_AT", (4,))
     monkeypatch.setattr(rocketkv, "SPLITS", (0.5,))
     monkeypatch.setattr(rocketkv, "SPLIT_AT", (4,))
     monkeypatch.setattr(rocketkv, "PAGES", (1, 8))
+    monkeypatch.setattr(rocketkv, "PAGES_AT", 4)
 
 
 def run(study, checkpoint: str, folder: Path) -> common.Found:
@@ -127,7 +129,7 @@ def test_times_are_measured_for_every_setting(checkpoint, few, tmp_path, monkeyp
     monkeypatch.setattr("kvsieve.eval.costs.Needle", lambda text: Words("needle"))
     common.main(rocketkv.STUDY, given)
     found = common.Found("rocketkv", tmp_path / "rocketkv" / "tiny")
-    assert found.ratio("full", "ttft_s", 150) == [1.0] and len(found.ratio("rocketkv 1/64", "kv_bytes", 150)) == 1
+    assert found.ratio("full", "ttft_s", 150) == [1.0] and len(found.ratio("rocketkv 1/4", "kv_bytes", 150)) == 1
 
 
 def test_readings_that_share_layers_give_what_they_give_alone(checkpoint):
@@ -174,6 +176,10 @@ def test_a_layer_is_selected_where_the_variance_falls_below_tau():
 def test_overlap_by_distance_compares_layers_of_one_half():
     row = {"overlap": [[0.1, 0, 0], [0, 0], [0.9], []]}
     assert fastkv.by_distance(row, late=False) == [0.1] and fastkv.by_distance(row, late=True) == [0.9]
+
+
+def test_budgets_below_the_window_are_left_out():
+    assert rocketkv.parts(4096, rocketkv.PARTS) == [4, 8, 16, 32, 64] and rocketkv.parts(1024, (4, 16, 64)) == [4, 16]
 
 
 def test_a_fixed_rate_leaves_what_the_paper_says():
