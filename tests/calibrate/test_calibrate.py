@@ -184,7 +184,7 @@ def test_built_in_prompts_hold_facts_and_are_not_those_of_an_evaluation():
     made = built_in_prompts(prompter, [400, 500], 4)
     assert [400 >= each.ids.shape[1] > 330 for each in made[:4]] == [True] * 4 and made[4].ids.shape[1] > 430
     texts = [prompter.decode(each.ids[0].tolist()) for each in made]
-    assert "lighthouse" in texts[0] and "pass key" in texts[2] and len(set(texts)) == 8
+    assert "magic number" in texts[0] and "pass key" in texts[1] and len(set(texts)) == 8
     assert texts == [prompter.decode(each.ids[0].tolist()) for each in built_in_prompts(prompter, [400, 500], 4)]
     other = [prompter.decode(each.ids[0].tolist()) for each in built_in_prompts(prompter, [400], 4, seed=1)]
     assert not set(other) & set(texts)
