@@ -195,9 +195,13 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 def _answers(task: str, found: list[Mapping[str, Any]], tested: list[str]) -> tuple[str, str, str]:
     """Budget from which on all answers of a task are full KV's."""
     least = [each["from"] for each in found]
-    where = f"not at {tested[-1]}" if None in least else f"right from {max(least, key=tested.index)} on"
+    if None in least:
+        share = min(list(each["same"].values())[-1] for each in found if each["same"])
+        where = f"{share:.0%} of its tokens right at {tested[-1]}"
+    else:
+        where = f"right from {max(least, key=tested.index)} on"
     tokens = max(each["tokens"] for each in found)
-    return "answers", f"{task}: {where}", f"all of up to {tokens} tokens as under full KV, SnapKV as above"
+    return "answers", f"{task}: {where}", f"up to {tokens} tokens as under full KV, SnapKV as above"
 
 
 def _writable(path: Path, option: str) -> Path:
