@@ -196,7 +196,7 @@ def _answers(task: str, found: list[Mapping[str, Any]], tested: list[str]) -> tu
     """Budget from which on all answers of a task are full KV's."""
     least = [each["from"] for each in found]
     if None in least:
-        share = min(list(each["same"].values())[-1] for each in found if each["same"])
+        share = min((list(each["same"].values())[-1] for each in found if each["same"]), default=0.0)
         where = f"{share:.0%} of its tokens right at {tested[-1]}"
     else:
         where = f"right from {max(least, key=tested.index)} on"
