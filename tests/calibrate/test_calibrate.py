@@ -42,7 +42,7 @@ def profile(model):
 def test_a_profile_serves_its_methods(model, profile, tmp_path):
     assert profile.fingerprint == Fingerprint.of(model) and profile.name == "tiny" and profile.text["tokens"] == 180
     best = profile.measured["pooling"]
-    assert best["kl"] <= 1.1 * min(each["kl"] for each in best["grid"]) and len(best["grid"]) == 8
+    assert best["kl"] <= 1.3 * min(each["kl"] for each in best["grid"]) and len(best["grid"]) == 8
     chosen = {name: best[name] for name in ("window", "kernel", "pooling")}
     found = profile.measured["tsp"]
     assert found["layers"] == [0, 1, 2, 3, 4] and {name: found[name] for name in chosen} == chosen
