@@ -33,7 +33,7 @@ ALL := benchmarks/results/methods
 EVERY := streamingllm,knorm,snapkv:$(PROFILE),h2o,tova,sagekv,lookahead:$(PROFILE),lagkv:decode=false;lag=64,keydiff,expectedattention,qfilters:$(PROFILE),kvzip,duoattention:$(PROFILE);sinks=16;recent=64,adakv:$(PROFILE),pyramidkv:$(PROFILE),cake:$(PROFILE),zigzagkv:paper=true,dynamickv:$(PROFILE),squeezeattention,chunkkv:paper=true,criticalkv:paper=true,fastkv:$(PROFILE),asl:$(PROFILE),gemfilter:layer=22;kernel=21,pyramidinfer:rate=0.7;window=16;kernel=21
 
 # A larger model, of which MODEL names the directory or hub id, on L-Eval's files in DATA, RULER and needles.
-MODEL ?= Qwen/Qwen2.5-Coder-0.5B-Instruct
+LARGER = $(or $(MODEL),Qwen/Qwen2.5-Coder-0.5B-Instruct)
 DATA ?= data/leval
 QWEN := benchmarks/results/qwen2.5-coder-0.5b
 SEEING := snapkv,adakv,fastkv,asl,lagkv:decode=false,rocketkv,rocketkv-mt
@@ -132,23 +132,23 @@ paper-claims: $(VENV)/.ready
 evidence: leval retained widths
 
 leval: $(VENV)/.ready
-	$(BIN)/kvsieve eval $(MODEL) --tasks leval_quality,leval_scientific_qa,leval_topic_retrieval_longchat,leval_natural_question \
+	$(BIN)/kvsieve eval $(LARGER) --tasks leval_quality,leval_scientific_qa,leval_topic_retrieval_longchat,leval_natural_question \
 		--data $(DATA) --lengths 16384 --methods "$(UNSEEING)" --budgets 10%,25% --samples 50 --question hidden --cost-samples 0 \
 		--out $(QWEN)/leval --resume
-	$(BIN)/kvsieve eval $(MODEL) --tasks leval_quality,leval_scientific_qa,leval_topic_retrieval_longchat,leval_natural_question \
+	$(BIN)/kvsieve eval $(LARGER) --tasks leval_quality,leval_scientific_qa,leval_topic_retrieval_longchat,leval_natural_question \
 		--data $(DATA) --lengths 16384 --methods "$(SEEING)" --budgets 10%,25% --samples 50 --question visible --cost-samples 0 \
 		--out $(QWEN)/leval --resume
 	$(BIN)/kvsieve report $(QWEN)/leval --formats png
 
 # What calibrated defaults keep of full KV's score.
 retained: $(VENV)/.ready
-	$(BIN)/kvsieve eval $(MODEL) --tasks needle,ruler_niah_single_1,ruler_niah_single_2,ruler_niah_single_3,ruler_niah_multikey_1,ruler_niah_multikey_2,ruler_niah_multikey_3 \
+	$(BIN)/kvsieve eval $(LARGER) --tasks needle,ruler_niah_single_1,ruler_niah_single_2,ruler_niah_single_3,ruler_niah_multikey_1,ruler_niah_multikey_2,ruler_niah_multikey_3 \
 		--lengths 8192 --methods "$(RETAINED)" --budgets 25% --samples 8 --question visible --cost-samples 0 --out $(QWEN)/ruler --resume
 	$(BIN)/kvsieve report $(QWEN)/ruler --formats png
 
 # Pooling kernels: short and long answers, one fact and several.
 widths: $(VENV)/.ready
-	$(BIN)/kvsieve eval $(MODEL) --tasks needle,ruler_niah_multikey_1,ruler_niah_multivalue,ruler_niah_single_3,passkey64 \
+	$(BIN)/kvsieve eval $(LARGER) --tasks needle,ruler_niah_multikey_1,ruler_niah_multivalue,ruler_niah_single_3,passkey64 \
 		--lengths 2048 --methods "$(WIDTHS)" --budgets 10%,20% --samples 10 --question visible --cost-samples 0 \
 		--out $(QWEN)/widths --resume
 	$(BIN)/kvsieve report $(QWEN)/widths --formats png
