@@ -2,8 +2,8 @@
 
     python -m benchmarks.paper.fastkv [--model MODEL] [--lengths 4096,8192] [--samples 16] [--only PART] [--forecast]
 
-The paper: LLaMA-3.1-8B, 32 layers, TSP layer 15 (0-based, half the depth), TSP rate 20%, window 8, kernel 7, 10% of the
-entries kept. Here half the depth, and shares of it for the sweep.
+The paper: LLaMA-3.1-8B, 32 layers, TSP layer 15 (0-based, half the depth), TSP rate 20%, window 8, 10% of the entries
+kept. Here half the depth, and shares of it for the sweep.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvsieve.hf.shared import read_shared
 
 DEPTHS = (1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6)
 RATES = ("5%", "10%", "20%", "40%")
-WINDOW = {"window": 8, "kernel": 7}
+WINDOW = {"window": 8}
 KEPT, RATE = "10%", "20%"
 TASKS = ("ruler_niah_single_2", "ruler_niah_multikey_1", "kv")
 
