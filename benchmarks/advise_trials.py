@@ -1,7 +1,7 @@
 """Does the loss of what `kvsieve advise` recommends lie within the interval that it states, on other documents?
 
     python benchmarks/advise_trials.py [MODEL] [--trials 10] [--length 2048] [--samples 2]
-        [--methods snapkv,adakv,fastkv] [--budgets 10%,25%] [--loss 0.05] [--first 0] [--out FILE]
+        [--methods snapkv,adakv] [--budgets 10%,25%] [--loss 0.05] [--first 0] [--out FILE]
 
 MODEL: a directory or hub id, the demo model if left out. Each trial advises on documents of its own seed (generated
 prompts; no times), then runs the recommended plan, or, where nothing keeps to the limit, the nearest one is noted and
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--samples", type=int, default=2)
-    parser.add_argument("--methods", default="snapkv,adakv,fastkv")
+    parser.add_argument("--methods", default="snapkv,adakv")
     parser.add_argument("--budgets", default="10%,25%")
     parser.add_argument("--loss", type=float, default=0.05)
     parser.add_argument("--first", type=int, default=0, help="Seed of the first trial.")
