@@ -13,7 +13,7 @@ from kvsieve.budget import Budget
 from kvsieve.calibrate import distances, pooling, ranks
 from kvsieve.calibrate.filters import QuerySums, correlation
 from kvsieve.calibrate.heads import RetrievalScores, kept_by_streaming
-from kvsieve.calibrate.options import ANSWER, Options
+from kvsieve.calibrate.options import ANSWER, BEGINNING, Options
 from kvsieve.calibrate.prompts import Prompt
 from kvsieve.calibrate.reading import following, greedy, read
 from kvsieve.hf.shared import read_shared
@@ -148,13 +148,15 @@ class Parts:
         for reference in references:
             self._step("reading queries")
 
-            def see(ctx: LayerContext, reference: ReferenceAnswer = reference) -> None:
+            given, answer = reference.ids, reference.answer[:, :BEGINNING]
+
+            def see(ctx: LayerContext, given: Tensor = given, answer: Tensor = answer) -> None:
                 if wants_filters:
                     sums.see(ctx)
                 if wants_heads:
-                    scores.see(ctx, reference.ids, reference.answer)
+                    scores.see(ctx, given, answer)
 
-            ids = torch.cat([reference.ids, reference.answer[:, :-1]], 1)
+            ids = torch.cat([given, answer[:, :-1]], 1)
             hidden, _ = read(self.model, Plan(), ids, see)
             prompt = reference.ids.shape[1]
             reference.hidden = hidden[:, max(0, prompt - self.pooled.window) : prompt]
