@@ -32,11 +32,13 @@ SIEVE = """
     check_cache(self, cache)
     check_call(self, call)
     check_tokens(self, cache, new, text=None)
-    feed(self, cache, ids, mask, request=PassRequest(plan=None, phase=None, last_chunk=True, on_layer=None), *,
-        logits=0)
+    continues
+    feed(self, cache, ids, mask, request=PassRequest(plan=None, phase=None, last_chunk=True, on_layer=None,
+        on_leave=None), *, logits=0)
     generate(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
         question_tokens=None, reduce=True, measure=False, **options)
     is_composite
+    kept(self, cache, input_ids, *, row=0, tokenizer=None)
     load(self, path, *, tokenizer=None)
     new_cache(self)
     prefill(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
@@ -50,6 +52,7 @@ CHAT = """
     context
     fork(self)
     ids
+    kept
     messages
     read(self, text, **options)
     rollback(self, snapshot)
@@ -60,7 +63,7 @@ CHAT = """
     turns
 """
 FIELDS = {
-    "GenerateResult": "sequences stats cache output token_s",
+    "GenerateResult": "sequences stats cache output token_s seen tokenizer",
     "Reply": "text tokens ended stats",
     "Saved": "cache ids extra",
     "Stats": """

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -224,7 +225,7 @@ def test_the_command_writes_a_profile_that_run_takes(cli, model_dir, text_file, 
     assert code == 0, errors
     profile = load_profile(out)
     assert f"layer {profile.measured['tsp']['layer']} of 0..2" in printed and "the profile is in" in printed
-    assert profile.name == model_dir and profile.text["source"] == "text.txt"
+    assert profile.name == Path(model_dir).name and profile.text["source"] == "text.txt"
     assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size < 100_000
     run = ("run", model_dir, "--prompt-file", text_file, "--max-new-tokens", "2", "--json", "--profile", out)
     cut = tmp_path / "cut.txt"

@@ -9,6 +9,8 @@ import json
 import pytest
 
 from kvsieve.errors import InputError
+from kvsieve.eval.comparison import compared
+from kvsieve.eval.merge import subjects
 from kvsieve.eval.report import html_report, markdown_report
 from kvsieve.eval.results import load
 from kvsieve.tasks import document_task, metrics
@@ -200,7 +202,8 @@ def test_a_run_from_end_to_end(model_dir, tmp_path, cli):
     assert [by_sample[i]["meta"]["document"] for i in range(3)] == [0, 1, 0]
     assert by_sample[0]["meta"]["cut"] == by_sample[2]["meta"]["cut"] > 0 == by_sample[1]["meta"]["cut"]
     assert all(each["prompt_tokens"] <= 150 for each in results.samples)
-    assert told in markdown_report(results) and f"{told}." in html_report(results, [])
+    (entry,) = compared(subjects([results]))
+    assert told in markdown_report(entry) and f"{told}." in html_report(entry, [])
     write(tmp_path / "data", "quality.jsonl.gz", [row()])
     code, _, err = cli("eval", model_dir, *grid, "--samples", "3", "--out", tmp_path / "o", "--resume")
     assert code == 2 and "results of leval_quality from another file than --data has" in err

@@ -56,7 +56,7 @@ def near(one, other, rows=slice(None)):
         torch.testing.assert_close(mine[rows], its, atol=1e-5, rtol=0)
 
 
-def hide(store, selection, reserve=0):
+def hide(store, selection, reserve=0, reuse=False):
     """The same entries stay, the others are only hidden."""
     shape = (*selection.indices.shape[:2], store._keys.shape[2])
     stays = torch.zeros(shape, dtype=torch.bool)

@@ -8,7 +8,7 @@ from kvsieve.cache import DenseStore
 from kvsieve.types import Selection
 
 
-def mask_instead(store: DenseStore, selection: Selection, reserve: int = 0) -> None:
+def mask_instead(store: DenseStore, selection: Selection, reserve: int = 0, reuse: bool = False) -> None:
     """What evicting must equal: the same entries stay, the others are only hidden."""
     shape = (*selection.indices.shape[:2], store._keys.shape[2])
     valid = torch.zeros(shape, dtype=torch.bool)

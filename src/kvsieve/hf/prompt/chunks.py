@@ -44,7 +44,9 @@ def read_chunks(
     acting = plan or (model.plan if short is None else short.plan)
     start, end = cache.num_seen, input_ids.shape[1]
     total, acts = end - start, options.constraints.reduce and not question
-    window = max(acting.queries(total), options.window)
+    # What was read of the prompt before counts as well.
+    length = end - cache.turn.start if options.goes_on else total
+    window = max(acting.queries(length), options.window)
     chunk = options.chunk
     if cache.has_state:
         # Some models' recurrent layers compute a single token otherwise, and take one of padding for a true one.
