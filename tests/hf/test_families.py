@@ -174,8 +174,9 @@ def test_reducing(model, prompts, plan, monkeypatch):
     layers = one_shot.cache.all_layers
     others = [part for at, layer in enumerate(layers) if at not in sieved for part in layer.all_tensors()]
     states = [part for at in sieved if isinstance(layers[at], StateLayer) for part in layers[at].state_tensors()]
-    beside = storage_bytes([*others, *states])
-    assert one_shot.stats.kv_bytes == held + beside + one_shot.cache.conversation.mask.nbytes
+    # The mask, and which tokens went on.
+    conversation = one_shot.cache.conversation.tensors()
+    assert one_shot.stats.kv_bytes == held + storage_bytes([*others, *states, *conversation])
     full_held = sum(part.nbytes for layer in sieved for part in tensors_in(full.cache.layers[layer].store))
     assert held < 0.45 * full_held
 
