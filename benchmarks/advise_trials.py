@@ -1,13 +1,13 @@
 """Does the loss of what `kvsieve advise` recommends lie within the interval that it states, on other documents?
 
     python benchmarks/advise_trials.py [MODEL] [--trials 10] [--length 2048] [--samples 2]
-        [--methods snapkv,adakv] [--budgets 10%,25%] [--loss 0.05] [--first 0] [--out FILE]
+        [--methods snapkv,adakv] [--budgets 10%,25%] [--memory 0.3] [--first 0] [--out FILE]
 
-MODEL: a directory or hub id, the demo model if left out. Each trial advises on documents of its own seed (generated
-prompts; no times), then runs the recommended plan, or, where nothing keeps to the limit, the nearest one is noted and
-the trial has no plan, on as many documents of another seed that neither part of the advice has seen, and counts whether
-the mean loss over them lies within the interval. Trials are added to the file as they end; those of the same model,
-length and seed are replaced.
+MODEL: a directory or hub id, the demo model if left out. The limit is on the memory, a share of what full KV takes, so
+that full KV, which loses nothing, is never the answer. Each trial advises on documents of its own seed (generated
+prompts; no times), then runs the recommended plan on as many documents of another seed, which neither part of the
+advice has seen, and counts whether the mean loss over them lies within the interval. Trials are added to the file as
+they end; those of the same model, length, limit and seed are replaced.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any
 
 import kvsieve
 from kvsieve.advise import AdviceOptions, PlanLimits, advise, built_in
-from kvsieve.advise.measure import measure_losses
+from kvsieve.advise.measure import least_memory_at, measure_losses
 from kvsieve.cli.specs import method_specs
 from kvsieve.eval.cells import setting
 from kvsieve.eval.evaluator import Evaluator
 from kvsieve.report.environment import environment
 
-KEY = ("model", "length", "seed", "loss_limit")
+KEY = ("model", "length", "seed", "memory")
 # Documents of trials stand apart from those of every advice.
 _FRESH = 500
 
 
-def trial(model: Any, tokenizer: Any, options: AdviceOptions) -> dict[str, Any]:
+def trial(model: Any, tokenizer: Any, options: AdviceOptions, share: float) -> dict[str, Any]:
     """One advice, and the loss of its plan on other documents."""
     began = time.perf_counter()
     material = built_in()
@@ -39,7 +39,7 @@ def trial(model: Any, tokenizer: Any, options: AdviceOptions) -> dict[str, Any]:
     row: dict[str, Any] = {
         "length": options.measure_at,
         "seed": options.seed,
-        "loss_limit": options.limits.loss,
+        "memory": share,
         "samples": options.samples,
         "measured": [each.name for each in advice.candidates],
     }
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--methods", default="snapkv,adakv")
     parser.add_argument("--budgets", default="10%,25%")
-    parser.add_argument("--loss", type=float, default=0.05)
+    parser.add_argument("--memory", type=float, default=0.3, help="Limit, as a share of full KV's.")
     parser.add_argument("--first", type=int, default=0, help="Seed of the first trial.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "advise_trials.json")
     arguments = parser.parse_args()
@@ -86,10 +86,11 @@ def main() -> None:
     report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"environments": [], "trials": []}
     report["environments"].append(environment())
     rows = {tuple(row[part] for part in KEY): row for row in report["trials"]}
+    full = least_memory_at(Evaluator(model, tokenizer), setting("full", {}).plan, arguments.length)
     for seed in range(arguments.first, arguments.first + arguments.trials):
         options = AdviceOptions(
             context=arguments.length,
-            limits=PlanLimits(loss=arguments.loss),
+            limits=PlanLimits(memory=int(arguments.memory * full)),
             methods=tuple(method_specs(arguments.methods)),
             budgets=tuple(arguments.budgets.split(",")),
             samples=arguments.samples,
@@ -97,7 +98,11 @@ def main() -> None:
             cost_samples=0,
             seed=seed,
         )
-        row = {"model": name, **trial(model, tokenizer, options), "env": len(report["environments"]) - 1}
+        row = {
+            "model": name,
+            **trial(model, tokenizer, options, arguments.memory),
+            "env": len(report["environments"]) - 1,
+        }
         rows[tuple(row[part] for part in KEY)] = row
         report["trials"] = list(rows.values())
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
