@@ -38,7 +38,7 @@ DATA ?= data/leval
 QWEN := benchmarks/results/qwen2.5-coder-0.5b
 SEEING := snapkv,adakv,fastkv,asl,lagkv:decode=false,rocketkv,rocketkv-mt
 UNSEEING := lagkv:decode=false,kvzip,snapkv,adakv,streamingllm,rocketkv-mt
-RETAINED := snapkv,adakv,fastkv,asl
+RETAINED := snapkv,adakv,fastkv,asl,rocketkv,lagkv:decode=false,streamingllm
 WIDTHS := snapkv:paper=true;window=16;kernel=7,snapkv:paper=true;window=16;kernel=21,snapkv:paper=true;window=16;kernel=63,snapkv:paper=true;window=16;kernel=95,snapkv:paper=true;window=16;kernel=auto
 
 # What is timed beside transformers; `make bench PEER=peer/bin/python` times that interpreter's kvpress as well.
@@ -142,8 +142,8 @@ leval: $(VENV)/.ready
 
 # What calibrated defaults keep of full KV's score.
 retained: $(VENV)/.ready
-	$(BIN)/kvsieve eval $(LARGER) --tasks needle,ruler_niah_single_1,ruler_niah_single_2,ruler_niah_single_3,ruler_niah_multikey_1,ruler_niah_multikey_2,ruler_niah_multikey_3 \
-		--lengths 8192 --methods "$(RETAINED)" --budgets 25% --samples 8 --question visible --cost-samples 0 --out $(QWEN)/ruler --resume
+	$(BIN)/kvsieve eval $(LARGER) --tasks needle,ruler --lengths 8192 --methods "$(RETAINED)" --budgets 10%,25% --samples 8 \
+		--question visible --cost-samples 0 --out $(QWEN)/ruler --resume
 	$(BIN)/kvsieve report $(QWEN)/ruler --formats png
 
 # Pooling kernels: short and long answers, one fact and several.
