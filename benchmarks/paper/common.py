@@ -156,7 +156,8 @@ class Found:
             if (folder / "rows.jsonl").exists():
                 self.cache[part] = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
             else:
-                self.cache[part] = load(folder).samples if (folder / "run.json").exists() else []
+                begun = (folder / "samples.jsonl").exists() or (folder / "samples.jsonl.gz").exists()
+                self.cache[part] = load(folder).samples if begun else []
         return self.cache[part]
 
     def costs(self, part: str = "times") -> list[Row]:
