@@ -8,21 +8,30 @@ from typing import Any
 
 from kvsieve.budget import Budget
 from kvsieve.defaults import digits_per_token
-from kvsieve.errors import PlanError
+from kvsieve.errors import PlanError, short
 from kvsieve.loading import provides
 from kvsieve.plans import ROLES, Plan, SettledParameters, Unset
 from kvsieve.profiles import Fingerprint, Profile, load_profile, profiles_of
-from kvsieve.registry import MethodInfo, check_complete, check_parameters, method_info, shared_options
-from kvsieve.roles import DelegatingEvictor, Evictor, Role
+from kvsieve.registry import (
+    MethodInfo,
+    check_complete,
+    check_parameters,
+    list_methods,
+    method_info,
+    shared_options,
+)
+from kvsieve.roles import Codec, DelegatingEvictor, Evictor, Role
+from kvsieve.specs import split_specs
 
 _DERIVED = "the model's depth and tokenizer"
 
 
-def plan(method: str, **parameters: Any) -> Plan:
+def plan(method: str, *, codec: Codec | str | None = None, **parameters: Any) -> Plan:
     """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``.
 
     Parameters are the method's own (`kvsieve methods` lists them); a budget is a Budget, a share such as "20%" or
-    0.2, a number of entries, or the size of the whole cache of one prompt, such as "512MiB". Of a method that has
+    0.2, a number of entries, or the size of the whole cache of one prompt, such as "512MiB". Of any method, `codec`
+    says how entries are stored: a Codec, or one as text, ``codec="kivi:bits=4"``. Of a method that has
     `paper` among them, those that are not given come with the model when the plan is attached (Plan.for_model);
     ``paper=True`` takes the paper's defaults, and ``profile=``, a Profile, its file or the name of one that is shipped,
     takes that one's. Raises PlanError, with a suggestion, for an unknown
@@ -39,6 +48,30 @@ def plan(method: str, **parameters: Any) -> Plan:
     made = _named(info, given)
     if info.adapts and not paper and given.pop("profile", None) is None:
         made = dataclasses.replace(made, unset=Unset(info.name, given))
+    if codec is not None:
+        if made.codec is not None:
+            raise PlanError(f"{info.name} is a codec itself, got codec={short(codec)} as well; leave one of them out")
+        made = dataclasses.replace(made, codec=codec_of(codec))
+    return made
+
+
+def codec_of(value: Codec | str) -> Codec:
+    """Return a codec that is one, or is written as ``kivi:bits=4``. Raises PlanError."""
+    if isinstance(value, Codec):
+        return value
+    if not isinstance(value, str):
+        raise PlanError(f"codec= takes a Codec, or its name such as 'kivi:bits=4', got {short(value)}")
+    specs = split_specs(value)
+    if len(specs) != 1:
+        raise PlanError(f"codec= takes one codec, got {value!r}")
+    ((name, given),) = specs
+    info = method_info(name)
+    if not info.is_codec:
+        codecs = [each for each in list_methods() if method_info(each).is_codec]
+        raise PlanError(f"{info.name} is no codec; codecs are {', '.join(codecs)}")
+    check_parameters(info, given)
+    made = info.make(**given).codec
+    assert made is not None
     return made
 
 

@@ -14,6 +14,7 @@ from kvsieve.loading import load_methods, provided
 from kvsieve.profiles import Fingerprint
 from kvsieve.roles import (
     ChunkedEvictor,
+    Codec,
     Evictor,
     ProbingEvictor,
     Propagator,
@@ -24,7 +25,7 @@ from kvsieve.roles import (
     role_name,
 )
 
-ROLES: dict[str, type[Role]] = {"propagate": Propagator, "evict": Evictor, "read": Reader}
+ROLES: dict[str, type[Role]] = {"propagate": Propagator, "evict": Evictor, "read": Reader, "codec": Codec}
 _READ: dict[str, Callable[[Any], Any]] = {
     "name": str,
     "profile": lambda value: _record(Fingerprint, value),
@@ -34,6 +35,7 @@ _EXAMPLES = {
     "propagate": "propagate=TSP(rate=0.2)",
     "evict": "evict=SnapKV(budget=0.2)",
     "read": "read=HSA(budget=512)",
+    "codec": "codec=KIVI(bits=4)",
 }
 
 
@@ -71,7 +73,7 @@ class Plan:
     """What to do with one model's context.
 
     propagate: a Propagator, which hidden states go on to deeper layers. evict: an Evictor, which entries stay stored.
-    read: a Reader, which entries a new token reads.
+    read: a Reader, which entries a new token reads. codec: a Codec, how stored entries are encoded.
     profile: the model whose profile gave the parameters, if one did; `attach` refuses another.
     unset: of a plan made by name, what `attach` needs to fill in the parameters that were not given; until then they
     stand at the paper's defaults. filled: what it filled in. name: what reports call it.
@@ -82,6 +84,7 @@ class Plan:
     propagate: Propagator | None = None
     evict: Evictor | None = None
     read: Reader | None = None
+    codec: Codec | None = None
     profile: Fingerprint | None = None
     unset: Unset | None = field(default=None, repr=False)
     filled: SettledParameters | None = field(default=None, compare=False, repr=False)

@@ -84,6 +84,11 @@ class MethodInfo:
     def roles(self) -> tuple[str, ...]:
         return self.make(**self.example).roles
 
+    @property
+    def is_codec(self) -> bool:
+        """True for a method that only says how entries are stored, which ``codec=`` of any other takes."""
+        return self.roles == ("codec",)
+
 
 _METHODS: dict[str, MethodInfo] = {}
 # Parameters that calibration finds for a model: a method with one of them also takes `profile`.
@@ -175,7 +180,7 @@ def _maker(kind: type[Any], budget: Budget | str | float | None) -> Callable[...
     if (role is None and not issubclass(kind, Parameters)) or "__dataclass_fields__" not in vars(kind):
         raise PlanError(
             "register_method takes a function that returns a Plan, or a dataclass that derives from Evictor, "
-            f"Propagator or Reader (put @register_method above @dataclass), got {kind.__name__}"
+            f"Propagator, Reader or Codec (put @register_method above @dataclass), got {kind.__name__}"
         )
     fixed = {} if budget is None else {"budget": budget}
     fields = {each.name: each for each in dataclasses.fields(kind) if each.init}

@@ -3,6 +3,7 @@
 from kvsieve.attention.dense import dense_attention
 from kvsieve.attention.latent import UpProjection, latent_attention
 from kvsieve.attention.masked import masked_attention
+from kvsieve.attention.packed import packed_attention
 from kvsieve.attention.ragged import ragged_attention
 from kvsieve.attention.sparse import sparse_attention
 from kvsieve.attention.windowed import Window, window_attention
@@ -13,6 +14,7 @@ __all__ = [
     "dense_attention",
     "latent_attention",
     "masked_attention",
+    "packed_attention",
     "ragged_attention",
     "sparse_attention",
     "window_attention",

@@ -1,9 +1,22 @@
 """Stores of keys and values. Pure torch; the adapters that transformers sees are in kvsieve.hf.cache."""
 
-from kvsieve.cache.base import Store
+from kvsieve.cache.base import Store, View
+from kvsieve.cache.keep import LayerStore, keep
 from kvsieve.cache.latent import LatentStore
-from kvsieve.cache.ragged import RaggedStore, keep
-from kvsieve.cache.row_groups import RowGroups, View, group_rows
+from kvsieve.cache.packed import PackedStore
+from kvsieve.cache.ragged import RaggedStore
+from kvsieve.cache.row_groups import RowGroups, group_rows
 from kvsieve.cache.store import DenseStore
 
-__all__ = ["DenseStore", "LatentStore", "RaggedStore", "RowGroups", "Store", "View", "group_rows", "keep"]
+__all__ = [
+    "DenseStore",
+    "LatentStore",
+    "LayerStore",
+    "PackedStore",
+    "RaggedStore",
+    "RowGroups",
+    "Store",
+    "View",
+    "group_rows",
+    "keep",
+]

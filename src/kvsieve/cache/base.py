@@ -4,11 +4,49 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
 
+import torch
 from torch import Tensor
 
 MIN_ROOM = 64
+
+
+@dataclass(frozen=True)
+class View:
+    """Part of a store that is read in this turn, besides what is stored after it.
+
+    Attributes:
+        slots: int64 [B, H', K]; H' is the number of stored heads or a multiple of it. Of entries that are partly
+            encoded, numbers of real entries, since slots change when more are.
+        real: bool, the shape of `slots` or [B, 1, K], False for filler; None when all are real.
+        end: entries that were stored when the view was chosen.
+    """
+
+    slots: Tensor
+    real: Tensor | None
+    end: int
+
+    def rows(self, rows: Tensor) -> View:
+        """View with row ``rows[i]`` of this one as row i."""
+        slots, real = (None if part is None else part[rows.to(part.device)] for part in (self.slots, self.real))
+        return View(slots, real, self.end)  # type: ignore[arg-type]
+
+
+class SlotRows(Protocol):
+    """Rows of a buffer, one per slot; a tensor, or what gives such rows without being one."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def element_size(self) -> int:
+        """Bytes of a number."""
+        ...
+
+    def index_select(self, dim: int, index: Tensor) -> Tensor:
+        """Rows [N, D] of slots int64 [N]; dim: 0."""
+        ...
 
 
 class Store:
@@ -70,6 +108,24 @@ class Store:
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Tensors that `put` and reading touch: buffers of keys, values and index, and the mask of real entries."""
         return (*self.buffers(), self.valid_buffer)
+
+    def slot_rows(self) -> tuple[SlotRows, SlotRows]:
+        """Keys and values with all slots of all KV rows as rows: [B * H * capacity, D]."""
+        return self.buffers()[0].flatten(0, -2), self.value_buffer.flatten(0, -2)
+
+    def view(self, slots: Tensor, real: Tensor | None) -> View:
+        """Make a view of slots [B, H', K]. real: bool, False for filler; None when all are real."""
+        return View(slots, real, self.size)
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Channels of a key, and of a value."""
+        keys, values, _ = self.buffers()
+        return keys.shape[-1], values.shape[-1]
+
+    def entry_size(self) -> int:
+        """Bytes of an entry's key and value; the mean where they differ."""
+        return sum(self.dims) * self.buffers()[0].element_size()
 
     def make_room(self, tokens: int) -> None:
         """Allocate slots for `tokens` further tokens; buffers that have them stay the same objects."""

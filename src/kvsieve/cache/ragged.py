@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvsieve.cache.base import MIN_ROOM, Store, grown
-from kvsieve.cache.latent import LatentStore
 from kvsieve.cache.store import DenseStore
 from kvsieve.types import Selection
 
@@ -267,17 +266,3 @@ def _bias_of_turns(heads: int, slots: int, after: int, dtype: torch.dtype, devic
 def whole(slots: int) -> int:
     """Round slots up to a multiple of LANES, as far as a flat buffer is read."""
     return -(-slots // LANES) * LANES
-
-
-def keep(
-    store: DenseStore | RaggedStore, selection: Selection, reserve: int = 0, *, reuse: bool = True
-) -> DenseStore | RaggedStore:
-    """Reduce a store to a selection: the same store, or a ragged one where heads keep different numbers of entries."""
-    if isinstance(store, LatentStore) and selection.head_lengths is not None:
-        # There is one head, so none that differ.
-        lengths = tuple(length for (length,) in selection.head_lengths)
-        selection = Selection(selection.indices, lengths if min(lengths) < selection.indices.shape[-1] else None)
-    if isinstance(store, DenseStore) and selection.head_lengths is None:
-        store.keep(selection, reserve, reuse=reuse)
-        return store
-    return RaggedStore.build(store.keys, store.values, store.index, selection, reserve)

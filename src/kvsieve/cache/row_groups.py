@@ -9,30 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsieve.cache.base import tensors_in
+from kvsieve.cache.base import View, tensors_in
+from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.ragged import RaggedStore
 from kvsieve.cache.store import DenseStore
 from kvsieve.core.kv_rows import DeviceLength, KVRows
-
-
-@dataclass(frozen=True)
-class View:
-    """Part of a store that is read in this turn, besides what is stored after it.
-
-    Attributes:
-        slots: int64 [B, H', K]; H' is the number of stored heads or a multiple of it.
-        real: bool, the shape of `slots` or [B, 1, K], False for filler; None when all are real.
-        end: entries that were stored when the view was chosen.
-    """
-
-    slots: Tensor
-    real: Tensor | None
-    end: int
-
-    def rows(self, rows: Tensor) -> View:
-        """View with row ``rows[i]`` of this one as row i."""
-        slots, real = (None if part is None else part[rows.to(part.device)] for part in (self.slots, self.real))
-        return View(slots, real, self.end)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -87,17 +68,19 @@ class RowGroups:
     stride: int
     stored: int
 
-    def entries(self, store: DenseStore | RaggedStore, group: Group) -> int:
+    def entries(self, store: DenseStore | RaggedStore | PackedStore, group: Group) -> int:
         """Entries of a group's KV rows now: those appended since are the last ones."""
         return group.size + (store.size - self.stored) // self.stride
 
-    def most(self, store: DenseStore | RaggedStore, group: Group) -> int:
+    def most(self, store: DenseStore | RaggedStore | PackedStore, group: Group) -> int:
         """Entries that a group's KV rows can have in the present buffers."""
         return group.size + (store.capacity - self.stored) // self.stride
 
-    def kv_rows(self, store: DenseStore | RaggedStore, group: Group, length: DeviceLength | None = None) -> KVRows:
+    def kv_rows(
+        self, store: DenseStore | RaggedStore | PackedStore, group: Group, length: DeviceLength | None = None
+    ) -> KVRows:
         """KV rows of a group now; with their length on the device, as many entries as there are slots for."""
-        keys, values = (part.flatten(0, -2) for part in (store.buffers()[0], store.value_buffer))
+        keys, values = store.slot_rows()
         body, tail = group.flat(store.capacity)
         size = self.entries(store, group) if length is None else self.most(store, group)
         return KVRows(keys, values, body, tail, self.stride, size, length)
@@ -110,8 +93,12 @@ class RowGroups:
                 yield from (part,) if isinstance(part, Tensor) else part.all_tensors()
 
 
-def group_rows(store: DenseStore | RaggedStore, view: View | None, settings: Sequence[Hashable]) -> RowGroups:
+def group_rows(
+    store: DenseStore | RaggedStore | PackedStore, view: View | None, settings: Sequence[Hashable]
+) -> RowGroups:
     """Group the KV rows of a store, or of a view of it, by length and by `settings`, the parameters per batch row."""
+    if isinstance(store, PackedStore):
+        return _group_encoded(store, view, settings)
     keys = store.buffers()[0]
     device, batch, heads = keys.device, keys.shape[0], store.heads
     now = torch.arange(store.size, device=device)
@@ -149,6 +136,35 @@ def group_rows(store: DenseStore | RaggedStore, view: View | None, settings: Seq
         else:
             groups.append(Group(setting, None, at, body, first, count))
     return RowGroups(groups, heads, stride, store.size)
+
+
+def _group_encoded(store: PackedStore, view: View | None, settings: Sequence[Hashable]) -> RowGroups:
+    """Group KV rows whose slots are the numbers of their real entries."""
+    totals, heads = store.totals(), store.heads
+    rows = torch.arange(len(totals), device=totals.device)
+    real: Tensor | None = None
+    if view is None:
+        body, first, counts = None, torch.zeros_like(rows), totals
+    else:
+        copies = view.slots.shape[1] // heads
+        heads *= copies
+        since = max(store.lengths) - view.end
+        rows, totals = (part.repeat_interleave(copies) for part in (rows, totals))
+        body, first = view.slots.flatten(0, 1), totals - since
+        if view.real is not None:
+            real = view.real.expand(-1, heads, -1).flatten(0, 1)
+        counts = since + (torch.full_like(rows, body.shape[1]) if real is None else real.sum(-1))
+    kinds = [(settings[number // heads], count) for number, count in enumerate(counts.tolist())]
+    groups = []
+    for setting, count in dict.fromkeys(kinds):
+        mine = torch.tensor([number for number, kind in enumerate(kinds) if kind == (setting, count)])
+        mine = mine.to(rows.device)
+        which = None if len(mine) == len(kinds) else mine
+        chosen = None if body is None else body[mine]
+        if chosen is not None and real is not None:
+            chosen = chosen[real[mine]].view(len(mine), -1)
+        groups.append(Group(setting, which, rows[mine], chosen, first[mine], count))
+    return RowGroups(groups, heads, 1, store.size)
 
 
 def _joined(view: View, later: Tensor | None, batch: int, heads: int, since: int) -> Tensor | None:

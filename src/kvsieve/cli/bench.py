@@ -13,9 +13,10 @@ import typer
 from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
-from kvsieve.cli.specs import MethodRun, compared_methods, make_run, spec, split_specs
+from kvsieve.cli.specs import MethodRun, compared_methods, make_run, spec
 from kvsieve.errors import InputError, UnsupportedModelError
 from kvsieve.report.tables import markdown_table
+from kvsieve.specs import split_specs
 from kvsieve.text import markdown_text
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ that no ``name=`` follows belongs to the value, such as a file's name.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +14,7 @@ from kvsieve.named import all_parameters, plan, told
 from kvsieve.plans import Plan
 from kvsieve.profiles import load_profile
 from kvsieve.registry import check_parameters, method_info
-
-_PARAMETER = re.compile(r";|:(?=\s*[A-Za-z_][\w-]*\s*=)")
+from kvsieve.specs import parse_settings, split_specs
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def make_run(method: str, **given: Any) -> MethodRun:
 def chosen_method(method: str, budget: str | None, settings: list[str], profile: str | None = None) -> MethodRun:
     """The run that --method, --budget, --set and --profile describe. Raises PlanError."""
     info = method_info(method)
-    given = _settings(settings)
+    given = parse_settings(settings)
     if budget is not None:
         if "budget" not in info.parameters:
             raise PlanError(f"{info.name} takes no budget, got --budget {budget}; leave the option out")
@@ -103,36 +101,3 @@ def method_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
         check_parameters(info, given)
         specs.append((info.name, given))
     return specs
-
-
-def split_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Names and parameters as `method_specs` gives them, of names that need not be our methods'.
-
-    Raises PlanError for a parameter that is not written so.
-    """
-    specs = []
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        method, _, settings = part.partition(":")
-        specs.append((method.strip(), _settings([each for each in _PARAMETER.split(settings) if each.strip()])))
-    return specs
-
-
-def _settings(pairs: list[str]) -> dict[str, Any]:
-    given: dict[str, Any] = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        if not equals or not name.strip():
-            raise PlanError(f"a parameter is written name=value, e.g. tsp_rate=0.2, got {pair!r}")
-        given[name.strip().replace("-", "_")] = _value(value.strip())
-    return given
-
-
-def _value(text: str) -> Any:
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

@@ -107,7 +107,7 @@ class KVRows:
     A KV row is the entries of one KV head of one batch row (of one query head, where each has its own set).
 
     Attributes:
-        keys: [S, D], all slots that the entries may lie in.
+        keys: [S, D], all slots that the entries may lie in; a tensor, or what gives rows of slots by index_select.
         values: [S, Dv], the same slots.
         body: int64 [X, K], slots of the first K entries; None where K is 0.
         tail: int64 [X], slot of entry K.

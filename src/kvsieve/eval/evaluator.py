@@ -222,9 +222,7 @@ def _row_bytes(cache: SieveCache) -> int:
     total = 0
     for layer in cache.all_layers:
         if isinstance(layer, StoreLayer) and layer.is_initialized:
-            keys, values, _ = layer.store.buffers()
-            wide = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
-            total += max(layer.store.lengths) * layer.store.heads * wide
+            total += max(layer.store.lengths) * layer.store.heads * layer.store.entry_size()
     return total
 
 

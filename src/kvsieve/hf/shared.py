@@ -28,7 +28,7 @@ from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
-from kvsieve.roles import Evictor, Propagator
+from kvsieve.roles import Codec, Evictor, Propagator
 from kvsieve.types import LayerContext
 
 # Tokens of a given answer fed at once, so that the logits of a long one need not all be held.
@@ -53,12 +53,19 @@ class SharedPrompt:
     window: int
     learned: dict[tuple[int, Evictor], dict[str, Any]] = field(default_factory=dict)
 
-    def reduced(self, evictor: Evictor | None) -> SieveCache:
-        """Make a cache of its own, as if the prompt had been read under a plan with this evictor.
+    def reduced(self, evictor: Evictor | None, codec: Codec | None = None) -> SieveCache:
+        """Make a cache of its own, as if the prompt had been read under a plan with this evictor and codec.
 
         Raises CacheStateError for an evictor that looks at more queries than were recorded, or at every pass of the
         prompt without having been named when it was read.
         """
+        cache = self._evicted(evictor)
+        if codec is not None:
+            for layer in cache.sieve_layers.values():
+                layer.encode(codec)
+        return cache
+
+    def _evicted(self, evictor: Evictor | None) -> SieveCache:
         if evictor is None:
             return self.cache.fork()
         if evictor.window > self.window:
@@ -197,7 +204,7 @@ def after_prompt(plan: Plan) -> Plan:
     rest = dataclasses.replace(plan, propagate=None)
     if rest.evict is not None and (rest.evict.when.chunks or rest.evict.when.steps or rest.is_view):
         return rest
-    return Plan(read=plan.read, name="full")
+    return Plan(read=plan.read, codec=plan.codec, name="full")
 
 
 def answer_logits(model: AttachedModel, cache: SieveCache, ids: Tensor, wanted: Sequence[int] | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from kvsieve.methods import (
     h2o,
     hsa,
     keydiff,
+    kivi,
     knorm,
     kvzip,
     lagkv,
@@ -52,6 +53,7 @@ from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.h2o import H2O
 from kvsieve.methods.hsa import HSA
 from kvsieve.methods.keydiff import KeyDiff
+from kvsieve.methods.kivi import KIVI
 from kvsieve.methods.knorm import KNorm
 from kvsieve.methods.kvzip import KVzip
 from kvsieve.methods.lagkv import LagKV
@@ -75,6 +77,7 @@ __all__ = [
     "CAKE",
     "H2O",
     "HSA",
+    "KIVI",
     "TOVA",
     "TSP",
     "AdaKV",

@@ -5,6 +5,7 @@ to a conversation lives on its cache, and is handed to the role in every call.
 """
 
 from kvsieve.roles.base import HeadScope, Role, Traits, role_class, role_name
+from kvsieve.roles.codec import Codec
 from kvsieve.roles.delegate import DelegatingEvictor
 from kvsieve.roles.evictor import ChunkedEvictor, Evictor, Layers
 from kvsieve.roles.probing import Branch, Observe, ProbePasses, ProbingEvictor
@@ -15,6 +16,7 @@ from kvsieve.roles.sizes import byte_budgets, with_entries
 __all__ = [
     "Branch",
     "ChunkedEvictor",
+    "Codec",
     "DelegatingEvictor",
     "Evictor",
     "HeadScope",

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvsieve.cache import DenseStore, RaggedStore
+from kvsieve.cache import DenseStore, LayerStore, PackedStore, RaggedStore
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.latent import LatentLayer
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
@@ -16,7 +16,7 @@ from kvsieve.hf.cache.states import CacheLayer, StateLayer
 
 
 def can_stack(caches: Sequence[SieveCache]) -> bool:
-    """Tell whether `stack` takes them: of one model, as many tokens seen and heads; none latent or a view."""
+    """Tell whether `stack` takes them: of one model, as many tokens seen and heads; none latent, encoded or a view."""
     first = caches[0]
     return all(
         cache.owner.decoder() is first.owner.decoder()
@@ -33,7 +33,10 @@ def _alike(mine: CacheLayer, theirs: CacheLayer) -> bool:
     if not isinstance(mine, StoreLayer):
         return True
     stores = mine.store, cast(StoreLayer, theirs).store
-    return not any(store.is_empty for store in stores) and stores[0].heads == stores[1].heads
+    return (
+        not any(store.is_empty or isinstance(store, PackedStore) for store in stores)
+        and stores[0].heads == stores[1].heads
+    )
 
 
 def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
@@ -74,7 +77,8 @@ def _stacked(layers: Sequence[CacheLayer], reserve: int) -> CacheLayer:
     return out
 
 
-def _dense(store: DenseStore | RaggedStore) -> DenseStore:
+def _dense(store: LayerStore) -> DenseStore:
+    assert not isinstance(store, PackedStore)
     return store.padded() if isinstance(store, RaggedStore) else store
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from kvsieve.attention import Window
-from kvsieve.cache import DenseStore, RaggedStore, View
+from kvsieve.cache import DenseStore, LayerStore, PackedStore, View
 from kvsieve.cache.base import tensors_in, window_room
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.compat import CacheLayerMixin
+from kvsieve.roles import Codec
 from kvsieve.types import Selection
 
 
@@ -29,7 +30,7 @@ class StoreLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self) -> None:
-        self.store: DenseStore | RaggedStore = DenseStore()
+        self.store: LayerStore = DenseStore()
         self.num_seen = 0
         self._staged: tuple[Tensor, Tensor] | None = None
 
@@ -124,7 +125,7 @@ class StoreLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if not self.store.is_empty:
-            self.reorder_cache(torch.arange(self.store.keys.shape[0]).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(len(self.store.lengths)).repeat_interleave(repeats))
 
 
 def _repeats(staged: Tensor, given: Tensor) -> int:
@@ -149,13 +150,23 @@ class SieveLayer(StoreLayer):
         self.state: dict[str, Any] = {}
         self.view: View | None = None
 
+    def encode(self, codec: Codec) -> None:
+        """Encode the entries that have left the newest ones."""
+        if isinstance(self.store, PackedStore):
+            self.store.settle()
+        elif not self.store.is_empty and self.store.entries >= codec.newest(self.store.entries) + codec.block:
+            if self.view is not None:
+                assert isinstance(self.store, DenseStore)
+                self.view = PackedStore.numbered(self.view, self.store)
+            self.store = PackedStore.build(self.store, codec)
+
     def view_only(self, selection: Selection) -> None:
         """Let the turn's answer read what is selected, and what is stored from now on; nothing is dropped."""
         if self.store.is_ragged:
             raise CacheStateError("views of entries that heads keep in different numbers are not supported")
         real = selection.real()
         real = real[:, None] if real is not None and real.ndim == 2 else real
-        self.view = View(selection.indices, real, self.store.size)
+        self.view = self.store.view(selection.indices, real)
 
     def all_tensors(self) -> Iterator[Tensor]:
         """Every tensor held: the store's, what methods remember of the layer, and what is staged."""

@@ -18,7 +18,7 @@ from kvsieve import kernels
 from kvsieve.attention import ragged_attention
 from kvsieve.attention.blocked import faster_here, single_query_attention
 from kvsieve.attention.dense import LONG
-from kvsieve.cache import DenseStore, RaggedStore
+from kvsieve.cache import LayerStore
 from kvsieve.cache.row_groups import Group
 from kvsieve.core.kv_rows import DeviceLength, IncrementalMetadata
 from kvsieve.errors import UnsupportedModelError
@@ -93,7 +93,7 @@ class RecordedLayer(SieveLayer):
             return False
         return all(ours is its for ours, its in zip(self.remembered, self._remembered(), strict=True))
 
-    def knows(self, store: DenseStore | RaggedStore) -> bool:
+    def knows(self, store: LayerStore) -> bool:
         """Tell that a reader knows all entries of the KV rows that it chooses from, and what choosing costs."""
         if self.reading is None:
             return True

@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import Tensor, nn
 
 from kvsieve.attention import UpProjection, dense_attention, latent_attention
-from kvsieve.cache import DenseStore, RaggedStore
+from kvsieve.cache import LayerStore
 from kvsieve.hf.cache.latent import LatentLayer
 from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.model.latent import up_projection
@@ -32,7 +32,7 @@ class AskedLatents(Asked):
     def stored(self) -> Asked:
         return Asked(self.up.queries(self.query), self.scale, self.terms)
 
-    def attend(self, store: DenseStore | RaggedStore) -> Tensor:
+    def attend(self, store: LayerStore) -> Tensor:
         scale, valid, terms = self.scale, store.valid, self.terms
         if store.size == self.keys.shape[2]:
             # Nothing was stored before: the model has expanded all there is.

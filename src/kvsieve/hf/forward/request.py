@@ -12,7 +12,7 @@ from kvsieve.attention import dense_attention
 from kvsieve.types import ALONE, AttentionTerms, LayerContext, ModelFacts, Ranks, Selection
 
 if TYPE_CHECKING:
-    from kvsieve.cache import DenseStore, RaggedStore
+    from kvsieve.cache import LayerStore
     from kvsieve.plans import Plan
 
 
@@ -78,7 +78,7 @@ class Asked:
         """Return it with queries as they are matched with what is stored."""
         return self
 
-    def attend(self, store: DenseStore | RaggedStore) -> Tensor:
+    def attend(self, store: LayerStore) -> Tensor:
         """Causal attention of the last L tokens over all that is stored: [B, Hq, L, Dv]."""
         return dense_attention(
             self.query, store.keys, store.values, scale=self.scale, valid=store.valid, terms=self.terms

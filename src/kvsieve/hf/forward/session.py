@@ -89,6 +89,11 @@ class Session:
             return when.chunks
         return when.steps is not None and (self.cache.turn.decoded + self.step.num_new) % when.steps == 0
 
+    @property
+    def _encodes_in_between(self) -> bool:
+        """True in a pass that does not end a prompt, after which no evictor wants to see exact entries."""
+        return self.step.phase == "decode" or self.plan.evict is None
+
     def attend(self, index: int, layer: StoreLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
         """Store this pass's keys and values, attend over everything stored, then let the plan reduce the layer."""
         self.check_queries(index, asked)
@@ -114,6 +119,8 @@ class Session:
             asked = replace(asked, query=self._recent(layer, query, evictor.window))
         if reduces:
             self._reduce(index, layer, asked)
+        if self.plan.codec is not None and (reduces or self._encodes_in_between):
+            layer.encode(self.plan.codec)
         return out
 
     def _lend(self, index: int, layer: StoreLayer, key: Tensor, *, changes: bool) -> None:

@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.attention import dense_attention, ragged_attention, sparse_attention
+from kvsieve.attention import dense_attention, packed_attention, ragged_attention, sparse_attention
 from kvsieve.attention.blocked import single_query_attention
-from kvsieve.cache import RowGroups, group_rows
+from kvsieve.cache import PackedStore, RaggedStore, RowGroups, group_rows
 from kvsieve.core.kv_rows import Choice, DeviceLength, IncrementalMetadata, KVRows, ReadFacts
 from kvsieve.hf.forward.request import Asked
 from kvsieve.types import AttentionTerms
 
 if TYPE_CHECKING:
-    from kvsieve.cache import DenseStore, RaggedStore
+    from kvsieve.cache import LayerStore
     from kvsieve.hf.cache.cache import SieveCache
     from kvsieve.hf.cache.layer import SieveLayer
     from kvsieve.hf.cache.records import Reads
@@ -45,8 +45,10 @@ def read_token(
         reading.count(store, reads)
         return out
     count_all(store, reads)
-    if store.is_ragged:
-        keys, values, bias = store.flat  # type: ignore[union-attr]
+    if isinstance(store, PackedStore):
+        return packed_attention(asked.query, store, scale=asked.scale, terms=asked.terms)
+    if isinstance(store, RaggedStore):
+        keys, values, bias = store.flat
         return ragged_attention(asked.query, keys, values, bias, scale=asked.scale, terms=asked.terms)
     keys, values, scale, terms = store.keys, store.values, asked.scale, asked.terms
     return dense_attention(asked.query, keys, values, scale=scale, valid=store.valid, terms=terms)
@@ -62,7 +64,7 @@ class Reading:
 
     def attend(
         self,
-        store: DenseStore | RaggedStore,
+        store: LayerStore,
         asked: Asked,
         lengths: Sequence[DeviceLength] | None = None,
     ) -> tuple[Tensor, list[Choice | None]]:
@@ -96,12 +98,12 @@ class Reading:
         assert out is not None
         return out.reshape(batch, query_heads, 1, -1), choices
 
-    def count(self, store: DenseStore | RaggedStore, reads: Reads) -> None:
+    def count(self, store: LayerStore, reads: Reads) -> None:
         """Count what a token has read, the entries stored now: chosen ones are as many as ever, estimates cost more.
 
         What is remembered of the KV rows has taken in all entries by now, also those stored before it was made.
         """
-        entry = _entry_bytes(store)
+        entry = store.entry_size()
         for group, all_of_it in zip(self.grouped.groups, self.whole, strict=True):
             size = self.grouped.entries(store, group)
             if all_of_it:
@@ -135,10 +137,10 @@ def reading_of(
     return None if layer.view is None and all(whole) else Reading(reader, grouped, whole)
 
 
-def count_all(store: DenseStore | RaggedStore, reads: Reads) -> None:
+def count_all(store: LayerStore, reads: Reads) -> None:
     """Count a token that has read everything that is stored now."""
     rows = len(store.lengths)
-    reads.read(rows * store.size * (1 if store.is_ragged else store.heads), _entry_bytes(store))
+    reads.read(rows * store.size * (1 if store.is_ragged else store.heads), store.entry_size())
 
 
 def _read_whole(query: Tensor, kv_rows: KVRows, scale: float, terms: AttentionTerms | None) -> Tensor:
@@ -156,11 +158,6 @@ def _read_whole(query: Tensor, kv_rows: KVRows, scale: float, terms: AttentionTe
     return F.scaled_dot_product_attention(query[:, None], keys, values, attn_mask=real, scale=scale)[:, 0]
 
 
-def _entry_bytes(store: DenseStore | RaggedStore) -> int:
-    keys, values = store.buffers()[:2]
-    return (keys.shape[-1] + values.shape[-1]) * keys.element_size()
-
-
 def _grouped(
     reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: int, num_layers: int
 ) -> RowGroups | None:
@@ -175,7 +172,7 @@ def _grouped(
         return before.grouped
     settings: list[Any] = [None] * len(lengths)
     if reader is not None:
-        dim = store.buffers()[0].shape[-1]
+        dim = store.dims[0]
         facts = [ReadFacts(index, num_layers, length, turn.new_tokens, dim) for length in lengths]
         settings = [reader.setting(each) for each in facts]
     if layer.view is None and all(setting is None for setting in settings):

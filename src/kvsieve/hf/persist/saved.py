@@ -213,7 +213,8 @@ def _made(header: dict[str, Any], tensors: dict[str, Tensor], model: AttachedMod
 
 def _plan_of_reading(plan: Plan) -> Plan:
     """Return what passes over a short prompt run under; see hf/prompt/short.py."""
-    return Plan(evict=None if isinstance(plan.evict, ChunkedEvictor) else plan.evict, name=plan.name)
+    evict = None if isinstance(plan.evict, ChunkedEvictor) else plan.evict
+    return Plan(evict=evict, codec=plan.codec, name=plan.name)
 
 
 def _device(model: AttachedModel, index: int) -> torch.device:

@@ -51,7 +51,9 @@ def read_short_prompt(
     token_index, real = _true_tokens(input_ids, mask)
     lengths = tuple(real.sum(-1).tolist())
     evictor, propagator, reduce = model.plan.evict, model.plan.propagate, options.constraints.reduce
-    plan = Plan(evict=None if isinstance(evictor, ChunkedEvictor) else evictor, name=model.plan.name)
+    plan = Plan(
+        evict=None if isinstance(evictor, ChunkedEvictor) else evictor, codec=model.plan.codec, name=model.plan.name
+    )
     report: dict[str, Any] = {"idle": _IDLE}
     wanted, before, compressed = lengths, 0, None
     if isinstance(evictor, ChunkedEvictor) and reduce:

@@ -1,0 +1,332 @@
+"""Encoded entries of one layer: blocks in a pool, and for each KV head of each row a list of its blocks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from kvsieve.core.codes import CodeFormat, Codes, decode, encode, rotation
+
+if TYPE_CHECKING:
+    from kvsieve.roles import Codec
+
+
+class Part:
+    """Encoded keys, or values, of all blocks of a pool.
+
+    Attributes:
+        form: their format.
+        dim: channels.
+        codes: of `used` blocks, and room for more; None before the first.
+        mean: float32 [R, D], what was taken off the channels of each KV row; None where nothing was.
+    """
+
+    def __init__(self, form: CodeFormat, dim: int) -> None:
+        self.form, self.dim = form, dim
+        self.codes: Codes | None = None
+        self.mean: Tensor | None = None
+
+    def encode(self, codec: Codec, x: Tensor, rows: Tensor, count: int) -> Codes:
+        """Encode blocks [N, T, D] of the KV rows int64 [N], of `count` in all."""
+        x = x.float()
+        if self.form.centered:
+            if self.mean is None:
+                sums = x.new_zeros(count, self.dim).index_add_(0, rows, x.mean(1))
+                self.mean = sums / torch.bincount(rows, minlength=count).clamp_min(1)[:, None]
+            x = x - self.mean[rows][:, None]
+        if self.form.rotated:
+            x = x @ rotation(self.dim, x.device)
+        return encode(self.form, x, codec.fit)
+
+    def decode(self, codes: Codes, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the numbers [N, T, D] of blocks of the KV rows int64 [N]."""
+        x = decode(self.form, codes, self.dim)
+        if self.form.rotated:
+            x = x @ rotation(self.dim, x.device).T
+        if self.mean is not None:
+            x = x + self.mean[rows][:, None]
+        return x.to(dtype)
+
+    def tensors(self) -> Iterator[Tensor]:
+        if self.codes is not None:
+            yield from self.codes.tensors()
+        if self.mean is not None:
+            yield self.mean
+
+
+class Body:
+    """Encoded entries of R KV rows, each a list of blocks of up to T entries.
+
+    KV row b * H + h is KV head h of batch row b. Its entries are those of its blocks, in order, all of them real.
+
+    Attributes:
+        codec: encodes them.
+        dtype: of what is decoded.
+        keys: encoded keys.
+        values: encoded values.
+        index: int32 [P, T], token index of each entry of the pool.
+        used: blocks of the pool that are in use.
+        table: int64 [R, M], blocks of each KV row; 0 beyond its last one.
+        fills: int64 [R, M], entries of each of these blocks, T but where some were evicted; 0 beyond the last one.
+    """
+
+    def __init__(self, codec: Codec, rows: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device):
+        self.codec, self.dtype = codec, dtype
+        self.keys, self.values = Part(codec.keys(dims[0]), dims[0]), Part(codec.values(dims[1]), dims[1])
+        self.index: Tensor | None = None
+        self.used = 0
+        self.table = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+        self.fills = self.table
+        self._note_counts()
+
+    def _note_counts(self) -> None:
+        self.counts = self.fills.sum(1)
+        known = self.counts.tolist()
+        self.width, self.is_even = max(known, default=0), len(set(known)) <= 1
+        # Without holes an entry's block is told by a division.
+        self.is_full = bool((self.fills == self.codec.block).all() if self.is_even else False)
+
+    def add(self, keys: Tensor, values: Tensor, index: Tensor, rows: Tensor, fills: Tensor | None = None) -> None:
+        """Encode blocks and put each behind its KV row's others.
+
+        Args:
+            keys: [N, T, D].
+            values: [N, T, Dv].
+            index: int32 [N, T].
+            rows: int64 [N], ascending: the KV row of each block.
+            fills: int64 [N], entries of each; the others repeat one of them. None: T.
+        """
+        count = len(self.table)
+        made = [part.encode(self.codec, x, rows, count) for part, x in ((self.keys, keys), (self.values, values))]
+        first = self._put(made, index)
+        each = torch.bincount(rows, minlength=count)
+        held = (self.fills > 0).sum(1)
+        wide = int((held + each).max())
+        table, filled = (part.new_zeros(count, wide) for part in (self.table, self.fills))
+        table[:, : self.table.shape[1]], filled[:, : self.fills.shape[1]] = self.table, self.fills
+        number = torch.arange(len(rows), device=rows.device)
+        place = held[rows] + number - (each.cumsum(0) - each)[rows]
+        table[rows, place] = number + first
+        filled[rows, place] = self.codec.block if fills is None else fills
+        self.table, self.fills = table, filled
+        self._note_counts()
+
+    def _put(self, made: list[Codes], index: Tensor) -> int:
+        """Put blocks in the pool, whose buffers grow by an eighth at least; the number of the first of them."""
+        first, new = self.used, len(index)
+        self.used = first + new
+        if self.index is None:
+            self.keys.codes, self.values.codes, self.index = made[0], made[1], index.contiguous()
+            return first
+        if self.used > len(self.index):
+            more = max(new, len(self.index) // 8)
+
+            def wider(part: Tensor) -> Tensor:
+                fresh = part.new_empty(first + more, *part.shape[1:])
+                fresh[:first] = part[:first]
+                return fresh
+
+            self._apply(wider)
+        for part, fresh in ((self.keys, made[0]), (self.values, made[1])):
+            assert part.codes is not None
+            for to, new_part in zip(part.codes.tensors(), fresh.tensors(), strict=True):
+                to[first : self.used] = new_part
+        self.index[first : self.used] = index
+        return first
+
+    def _apply(self, change: object) -> None:
+        for part in (self.keys, self.values):
+            assert part.codes is not None
+            part.codes = part.codes.apply(change)  # type: ignore[arg-type]
+        self.index = change(self.index)  # type: ignore[operator]
+
+    def find(self, rows: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+        """Block and place in it of entries int64 [N] of KV rows int64 [N]."""
+        if self.is_full:
+            at = entries // self.codec.block
+            return self.table[rows, at], entries - at * self.codec.block
+        ends = self.fills.cumsum(1)
+        at = torch.searchsorted(ends[rows], entries[:, None], right=True)[:, 0]
+        return self.table[rows, at], entries - (ends[rows, at] - self.fills[rows, at])
+
+    def read(self, what: str, rows: Tensor, entries: Tensor) -> Tensor:
+        """Numbers [N, D] of single entries; what: "keys" or "values"."""
+        part: Part = self.keys if what == "keys" else self.values
+        assert part.codes is not None
+        block, place = self.find(rows, entries)
+        return part.decode(_picked(part, block, place), rows, self.dtype)[:, 0]
+
+    def read_index(self, rows: Tensor, entries: Tensor) -> Tensor:
+        """Token index int32 [N] of single entries."""
+        assert self.index is not None
+        return self.index[self.find(rows, entries)]
+
+    def padded(self, what: str) -> Tensor:
+        """Decode all keys or values: [R, width, D], each KV row's entries at the right end; what: "keys" or "values"."""
+        part: Part = self.keys if what == "keys" else self.values
+        assert part.codes is not None
+        blocks = self.table.clamp_max(max(self.used - 1, 0)).flatten()
+        rows = torch.arange(len(self.table), device=blocks.device).repeat_interleave(self.table.shape[1])
+        return self._aligned(part.decode(part.codes.apply(lambda each: each[blocks]), rows, self.dtype))
+
+    def padded_index(self) -> Tensor:
+        """Token indices int32 [R, width] of the same entries; -1 for filler."""
+        assert self.index is not None
+        found = self._aligned(self.index[self.table.flatten()])
+        real = self.real()
+        return found if real is None else found.masked_fill(~real, -1)
+
+    def real(self) -> Tensor | None:
+        """Tell real entries from filler: bool [R, width]; None where all are real."""
+        if self.is_even:
+            return None
+        return torch.arange(self.width, device=self.counts.device) >= self.width - self.counts[:, None]
+
+    def _aligned(self, blocks: Tensor) -> Tensor:
+        """Turn [R * M, T, ...] into [R, width, ...]."""
+        count, block = len(self.table), self.codec.block
+        joined = blocks.view(count, -1, *blocks.shape[2:])
+        if self.is_full:
+            return joined
+        # Places of real entries, in order, at the right end.
+        there = (torch.arange(block, device=blocks.device) < self.fills[..., None]).flatten(1)
+        places = there.to(torch.uint8).argsort(dim=1, stable=True)[:, there.shape[1] - self.width :]
+        if joined.ndim == 3:
+            places = places[..., None].expand(-1, -1, joined.shape[2])
+        return joined.gather(1, places)
+
+    def keep(self, stays: Tensor) -> None:
+        """Drop entries. A block that loses some is encoded again, once; blocks that lose none are left alone.
+
+        Neighbours of which little is left become one block. Freed blocks leave the pool.
+
+        stays: bool [R, width], right-aligned as `padded` is.
+        """
+        if not self.width:
+            return
+        block, device = self.codec.block, self.table.device
+        real = self.fills > 0
+        # The block, among those of its KV row, of each entry.
+        rows, slots = (torch.arange(self.width, device=device) >= self.width - self.counts[:, None]).nonzero(
+            as_tuple=True
+        )
+        entries = slots - (self.width - self.counts)[rows]
+        ends = self.fills.cumsum(1)
+        at = torch.searchsorted(ends[rows], entries[:, None], right=True)[:, 0]
+        kept = stays[rows, slots]
+        left = torch.zeros_like(self.fills)
+        left.index_put_((rows, at), kept.long(), accumulate=True)
+        untouched = real & (left == self.fills)
+        # Which new block each old one becomes part of: its own, or that of its neighbour before.
+        merged, most = torch.zeros_like(left), 0
+        table = []
+        for row, (fills, whole) in enumerate(zip(left.tolist(), untouched.tolist(), strict=True)):
+            made: list[tuple[int, bool]] = []
+            for place, (fill, same) in enumerate(zip(fills, whole, strict=True)):
+                if not fill:
+                    continue
+                if made and not same and not made[-1][1] and made[-1][0] + fill <= block:
+                    made[-1] = made[-1][0] + fill, False
+                else:
+                    made.append((fill, same))
+                merged[row, place] = len(made) - 1
+            table.append(made)
+            most = max(most, len(made))
+        fresh = Body(self.codec, len(self.table), (self.keys.dim, self.values.dim), self.dtype, device)
+        fresh.keys.mean, fresh.values.mean = self.keys.mean, self.values.mean
+        fresh.table = self.table.new_zeros(len(self.table), most)
+        fresh.fills = torch.zeros_like(fresh.table)
+        same_row, same_place = untouched.nonzero(as_tuple=True)
+        moved = self.table[same_row, same_place]
+        parts = [
+            [part.codes.apply(lambda each: each[moved]) for part in (self.keys, self.values)]  # type: ignore[union-attr]
+        ]
+        assert self.index is not None
+        indices = [self.index[moved]]
+        to = merged[same_row, same_place]
+        fresh.table[same_row, to] = torch.arange(len(moved), device=device)
+        fresh.fills[same_row, to] = self.fills[same_row, same_place]
+        again = kept & ~untouched[rows, at]
+        rows, entries, at = rows[again], entries[again], merged[rows[again], at[again]]
+        if len(rows):
+            self._encode_again(fresh, parts, indices, rows, entries, at, len(moved))
+        fresh.keys.codes, fresh.values.codes = (Codes.joined([each[i] for each in parts]) for i in (0, 1))
+        fresh.index, fresh.used = torch.cat(indices), sum(map(len, indices))
+        fresh._note_counts()
+        vars(self).update(vars(fresh))
+
+    def _encode_again(
+        self,
+        fresh: Body,
+        parts: list[list[Codes]],
+        indices: list[Tensor],
+        rows: Tensor,
+        entries: Tensor,
+        at: Tensor,
+        first: int,
+    ) -> None:
+        """Encode single entries in the blocks that they are now part of, `first` the number of the first of these."""
+        block = self.codec.block
+        known, which = torch.unique(torch.stack([rows, at]), dim=1, return_inverse=True)
+        fills = torch.bincount(which, minlength=known.shape[1])
+        # Entries of a block follow each other; filler repeats its last one.
+        start = fills.cumsum(0) - fills
+        take = start[:, None] + torch.arange(block, device=rows.device).clamp(max=block - 1)
+        take = torch.minimum(take, (start + fills - 1)[:, None])
+        order = which.argsort(stable=True)
+        rows, entries = rows[order], entries[order]
+        made = []
+        for part, what in ((self.keys, "keys"), (self.values, "values")):
+            numbers = self.read(what, rows, entries)[take]
+            target: Part = getattr(fresh, what)
+            made.append(target.encode(self.codec, numbers, known[0], len(self.table)))
+        parts.append(made)
+        indices.append(self.read_index(rows, entries)[take])
+        fresh.table[known[0], known[1]] = first + torch.arange(len(fills), device=rows.device)
+        fresh.fills[known[0], known[1]] = fills
+
+    def reorder(self, rows: Tensor) -> None:
+        """Make KV row i a copy of KV row ``rows[i]``; blocks are shared."""
+        self.table, self.fills = self.table[rows], self.fills[rows]
+        for part in (self.keys, self.values):
+            if part.mean is not None:
+                part.mean = part.mean[rows]
+        self._note_counts()
+
+    def copied(self, *, share: bool) -> Self:
+        """Copy it; with `share` on the same pool, to which only one of the two may add."""
+        other = copy.copy(self)
+        other.keys, other.values = copy.copy(self.keys), copy.copy(self.values)
+        if not share and self.index is not None:
+            other._apply(Tensor.clone)
+        return other
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor held."""
+        yield from self.keys.tensors()
+        yield from self.values.tensors()
+        yield from (self.table, self.fills, self.counts)
+        if self.index is not None:
+            yield self.index
+
+
+def _picked(part: Part, block: Tensor, place: Tensor) -> Codes:
+    """Codes [N, 1, ...] of one entry each, at a place of a block."""
+    codes = part.codes
+    assert codes is not None
+    by_token = part.form.axis == "token"
+    scale, zero = (
+        None if each is None else (each[block, place][:, None] if by_token else each[block])
+        for each in (codes.scale, codes.zero)
+    )
+    assert scale is not None
+    out = Codes(codes.packed[block, place][:, None], scale, zero)
+    if codes.places is not None and codes.extra is not None:
+        where = codes.places[block].long() & 0xFFFF
+        mine = where // part.dim == place[:, None]
+        out.places, out.extra = (where % part.dim).to(torch.int16), codes.extra[block] * mine
+    return out

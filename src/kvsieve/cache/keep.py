@@ -1,0 +1,27 @@
+"""Reducing what a layer stores."""
+
+from __future__ import annotations
+
+from kvsieve.cache.latent import LatentStore
+from kvsieve.cache.packed import PackedStore
+from kvsieve.cache.ragged import RaggedStore
+from kvsieve.cache.store import DenseStore
+from kvsieve.types import Selection
+
+# What a layer's entries lie in.
+LayerStore = DenseStore | RaggedStore | PackedStore
+
+
+def keep(store: LayerStore, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> LayerStore:
+    """Reduce a store to a selection: the same store, or a ragged one where heads keep different numbers of entries."""
+    if isinstance(store, LatentStore) and selection.head_lengths is not None:
+        # There is one head, so none that differ.
+        lengths = tuple(length for (length,) in selection.head_lengths)
+        selection = Selection(selection.indices, lengths if min(lengths) < selection.indices.shape[-1] else None)
+    if isinstance(store, PackedStore):
+        store.keep(selection)
+        return store
+    if isinstance(store, DenseStore) and selection.head_lengths is None:
+        store.keep(selection, reserve, reuse=reuse)
+        return store
+    return RaggedStore.build(store.keys, store.values, store.index, selection, reserve)

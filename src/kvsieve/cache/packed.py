@@ -1,0 +1,434 @@
+"""Storage of one layer whose older entries are encoded in few bits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Self
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache.base import MIN_ROOM, SlotRows, Store, View, storage_bytes
+from kvsieve.cache.body import Body
+from kvsieve.cache.ragged import RaggedStore
+from kvsieve.cache.store import DenseStore
+from kvsieve.errors import UnsupportedOptionError
+from kvsieve.types import Selection
+
+if TYPE_CHECKING:
+    from kvsieve.roles import Codec
+
+
+# More than any KV row has entries.
+_SPAN = 1 << 32
+
+
+class PackedStore(Store):
+    """Entries of which the older ones are encoded, and the newest and, if the codec says so, the first are exact.
+
+    Slots are those of `first` exact entries, of each body's entries and of the newest exact ones, in this order; KV
+    heads may have encoded different numbers, and have filler before them. `keys`, `values`, `index` and `valid` are
+    made on every reading, all of it decoded: for prompts, evictors and later turns. A new token is read by
+    `attention.packed_attention`, which decodes block by block.
+
+    Attributes:
+        codec: encodes what leaves the newest entries.
+        exact: the entries that are not encoded; the first `first` slots are of the first ones.
+        first: slots of first entries that stay exact.
+        bodies: encoded entries; the last one is what the codec adds to.
+    """
+
+    def __init__(self, codec: Codec, exact: DenseStore) -> None:
+        super().__init__()
+        self.codec, self.exact, self.first = codec, exact, 0
+        self.lengths = exact.lengths
+        keys, values, _ = exact.buffers()
+        rows = keys.shape[0] * keys.shape[1]
+        self.bodies = [Body(codec, rows, (keys.shape[-1], values.shape[-1]), keys.dtype, keys.device)]
+
+    @classmethod
+    def build(cls, store: DenseStore | RaggedStore, codec: Codec) -> PackedStore:
+        """Encode what a store holds, which is used up."""
+        out = cls(codec, store.padded() if isinstance(store, RaggedStore) else store)
+        out.settle()
+        return out
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        """Slots in use."""
+        return self.exact.size + sum(body.width for body in self.bodies)
+
+    @size.setter
+    def size(self, value: int) -> None:
+        """Nothing to set: it follows from the parts."""
+
+    @property
+    def is_empty(self) -> bool:
+        return False
+
+    @property
+    def heads(self) -> int:
+        return self.exact.heads
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def device(self) -> torch.device:
+        return self.exact.buffers()[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values that are decoded."""
+        return self.exact.buffers()[0].dtype
+
+    @property
+    def entries(self) -> int:
+        valid = self.valid
+        if valid is None or valid.shape[1] == 1:
+            return max(self.lengths)
+        return -(-int(valid.sum((1, 2)).max()) // self.heads)
+
+    @property
+    def capacity(self) -> int:
+        """Numbers of entries that belong to a KV row, in `slot_rows`."""
+        return _SPAN
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, H, size, D], decoded."""
+        return self._together(self.exact.keys, [body.padded("keys") for body in self.bodies if body.width])
+
+    @property
+    def values(self) -> Tensor:
+        """[B, H, size, Dv], decoded."""
+        return self._together(self.exact.values, [body.padded("values") for body in self.bodies if body.width])
+
+    @property
+    def index(self) -> Tensor:
+        """int32 [B, H, size], -1 for filler."""
+        return self._together(self.exact.index, [body.padded_index() for body in self.bodies if body.width])
+
+    @property
+    def valid(self) -> Tensor | None:
+        """bool [B, H or 1, size]: False for filler and padding; None when every entry is real."""
+        mine = self.exact.valid
+        real = [body.real() for body in self.bodies if body.width]
+        if mine is None and all(part is None for part in real):
+            return None
+        shape = self.batch, self.heads
+        if mine is None or mine.shape[1] == 1:
+            ones = torch.ones(1, 1, 1, dtype=torch.bool, device=self.device)
+            mine = (ones if mine is None else mine).expand(*shape, self.exact.size)
+        rows = shape[0] * shape[1]
+        filled = [
+            torch.ones(rows, body.width, dtype=torch.bool, device=self.device) if part is None else part
+            for body, part in zip([body for body in self.bodies if body.width], real, strict=True)
+        ]
+        return self._together(mine, filled)
+
+    def _together(self, exact: Tensor, encoded: Sequence[Tensor]) -> Tensor:
+        """Parts [R, width, ...] between the first and the newest slots of [B, H, slots, ...]."""
+        shape = exact.shape[:2]
+        middle = [part.unflatten(0, shape) for part in encoded]
+        return torch.cat([exact[:, :, : self.first], *middle, exact[:, :, self.first :]], 2)
+
+    def append(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        token_index: Tensor,
+        valid: Tensor | None = None,
+        counts: tuple[int, ...] | None = None,
+        reserve: int = 0,
+    ) -> None:
+        """Store new entries at the end, exact until `settle`; see DenseStore.append."""
+        if valid is not None:
+            self.derived = {}
+        before = self.exact.lengths
+        # More room than until the next block is full would hold what encoding saves.
+        self.exact.append(keys, values, token_index, valid, counts, min(reserve, self.codec.block))
+        added = (now - then for now, then in zip(self.exact.lengths, before, strict=True))
+        self.lengths = tuple(old + new for old, new in zip(self.lengths, added, strict=True))
+
+    def settle(self) -> None:
+        """Encode the oldest exact entries of each KV head, as many whole blocks as leave enough of the newest."""
+        body, codec, exact = self.bodies[-1], self.codec, self.exact
+        begins = not body.width and not self.first
+        sinks = codec.sinks if begins else 0
+        room = exact.size - self.first - sinks
+        stored = max(self.lengths)
+        if room < codec.newest(stored) + codec.block:
+            return
+        if exact.valid is None and body.is_even:
+            blocks = (room - codec.newest(stored)) // codec.block
+            self.first += sinks
+            self._encode_alike(body, blocks)
+        else:
+            self._encode_rows(body, sinks)
+
+    def _encode_alike(self, body: Body, blocks: int) -> None:
+        """Encode `blocks` blocks of each KV row, all of whose entries are real."""
+        size, exact = self.codec.block, self.exact
+        taken = slice(self.first, self.first + blocks * size)
+        keys, values, index = (
+            part[:, :, taken].reshape(-1, size, *part.shape[3:]) for part in (exact.keys, exact.values, exact.index)
+        )
+        rows = torch.arange(self.batch * self.heads, device=self.device).repeat_interleave(blocks)
+        body.add(keys, values, index, rows)
+        left = torch.cat([torch.arange(self.first), torch.arange(taken.stop, exact.size)]).to(self.device)
+        self._replace(left.expand(self.batch, self.heads, -1), None)
+
+    def _encode_rows(self, body: Body, sinks: int) -> None:
+        """Encode each KV row's own number of blocks of its real entries."""
+        exact, codec, size = self.exact, self.codec, self.codec.block
+        shape = self.batch, self.heads
+        real = torch.ones(1, 1, 1, dtype=torch.bool, device=self.device) if exact.valid is None else exact.valid
+        real = real.expand(*shape, exact.size)
+        newest = real[..., self.first :]
+        own = newest.sum(-1)
+        held = own + body.counts.view(shape) + real[..., : self.first].sum(-1)
+        keep = torch.tensor([codec.newest(each) for each in held.flatten().tolist()], device=self.device).view(shape)
+        blocks = ((own - sinks - keep) // size).clamp_min(0)
+        if not bool(blocks.any()):
+            return
+        # Real slots first, in order.
+        order = (~newest).to(torch.uint8).argsort(dim=-1, stable=True) + self.first
+        rows = torch.arange(shape[0] * shape[1], device=self.device).repeat_interleave(blocks.flatten())
+        number = torch.arange(len(rows), device=self.device)
+        before = blocks.flatten().cumsum(0) - blocks.flatten()
+        start = sinks + (number - before[rows]) * size
+        places = start[:, None] + torch.arange(size, device=self.device)
+        slots = order.flatten(0, 1)[rows].gather(1, places)
+        keys, values, index = (
+            part.flatten(0, 1)[rows[:, None], slots] for part in (exact.keys, exact.values, exact.index)
+        )
+        body.add(keys, values, index, rows)
+        stays = real.clone()
+        stays.flatten(0, 1)[rows[:, None], slots] = False
+        if sinks:
+            # The first ones of each KV row become slots of their own, filler where it has fewer.
+            few = order[..., :sinks]
+            there = newest.gather(2, few - self.first)
+            stays.scatter_(2, few, torch.zeros_like(there))
+            slots, there_too = _right_aligned(stays[..., self.first :], self.first)
+            slots = torch.cat([torch.arange(self.first, device=self.device).expand(*shape, -1), few, slots], -1)
+            whole = torch.cat([real[..., : self.first], there, there_too], -1)
+            self.first += sinks
+            self._replace(slots, whole)
+        else:
+            self._narrow(stays)
+
+    def _narrow(self, stays: Tensor) -> None:
+        """Keep exact slots, bool [B, H, slots]: filler takes the place of first ones that go, others close up."""
+        slots, real = _right_aligned(stays[..., self.first :], self.first)
+        head = torch.arange(self.first, device=self.device).expand(*stays.shape[:2], -1)
+        self._replace(torch.cat([head, slots], -1), torch.cat([stays[..., : self.first], real], -1))
+
+    def _replace(self, slots: Tensor, real: Tensor | None) -> None:
+        """Make new exact entries of slots [B, H, K] of the old ones; real: bool, False for filler."""
+        old, fresh = self.exact, DenseStore()
+        room = min(MIN_ROOM, self.codec.block)
+
+        def gathered(part: Tensor) -> Tensor:
+            at = slots if part.ndim == 3 else slots[..., None].expand(-1, -1, -1, part.shape[3])
+            out = part.new_zeros(*slots.shape[:2], slots.shape[2] + room, *part.shape[3:])
+            out[:, :, : slots.shape[2]] = part.gather(2, at)
+            return out
+
+        fresh._keys, fresh._values, fresh._index = (gathered(part) for part in (old.keys, old.values, old.index))
+        fresh.size = slots.shape[2]
+        fresh.lengths = (fresh.size,) * len(slots)
+        if real is not None and not bool(real.all()):
+            fresh.valid_buffer = torch.ones(*slots.shape[:2], fresh.size + room, dtype=torch.bool, device=slots.device)
+            fresh.valid_buffer[:, :, : fresh.size] = real
+            fresh._index[:, :, : fresh.size].masked_fill_(~real, -1)
+            fresh.lengths = tuple(real.sum(-1).amax(-1).tolist())
+        self.exact = fresh
+        self.derived = {}
+
+    def keep(self, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> None:
+        """Keep only the selected slots; encoded ones move, and those of a block that loses some are encoded again."""
+        indices = selection.indices
+        if indices.shape[1] != self.heads:
+            raise UnsupportedOptionError(
+                f"the plan keeps entries for each of {indices.shape[1]} query heads, and encoded entries are those of "
+                f"{self.heads} KV heads; leave per_query_head out, or codec="
+            )
+        real = selection.real()
+        real = torch.ones_like(indices, dtype=torch.bool) if real is None else real
+        real = (real[:, None] if real.ndim == 2 else real).expand_as(indices)
+        stays = torch.zeros(self.batch, self.heads, self.size, dtype=torch.bool, device=self.device)
+        # Filler names slot 0, or any other, and keeps none.
+        stays.flatten(0, 1).view(-1).index_put_(
+            (
+                (
+                    torch.arange(self.batch * self.heads, device=self.device)[:, None] * self.size
+                    + indices.flatten(0, 1)
+                )[real.flatten(0, 1)],
+            ),
+            torch.tensor(True, device=self.device),
+        )
+        at, end = self.first, self.first
+        for body in self.bodies:
+            end = at + body.width
+            mine = stays[:, :, at:end].flatten(0, 1)
+            at = end
+            body.keep(mine)
+        stays = torch.cat([stays[:, :, : self.first], stays[:, :, end:]], 2)
+        self._narrow(stays)
+        self.lengths = tuple(real.sum(-1).amax(-1).tolist())
+        self.settle()
+
+    def remask(self, mask: Tensor) -> None:
+        """Apply a changed attention mask to the stored entries; mask: bool [B, tokens fed]."""
+        for body in self.bodies:
+            if not body.width:
+                continue
+            index = body.padded_index().view(self.batch, -1).long()
+            if not bool((mask.gather(1, index.clamp_min(0)) | (index < 0)).all()):
+                raise UnsupportedOptionError(
+                    "the attention mask hides tokens whose entries are encoded already; leave codec= out, or begin with "
+                    "a new cache"
+                )
+        self.exact.remask(mask)
+        self.derived = {}
+
+    def at(self, what: str, rows: Tensor, entries: Tensor) -> Tensor:
+        """Decode single entries.
+
+        Args:
+            what: "keys" or "values".
+            rows: int64 [N], KV rows b * H + h.
+            entries: int64 [N], numbers of real entries of each KV row.
+
+        Returns:
+            [N, D].
+        """
+        exact: Tensor = getattr(self.exact, what).flatten(0, 1)
+        valid = self.exact.valid
+        counts = [body.counts for body in self.bodies]
+        encoded = torch.stack(counts).sum(0)
+        if valid is None:
+            first = torch.full_like(encoded, self.first)
+        else:
+            real = valid.expand(-1, self.heads, -1).flatten(0, 1)
+            first = real[:, : self.first].sum(-1)
+        start = first[rows]
+        # Of those that are exact, the number among them.
+        number = torch.where(entries < start, entries, (entries - encoded[rows]).clamp_min(0))
+        if valid is not None:
+            number = (~real).to(torch.uint8).argsort(dim=-1, stable=True)[rows, number]
+        out = exact[rows, number]
+        for body in self.bodies:
+            mine = ((entries >= start) & (entries < start + body.counts[rows])).nonzero()[:, 0]
+            if len(mine):
+                out[mine] = body.read(what, rows[mine], (entries - start)[mine])
+            start = start + body.counts[rows]
+        return out
+
+    def slot_rows(self) -> tuple[SlotRows, SlotRows]:
+        return _Encoded(self, "keys"), _Encoded(self, "values")
+
+    def totals(self) -> Tensor:
+        """Number of real entries of each KV row, int64 [B * H]."""
+        counts = torch.stack([body.counts for body in self.bodies]).sum(0)
+        valid = self.exact.valid
+        exact = self.exact.size if valid is None else valid.expand(-1, self.heads, -1).flatten(0, 1).sum(-1)
+        return counts + exact
+
+    def view(self, slots: Tensor, real: Tensor | None) -> View:
+        return self.numbered(View(slots, real, self.size), self)
+
+    @staticmethod
+    def numbered(view: View, store: DenseStore | PackedStore) -> View:
+        """Turn a view of a store's slots, chosen just now, into one of numbers of real entries."""
+        valid, number = store.valid, view.slots
+        if valid is not None:
+            copies = number.shape[1] // store.heads
+            numbers = (valid.expand(-1, store.heads, -1).cumsum(-1) - 1).repeat_interleave(copies, 1)
+            number = numbers.gather(2, number).clamp_min(0)
+        return View(number, view.real, max(store.lengths))
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.exact.dims
+
+    def entry_size(self) -> int:
+        encoded = storage_bytes(
+            tensor for body in self.bodies for part in (body.keys, body.values) for tensor in part.tensors()
+        )
+        rows = self.batch * self.heads
+        return (encoded + rows * self.exact.size * self.exact.entry_size()) // (rows * self.size)
+
+    def make_room(self, tokens: int) -> None:
+        self.exact.make_room(min(tokens, self.codec.block))
+
+    def reorder(self, rows: Tensor) -> None:
+        rows = rows.to(self.device)
+        self.exact.reorder(rows)
+        for body in self.bodies:
+            body.reorder((rows[:, None] * self.heads + torch.arange(self.heads, device=self.device)).flatten())
+        self.derived = {}
+        self.lengths = tuple(self.lengths[row] for row in rows.tolist())
+
+    def share(self) -> Self:
+        return self._copied(share=True)
+
+    def clone(self) -> Self:
+        return self._copied(share=False)
+
+    def _copied(self, *, share: bool) -> Self:
+        other = copy.copy(self)
+        other.derived = {}
+        other.exact = self.exact.share() if share else self.exact.clone()
+        other.bodies = [body.copied(share=share) for body in self.bodies]
+        return other
+
+    def entry_bytes(self) -> int:
+        keys, values, _ = self.exact.buffers()
+        encoded = [part.tensors() for body in self.bodies for part in (body.keys, body.values)]
+        return storage_bytes([keys, values, *(tensor for part in encoded for tensor in part)])
+
+    def all_tensors(self) -> Iterator[Tensor]:
+        yield from self.exact.all_tensors()
+        for body in self.bodies:
+            yield from body.tensors()
+        for part in self.derived.values():
+            yield from part.all_tensors()
+
+    def buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        raise RuntimeError("entries that are encoded lie in no buffers: read keys and values, or `at`")
+
+    def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
+        raise RuntimeError("encoded entries are changed by their parts")
+
+
+class _Encoded:
+    """Keys or values of all KV rows as rows of one buffer: entry n of KV row r is row r * _SPAN + n."""
+
+    # Of no buffer that kernels could read.
+    dtype = torch.uint8
+
+    def __init__(self, store: PackedStore, what: str) -> None:
+        self.store, self.what = store, what
+
+    def element_size(self) -> int:
+        """Bytes of a number, scales included, rounded up."""
+        return -(-self.store.entry_size() // sum(self.store.dims))
+
+    def index_select(self, dim: int, index: Tensor) -> Tensor:
+        rows = index // _SPAN
+        return self.store.at(self.what, rows, index - rows * _SPAN)
+
+
+def _right_aligned(stays: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """Slots int64 [B, H, K] where bool [B, H, N] is true, filler on the left, counted from `start`; and which are real."""
+    counts = stays.sum(-1, keepdim=True)
+    most = int(counts.max())
+    # False first, so that the last ones are those that stay, in order.
+    slots = stays.to(torch.uint8).argsort(dim=-1, stable=True)[..., stays.shape[-1] - most :]
+    real = torch.arange(most, device=stays.device) >= most - counts
+    return slots + start, real

@@ -1,0 +1,241 @@
+"""Numbers in few bits: how a block of keys or values becomes packed codes with scales, and numbers again."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import PlanError, UnsupportedModelError
+
+# What finds the scale and zero of [N, ..., group, ...] numbers; see `fit_range`.
+Fit = Callable[["CodeFormat", Tensor, int], tuple[Tensor, Tensor | None]]
+_LARGEST = torch.finfo(torch.float16).max
+
+
+@dataclass(frozen=True)
+class CodeFormat:
+    """Layout of encoded keys or values: a number is ``level[code] * scale + zero``.
+
+    Attributes:
+        bits: of a code, 1 to 8.
+        axis: "channel": a scale for each channel of a block, over its tokens; "token": one for each token, over groups
+            of its channels.
+        group: channels that share a scale, of axis "token".
+        zero: there is a zero for each scale; without one, numbers are symmetric about 0.
+        levels: the number of each code, ascending; None: the code itself.
+        rotated: channels are turned by a random rotation before they are encoded (`rotation`).
+        centered: the mean of each channel over the first entries encoded is taken off before.
+        apart: numbers of a block, those that codes represent worst, that are stored beside them in float16.
+    """
+
+    bits: int
+    axis: Literal["channel", "token"]
+    group: int = 0
+    zero: bool = True
+    levels: tuple[float, ...] | None = None
+    rotated: bool = False
+    centered: bool = False
+    apart: int = 0
+
+    def check(self, dim: int, what: str) -> None:
+        """Raise UnsupportedModelError for vectors of `dim` channels that cannot be packed so; what: "keys of 80 ..."."""
+        per_byte = 8 // min(planes(self.bits))
+        if dim % per_byte:
+            raise UnsupportedModelError(
+                f"{what} have {dim} channels, of which codes of {self.bits} bits take multiples of {per_byte}; choose "
+                "other bits"
+            )
+        if self.axis == "token" and dim % self.group:
+            raise UnsupportedModelError(
+                f"{what} have {dim} channels, which groups of {self.group} do not divide; choose another group"
+            )
+
+    def bits_per_number(self, dim: int, tokens: int) -> float:
+        """Bits that a number takes, scales and what is stored apart included, in full blocks of `tokens` entries."""
+        scales = 1 / tokens if self.axis == "channel" else 1 / self.group
+        # A place in a block, and a float16.
+        apart = self.apart * 32 / (tokens * dim)
+        return self.bits + 16 * scales * (2 if self.zero else 1) + apart
+
+
+@dataclass
+class Codes:
+    """Encoded blocks of T tokens, N of them.
+
+    Attributes:
+        packed: uint8 [N, T, bytes], of each token its planes of bits one after another (`pack`).
+        scale: float16 [N, 1, D] or [N, T, D / group].
+        zero: the same shape, or None.
+        places: int16 [N, apart], places t * D + d of numbers kept apart, and float16 [N, apart], their differences
+            from what codes say; None where none are.
+        extra: see `places`.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    places: Tensor | None = None
+    extra: Tensor | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from (part for part in vars(self).values() if part is not None)
+
+    def apply(self, change: Callable[[Tensor], Tensor]) -> Codes:
+        """Return codes of which every tensor is changed alike."""
+        parts = {each.name: getattr(self, each.name) for each in fields(self)}
+        return Codes(**{name: None if part is None else change(part) for name, part in parts.items()})
+
+    @classmethod
+    def joined(cls, parts: list[Self]) -> Codes:
+        """One after another."""
+        first = parts[0]
+        names = [each.name for each in fields(first)]
+        return Codes(
+            **{
+                name: None if getattr(first, name) is None else torch.cat([getattr(part, name) for part in parts])
+                for name in names
+            }
+        )
+
+
+def planes(bits: int) -> list[int]:
+    """Widths of the planes that codes of `bits` bits are stored in, low bits last: 3 is [2, 1]."""
+    return [width for width in (8, 4, 2, 1) if bits & width]
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes uint8 [..., D] below 2 ** bits as uint8 [..., D * bits / 8].
+
+    A plane of w bits is D * w / 8 bytes; byte j holds those of numbers j, j + D * w / 8 and so on, low bits first, so
+    that neighbours of one shift are neighbours in memory.
+    """
+    if bits == 8:
+        return codes
+    out, low = [], 0
+    for width in reversed(planes(bits)):
+        each = 8 // width
+        part = ((codes >> low) & ((1 << width) - 1)).unflatten(-1, (each, -1))
+        byte = part[..., 0, :].clone()
+        for at in range(1, each):
+            byte |= part[..., at, :] << (at * width)
+        out.append(byte)
+        low += width
+    return torch.cat(out[::-1], -1)
+
+
+def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """Return the inverse of `pack`: uint8 [..., dim]."""
+    if bits == 8:
+        return packed
+    out: Tensor | None = None
+    for width in planes(bits):
+        count = dim * width // 8
+        byte, packed = packed[..., :count], packed[..., count:]
+        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=byte.device)[:, None]
+        part = ((byte[..., None, :] >> shifts) & ((1 << width) - 1)).flatten(-2)
+        out = part if out is None else (out << width) | part
+    assert out is not None
+    return out
+
+
+def fit_range(form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero by which codes span all numbers along dimension `dim`, which stays with size 1."""
+    top = (1 << form.bits) - 1
+    if form.levels is not None:
+        return x.abs().amax(dim, keepdim=True) / max(map(abs, form.levels)), None
+    low, high = x.amin(dim, keepdim=True), x.amax(dim, keepdim=True)
+    return (high - low) / top, low
+
+
+def encode(form: CodeFormat, x: Tensor, fit: Fit = fit_range) -> Codes:
+    """Encode blocks float32 [N, T, D]; rotation and mean are the caller's.
+
+    fit: finds scale and zero.
+
+    Raises:
+        PlanError: a number is NaN, infinite or beyond what float16 holds.
+    """
+    grouped = x if form.axis == "channel" else x.unflatten(-1, (-1, form.group))
+    along = 1 if form.axis == "channel" else 3
+    scale, zero = fit(form, grouped, along)
+    half = scale.to(torch.float16)
+    # A group of equal numbers: its zero tells them.
+    half = torch.where(half > 0, half, torch.ones_like(half))
+    offset = None if zero is None else zero.to(torch.float16)
+    if not bool((half.isfinite() & (half if offset is None else offset).isfinite()).all()):
+        raise PlanError(
+            "keys or values to be encoded are NaN, infinite or beyond +-65504, which codes cannot hold: the model has "
+            "overflowed, or its weights are damaged; run it in bfloat16 or float32, or without codec="
+        )
+    shifted = grouped if offset is None else grouped - offset.float()
+    ratio = shifted / half.float()
+    if form.levels is None:
+        codes = ratio.round_().clamp_(0, (1 << form.bits) - 1).to(torch.uint8)
+    else:
+        codes = torch.bucketize(ratio, _borders(form.levels, x.device)).to(torch.uint8)
+    if form.axis == "token":
+        codes = codes.flatten(-2)
+        half, offset = half[..., 0], None if offset is None else offset[..., 0]
+    made = Codes(pack(codes, form.bits), half, offset)
+    if form.apart:
+        rest = (x - decode(form, made, x.shape[-1])).flatten(1)
+        places = rest.abs().topk(form.apart, sorted=False).indices
+        made.places = places.to(torch.int16)
+        made.extra = rest.gather(1, places).to(torch.float16)
+    return made
+
+
+def decode(form: CodeFormat, codes: Codes, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return numbers [N, T, dim], as `encode` was given them; computed in float32."""
+    found = unpack(codes.packed, form.bits, dim)
+    x = found.float() if form.levels is None else _levels(form.levels, found.device)[found.int()]
+    grouped = x if form.axis == "channel" else x.unflatten(-1, (-1, form.group))
+    scale, zero = (
+        None if part is None else (part if form.axis == "channel" else part[..., None]).float()
+        for part in (codes.scale, codes.zero)
+    )
+    assert scale is not None
+    grouped = grouped.mul_(scale)
+    if zero is not None:
+        grouped = grouped.add_(zero)
+    x = grouped if form.axis == "channel" else grouped.flatten(-2)
+    if codes.places is not None and codes.extra is not None:
+        # Places beyond 32767 wrapped around.
+        x = x.flatten(1).scatter_add_(1, codes.places.long() & 0xFFFF, codes.extra.float()).view_as(x)
+    return x.to(dtype)
+
+
+@functools.lru_cache(maxsize=32)
+def rotation(dim: int, device: torch.device) -> Tensor:
+    """A random rotation float32 [dim, dim], the same in every process: signs, then Hadamard's matrix.
+
+    Where `dim` is no power of two, the orthogonal part of a random matrix.
+    """
+    random = torch.Generator().manual_seed(dim)
+    if dim & (dim - 1):
+        made = torch.linalg.qr(torch.randn(dim, dim, generator=random, dtype=torch.float64))[0]
+    else:
+        made = torch.ones(1, 1, dtype=torch.float64)
+        while len(made) < dim:
+            made = torch.cat([torch.cat([made, made], 1), torch.cat([made, -made], 1)])
+        signs = torch.randint(0, 2, (dim, 1), generator=random) * 2 - 1
+        made = made * signs / math.sqrt(dim)
+    return made.float().to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _levels(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(levels, dtype=torch.float32, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def _borders(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    """Numbers between each level and the next."""
+    each = _levels(levels, device)
+    return (each[1:] + each[:-1]) / 2

@@ -1,0 +1,58 @@
+"""Codecs: how stored entries are encoded."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+from kvsieve.core.codes import CodeFormat, fit_range
+from kvsieve.roles.base import Role
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Codec(Role, heads="own"):
+    """Encodes stored entries in few bits once they have left the newest ones.
+
+    An entry is encoded once, in a block of `block` entries of its KV head; attention decodes blocks as it reads them.
+    The newest entries stay exact: `tail` of them, or a 32nd of what is stored where that is less, and those that do
+    not fill a block yet. Subclasses are dataclasses with these as fields, of which they may change the defaults.
+    """
+
+    @property
+    def tail(self) -> int:
+        """Newest entries that stay exact, at most."""
+        return 128
+
+    @property
+    def sinks(self) -> int:
+        """First entries that stay exact."""
+        return 0
+
+    @property
+    def block(self) -> int:
+        """Entries that are encoded together, per KV head."""
+        return 128
+
+    @abstractmethod
+    def keys(self, dim: int) -> CodeFormat:
+        """Return the format of keys of `dim` channels."""
+
+    @abstractmethod
+    def values(self, dim: int) -> CodeFormat:
+        """Return the format of values of `dim` channels."""
+
+    def fit(self, form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
+        """Find scale and zero of numbers along a dimension, which stays with size 1.
+
+        Args:
+            form: the format of keys or of values.
+            x: float32 [N, T, D], or [N, T, groups, group] for axis "token".
+            dim: the dimension that shares a scale.
+        """
+        return fit_range(form, x, dim)
+
+    def newest(self, stored: int) -> int:
+        """Number of newest entries that stay exact where `stored` are stored."""
+        return min(self.tail, max(stored // 32, 1))

@@ -1,0 +1,48 @@
+"""Methods and codecs as they are written: ``snapkv:kernel=21:window=16``, with a comma between several.
+
+A colon or a semicolon stands before each parameter; a shell ends a command at a semicolon that is not quoted. A colon
+that no ``name=`` follows belongs to the value, such as a file's name.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from kvsieve.errors import PlanError
+
+_PARAMETER = re.compile(r";|:(?=\s*[A-Za-z_][\w-]*\s*=)")
+
+
+def split_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """Names and parameters of a list like ``full,snapkv:kernel=21:window=16``; names need not be our methods'.
+
+    Raises PlanError for a parameter that is not written so.
+    """
+    specs = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        method, _, settings = part.partition(":")
+        specs.append((method.strip(), parse_settings([each for each in _PARAMETER.split(settings) if each.strip()])))
+    return specs
+
+
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """Parameters of texts ``name=value``. Raises PlanError for one that is not written so."""
+    given: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip():
+            raise PlanError(f"a parameter is written name=value, e.g. tsp_rate=0.2, got {pair!r}")
+        given[name.strip().replace("-", "_")] = _value(value.strip())
+    return given
+
+
+def _value(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
