@@ -115,10 +115,7 @@ def _plain(query: Tensor, body: Body, terms: AttentionTerms | None) -> _Sums:
     for start in range(0, body.table.shape[1], step):
         table, fills = body.table[:, start : start + step], body.fills[:, start : start + step]
         numbers = torch.arange(rows, device=table.device).repeat_interleave(table.shape[1])
-        keys, values = (
-            part.decode(part.codes.apply(lambda each: each[table.flatten()]), numbers, torch.float32)  # type: ignore[union-attr]
-            for part in (body.keys, body.values)
-        )
+        keys, values = (part.blocks(table.flatten(), numbers) for part in (body.keys, body.values))
         logits = cap(query @ keys.view(rows, -1, keys.shape[-1]).transpose(1, 2), terms)
         real = torch.arange(block, device=table.device) < fills[..., None]
         logits.masked_fill_(~real.flatten(1)[:, None], float("-inf"))

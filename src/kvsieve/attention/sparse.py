@@ -34,7 +34,7 @@ def sparse_attention(
     entries, blend = choice.entries, choice.blend
     if blend is not None and terms is not None and terms.sinks is not None:
         return _blended_beside_sinks(query, kv_rows, choice, scale, terms)
-    if kernels.usable(query, kv_rows.keys, kv_rows.values):
+    if kv_rows.in_buffers and kernels.usable(query):
         out = kernels.kv_row_attention(query, kv_rows, entries, scale=scale, terms=terms)
     else:
         asked, keys, values = _read(query, kv_rows, entries)

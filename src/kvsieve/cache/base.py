@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-import torch
 from torch import Tensor
+
+from kvsieve.core.kv_rows import SlotRows
 
 MIN_ROOM = 64
 
@@ -32,21 +33,6 @@ class View:
         """View with row ``rows[i]`` of this one as row i."""
         slots, real = (None if part is None else part[rows.to(part.device)] for part in (self.slots, self.real))
         return View(slots, real, self.end)  # type: ignore[arg-type]
-
-
-class SlotRows(Protocol):
-    """Rows of a buffer, one per slot; a tensor, or what gives such rows without being one."""
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def element_size(self) -> int:
-        """Bytes of a number."""
-        ...
-
-    def index_select(self, dim: int, index: Tensor) -> Tensor:
-        """Rows [N, D] of slots int64 [N]; dim: 0."""
-        ...
 
 
 class Store:

@@ -51,6 +51,11 @@ class Part:
             x = x + self.mean[rows][:, None]
         return x.to(dtype)
 
+    def blocks(self, numbers: Tensor, rows: Tensor) -> Tensor:
+        """Return the numbers float32 [N, T, D] of blocks of the pool, which belong to KV rows int64 [N]."""
+        assert self.codes is not None
+        return self.decode(self.codes.apply(lambda each: each[numbers]), rows, torch.float32)
+
     def tensors(self) -> Iterator[Tensor]:
         if self.codes is not None:
             yield from self.codes.tensors()
@@ -166,12 +171,12 @@ class Body:
         return self.index[self.find(rows, entries)]
 
     def padded(self, what: str) -> Tensor:
-        """Decode all keys or values: [R, width, D], each KV row's entries at the right end; what: "keys" or "values"."""
+        """Decode all "keys" or "values": [R, width, D], each KV row's entries at the right end."""
         part: Part = self.keys if what == "keys" else self.values
         assert part.codes is not None
-        blocks = self.table.clamp_max(max(self.used - 1, 0)).flatten()
+        blocks = self.table.flatten()
         rows = torch.arange(len(self.table), device=blocks.device).repeat_interleave(self.table.shape[1])
-        return self._aligned(part.decode(part.codes.apply(lambda each: each[blocks]), rows, self.dtype))
+        return self._aligned(part.blocks(blocks, rows).to(self.dtype))
 
     def padded_index(self) -> Tensor:
         """Token indices int32 [R, width] of the same entries; -1 for filler."""
@@ -280,7 +285,7 @@ class Body:
         order = which.argsort(stable=True)
         rows, entries = rows[order], entries[order]
         made = []
-        for part, what in ((self.keys, "keys"), (self.values, "values")):
+        for what in ("keys", "values"):
             numbers = self.read(what, rows, entries)[take]
             target: Part = getattr(fresh, what)
             made.append(target.encode(self.codec, numbers, known[0], len(self.table)))

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from kvsieve.cache.base import MIN_ROOM, SlotRows, Store, View, storage_bytes
+from kvsieve.cache.base import MIN_ROOM, Store, View, storage_bytes
 from kvsieve.cache.body import Body
 from kvsieve.cache.ragged import RaggedStore
 from kvsieve.cache.store import DenseStore
+from kvsieve.core.kv_rows import SlotRows
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.types import Selection
 
@@ -55,7 +56,7 @@ class PackedStore(Store):
         return out
 
     @property
-    def size(self) -> int:  # type: ignore[override]
+    def size(self) -> int:
         """Slots in use."""
         return self.exact.size + sum(body.width for body in self.bodies)
 
@@ -290,8 +291,8 @@ class PackedStore(Store):
             index = body.padded_index().view(self.batch, -1).long()
             if not bool((mask.gather(1, index.clamp_min(0)) | (index < 0)).all()):
                 raise UnsupportedOptionError(
-                    "the attention mask hides tokens whose entries are encoded already; leave codec= out, or begin with "
-                    "a new cache"
+                    "the attention mask hides tokens whose entries are encoded already; leave codec= out, or begin "
+                    "with a new cache"
                 )
         self.exact.remask(mask)
         self.derived = {}
@@ -425,7 +426,7 @@ class _Encoded:
 
 
 def _right_aligned(stays: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Slots int64 [B, H, K] where bool [B, H, N] is true, filler on the left, counted from `start`; and which are real."""
+    """Slots int64 [B, H, K], counted from `start`, where bool [B, H, N] is true, filler on the left; which are real."""
     counts = stays.sum(-1, keepdim=True)
     most = int(counts.max())
     # False first, so that the last ones are those that stay, in order.

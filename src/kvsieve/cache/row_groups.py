@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvsieve.cache.base import View, tensors_in
+from kvsieve.cache.keep import LayerStore
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.ragged import RaggedStore
-from kvsieve.cache.store import DenseStore
 from kvsieve.core.kv_rows import DeviceLength, KVRows
 
 
@@ -68,17 +68,15 @@ class RowGroups:
     stride: int
     stored: int
 
-    def entries(self, store: DenseStore | RaggedStore | PackedStore, group: Group) -> int:
+    def entries(self, store: LayerStore, group: Group) -> int:
         """Entries of a group's KV rows now: those appended since are the last ones."""
         return group.size + (store.size - self.stored) // self.stride
 
-    def most(self, store: DenseStore | RaggedStore | PackedStore, group: Group) -> int:
+    def most(self, store: LayerStore, group: Group) -> int:
         """Entries that a group's KV rows can have in the present buffers."""
         return group.size + (store.capacity - self.stored) // self.stride
 
-    def kv_rows(
-        self, store: DenseStore | RaggedStore | PackedStore, group: Group, length: DeviceLength | None = None
-    ) -> KVRows:
+    def kv_rows(self, store: LayerStore, group: Group, length: DeviceLength | None = None) -> KVRows:
         """KV rows of a group now; with their length on the device, as many entries as there are slots for."""
         keys, values = store.slot_rows()
         body, tail = group.flat(store.capacity)
@@ -93,9 +91,7 @@ class RowGroups:
                 yield from (part,) if isinstance(part, Tensor) else part.all_tensors()
 
 
-def group_rows(
-    store: DenseStore | RaggedStore | PackedStore, view: View | None, settings: Sequence[Hashable]
-) -> RowGroups:
+def group_rows(store: LayerStore, view: View | None, settings: Sequence[Hashable]) -> RowGroups:
     """Group the KV rows of a store, or of a view of it, by length and by `settings`, the parameters per batch row."""
     if isinstance(store, PackedStore):
         return _group_encoded(store, view, settings)

@@ -44,7 +44,7 @@ class CodeFormat:
     apart: int = 0
 
     def check(self, dim: int, what: str) -> None:
-        """Raise UnsupportedModelError for vectors of `dim` channels that cannot be packed so; what: "keys of 80 ..."."""
+        """Raise UnsupportedModelError for vectors of `dim` channels that cannot be packed so; what: "its keys"."""
         per_byte = 8 // min(planes(self.bits))
         if dim % per_byte:
             raise UnsupportedModelError(
@@ -89,7 +89,7 @@ class Codes:
     def apply(self, change: Callable[[Tensor], Tensor]) -> Codes:
         """Return codes of which every tensor is changed alike."""
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
-        return Codes(**{name: None if part is None else change(part) for name, part in parts.items()})
+        return Codes(**{name: None if part is None else change(part) for name, part in parts.items()})  # type: ignore[arg-type]
 
     @classmethod
     def joined(cls, parts: list[Self]) -> Codes:
@@ -100,7 +100,7 @@ class Codes:
             **{
                 name: None if getattr(first, name) is None else torch.cat([getattr(part, name) for part in parts])
                 for name in names
-            }
+            }  # type: ignore[arg-type]
         )
 
 

@@ -100,6 +100,21 @@ class IncrementalMetadata(Protocol):
         ...
 
 
+class SlotRows(Protocol):
+    """Rows of a buffer, one per slot; a tensor, or what gives such rows without being one."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def element_size(self) -> int:
+        """Bytes of a number."""
+        ...
+
+    def index_select(self, dim: int, index: Tensor) -> Tensor:
+        """Rows [N, D] of slots int64 [N]; dim: 0."""
+        ...
+
+
 @dataclass
 class KVRows:
     """Per-head KV sequences: X KV rows of `size` entries each.
@@ -116,13 +131,18 @@ class KVRows:
         length: entries that exist, on the device. The others may be looked at but must not be chosen. None: all exist.
     """
 
-    keys: Tensor
-    values: Tensor
+    keys: SlotRows
+    values: SlotRows
     body: Tensor | None
     tail: Tensor
     stride: int
     size: int
     length: DeviceLength | None = None
+
+    @property
+    def in_buffers(self) -> bool:
+        """True where slots are those of buffers, from which kernels read; encoded entries lie in none."""
+        return isinstance(self.keys, Tensor)
 
     def newest(self) -> Tensor:
         """Index of the last entry of every KV row, int64 [X, 1]."""
@@ -156,7 +176,7 @@ class KVRows:
         return torch.where(entries < kept, before, after)
 
     @staticmethod
-    def _rows(buffer: Tensor, slots: Tensor) -> Tensor:
+    def _rows(buffer: SlotRows, slots: Tensor) -> Tensor:
         # Whole rows are copied, which is faster than gather along an expanded index.
         return buffer.index_select(0, slots.reshape(-1)).view(*slots.shape, -1)
 

@@ -127,6 +127,7 @@ __all__ = [
     "h2o",
     "hsa",
     "keydiff",
+    "kivi",
     "knorm",
     "kvzip",
     "lagkv",

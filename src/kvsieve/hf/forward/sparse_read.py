@@ -149,7 +149,7 @@ def _read_whole(query: Tensor, kv_rows: KVRows, scale: float, terms: AttentionTe
     everything = kv_rows.span(0, kv_rows.size)
     if length is None:
         return sparse_attention(query, kv_rows, Choice(everything), scale=scale, terms=terms)
-    if kernels.usable(query, kv_rows.keys):
+    if kv_rows.in_buffers and kernels.usable(query):
         return kernels.kv_row_attention(query, kv_rows, scale=scale, terms=terms)
     keys, values = (part[:, None] for part in kv_rows.read(everything))
     real = length.real(kv_rows.size)[None]

@@ -39,7 +39,8 @@ class Library:
 def library() -> Library:
     """Load the kernels, compiling them first where that has not been done: a second or two, once per machine.
 
-    The file lies in ``KVSIEVE_CACHE``, or in kvsieve's folder of the user's cache. ``KVSIEVE_KERNELS=0`` switches them off.
+    The file lies in ``KVSIEVE_CACHE``, or in kvsieve's folder of the user's cache. ``KVSIEVE_KERNELS=0`` switches them
+    off.
     """
     if os.environ.get("KVSIEVE_KERNELS") == "0":
         return Library(None, "switched off: KVSIEVE_KERNELS=0")

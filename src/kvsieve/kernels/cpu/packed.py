@@ -53,13 +53,14 @@ def attend(
         cap: of logits; None for none.
 
     Returns:
-        Sums [R, S, G, Dv] of values by weight, the largest logit [R, S, G], and the sums [R, S, G] of weights, which are
-        relative to that: S parts of each KV row's entries, to be added up.
+        Sums [R, S, G, Dv] of values by weight, the largest logit [R, S, G], and the sums [R, S, G] of weights, which
+        are relative to that: S parts of each KV row's entries, to be added up.
     """
     rows, groups, _ = query.shape
     per_row, wide = table.shape[1], parts[1]["dim"]
     # Every thread has something to do at the end, too.
     splits = max(1, min(per_row, -(-4 * torch.get_num_threads() // rows)))
+    query, table, fills = query.contiguous(), table.contiguous(), fills.contiguous()
     acc = query.new_empty(rows, splits, groups, wide)
     top, total = query.new_empty(rows, splits, groups), query.new_empty(rows, splits, groups)
     job = _Job(
