@@ -15,7 +15,6 @@ from kvsieve.errors import PlanError, UnsupportedModelError
 
 # What finds the scale and zero of [N, ..., group, ...] numbers; see `fit_range`.
 Fit = Callable[["CodeFormat", Tensor, int], tuple[Tensor, Tensor | None]]
-_LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class CodeFormat:
         levels: the number of each code, ascending; None: the code itself.
         rotated: channels are turned by a random rotation before they are encoded (`rotation`).
         centered: the mean of each channel over the first entries encoded is taken off before.
-        apart: numbers of a block, those that codes represent worst, that are stored beside them in float16.
+        apart: numbers of a block, those that codes miss by the most steps of their scale, that are told beside them.
     """
 
     bits: int
@@ -165,16 +164,11 @@ def encode(form: CodeFormat, x: Tensor, fit: Fit = fit_range) -> Codes:
     along = 1 if form.axis == "channel" else 3
     scale, zero = fit(form, grouped, along)
     half = scale.to(torch.float16)
-    # A group of equal numbers: its zero tells them.
-    half = torch.where(half > 0, half, torch.ones_like(half))
     offset = None if zero is None else zero.to(torch.float16)
-    if not bool((half.isfinite() & (half if offset is None else offset).isfinite()).all()):
-        raise PlanError(
-            "keys or values to be encoded are NaN, infinite or beyond +-65504, which codes cannot hold: the model has "
-            "overflowed, or its weights are damaged; run it in bfloat16 or float32, or without codec="
-        )
+    _refuse_overflow(half, *([] if offset is None else [offset]))
     shifted = grouped if offset is None else grouped - offset.float()
-    ratio = shifted / half.float()
+    # Of equal numbers the scale is 0, and the zero, or 0, tells them.
+    ratio = shifted / torch.where(half > 0, half, torch.ones_like(half)).float()
     if form.levels is None:
         codes = ratio.round_().clamp_(0, (1 << form.bits) - 1).to(torch.uint8)
     else:
@@ -184,11 +178,32 @@ def encode(form: CodeFormat, x: Tensor, fit: Fit = fit_range) -> Codes:
         half, offset = half[..., 0], None if offset is None else offset[..., 0]
     made = Codes(pack(codes, form.bits), half, offset)
     if form.apart:
-        rest = (x - decode(form, made, x.shape[-1])).flatten(1)
-        places = rest.abs().topk(form.apart, sorted=False).indices
-        made.places = places.to(torch.int16)
-        made.extra = rest.gather(1, places).to(torch.float16)
+        _keep_apart(form, made, x)
     return made
+
+
+def _keep_apart(form: CodeFormat, made: Codes, x: Tensor) -> None:
+    """Note beside codes of x [N, T, D] the numbers that they miss by the most steps, such as those beyond the range."""
+    missed = x - decode(form, made, x.shape[-1])
+    steps = made.scale if form.axis == "channel" else made.scale.repeat_interleave(form.group, -1)
+    steps = torch.where(steps > 0, steps, torch.ones_like(steps)).float()
+    places = (missed / steps).abs().flatten(1).topk(form.apart, sorted=False).indices
+    made.places = places.to(torch.int16)
+    made.extra = missed.flatten(1).gather(1, places).to(torch.float16)
+    _refuse_overflow(made.extra)
+
+
+def _refuse_overflow(*parts: Tensor) -> None:
+    if not all(bool(part.isfinite().all()) for part in parts):
+        raise PlanError(
+            "keys or values to be encoded are NaN, infinite or beyond +-65504, which codes cannot hold: the model has "
+            "overflowed, or its weights are damaged; run it in bfloat16 or float32, or without codec="
+        )
+
+
+def nearest(levels: tuple[float, ...], x: Tensor) -> Tensor:
+    """Level that is nearest to each number of x."""
+    return _levels(levels, x.device)[torch.bucketize(x, _borders(levels, x.device))]
 
 
 def decode(form: CodeFormat, codes: Codes, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:

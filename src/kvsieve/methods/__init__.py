@@ -12,22 +12,28 @@ from kvsieve.methods import (
     expected_attention,
     fastkv,
     finch,
+    fp8,
     full,
     gemfilter,
     h2o,
+    hqq,
     hsa,
+    int8,
+    k8v4,
     keydiff,
     kivi,
     knorm,
     kvzip,
     lagkv,
     lookahead,
+    outlier,
     per_turn,
     pyramidinfer,
     pyramidkv,
     qfilters,
     quest,
     rocketkv,
+    rotated,
     sage_kv,
     schedule,
     snapkv,
@@ -49,21 +55,27 @@ from kvsieve.methods.exact_topk import ExactTopK
 from kvsieve.methods.expected_attention import ExpectedAttention
 from kvsieve.methods.fastkv import TSP
 from kvsieve.methods.finch import Finch
+from kvsieve.methods.fp8 import FP8
 from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.h2o import H2O
+from kvsieve.methods.hqq import HQQ
 from kvsieve.methods.hsa import HSA
+from kvsieve.methods.int8 import Int8
+from kvsieve.methods.k8v4 import K8V4
 from kvsieve.methods.keydiff import KeyDiff
 from kvsieve.methods.kivi import KIVI
 from kvsieve.methods.knorm import KNorm
 from kvsieve.methods.kvzip import KVzip
 from kvsieve.methods.lagkv import LagKV
 from kvsieve.methods.lookahead import Lookahead
+from kvsieve.methods.outlier import Outlier
 from kvsieve.methods.per_turn import PerTurn
 from kvsieve.methods.pyramidinfer import PyramidInfer
 from kvsieve.methods.pyramidkv import PyramidKV
 from kvsieve.methods.qfilters import QFilters
 from kvsieve.methods.quest import Quest
 from kvsieve.methods.rocketkv import RocketEviction
+from kvsieve.methods.rotated import Rotated
 from kvsieve.methods.sage_kv import SageKV
 from kvsieve.methods.schedule import PerLayer
 from kvsieve.methods.snapkv import SnapKV
@@ -75,8 +87,11 @@ from kvsieve.methods.zigzagkv import ZigZagKV
 
 __all__ = [
     "CAKE",
+    "FP8",
     "H2O",
+    "HQQ",
     "HSA",
+    "K8V4",
     "KIVI",
     "TOVA",
     "TSP",
@@ -92,11 +107,13 @@ __all__ = [
     "Finch",
     "GemFilter",
     "GroupedSnapKV",
+    "Int8",
     "KNorm",
     "KVzip",
     "KeyDiff",
     "LagKV",
     "Lookahead",
+    "Outlier",
     "PerLayer",
     "PerTurn",
     "PyramidInfer",
@@ -104,6 +121,7 @@ __all__ = [
     "QFilters",
     "Quest",
     "RocketEviction",
+    "Rotated",
     "SageKV",
     "ScoredEvictor",
     "SnapKV",
@@ -122,22 +140,28 @@ __all__ = [
     "expected_attention",
     "fastkv",
     "finch",
+    "fp8",
     "full",
     "gemfilter",
     "h2o",
+    "hqq",
     "hsa",
+    "int8",
+    "k8v4",
     "keydiff",
     "kivi",
     "knorm",
     "kvzip",
     "lagkv",
     "lookahead",
+    "outlier",
     "per_turn",
     "pyramidinfer",
     "pyramidkv",
     "qfilters",
     "quest",
     "rocketkv",
+    "rotated",
     "sage_kv",
     "schedule",
     "snapkv",

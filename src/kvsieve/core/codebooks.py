@@ -1,0 +1,61 @@
+"""Codebooks: levels that a code stands for, and the scales that suit them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from kvsieve.core.codes import CodeFormat, nearest
+
+# Rounds of Lloyd's iteration: of 16 levels, none moves by more than 1e-12 any more.
+_ROUNDS = 2000
+# Rounds by which a scale and the codes that suit it follow each other.
+_FITS = 3
+
+
+@functools.cache
+def gaussian_levels(bits: int) -> tuple[float, ...]:
+    """Levels of `bits` bits with the least mean squared error on the standard normal distribution (Lloyd, Max).
+
+    Each level is the mean of the numbers nearest to it; ascending, symmetric about 0.
+    """
+    half = 1 << (bits - 1)
+    levels = [(at + 0.5) * 4 / (1 << bits) for at in range(half)]
+    for _ in range(_ROUNDS):
+        borders = [0.0, *((low + high) / 2 for low, high in itertools.pairwise(levels)), math.inf]
+        before = levels
+        levels = [_mean(low, high) for low, high in itertools.pairwise(borders)]
+        if max(abs(new - old) for new, old in zip(levels, before, strict=True)) < 1e-12:
+            break
+    return (*(-level for level in reversed(levels)), *levels)
+
+
+def _mean(low: float, high: float) -> float:
+    """Mean of the standard normal distribution between two numbers, 0 <= low < high."""
+    density = math.exp(-low * low / 2) - math.exp(-high * high / 2)
+    mass = math.erfc(low / math.sqrt(2)) - math.erfc(high / math.sqrt(2))
+    return density / mass * math.sqrt(2 / math.pi)
+
+
+@functools.cache
+def float8_levels() -> tuple[float, ...]:
+    """Numbers of the 8 bit float e4m3, ascending, +-448 the largest; 0 once."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    return tuple(torch.unique(numbers[numbers.isfinite()]).tolist())
+
+
+def least_squares_scale(form: CodeFormat, x: Tensor, dim: int) -> Tensor:
+    """Scale by which the levels of a format come closest to all numbers along dimension `dim`, which stays with size 1.
+
+    Codes by the scale, then the scale by the codes, in turn, from the root mean square on.
+    """
+    assert form.levels is not None
+    scale = x.square().mean(dim, keepdim=True).sqrt()
+    for _ in range(_FITS):
+        near = nearest(form.levels, x / scale.clamp_min(torch.finfo(torch.float32).tiny))
+        scale = (x * near).sum(dim, keepdim=True) / near.square().sum(dim, keepdim=True)
+    return scale

@@ -1,0 +1,40 @@
+"""What codecs share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvsieve.methods.base import check_int
+from kvsieve.roles import Codec
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockCodec(Codec, heads="own"):
+    """A codec whose blocks and exact entries are parameters.
+
+    block: entries that are encoded together, per KV head.
+    tail: newest entries that stay exact, at most.
+    sinks: first entries that stay exact.
+    """
+
+    block: int = 128
+    tail: int = 128
+    sinks: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("block", 8), ("tail", 1), ("sinks", 0)):
+            check_int(self, name, getattr(self, name), least)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupCodec(BlockCodec, heads="own"):
+    """A codec with keys per channel and values per token, in groups of channels.
+
+    group: channels of a value that share a scale; smaller where a head has fewer.
+    """
+
+    group: int = 64
+
+    def __post_init__(self) -> None:
+        check_int(self, "group", self.group, 8)
+        super().__post_init__()

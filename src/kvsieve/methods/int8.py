@@ -1,0 +1,37 @@
+"""Whole numbers of 8 bits, per token: symmetric, from -127 to 127, as LLM.int8() has vectors (arXiv 2208.07339).
+
+Each key and each value of a head is one scale, its largest absolute number over 127, and a whole number per channel,
+rounded to nearest.
+
+Differences from the reference: it has activations that are multiplied, here they are stored; no channels are kept
+apart (`outlier` does that).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvsieve.core.codes import CodeFormat
+from kvsieve.methods.codecs import BlockCodec
+from kvsieve.registry import register_method
+
+_LEVELS = tuple(float(level) for level in range(-127, 128))
+
+
+@register_method(
+    "int8",
+    title="int8",
+    paper="arXiv 2208.07339",
+    phase="storage",
+    query_aware=False,
+    summary="Whole numbers of 8 bits, a scale per token.",
+)
+@dataclass(frozen=True, kw_only=True)
+class Int8(BlockCodec, heads="own"):
+    """Encode keys and values per token, in 8 bits."""
+
+    def keys(self, dim: int) -> CodeFormat:
+        return CodeFormat(8, "token", dim, zero=False, levels=_LEVELS)
+
+    def values(self, dim: int) -> CodeFormat:
+        return self.keys(dim)

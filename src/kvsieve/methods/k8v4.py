@@ -1,0 +1,46 @@
+"""Keys in more bits than values: K8V4 and other pairs (KVTuner, arXiv 2502.04420; AsymKV, arXiv 2410.13212).
+
+Attention is more sensitive to errors of keys, which softmax magnifies, than to those of values, which it averages: at
+equal bytes, 8 and 4 bits lose less than 6 and 6.
+
+Keys are encoded per channel. Per token would cost as many bytes (two numbers for each channel of 128 tokens, one for
+each token of 64 channels), and one large channel, as Qwen's models have, would take the levels of all others.
+
+Differences from the references: one pair for all layers, where KVTuner searches one for each and AsymKV gives the later
+layers fewer bits; keys and values as in `kivi`, whose differences hold here as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvsieve.core.codes import CodeFormat
+from kvsieve.methods.codecs import GroupCodec
+from kvsieve.registry import register_method
+
+
+@register_method(
+    "k8v4",
+    title="K8V4",
+    paper="arXiv 2502.04420",
+    phase="storage",
+    query_aware=False,
+    summary="Keys in more bits than values, keys per channel.",
+)
+@dataclass(frozen=True, kw_only=True)
+class K8V4(GroupCodec, heads="own"):
+    """Encode keys per channel and values per token, keys in more bits than values.
+
+    key_bits: 2, 3, 4 or 8.
+    value_bits: 2, 3, 4 or 8.
+    """
+
+    key_bits: Literal[2, 3, 4, 8] = 8
+    value_bits: Literal[2, 3, 4, 8] = 4
+
+    def keys(self, dim: int) -> CodeFormat:
+        return CodeFormat(self.key_bits, "channel")
+
+    def values(self, dim: int) -> CodeFormat:
+        return CodeFormat(self.value_bits, "token", min(self.group, dim))

@@ -1,0 +1,56 @@
+"""Random rotation and codebooks for the normal distribution: QuaRot (arXiv 2404.00456), TurboQuant (arXiv 2504.19874).
+
+A random rotation spreads what is large over all channels: the channels of a turned vector are nearly independent, and
+distributed normally with the same variance. So one scale per vector is enough, and the best scalar codebook is known
+beforehand: Lloyd's and Max's for the normal distribution. Queries are turned instead of stored keys, and the weighted
+sum of values is turned back once.
+
+Differences from QuaRot: the rotation is applied to post-RoPE keys and to values in attention instead of being folded
+into the weights; levels are those of the codebook instead of a range's whole numbers. From TurboQuant: the scale is
+that of least squares for the codes chosen (three rounds) instead of the vector's norm; the codebook is that of the
+normal distribution, the limit of a turned vector's; there is no second stage that makes products unbiased; one number
+of bits for all channels. From both: the mean of each key channel over the first entries encoded is taken off before and
+added when they are read, since some models' keys have a large constant part, which would take the levels of what
+differs between tokens; attention over them is exact in that part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from kvsieve.core.codebooks import gaussian_levels, least_squares_scale
+from kvsieve.core.codes import CodeFormat
+from kvsieve.methods.codecs import BlockCodec
+from kvsieve.registry import register_method
+
+
+@register_method(
+    "rotated",
+    title="QuaRot, TurboQuant",
+    paper="arXiv 2404.00456, 2504.19874",
+    phase="storage",
+    query_aware=False,
+    summary="A random rotation, then the best levels for normally distributed numbers.",
+)
+@dataclass(frozen=True, kw_only=True)
+class Rotated(BlockCodec, heads="own"):
+    """Encode keys and values per token, turned by a random rotation, by the best scalar codebook.
+
+    bits: 2, 3 or 4.
+    """
+
+    bits: Literal[2, 3, 4] = 4
+
+    def keys(self, dim: int) -> CodeFormat:
+        levels = gaussian_levels(self.bits)
+        return CodeFormat(self.bits, "token", dim, zero=False, levels=levels, rotated=True, centered=True)
+
+    def values(self, dim: int) -> CodeFormat:
+        levels = gaussian_levels(self.bits)
+        return CodeFormat(self.bits, "token", dim, zero=False, levels=levels, rotated=True)
+
+    def fit(self, form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
+        return least_squares_scale(form, x, dim), None
