@@ -7,8 +7,9 @@ import functools
 import torch
 from torch import Tensor
 
-from kvsieve.cache.body import Body, Part
+from kvsieve.cache.body import Body
 from kvsieve.cache.packed import PackedStore
+from kvsieve.cache.pool import BlockPool
 from kvsieve.core.codes import rotation
 from kvsieve.core.softmax import cap
 from kvsieve.kernels.cpu import packed as native
@@ -70,7 +71,7 @@ def _over_exact(query: Tensor, store: PackedStore, terms: AttentionTerms | None)
     return (weights @ values.float())[:, None], top[..., 0][:, None], weights.sum(-1)[:, None]
 
 
-def _turned(query: Tensor, part: Part) -> tuple[Tensor, Tensor | None]:
+def _turned(query: Tensor, part: BlockPool) -> tuple[Tensor, Tensor | None]:
     """Queries as encoded keys are matched with them, and what the keys' mean adds to every logit."""
     base = None if part.mean is None else (query @ part.mean[..., None])[..., 0]
     return query @ rotation(part.dim, query.device) if part.form.rotated else query, base
@@ -84,7 +85,7 @@ def _compiled(query: Tensor, body: Body, terms: AttentionTerms | None) -> _Sums:
     return _turned_back(acc, total, body.values), top, total
 
 
-def _turned_back(acc: Tensor, total: Tensor, part: Part) -> Tensor:
+def _turned_back(acc: Tensor, total: Tensor, part: BlockPool) -> Tensor:
     """Sums of values as they were before they were encoded."""
     if part.form.rotated:
         acc = acc @ rotation(part.dim, acc.device).T
@@ -93,7 +94,7 @@ def _turned_back(acc: Tensor, total: Tensor, part: Part) -> Tensor:
     return acc
 
 
-def _told(part: Part) -> dict[str, object]:
+def _told(part: BlockPool) -> dict[str, object]:
     codes, form = part.codes, part.form
     assert codes is not None
     levels = None if form.levels is None else _levels(form.levels)

@@ -9,58 +9,11 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from kvsieve.core.codes import CodeFormat, Codes, decode, encode, rotation
+from kvsieve.cache.pool import BlockPool
+from kvsieve.core.codes import Codes
 
 if TYPE_CHECKING:
     from kvsieve.roles import Codec
-
-
-class Part:
-    """Encoded keys, or values, of all blocks of a pool.
-
-    Attributes:
-        form: their format.
-        dim: channels.
-        codes: of `used` blocks, and room for more; None before the first.
-        mean: float32 [R, D], what was taken off the channels of each KV row; None where nothing was.
-    """
-
-    def __init__(self, form: CodeFormat, dim: int) -> None:
-        self.form, self.dim = form, dim
-        self.codes: Codes | None = None
-        self.mean: Tensor | None = None
-
-    def encode(self, codec: Codec, x: Tensor, rows: Tensor, count: int) -> Codes:
-        """Encode blocks [N, T, D] of the KV rows int64 [N], of `count` in all."""
-        x = x.float()
-        if self.form.centered:
-            if self.mean is None:
-                sums = x.new_zeros(count, self.dim).index_add_(0, rows, x.mean(1))
-                self.mean = sums / torch.bincount(rows, minlength=count).clamp_min(1)[:, None]
-            x = x - self.mean[rows][:, None]
-        if self.form.rotated:
-            x = x @ rotation(self.dim, x.device)
-        return encode(self.form, x, codec.fit)
-
-    def decode(self, codes: Codes, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the numbers [N, T, D] of blocks of the KV rows int64 [N]."""
-        x = decode(self.form, codes, self.dim)
-        if self.form.rotated:
-            x = x @ rotation(self.dim, x.device).T
-        if self.mean is not None:
-            x = x + self.mean[rows][:, None]
-        return x.to(dtype)
-
-    def blocks(self, numbers: Tensor, rows: Tensor) -> Tensor:
-        """Return the numbers float32 [N, T, D] of blocks of the pool, which belong to KV rows int64 [N]."""
-        assert self.codes is not None
-        return self.decode(self.codes.apply(lambda each: each[numbers]), rows, torch.float32)
-
-    def tensors(self) -> Iterator[Tensor]:
-        if self.codes is not None:
-            yield from self.codes.tensors()
-        if self.mean is not None:
-            yield self.mean
 
 
 class Body:
@@ -81,7 +34,7 @@ class Body:
 
     def __init__(self, codec: Codec, rows: int, dims: tuple[int, int], dtype: torch.dtype, device: torch.device):
         self.codec, self.dtype = codec, dtype
-        self.keys, self.values = Part(codec.keys(dims[0]), dims[0]), Part(codec.values(dims[1]), dims[1])
+        self.keys, self.values = BlockPool(codec.keys(dims[0]), dims[0]), BlockPool(codec.values(dims[1]), dims[1])
         self.index: Tensor | None = None
         self.used = 0
         self.table = torch.zeros(rows, 0, dtype=torch.int64, device=device)
@@ -154,16 +107,19 @@ class Body:
         if self.is_full:
             at = entries // self.codec.block
             return self.table[rows, at], entries - at * self.codec.block
-        ends = self.fills.cumsum(1)
-        at = torch.searchsorted(ends[rows], entries[:, None], right=True)[:, 0]
-        return self.table[rows, at], entries - (ends[rows, at] - self.fills[rows, at])
+        # Of all KV rows' entries in a line.
+        fills = self.fills.flatten()
+        ends = fills.cumsum(0)
+        number = entries + (self.counts.cumsum(0) - self.counts)[rows]
+        at = torch.searchsorted(ends, number, right=True)
+        return self.table.flatten()[at], number - (ends - fills)[at]
 
     def read(self, what: str, rows: Tensor, entries: Tensor) -> Tensor:
         """Numbers [N, D] of single entries; what: "keys" or "values"."""
-        part: Part = self.keys if what == "keys" else self.values
+        part: BlockPool = self.keys if what == "keys" else self.values
         assert part.codes is not None
         block, place = self.find(rows, entries)
-        return part.decode(_picked(part, block, place), rows, self.dtype)[:, 0]
+        return part.decode(part.picked(block, place), rows, self.dtype)[:, 0]
 
     def read_index(self, rows: Tensor, entries: Tensor) -> Tensor:
         """Token index int32 [N] of single entries."""
@@ -172,7 +128,7 @@ class Body:
 
     def padded(self, what: str) -> Tensor:
         """Decode all "keys" or "values": [R, width, D], each KV row's entries at the right end."""
-        part: Part = self.keys if what == "keys" else self.values
+        part: BlockPool = self.keys if what == "keys" else self.values
         assert part.codes is not None
         blocks = self.table.flatten()
         rows = torch.arange(len(self.table), device=blocks.device).repeat_interleave(self.table.shape[1])
@@ -205,9 +161,10 @@ class Body:
         return joined.gather(1, places)
 
     def keep(self, stays: Tensor) -> None:
-        """Drop entries. A block that loses some is encoded again, once; blocks that lose none are left alone.
+        """Drop entries. A block that loses some is encoded again, once.
 
-        Neighbours of which little is left become one block. Freed blocks leave the pool.
+        Neighbours that fit in one block become one, so that two of them are more than half full. Blocks that lose none
+        and are not joined are left alone. Freed blocks leave the pool.
 
         stays: bool [R, width], right-aligned as `padded` is.
         """
@@ -220,27 +177,16 @@ class Body:
             as_tuple=True
         )
         entries = slots - (self.width - self.counts)[rows]
-        ends = self.fills.cumsum(1)
-        at = torch.searchsorted(ends[rows], entries[:, None], right=True)[:, 0]
+        places = torch.arange(self.table.shape[1], device=device).expand_as(self.fills)
+        at = places.flatten().repeat_interleave(self.fills.flatten())
         kept = stays[rows, slots]
         left = torch.zeros_like(self.fills)
         left.index_put_((rows, at), kept.long(), accumulate=True)
-        untouched = real & (left == self.fills)
-        # Which new block each old one becomes part of: its own, or that of its neighbour before.
-        merged, most = torch.zeros_like(left), 0
-        table = []
-        for row, (fills, whole) in enumerate(zip(left.tolist(), untouched.tolist(), strict=True)):
-            made: list[tuple[int, bool]] = []
-            for place, (fill, same) in enumerate(zip(fills, whole, strict=True)):
-                if not fill:
-                    continue
-                if made and not same and not made[-1][1] and made[-1][0] + fill <= block:
-                    made[-1] = made[-1][0] + fill, False
-                else:
-                    made.append((fill, same))
-                merged[row, place] = len(made) - 1
-            table.append(made)
-            most = max(most, len(made))
+        if bool(kept.all()):
+            return
+        *told, most = _joined(left.tolist(), block)
+        merged, joined = (torch.tensor(part, device=device).view_as(left) for part in told)
+        untouched = real & (left == self.fills) & (joined == 0)
         fresh = Body(self.codec, len(self.table), (self.keys.dim, self.values.dim), self.dtype, device)
         fresh.keys.mean, fresh.values.mean = self.keys.mean, self.values.mean
         fresh.table = self.table.new_zeros(len(self.table), most)
@@ -280,14 +226,14 @@ class Body:
         fills = torch.bincount(which, minlength=known.shape[1])
         # Entries of a block follow each other; filler repeats its last one.
         start = fills.cumsum(0) - fills
-        take = start[:, None] + torch.arange(block, device=rows.device).clamp(max=block - 1)
+        take = start[:, None] + torch.arange(block, device=rows.device)
         take = torch.minimum(take, (start + fills - 1)[:, None])
         order = which.argsort(stable=True)
         rows, entries = rows[order], entries[order]
         made = []
         for what in ("keys", "values"):
             numbers = self.read(what, rows, entries)[take]
-            target: Part = getattr(fresh, what)
+            target: BlockPool = getattr(fresh, what)
             made.append(target.encode(self.codec, numbers, known[0], len(self.table)))
         parts.append(made)
         indices.append(self.read_index(rows, entries)[take])
@@ -295,8 +241,13 @@ class Body:
         fresh.fills[known[0], known[1]] = fills
 
     def reorder(self, rows: Tensor) -> None:
-        """Make KV row i a copy of KV row ``rows[i]``; blocks are shared."""
+        """Make KV row i a copy of KV row ``rows[i]``; blocks are shared. Those of no KV row leave the pool in time."""
         self.table, self.fills = self.table[rows], self.fills[rows]
+        alive = torch.unique(self.table[self.fills > 0])
+        if self.index is not None and len(alive) <= self.used // 2:
+            self._apply(lambda part: part[alive])
+            self.table = torch.searchsorted(alive, self.table) * (self.fills > 0)
+            self.used = len(alive)
         for part in (self.keys, self.values):
             if part.mean is not None:
                 part.mean = part.mean[rows]
@@ -319,19 +270,27 @@ class Body:
             yield self.index
 
 
-def _picked(part: Part, block: Tensor, place: Tensor) -> Codes:
-    """Codes [N, 1, ...] of one entry each, at a place of a block."""
-    codes = part.codes
-    assert codes is not None
-    by_token = part.form.axis == "token"
-    scale, zero = (
-        None if each is None else (each[block, place][:, None] if by_token else each[block])
-        for each in (codes.scale, codes.zero)
-    )
-    assert scale is not None
-    out = Codes(codes.packed[block, place][:, None], scale, zero)
-    if codes.places is not None and codes.extra is not None:
-        where = codes.places[block].long() & 0xFFFF
-        mine = where // part.dim == place[:, None]
-        out.places, out.extra = (where % part.dim).to(torch.int16), codes.extra[block] * mine
-    return out
+def _joined(fills: list[list[int]], block: int) -> tuple[list[list[int]], list[list[int]], int]:
+    """Join neighbours that fit in one block, by what is left in the blocks of each KV row.
+
+    Returns:
+        Which new block each old one becomes part of; 1 where it is not the only one of that, else 0; the most new
+        blocks of a KV row.
+    """
+    numbers, several, most = [], [], 0
+    for row in fills:
+        made: list[int] = []
+        parts: list[int] = []
+        at = []
+        for fill in row:
+            if made and made[-1] + fill <= block:
+                made[-1] += fill
+                parts[-1] += bool(fill)
+            elif fill:
+                made.append(fill)
+                parts.append(1)
+            at.append(max(len(made) - 1, 0))
+        numbers.append(at)
+        several.append([int(bool(made) and parts[number] > 1) for number in at])
+        most = max(most, len(made))
+    return numbers, several, most

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from kvsieve.cache.base import MIN_ROOM, Store, View, storage_bytes
+from kvsieve.cache.base import Store, View, storage_bytes
 from kvsieve.cache.body import Body
+from kvsieve.cache.encoded_rows import SPAN, EncodedRows
 from kvsieve.cache.ragged import RaggedStore
+from kvsieve.cache.settle import narrow, settle
 from kvsieve.cache.store import DenseStore
 from kvsieve.core.kv_rows import SlotRows
 from kvsieve.errors import UnsupportedOptionError
@@ -19,10 +21,6 @@ from kvsieve.types import Selection
 
 if TYPE_CHECKING:
     from kvsieve.roles import Codec
-
-
-# More than any KV row has entries.
-_SPAN = 1 << 32
 
 
 class PackedStore(Store):
@@ -95,7 +93,7 @@ class PackedStore(Store):
     @property
     def capacity(self) -> int:
         """Numbers of entries that belong to a KV row, in `slot_rows`."""
-        return _SPAN
+        return SPAN
 
     @property
     def keys(self) -> Tensor:
@@ -156,99 +154,7 @@ class PackedStore(Store):
 
     def settle(self) -> None:
         """Encode the oldest exact entries of each KV head, as many whole blocks as leave enough of the newest."""
-        body, codec, exact = self.bodies[-1], self.codec, self.exact
-        begins = not body.width and not self.first
-        sinks = codec.sinks if begins else 0
-        room = exact.size - self.first - sinks
-        stored = max(self.lengths)
-        if room < codec.newest(stored) + codec.block:
-            return
-        if exact.valid is None and body.is_even:
-            blocks = (room - codec.newest(stored)) // codec.block
-            self.first += sinks
-            self._encode_alike(body, blocks)
-        else:
-            self._encode_rows(body, sinks)
-
-    def _encode_alike(self, body: Body, blocks: int) -> None:
-        """Encode `blocks` blocks of each KV row, all of whose entries are real."""
-        size, exact = self.codec.block, self.exact
-        taken = slice(self.first, self.first + blocks * size)
-        keys, values, index = (
-            part[:, :, taken].reshape(-1, size, *part.shape[3:]) for part in (exact.keys, exact.values, exact.index)
-        )
-        rows = torch.arange(self.batch * self.heads, device=self.device).repeat_interleave(blocks)
-        body.add(keys, values, index, rows)
-        left = torch.cat([torch.arange(self.first), torch.arange(taken.stop, exact.size)]).to(self.device)
-        self._replace(left.expand(self.batch, self.heads, -1), None)
-
-    def _encode_rows(self, body: Body, sinks: int) -> None:
-        """Encode each KV row's own number of blocks of its real entries."""
-        exact, codec, size = self.exact, self.codec, self.codec.block
-        shape = self.batch, self.heads
-        real = torch.ones(1, 1, 1, dtype=torch.bool, device=self.device) if exact.valid is None else exact.valid
-        real = real.expand(*shape, exact.size)
-        newest = real[..., self.first :]
-        own = newest.sum(-1)
-        held = own + body.counts.view(shape) + real[..., : self.first].sum(-1)
-        keep = torch.tensor([codec.newest(each) for each in held.flatten().tolist()], device=self.device).view(shape)
-        blocks = ((own - sinks - keep) // size).clamp_min(0)
-        if not bool(blocks.any()):
-            return
-        # Real slots first, in order.
-        order = (~newest).to(torch.uint8).argsort(dim=-1, stable=True) + self.first
-        rows = torch.arange(shape[0] * shape[1], device=self.device).repeat_interleave(blocks.flatten())
-        number = torch.arange(len(rows), device=self.device)
-        before = blocks.flatten().cumsum(0) - blocks.flatten()
-        start = sinks + (number - before[rows]) * size
-        places = start[:, None] + torch.arange(size, device=self.device)
-        slots = order.flatten(0, 1)[rows].gather(1, places)
-        keys, values, index = (
-            part.flatten(0, 1)[rows[:, None], slots] for part in (exact.keys, exact.values, exact.index)
-        )
-        body.add(keys, values, index, rows)
-        stays = real.clone()
-        stays.flatten(0, 1)[rows[:, None], slots] = False
-        if sinks:
-            # The first ones of each KV row become slots of their own, filler where it has fewer.
-            few = order[..., :sinks]
-            there = newest.gather(2, few - self.first)
-            stays.scatter_(2, few, torch.zeros_like(there))
-            slots, there_too = _right_aligned(stays[..., self.first :], self.first)
-            slots = torch.cat([torch.arange(self.first, device=self.device).expand(*shape, -1), few, slots], -1)
-            whole = torch.cat([real[..., : self.first], there, there_too], -1)
-            self.first += sinks
-            self._replace(slots, whole)
-        else:
-            self._narrow(stays)
-
-    def _narrow(self, stays: Tensor) -> None:
-        """Keep exact slots, bool [B, H, slots]: filler takes the place of first ones that go, others close up."""
-        slots, real = _right_aligned(stays[..., self.first :], self.first)
-        head = torch.arange(self.first, device=self.device).expand(*stays.shape[:2], -1)
-        self._replace(torch.cat([head, slots], -1), torch.cat([stays[..., : self.first], real], -1))
-
-    def _replace(self, slots: Tensor, real: Tensor | None) -> None:
-        """Make new exact entries of slots [B, H, K] of the old ones; real: bool, False for filler."""
-        old, fresh = self.exact, DenseStore()
-        room = min(MIN_ROOM, self.codec.block)
-
-        def gathered(part: Tensor) -> Tensor:
-            at = slots if part.ndim == 3 else slots[..., None].expand(-1, -1, -1, part.shape[3])
-            out = part.new_zeros(*slots.shape[:2], slots.shape[2] + room, *part.shape[3:])
-            out[:, :, : slots.shape[2]] = part.gather(2, at)
-            return out
-
-        fresh._keys, fresh._values, fresh._index = (gathered(part) for part in (old.keys, old.values, old.index))
-        fresh.size = slots.shape[2]
-        fresh.lengths = (fresh.size,) * len(slots)
-        if real is not None and not bool(real.all()):
-            fresh.valid_buffer = torch.ones(*slots.shape[:2], fresh.size + room, dtype=torch.bool, device=slots.device)
-            fresh.valid_buffer[:, :, : fresh.size] = real
-            fresh._index[:, :, : fresh.size].masked_fill_(~real, -1)
-            fresh.lengths = tuple(real.sum(-1).amax(-1).tolist())
-        self.exact = fresh
-        self.derived = {}
+        settle(self)
 
     def keep(self, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> None:
         """Keep only the selected slots; encoded ones move, and those of a block that loses some are encoded again."""
@@ -279,7 +185,7 @@ class PackedStore(Store):
             at = end
             body.keep(mine)
         stays = torch.cat([stays[:, :, : self.first], stays[:, :, end:]], 2)
-        self._narrow(stays)
+        narrow(self, stays)
         self.lengths = tuple(real.sum(-1).amax(-1).tolist())
         self.settle()
 
@@ -295,43 +201,11 @@ class PackedStore(Store):
                     "with a new cache"
                 )
         self.exact.remask(mask)
+        self.lengths = tuple(self.totals().view(self.batch, self.heads).amax(1).tolist())
         self.derived = {}
 
-    def at(self, what: str, rows: Tensor, entries: Tensor) -> Tensor:
-        """Decode single entries.
-
-        Args:
-            what: "keys" or "values".
-            rows: int64 [N], KV rows b * H + h.
-            entries: int64 [N], numbers of real entries of each KV row.
-
-        Returns:
-            [N, D].
-        """
-        exact: Tensor = getattr(self.exact, what).flatten(0, 1)
-        valid = self.exact.valid
-        counts = [body.counts for body in self.bodies]
-        encoded = torch.stack(counts).sum(0)
-        if valid is None:
-            first = torch.full_like(encoded, self.first)
-        else:
-            real = valid.expand(-1, self.heads, -1).flatten(0, 1)
-            first = real[:, : self.first].sum(-1)
-        start = first[rows]
-        # Of those that are exact, the number among them.
-        number = torch.where(entries < start, entries, (entries - encoded[rows]).clamp_min(0))
-        if valid is not None:
-            number = (~real).to(torch.uint8).argsort(dim=-1, stable=True)[rows, number]
-        out = exact[rows, number]
-        for body in self.bodies:
-            mine = ((entries >= start) & (entries < start + body.counts[rows])).nonzero()[:, 0]
-            if len(mine):
-                out[mine] = body.read(what, rows[mine], (entries - start)[mine])
-            start = start + body.counts[rows]
-        return out
-
     def slot_rows(self) -> tuple[SlotRows, SlotRows]:
-        return _Encoded(self, "keys"), _Encoded(self, "values")
+        return EncodedRows(self, "keys"), EncodedRows(self, "values")
 
     def totals(self) -> Tensor:
         """Number of real entries of each KV row, int64 [B * H]."""
@@ -405,31 +279,3 @@ class PackedStore(Store):
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
         raise RuntimeError("encoded entries are changed by their parts")
-
-
-class _Encoded:
-    """Keys or values of all KV rows as rows of one buffer: entry n of KV row r is row r * _SPAN + n."""
-
-    # Of no buffer that kernels could read.
-    dtype = torch.uint8
-
-    def __init__(self, store: PackedStore, what: str) -> None:
-        self.store, self.what = store, what
-
-    def element_size(self) -> int:
-        """Bytes of a number, scales included, rounded up."""
-        return -(-self.store.entry_size() // sum(self.store.dims))
-
-    def index_select(self, dim: int, index: Tensor) -> Tensor:
-        rows = index // _SPAN
-        return self.store.at(self.what, rows, index - rows * _SPAN)
-
-
-def _right_aligned(stays: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """Slots int64 [B, H, K], counted from `start`, where bool [B, H, N] is true, filler on the left; which are real."""
-    counts = stays.sum(-1, keepdim=True)
-    most = int(counts.max())
-    # False first, so that the last ones are those that stay, in order.
-    slots = stays.to(torch.uint8).argsort(dim=-1, stable=True)[..., stays.shape[-1] - most :]
-    real = torch.arange(most, device=stays.device) >= most - counts
-    return slots + start, real

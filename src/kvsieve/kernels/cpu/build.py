@@ -68,7 +68,7 @@ def _folder() -> Path:
 
 
 def _processor() -> str:
-    """What ``-march=native`` goes by."""
+    """Features of the processor, by which ``-march=native`` goes."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvsieve.kernels.cpu.build import library
 
 
-class _Part(Structure):
+class _PackedPart(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("packed", "scale", "zero", "levels", "places", "extra")),
         *((name, c_int64) for name in ("bits", "bytes", "dim", "group", "apart")),
@@ -78,15 +78,15 @@ def attend(
     found = library().loaded
     assert found is not None
     run = found.packed_attention
-    run.argtypes = (POINTER(_Job), POINTER(_Part), POINTER(_Part))
+    run.argtypes = (POINTER(_Job), POINTER(_PackedPart), POINTER(_PackedPart))
     if run(byref(job), byref(_part(parts[0])), byref(_part(parts[1]))):
         raise MemoryError("attention over encoded entries could not allocate its scratch, less than a MiB per thread")
     return acc, top, total
 
 
-def _part(told: dict[str, Any]) -> _Part:
+def _part(told: dict[str, Any]) -> _PackedPart:
     packed, places = told["packed"], told["places"]
-    return _Part(
+    return _PackedPart(
         *(_address(told[name]) for name in ("packed", "scale", "zero", "levels", "places", "extra")),
         told["bits"],
         packed.shape[2],

@@ -1,0 +1,67 @@
+"""Entries of a packed store as rows of a buffer that is not there: single ones are decoded when they are asked for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvsieve.cache.packed import PackedStore
+
+# More than any KV row has entries.
+SPAN = 1 << 32
+
+
+class EncodedRows:
+    """Keys or values of all KV rows as rows of one buffer: entry n of KV row r is row r * SPAN + n."""
+
+    # Of no buffer that kernels could read.
+    dtype = torch.uint8
+
+    def __init__(self, store: PackedStore, what: str) -> None:
+        self.store, self.what = store, what
+
+    def element_size(self) -> int:
+        """Bytes of a number, scales included, rounded up."""
+        return -(-self.store.entry_size() // sum(self.store.dims))
+
+    def index_select(self, dim: int, index: Tensor) -> Tensor:
+        rows = index // SPAN
+        return entries_at(self.store, self.what, rows, index - rows * SPAN)
+
+
+def entries_at(store: PackedStore, what: str, rows: Tensor, entries: Tensor) -> Tensor:
+    """Decode single entries.
+
+    Args:
+        store: holds them.
+        what: "keys" or "values".
+        rows: int64 [N], KV rows b * H + h.
+        entries: int64 [N], numbers of real entries of each KV row.
+
+    Returns:
+        [N, D].
+    """
+    exact: Tensor = getattr(store.exact, what).flatten(0, 1)
+    valid = store.exact.valid
+    counts = [body.counts for body in store.bodies]
+    encoded = torch.stack(counts).sum(0)
+    if valid is None:
+        first = torch.full_like(encoded, store.first)
+    else:
+        real = valid.expand(-1, store.heads, -1).flatten(0, 1)
+        first = real[:, : store.first].sum(-1)
+    start = first[rows]
+    # Of those that are exact, the number among them.
+    number = torch.where(entries < start, entries, (entries - encoded[rows]).clamp_min(0))
+    if valid is not None:
+        number = (~real).to(torch.uint8).argsort(dim=-1, stable=True)[rows, number]
+    out = exact[rows, number]
+    for body in store.bodies:
+        mine = ((entries >= start) & (entries < start + body.counts[rows])).nonzero()[:, 0]
+        if len(mine):
+            out[mine] = body.read(what, rows[mine], (entries - start)[mine])
+        start = start + body.counts[rows]
+    return out
