@@ -50,14 +50,23 @@ def library() -> Library:
     told = "\n".join((_SOURCE.read_text(), *_FLAGS, compiler, platform.machine(), _processor(), torch.__version__))
     path = _folder() / f"packed-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
     try:
-        if not path.exists():
-            _compile(compiler, path)
-        return Library(ctypes.CDLL(str(path)), None)
+        return Library(_loaded(compiler, path), None)
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         return Library(
             None, f"{compiler} made no kernels: {detail.strip().splitlines()[-1] if detail.strip() else error}"
         )
+
+
+def _loaded(compiler: str, path: Path) -> ctypes.CDLL:
+    if path.exists():
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError:
+            # A damaged file, or one made where there is another C library.
+            pass
+    _compile(compiler, path)
+    return ctypes.CDLL(str(path))
 
 
 def _folder() -> Path:

@@ -1,0 +1,220 @@
+"""Attention over encoded entries is that over what they decode to, by the compiled kernel and in plain torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kvsieve.attention import packed_attention
+from kvsieve.attention.reference import reference_attention
+from kvsieve.cache import DenseStore, PackedStore, keep
+from kvsieve.core.codes import CodeFormat
+from kvsieve.core.selection import pack_ragged
+from kvsieve.kernels.cpu import build
+from kvsieve.kernels.cpu import packed as native
+from kvsieve.roles import Codec
+from kvsieve.types import AttentionTerms
+
+HEADS = 2
+LEVELS = (-1.7, -0.4, 0.3, 2.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formats(Codec, heads="own"):
+    """Keys in one format, values in another."""
+
+    of_keys: CodeFormat
+    of_values: CodeFormat
+    block: int = 16
+    tail: int = 5
+
+    def keys(self, dim: int) -> CodeFormat:
+        return self.of_keys
+
+    def values(self, dim: int) -> CodeFormat:
+        return self.of_values
+
+
+def channel(bits: int, **other) -> CodeFormat:
+    return CodeFormat(bits, "channel", **other)
+
+
+def token(bits: int, group: int, **other) -> CodeFormat:
+    return CodeFormat(bits, "token", group, **other)
+
+
+def levels(bits: int, axis: str = "token", group: int = 16) -> CodeFormat:
+    found = tuple(torch.linspace(-1, 1, 2**bits).pow(3).tolist()) if bits != 2 else LEVELS
+    return CodeFormat(bits, axis, group, zero=False, levels=found)  # type: ignore[arg-type]
+
+
+PAIRS = {
+    "kivi-4": (channel(4), token(4, 32)),
+    "kivi-2": (channel(2), token(2, 16)),
+    "kivi-3": (channel(3), token(3, 16)),
+    "k8v4": (token(8, 64), token(4, 64)),
+    "bits-1-5": (channel(1), channel(5)),
+    "bits-6-7": (token(6, 16), token(7, 16)),
+    "levels-4": (levels(4), levels(4, "channel")),
+    "levels-2": (levels(2, "channel"), levels(2)),
+    "levels-8": (levels(8), levels(5)),
+    "apart": (channel(2, apart=7), token(3, 16, apart=5)),
+    "rotated": (token(4, 64, rotated=True), token(4, 64, rotated=True)),
+    "centered": (channel(4, centered=True), token(4, 32, centered=True)),
+    "both": (token(3, 64, rotated=True, centered=True, apart=3), token(3, 64, rotated=True, centered=True, apart=3)),
+}
+
+
+def packed(codec: Codec, length: int, dim: int, wide: int, dtype=torch.float32, batch: int = 1, valid=None):
+    torch.manual_seed(length + dim)
+    store = DenseStore()
+    keys, values = torch.randn(batch, HEADS, length, dim) + 1, torch.randn(batch, HEADS, length, wide) - 0.5
+    store.append(keys.to(dtype), values.to(dtype), torch.arange(length)[None], valid)
+    return PackedStore.build(store, codec)
+
+
+def compare(store: PackedStore, groups: int, terms: AttentionTerms | None = None, dtype=torch.float32) -> None:
+    query = torch.randn(len(store.lengths), HEADS * groups, 1, store.dims[0]).to(dtype)
+    wanted = reference_attention(query, store.keys, store.values, scale=0.2, valid=store.valid, terms=terms)
+    close = 1e-5 if dtype == torch.float32 else 3e-2
+    kernels = [False] if native.reason() else [False, True]
+    for kernel in kernels:
+        ours = packed_attention(query, store, scale=0.2, terms=terms, kernel=kernel)
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours, wanted, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_every_format(pair):
+    codec = Formats(of_keys=pair[0], of_values=pair[1])
+    compare(packed(codec, 90, 64, 64), 3)
+
+
+@pytest.mark.parametrize("dim, wide, groups", [(128, 128, 7), (80, 80, 1), (128, 64, 3), (32, 48, 2), (64, 64, 1)])
+def test_sizes_and_numbers_of_query_heads(dim, wide, groups):
+    for pair in ((channel(4), token(4, 16)), (token(3, 16, apart=4), channel(2, zero=False))):
+        compare(packed(Formats(of_keys=pair[0], of_values=pair[1]), 70, dim, wide), groups)
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7], ids=["", "softcap"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_terms_and_padding_and_heads_of_their_own(softcap, sinks):
+    terms = AttentionTerms(softcap, torch.tensor([0.5, -9, 2, 0, 9, -4]) if sinks else None)
+    codec = Formats(of_keys=channel(4), of_values=token(4, 16))
+    store = packed(codec, 100, 64, 64, batch=2, valid=torch.arange(100) >= torch.tensor([[70], [0]]))
+    compare(store, 3, terms)
+    # Blocks with room, and a KV row that has none.
+    real = store.valid.expand(-1, HEADS, -1) & (torch.rand(2, HEADS, store.size) > 0.4)
+    real[1, 0, :-5], real[..., -1] = False, True
+    store = keep(store, pack_ragged(real))
+    compare(store, 3, terms)
+    # The newest token is padding in one row.
+    one = torch.randn(2, 2, HEADS, 1, 64)
+    store.append(*one, torch.tensor([[100]]), torch.tensor([[False], [True]]))
+    compare(store, 3, terms)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_bfloat16_and_threads(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        codec = Formats(of_keys=channel(4), of_values=token(4, 32))
+        compare(packed(codec, 300, 64, 64, torch.bfloat16), 3, dtype=torch.bfloat16)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_logits_and_numbers_neither_overflow_nor_vanish():
+    store = packed(Formats(of_keys=channel(8), of_values=token(8, 64)), 100, 64, 64)
+    query = torch.randn(1, HEADS * 3, 1, 64) * 200
+    wanted = reference_attention(query, store.keys, store.values, scale=1.0)
+    for kernel in (False, native.reason() is None):
+        ours = packed_attention(query, store, scale=1.0, kernel=kernel)
+        torch.testing.assert_close(ours, wanted, atol=5e-3, rtol=0)
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """Kernels that are looked for anew, kept in an empty folder."""
+    monkeypatch.setenv("KVSIEVE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("KVSIEVE_KERNELS", raising=False)
+    monkeypatch.setattr(build, "library", build.library.__wrapped__)
+    monkeypatch.setattr(native, "library", build.library)
+    return tmp_path
+
+
+def made(folder) -> list[str]:
+    return sorted(path.name for path in (folder / "cache" / "kernels").iterdir())
+
+
+def pretended(folder, library: str) -> str:
+    """A compiler that takes a while and gives this library."""
+    path = folder / "compiler"
+    path.write_text(
+        f'#!/bin/sh\nsleep 0.05\nfor last; do :; done\nwhile [ "$1" != -o ]; do shift; done\ncp "{library}" "$2"\n'
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def compiler(fresh, monkeypatch):
+    """A compiler that is quick: it copies the library of this machine."""
+    if shutil.which("gcc") is None and shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    found = build.library
+    monkeypatch.delenv("KVSIEVE_CACHE")
+    loaded = found().loaded
+    monkeypatch.setenv("KVSIEVE_CACHE", str(fresh / "cache"))
+    monkeypatch.setenv("CC", pretended(fresh, loaded._name))
+    return fresh
+
+
+def plain_still_works() -> None:
+    compare(packed(Formats(of_keys=channel(4), of_values=token(4, 16)), 40, 64, 64), 1)
+
+
+@pytest.mark.parametrize(
+    "variables, told",
+    [
+        ({"KVSIEVE_KERNELS": "0"}, "switched off: KVSIEVE_KERNELS=0"),
+        ({"PATH": "", "CC": ""}, "there is no C compiler"),
+        ({"CC": "/no/such/compiler"}, "/no/such/compiler made no kernels"),
+        ({"CC": "false"}, "false made no kernels"),
+        ({"CC": "true"}, "true made no kernels"),
+        ({"KVSIEVE_CACHE": "/dev/null/folder"}, "made no kernels"),
+    ],
+    ids=["switched-off", "no-compiler", "missing", "failing", "making-nothing", "read-only"],
+)
+def test_without_kernels_there_is_a_reason_and_plain_torch(fresh, monkeypatch, variables, told):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert told in native.reason()
+    plain_still_works()
+
+
+def test_processes_that_compile_at_once_do_not_meet(compiler):
+    found: list[build.Library] = []
+    threads = [threading.Thread(target=lambda: found.append(build.library())) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert [each.reason for each in found] == [None] * 3 and len(made(compiler)) == 1
+
+
+def test_a_file_is_for_one_processor_and_made_again_when_it_is_damaged(compiler, monkeypatch):
+    assert build.library().reason is None
+    (first,) = made(compiler)
+    monkeypatch.setattr(build, "_processor", lambda: "another")
+    assert build.library().reason is None and len(made(compiler)) == 2 and first in made(compiler)
+    damaged = compiler / "packed.so"
+    damaged.write_bytes(b"half a libr")
+    assert build._loaded(os.environ["CC"], damaged).packed_attention
+    assert damaged.stat().st_size > 1000
