@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch import Tensor
 from kvsieve.cache.body import Body
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.pool import BlockPool
-from kvsieve.core.codes import rotation
+from kvsieve.core.codes import Codes, rotation
 from kvsieve.core.softmax import cap
 from kvsieve.kernels.cpu import packed as native
 from kvsieve.types import AttentionTerms
@@ -41,30 +43,60 @@ def packed_attention(
     rows = batch * store.heads
     asked = query.reshape(rows, -1, dim).float() * scale
     kernel = (query.device.type == "cpu" and native.reason() is None) if kernel is None else kernel
-    parts = [_over_exact(asked, store, terms)]
-    for body in store.bodies:
-        if body.width:
-            parts.append((_compiled if kernel else _plain)(asked, body, terms))
-    acc, top, total = (torch.cat([part[i] for part in parts], 1) for i in range(3))
-    most = top.amax(1, keepdim=True)
-    if terms is not None and terms.sinks is not None:
-        sinks = terms.sinks.float().view(store.heads, -1).repeat(batch, 1)[:, None]
-        most = torch.maximum(most, sinks)
-    weight = (top - most).exp()
-    norm = (total * weight).sum(1)
-    if terms is not None and terms.sinks is not None:
-        norm = norm + (sinks - most).exp()[:, 0]
-    out = (acc * weight[..., None]).sum(1) / norm[..., None]
+    sinks = None if terms is None or terms.sinks is None else terms.sinks.float().view(store.heads, -1).repeat(batch, 1)
+    bodies = [body for body in store.bodies if body.width]
+    if kernel:
+        out = _by_kernel(asked, store, bodies, terms, sinks)
+    else:
+        out = _together([_over_exact(asked, store, terms), *(_plain(asked, body, terms) for body in bodies)], sinks)
     return out.reshape(batch, query_heads, 1, -1).to(query.dtype)
 
 
+def _together(parts: Sequence[_Sums], sinks: Tensor | None) -> Tensor:
+    """Output [R, G, Dv] of all parts of the entries; sinks: [R, G]."""
+    acc, top, total = (torch.cat([part[i] for part in parts], 1) for i in range(3))
+    most = top.amax(1, keepdim=True)
+    if sinks is not None:
+        most = torch.maximum(most, sinks[:, None])
+    weight = (top - most).exp()
+    norm = (total * weight).sum(1)
+    if sinks is not None:
+        norm = norm + (sinks - most[:, 0]).exp()
+    return (acc * weight[..., None]).sum(1) / norm[..., None]
+
+
+def _by_kernel(
+    query: Tensor, store: PackedStore, bodies: list[Body], terms: AttentionTerms | None, sinks: Tensor | None
+) -> Tensor:
+    """In C; query [R, G, D] -> [R, G, Dv]."""
+    exact = native.Exactly(query, store.exact.keys, store.exact.values, _seen(store))
+    cap, tokens = None if terms is None else terms.softcap, store.codec.block
+    if not bodies:
+        return native.attend(None, exact, tokens=tokens, cap=cap, sinks=sinks)
+    if len(bodies) == 1 and not bodies[0].values.turns:
+        return native.attend(_encoded(query, bodies[0]), exact, tokens=tokens, cap=cap, sinks=sinks)
+    parts = [native.attend_in_parts(None, exact, tokens=tokens, cap=cap)]
+    for body in bodies:
+        acc, top, total = native.attend_in_parts(_encoded(query, body), None, tokens=body.codec.block, cap=cap)
+        parts.append((_turned_back(acc, total, body.values), top, total))
+    return _together(parts, sinks)
+
+
+def _seen(store: PackedStore) -> Tensor | None:
+    """Mask of the exact entries that are seen, bool [R, size]; None for all."""
+    valid = store.exact.valid
+    if valid is None:
+        return None
+    real = valid.expand(-1, store.heads, -1).flatten(0, 1).clone()
+    # Padding sees itself.
+    real[:, -1] = True
+    return real
+
+
 def _over_exact(query: Tensor, store: PackedStore, terms: AttentionTerms | None) -> _Sums:
-    keys, values, valid = store.exact.keys.flatten(0, 1), store.exact.values.flatten(0, 1), store.exact.valid
+    keys, values, real = store.exact.keys.flatten(0, 1), store.exact.values.flatten(0, 1), _seen(store)
     logits = cap(query @ keys.float().transpose(1, 2), terms)
-    if valid is not None:
-        real = valid.expand(-1, store.heads, -1).flatten(0, 1).clone()
-        # Padding sees itself.
-        real[:, -1] = True
+    if real is not None:
         logits.masked_fill_(~real[:, None], float("-inf"))
     top = logits.amax(-1, keepdim=True)
     weights = (logits - top).exp()
@@ -77,12 +109,9 @@ def _turned(query: Tensor, part: BlockPool) -> tuple[Tensor, Tensor | None]:
     return query @ rotation(part.dim, query.device) if part.form.rotated else query, base
 
 
-def _compiled(query: Tensor, body: Body, terms: AttentionTerms | None) -> _Sums:
+def _encoded(query: Tensor, body: Body) -> native.Encoded:
     query, base = _turned(query, body.keys)
-    softcap = None if terms is None else terms.softcap
-    parts = _told(body.keys), _told(body.values)
-    acc, top, total = native.attend(query, base, body.table, body.fills, body.codec.block, parts, softcap)
-    return _turned_back(acc, total, body.values), top, total
+    return native.Encoded(query, base, body.table, body.fills, _told(body.keys), _told(body.values))
 
 
 def _turned_back(acc: Tensor, total: Tensor, part: BlockPool) -> Tensor:
@@ -94,12 +123,20 @@ def _turned_back(acc: Tensor, total: Tensor, part: BlockPool) -> Tensor:
     return acc
 
 
-def _told(part: BlockPool) -> dict[str, object]:
-    codes, form = part.codes, part.form
+def _told(pool: BlockPool) -> native.PackedPart:
+    """Addresses of a pool, found anew when its buffers change."""
+    codes, form = pool.codes, pool.form
     assert codes is not None
-    levels = None if form.levels is None else _levels(form.levels)
-    group = form.group if form.axis == "token" else 0
-    return {**vars(codes), "levels": levels, "bits": form.bits, "dim": part.dim, "group": group}
+    known = _known.get(pool)
+    if known is None or known[0] is not codes:
+        levels = None if form.levels is None else _levels(form.levels)
+        group = form.group if form.axis == "token" else 0
+        known = _known[pool] = codes, native.PackedPart(vars(codes), levels, form.bits, pool.dim, group)
+    return known[1]
+
+
+# By pool, the codes whose addresses are known.
+_known: WeakKeyDictionary[BlockPool, tuple[Codes, native.PackedPart]] = WeakKeyDictionary()
 
 
 @functools.lru_cache(maxsize=32)

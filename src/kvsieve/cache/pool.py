@@ -29,6 +29,11 @@ class BlockPool:
         self.codes: Codes | None = None
         self.mean: Tensor | None = None
 
+    @property
+    def turns(self) -> bool:
+        """True where numbers are rotated, or their mean is taken off, before they are encoded."""
+        return self.form.rotated or self.mean is not None
+
     def encode(self, codec: Codec, x: Tensor, rows: Tensor, count: int) -> Codes:
         """Encode blocks [N, T, D] of the KV rows int64 [N], of `count` in all."""
         x = x.float()

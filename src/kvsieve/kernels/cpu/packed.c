@@ -1,10 +1,17 @@
-// Attention of one token over encoded entries: blocks are decoded to scratch that stays in the cache of a core.
+// Attention of one token over encoded entries, and exact ones beside them: some entries at a time are decoded to
+// scratch that stays in the nearest cache of a core.
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
+
+#define INLINE static inline __attribute__((always_inline))
+// Entries decoded at a time; lanes of a vector. Compilers without so wide ones take several.
+#define FEW 16
+typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
 
 typedef struct {
     const uint8_t *packed;  // [P, T, bytes]
@@ -16,7 +23,7 @@ typedef struct {
     int64_t bits, bytes, dim, group, apart; // group: 0 for a scale per channel
 } Part;
 
-static inline void codes_of(const uint8_t *restrict b, int bits, int dim, float *restrict x) {
+INLINE void codes_of(const uint8_t *restrict b, int bits, int dim, float *restrict x) {
     if (bits == 8) {
         for (int j = 0; j < dim; j++) x[j] = b[j];
     } else if (bits == 4) {
@@ -49,7 +56,7 @@ static inline void codes_of(const uint8_t *restrict b, int bits, int dim, float 
     }
 }
 
-static inline void look_up(const float *restrict levels, int bits, int dim, float *restrict x) {
+INLINE void look_up(const float *restrict levels, int bits, int dim, float *restrict x) {
 #if defined(__AVX512F__)
     if (bits <= 4 && dim % 16 == 0) {
         __m512 table = _mm512_loadu_ps(levels);
@@ -59,37 +66,6 @@ static inline void look_up(const float *restrict levels, int bits, int dim, floa
     }
 #endif
     for (int j = 0; j < dim; j++) x[j] = levels[(int)x[j]];
-}
-
-static inline __attribute__((always_inline)) void decode_block(const Part *p, int64_t block, int tokens, int fill,
-                                                               int dim, float *restrict x, float *restrict tmp) {
-    const uint8_t *b = p->packed + block * tokens * p->bytes;
-    float *scale = tmp, *zero = tmp + dim;
-    if (!p->group)
-        for (int j = 0; j < dim; j++) {
-            scale[j] = (float)p->scale[block * dim + j];
-            zero[j] = p->zero ? (float)p->zero[block * dim + j] : 0.0f;
-        }
-    int groups = p->group ? dim / (int)p->group : 0;
-    for (int t = 0; t < fill; t++) {
-        float *row = x + (int64_t)t * dim;
-        codes_of(b + t * p->bytes, (int)p->bits, dim, row);
-        if (p->levels) look_up(p->levels, (int)p->bits, dim, row);
-        if (!p->group) {
-            for (int j = 0; j < dim; j++) row[j] = row[j] * scale[j] + zero[j];
-        } else {
-            for (int g = 0; g < groups; g++) {
-                int64_t at = (block * tokens + t) * groups + g;
-                float s = (float)p->scale[at], z = p->zero ? (float)p->zero[at] : 0.0f;
-                float *part = row + g * p->group;
-                for (int j = 0; j < p->group; j++) part[j] = part[j] * s + z;
-            }
-        }
-    }
-    for (int i = 0; i < p->apart; i++) {
-        int at = p->places[block * p->apart + i];
-        if (at < fill * dim) x[at] += (float)p->extra[block * p->apart + i];
-    }
 }
 
 // exp of x <= 0, to a few units in the last place.
@@ -109,80 +85,365 @@ static inline float exp_of(float x) {
     return y * two.f;
 }
 
-typedef struct {
-    const float *query;   // [R, G, D], scaled, and turned as the keys are
-    const float *base;    // [R, G], added to every logit; or null
-    const int64_t *table; // [R, M]
-    const int64_t *fills; // [R, M]
-    float *acc;           // [R, S, G, Dv]
-    float *top, *sum;     // [R, S, G]: largest logit, and the sum of exponentials beside it
-    int64_t rows, per_row, groups, tokens, splits;
-    float cap;            // 0: none
-} Job;
 
-static inline __attribute__((always_inline)) void one_part(const Job *job, const Part *keys, const Part *values,
-                                                           int64_t row, int64_t split, int dim, int wide,
-                                                           float *scratch) {
-    int groups = (int)job->groups, tokens = (int)job->tokens;
-    int most = dim > wide ? dim : wide;
-    float *x = scratch, *logits = x + (int64_t)tokens * most, *tmp = logits + (int64_t)groups * tokens;
-    int64_t cell = row * job->splits + split;
-    float *acc = job->acc + cell * groups * wide, *top = job->top + cell * groups, *sum = job->sum + cell * groups;
-    for (int i = 0; i < groups * wide; i++) acc[i] = 0;
-    for (int g = 0; g < groups; g++) top[g] = -INFINITY, sum[g] = 0;
-    int64_t first = split * job->per_row / job->splits, last = (split + 1) * job->per_row / job->splits;
-    const float *query = job->query + row * groups * dim;
-    for (int64_t i = first; i < last; i++) {
-        int fill = (int)job->fills[row * job->per_row + i];
-        if (!fill) continue;
-        int64_t block = job->table[row * job->per_row + i];
-        decode_block(keys, block, tokens, fill, dim, x, tmp);
-        for (int t = 0; t < fill; t++) {
-            const float *restrict k = x + (int64_t)t * dim;
-            for (int g = 0; g < groups; g++) {
-                const float *restrict q = query + g * dim;
-                float s = 0;
-                for (int j = 0; j < dim; j++) s += q[j] * k[j];
-                logits[g * tokens + t] = s;
-            }
+// Lane t of the result: the sum of all lanes of v[t].
+INLINE Lanes sums_of(const Lanes *v) {
+    Lanes a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++)
+        a[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+    for (int i = 0; i < 4; i++)
+        b[i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               __builtin_shufflevector(a[2 * i], a[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    for (int i = 0; i < 2; i++)
+        c[i] = __builtin_shufflevector(b[2 * i], b[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               __builtin_shufflevector(b[2 * i], b[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    return __builtin_shufflevector(c[0], c[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(c[0], c[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+
+// Products of a query [dim] with FEW rows of x.
+INLINE void products(const float *restrict q, const float *restrict x, int dim, float *restrict out) {
+    if (dim % FEW) {
+        for (int t = 0; t < FEW; t++) {
+            float s = 0;
+            for (int j = 0; j < dim; j++) s += q[j] * x[t * dim + j];
+            out[t] = s;
         }
-        for (int g = 0; g < groups; g++) {
-            float *restrict l = logits + g * tokens, most_here = -INFINITY;
-            float base = job->base ? job->base[row * groups + g] : 0.0f;
-            for (int t = 0; t < fill; t++) l[t] += base;
-            if (job->cap > 0)
-                for (int t = 0; t < fill; t++) l[t] = job->cap * tanhf(l[t] / job->cap);
-            for (int t = 0; t < fill; t++) most_here = l[t] > most_here ? l[t] : most_here;
-            float now = most_here > top[g] ? most_here : top[g];
-            float before = top[g] == -INFINITY ? 0.0f : exp_of(top[g] - now), total = 0;
-            for (int t = 0; t < fill; t++) {
-                l[t] = exp_of(l[t] - now);
-                total += l[t];
-            }
-            sum[g] = sum[g] * before + total;
-            top[g] = now;
-            float *restrict a = acc + g * wide;
-            for (int j = 0; j < wide; j++) a[j] *= before;
+        return;
+    }
+    Lanes v[FEW];
+    for (int t = 0; t < FEW; t++) {
+        Lanes s = {0};
+        for (int j = 0; j < dim; j += FEW) s += *(const Lanes *)(q + j) * *(const Lanes *)(x + t * dim + j);
+        v[t] = s;
+    }
+    *(Lanes *)out = sums_of(v);
+}
+
+// Add n rows of x, by weight, to sums of `heads` query heads, in the channels of `wide` vectors.
+INLINE void add_tile(const float *restrict p, int step, const float *restrict x, int n, int dim, int heads, int wide,
+                     float *restrict acc) {
+    Lanes a[4][4];
+    for (int g = 0; g < heads; g++)
+        for (int j = 0; j < wide; j++) a[g][j] = *(Lanes *)(acc + g * dim + j * FEW);
+    for (int t = 0; t < n; t++)
+        for (int j = 0; j < wide; j++) {
+            Lanes v = *(const Lanes *)(x + t * dim + j * FEW);
+            for (int g = 0; g < heads; g++) a[g][j] += p[g * step + t] * v;
         }
-        decode_block(values, block, tokens, fill, wide, x, tmp);
-        for (int t = 0; t < fill; t++) {
-            const float *restrict v = x + (int64_t)t * wide;
-            for (int g = 0; g < groups; g++) {
-                float p = logits[g * tokens + t];
-                float *restrict a = acc + g * wide;
-                for (int j = 0; j < wide; j++) a[j] += p * v[j];
-            }
-        }
+    for (int g = 0; g < heads; g++)
+        for (int j = 0; j < wide; j++) *(Lanes *)(acc + g * dim + j * FEW) = a[g][j];
+}
+
+INLINE void add_heads(const float *p, int step, const float *x, int n, int dim, int heads, float *acc) {
+    int j = 0;
+    for (; j + 4 * FEW <= dim; j += 4 * FEW) add_tile(p, step, x + j, n, dim, heads, 4, acc + j);
+    for (; j + FEW <= dim; j += FEW) add_tile(p, step, x + j, n, dim, heads, 1, acc + j);
+    for (; j < dim; j++)
+        for (int g = 0; g < heads; g++)
+            for (int t = 0; t < n; t++) acc[g * dim + j] += p[g * step + t] * x[t * dim + j];
+}
+
+// acc [groups, dim] += p [groups, step] x [n, dim].
+INLINE void add_rows(const float *p, int step, const float *x, int n, int dim, int groups, float *acc) {
+    int g = 0;
+    for (; g + 4 <= groups; g += 4) add_heads(p + g * step, step, x, n, dim, 4, acc + g * dim);
+    switch (groups - g) {
+    case 3: add_heads(p + g * step, step, x, n, dim, 3, acc + g * dim); break;
+    case 2: add_heads(p + g * step, step, x, n, dim, 2, acc + g * dim); break;
+    case 1: add_heads(p + g * step, step, x, n, dim, 1, acc + g * dim); break;
     }
 }
 
-int packed_attention(const Job *job, const Part *keys, const Part *values) {
-    int dim = (int)keys->dim, wide = (int)values->dim, most = dim > wide ? dim : wide, failed = 0;
+INLINE void levels_of(const Part *p, const uint8_t *b, int bits, int n, int dim, float *x) {
+    for (int t = 0; t < n; t++) {
+        codes_of(b + t * p->bytes, bits, dim, x + t * dim);
+        if (p->levels) look_up(p->levels, bits, dim, x + t * dim);
+    }
+}
+
+// Codes, or their levels, of n entries from the one at place `at` of a block: x [n, dim].
+INLINE void unpack(const Part *p, int64_t block, int tokens, int at, int n, int dim, float *x) {
+    const uint8_t *b = p->packed + (block * tokens + at) * p->bytes;
+    switch (p->bits) {
+    case 4: levels_of(p, b, 4, n, dim, x); break;
+    case 2: levels_of(p, b, 2, n, dim, x); break;
+    case 3: levels_of(p, b, 3, n, dim, x); break;
+    case 8: levels_of(p, b, 8, n, dim, x); break;
+    default: levels_of(p, b, (int)p->bits, n, dim, x);
+    }
+}
+
+// Logits [groups, step] of FEW rows of x, from place `at` on.
+INLINE void logits_of(const float *q, const float *x, int dim, int groups, int step, float *logits) {
+    for (int g = 0; g < groups; g++) products(q + g * dim, x, dim, logits + g * step);
+}
+
+// Sizes that the compiler knows become straight code.
+typedef struct {
+    void (*unpack)(const Part *p, int64_t block, int tokens, int at, int n, int dim, float *x);
+    void (*logits)(const float *q, const float *x, int dim, int groups, int step, float *logits);
+    void (*add)(const float *p, int step, const float *x, int n, int dim, int groups, float *acc);
+} Steps;
+
+#define STEPS(NAME, DIM)                                                                                              \
+    static void unpack_##NAME(const Part *p, int64_t block, int tokens, int at, int n, int dim, float *x) {           \
+        unpack(p, block, tokens, at, n, DIM, x);                                                                      \
+    }                                                                                                                 \
+    static void logits_##NAME(const float *q, const float *x, int dim, int groups, int step, float *logits) {         \
+        logits_of(q, x, DIM, groups, step, logits);                                                                   \
+    }                                                                                                                 \
+    static void add_##NAME(const float *p, int step, const float *x, int n, int dim, int groups, float *acc) {        \
+        add_rows(p, step, x, n, DIM, groups, acc);                                                                    \
+    }                                                                                                                 \
+    static const Steps steps_##NAME = {unpack_##NAME, logits_##NAME, add_##NAME};
+
+STEPS(64, 64)
+STEPS(128, 128)
+STEPS(any, dim)
+
+static const Steps *steps_for(int dim) { return dim == 64 ? &steps_64 : dim == 128 ? &steps_128 : &steps_any; }
+
+// Scale what `unpack` gave, by channel or by groups of channels.
+static void scaled(const Part *p, int64_t block, int tokens, int at, int n, int dim, float *restrict x) {
+    if (!p->group) {
+        const _Float16 *restrict s = p->scale + block * dim, *restrict z = p->zero ? p->zero + block * dim : 0;
+        float scale[dim], zero[dim];
+        for (int j = 0; j < dim; j++) scale[j] = (float)s[j], zero[j] = z ? (float)z[j] : 0.0f;
+        for (int t = 0; t < n; t++)
+            for (int j = 0; j < dim; j++) x[t * dim + j] = x[t * dim + j] * scale[j] + zero[j];
+        return;
+    }
+    int width = (int)p->group, groups = dim / width;
+    for (int t = 0; t < n; t++)
+        for (int g = 0; g < groups; g++) {
+            int64_t here = (block * tokens + at + t) * groups + g;
+            float s = (float)p->scale[here], z = p->zero ? (float)p->zero[here] : 0.0f;
+            float *part = x + t * dim + g * width;
+            for (int j = 0; j < width; j++) part[j] = part[j] * s + z;
+        }
+}
+
+typedef struct {
+    const void *keys, *values; // [R, capacity, D] and [R, capacity, Dv]
+    const uint8_t *real;       // [R, size], or null
+    int64_t size, key_row, value_row, kind; // kind of numbers: 0 float32, 1 bfloat16, 2 float16
+} Exact;
+
+static void numbers(const void *from, int64_t at, int64_t kind, int count, float *restrict x) {
+    if (kind == 1) {
+        const uint16_t *b = (const uint16_t *)from + at;
+        for (int j = 0; j < count; j++) {
+            union { uint32_t i; float f; } two = {(uint32_t)b[j] << 16};
+            x[j] = two.f;
+        }
+    } else if (kind == 2) {
+        const _Float16 *b = (const _Float16 *)from + at;
+        for (int j = 0; j < count; j++) x[j] = (float)b[j];
+    } else {
+        memcpy(x, (const float *)from + at, count * sizeof(float));
+    }
+}
+
+typedef struct {
+    const float *query;   // [R, G, D], scaled, and turned as the keys are
+    const float *base;    // [R, G], added to every logit of encoded keys; or null
+    const float *exactly; // [R, G, D], scaled
+    const int64_t *table; // [R, M]
+    const int64_t *fills; // [R, M]
+    const float *sinks;   // [R, G] or null
+    float *acc;           // [R, S, G, Dv]; of exact entries, if there are, the last of S
+    float *top, *sum;     // [R, S, G]: largest logit, and the sum of exponentials beside it
+    float *out;           // [R, G, Dv], of all parts; or null
+    int64_t rows, per_row, groups, tokens, splits, dim, wide;
+    float cap;            // 0: none
+} Job;
+
+typedef struct {
+    float *x, *logits, *turned, *spare, *acc, *top, *sum;
+    int step; // from the logits of a query head to those of the next
+} Scratch;
+
+// Turn logits [G, step] of which `fill` are there into weights; shrink what was summed before.
+// real: null, or 0 for those that are hidden. base: [G], added to all, or null.
+static void soften(const Job *job, const float *base, const uint8_t *real, int fill, int wide, Scratch *my) {
+    for (int g = 0; g < job->groups; g++) {
+        float *restrict l = my->logits + g * my->step, most = -INFINITY, add = base ? base[g] : 0.0f;
+        if (base)
+            for (int t = 0; t < fill; t++) l[t] += add;
+        if (job->cap > 0)
+            for (int t = 0; t < fill; t++) l[t] = job->cap * tanhf(l[t] / job->cap);
+        if (real)
+            for (int t = 0; t < fill; t++) l[t] = real[t] ? l[t] : -INFINITY;
+        for (int t = 0; t < fill; t++) most = l[t] > most ? l[t] : most;
+        float now = most > my->top[g] ? most : my->top[g], total = 0;
+        if (now == -INFINITY) {
+            for (int t = 0; t < fill; t++) l[t] = 0;
+            continue;
+        }
+        float before = my->top[g] == -INFINITY ? 0.0f : exp_of(my->top[g] - now);
+        for (int t = 0; t < fill; t++) l[t] = exp_of(l[t] - now);
+        if (real)
+            for (int t = 0; t < fill; t++) l[t] = real[t] ? l[t] : 0.0f;
+        for (int t = 0; t < fill; t++) total += l[t];
+        my->sum[g] = my->sum[g] * before + total;
+        my->top[g] = now;
+        if (before != 1.0f)
+            for (int j = 0; j < wide; j++) my->acc[g * wide + j] *= before;
+    }
+}
+
+static void one_block(const Job *job, const Part *keys, const Part *values, int64_t row, int64_t block, int fill,
+                      int dim, int wide, Scratch *my) {
+    int groups = (int)job->groups, tokens = (int)job->tokens;
+    const float *query = job->query + row * groups * dim;
+    const Steps *of_keys = steps_for(dim), *of_values = steps_for(wide);
+    // A scale for each channel goes into the query, one for each entry into its logit, or its weight.
+    int by_entry = keys->group == dim, value_by_entry = values->group == wide;
+    float *sum_of = my->spare;
+    for (int g = 0; g < groups; g++) {
+        float sum = 0;
+        const float *restrict q = query + g * dim;
+        float *restrict to = my->turned + g * dim;
+        if (!keys->group) {
+            const _Float16 *restrict s = keys->scale + block * dim;
+            for (int j = 0; j < dim; j++) to[j] = q[j] * (float)s[j];
+            if (keys->zero) {
+                const _Float16 *restrict z = keys->zero + block * dim;
+                for (int j = 0; j < dim; j++) sum += q[j] * (float)z[j];
+            }
+        } else {
+            for (int j = 0; j < dim; j++) to[j] = q[j], sum += q[j];
+        }
+        sum_of[g] = sum;
+    }
+    for (int at = 0; at < fill; at += FEW) {
+        int n = fill - at < FEW ? fill - at : FEW;
+        of_keys->unpack(keys, block, tokens, at, n, dim, my->x);
+        if (keys->group && !by_entry) scaled(keys, block, tokens, at, n, dim, my->x);
+        of_keys->logits(my->turned, my->x, dim, groups, my->step, my->logits + at);
+    }
+    for (int g = 0; g < groups; g++) {
+        float *restrict l = my->logits + g * my->step, sum = sum_of[g];
+        if (!keys->group)
+            for (int t = 0; t < fill; t++) l[t] += sum;
+        else if (by_entry) {
+            const _Float16 *restrict s = keys->scale + block * tokens;
+            for (int t = 0; t < fill; t++) l[t] *= (float)s[t];
+            if (keys->zero) {
+                const _Float16 *restrict z = keys->zero + block * tokens;
+                for (int t = 0; t < fill; t++) l[t] += (float)z[t] * sum;
+            }
+        }
+    }
+    for (int i = 0; i < keys->apart; i++) {
+        int at = keys->places[block * keys->apart + i], t = at / dim;
+        float extra = (float)keys->extra[block * keys->apart + i];
+        if (t < fill)
+            for (int g = 0; g < groups; g++) my->logits[g * my->step + t] += query[g * dim + at % dim] * extra;
+    }
+    soften(job, job->base ? job->base + row * groups : 0, 0, fill, wide, my);
+    for (int i = 0; i < values->apart; i++) {
+        int at = values->places[block * values->apart + i], t = at / wide;
+        float extra = (float)values->extra[block * values->apart + i];
+        if (t < fill)
+            for (int g = 0; g < groups; g++) my->acc[g * wide + at % wide] += my->logits[g * my->step + t] * extra;
+    }
+    if (value_by_entry) {
+        const _Float16 *restrict s = values->scale + block * tokens;
+        for (int g = 0; g < groups; g++) {
+            float *restrict l = my->logits + g * my->step, sum = 0;
+            if (values->zero) {
+                const _Float16 *restrict z = values->zero + block * tokens;
+                for (int t = 0; t < fill; t++) sum += l[t] * (float)z[t];
+                for (int j = 0; j < wide; j++) my->acc[g * wide + j] += sum;
+            }
+            for (int t = 0; t < fill; t++) l[t] *= (float)s[t];
+        }
+    }
+    for (int at = 0; at < fill; at += FEW) {
+        int n = fill - at < FEW ? fill - at : FEW;
+        of_values->unpack(values, block, tokens, at, n, wide, my->x);
+        if (!value_by_entry) scaled(values, block, tokens, at, n, wide, my->x);
+        of_values->add(my->logits + at, my->step, my->x, n, wide, groups, my->acc);
+    }
+}
+
+static void exact_entries(const Job *job, const Exact *exact, int64_t row, int64_t start, int fill, int dim, int wide,
+                          Scratch *my) {
+    int groups = (int)job->groups;
+    const Steps *of_keys = steps_for(dim), *of_values = steps_for(wide);
+    const float *query = job->exactly + row * groups * dim;
+    const uint8_t *real = exact->real ? exact->real + row * exact->size + start : 0;
+    for (int at = 0; at < fill; at += FEW) {
+        int n = fill - at < FEW ? fill - at : FEW;
+        numbers(exact->keys, row * exact->key_row + (start + at) * dim, exact->kind, n * dim, my->x);
+        of_keys->logits(query, my->x, dim, groups, my->step, my->logits + at);
+    }
+    soften(job, 0, real, fill, wide, my);
+    for (int at = 0; at < fill; at += FEW) {
+        int n = fill - at < FEW ? fill - at : FEW;
+        numbers(exact->values, row * exact->value_row + (start + at) * wide, exact->kind, n * wide, my->x);
+        of_values->add(my->logits + at, my->step, my->x, n, wide, groups, my->acc);
+    }
+}
+
+static void one_part(const Job *job, const Part *keys, const Part *values, const Exact *exact, int64_t row,
+                     int64_t split, int dim, int wide, Scratch *my) {
+    int groups = (int)job->groups, tokens = (int)job->tokens;
+    int64_t cell = row * job->splits + split, parts = job->splits - (exact ? 1 : 0);
+    my->acc = job->acc + cell * groups * wide, my->top = job->top + cell * groups, my->sum = job->sum + cell * groups;
+    for (int i = 0; i < groups * wide; i++) my->acc[i] = 0;
+    for (int g = 0; g < groups; g++) my->top[g] = -INFINITY, my->sum[g] = 0;
+    if (split == parts) {
+        for (int64_t at = 0; at < exact->size; at += tokens) {
+            int fill = exact->size - at < tokens ? (int)(exact->size - at) : tokens;
+            exact_entries(job, exact, row, at, fill, dim, wide, my);
+        }
+        return;
+    }
+    int64_t first = split * job->per_row / parts, last = (split + 1) * job->per_row / parts;
+    for (int64_t i = row * job->per_row + first; i < row * job->per_row + last; i++)
+        if (job->fills[i]) one_block(job, keys, values, row, job->table[i], (int)job->fills[i], dim, wide, my);
+}
+
+// The output of a KV row, of all its parts and the sinks.
+static void merge(const Job *job, int64_t row) {
+    int64_t groups = job->groups, wide = job->wide;
+    for (int64_t g = 0; g < groups; g++) {
+        const float *top = job->top + row * job->splits * groups + g, *sum = job->sum + row * job->splits * groups + g;
+        float *restrict out = job->out + (row * groups + g) * wide;
+        float most = job->sinks ? job->sinks[row * groups + g] : -INFINITY;
+        for (int64_t s = 0; s < job->splits; s++) most = top[s * groups] > most ? top[s * groups] : most;
+        float total = job->sinks ? exp_of(job->sinks[row * groups + g] - most) : 0.0f;
+        for (int64_t j = 0; j < wide; j++) out[j] = 0;
+        for (int64_t s = 0; s < job->splits; s++) {
+            if (top[s * groups] == -INFINITY) continue;
+            float weight = exp_of(top[s * groups] - most);
+            const float *restrict acc = job->acc + ((row * job->splits + s) * groups + g) * wide;
+            for (int64_t j = 0; j < wide; j++) out[j] += weight * acc[j];
+            total += weight * sum[s * groups];
+        }
+        for (int64_t j = 0; j < wide; j++) out[j] /= total;
+    }
+}
+
+// keys, values: encoded entries, or null. exact: exact ones, or null.
+int packed_attention(const Job *job, const Part *keys, const Part *values, const Exact *exact) {
+    int dim = (int)job->dim, wide = (int)job->wide, most = dim > wide ? dim : wide, failed = 0;
+    int step = ((int)job->tokens + FEW - 1) / FEW * FEW, groups = (int)job->groups;
     int64_t cells = job->rows * job->splits;
-    size_t size = ((size_t)job->tokens * most + job->groups * job->tokens + 2 * most + 64) * sizeof(float);
+    size_t size = ((size_t)FEW * most + (size_t)groups * (step + dim + 1) + 64) * sizeof(float);
 #pragma omp parallel
     {
         float *scratch = aligned_alloc(64, (size + 63) / 64 * 64);
+        Scratch my = {.x = scratch, .step = step};
+        if (scratch) {
+            my.logits = scratch + FEW * most;
+            my.turned = my.logits + groups * step;
+            my.spare = my.turned + groups * dim;
+        }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t cell = 0; cell < cells; cell++) {
             int64_t row = cell / job->splits, split = cell % job->splits;
@@ -191,13 +452,11 @@ int packed_attention(const Job *job, const Part *keys, const Part *values) {
                 failed = 1;
                 continue;
             }
-            // Sizes that the compiler knows become straight code.
-            if (dim == 64 && wide == 64)
-                one_part(job, keys, values, row, split, 64, 64, scratch);
-            else if (dim == 128 && wide == 128)
-                one_part(job, keys, values, row, split, 128, 128, scratch);
-            else
-                one_part(job, keys, values, row, split, dim, wide, scratch);
+            one_part(job, keys, values, exact, row, split, dim, wide, &my);
+        }
+        if (job->out) {
+#pragma omp for
+            for (int64_t row = 0; row < job->rows; row++) merge(job, row);
         }
         free(scratch);
     }

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+import functools
+from collections.abc import Callable
+from ctypes import Structure, byref, c_float, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsieve.kernels.cpu.build import library
+
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 class _PackedPart(Structure):
@@ -19,12 +23,84 @@ class _PackedPart(Structure):
     )
 
 
+class _ExactPart(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values", "real")),
+        *((name, c_int64) for name in ("size", "key_row", "value_row", "kind")),
+    )
+
+
 class _Job(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("query", "base", "table", "fills", "acc", "top", "sum")),
-        *((name, c_int64) for name in ("rows", "per_row", "groups", "tokens", "splits")),
+        *((name, c_void_p) for name in ("query", "base", "exactly", "table", "fills")),
+        *((name, c_void_p) for name in ("sinks", "acc", "top", "sum", "out")),
+        *((name, c_int64) for name in ("rows", "per_row", "groups", "tokens", "splits", "dim", "wide")),
         ("cap", c_float),
     )
+
+
+class PackedPart:
+    """Keys or values of encoded blocks, by their addresses, which hold while these tensors do.
+
+    Args:
+        parts: tensors of `core.codes.Codes` by name, None for those that there are not.
+        levels: float32, 16 of them or more; None where a number is the code itself.
+        bits: of a code.
+        dim: channels.
+        group: channels that share a scale; 0 for a scale per channel.
+    """
+
+    def __init__(self, parts: dict[str, Tensor | None], levels: Tensor | None, bits: int, dim: int, group: int) -> None:
+        packed, places = parts["packed"], parts["places"]
+        assert packed is not None
+        self.held = parts, levels
+        addresses = (_address(parts[name]) for name in ("packed", "scale", "zero"))
+        apart = 0 if places is None else places.shape[1]
+        self.told = _PackedPart(
+            *addresses,
+            _address(levels),
+            _address(places),
+            _address(parts["extra"]),
+            *(bits, packed.shape[2], dim, group, apart),
+        )
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Encoded entries of R KV rows, and the queries that ask for them.
+
+    Attributes:
+        query: float32 [R, G, D], scaled, and turned as the keys are.
+        base: float32 [R, G], added to every logit of a query; None for nothing.
+        table: int64 [R, M], blocks of each KV row.
+        fills: int64 [R, M], entries of each block.
+        keys: what the blocks lie in.
+        values: what the blocks lie in.
+    """
+
+    query: Tensor
+    base: Tensor | None
+    table: Tensor
+    fills: Tensor
+    keys: PackedPart
+    values: PackedPart
+
+
+@dataclass(frozen=True)
+class Exactly:
+    """Exact entries of R KV rows, and the queries that ask for them.
+
+    Attributes:
+        query: float32 [R, G, D], scaled.
+        keys: [B, H, size, D], a view of a larger buffer or not.
+        values: [B, H, size, Dv], a view of a larger buffer or not.
+        real: bool [R, size], False for what is not seen; None where all is.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    real: Tensor | None
 
 
 def reason() -> str | None:
@@ -33,68 +109,113 @@ def reason() -> str | None:
 
 
 def attend(
-    query: Tensor,
-    base: Tensor | None,
-    table: Tensor,
-    fills: Tensor,
-    tokens: int,
-    parts: tuple[dict[str, Any], dict[str, Any]],
-    cap: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention of one token over encoded entries, not yet divided by the sum of its weights.
+    encoded: Encoded | None, exact: Exactly | None, *, tokens: int, cap: float | None, sinks: Tensor | None = None
+) -> Tensor:
+    """Attention of one token over encoded and exact entries; one of the two may be None.
 
     Args:
-        query: float32 [R, G, D], scaled, and turned as the keys are.
-        base: float32 [R, G], added to every logit of a query; None for nothing.
-        table: int64 [R, M], blocks of each KV row.
-        fills: int64 [R, M], entries of each block.
+        encoded: encoded entries.
+        exact: exact entries, whose part of a KV row is not encoded.
         tokens: T, places of a block.
-        parts: of keys and values: the tensors of their Codes, `levels` (float32, 16 or more) or None, bits, dim, group.
         cap: of logits; None for none.
+        sinks: float32 [R, G], logits that take part in the softmax and have no value; None for none.
+
+    Returns:
+        [R, G, Dv].
+    """
+    shape = _shape(encoded, exact)
+    out = torch.empty(shape[0], shape[1], shape[3])
+    _run(encoded, exact, shape, tokens, cap, (sinks, out))
+    return out
+
+
+def attend_in_parts(
+    encoded: Encoded | None, exact: Exactly | None, *, tokens: int, cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention in S parts of each KV row's entries, which are still to be added up; see `attend`.
 
     Returns:
         Sums [R, S, G, Dv] of values by weight, the largest logit [R, S, G], and the sums [R, S, G] of weights, which
-        are relative to that: S parts of each KV row's entries, to be added up.
+        are relative to that.
     """
-    rows, groups, _ = query.shape
-    per_row, wide = table.shape[1], parts[1]["dim"]
-    # Every thread has something to do at the end, too.
-    splits = max(1, min(per_row, -(-4 * torch.get_num_threads() // rows)))
-    query, table, fills = query.contiguous(), table.contiguous(), fills.contiguous()
-    acc = query.new_empty(rows, splits, groups, wide)
-    top, total = query.new_empty(rows, splits, groups), query.new_empty(rows, splits, groups)
+    return _run(encoded, exact, _shape(encoded, exact), tokens, cap, (None, None))
+
+
+def _shape(encoded: Encoded | None, exact: Exactly | None) -> tuple[int, int, int, int]:
+    """R, G, D and Dv."""
+    if encoded is not None:
+        rows, groups, dim = encoded.query.shape
+        return rows, groups, dim, encoded.values.told.dim
+    assert exact is not None
+    rows, groups, dim = exact.query.shape
+    return rows, groups, dim, exact.values.shape[3]
+
+
+def _run(
+    encoded: Encoded | None,
+    exact: Exactly | None,
+    shape: tuple[int, int, int, int],
+    tokens: int,
+    cap: float | None,
+    ends: tuple[Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """ends: sinks, and where the output goes; None for neither."""
+    rows, groups, dim, wide = shape
+    per_row, splits = 0, 0
+    asked: list[Tensor | None] = [None] * 5
+    if encoded is not None:
+        per_row = encoded.table.shape[1]
+        # Every thread has something to do at the end, too.
+        splits = max(1, min(per_row, -(-4 * torch.get_num_threads() // rows)))
+        asked = [encoded.query, encoded.base, None, encoded.table, encoded.fills]
+    if exact is not None:
+        splits += 1
+        asked[2] = exact.query
+    held = [None if part is None else part.contiguous() for part in (*asked, ends[0])]
+    acc = torch.empty(rows, splits, groups, wide)
+    top, total = torch.empty(2, rows, splits, groups)
     job = _Job(
-        *(
-            _address(part)
-            for part in (query.contiguous(), base, table.contiguous(), fills.contiguous(), acc, top, total)
-        ),
-        rows,
-        per_row,
-        groups,
-        tokens,
-        splits,
+        *map(_address, (*held, acc, top, total, ends[1])),
+        *(rows, per_row, groups, tokens, splits, dim, wide),
         cap or 0.0,
     )
-    found = library().loaded
-    assert found is not None
-    run = found.packed_attention
-    run.argtypes = (POINTER(_Job), POINTER(_PackedPart), POINTER(_PackedPart))
-    if run(byref(job), byref(_part(parts[0])), byref(_part(parts[1]))):
+    told, kept = (None, None) if exact is None else _exact_part(exact)
+    keys, values = (None, None) if encoded is None else (byref(encoded.keys.told), byref(encoded.values.told))
+    if _kernel()(byref(job), keys, values, None if told is None else byref(told)):
         raise MemoryError("attention over encoded entries could not allocate its scratch, less than a MiB per thread")
+    # Until here what the addresses are of had to be held.
+    del held, kept
     return acc, top, total
 
 
-def _part(told: dict[str, Any]) -> _PackedPart:
-    packed, places = told["packed"], told["places"]
-    return _PackedPart(
-        *(_address(told[name]) for name in ("packed", "scale", "zero", "levels", "places", "extra")),
-        told["bits"],
-        packed.shape[2],
-        told["dim"],
-        told["group"],
-        0 if places is None else places.shape[1],
+def _exact_part(exact: Exactly) -> tuple[_ExactPart, object]:
+    """Addresses of exact entries, and what holds them."""
+    keys, values = (_rows(part) for part in (exact.keys, exact.values))
+    real = None if exact.real is None else exact.real.contiguous()
+    told = _ExactPart(
+        *map(_address, (keys, values, real)),
+        *(keys.shape[2], keys.stride(1), values.stride(1), _KINDS[keys.dtype]),
     )
+    return told, (keys, values, real)
+
+
+def _rows(part: Tensor) -> Tensor:
+    """Entries that follow each other in memory, and KV rows that do so at equal distances."""
+    if part.dtype not in _KINDS:
+        return part.float().contiguous()
+    batch, heads, _, dim = part.shape
+    lie = part.stride(3) == 1 and part.stride(2) == dim and (batch == 1 or part.stride(0) == heads * part.stride(1))
+    return part if lie else part.contiguous()
+
+
+@functools.cache
+def _kernel() -> Callable[..., Any]:
+    loaded = library().loaded
+    assert loaded is not None
+    run = loaded.packed_attention
+    run.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p)
+    return run  # type: ignore[no-any-return]
 
 
 def _address(part: Tensor | None) -> int | None:
-    return None if part is None else ctypes.c_void_p(part.data_ptr()).value
+    return None if part is None else part.data_ptr()
