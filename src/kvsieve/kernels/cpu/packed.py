@@ -214,7 +214,7 @@ def _kernel() -> Callable[..., Any]:
     assert loaded is not None
     run = loaded.packed_attention
     run.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p)
-    return run  # type: ignore[no-any-return]
+    return run
 
 
 def _address(part: Tensor | None) -> int | None:
