@@ -378,9 +378,9 @@ def test_files_of_other_kinds_and_formats_are_refused(model, file, tmp_path):
         refused(tmp_path / "none", sieve, "No such file")
         refused(tmp_path / "plain", sieve, "without a cache of kvsieve")
         refused(tmp_path / "odd", sieve, "header cannot be read")
-        for version in (1, 4, 6, "5", None):
+        for version in (1, 5, 7, "6", None):
             written(kvsieve_cache=version, kvsieve="9.0")
-            refused(tmp_path / "c", sieve, rf"format {version!r}, written by kvsieve 9.0; this version, .* format 5")
+            refused(tmp_path / "c", sieve, rf"format {version!r}, written by kvsieve 9.0; this version, .* format 6")
         refused(written(extra={"turns": 2}), sieve, "header does not match its checksum")
         refused(written(sha256=None), sieve, "header does not match its checksum")
         lost = {name: part for name, part in data.items() if name != "layers.2.values"}

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvsieve.cache.base import grown
+from kvsieve.cache.body import Body
+from kvsieve.cache.keep import LayerStore
 from kvsieve.cache.latent import LatentStore
+from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.ragged import RaggedStore, whole
 from kvsieve.cache.store import DenseStore
+from kvsieve.core.codes import Codes
+
+if TYPE_CHECKING:
+    from kvsieve.roles import Codec
 
 
-def store_parts(store: DenseStore | RaggedStore) -> dict[str, Any]:
+def store_parts(store: LayerStore) -> dict[str, Any]:
     """Return what a store holds, without room to spare; what is derived from it is made again."""
+    if isinstance(store, PackedStore):
+        bodies = [_body_parts(body) for body in store.bodies]
+        return {"lengths": store.lengths, "exact": store_parts(store.exact), "first": store.first, "bodies": bodies}
     if store.is_empty:
         return {"rank": 0} if isinstance(store, LatentStore) else {}
     parts: dict[str, Any] = {"lengths": store.lengths}
@@ -26,8 +36,29 @@ def store_parts(store: DenseStore | RaggedStore) -> dict[str, Any]:
     return parts | {"body": store._body, "counts": store._counts, "hides_newest": store.hides_newest}
 
 
-def store_of(parts: dict[str, Any]) -> DenseStore | RaggedStore:
-    """Return the inverse of `store_parts`."""
+def _body_parts(body: Body) -> dict[str, Any]:
+    """Return encoded entries as they are, of the pool the blocks that are in use."""
+    parts: dict[str, Any] = {"table": body.table, "fills": body.fills}
+    if body.index is None:
+        return parts
+    parts["index"] = body.index[: body.used]
+    for what, part in (("keys", body.keys), ("values", body.values)):
+        assert part.codes is not None
+        parts[what] = {"mean": part.mean, **vars(part.codes.apply(lambda each: each[: body.used]))}
+    return parts
+
+
+def store_of(parts: dict[str, Any], codec: Codec | None = None) -> LayerStore:
+    """Return the inverse of `store_parts`. codec: what encoded the entries, where some are."""
+    if "bodies" in parts:
+        assert codec is not None
+        exact = store_of(parts["exact"])
+        assert isinstance(exact, DenseStore)
+        packed = PackedStore(codec, exact)
+        packed.lengths, packed.first = parts["lengths"], parts["first"]
+        for body, given in zip(packed.bodies, parts["bodies"], strict=True):
+            _fill(body, given)
+        return packed
     if "keys" not in parts:
         return LatentStore() if "rank" in parts else DenseStore()
     store: DenseStore | RaggedStore
@@ -54,3 +85,15 @@ def store_of(parts: dict[str, Any]) -> DenseStore | RaggedStore:
     store._keys, store._values, store._index = buffers
     store.lengths = parts["lengths"]
     return store
+
+
+def _fill(body: Body, parts: dict[str, Any]) -> None:
+    """Make an empty body hold what `_body_parts` has told."""
+    if "index" in parts:
+        body.index, body.used = parts["index"], len(parts["index"])
+        for what, part in (("keys", body.keys), ("values", body.values)):
+            given = dict(parts[what])
+            part.mean = given.pop("mean")
+            part.codes = Codes(**given)
+    body.table, body.fills = parts["table"], parts["fills"]
+    body._note_counts()

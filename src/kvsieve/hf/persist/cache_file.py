@@ -20,7 +20,7 @@ from torch import Tensor
 from kvsieve.errors import CacheFileError, InputError, MissingFileError, short
 from kvsieve.version import __version__
 
-FORMAT = 5
+FORMAT = 6
 
 MARK = "kvsieve_cache"
 # What safetensors reads of a file's own header; ours is a part of it.

@@ -127,5 +127,6 @@ def packed_layer(layer: CacheLayer, index: int) -> dict[str, Any]:
         parts |= {name: vars(layer)[name] for name in layer_fields(layer)}
     if isinstance(layer, StateLayer):
         parts["states"] = layer.states()
-    pack = Packer(parts["keys"].device if "keys" in parts else None)
+    keys = parts.get("exact", parts).get("keys")
+    pack = Packer(None if keys is None else keys.device)
     return {**{name: pack(part, f"layers.{index}.{name}") for name, part in parts.items()}, "tensors": pack.tensors}
