@@ -68,7 +68,7 @@ FIELDS = {
     "Saved": "cache ids extra",
     "Stats": """
         method applied prompt_tokens deep_tokens kv_entries kv_asked kv_bytes ttft_s tpot_s new_tokens peak_bytes notes
-        report traffic storage decoding compressed_layers kv_share growing_layers
+        report traffic storage decoding compressed_layers kv_share growing_layers codec
     """,
 }
 

@@ -114,7 +114,7 @@ def all_parameters(method: str, given: Mapping[str, Any], filled: SettledParamet
     values.pop("paper", None)
     if isinstance(values.get("profile"), Profile):
         values["profile"] = values["profile"].name
-    return {name: str(value) if isinstance(value, Budget) else value for name, value in values.items()}
+    return {name: str(value) if isinstance(value, (Budget, Codec)) else value for name, value in values.items()}
 
 
 def told(method: str, given: Mapping[str, Any], filled: SettledParameters | None) -> dict[str, Any]:

@@ -129,6 +129,11 @@ class Plan:
                     f"{names[1]} keeps a short prompt in place of the one given, so {names[0]} could not keep "
                     "everything for later turns: they cannot be combined"
                 )
+        if self.codec is not None and evict is not None and evict.stored_heads(1, 2) > 1:
+            raise PlanError(
+                f"{type(evict).__name__} stores entries for each query head, and {type(self.codec).__name__} encodes "
+                "those of KV heads; leave per_query_head out, or codec="
+            )
         if self.read is not None and self.shortens_prompt:
             what = evict if isinstance(evict, ChunkedEvictor) else propagate
             raise PlanError(

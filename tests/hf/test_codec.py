@@ -10,7 +10,6 @@ from kvsieve.cache import PackedStore
 from kvsieve.methods import KIVI
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
-from small import plan_of
 
 CODEC = KIVI(bits=8, block=16, tail=16)
 GREEDY = {

@@ -137,11 +137,10 @@ def memory_at(evaluator: Evaluator, plan: Plan, context: int, kept: Mapping[int,
         raise PlanError(f"advise does not know what {plan.name!r} stores at another context; use `kvsieve eval`")
     model, total = evaluator.model, 0
     for index, shape in enumerate(shapes_of(model)):
-        each, fixed = layer_bytes(plan, shape, model.dtype.itemsize)
         entries = float(context)
         if index in kept and plan.evict is not None:
             entries = min(entries, fmean(kept[index]) * plan.evict.entries(context, NEW_TOKENS))
-        total += round(each * entries) + fixed
+        total += layer_bytes(plan, shape, model.dtype.itemsize, entries)
     return total
 
 

@@ -21,6 +21,7 @@ class AdviceOptions:
         context: tokens of the prompts that the advice is for.
         limits: what a plan must keep to.
         methods: names and given parameters.
+        codecs: as text, None for none; each method is measured under each.
         budgets: each method's; () for a few shares, or, with a limit on memory, what fits into it.
         samples: prompts per task and part: one part to choose by, one to state the loss by.
         measure_at: tokens of the prompts that are measured; None for the longest of bearable time.
@@ -32,6 +33,7 @@ class AdviceOptions:
     context: int
     limits: PlanLimits = field(default_factory=PlanLimits)
     methods: tuple[tuple[str, Mapping[str, Any]], ...] = tuple((name, {}) for name in METHODS)
+    codecs: tuple[str | None, ...] = (None,)
     budgets: tuple[str, ...] = ()
     samples: int = 3
     measure_at: int | None = None

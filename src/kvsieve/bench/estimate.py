@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvsieve.bench.geometry import Geometry, Layer
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.kinds import growing_layers
+from kvsieve.hf.model.memory import encoded_bytes
 from kvsieve.hf.model.support import check_model
 from kvsieve.methods import TSP, ScoredEvictor
 from kvsieve.methods.base import skipped
@@ -20,7 +21,7 @@ class Estimate:
     Attributes:
         deep_tokens: tokens that pass the deepest layer.
         kv_entries: per layer, per row and stored head, right after the prompt; 0 where a layer stores none.
-        kv_bytes: keys and values stored, and recurrent states.
+        kv_bytes: keys and values stored, as they are encoded, and recurrent states.
         state_bytes: the recurrent states alone, which do not grow.
         weight_bytes: of all parameters.
         matmul_flops: of linear layers, to read the prompt.
@@ -66,9 +67,9 @@ def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, ele
     layers = geometry.layers
     seen = _tokens_per_layer(plan, geometry, tokens)
     kept = [_entries(plan, index, layers, seen[index], tokens) for index in range(len(layers))]
-    row_elements = [entries * layer.kv_elements * sets for layer, (entries, sets) in zip(layers, kept, strict=True)]
-    stored = sum(row_elements[index] for index, layer in enumerate(layers) if layer.reads == index) * element_bytes
-    read = sum(row_elements[layer.reads] for layer in layers) * element_bytes
+    row_bytes = [_row_bytes(plan, geometry, index, *each, element_bytes) for index, each in enumerate(kept)]
+    stored = sum(row_bytes[index] for index, layer in enumerate(layers) if layer.reads == index)
+    read = sum(row_bytes[layer.reads] for layer in layers)
     states = sum(layer.state_bytes(element_bytes) for layer in layers)
     matmul = sum(2 * layer.linear_parameters * n for layer, n in zip(layers, seen, strict=True))
     matmul += 2 * geometry.outside_parameters * tokens + 2 * geometry.head_parameters
@@ -95,11 +96,11 @@ def largest_batch(one: Estimate, memory_bytes: float) -> int:
 
 def check_priced(plan: Plan) -> None:
     """Raise PlanError for a plan with a part whose cost the formulas do not describe."""
-    unknown = [role for role in plan.roles if role not in ("propagate", "evict")]
+    unknown = [role for role in plan.roles if role == "read"]
     if unknown:
         raise PlanError(
-            f"estimate cannot price {plan.name!r}: it knows the roles propagate and evict, not {', '.join(unknown)}; "
-            "measure it with `kvsieve run` instead"
+            f"estimate cannot price {plan.name!r}: it knows the roles propagate, evict and codec, not "
+            f"{', '.join(unknown)}; measure it with `kvsieve run` instead"
         )
     for part, known in ((plan.propagate, TSP), (plan.evict, ScoredEvictor)):
         if part is not None and (not isinstance(part, known) or type(part).select is not known.select):
@@ -130,6 +131,14 @@ def _entries(plan: Plan, index: int, layers: tuple[Layer, ...], seen: int, token
         return seen, 1
     kept = min(seen, plan.evict.entries(tokens))
     return kept, plan.evict.stored_heads(1, layer.groups) if kept < seen else 1
+
+
+def _row_bytes(plan: Plan, geometry: Geometry, index: int, entries: int, sets: int, element_bytes: int) -> int:
+    """Bytes of the keys and values that a layer of one row holds."""
+    layer = geometry.layers[index]
+    if plan.codec is None or not layer.kind.grows:
+        return entries * layer.kv_elements * sets * element_bytes
+    return round(sets * encoded_bytes(plan.codec, geometry.shapes[index], entries, element_bytes))
 
 
 def _pairs(layer: Layer, tokens: int, keys: int) -> float:

@@ -60,7 +60,9 @@ class PackedStore(Store):
 
     @size.setter
     def size(self, value: int) -> None:
-        """Nothing to set: it follows from the parts."""
+        """Leave out the newest entries, which are exact."""
+        if value:
+            self.exact.size -= self.size - value
 
     @property
     def is_empty(self) -> bool:

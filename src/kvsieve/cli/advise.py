@@ -15,7 +15,7 @@ from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.evaluate import names_of, progress_bar
 from kvsieve.cli.loading import DeviceOption, DtypeOption, check_device, check_dtype, load_model
 from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
-from kvsieve.cli.specs import method_specs, spec
+from kvsieve.cli.specs import CodecsOption, method_specs, parse_codecs, spec
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def advise_command(
         typer.Option(help="A text to read, in windows, or .jsonl rows of context, question and answer."),
     ] = None,
     methods: Annotated[str, typer.Option(help="What to measure, with parameters: snapkv:kernel=21,kvzip.")] = _METHODS,
+    codec: CodecsOption = None,
     budgets: Annotated[str, typer.Option(help="Of each method; a few shares, or what fits, if left out.")] = "",
     samples: Annotated[int, typer.Option(help="Prompts per task, once to choose by and once held back.")] = 3,
     measure_at: Annotated[
@@ -69,6 +70,7 @@ def advise_command(
             loss=loss,
         ),
         methods=tuple(method_specs(methods)),
+        codecs=tuple(parse_codecs(codec)),
         budgets=tuple(names_of(budgets)),
         samples=samples,
         measure_at=None if measure_at is None else _tokens(measure_at, "--measure-at"),
@@ -142,7 +144,10 @@ def _show_choice(advice: Advice, model: str | None) -> None:
     one = chosen.plan
     why = "the least memory" if advice.limits.by_memory else "the least loss"
     show(f"recommended: {plan_line(one.setting)}")
-    words = ["kvsieve run", *([] if model is None else [model]), "--method", spec(one.setting.method, _given(one))]
+    parameters = dict(one.setting.given)
+    codec = parameters.pop("codec", None)
+    words = ["kvsieve run", *([] if model is None else [model]), "--method", spec(one.setting.method, parameters)]
+    words += [] if codec is None else ["--codec", str(codec)]
     show(f"    {' '.join(words)}")
     show(f"It has {why} of the plans with {limits}.")
     low, high = chosen.interval
@@ -157,10 +162,6 @@ def _show_choice(advice: Advice, model: str | None) -> None:
         budget = chosen.survive.get(task)
         where = f"at {budget} of the same method they survive" if budget else "no budget tried keeps them all"
         show(f"warning: it loses {lost} of {given} {kind} that full KV gives; {where}")
-
-
-def _given(one: Candidate) -> dict[str, object]:
-    return dict(one.setting.given)
 
 
 def _row(one: Candidate, best: bool) -> list[str]:

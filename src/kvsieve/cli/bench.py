@@ -13,7 +13,15 @@ import typer
 from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
-from kvsieve.cli.specs import MethodRun, compared_methods, make_run, spec
+from kvsieve.cli.specs import (
+    CodecsOption,
+    MethodRun,
+    compared_methods,
+    make_run,
+    parse_codecs,
+    spec,
+    with_codecs,
+)
 from kvsieve.errors import InputError, UnsupportedModelError
 from kvsieve.report.tables import markdown_table
 from kvsieve.specs import split_specs
@@ -34,6 +42,7 @@ def bench_command(
     methods: Annotated[
         str, typer.Option(help="Beside transformers and full: snapkv:budget=10%,fastkv:tsp_layer=14:budget=10%.")
     ] = "snapkv:budget=10%,fastkv:budget=10%",
+    codec: CodecsOption = None,
     lengths: Annotated[str, typer.Option(help="Prompt tokens: 7500, 8k (8192), or a list.")] = "2048,4096,7500",
     batch: Annotated[
         int, typer.Option(help="Rows, of n, 7/8 n, 3/4 n ... tokens: read as one padded batch and one by one.")
@@ -76,7 +85,7 @@ def bench_command(
         if value < least:
             raise InputError(f"{option} must be at least {least}, got {value}")
     sizes = sorted(set(parse_contexts(lengths, "--lengths")))
-    named = [make_run("full"), *compared_methods(methods, None)]
+    named = [make_run("full"), *with_codecs(compared_methods(methods, None), parse_codecs(codec))]
     presses = parse_peer_methods(peer_methods) if peer_python is not None else []
     python = find_python(peer_python) if peer_python is not None else None
     check_device(device)

@@ -20,7 +20,7 @@ from kvsieve.cli.loading import (
 )
 from kvsieve.cli.output import JsonOption, emit_json, say, show
 from kvsieve.cli.report import aggregated, print_means
-from kvsieve.cli.specs import method_specs
+from kvsieve.cli.specs import CodecsOption, method_specs, parse_codecs
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def eval_command(
     lengths: Annotated[str, typer.Option(help="Prompt tokens, the question and chat template included.")] = "2048",
     methods: Annotated[str, typer.Option(help="snapkv,fastkv:tsp_rate=0.3:window=32; full always runs.")] = "snapkv",
     budgets: Annotated[str, typer.Option(help="Entries kept per layer and KV head: 5%,10%, 512 or 64MiB.")] = "10%,20%",
+    codec: CodecsOption = None,
     samples: Annotated[int, typer.Option(help="Per task, length and question mode.")] = 25,
     question: Annotated[
         str, typer.Option(help="Do methods see the question when they choose? visible, hidden or both.")
@@ -80,7 +81,7 @@ def eval_command(
         lengths=lengths_of(lengths),
         questions=QUESTIONS if question == "both" else (question,),
         samples=samples,
-        settings=settings(method_specs(methods), names_of(budgets)),
+        settings=settings(method_specs(methods), names_of(budgets), parse_codecs(codec)),
         seed=seed,
         cost_samples=cost_samples,
     )

@@ -7,14 +7,22 @@ that no ``name=`` follows belongs to the value, such as a file's name.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from kvsieve.errors import PlanError
-from kvsieve.named import all_parameters, plan, told
+from kvsieve.named import all_parameters, codec_of, plan, told
 from kvsieve.plans import Plan
 from kvsieve.profiles import load_profile
 from kvsieve.registry import check_parameters, method_info
 from kvsieve.specs import parse_settings, split_specs
+
+CodecOption = Annotated[str | None, typer.Option(help="Hold entries in few bits: kivi:bits=4; see `kvsieve methods`.")]
+CodecsOption = Annotated[
+    str | None,
+    typer.Option(help="Hold entries in few bits, each method under each of a list: kivi:bits=4 or none,kivi:bits=4."),
+]
 
 
 @dataclass(frozen=True)
@@ -46,9 +54,34 @@ class MethodRun:
 
 
 def spec(method: str, given: dict[str, Any]) -> str:
-    """The inverse of `split_specs` for one."""
-    settings = ":".join(f"{name}={value}" for name, value in given.items())
-    return f"{method}:{settings}" if settings else method
+    """The inverse of `split_specs` for one; a codec, which --codec gives, stands apart."""
+    settings = ":".join(f"{name}={value}" for name, value in given.items() if name != "codec")
+    codec = f" codec={given['codec']}" if given.get("codec") else ""
+    return (f"{method}:{settings}" if settings else method) + codec
+
+
+def parse_codecs(text: str | None) -> list[str | None]:
+    """Codecs of a list like ``none,kivi:bits=4``, each as text, None for none. Raises PlanError."""
+    found: list[str | None] = []
+    for name, given in split_specs("none" if text is None else text):
+        one = None if name == "none" and not given else spec(name, given)
+        if one is not None:
+            codec_of(one)
+        if one in found:
+            raise PlanError(f"--codec names {one or 'none'} twice, in {text!r}; name each once")
+        found.append(one)
+    if not found:
+        raise PlanError(f"--codec names no codec, got {text!r}; write e.g. kivi:bits=4, or none,kivi:bits=4")
+    return found
+
+
+def with_codecs(runs: list[MethodRun], codecs: list[str | None]) -> list[MethodRun]:
+    """Each run under each codec; what has a codec itself runs once, as it is. Raises PlanError."""
+    out = []
+    for run in runs:
+        wanted = [None] if run.plan.codec is not None else codecs
+        out += [run if codec is None else make_run(run.name, **run.given, codec=codec) for codec in wanted]
+    return out
 
 
 def make_run(method: str, **given: Any) -> MethodRun:

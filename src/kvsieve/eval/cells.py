@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +19,8 @@ from kvsieve.report.labels import FULL
 class MethodSetting:
     """One method at one budget.
 
-    label: the method and the parameters that were given, the budget apart: "snapkv kernel=21"; for_model adds what
-    came with the model. budget: as text, None for a method without one. parameters: all of them, JSON-ready.
+    label: the method and the parameters that were given, the budget apart: "snapkv kernel=21 codec=kivi:bits=4";
+    for_model adds what came with the model. budget: as text, None for a method without one. parameters: all of them, JSON-ready.
     """
 
     method: str
@@ -54,18 +54,21 @@ def _setting(method: str, given: dict[str, Any], made: Plan) -> MethodSetting:
     return MethodSetting(method, label, shown.get("budget"), shown, dataclasses.replace(made, name=label), given)
 
 
-def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[str]) -> list[MethodSetting]:
-    """Full KV first, whether it is named or not, then each budget with all methods.
+def settings(
+    methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[str], codecs: Sequence[str | None] = (None,)
+) -> list[MethodSetting]:
+    """Full KV first, whether it is named or not, then each budget with all methods under all codecs.
 
     methods: names and given parameters. A method that takes a budget and was given none runs at each of `budgets` (at
-    its default without any). Raises PlanError, also for a setting that is named twice.
+    its default without any). codecs: as text, None for none; one that is a codec itself runs once. Raises PlanError,
+    also for a setting that is named twice.
     """
     out = [setting(FULL, {})]
     asked: Sequence[str | None] = budgets or [None]
     for budget in asked:
-        for method, given in methods:
+        for method, given in _under(methods, codecs):
             info = method_info(method)
-            if info.name == FULL:
+            if info.name == FULL and not given.get("codec"):
                 continue
             takes = "budget" in info.parameters and "budget" not in given
             one = setting(method, {**given, "budget": budget} if takes and budget is not None else given)
@@ -75,6 +78,15 @@ def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[st
             _check_new(one, out, lambda each: (each.label, each.budget, each.given.get("paper", False)))
             out.append(one)
     return out
+
+
+def _under(
+    methods: Sequence[tuple[str, dict[str, Any]]], codecs: Sequence[str | None]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Methods with their parameters, among them each of the codecs."""
+    for method, given in methods:
+        for codec in (None,) if method_info(method).is_codec else codecs:
+            yield method, given if codec is None else {**given, "codec": codec}
 
 
 def on_model(settings: Sequence[MethodSetting], model: Any, tokenizer: Any = None) -> list[MethodSetting]:

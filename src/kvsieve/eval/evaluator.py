@@ -16,7 +16,7 @@ from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.records import TurnRecord
-from kvsieve.hf.generate.stats import what_ran
+from kvsieve.hf.generate.acted import what_ran
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.shared import after_prompt, answer_logits, next_logits, read_alone
@@ -73,7 +73,7 @@ class Evaluator:
             states = self.documents.after_context(plans, encoded.context, expected)
         outcomes = []
         for state in states:
-            applied, notes = what_ran(state.plans[0], state.cache.turn.record)
+            applied, notes = what_ran(state.plans[0], state.cache)
             outcomes.append(Outcome([], {}, state.cache.turn.record, applied, notes))
         scores: list[list[dict[str, float]]] = [[] for _ in plans]
         # Without a further turn's eviction to come the rows can stay together.

@@ -50,7 +50,8 @@ class KvsieveLM(HFLM):
     """The harness's own Hugging Face model, with every request answered or scored under a plan.
 
     pretrained: as for ``--model hf`` (a directory, a hub id, a loaded model), or "demo", kvsieve's demo model.
-    method, and the method's parameters: as in ``kvsieve.plan("snapkv", budget="20%", kernel=21)``.
+    method, and the method's parameters: as in ``kvsieve.plan("snapkv", budget="20%", kernel=21)``; codec=kivi:bits=4
+    goes with any.
     chunk: prompt tokens per forward pass, None for all at once. device: "cuda" if there is one, else "cpu", when it is
     not given. Everything else goes to HFLM.
 
@@ -219,13 +220,13 @@ def _split(method: str | None, arguments: dict[str, Any]) -> tuple[kvsieve.Plan,
         raise PlanError(f"--model_args names no method; add method=..., one of {', '.join(list_methods())}")
     info = method_info(method)
     known = [name for name in inspect.signature(HFLM.__init__).parameters if name not in ("self", "kwargs")]
-    given = {name: value for name, value in arguments.items() if name in info.parameters}
+    given = {name: value for name, value in arguments.items() if name in info.parameters or name == "codec"}
     rest = {name: value for name, value in arguments.items() if name not in given}
     for name in rest:
         if name not in known:
             # HFLM would hand it to from_pretrained, where a misspelt parameter of the method goes unnoticed.
-            close = did_you_mean(name, [*info.parameters, "chunk", *known]).partition(" (")[0]
-            takes = ", ".join([*info.parameters, "chunk"])
+            close = did_you_mean(name, [*info.parameters, "codec", "chunk", *known]).partition(" (")[0]
+            takes = ", ".join([*info.parameters, "codec", "chunk"])
             raise PlanError(
                 f"neither {info.name} nor the harness's Hugging Face model has an argument {name!r}{close} "
                 f"({info.name} takes {takes}); for other options of from_pretrained, load the model yourself and pass "

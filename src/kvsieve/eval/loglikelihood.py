@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsieve.errors import InputError
 from kvsieve.hf.attach import attach
-from kvsieve.hf.generate.stats import entries_after_prompt, what_ran
+from kvsieve.hf.generate.acted import entries_after_prompt, what_ran
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import after_prompt, answer_logits, read_alone
 from kvsieve.plans import Plan
@@ -85,7 +85,7 @@ def score(
                 logits = torch.cat([logits, answer_logits(sieve, copy, fed)], 1)
             scores.append(_score(logits[0], tokens, dtype))
     # Readers note what they read in the copy that they read.
-    applied, notes = what_ran(plan, (cache if plan.read is None else copy).turn.record)
+    applied, notes = what_ran(plan, cache if plan.read is None else copy)
     share = sum(kept) / max(sum(whole), 1)
     return ScoredContext(scores, applied, notes, cache.turn.record.prompt_tokens, share)
 

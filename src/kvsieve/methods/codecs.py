@@ -1,4 +1,4 @@
-"""What codecs share."""
+"""Parameters that codecs share."""
 
 from __future__ import annotations
 

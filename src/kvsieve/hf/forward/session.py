@@ -89,11 +89,6 @@ class Session:
             return when.chunks
         return when.steps is not None and (self.cache.turn.decoded + self.step.num_new) % when.steps == 0
 
-    @property
-    def _encodes_in_between(self) -> bool:
-        """True in a pass that does not end a prompt, after which no evictor wants to see exact entries."""
-        return self.step.phase == "decode" or self.plan.evict is None
-
     def attend(self, index: int, layer: StoreLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
         """Store this pass's keys and values, attend over everything stored, then let the plan reduce the layer."""
         self.check_queries(index, asked)
@@ -112,19 +107,21 @@ class Session:
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
             out = asked.attend(store)
         reduces = step.ends_prompt or self.acts_in_between
-        self._lend(index, layer, made, changes=reduces or self.request.on_layer is not None)
+        evictor, codec = self.plan.evict, self.plan.codec
+        changes = reduces or self.request.on_layer is not None or codec is not None
+        self._lend(index, layer, made, changes=changes)
         self._show(index, layer, asked, out)
-        evictor = self.plan.evict
         if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
             asked = replace(asked, query=self._recent(layer, query, evictor.window))
         if reduces:
             self._reduce(index, layer, asked)
-        if self.plan.codec is not None and (reduces or self._encodes_in_between):
-            layer.encode(self.plan.codec)
+        # Until it acts an evictor sees exact entries.
+        if codec is not None and (reduces or step.phase == "decode" or evictor is None):
+            layer.encode(codec)
         return out
 
     def _lend(self, index: int, layer: StoreLayer, key: Tensor, *, changes: bool) -> None:
-        """Let layers that share KV read what is stored now; changes: the layer drops entries before the pass ends."""
+        """Let layers that share KV read what is stored now; changes: it drops or encodes some before the pass ends."""
         if index in self.cache.producers:
             self.lent[index] = (layer.fork(share=True) if changes else layer), key
 

@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvsieve.cache import PackedStore
 from kvsieve.cache.base import storage_bytes
 from kvsieve.display import html_table, mebibytes, percent
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
-from kvsieve.hf.cache.records import Passes, TurnRecord
+from kvsieve.hf.cache.records import Passes
 from kvsieve.hf.cache.states import EmptyLayer, StateLayer
 from kvsieve.hf.decode.engine import Engine
+from kvsieve.hf.generate.acted import entries_after_prompt, what_ran
 from kvsieve.hf.kinds import told_kinds
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
-
-_ALL_WENT_ON = "every token went through all layers: the prompt is not longer than what may propagate"
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class Stats:
         kv_share: of the entries that all layers would have held then, the part that they did.
         growing_layers: indices of the layers whose KV grows, on which plans act. These three are None in a chat that an
             earlier version saved.
+        codec: what encodes entries, and the bits of a number with its scales; None where nothing does.
     """
 
     method: str
@@ -128,6 +129,7 @@ class Stats:
     compressed_layers: int | None = None
     kv_share: float | None = None
     growing_layers: list[int] | None = None
+    codec: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -151,6 +153,8 @@ class Stats:
             told.append(("propagated", f"{self.deep_tokens} tokens through the last layer"))
         if self.traffic is not None and self.traffic.entries < 0.99 * self._mean():
             told.append(("read", f"{self.traffic.entries:.0f} entries read per token"))
+        if self.codec is not None:
+            told.append(("codec", self.codec))
         told += [
             ("memory", f"KV {mebibytes(self.kv_bytes)}"),
             ("time", seconds),
@@ -177,42 +181,6 @@ class Stats:
         return f"{kept} ({percent(self.kv_share)}{' of KV' if grow < layers else ''})"
 
 
-def what_ran(plan: Plan, record: TurnRecord) -> tuple[bool, list[str]]:
-    """Tell that every role of the plan acted on the turn's prompt, and what did not go as asked."""
-    if plan.roles and not record.reduced:
-        return False, ["the plan did not act on this turn's prompt, as asked (reduce=False)"]
-    notes = []
-    if plan.evict is not None and not record.evicted:
-        tokens = record.prompt_tokens - record.question
-        notes.append(f"nothing was evicted: the prompt's {tokens} tokens fit what must or may be kept")
-    if plan.propagate is not None and record.propagated is None:
-        notes.append(record.report.get("idle") or _ALL_WENT_ON)
-    if plan.read is not None and record.reads.tokens and not record.reads.sparse:
-        notes.append("every token read all of what is stored: that is not more than the budget")
-    applied = not notes
-    reads = record.reads
-    if reads.sparse and reads.all_bytes > reads.whole_bytes:
-        notes.append(
-            f"choosing what to read cost more than reading everything would have: {reads.all_bytes:,} bytes for "
-            f"{reads.whole_bytes:,}; it pays with a smaller budget, a longer context, or entries dropped less often"
-        )
-    if record.raised_to is not None:
-        notes.append(f"the budget of {record.asked} entries was raised to {record.raised_to}, the least it can keep")
-    return applied, notes
-
-
-def entries_after_prompt(cache: SieveCache) -> tuple[list[int], list[int]]:
-    """Return the entries per layer that were stored once the turn's prompt was complete, and those of full KV."""
-    record, kept = cache.turn.record, cache.entries()
-    for index, entries in record.kept.items():
-        kept[index] = entries
-    whole = [record.prompt_tokens] * len(kept)
-    for index in set(range(len(kept))) - set(cache.sieve_layers):
-        # Layers that no plan acts on hold no more under full KV.
-        kept[index] = whole[index] = min(kept[index], record.prompt_tokens)
-    return kept, whole
-
-
 def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began: float, peak: int | None) -> Stats:
     """Make the statistics of a call.
 
@@ -224,7 +192,7 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
         peak: peak memory in bytes, None where it was not measured.
     """
     record, plan = cache.turn.record, model.plan
-    applied, notes = what_ran(plan, record)
+    applied, notes = what_ran(plan, cache)
     kept, whole = entries_after_prompt(cache)
     compressed = sum(least < most for least, most in zip(kept, whole, strict=True))
     share = sum(kept) / max(sum(whole), 1)
@@ -251,7 +219,22 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
         compressed_layers=compressed,
         kv_share=round(share, 4),
         growing_layers=list(cache.sieve_layers),
+        codec=_codec(plan, cache),
     )
+
+
+def _codec(plan: Plan, cache: SieveCache) -> str | None:
+    """Name the codec and the bits of an encoded number, on average over keys and values."""
+    codec = plan.codec
+    if codec is None:
+        return None
+    stores = [layer.store for layer in cache.sieve_layers.values() if isinstance(layer.store, PackedStore)]
+    if not stores:
+        return f"{type(codec).__name__}, nothing encoded yet"
+    dims = stores[0].dims
+    forms = codec.keys(dims[0]), codec.values(dims[1])
+    bits = sum(dim * form.bits_per_number(dim, codec.block) for dim, form in zip(dims, forms, strict=True)) / sum(dims)
+    return f"{type(codec).__name__} at {bits:.2f} bits a number"
 
 
 def _decoding(engine: Engine, passes: Passes) -> Decoding:

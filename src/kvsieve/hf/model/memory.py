@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from kvsieve.budget import Budget, told_bytes
-from kvsieve.cache.base import window_room
+from kvsieve.cache.base import MIN_ROOM, window_room
 from kvsieve.cache.ragged import LANES
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.model.shapes import LayerShape, layer_shapes, meta_model
 from kvsieve.loading import provides
 from kvsieve.plans import Plan, SettledParameters
-from kvsieve.roles import byte_budgets, with_entries
+from kvsieve.roles import Codec, byte_budgets, with_entries
 
 _INDEX_BYTES = _WIDE_BYTES = 4
 # Layers of the models seen so far, by their configurations.
@@ -69,63 +70,90 @@ def fit(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> Plan:
             f"{plan.name!r} cannot take a budget in bytes, got {size}: {reason}; give a share like '20%' or a number "
             "of entries like 2048"
         )
-    each, fixed = row_bytes(plan, shapes, element_bytes)
+
+    def taken(entries: int) -> int:
+        return sum(layer_bytes(plan, shape, element_bytes, entries, most=True) for shape in shapes)
 
     def entries(budget: Budget) -> int:
         assert budget.bytes is not None
-        found = (budget.bytes - fixed) // each
+        fixed = taken(0)
+        found = bisect.bisect_right(range(1, budget.bytes), budget.bytes, key=taken)
         if found < 1:
             beside = f", beside {told_bytes(fixed)} whatever the budget" if fixed else ""
             raise PlanError(
                 f"{plan.name!r}: a budget of {budget} is too small for this model: one entry in every layer and KV "
-                f"head takes {each:,} bytes{beside}; raise budget="
+                f"head takes {taken(1) - fixed:,} bytes{beside}; raise budget="
             )
         return found
 
     count = entries(size)
+    told = f"{(taken(count) - taken(0)) // count:,} bytes an entry"
     try:
         roles: dict[str, Any] = {
             role: with_entries(value, entries) for role in plan.roles if (value := vars(plan)[role]) is not None
         }
     except PlanError as error:
-        raise PlanError(f"{plan.name!r} with {size} on this model ({each:,} bytes an entry): {error}") from error
+        raise PlanError(f"{plan.name!r} with {size} on this model ({told}): {error}") from error
     least = roles["evict"].minimum if evict is not None else 0
     if count < least:
         raise PlanError(
             f"{plan.name!r}: a budget of {size} is {count} entries per layer and KV head on this model, and it keeps "
-            f"at least {least}; raise budget= to {told_bytes(least * each + fixed)}"
+            f"at least {least}; raise budget= to {told_bytes(taken(least))}"
         )
     unset = plan.unset
     if unset is not None and "budget" in unset.given:
         unset = dataclasses.replace(unset, given={**unset.given, "budget": count})
-    source = f"{size} of this model's cache, {each:,} bytes an entry of all layers and heads"
+    source = f"{size} of this model's cache, {told} of all layers and heads"
     filled = SettledParameters(((source, {"budget": count}),))
     return dataclasses.replace(plan, **roles, unset=unset, filled=filled, name=plan.name)
 
 
-def row_bytes(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> tuple[int, int]:
-    """Bytes that a row's cache takes for one entry in every layer and KV head that grows, and those it takes anyhow.
+def layer_bytes(plan: Plan, shape: LayerShape, element_bytes: int, entries: float, *, most: bool = False) -> int:
+    """Bytes that one layer of a row's cache takes once a prompt is complete: keys, values, states, where entries stood.
 
     Room for tokens to come, and what a method remembers beside entries, are not among them.
+
+    Args:
+        plan: what acts on the layer.
+        shape: of the layer.
+        element_bytes: of one key or value element.
+        entries: that each KV head keeps where the layer's KV grows.
+        most: as many as so many entries may take, where some that are not encoded yet take more than others.
     """
-    layers = [layer_bytes(plan, shape, element_bytes) for shape in shapes]
-    return sum(each for each, _ in layers), sum(fixed for _, fixed in layers)
-
-
-def layer_bytes(plan: Plan, shape: LayerShape, element_bytes: int) -> tuple[int, int]:
-    """`row_bytes` of one layer."""
     evict, heads, kind = plan.evict, shape.heads, shape.kind
     fixed = shape.state_elements * element_bytes + shape.wide_state_elements * _WIDE_BYTES
     entry = shape.entry_elements * element_bytes + heads * _INDEX_BYTES
     if not kind.grows:
-        return 0, fixed + (kind.span - 1 + window_room(kind.span) if kind.span else 0) * entry
+        return fixed + (kind.span - 1 + window_room(kind.span) if kind.span else 0) * entry
+    if plan.codec is not None:
+        held = encoded_bytes(plan.codec, shape, entries, element_bytes, most=most)
+        return round(held + entries * heads * _INDEX_BYTES) + fixed
     stored = heads if evict is None else evict.stored_heads(heads, shape.query_heads)
     entry = entry * stored // heads
     if evict is not None and evict.traits.ragged:
         # Every head's bias tells which slots are its own; slots are rounded up to lanes.
         entry += stored * stored * element_bytes
         fixed += (LANES - 1) * entry // stored
-    return entry, fixed
+    return round(entry * entries) + fixed
+
+
+def encoded_bytes(codec: Codec, shape: LayerShape, entries: float, element_bytes: int, *, most: bool = False) -> float:
+    """Bytes of the keys and values of one layer of a row, of which the codec leaves the newest exact.
+
+    most: as in `layer_bytes`.
+    """
+    block, exact = codec.block, codec.sinks + codec.newest(int(entries))
+    encoded = max(0, (int(entries) - exact) // block * block)
+    if most:
+        encoded = max(0, int(entries) - exact - block + 1)
+    if encoded:
+        # What comes next has room already.
+        exact = round(entries) - encoded + min(MIN_ROOM, block)
+    else:
+        return entries * shape.entry_elements * element_bytes
+    forms = zip(shape.dims, (codec.keys(shape.dims[0]), codec.values(shape.dims[1])), strict=True)
+    bits = sum(dim * form.bits_per_number(dim, block) for dim, form in forms)
+    return exact * shape.entry_elements * element_bytes + encoded * shape.heads * bits / 8
 
 
 def _first_size(plan: Plan) -> Budget:

@@ -29,6 +29,7 @@ class LayerShape:
         kind: of the layer.
         heads: KV heads of what it stores; 1 for latent entries, which serve all heads.
         entry_elements: elements of an entry, all heads together; 0 where it stores none.
+        dims: channels of a key, and of a value.
         query_heads: query heads of its first attention, 0 without one.
         pair_elements: elements of a query that meet a key, and of a value that meets a weight, over all query heads.
         state_elements: elements of its recurrent state, in the model's dtype.
@@ -39,6 +40,7 @@ class LayerShape:
     kind: LayerKind
     heads: int
     entry_elements: int
+    dims: tuple[int, int]
     query_heads: int
     pair_elements: int
     state_elements: int
@@ -163,15 +165,18 @@ def _shape(model: Any, index: int, kind: LayerKind, held: Any, seen: _Seen) -> L
     if (stores and (keys is None or values is None)) or (kind.state and not state):
         raise UnsupportedModelError(f"layer {index} ({kind.words}) keeps what it remembers outside transformers' cache")
     heads = entry = 0
+    dims = (0, 0)
     if stores:
-        heads, entry = keys.shape[1], keys.shape[1] * (keys.shape[-1] + values.shape[-1])
+        heads, dims = keys.shape[1], (keys.shape[-1], values.shape[-1])
+        entry = heads * sum(dims)
         # Attention that is no function of transformers' interface is taken to be that of the heads the config tells of.
-        attended = attended or [(config.num_attention_heads, keys.shape[-1], values.shape[-1])]
+        attended = attended or [(config.num_attention_heads, *dims)]
     wide = sum(part.numel() for part in state if part.dtype == torch.float32)
     return LayerShape(
         kind=kind,
         heads=heads,
         entry_elements=entry,
+        dims=dims,
         query_heads=attended[0][0] if attended else 0,
         pair_elements=sum(queries * (key + value) for queries, key, value in attended),
         state_elements=sum(part.numel() for part in state) - wide,

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from kvsieve.errors import PlanError, UnsupportedModelError
+from kvsieve.errors import KvsieveError, PlanError, UnsupportedModelError
 from kvsieve.hf.compat import decoder_of, layers_of, tensor_parallel_mesh, text_config, why_unknown_cache
 from kvsieve.hf.kinds import LayerKind, growing_layers, layer_kinds
 from kvsieve.hf.model.facts import Facts
 from kvsieve.hf.model.latent import candidates
+from kvsieve.hf.model.memory import shapes_of
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint
 from kvsieve.registry import list_methods, method_info
-from kvsieve.roles import ChunkedEvictor
+from kvsieve.roles import ChunkedEvictor, Codec
 
 # Fields of a decoder's config that announce something attention would have to honour, and why it cannot yet.
 _TELLING_FIELDS = {
@@ -59,6 +60,8 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
     latent = [index for index, kind in enumerate(kinds) if kind.entries == "latent"]
     if latent and (reason := _why_not_latent(model, plan, latent)):
         return reason
+    if plan.codec is not None and (reason := _why_not_encoded(model, plan.codec)):
+        return reason
     return None if plan.evict is None else Facts(model).why_missing(plan.evict.traits.needs, growing)
 
 
@@ -69,6 +72,8 @@ def _why_not_latent(model: Any, plan: Plan, layers: list[int]) -> str | None:
         return f"{told} and heads divided among processes would choose among them differently; run it on one process"
     if plan.read is not None:
         return f"{told} and the plan reads sparsely; use a plan without read="
+    if plan.codec is not None:
+        return f"{told} and {type(plan.codec).__name__} encodes the keys and values of heads; use a plan without codec="
     needs = {"rotary": "the rotary embedding of its keys", "output_weight": "the output projection of each KV head"}
     for need in () if plan.evict is None else plan.evict.traits.needs:
         if need in needs:
@@ -81,6 +86,17 @@ def _why_not_latent(model: Any, plan: Plan, layers: list[int]) -> str | None:
                 f"its layer {index} has latent attention, and no linear layer with plain weights is there to expand "
                 f"latents of {rank} channels; load it without low-bit weights or adapters"
             )
+    return None
+
+
+def _why_not_encoded(model: Any, codec: Codec) -> str | None:
+    """One clause saying why a codec does not take the heads of the layers whose KV grows, or None when it does."""
+    try:
+        for dims in dict.fromkeys(shape.dims for shape in shapes_of(model) if shape.kind.grows):
+            codec.keys(dims[0]).check(dims[0], "its keys")
+            codec.values(dims[1]).check(dims[1], "its values")
+    except KvsieveError as error:
+        return f"{type(codec).__name__} cannot encode its entries: {error}"
     return None
 
 

@@ -1,0 +1,51 @@
+"""Facts of what a plan did with a turn's prompt, as its cache tells them."""
+
+from __future__ import annotations
+
+from kvsieve.cache import PackedStore
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.plans import Plan
+
+_ALL_WENT_ON = "every token went through all layers: the prompt is not longer than what may propagate"
+
+
+def what_ran(plan: Plan, cache: SieveCache) -> tuple[bool, list[str]]:
+    """Tell that every role of the plan acted on the turn's prompt, and what did not go as asked."""
+    record = cache.turn.record
+    if plan.roles and not record.reduced:
+        return False, ["the plan did not act on this turn's prompt, as asked (reduce=False)"]
+    notes = []
+    if plan.evict is not None and not record.evicted:
+        tokens = record.prompt_tokens - record.question
+        notes.append(f"nothing was evicted: the prompt's {tokens} tokens fit what must or may be kept")
+    if plan.propagate is not None and record.propagated is None:
+        notes.append(record.report.get("idle") or _ALL_WENT_ON)
+    if plan.read is not None and record.reads.tokens and not record.reads.sparse:
+        notes.append("every token read all of what is stored: that is not more than the budget")
+    if plan.codec is not None and not any(isinstance(each.store, PackedStore) for each in cache.sieve_layers.values()):
+        notes.append(
+            f"nothing was encoded: the newest entries stay exact, and the others do not fill a block of "
+            f"{plan.codec.block}"
+        )
+    applied = not notes
+    reads = record.reads
+    if reads.sparse and reads.all_bytes > reads.whole_bytes:
+        notes.append(
+            f"choosing what to read cost more than reading everything would have: {reads.all_bytes:,} bytes for "
+            f"{reads.whole_bytes:,}; it pays with a smaller budget, a longer context, or entries dropped less often"
+        )
+    if record.raised_to is not None:
+        notes.append(f"the budget of {record.asked} entries was raised to {record.raised_to}, the least it can keep")
+    return applied, notes
+
+
+def entries_after_prompt(cache: SieveCache) -> tuple[list[int], list[int]]:
+    """Return the entries per layer that were stored once the turn's prompt was complete, and those of full KV."""
+    record, kept = cache.turn.record, cache.entries()
+    for index, entries in record.kept.items():
+        kept[index] = entries
+    whole = [record.prompt_tokens] * len(kept)
+    for index in set(range(len(kept))) - set(cache.sieve_layers):
+        # Layers that no plan acts on hold no more under full KV.
+        kept[index] = whole[index] = min(kept[index], record.prompt_tokens)
+    return kept, whole
