@@ -108,14 +108,12 @@ class Session:
             out = asked.attend(store)
         reduces = step.ends_prompt or self.acts_in_between
         evictor, codec = self.plan.evict, self.plan.codec
-        changes = reduces or self.request.on_layer is not None or codec is not None
-        self._lend(index, layer, made, changes=changes)
+        self._lend(index, layer, made, changes=reduces or self.request.on_layer is not None or codec is not None)
         self._show(index, layer, asked, out)
         if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
             asked = replace(asked, query=self._recent(layer, query, evictor.window))
         if reduces:
             self._reduce(index, layer, asked)
-        # Until it acts an evictor sees exact entries.
         if codec is not None and (reduces or step.phase == "decode" or evictor is None):
             layer.encode(codec)
         return out
