@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,15 +24,19 @@ from kvsieve.registry import (
 from kvsieve.roles import Codec, DelegatingEvictor, Evictor, Role
 from kvsieve.specs import split_specs
 
+# Codec of "2bit" and the like.
+_REST = "rotated"
+_BITS = re.compile(r"(\d+)[ -]?bits?")
 _DERIVED = "the model's depth and tokenizer"
 
 
-def plan(method: str, *, codec: Codec | str | None = None, **parameters: Any) -> Plan:
+def plan(method: str, *, codec: Codec | str | None = None, rest: Codec | str | None = None, **parameters: Any) -> Plan:
     """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``.
 
     Parameters are the method's own (`kvsieve methods` lists them); a budget is a Budget, a share such as "20%" or
     0.2, a number of entries, or the size of the whole cache of one prompt, such as "512MiB". Of any method, `codec`
-    says how entries are stored: a Codec, or one as text, ``codec="kivi:bits=4"``. Of a method that has
+    says how entries are stored: a Codec, or one as text, ``codec="kivi:bits=4"``. Of one that evicts, `rest` says how
+    entries that it would drop are stored instead: a codec again, or "2bit", "3bit" or "4bit". Of a method that has
     `paper` among them, those that are not given come with the model when the plan is attached (Plan.for_model);
     ``paper=True`` takes the paper's defaults, and ``profile=``, a Profile, its file or the name of one that is shipped,
     takes that one's. Raises PlanError, with a suggestion, for an unknown
@@ -52,7 +57,21 @@ def plan(method: str, *, codec: Codec | str | None = None, **parameters: Any) ->
         if made.codec is not None:
             raise PlanError(f"{info.name} is a codec itself, got codec={short(codec)} as well; leave one of them out")
         made = dataclasses.replace(made, codec=codec_of(codec))
+    if rest is not None:
+        if made.rest is not None:
+            raise PlanError(f"{info.name} keeps the rest itself, got rest={short(rest)} as well; leave it out")
+        made = dataclasses.replace(made, rest=_rest_of(rest))
     return made
+
+
+def _rest_of(value: Codec | str) -> Codec:
+    """Return a codec of what is otherwise dropped. Raises PlanError."""
+    if isinstance(value, str):
+        bits = _BITS.fullmatch(value.strip())
+        return codec_of(f"{_REST}:bits={bits[1]}" if bits else value)
+    if isinstance(value, Codec):
+        return value
+    raise PlanError(f"rest= takes '2bit', '3bit', '4bit', a Codec or its name, got {short(value)}")
 
 
 def codec_of(value: Codec | str) -> Codec:

@@ -25,7 +25,13 @@ from kvsieve.roles import (
     role_name,
 )
 
-ROLES: dict[str, type[Role]] = {"propagate": Propagator, "evict": Evictor, "read": Reader, "codec": Codec}
+ROLES: dict[str, type[Role]] = {
+    "propagate": Propagator,
+    "evict": Evictor,
+    "read": Reader,
+    "codec": Codec,
+    "rest": Codec,
+}
 _READ: dict[str, Callable[[Any], Any]] = {
     "name": str,
     "profile": lambda value: _record(Fingerprint, value),
@@ -36,6 +42,7 @@ _EXAMPLES = {
     "evict": "evict=SnapKV(budget=0.2)",
     "read": "read=HSA(budget=512)",
     "codec": "codec=KIVI(bits=4)",
+    "rest": "rest=Rotated(bits=2)",
 }
 
 
@@ -74,6 +81,7 @@ class Plan:
 
     propagate: a Propagator, which hidden states go on to deeper layers. evict: an Evictor, which entries stay stored.
     read: a Reader, which entries a new token reads. codec: a Codec, how stored entries are encoded.
+    rest: a Codec that encodes what the evictor would drop, which stays stored then.
     profile: the model whose profile gave the parameters, if one did; `attach` refuses another.
     unset: of a plan made by name, what `attach` needs to fill in the parameters that were not given; until then they
     stand at the paper's defaults. filled: what it filled in. name: what reports call it.
@@ -85,6 +93,7 @@ class Plan:
     evict: Evictor | None = None
     read: Reader | None = None
     codec: Codec | None = None
+    rest: Codec | None = None
     profile: Fingerprint | None = None
     unset: Unset | None = field(default=None, repr=False)
     filled: SettledParameters | None = field(default=None, compare=False, repr=False)
@@ -139,6 +148,34 @@ class Plan:
             raise PlanError(
                 f"{type(what).__name__} reads a short prompt again, in full, and is not combined with read=; leave it "
                 "None"
+            )
+
+        if self.rest is not None:
+            self._check_rest(type(self.rest).__name__)
+
+    def _check_rest(self, name: str) -> None:
+        """Raise PlanError unless the evictor acts in a way that leaves a rest to be kept."""
+        evict = self.evict
+        if evict is None:
+            raise PlanError(
+                f"rest={name} keeps in few bits what an evictor would drop, and this plan has none; give evict=, or "
+                f"codec= to encode all entries"
+            )
+        kind, when = type(evict).__name__, evict.when
+        reason = None
+        if evict.traits.is_view:
+            reason = "drops nothing"
+        elif isinstance(evict, ChunkedEvictor) or when.chunks:
+            reason = "drops entries while a prompt is read"
+        elif when.steps is not None:
+            reason = "drops entries while decoding; leave every= out"
+        elif evict.traits.recuts:
+            reason = "drops entries of a layer bit by bit, as layers behind it are read"
+        elif when.observes:
+            reason = "remembers what it has seen of each entry by where it is stored"
+        if reason is not None:
+            raise PlanError(
+                f"{kind} {reason}: rest={name} takes an evictor that acts at the end of prompts, such as SnapKV"
             )
 
     def __repr__(self) -> str:

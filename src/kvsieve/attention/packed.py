@@ -70,7 +70,7 @@ def _by_kernel(
 ) -> Tensor:
     """In C; query [R, G, D] -> [R, G, Dv]."""
     exact = native.Exactly(query, store.exact.keys, store.exact.values, _seen(store))
-    cap, tokens = None if terms is None else terms.softcap, store.codec.block
+    cap, tokens = None if terms is None else terms.softcap, store.bodies[0].codec.block
     if not bodies:
         return native.attend(None, exact, tokens=tokens, cap=cap, sinks=sinks)
     if len(bodies) == 1 and not bodies[0].values.turns:
@@ -106,6 +106,8 @@ def _over_exact(query: Tensor, store: PackedStore, terms: AttentionTerms | None)
 def _turned(query: Tensor, part: BlockPool) -> tuple[Tensor, Tensor | None]:
     """Queries as encoded keys are matched with them, and what the keys' mean adds to every logit."""
     base = None if part.mean is None else (query @ part.mean[..., None])[..., 0]
+    if part.root is not None:
+        query = query * part.root[:, None]
     return query @ rotation(part.dim, query.device) if part.form.rotated else query, base
 
 
@@ -118,6 +120,8 @@ def _turned_back(acc: Tensor, total: Tensor, part: BlockPool) -> Tensor:
     """Sums of values as they were before they were encoded."""
     if part.form.rotated:
         acc = acc @ rotation(part.dim, acc.device).T
+    if part.root is not None:
+        acc = acc * part.root[:, None, None]
     if part.mean is not None:
         acc = acc + total[..., None] * part.mean[:, None, None]
     return acc

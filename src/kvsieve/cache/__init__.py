@@ -1,7 +1,7 @@
 """Stores of keys and values. Pure torch; the adapters that transformers sees are in kvsieve.hf.cache."""
 
 from kvsieve.cache.base import Store, View
-from kvsieve.cache.keep import LayerStore, keep
+from kvsieve.cache.keep import LayerStore, keep, set_aside
 from kvsieve.cache.latent import LatentStore
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.ragged import RaggedStore
@@ -19,4 +19,5 @@ __all__ = [
     "View",
     "group_rows",
     "keep",
+    "set_aside",
 ]

@@ -188,7 +188,8 @@ class Body:
         merged, joined = (torch.tensor(part, device=device).view_as(left) for part in told)
         untouched = real & (left == self.fills) & (joined == 0)
         fresh = Body(self.codec, len(self.table), (self.keys.dim, self.values.dim), self.dtype, device)
-        fresh.keys.mean, fresh.values.mean = self.keys.mean, self.values.mean
+        for part, old in ((fresh.keys, self.keys), (fresh.values, self.values)):
+            part.mean, part.root = old.mean, old.root
         fresh.table = self.table.new_zeros(len(self.table), most)
         fresh.fills = torch.zeros_like(fresh.table)
         same_row, same_place = untouched.nonzero(as_tuple=True)
@@ -249,8 +250,7 @@ class Body:
             self.table = torch.searchsorted(alive, self.table) * (self.fills > 0)
             self.used = len(alive)
         for part in (self.keys, self.values):
-            if part.mean is not None:
-                part.mean = part.mean[rows]
+            part.mean, part.root = (None if each is None else each[rows] for each in (part.mean, part.root))
         self._note_counts()
 
     def copied(self, *, share: bool) -> Self:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from kvsieve.cache.latent import LatentStore
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.ragged import RaggedStore
 from kvsieve.cache.store import DenseStore
 from kvsieve.types import Selection
+
+if TYPE_CHECKING:
+    from kvsieve.roles import Codec
 
 # What a layer's entries lie in.
 LayerStore = DenseStore | RaggedStore | PackedStore
@@ -25,3 +30,12 @@ def keep(store: LayerStore, selection: Selection, reserve: int = 0, *, reuse: bo
         store.keep(selection, reserve, reuse=reuse)
         return store
     return RaggedStore.build(store.keys, store.values, store.index, selection, reserve)
+
+
+def set_aside(
+    store: LayerStore, selection: Selection, rest: Codec, codec: Codec | None = None, reserve: int = 0
+) -> PackedStore:
+    """Encode by `rest` what a selection leaves out, in place of dropping it; `codec` is that of what stays."""
+    packed = store if isinstance(store, PackedStore) else PackedStore(codec, store.padded())
+    packed.set_aside(selection, rest, reserve)
+    return packed

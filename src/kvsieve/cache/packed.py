@@ -13,7 +13,8 @@ from kvsieve.cache.base import Store, View, storage_bytes
 from kvsieve.cache.body import Body
 from kvsieve.cache.encoded_rows import SPAN, EncodedRows
 from kvsieve.cache.ragged import RaggedStore
-from kvsieve.cache.settle import narrow, settle
+from kvsieve.cache.reduce import reduce, selected, set_aside
+from kvsieve.cache.settle import settle
 from kvsieve.cache.store import DenseStore
 from kvsieve.core.kv_rows import SlotRows
 from kvsieve.errors import UnsupportedOptionError
@@ -26,30 +27,34 @@ if TYPE_CHECKING:
 class PackedStore(Store):
     """Entries of which the older ones are encoded, and the newest and, if the codec says so, the first are exact.
 
-    Slots are those of `first` exact entries, of each body's entries and of the newest exact ones, in this order; KV
-    heads may have encoded different numbers, and have filler before them. `keys`, `values`, `index` and `valid` are
-    made on every reading, all of it decoded: for prompts, evictors and later turns. A new token is read by
+    Entries are `first` exact ones, each body's and the newest exact ones, in this order; KV heads may have encoded
+    different numbers, and have filler before them. Slots are the same, or, with entries set aside, in the order of
+    their tokens. `keys`, `values`, `index` and `valid` are made on every reading, all of it decoded: for prompts,
+    evictors and later turns. A new token is read by
     `attention.packed_attention`, which decodes block by block.
 
     Attributes:
-        codec: encodes what leaves the newest entries.
+        codec: encodes what leaves the newest entries; None where nothing does.
         exact: the entries that are not encoded; the first `first` slots are of the first ones.
         first: slots of first entries that stay exact.
-        bodies: encoded entries; the last one is what the codec adds to.
+        bodies: encoded entries: those of `set_aside`, if any, then those that the codec adds to, if there is one.
     """
 
-    def __init__(self, codec: Codec, exact: DenseStore) -> None:
+    def __init__(self, codec: Codec | None, exact: DenseStore) -> None:
         super().__init__()
         self.codec, self.exact, self.first = codec, exact, 0
         self.lengths = exact.lengths
-        keys, values, _ = exact.buffers()
+        self.bodies = [] if codec is None else [self._body(codec)]
+
+    def _body(self, codec: Codec) -> Body:
+        keys, values, _ = self.exact.buffers()
         rows = keys.shape[0] * keys.shape[1]
-        self.bodies = [Body(codec, rows, (keys.shape[-1], values.shape[-1]), keys.dtype, keys.device)]
+        return Body(codec, rows, (keys.shape[-1], values.shape[-1]), keys.dtype, keys.device)
 
     @classmethod
     def build(cls, store: DenseStore | RaggedStore, codec: Codec) -> PackedStore:
         """Encode what a store holds, which is used up."""
-        out = cls(codec, store.padded() if isinstance(store, RaggedStore) else store)
+        out = cls(codec, store.padded())
         out.settle()
         return out
 
@@ -87,10 +92,7 @@ class PackedStore(Store):
 
     @property
     def entries(self) -> int:
-        valid = self.valid
-        if valid is None or valid.shape[1] == 1:
-            return max(self.lengths)
-        return -(-int(valid.sum((1, 2)).max()) // self.heads)
+        return -(-int(self.totals().view(self.batch, self.heads).sum(1).max()) // self.heads)
 
     @property
     def capacity(self) -> int:
@@ -130,8 +132,33 @@ class PackedStore(Store):
         ]
         return self._together(mine, filled)
 
+    @property
+    def aside(self) -> Body | None:
+        """Entries set aside, once there have been any."""
+        return self.bodies[0] if len(self.bodies) > (self.codec is not None) else None
+
+    @property
+    def is_sorted(self) -> bool:
+        """True where slots are in the order of their tokens, and not in that of what holds them."""
+        return self.aside is not None and self.aside.width > 0
+
+    def order(self) -> Tensor:
+        """Place of each slot's entry, int64 [B, H, size], where slots are in the order of their tokens."""
+        encoded = [body.padded_index() for body in self.bodies if body.width]
+        return self._joined(self.exact.index, encoded).argsort(dim=-1, stable=True)
+
     def _together(self, exact: Tensor, encoded: Sequence[Tensor]) -> Tensor:
+        """Slots [B, H, size, ...] of exact ones [B, H, slots, ...] and parts [R, width, ...]."""
+        joined = self._joined(exact, encoded)
+        if not self.is_sorted:
+            return joined
+        order = self.order()
+        return joined.gather(2, order if joined.ndim == 3 else order[..., None].expand_as(joined))
+
+    def _joined(self, exact: Tensor, encoded: Sequence[Tensor]) -> Tensor:
         """Parts [R, width, ...] between the first and the newest slots of [B, H, slots, ...]."""
+        if not encoded:
+            return exact
         shape = exact.shape[:2]
         middle = [part.unflatten(0, shape) for part in encoded]
         return torch.cat([exact[:, :, : self.first], *middle, exact[:, :, self.first :]], 2)
@@ -150,45 +177,35 @@ class PackedStore(Store):
             self.derived = {}
         before = self.exact.lengths
         # More room than until the next block is full would hold what encoding saves.
-        self.exact.append(keys, values, token_index, valid, counts, min(reserve, self.codec.block))
+        self.exact.append(keys, values, token_index, valid, counts, self.room(reserve))
         added = (now - then for now, then in zip(self.exact.lengths, before, strict=True))
         self.lengths = tuple(old + new for old, new in zip(self.lengths, added, strict=True))
 
     def settle(self) -> None:
         """Encode the oldest exact entries of each KV head, as many whole blocks as leave enough of the newest."""
-        settle(self)
+        if self.codec is not None:
+            settle(self, self.codec)
+
+    def room(self, tokens: int) -> int:
+        """Exact entries to leave room for where `tokens` are to come."""
+        return tokens if self.codec is None else min(tokens, self.codec.block)
 
     def keep(self, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> None:
         """Keep only the selected slots; encoded ones move, and those of a block that loses some are encoded again."""
-        indices = selection.indices
-        if indices.shape[1] != self.heads:
-            raise UnsupportedOptionError(
-                f"the plan keeps entries for each of {indices.shape[1]} query heads, and encoded entries are those of "
-                f"{self.heads} KV heads; leave per_query_head out, or codec="
-            )
-        real = selection.real()
-        real = torch.ones_like(indices, dtype=torch.bool) if real is None else real
-        real = (real[:, None] if real.ndim == 2 else real).expand_as(indices)
-        stays = torch.zeros(self.batch, self.heads, self.size, dtype=torch.bool, device=self.device)
-        # Filler names slot 0, or any other, and keeps none.
-        stays.flatten(0, 1).view(-1).index_put_(
-            (
-                (
-                    torch.arange(self.batch * self.heads, device=self.device)[:, None] * self.size
-                    + indices.flatten(0, 1)
-                )[real.flatten(0, 1)],
-            ),
-            torch.tensor(True, device=self.device),
-        )
-        at, end = self.first, self.first
-        for body in self.bodies:
-            end = at + body.width
-            mine = stays[:, :, at:end].flatten(0, 1)
-            at = end
-            body.keep(mine)
-        stays = torch.cat([stays[:, :, : self.first], stays[:, :, end:]], 2)
-        narrow(self, stays)
-        self.lengths = tuple(real.sum(-1).amax(-1).tolist())
+        reduce(self, selected(self, selection), reserve)
+        self._settle_changed()
+
+    def set_aside(self, selection: Selection, codec: Codec, reserve: int = 0) -> None:
+        """Encode the slots that are not selected by `codec`, the same in all calls; what it encoded before stays."""
+        if self.aside is None:
+            self.bodies.insert(0, self._body(codec))
+        set_aside(self, selection, reserve)
+        self._settle_changed()
+
+    def _settle_changed(self) -> None:
+        """Count what is stored after a change, and encode what has left the newest entries."""
+        self.derived = {}
+        self.lengths = tuple(self.totals().view(self.batch, self.heads).amax(1).tolist())
         self.settle()
 
     def remask(self, mask: Tensor) -> None:
@@ -241,7 +258,7 @@ class PackedStore(Store):
         return (encoded + rows * self.exact.size * self.exact.entry_size()) // (rows * self.size)
 
     def make_room(self, tokens: int) -> None:
-        self.exact.make_room(min(tokens, self.codec.block))
+        self.exact.make_room(self.room(tokens))
 
     def reorder(self, rows: Tensor) -> None:
         rows = rows.to(self.device)

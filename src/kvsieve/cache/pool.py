@@ -13,6 +13,9 @@ from kvsieve.core.codes import CodeFormat, Codes, decode, encode, rotation
 if TYPE_CHECKING:
     from kvsieve.roles import Codec
 
+# Of what channels are divided by, the least part of the most.
+_LEAST_ROOT = 0.01
+
 
 class BlockPool:
     """Encoded keys, or values, of all blocks of a pool.
@@ -22,26 +25,34 @@ class BlockPool:
         dim: channels.
         codes: of `used` blocks, and room for more; None before the first.
         mean: float32 [R, D], what was taken off the channels of each KV row; None where nothing was.
+        root: float32 [R, D], what the channels of each KV row were then divided by; None where by nothing.
     """
 
     def __init__(self, form: CodeFormat, dim: int) -> None:
         self.form, self.dim = form, dim
         self.codes: Codes | None = None
         self.mean: Tensor | None = None
+        self.root: Tensor | None = None
 
     @property
     def turns(self) -> bool:
-        """True where numbers are rotated, or their mean is taken off, before they are encoded."""
-        return self.form.rotated or self.mean is not None
+        """True where numbers are rotated, centered or balanced before they are encoded."""
+        return self.form.rotated or self.mean is not None or self.root is not None
 
     def encode(self, codec: Codec, x: Tensor, rows: Tensor, count: int) -> Codes:
         """Encode blocks [N, T, D] of the KV rows int64 [N], of `count` in all."""
         x = x.float()
         if self.form.centered:
             if self.mean is None:
-                sums = x.new_zeros(count, self.dim).index_add_(0, rows, x.mean(1))
-                self.mean = sums / torch.bincount(rows, minlength=count).clamp_min(1)[:, None]
+                self.mean = _means(x, rows, count)
             x = x - self.mean[rows][:, None]
+        if self.form.balanced:
+            if self.root is None:
+                root = _means(x.square(), rows, count).pow(0.25)
+                # Channels that hardly differ between tokens yet may do so later.
+                root = root.clamp_min(_LEAST_ROOT * root.amax(1, keepdim=True))
+                self.root = torch.where(root > 0, root, torch.ones_like(root))
+            x = x / self.root[rows][:, None]
         if self.form.rotated:
             x = x @ rotation(self.dim, x.device)
         return encode(self.form, x, codec.fit)
@@ -51,6 +62,8 @@ class BlockPool:
         x = decode(self.form, codes, self.dim)
         if self.form.rotated:
             x = x @ rotation(self.dim, x.device).T
+        if self.root is not None:
+            x = x * self.root[rows][:, None]
         if self.mean is not None:
             x = x + self.mean[rows][:, None]
         return x.to(dtype)
@@ -80,5 +93,10 @@ class BlockPool:
     def tensors(self) -> Iterator[Tensor]:
         if self.codes is not None:
             yield from self.codes.tensors()
-        if self.mean is not None:
-            yield self.mean
+        yield from (part for part in (self.mean, self.root) if part is not None)
+
+
+def _means(x: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Mean of each channel of KV rows: [R, D] of blocks [N, T, D] of the KV rows int64 [N]; 0 where there is none."""
+    sums = x.new_zeros(count, x.shape[2]).index_add_(0, rows, x.mean(1))
+    return sums / torch.bincount(rows, minlength=count).clamp_min(1)[:, None]

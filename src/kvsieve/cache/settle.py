@@ -13,11 +13,12 @@ from kvsieve.cache.store import DenseStore
 
 if TYPE_CHECKING:
     from kvsieve.cache.packed import PackedStore
+    from kvsieve.roles import Codec
 
 
-def settle(store: PackedStore) -> None:
+def settle(store: PackedStore, codec: Codec) -> None:
     """Encode the oldest exact entries of each KV head, as many whole blocks as leave enough of the newest."""
-    body, codec, exact = store.bodies[-1], store.codec, store.exact
+    body, exact = store.bodies[-1], store.exact
     begins = not body.width and not store.first
     sinks = codec.sinks if begins else 0
     room = exact.size - store.first - sinks
@@ -34,7 +35,7 @@ def settle(store: PackedStore) -> None:
 
 def _encode_alike(store: PackedStore, body: Body, blocks: int) -> None:
     """Encode `blocks` blocks of each KV row, all of whose entries are real."""
-    size, exact = store.codec.block, store.exact
+    size, exact = body.codec.block, store.exact
     taken = slice(store.first, store.first + blocks * size)
     keys, values, index = (
         part[:, :, taken].reshape(-1, size, *part.shape[3:]) for part in (exact.keys, exact.values, exact.index)
@@ -42,19 +43,19 @@ def _encode_alike(store: PackedStore, body: Body, blocks: int) -> None:
     rows = torch.arange(store.batch * store.heads, device=store.device).repeat_interleave(blocks)
     body.add(keys, values, index, rows)
     left = torch.cat([torch.arange(store.first), torch.arange(taken.stop, exact.size)]).to(store.device)
-    _replace(store, left.expand(store.batch, store.heads, -1), None)
+    _replace(store, left.expand(store.batch, store.heads, -1), None, min(MIN_ROOM, size))
 
 
 def _encode_rows(store: PackedStore, body: Body, sinks: int) -> None:
     """Encode each KV row's own number of blocks of its real entries."""
-    exact, codec, size = store.exact, store.codec, store.codec.block
+    exact, codec, size = store.exact, body.codec, body.codec.block
+    room = min(MIN_ROOM, size)
     shape = store.batch, store.heads
     real = torch.ones(1, 1, 1, dtype=torch.bool, device=store.device) if exact.valid is None else exact.valid
     real = real.expand(*shape, exact.size)
     newest = real[..., store.first :]
     own = newest.sum(-1)
-    held = own + body.counts.view(shape) + real[..., : store.first].sum(-1)
-    keep = torch.tensor([codec.newest(each) for each in held.flatten().tolist()], device=store.device).view(shape)
+    keep = torch.tensor([codec.newest(each) for each in store.totals().tolist()], device=store.device).view(shape)
     blocks = ((own - sinks - keep) // size).clamp_min(0)
     if not bool(blocks.any()):
         return
@@ -79,22 +80,24 @@ def _encode_rows(store: PackedStore, body: Body, sinks: int) -> None:
         slots = torch.cat([torch.arange(store.first, device=store.device).expand(*shape, -1), few, slots], -1)
         whole = torch.cat([real[..., : store.first], there, there_too], -1)
         store.first += sinks
-        _replace(store, slots, whole)
+        _replace(store, slots, whole, room)
     else:
-        narrow(store, stays)
+        narrow(store, stays, room)
 
 
-def narrow(store: PackedStore, stays: Tensor) -> None:
-    """Keep exact slots, bool [B, H, slots]: filler takes the place of first ones that go, others close up."""
+def narrow(store: PackedStore, stays: Tensor, room: int) -> None:
+    """Keep exact slots, bool [B, H, slots]: filler takes the place of first ones that go, others close up.
+
+    room: tokens to leave room for.
+    """
     slots, real = _right_aligned(stays[..., store.first :], store.first)
     head = torch.arange(store.first, device=store.device).expand(*stays.shape[:2], -1)
-    _replace(store, torch.cat([head, slots], -1), torch.cat([stays[..., : store.first], real], -1))
+    _replace(store, torch.cat([head, slots], -1), torch.cat([stays[..., : store.first], real], -1), room)
 
 
-def _replace(store: PackedStore, slots: Tensor, real: Tensor | None) -> None:
+def _replace(store: PackedStore, slots: Tensor, real: Tensor | None, room: int) -> None:
     """Make new exact entries of slots [B, H, K] of the old ones; real: bool, False for filler."""
     old, fresh = store.exact, DenseStore()
-    room = min(MIN_ROOM, store.codec.block)
 
     def gathered(part: Tensor) -> Tensor:
         at = slots if part.ndim == 3 else slots[..., None].expand(-1, -1, -1, part.shape[3])

@@ -30,6 +30,10 @@ class DenseStore(Store):
         """KV heads stored; more than the model has after a per-query-head selection."""
         return self.buffers()[0].shape[1]
 
+    def padded(self) -> DenseStore:
+        """Return it as a store of equally many entries per head, which it is."""
+        return self
+
     @property
     def keys(self) -> Tensor:
         """[B, H, size, D], a view."""

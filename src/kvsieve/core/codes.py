@@ -30,6 +30,7 @@ class CodeFormat:
         levels: the number of each code, ascending; None: the code itself.
         rotated: channels are turned by a random rotation before they are encoded (`rotation`).
         centered: the mean of each channel over the first entries encoded is taken off before.
+        balanced: each channel is divided before by the root of its standard deviation over the first entries encoded.
         apart: numbers of a block, those that codes miss by the most steps of their scale, that are told beside them.
     """
 
@@ -40,6 +41,7 @@ class CodeFormat:
     levels: tuple[float, ...] | None = None
     rotated: bool = False
     centered: bool = False
+    balanced: bool = False
     apart: int = 0
 
     def check(self, dim: int, what: str) -> None:

@@ -132,7 +132,9 @@ class DocumentReader:
                 prefix=self._prefix(document, mine.values(), ids),
             )
             for i, plan in mine.items():
-                states[i] = ReadState([plan], shared.reduced(plan.evict, plan.codec), shared.logits, ids, ids, [i])
+                states[i] = ReadState(
+                    [plan], shared.reduced(plan.evict, plan.codec, plan.rest), shared.logits, ids, ids, [i]
+                )
         return [states[i] for i in plans]
 
     def _prefix(self, document: _Document, plans: Iterable[Plan], ids: Tensor) -> SharedPrefix | None:

@@ -53,19 +53,19 @@ class SharedPrompt:
     window: int
     learned: dict[tuple[int, Evictor], dict[str, Any]] = field(default_factory=dict)
 
-    def reduced(self, evictor: Evictor | None, codec: Codec | None = None) -> SieveCache:
-        """Make a cache of its own, as if the prompt had been read under a plan with this evictor and codec.
+    def reduced(self, evictor: Evictor | None, codec: Codec | None = None, rest: Codec | None = None) -> SieveCache:
+        """Make a cache of its own, as if the prompt had been read under a plan with this evictor and these codecs.
 
         Raises CacheStateError for an evictor that looks at more queries than were recorded, or at every pass of the
         prompt without having been named when it was read.
         """
-        cache = self._evicted(evictor)
+        cache = self._evicted(evictor, Plan(evict=evictor, codec=codec, rest=rest))
         if codec is not None:
             for layer in cache.sieve_layers.values():
                 layer.encode(codec)
         return cache
 
-    def _evicted(self, evictor: Evictor | None) -> SieveCache:
+    def _evicted(self, evictor: Evictor | None, plan: Plan) -> SieveCache:
         if evictor is None:
             return self.cache.fork()
         if evictor.window > self.window:
@@ -82,7 +82,7 @@ class SharedPrompt:
             cache.sieve_layers[index].state.update(copy.deepcopy(learned))
         notes: dict[str, Any] = {}
         for index, ctx in self.seen.items():
-            evict(evictor, dataclasses.replace(ctx, state=cache.sieve_layers[index].state, shared=notes), cache)
+            evict(plan, dataclasses.replace(ctx, state=cache.sieve_layers[index].state, shared=notes), cache)
         for index in self.seen:
             cache.turn.record.kept[index] = cache.sieve_layers[index].store.entries
         _own_buffers(cache)

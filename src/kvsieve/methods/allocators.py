@@ -106,7 +106,7 @@ class LayerScores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cascade(Allocator):
+class Cascade(Allocator, recuts=True):
     """An Allocator that weighs layers as they come, and takes back from those before what later ones are due.
 
     After each layer the whole total is shared out anew among the layers so far: no more than that is stored at any

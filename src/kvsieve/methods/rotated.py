@@ -11,11 +11,14 @@ that of least squares for the codes chosen (three rounds) instead of the vector'
 normal distribution, the limit of a turned vector's; there is no second stage that makes products unbiased; one number
 of bits for all channels. From both: the mean of each key channel over the first entries encoded is taken off before and
 added when they are read, since some models' keys have a large constant part, which would take the levels of what
-differs between tokens; attention over them is exact in that part.
+differs between tokens; attention over them is exact in that part. Key channels are then divided by the root of their
+standard deviation, and queries multiplied by it: as if scales of queries and keys had been made even, the error of a
+product hardly depends on which of the two is large.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -45,12 +48,10 @@ class Rotated(BlockCodec, heads="own"):
     bits: Literal[2, 3, 4] = 4
 
     def keys(self, dim: int) -> CodeFormat:
-        levels = gaussian_levels(self.bits)
-        return CodeFormat(self.bits, "token", dim, zero=False, levels=levels, rotated=True, centered=True)
+        return dataclasses.replace(self.values(dim), centered=True, balanced=True)
 
     def values(self, dim: int) -> CodeFormat:
-        levels = gaussian_levels(self.bits)
-        return CodeFormat(self.bits, "token", dim, zero=False, levels=levels, rotated=True)
+        return CodeFormat(self.bits, "token", dim, zero=False, levels=gaussian_levels(self.bits), rotated=True)
 
     def fit(self, form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
         return least_squares_scale(form, x, dim), None

@@ -27,6 +27,8 @@ class Traits:
             not said, so the plan is refused where tensor parallelism divides heads. A subclass must say it again.
         ragged: KV heads may keep different numbers of entries.
         is_view: an evictor that drops nothing: what it selects is what this turn's answer reads.
+        recuts: what it drops of a layer may depend on layers behind it, so that it drops more of the layer later in the
+            same pass.
         takes_quotas: an evictor that ranks entries by scores, so that ``quotas=`` can be asked of it.
         static_shapes: a reader that also works on sequences whose length is on the device (core.kv_rows.DeviceLength),
             and remembers nothing but an IncrementalMetadata of each; passes can then be recorded.
@@ -36,6 +38,7 @@ class Traits:
     heads: HeadScope | None = None
     ragged: bool = False
     is_view: bool = False
+    recuts: bool = False
     takes_quotas: bool = False
     static_shapes: bool = False
 

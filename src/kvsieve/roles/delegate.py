@@ -43,6 +43,7 @@ class DelegatingEvictor(Evictor):
             heads=None if None in scopes else "all" if "all" in scopes else "own",
             ragged=mine.ragged or base.ragged,
             is_view=mine.is_view or base.is_view,
+            recuts=mine.recuts or base.recuts,
             takes_quotas=base.takes_quotas,
         )
 

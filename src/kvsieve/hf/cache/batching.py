@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvsieve.cache import DenseStore, LayerStore, PackedStore, RaggedStore
+from kvsieve.cache import DenseStore, LayerStore, PackedStore
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.latent import LatentLayer
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
@@ -79,7 +79,7 @@ def _stacked(layers: Sequence[CacheLayer], reserve: int) -> CacheLayer:
 
 def _dense(store: LayerStore) -> DenseStore:
     assert not isinstance(store, PackedStore)
-    return store.padded() if isinstance(store, RaggedStore) else store
+    return store.padded()
 
 
 def _rows(parts: list[Any]) -> Any:

@@ -237,7 +237,7 @@ def _alike(made: RecordedPass, inputs: dict[str, Tensor], options: dict[str, Any
 
 def _check_plan(session: Session) -> None:
     """Raise Refused for a plan that does on this token what cannot be recorded."""
-    evictor, reader, codec = session.plan.evict, session.plan.read, session.plan.codec
+    evictor, reader, codec = session.plan.evict, session.plan.read, session.plan.codec or session.plan.rest
     if codec is not None:
         raise Refused(f"{type(codec).__name__} encodes entries, whose blocks have no fixed place")
     if evictor is not None and evictor.when.steps is not None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 
-from kvsieve.cache import keep
+from kvsieve.cache import keep, set_aside
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.plans import Plan
 from kvsieve.protection import lost
-from kvsieve.roles import Evictor, Role
+from kvsieve.roles import Role
 from kvsieve.types import LayerContext, Selection
 
 
-def evict(evictor: Evictor, ctx: LayerContext, cache: SieveCache) -> None:
-    """Let `evictor` reduce what one layer stores, or several layers, and record what it did to the prompt."""
+def evict(plan: Plan, ctx: LayerContext, cache: SieveCache) -> None:
+    """Let a plan's evictor reduce what one layer stores, or several layers, and record what it did to the prompt."""
+    evictor = plan.evict
+    assert evictor is not None
     step, conversation, turn = ctx.step, cache.conversation, cache.turn
     prompt, record = step.phase == "prefill", turn.record
     # While decoding, a share stays that of the prompt: otherwise nothing would bound the memory.
@@ -40,8 +43,11 @@ def evict(evictor: Evictor, ctx: LayerContext, cache: SieveCache) -> None:
             if not prompt:
                 # As many as are dropped come again before it acts next: the same buffers then serve on.
                 room = max(room, min(layer.store.size - selection.indices.shape[-1], turn.new_tokens))
-            # What a prompt leaves should take no more than its budget.
-            layer.store = keep(layer.store, selection, room, reuse=not step.ends_prompt)
+            if plan.rest is not None:
+                layer.store = set_aside(layer.store, selection, plan.rest, plan.codec, room)
+            else:
+                # What a prompt leaves should take no more than its budget.
+                layer.store = keep(layer.store, selection, room, reuse=not step.ends_prompt)
         record.evicted.add(index)
         if prompt:
             record.kept[index] = layer.store.entries

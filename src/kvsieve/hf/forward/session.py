@@ -203,7 +203,7 @@ class Session:
             if plan.propagate is not None and self.source is not None and self.step.ends_prompt:
                 self._propagate(index, layer, ctx)
             if plan.evict is not None:
-                evict(plan.evict, ctx, self.cache)
+                evict(plan, ctx, self.cache)
         if prompt:
             turn.record.kept[index] = layer.store.entries
 

@@ -1,0 +1,47 @@
+"""Mixed precision by importance: MiKV, No Token Left Behind (arXiv 2402.18096), and ZipCache (arXiv 2405.14256).
+
+Entries that an evictor would drop still matter a little, and to some answers a lot. They stay, in few bits; those that
+it keeps stay exact. ``plan("snapkv", budget="20%", rest="2bit")`` is the same for any evictor.
+
+Differences from MiKV: importance is SnapKV's, where the paper has H2O's; what is important stays exact unless
+``codec=`` says otherwise, where the paper gives it more bits; the rest is rotated beside having its channels balanced.
+From ZipCache: importance is not normalised by how many queries can see an entry, since all observing queries see all
+others. From both: importance is settled at the end of a prompt; an entry that was encoded is not exact again, even
+where a later turn chooses it, and tokens of the answer stay exact until the next prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvsieve import defaults
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import Kernel, Pool
+from kvsieve.methods.rotated import Rotated
+from kvsieve.methods.snapkv import SnapKV
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+
+
+@register_method(
+    "mixed",
+    title="MiKV, ZipCache",
+    paper="arXiv 2402.18096, 2405.14256",
+    phase="end of prompt",
+    query_aware=True,
+    derive=defaults.pooling,
+)
+def mixed(
+    budget: Budget | str | int | float = "20%",
+    bits: Literal[2, 3, 4] = 2,
+    window: int = 32,
+    kernel: Kernel = 7,
+    pooling: Pool = "avg",
+) -> Plan:
+    """SnapKV that drops nothing: what it would drop is kept in few bits.
+
+    budget: entries that stay exact.
+    bits: 2, 3 or 4, of the others.
+    """
+    evict = SnapKV(budget=Budget.parse(budget), window=window, kernel=kernel, pooling=pooling)
+    return Plan(evict=evict, rest=Rotated(bits=bits))
