@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from dataclasses import dataclass
 
 import pytest
 import torch
 
+from codecs_of_tests import Formats
 from kvsieve.attention import packed_attention
 from kvsieve.attention.reference import reference_attention
 from kvsieve.cache import DenseStore, PackedStore, keep
@@ -22,22 +22,6 @@ from kvsieve.types import AttentionTerms
 
 HEADS = 2
 LEVELS = (-1.7, -0.4, 0.3, 2.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Formats(Codec, heads="own"):
-    """Keys in one format, values in another."""
-
-    of_keys: CodeFormat
-    of_values: CodeFormat
-    block: int = 16
-    tail: int = 5
-
-    def keys(self, dim: int) -> CodeFormat:
-        return self.of_keys
-
-    def values(self, dim: int) -> CodeFormat:
-        return self.of_values
 
 
 def channel(bits: int, **other) -> CodeFormat:

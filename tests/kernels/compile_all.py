@@ -15,8 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kvsieve.core.kv_rows import DeviceLength, KVRows
-from kvsieve.kernels import decode, window
+from kvsieve.kernels import decode, packed, window
 from kvsieve.kernels.decode import decode_attention, kv_row_attention, ragged_decode
+from kvsieve.kernels.inputs import PackedBlocks
+from kvsieve.kernels.packed import packed_decode
 from kvsieve.kernels.pages import page_bounds, page_scores, update_pages
 from kvsieve.kernels.window import pooled, window_mass
 from kvsieve.types import AttentionTerms
@@ -32,7 +34,7 @@ def pretend(capability: int, **facts: object) -> None:
             get_current_stream=lambda device: 0,
         )
     )
-    decode.multiprocessors = window.multiprocessors = lambda device: 132
+    decode.multiprocessors = packed.multiprocessors = window.multiprocessors = lambda device: 132
 
     def compiled(kernel, grid):
         def call(*args, **sizes):
@@ -80,6 +82,19 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     page_scores(table[..., :4001], torch.zeros(heads, groups, 9), slots[:, :9])
     update_pages(table, torch.zeros(heads, dim, dtype=dtype), count, 16)
     update_pages(table[:, :1], torch.zeros(heads, dim, dtype=dtype), 5, 1)
+    encoded(heads, groups, dim, value_dim)
+
+
+def encoded(heads: int, groups: int, dim: int, value_dim: int) -> None:
+    """Keys of 4 bits per channel, values of 3 bits per token that stand for levels."""
+    query, blocks = torch.zeros(heads, groups, dim), torch.zeros(heads, 512, dtype=torch.int64)
+    codes = [torch.zeros(1024, 128, size, dtype=torch.uint8) for size in (dim // 2, value_dim // 8 * 3)]
+    by_channel, by_token = (
+        torch.zeros(1024, *size, dtype=torch.float16) for size in ((1, dim), (128, value_dim // 16))
+    )
+    keys = PackedBlocks(codes[0], by_channel, by_channel, None, 4, dim, 0)
+    values = PackedBlocks(codes[1], by_token, None, torch.zeros(16), 3, value_dim, 16)
+    packed_decode(query, query[..., 0], blocks, blocks, keys, values, 50.0)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ KERNELS = {
     "norm_kernel",
     "mass_kernel",
     "pool_kernel",
+    "packed_kernel",
     "scores_kernel",
     "update_kernel",
 }

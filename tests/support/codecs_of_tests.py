@@ -1,4 +1,4 @@
-"""A codec that loses nothing of small whole numbers, so that what was encoded can be compared exactly."""
+"""Codecs for tests: one that loses nothing of small whole numbers, and one of any two formats."""
 
 from __future__ import annotations
 
@@ -30,3 +30,19 @@ class Whole(Codec, heads="own"):
     def fit(self, form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
         low = x.amin(dim, keepdim=True)
         return torch.ones_like(low), low
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formats(Codec, heads="own"):
+    """Keys in one format, values in another."""
+
+    of_keys: CodeFormat
+    of_values: CodeFormat
+    block: int = 16
+    tail: int = 5
+
+    def keys(self, dim: int) -> CodeFormat:
+        return self.of_keys
+
+    def values(self, dim: int) -> CodeFormat:
+        return self.of_values

@@ -9,12 +9,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kvsieve import kernels
 from kvsieve.cache.body import Body
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.pool import BlockPool
 from kvsieve.core.codes import Codes, rotation
 from kvsieve.core.softmax import cap
 from kvsieve.kernels.cpu import packed as native
+from kvsieve.kernels.inputs import PackedBlocks
 from kvsieve.types import AttentionTerms
 
 # Numbers that the plain path decodes at once.
@@ -34,7 +36,7 @@ def packed_attention(
         store: what is stored, the token's own entry included.
         scale: factor of the query-key products.
         terms: cap and sinks; None for neither.
-        kernel: use the compiled kernel; None where there is one.
+        kernel: use a compiled kernel; None where there is one.
 
     Returns:
         [B, Hq, 1, Dv].
@@ -42,10 +44,12 @@ def packed_attention(
     batch, query_heads, _, dim = query.shape
     rows = batch * store.heads
     asked = query.reshape(rows, -1, dim).float() * scale
-    kernel = (query.device.type == "cpu" and native.reason() is None) if kernel is None else kernel
     sinks = None if terms is None or terms.sinks is None else terms.sinks.float().view(store.heads, -1).repeat(batch, 1)
     bodies = [body for body in store.bodies if body.width]
-    if kernel:
+    if kernel is not False and _fused(query, store, bodies):
+        exact = _exact_by_triton(query.reshape(rows, -1, dim), store, scale, terms)
+        out = _together([exact, *(_by_triton(asked, body, terms) for body in bodies)], sinks)
+    elif kernel or (kernel is None and query.device.type == "cpu" and native.reason() is None):
         out = _by_kernel(asked, store, bodies, terms, sinks)
     else:
         out = _together([_over_exact(asked, store, terms), *(_plain(asked, body, terms) for body in bodies)], sinks)
@@ -80,6 +84,35 @@ def _by_kernel(
         acc, top, total = native.attend_in_parts(_encoded(query, body), None, tokens=body.codec.block, cap=cap)
         parts.append((_turned_back(acc, total, body.values), top, total))
     return _together(parts, sinks)
+
+
+def _fused(query: Tensor, store: PackedStore, bodies: list[Body]) -> bool:
+    """Tell whether Triton's kernel does it: it knows of no numbers kept apart."""
+    apart = any(part.form.apart for body in bodies for part in (body.keys, body.values))
+    return not apart and query.dtype == store.dtype and kernels.usable(query)
+
+
+def _exact_by_triton(query: Tensor, store: PackedStore, scale: float, terms: AttentionTerms | None) -> _Sums:
+    exact, alone = store.exact, None if terms is None else AttentionTerms(terms.softcap)
+    out, norm = kernels.exact_decode(query, exact.keys, exact.values, scale=scale, valid=exact.valid, terms=alone)
+    return out.float()[:, None], norm[:, None], torch.ones_like(norm)[:, None]
+
+
+def _by_triton(query: Tensor, body: Body, terms: AttentionTerms | None) -> _Sums:
+    query, base = _turned(query, body.keys)
+    keys, values = (_blocks(pool, query.device) for pool in (body.keys, body.values))
+    softcap = None if terms is None else terms.softcap
+    out, norm = kernels.packed_decode(query, base, body.table, body.fills, keys, values, softcap)
+    total = torch.ones_like(norm)[:, None]
+    return _turned_back(out[:, None], total, body.values), norm[:, None], total
+
+
+def _blocks(pool: BlockPool, device: torch.device) -> PackedBlocks:
+    codes, form = pool.codes, pool.form
+    assert codes is not None
+    levels = None if form.levels is None else _levels(form.levels, device)
+    group = form.group if form.axis == "token" else 0
+    return PackedBlocks(codes.packed, codes.scale, codes.zero, levels, form.bits, pool.dim, group)
 
 
 def _seen(store: PackedStore) -> Tensor | None:
@@ -133,7 +166,7 @@ def _told(pool: BlockPool) -> native.PackedPart:
     assert codes is not None
     known = _known.get(pool)
     if known is None or known[0] is not codes:
-        levels = None if form.levels is None else _levels(form.levels)
+        levels = None if form.levels is None else _levels(form.levels, codes.packed.device)
         group = form.group if form.axis == "token" else 0
         known = _known[pool] = codes, native.PackedPart(vars(codes), levels, form.bits, pool.dim, group)
     return known[1]
@@ -144,9 +177,9 @@ _known: WeakKeyDictionary[BlockPool, tuple[Codes, native.PackedPart]] = WeakKeyD
 
 
 @functools.lru_cache(maxsize=32)
-def _levels(levels: tuple[float, ...]) -> Tensor:
+def _levels(levels: tuple[float, ...], device: torch.device) -> Tensor:
     """Levels of all codes, at least 16 of them: the kernel looks up whole vectors."""
-    return torch.tensor([*levels, *[0.0] * (16 - len(levels))])
+    return torch.tensor([*levels, *[0.0] * (16 - len(levels))], device=device)
 
 
 def _plain(query: Tensor, body: Body, terms: AttentionTerms | None) -> _Sums:

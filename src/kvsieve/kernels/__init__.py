@@ -21,7 +21,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Public functions by the module that defines them.
 _FUNCTIONS = {
     "decode_attention": "decode",
+    "exact_decode": "packed",
     "kv_row_attention": "decode",
+    "packed_decode": "packed",
     "ragged_decode": "decode",
     "page_bounds": "pages",
     "page_scores": "pages",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -47,3 +48,26 @@ class StoredRows(Protocol):
 
     @property
     def length(self) -> Length | None: ...
+
+
+@dataclass(frozen=True)
+class PackedBlocks:
+    """Encoded keys or values of P blocks of T entries: the parts of `core.codes.Codes` and its format.
+
+    Attributes:
+        packed: uint8 [P, T, bytes].
+        scale: float16 [P, 1, D], or [P, T, D / group].
+        zero: the same shape, or None.
+        levels: float32, the number of each code; None: the code itself.
+        bits: of a code.
+        dim: channels.
+        group: channels that share a scale; 0 for a scale per channel.
+    """
+
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    levels: Tensor | None
+    bits: int
+    dim: int
+    group: int

@@ -117,7 +117,7 @@ def split_kernel(
 
     place = (query_row * tl.num_programs(1) + part) * GROUPS + group
     sink = query_row % sink_rows * GROUPS + group
-    _store(out, norm, place, value_dim, group < GROUPS, greatest, total, sums, sinks, sink, VALUE_DIM, SINKS)
+    store_part(out, norm, place, value_dim, group < GROUPS, greatest, total, sums, sinks, sink, VALUE_DIM, SINKS)
 
 
 @triton.jit
@@ -183,7 +183,7 @@ def _masked(
 
 
 @triton.jit
-def _store(
+def store_part(
     out,
     norm,
     place,

@@ -1,0 +1,88 @@
+"""The kernel over encoded entries equals the slow definition over what they decode to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from codecs_of_tests import Formats
+from kvsieve import kernels
+from kvsieve.attention import packed_attention
+from kvsieve.attention.reference import reference_attention
+from kvsieve.cache import DenseStore, PackedStore, keep
+from kvsieve.core.codes import CodeFormat
+from kvsieve.core.selection import pack_ragged
+from kvsieve.kernels import packed
+from kvsieve.types import AttentionTerms
+
+HEADS = 2
+LEVELS = CodeFormat(3, "token", 8, zero=False, levels=(-1.7, -0.8, -0.4, -0.1, 0.3, 0.6, 1.1, 2.0))
+KIVI_4 = CodeFormat(4, "channel"), CodeFormat(4, "token", 8)
+PAIRS = {
+    "kivi-3": (CodeFormat(3, "channel"), CodeFormat(3, "token", 12)),
+    "bits-8-2": (CodeFormat(8, "token", 24, zero=False), CodeFormat(2, "channel")),
+    "bits-5-7": (CodeFormat(5, "channel"), CodeFormat(7, "token", 24)),
+    "levels": (LEVELS, LEVELS),
+    "turned": (
+        CodeFormat(4, "token", 24, rotated=True, centered=True),
+        CodeFormat(4, "token", 24, rotated=True, centered=True),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def parts(monkeypatch):
+    """KV rows are split as far as they can be; tiles are smaller than blocks."""
+    monkeypatch.setattr(packed, "multiprocessors", lambda device: 50)
+    monkeypatch.setattr(packed, "_BYTES", 2048)
+
+
+def filled(pair: tuple[CodeFormat, CodeFormat], dtype=torch.float32, block: int = 20, valid=None, batch: int = 1):
+    torch.manual_seed(1)
+    store, (keys, values) = DenseStore(), torch.randn(2, batch, HEADS, 50, 24)
+    store.append((keys + 1).to(dtype), values.to(dtype), torch.arange(50)[None], valid)
+    return PackedStore.build(store, Formats(of_keys=pair[0], of_values=pair[1], block=block))
+
+
+def compare(store: PackedStore, groups: int, monkeypatch, terms: AttentionTerms | None = None) -> None:
+    launched = []
+    run = packed.packed_kernel
+    spy = type("Spy", (), {"__getitem__": lambda self, grid: launched.append(grid) or run[grid]})
+    monkeypatch.setattr(packed, "packed_kernel", spy())
+    query = torch.randn(len(store.lengths), HEADS * groups, 1, 24).to(store.dtype)
+    ours = packed_attention(query, store, scale=0.2, terms=terms)
+    monkeypatch.setattr(packed, "packed_kernel", run)
+    assert launched and ours.isfinite().all()
+    wanted = reference_attention(query, store.keys, store.values, scale=0.2, valid=store.valid, terms=terms)
+    close = 1e-5 if store.dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(ours, wanted, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_every_format(pair, monkeypatch):
+    compare(filled(pair), 3, monkeypatch)
+
+
+@pytest.mark.parametrize("terms", [None, AttentionTerms(0.7, torch.tensor([0.5, -9, 2, 0, 9, -4]))], ids=["", "terms"])
+def test_padding_and_heads_of_their_own(terms, monkeypatch):
+    store = filled(KIVI_4, torch.float32, 16, torch.arange(50) >= torch.tensor([[20], [0]]), 2)
+    real = store.valid.expand(-1, HEADS, -1) & (torch.rand(2, HEADS, store.size) > 0.4)
+    real[1, 0, :-5], real[..., -1] = False, True
+    compare(keep(store, pack_ragged(real)), 3, monkeypatch, terms)
+
+
+def test_bfloat16_in_one_part(monkeypatch):
+    monkeypatch.setattr(packed, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(packed, "PER_SM", 1)
+    compare(filled(KIVI_4, torch.bfloat16), 1, monkeypatch)
+
+
+def test_numbers_kept_apart_are_left_to_plain_torch(monkeypatch):
+    launched = []
+    monkeypatch.setattr(packed, "packed_decode", lambda *args: launched.append(args))
+    monkeypatch.setattr(kernels, "packed_decode", packed.packed_decode, raising=False)
+    store = filled((CodeFormat(4, "channel", apart=3), CodeFormat(4, "token", 8)))
+    query = torch.randn(1, HEADS, 1, 24)
+    wanted = reference_attention(query, store.keys, store.values, scale=0.2)
+    torch.testing.assert_close(packed_attention(query, store, scale=0.2), wanted, atol=1e-5, rtol=0)
+    assert not launched
