@@ -88,8 +88,9 @@ def _by_kernel(
 
 def _fused(query: Tensor, store: PackedStore, bodies: list[Body]) -> bool:
     """Tell whether Triton's kernel does it: it knows of no numbers kept apart."""
-    apart = any(part.form.apart for body in bodies for part in (body.keys, body.values))
-    return not apart and query.dtype == store.dtype and kernels.usable(query)
+    if not kernels.usable(query) or query.dtype != store.dtype:
+        return False
+    return not any(part.form.apart for body in bodies for part in (body.keys, body.values))
 
 
 def _exact_by_triton(query: Tensor, store: PackedStore, scale: float, terms: AttentionTerms | None) -> _Sums:
