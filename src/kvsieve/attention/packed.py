@@ -22,6 +22,9 @@ from kvsieve.types import AttentionTerms
 # Numbers that the plain path decodes at once.
 _AT_ONCE = 1 << 20
 
+# Exact entries that the kernel takes at a time where none are encoded.
+_TOKENS = 128
+
 # Weighted sums of values [R, S, G, Dv], the largest logit and the sum of weights relative to it [R, S, G].
 _Sums = tuple[Tensor, Tensor, Tensor]
 
@@ -73,8 +76,8 @@ def _by_kernel(
     query: Tensor, store: PackedStore, bodies: list[Body], terms: AttentionTerms | None, sinks: Tensor | None
 ) -> Tensor:
     """In C; query [R, G, D] -> [R, G, Dv]."""
-    exact = native.Exactly(query, store.exact.keys, store.exact.values, _seen(store))
-    cap, tokens = None if terms is None else terms.softcap, store.bodies[0].codec.block
+    exact = native.AskedExact(query, store.exact.keys, store.exact.values, _seen(store))
+    cap, tokens = None if terms is None else terms.softcap, bodies[0].codec.block if bodies else _TOKENS
     if not bodies:
         return native.attend(None, exact, tokens=tokens, cap=cap, sinks=sinks)
     if len(bodies) == 1 and not bodies[0].values.turns:
@@ -145,9 +148,9 @@ def _turned(query: Tensor, part: BlockPool) -> tuple[Tensor, Tensor | None]:
     return query @ rotation(part.dim, query.device) if part.form.rotated else query, base
 
 
-def _encoded(query: Tensor, body: Body) -> native.Encoded:
+def _encoded(query: Tensor, body: Body) -> native.AskedBlocks:
     query, base = _turned(query, body.keys)
-    return native.Encoded(query, base, body.table, body.fills, _told(body.keys), _told(body.values))
+    return native.AskedBlocks(query, base, body.table, body.fills, _told(body.keys), _told(body.values))
 
 
 def _turned_back(acc: Tensor, total: Tensor, part: BlockPool) -> Tensor:

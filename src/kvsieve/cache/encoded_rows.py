@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kvsieve.cache.packed import PackedStore
-
-# More than any KV row has entries.
-SPAN = 1 << 32
+from kvsieve.cache.packed_parts import SPAN, PackedParts
 
 
 class EncodedRows:
@@ -20,7 +14,7 @@ class EncodedRows:
     # Of no buffer that kernels could read.
     dtype = torch.uint8
 
-    def __init__(self, store: PackedStore, what: str) -> None:
+    def __init__(self, store: PackedParts, what: str) -> None:
         self.store, self.what = store, what
 
     def element_size(self) -> int:
@@ -32,7 +26,7 @@ class EncodedRows:
         return entries_at(self.store, self.what, rows, index - rows * SPAN)
 
 
-def entries_at(store: PackedStore, what: str, rows: Tensor, entries: Tensor) -> Tensor:
+def entries_at(store: PackedParts, what: str, rows: Tensor, entries: Tensor) -> Tensor:
     """Decode single entries.
 
     Args:

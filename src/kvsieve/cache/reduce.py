@@ -12,10 +12,10 @@ from kvsieve.errors import UnsupportedOptionError
 from kvsieve.types import Selection
 
 if TYPE_CHECKING:
-    from kvsieve.cache.packed import PackedStore
+    from kvsieve.cache.packed_parts import PackedParts
 
 
-def selected(store: PackedStore, selection: Selection) -> Tensor:
+def selected(store: PackedParts, selection: Selection) -> Tensor:
     """Slots that a selection keeps, bool [B, H, size]."""
     indices = selection.indices
     if indices.ndim == 2:
@@ -36,7 +36,7 @@ def selected(store: PackedStore, selection: Selection) -> Tensor:
     return stays
 
 
-def reduce(store: PackedStore, stays: Tensor, reserve: int) -> None:
+def reduce(store: PackedParts, stays: Tensor, reserve: int) -> None:
     """Drop slots, bool [B, H, size], False for those that go. reserve: tokens to leave room for."""
     if store.is_sorted:
         stays = torch.zeros_like(stays).scatter_(2, store.order(), stays)
@@ -48,7 +48,7 @@ def reduce(store: PackedStore, stays: Tensor, reserve: int) -> None:
     narrow(store, torch.cat([stays[:, :, : store.first], stays[:, :, end:]], 2), store.room(reserve))
 
 
-def set_aside(store: PackedStore, selection: Selection, reserve: int) -> None:
+def set_aside(store: PackedParts, selection: Selection, reserve: int) -> None:
     """Encode the slots that are not selected, in place of dropping them; those set aside before stay so."""
     rest, stays, valid = store.bodies[0], selected(store, selection), store.valid
     if store.is_sorted:
@@ -62,7 +62,7 @@ def set_aside(store: PackedStore, selection: Selection, reserve: int) -> None:
         rest.add(*blocks)
 
 
-def _blocks(store: PackedStore, leaves: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
+def _blocks(store: PackedParts, leaves: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
     """Blocks of `size` entries of the slots bool [R, slots] of a store, as `Body.add` takes them; None for none.
 
     The last one of each KV row may be filled in part.

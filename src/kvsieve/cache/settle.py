@@ -12,11 +12,11 @@ from kvsieve.cache.body import Body
 from kvsieve.cache.store import DenseStore
 
 if TYPE_CHECKING:
-    from kvsieve.cache.packed import PackedStore
+    from kvsieve.cache.packed_parts import PackedParts
     from kvsieve.roles import Codec
 
 
-def settle(store: PackedStore, codec: Codec) -> None:
+def settle(store: PackedParts, codec: Codec) -> None:
     """Encode the oldest exact entries of each KV head, as many whole blocks as leave enough of the newest."""
     body, exact = store.bodies[-1], store.exact
     begins = not body.width and not store.first
@@ -33,7 +33,7 @@ def settle(store: PackedStore, codec: Codec) -> None:
         _encode_rows(store, body, sinks)
 
 
-def _encode_alike(store: PackedStore, body: Body, blocks: int) -> None:
+def _encode_alike(store: PackedParts, body: Body, blocks: int) -> None:
     """Encode `blocks` blocks of each KV row, all of whose entries are real."""
     size, exact = body.codec.block, store.exact
     taken = slice(store.first, store.first + blocks * size)
@@ -46,7 +46,7 @@ def _encode_alike(store: PackedStore, body: Body, blocks: int) -> None:
     _replace(store, left.expand(store.batch, store.heads, -1), None, min(MIN_ROOM, size))
 
 
-def _encode_rows(store: PackedStore, body: Body, sinks: int) -> None:
+def _encode_rows(store: PackedParts, body: Body, sinks: int) -> None:
     """Encode each KV row's own number of blocks of its real entries."""
     exact, codec, size = store.exact, body.codec, body.codec.block
     room = min(MIN_ROOM, size)
@@ -85,7 +85,7 @@ def _encode_rows(store: PackedStore, body: Body, sinks: int) -> None:
         narrow(store, stays, room)
 
 
-def narrow(store: PackedStore, stays: Tensor, room: int) -> None:
+def narrow(store: PackedParts, stays: Tensor, room: int) -> None:
     """Keep exact slots, bool [B, H, slots]: filler takes the place of first ones that go, others close up.
 
     room: tokens to leave room for.
@@ -95,7 +95,7 @@ def narrow(store: PackedStore, stays: Tensor, room: int) -> None:
     _replace(store, torch.cat([head, slots], -1), torch.cat([stays[..., : store.first], real], -1), room)
 
 
-def _replace(store: PackedStore, slots: Tensor, real: Tensor | None, room: int) -> None:
+def _replace(store: PackedParts, slots: Tensor, real: Tensor | None, room: int) -> None:
     """Make new exact entries of slots [B, H, K] of the old ones; real: bool, False for filler."""
     old, fresh = store.exact, DenseStore()
 

@@ -66,9 +66,6 @@ def packed_decode(
     per = cdiv(rows * per_row, PER_SM * multiprocessors(query.device))
     parts = cdiv(per_row, per)
     of_parts, of_norms = query.new_empty(rows, parts, groups, wide), query.new_empty(rows, parts, groups)
-    out, norm = of_parts[:, 0], of_norms[:, 0]
-    if parts > 1:
-        out, norm = torch.empty_like(out), torch.empty_like(norm)
     sizes = {"PADDED_GROUPS": padded(groups), "PADDED_DIM": padded(dim), "PADDED_VALUE_DIM": padded(wide)}
     with on(query):
         packed_kernel[rows, parts](
@@ -97,23 +94,18 @@ def packed_decode(
             num_warps=4,
             num_stages=2,
         )
-        if parts > 1:
-            merge_kernel[rows, groups](
-                of_parts,
-                of_norms,
-                out,
-                norm,
-                None,
-                parts,
-                1,
-                GROUPS=groups,
-                VALUE_DIM=wide,
-                SINKS=False,
-                PADDED_PARTS=power_of_two(parts),
-                PADDED_VALUE_DIM=padded(wide),
-                BLOCK=_MERGED,
-                num_warps=4,
-            )
+    return (of_parts[:, 0], of_norms[:, 0]) if parts == 1 else _merged(of_parts, of_norms)
+
+
+def _merged(of_parts: Tensor, of_norms: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [R, G, Dv] and log-sum-exp [R, G] of all parts [R, S, G, Dv] and [R, S, G]."""
+    rows, parts, groups, wide = of_parts.shape
+    out, norm = of_parts.new_empty(rows, groups, wide), of_norms.new_empty(rows, groups)
+    sizes = {"PADDED_PARTS": power_of_two(parts), "PADDED_VALUE_DIM": padded(wide), "BLOCK": _MERGED, "num_warps": 4}
+    with on(out):
+        merge_kernel[rows, groups](
+            *(of_parts, of_norms, out, norm, None, parts, 1), GROUPS=groups, VALUE_DIM=wide, SINKS=False, **sizes
+        )
     return out, norm
 
 

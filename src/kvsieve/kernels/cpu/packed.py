@@ -16,14 +16,14 @@ from kvsieve.kernels.cpu.build import library
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
-class _PackedPart(Structure):
+class _PackedFields(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("packed", "scale", "zero", "levels", "places", "extra")),
         *((name, c_int64) for name in ("bits", "bytes", "dim", "group", "apart")),
     )
 
 
-class _ExactPart(Structure):
+class _ExactFields(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values", "real")),
         *((name, c_int64) for name in ("size", "key_row", "value_row", "kind")),
@@ -56,7 +56,7 @@ class PackedPart:
         self.held = parts, levels
         addresses = (_address(parts[name]) for name in ("packed", "scale", "zero"))
         apart = 0 if places is None else places.shape[1]
-        self.told = _PackedPart(
+        self.told = _PackedFields(
             *addresses,
             _address(levels),
             _address(places),
@@ -66,8 +66,8 @@ class PackedPart:
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Encoded entries of R KV rows, and the queries that ask for them.
+class AskedBlocks:
+    """AskedBlocks entries of R KV rows, and the queries that ask for them.
 
     Attributes:
         query: float32 [R, G, D], scaled, and turned as the keys are.
@@ -87,7 +87,7 @@ class Encoded:
 
 
 @dataclass(frozen=True)
-class Exactly:
+class AskedExact:
     """Exact entries of R KV rows, and the queries that ask for them.
 
     Attributes:
@@ -109,7 +109,12 @@ def reason() -> str | None:
 
 
 def attend(
-    encoded: Encoded | None, exact: Exactly | None, *, tokens: int, cap: float | None, sinks: Tensor | None = None
+    encoded: AskedBlocks | None,
+    exact: AskedExact | None,
+    *,
+    tokens: int,
+    cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of one token over encoded and exact entries; one of the two may be None.
 
@@ -130,7 +135,7 @@ def attend(
 
 
 def attend_in_parts(
-    encoded: Encoded | None, exact: Exactly | None, *, tokens: int, cap: float | None
+    encoded: AskedBlocks | None, exact: AskedExact | None, *, tokens: int, cap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention in S parts of each KV row's entries, which are still to be added up; see `attend`.
 
@@ -141,7 +146,7 @@ def attend_in_parts(
     return _run(encoded, exact, _shape(encoded, exact), tokens, cap, (None, None))
 
 
-def _shape(encoded: Encoded | None, exact: Exactly | None) -> tuple[int, int, int, int]:
+def _shape(encoded: AskedBlocks | None, exact: AskedExact | None) -> tuple[int, int, int, int]:
     """R, G, D and Dv."""
     if encoded is not None:
         rows, groups, dim = encoded.query.shape
@@ -152,8 +157,8 @@ def _shape(encoded: Encoded | None, exact: Exactly | None) -> tuple[int, int, in
 
 
 def _run(
-    encoded: Encoded | None,
-    exact: Exactly | None,
+    encoded: AskedBlocks | None,
+    exact: AskedExact | None,
     shape: tuple[int, int, int, int],
     tokens: int,
     cap: float | None,
@@ -188,11 +193,11 @@ def _run(
     return acc, top, total
 
 
-def _exact_part(exact: Exactly) -> tuple[_ExactPart, object]:
+def _exact_part(exact: AskedExact) -> tuple[_ExactFields, object]:
     """Addresses of exact entries, and what holds them."""
     keys, values = (_rows(part) for part in (exact.keys, exact.values))
     real = None if exact.real is None else exact.real.contiguous()
-    told = _ExactPart(
+    told = _ExactFields(
         *map(_address, (keys, values, real)),
         *(keys.shape[2], keys.stride(1), values.stride(1), _KINDS[keys.dtype]),
     )

@@ -1,0 +1,168 @@
+"""Reading a layer's entries of which the older ones are encoded in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache.base import Store, storage_bytes
+from kvsieve.cache.body import Body
+from kvsieve.cache.store import DenseStore
+
+if TYPE_CHECKING:
+    from kvsieve.roles import Codec
+
+# More than any KV row has entries.
+SPAN = 1 << 32
+
+
+class PackedParts(Store):
+    """Parts of a PackedStore, and reading them as one.
+
+    Attributes:
+        codec: encodes what leaves the newest entries; None where nothing does.
+        exact: the entries that are not encoded; the first `first` slots are of the first ones.
+        first: slots of first entries that stay exact.
+        bodies: encoded entries: those of `set_aside`, if any, then those that the codec adds to, if there is one.
+    """
+
+    def __init__(self, codec: Codec | None, exact: DenseStore) -> None:
+        super().__init__()
+        self.codec, self.exact, self.first = codec, exact, 0
+        self.lengths = exact.lengths
+        self.bodies = [] if codec is None else [self._body(codec)]
+
+    def _body(self, codec: Codec) -> Body:
+        keys, values, _ = self.exact.buffers()
+        rows = keys.shape[0] * keys.shape[1]
+        return Body(codec, rows, (keys.shape[-1], values.shape[-1]), keys.dtype, keys.device)
+
+    @property
+    def size(self) -> int:
+        """Slots in use."""
+        return self.exact.size + sum(body.width for body in self.bodies)
+
+    @size.setter
+    def size(self, value: int) -> None:
+        """Leave out the newest entries, which are exact."""
+        if value:
+            self.exact.size -= self.size - value
+
+    @property
+    def is_empty(self) -> bool:
+        return False
+
+    @property
+    def heads(self) -> int:
+        return self.exact.heads
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def device(self) -> torch.device:
+        return self.exact.buffers()[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values that are decoded."""
+        return self.exact.buffers()[0].dtype
+
+    @property
+    def entries(self) -> int:
+        return -(-int(self.totals().view(self.batch, self.heads).sum(1).max()) // self.heads)
+
+    @property
+    def capacity(self) -> int:
+        """Numbers of entries that belong to a KV row, in `slot_rows`."""
+        return SPAN
+
+    @property
+    def keys(self) -> Tensor:
+        """[B, H, size, D], decoded."""
+        return self._together(self.exact.keys, [body.padded("keys") for body in self.bodies if body.width])
+
+    @property
+    def values(self) -> Tensor:
+        """[B, H, size, Dv], decoded."""
+        return self._together(self.exact.values, [body.padded("values") for body in self.bodies if body.width])
+
+    @property
+    def index(self) -> Tensor:
+        """int32 [B, H, size], -1 for filler."""
+        return self._together(self.exact.index, [body.padded_index() for body in self.bodies if body.width])
+
+    @property
+    def valid(self) -> Tensor | None:
+        """bool [B, H or 1, size]: False for filler and padding; None when every entry is real."""
+        mine = self.exact.valid
+        real = [body.real() for body in self.bodies if body.width]
+        if mine is None and all(part is None for part in real):
+            return None
+        shape = self.batch, self.heads
+        if mine is None or mine.shape[1] == 1:
+            ones = torch.ones(1, 1, 1, dtype=torch.bool, device=self.device)
+            mine = (ones if mine is None else mine).expand(*shape, self.exact.size)
+        rows = shape[0] * shape[1]
+        filled = [
+            torch.ones(rows, body.width, dtype=torch.bool, device=self.device) if part is None else part
+            for body, part in zip([body for body in self.bodies if body.width], real, strict=True)
+        ]
+        return self._together(mine, filled)
+
+    @property
+    def aside(self) -> Body | None:
+        """Entries set aside, once there have been any."""
+        return self.bodies[0] if len(self.bodies) > (self.codec is not None) else None
+
+    @property
+    def is_sorted(self) -> bool:
+        """True where slots are in the order of their tokens, and not in that of what holds them."""
+        return self.aside is not None and self.aside.width > 0
+
+    def order(self) -> Tensor:
+        """Place of each slot's entry, int64 [B, H, size], where slots are in the order of their tokens."""
+        encoded = [body.padded_index() for body in self.bodies if body.width]
+        return self._joined(self.exact.index, encoded).argsort(dim=-1, stable=True)
+
+    def _together(self, exact: Tensor, encoded: Sequence[Tensor]) -> Tensor:
+        """Slots [B, H, size, ...] of exact ones [B, H, slots, ...] and parts [R, width, ...]."""
+        joined = self._joined(exact, encoded)
+        if not self.is_sorted:
+            return joined
+        order = self.order()
+        return joined.gather(2, order if joined.ndim == 3 else order[..., None].expand_as(joined))
+
+    def _joined(self, exact: Tensor, encoded: Sequence[Tensor]) -> Tensor:
+        """Parts [R, width, ...] between the first and the newest slots of [B, H, slots, ...]."""
+        if not encoded:
+            return exact
+        shape = exact.shape[:2]
+        middle = [part.unflatten(0, shape) for part in encoded]
+        return torch.cat([exact[:, :, : self.first], *middle, exact[:, :, self.first :]], 2)
+
+    def room(self, tokens: int) -> int:
+        """Exact entries to leave room for where `tokens` are to come."""
+        return tokens if self.codec is None else min(tokens, self.codec.block)
+
+    def totals(self) -> Tensor:
+        """Number of real entries of each KV row, int64 [B * H]."""
+        counts = torch.stack([body.counts for body in self.bodies]).sum(0)
+        valid = self.exact.valid
+        exact = self.exact.size if valid is None else valid.expand(-1, self.heads, -1).flatten(0, 1).sum(-1)
+        return counts + exact
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        return self.exact.dims
+
+    def entry_size(self) -> int:
+        encoded = storage_bytes(
+            tensor for body in self.bodies for part in (body.keys, body.values) for tensor in part.tensors()
+        )
+        rows = self.batch * self.heads
+        return (encoded + rows * self.exact.size * self.exact.entry_size()) // (rows * self.size)
