@@ -1,30 +1,48 @@
-"""Plans with a codec: encoded entries go through turns, copies and files, and say what they are."""
+"""Plans with a codec: what holds of other plans holds of encoded entries, in turns, copies and files."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
 
 import kvsieve
+from kvsieve.bench.estimate import estimate
+from kvsieve.bench.geometry import geometry
 from kvsieve.cache import PackedStore
-from kvsieve.methods import KIVI
+from kvsieve.cli.specs import compared_methods, parse_codecs, with_codecs
+from kvsieve.errors import CacheFileError, PlanError, UnsupportedModelError
+from kvsieve.eval.cells import settings
+from kvsieve.hf.forward.session import Session
+from kvsieve.methods import KIVI, SnapKV
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
+from small import plan_of, recorder_stand_in
+from toy_words import word_tokenizer
 
 CODEC = KIVI(bits=8, block=16, tail=16)
+# Exact entries of a KV head: newest ones, those of an unfilled block, and room for as many as a block.
+EXACT = CODEC.tail + 2 * CODEC.block
 GREEDY = {
     "do_sample": False,
     "eos_token_id": None,
     "pad_token_id": 0,
-    "max_new_tokens": 6,
+    "max_new_tokens": 3,
     "return_dict_in_generate": True,
     "output_logits": True,
 }
+METHODS = [name for name in kvsieve.list_methods() if not kvsieve.method_info(name).is_codec]
 
 
 @pytest.fixture(scope="module")
 def model():
     return build("llama")
+
+
+@pytest.fixture(scope="module")
+def double():
+    return build("llama", dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +55,8 @@ def talk():
     return ids, mask, torch.randint(2, 120, (2, 40), generator=made)
 
 
-def with_codec(plan, codec=CODEC):
-    return kvsieve.Plan(plan.propagate, plan.evict, plan.read, codec, name=plan.name)
+def snapkv(codec=CODEC, **given):
+    return kvsieve.plan("snapkv", codec=codec, paper=True, **{"budget": 60, "window": 4, **given})
 
 
 def goes_on(sieve, result, talk, cache=None, **options):
@@ -50,30 +68,236 @@ def goes_on(sieve, result, talk, cache=None, **options):
 
 
 def logits(result):
-    return torch.stack(result.output.logits)
+    return torch.stack(result.output.logits, 1)
 
 
 def stores(cache):
     return [layer.store for layer in cache.sieve_layers.values()]
 
 
-def test_a_saved_cache_keeps_the_encoded_form(model, talk, tmp_path):
+def encoded(cache):
+    """Entries that are encoded, of the KV head with the most, in each layer."""
+    return [sum(body.width for body in each.bodies) if isinstance(each, PackedStore) else 0 for each in stores(cache)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_goes_on_over_encoded_entries(model, talk, name):
+    ids = talk[0][:1]
+    plan = plan_of(name, model)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    said = None
+    for codec in (None, CODEC):
+        with kvsieve.attach(model, dataclasses.replace(plan, codec=codec)) as sieve:
+            first = sieve.generate(ids, **{**GREEDY, "max_new_tokens": 2})
+            assert first.stats.applied or name == "full"
+            held = encoded(first.cache)
+            # The same tokens for both.
+            said = first.sequences if said is None else said
+            whole = torch.cat([said, talk[2][:1]], 1)
+            second = sieve.generate(whole, cache=first.cache, **{**GREEDY, "max_new_tokens": 2})
+        found.append((logits(first), logits(second)))
+    # A method that silently did not run is the worst bug.
+    assert held != [0] * len(held) and sum(held) >= CODEC.block
+    for exact, ours in zip(*found, strict=True):
+        assert (exact[:, 0].softmax(-1) - ours[:, 0].softmax(-1)).abs().max() < 0.01
+    assert not torch.equal(*(second for _, second in found))
+
+
+def test_what_does_not_fill_a_block_is_as_without_a_codec(model, talk):
+    results = []
+    for codec in (None, KIVI(bits=2, block=256)):
+        with kvsieve.attach(model, snapkv(codec)) as sieve:
+            results.append(sieve.generate(*talk[:2], **GREEDY))
+    assert torch.equal(logits(results[0]), logits(results[1]))
+    assert results[0].stats.applied and not results[1].stats.applied
+    assert "nothing was encoded" in str(results[1].stats) and "nothing encoded yet" in results[1].stats.codec
+
+
+def test_a_padded_row_equals_the_row_alone(double, talk):
     ids, mask, _ = talk
+    with kvsieve.attach(double, snapkv(budget=40)) as sieve:
+        both, alone = sieve.generate(ids, mask, **GREEDY), sieve.generate(ids[1:, 7:], **GREEDY)
+        assert encoded(both.cache) == encoded(alone.cache) == [32] * 4
+        assert (logits(both)[1] - logits(alone)[0]).abs().max() < 1e-5
+        more = goes_on(sieve, both, talk)
+        whole = torch.cat([alone.sequences, talk[2][1:]], 1)
+        again = sieve.generate(whole, cache=alone.cache, **GREEDY)
+        assert (logits(more)[1] - logits(again)[0]).abs().max() < 1e-5
+
+
+def test_chunks_equal_one_shot_where_an_evictor_acts_at_the_end(double, talk):
+    with kvsieve.attach(double, snapkv(budget=50)) as sieve:
+        whole, parts = (sieve.generate(*talk[:2], chunk=chunk, **GREEDY) for chunk in (None, 16))
+    assert encoded(whole.cache) == encoded(parts.cache) == [48] * 4
+    assert (logits(whole) - logits(parts)).abs().max() < 1e-9
+
+
+def test_copies_go_on_alike(model, talk):
+    with kvsieve.attach(model, snapkv()) as sieve:
+        first = sieve.generate(*talk[:2], **GREEDY)
+        fork, snapshot = first.cache.fork(), first.cache.snapshot()
+        answers = [goes_on(sieve, first, talk)]
+        assert max(encoded(first.cache)) > max(encoded(fork))
+        answers.append(goes_on(sieve, first, talk, cache=fork))
+        first.cache.rollback(snapshot)
+        # Beams reorder rows and blocks, and end before the other answers begin.
+        goes_on(sieve, first, talk, num_beams=2, max_new_tokens=6)
+        first.cache.rollback(snapshot)
+        answers.append(goes_on(sieve, first, talk))
+    assert all(torch.equal(logits(answers[0]), logits(each)) for each in answers[1:])
+
+
+def test_beams_of_encoded_entries_are_those_of_full_kv(double, talk):
+    found = []
+    for codec in (None, CODEC):
+        with kvsieve.attach(double, snapkv(codec)) as sieve:
+            options = {"num_beams": 3, "max_new_tokens": 10}
+            found.append(sieve.generate(talk[0][:1], **{**GREEDY, **options}))
+    assert torch.equal(found[0].sequences, found[1].sequences) and min(encoded(found[1].cache)) >= 32
+
+
+def test_a_saved_cache_keeps_the_encoded_form(model, talk, tmp_path):
     path = tmp_path / "talk"
-    with kvsieve.attach(model, with_codec(kvsieve.plan("snapkv", budget=60, window=4))) as sieve:
-        first = sieve.generate(ids, mask, **GREEDY)
-        held = stores(first.cache)
-        assert all(isinstance(store, PackedStore) and store.bodies[0].width for store in held)
+    with kvsieve.attach(model, snapkv()) as sieve:
+        first = sieve.generate(*talk[:2], **GREEDY)
         sieve.save(first.cache, path, ids=first.sequences)
-        second = goes_on(sieve, first, talk)
-        loaded = sieve.load(path)
-        assert all(isinstance(store, PackedStore) for store in stores(loaded.cache))
+        second, loaded = goes_on(sieve, first, talk), sieve.load(path)
+        assert min(encoded(loaded.cache)) > 0
         again = goes_on(sieve, first, talk, cache=loaded.cache)
-        assert torch.equal(logits(second), logits(again))
-    # Tensors of keys and values are bytes, and those of what is exact yet.
-    assert path.stat().st_size < 0.7 * first.cache.fork().nbytes() + 40_000
+    assert torch.equal(logits(second), logits(again)) and encoded(first.cache) == encoded(loaded.cache)
     with (
-        kvsieve.attach(model, Plan(sieve.plan.propagate, sieve.plan.evict, codec=KIVI(block=16, tail=16))) as other,
-        pytest.raises(kvsieve.errors.CacheFileError, match="codec.bits is 8 in the file and 4 here"),
+        kvsieve.attach(model, snapkv(KIVI(bits=4, block=16, tail=16))) as other,
+        pytest.raises(CacheFileError, match="codec.bits is 8 in the file and 4 here"),
     ):
         other.load(path)
+
+
+def test_a_chat_goes_on_from_its_file(model, tmp_path):
+    tokenizer = word_tokenizer(
+        "{% for message in messages %}{{ '[BOS] ' + message['content'] + ' [EOS] ' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '[BOS] ' }}{% endif %}"
+    )
+    document = " ".join(f"w{3 + number % 100}" for number in range(80))
+    with kvsieve.attach(model, snapkv()) as sieve:
+        chat = sieve.chat(tokenizer, max_new_tokens=8)
+        chat.ask(document)
+        chat.save(tmp_path / "chat")
+        answers = [chat.ask("w9 w8"), sieve.chat(tokenizer, load=tmp_path / "chat", max_new_tokens=8).ask("w9 w8")]
+    assert answers[0].text == answers[1].text and answers[0].stats.codec == answers[1].stats.codec
+    assert answers[0].stats.codec.startswith("KIVI at ")
+
+
+def test_no_more_than_one_layer_is_exact_at_a_time_and_no_decoded_copy_survives(model, talk, monkeypatch):
+    live = []
+    attend = Session.attend
+
+    def counting(session, index, layer, *given):
+        out = attend(session, index, layer, *given)
+        held = [each for each in stores(session.cache) if not each.is_empty]
+        live.append(sum(not isinstance(each, PackedStore) for each in held))
+        return out
+
+    monkeypatch.setattr(Session, "attend", counting)
+    with kvsieve.attach(model, Plan(codec=CODEC)) as sieve:
+        cache = sieve.generate(*talk[:2], **GREEDY).cache
+    assert len(live) == 4 * GREEDY["max_new_tokens"] and set(live) == {0}
+    wide = [part.shape for each in stores(cache) for part in each.all_tensors() if part.is_floating_point()]
+    # Scales of blocks come with one for each channel, of 16 in a head, and are of single tokens.
+    assert not [shape for shape in wide if len(shape) == 4 and shape[2] > EXACT]
+    assert cache.nbytes() < 0.6 * sum(each.heads * 2 * 92 * (2 * 16 * 4 + 4) for each in stores(cache))
+
+
+def test_recorded_passes_are_refused_and_packed_weights_work(model, talk):
+    answers = {}
+    with recorder_stand_in():
+        for decode in ("eager", "graph"):
+            with kvsieve.attach(model, snapkv(), decode=decode) as sieve:
+                answers[decode] = sieve.generate(*talk[:2], **GREEDY)
+    decoding = answers["graph"].stats.decoding
+    assert decoding.engine == "eager" and "KIVI encodes entries" in decoding.reason
+    assert torch.equal(logits(answers["eager"]), logits(answers["graph"]))
+    small = build("llama", dtype=torch.bfloat16)
+    for decode in ("eager", "packed"):
+        with kvsieve.attach(small, snapkv(), decode=decode) as sieve:
+            answers[decode] = sieve.generate(*talk[:2], **GREEDY)
+    assert (logits(answers["eager"]) - logits(answers["packed"])).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("method", ["full", "snapkv"])
+def test_estimates_are_what_is_held(model, method):
+    given = {} if method == "full" else {"budget": 150, "window": 4}
+    plan = kvsieve.plan(method, codec=KIVI(block=16, tail=32), **given)
+    ids = torch.randint(2, 120, (2, 400), generator=torch.Generator().manual_seed(3))
+    with kvsieve.attach(model, plan) as sieve:
+        stats = sieve.generate(ids, **{**GREEDY, "max_new_tokens": 1}).stats
+    told = estimate(geometry(model.config), plan, 400, batch=2, element_bytes=4)
+    assert told.kv_bytes == pytest.approx(stats.storage.bytes, rel=0.02)
+    assert told.decode_bytes - told.weight_bytes < estimate(geometry(model.config), Plan(), 400, batch=2).kv_bytes
+
+
+def test_a_budget_in_bytes_counts_encoded_entries(model, talk):
+    found = {}
+    ids = torch.randint(2, 120, (1, 500), generator=torch.Generator().manual_seed(3))
+    for codec in (None, CODEC):
+        with kvsieve.attach(model, snapkv(codec, budget="64KiB")) as sieve:
+            cache = sieve.prefill(ids)
+        assert 0.7 * 2**16 < cache.nbytes() <= 2**16
+        found[codec] = cache.entries()[0]
+    assert found[CODEC] > 1.5 * found[None]
+
+
+def test_traffic_and_statistics_are_of_encoded_entries(model, talk):
+    read = {}
+    for codec in (None, KIVI(bits=4, block=16, tail=16)):
+        with kvsieve.attach(model, Plan(codec=codec)) as sieve:
+            stats = sieve.generate(*talk[:2], **GREEDY).stats
+        read[codec] = stats.traffic.bytes
+    assert read[codec] < 0.5 * read[None]
+    # Codes, a scale and a zero per 16 tokens of a channel, or per 16 channels of a token.
+    assert stats.codec == "KIVI at 6.00 bits a number" and stats.codec in str(stats) and stats.applied
+
+
+def test_what_cannot_be_encoded_is_refused(model):
+    with pytest.raises(PlanError, match="stores entries for each query head.*leave per_query_head out"):
+        Plan(evict=SnapKV(budget=40, per_query_head=True), codec=CODEC)
+    with (
+        pytest.raises(UnsupportedModelError, match="have 16 channels, which groups of 12 do not divide"),
+        kvsieve.attach(model, Plan(codec=KIVI(group=12))),
+    ):
+        pass
+    with (
+        pytest.raises(UnsupportedModelError, match="latent attention.*KIVI encodes.*without codec="),
+        kvsieve.attach(build("deepseek_v3"), Plan(codec=CODEC)),
+    ):
+        pass
+
+
+def test_plans_with_a_codec_come_back_from_json():
+    plan = kvsieve.plan("snapkv", budget="10%", codec="kivi:bits=2:sinks=4")
+    assert plan.codec == KIVI(bits=2, sinks=4) and Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_codecs_of_the_command_line_are_crossed_with_methods():
+    codecs = parse_codecs("none,kivi:bits=2")
+    runs = with_codecs(compared_methods("full,snapkv:window=8,kivi:bits=8", None), codecs)
+    labels = ["full", "full codec=kivi:bits=2", "snapkv:window=8", "snapkv:window=8 codec=kivi:bits=2", "kivi:bits=8"]
+    assert [run.label for run in runs] == labels
+    assert runs[3].plan.codec == KIVI(bits=2) and runs[3].parameters["codec"] == "kivi:bits=2"
+    for text, match in (
+        ("none,none", "twice"),
+        ("", "no codec"),
+        ("snapkv", "no codec; codecs are"),
+        ("kivi:b=1", "b"),
+    ):
+        with pytest.raises(PlanError, match=match):
+            parse_codecs(text)
+    made = settings([("snapkv", {}), ("full", {}), ("kivi", {})], ["5%", "10%"], codecs)
+    assert [(each.label, each.budget) for each in made] == [
+        ("full", None),
+        ("snapkv", "5%"),
+        ("snapkv codec=kivi:bits=2", "5%"),
+        ("full codec=kivi:bits=2", None),
+        ("kivi", None),
+        ("snapkv", "10%"),
+        ("snapkv codec=kivi:bits=2", "10%"),
+    ]

@@ -133,7 +133,7 @@ def memory_at(evaluator: Evaluator, plan: Plan, context: int, kept: Mapping[int,
     Raises:
         PlanError: what the plan stores there does not follow from its budget.
     """
-    if plan.shortens_prompt:
+    if plan.shortens_prompt or plan.rest is not None:
         raise PlanError(f"advise does not know what {plan.name!r} stores at another context; use `kvsieve eval`")
     model, total = evaluator.model, 0
     for index, shape in enumerate(shapes_of(model)):

@@ -96,7 +96,7 @@ def largest_batch(one: Estimate, memory_bytes: float) -> int:
 
 def check_priced(plan: Plan) -> None:
     """Raise PlanError for a plan with a part whose cost the formulas do not describe."""
-    unknown = [role for role in plan.roles if role == "read"]
+    unknown = [role for role in plan.roles if role in ("read", "rest")]
     if unknown:
         raise PlanError(
             f"estimate cannot price {plan.name!r}: it knows the roles propagate, evict and codec, not "

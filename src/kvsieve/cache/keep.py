@@ -32,6 +32,15 @@ def keep(store: LayerStore, selection: Selection, reserve: int = 0, *, reuse: bo
     return RaggedStore.build(store.keys, store.values, store.index, selection, reserve)
 
 
+def decoded(store: PackedStore) -> DenseStore:
+    """Return a store of the same slots in which nothing is encoded."""
+    out, valid = DenseStore(), store.valid
+    out._keys, out._values, out._index = store.keys, store.values, store.index
+    out.size, out.lengths = store.size, store.lengths
+    out.valid_buffer = None if valid is None else valid.clone()
+    return out
+
+
 def set_aside(
     store: LayerStore, selection: Selection, rest: Codec, codec: Codec | None = None, reserve: int = 0
 ) -> PackedStore:

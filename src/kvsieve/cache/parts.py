@@ -44,18 +44,19 @@ def _body_parts(body: Body) -> dict[str, Any]:
     parts["index"] = body.index[: body.used]
     for what, part in (("keys", body.keys), ("values", body.values)):
         assert part.codes is not None
-        parts[what] = {"mean": part.mean, **vars(part.codes.apply(lambda each: each[: body.used]))}
+        parts[what] = {"mean": part.mean, "root": part.root, **vars(part.codes.apply(lambda each: each[: body.used]))}
     return parts
 
 
-def store_of(parts: dict[str, Any], codec: Codec | None = None) -> LayerStore:
-    """Return the inverse of `store_parts`. codec: what encoded the entries, where some are."""
+def store_of(parts: dict[str, Any], codec: Codec | None = None, rest: Codec | None = None) -> LayerStore:
+    """Return the inverse of `store_parts`. codec, rest: those of the plan, which encoded what is encoded."""
     if "bodies" in parts:
-        assert codec is not None
         exact = store_of(parts["exact"])
         assert isinstance(exact, DenseStore)
         packed = PackedStore(codec, exact)
         packed.lengths, packed.first = parts["lengths"], parts["first"]
+        if rest is not None and len(parts["bodies"]) > len(packed.bodies):
+            packed.bodies.insert(0, packed._body(rest))
         for body, given in zip(packed.bodies, parts["bodies"], strict=True):
             _fill(body, given)
         return packed
@@ -93,7 +94,7 @@ def _fill(body: Body, parts: dict[str, Any]) -> None:
         body.index, body.used = parts["index"], len(parts["index"])
         for what, part in (("keys", body.keys), ("values", body.values)):
             given = dict(parts[what])
-            part.mean = given.pop("mean")
+            part.mean, part.root = given.pop("mean"), given.pop("root")
             part.codes = Codes(**given)
     body.table, body.fills = parts["table"], parts["fills"]
     body._note_counts()

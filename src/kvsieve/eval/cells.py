@@ -20,7 +20,8 @@ class MethodSetting:
     """One method at one budget.
 
     label: the method and the parameters that were given, the budget apart: "snapkv kernel=21 codec=kivi:bits=4";
-    for_model adds what came with the model. budget: as text, None for a method without one. parameters: all of them, JSON-ready.
+    for_model adds what came with the model. budget: as text, None for a method without one. parameters: all of them,
+    JSON-ready.
     """
 
     method: str

@@ -14,10 +14,11 @@ from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
 from kvsieve.hf.cache.states import StateLayer
+from kvsieve.hf.forward.encode import decode_before, encode_after
 from kvsieve.hf.forward.evict import check_protected, evict
 from kvsieve.hf.forward.request import Asked, ModelContext, PassRequest
 from kvsieve.hf.forward.sparse_read import read_token
-from kvsieve.hf.forward.travel import Arguments, Tokens, gather
+from kvsieve.hf.forward.travel import Arguments, Tokens, gather, joined
 from kvsieve.hf.forward.windows import attend_window
 from kvsieve.plans import Plan
 from kvsieve.types import LayerContext, Selection, Step
@@ -98,7 +99,11 @@ class Session:
             layer.drop_unseen(at_once=self.tokens.size > 1)
             return out
         assert isinstance(layer, SieveLayer)
-        tokens, step, store, query, made = self.tokens, self.step, layer.store, asked.query, key
+        tokens, step, query, made = self.tokens, self.step, asked.query, key
+        reduces, evictor, codec = step.ends_prompt or self.acts_in_between, self.plan.evict, self.plan.codec
+        if reduces and codec is not None:
+            decode_before(self.plan, layer)
+        store = layer.store
         room = self.cache.turn.room(self.end, tokens.size)
         key, value = key.detach(), value.detach()
         if self.reads_as_answer:
@@ -106,16 +111,14 @@ class Session:
         else:
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
             out = asked.attend(store)
-        reduces = step.ends_prompt or self.acts_in_between
-        evictor, codec = self.plan.evict, self.plan.codec
         self._lend(index, layer, made, changes=reduces or self.request.on_layer is not None or codec is not None)
         self._show(index, layer, asked, out)
         if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
             asked = replace(asked, query=self._recent(layer, query, evictor.window))
         if reduces:
             self._reduce(index, layer, asked)
-        if codec is not None and (reduces or step.phase == "decode" or evictor is None):
-            layer.encode(codec)
+        if codec is not None:
+            encode_after(self.plan, self.cache, index, reduced=reduces, prompt=step.phase == "prefill")
         return out
 
     def _lend(self, index: int, layer: StoreLayer, key: Tensor, *, changes: bool) -> None:
@@ -254,8 +257,8 @@ class Session:
                 raise StopForward
             if deferred:
                 chunks = [chunk[1:] for chunk in deferred]
-                hidden = _joined([*(chunk[0] for chunk in deferred), hidden])
-                arguments.join(chunks, _joined)
+                hidden = joined([*(chunk[0] for chunk in deferred), hidden])
+                arguments.join(chunks, joined)
                 deferred.clear()
                 self.moved = True
                 token_index = torch.arange(self.step.turn_start, self.end, device=hidden.device)[None]
@@ -292,9 +295,3 @@ class Session:
                 mask = {part: mask if part in states else each for part, each in given[name].items()}  # type: ignore[assignment]
             given[name] = mask
         return given
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """Chunks [1 or B, L, ...] one after another."""
-    batch = max(len(part) for part in parts)
-    return torch.cat([part.expand(batch, *part.shape[1:]) for part in parts], dim=1)

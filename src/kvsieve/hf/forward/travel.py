@@ -166,3 +166,9 @@ def gather(part: Tensor, rows: Tensor) -> Tensor:
     shape = part.shape[2:]
     index = rows.to(part.device).view(*rows.shape, *(1 for _ in shape)).expand(*rows.shape, *shape)
     return part.expand(len(rows), *part.shape[1:]).gather(1, index)
+
+
+def joined(parts: list[Tensor]) -> Tensor:
+    """Chunks [1 or B, L, ...] one after another."""
+    batch = max(len(part) for part in parts)
+    return torch.cat([part.expand(batch, *part.shape[1:]) for part in parts], dim=1)

@@ -63,6 +63,8 @@ def fit(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> Plan:
     reason = None
     if evict is not None and evict.traits.is_view:
         reason = "it stores everything, and its budget is what an answer reads"
+    elif plan.rest is not None:
+        reason = "what it would drop is kept in few bits, so that it takes more with every token"
     elif evict is not None and evict.skip_layers not in (0, ()):
         reason = f"layers that keep everything (skip_layers={evict.skip_layers}) take more with every token"
     if reason is not None:

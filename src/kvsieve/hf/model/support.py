@@ -60,8 +60,9 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
     latent = [index for index, kind in enumerate(kinds) if kind.entries == "latent"]
     if latent and (reason := _why_not_latent(model, plan, latent)):
         return reason
-    if plan.codec is not None and (reason := _why_not_encoded(model, plan.codec)):
-        return reason
+    for codec in (plan.codec, plan.rest):
+        if codec is not None and (reason := _why_not_encoded(model, codec)):
+            return reason
     return None if plan.evict is None else Facts(model).why_missing(plan.evict.traits.needs, growing)
 
 
@@ -72,8 +73,10 @@ def _why_not_latent(model: Any, plan: Plan, layers: list[int]) -> str | None:
         return f"{told} and heads divided among processes would choose among them differently; run it on one process"
     if plan.read is not None:
         return f"{told} and the plan reads sparsely; use a plan without read="
-    if plan.codec is not None:
-        return f"{told} and {type(plan.codec).__name__} encodes the keys and values of heads; use a plan without codec="
+    for role in ("codec", "rest"):
+        if (codec := vars(plan)[role]) is not None:
+            name = type(codec).__name__
+            return f"{told} and {name} encodes the keys and values of heads; use a plan without {role}="
     needs = {"rotary": "the rotary embedding of its keys", "output_weight": "the output projection of each KV head"}
     for need in () if plan.evict is None else plan.evict.traits.needs:
         if need in needs:

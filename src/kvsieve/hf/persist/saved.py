@@ -203,7 +203,7 @@ def _made(header: dict[str, Any], tensors: dict[str, Tensor], model: AttachedMod
         if isinstance(layer, WindowLayer) and parts["window"] != layer.window:
             raise ValueError(f"layer {index} has another window there, {parts['window']}, than here, {layer.window}")
         if isinstance(layer, StoreLayer):
-            layer.store = store_of(parts, model.plan.codec)
+            layer.store = store_of(parts, model.plan.codec, model.plan.rest)
             for name in layer_fields(layer):
                 setattr(layer, name, parts[name])
         if isinstance(layer, StateLayer):

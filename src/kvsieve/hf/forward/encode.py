@@ -1,0 +1,45 @@
+"""When a layer's entries are encoded: after its attention, or once all layers have acted."""
+
+from __future__ import annotations
+
+from kvsieve.cache import PackedStore
+from kvsieve.cache.keep import decoded
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.plans import Plan
+from kvsieve.roles import ProbingEvictor
+
+
+def _chooses_late(plan: Plan) -> bool:
+    """True where slots of a layer are chosen after it has attended: until then they must stay what they were."""
+    return plan.evict is not None and (plan.evict.traits.recuts or isinstance(plan.evict, ProbingEvictor))
+
+
+def decode_before(plan: Plan, layer: SieveLayer) -> None:
+    """Decode entries that an evictor will reduce more than once in this pass, after which they are encoded again.
+
+    They are few, since it has reduced them before.
+    """
+    if isinstance(layer.store, PackedStore) and plan.rest is None and _chooses_late(plan):
+        layer.store = decoded(layer.store)
+
+
+def encode_after(plan: Plan, cache: SieveCache, index: int, *, reduced: bool, prompt: bool) -> None:
+    """Encode what has left the newest entries.
+
+    Args:
+        plan: with a codec.
+        cache: of the layer.
+        index: of the layer, which has attended.
+        reduced: this was a pass in which the plan acts.
+        prompt: it is one over a prompt; until they act on it, evictors see exact entries.
+    """
+    assert plan.codec is not None
+    if not reduced and prompt and plan.evict is not None:
+        return
+    layers = cache.sieve_layers
+    if not reduced or not _chooses_late(plan):
+        layers[index].encode(plan.codec)
+    elif index == max(layers):
+        for layer in layers.values():
+            layer.encode(plan.codec)
