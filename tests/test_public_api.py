@@ -16,7 +16,7 @@ FUNCTIONS = """
     attach(model, plan, *, decode='auto', tokenizer=None)
     list_methods()
     method_info(name)
-    plan(method, *, codec=None, **parameters)
+    plan(method, *, codec=None, rest=None, **parameters)
     register_method(name, *, title, paper, phase, query_aware, summary='', budget=None, **rarely)
 """
 MODELS = """

@@ -21,6 +21,7 @@ from kvsieve.roles import (
     Reader,
     Role,
     byte_budgets,
+    check_together,
     role_class,
     role_name,
 )
@@ -109,74 +110,10 @@ class Plan:
                     f"Plan({role}=...) takes a {base.__name__}, got {short(value)}; e.g. Plan({_EXAMPLES[role]}), or a "
                     f"class of your own that derives from kvsieve.roles.{base.__name__}"
                 )
-        self._check_together()
+        check_together(self.propagate, self.evict, self.read, self.codec, self.rest)
         if not self.name:
             parts = [type(getattr(self, role)).__name__ for role in self.roles]
             object.__setattr__(self, "name", "+".join(parts) or "full")
-
-    def _check_together(self) -> None:
-        """Raise PlanError for roles that cannot work with each other."""
-        propagate, evict = self.propagate, self.evict
-        if evict is not None and evict.when.observes and type(evict).observe is Evictor.observe:
-            raise PlanError(
-                f"{type(evict).__name__} has When(observes=True) and no method observe(ctx) of its own; add one"
-            )
-        if propagate is not None and evict is not None:
-            names = type(evict).__name__, type(propagate).__name__
-            if evict.when.chunks:
-                raise PlanError(
-                    f"{names[0]} acts on every chunk of a prompt, {names[1]} on the whole of it: they cannot be "
-                    "combined"
-                )
-            if isinstance(evict, (ProbingEvictor, ChunkedEvictor)):
-                raise PlanError(
-                    f"{names[0]} needs passes of its own over the prompt, of which {names[1]} drops tokens: they "
-                    "cannot be combined"
-                )
-            if evict.traits.is_view and propagate.two_pass:
-                raise PlanError(
-                    f"{names[1]} keeps a short prompt in place of the one given, so {names[0]} could not keep "
-                    "everything for later turns: they cannot be combined"
-                )
-        if self.codec is not None and evict is not None and evict.stored_heads(1, 2) > 1:
-            raise PlanError(
-                f"{type(evict).__name__} stores entries for each query head, and {type(self.codec).__name__} encodes "
-                "those of KV heads; leave per_query_head out, or codec="
-            )
-        if self.read is not None and self.shortens_prompt:
-            what = evict if isinstance(evict, ChunkedEvictor) else propagate
-            raise PlanError(
-                f"{type(what).__name__} reads a short prompt again, in full, and is not combined with read=; leave it "
-                "None"
-            )
-
-        if self.rest is not None:
-            self._check_rest(type(self.rest).__name__)
-
-    def _check_rest(self, name: str) -> None:
-        """Raise PlanError unless the evictor acts in a way that leaves a rest to be kept."""
-        evict = self.evict
-        if evict is None:
-            raise PlanError(
-                f"rest={name} keeps in few bits what an evictor would drop, and this plan has none; give evict=, or "
-                f"codec= to encode all entries"
-            )
-        kind, when = type(evict).__name__, evict.when
-        reason = None
-        if evict.traits.is_view:
-            reason = "drops nothing"
-        elif isinstance(evict, ChunkedEvictor) or when.chunks:
-            reason = "drops entries while a prompt is read"
-        elif when.steps is not None:
-            reason = "drops entries while decoding; leave every= out"
-        elif evict.traits.recuts:
-            reason = "drops entries of a layer bit by bit, as layers behind it are read"
-        elif when.observes:
-            reason = "remembers what it has seen of each entry by where it is stored"
-        if reason is not None:
-            raise PlanError(
-                f"{kind} {reason}: rest={name} takes an evictor that acts at the end of prompts, such as SnapKV"
-            )
 
     def __repr__(self) -> str:
         return f"<Plan {self.name}{': ' if self.roles else ''}{', '.join(f'{a} {b}' for a, b in self._told())}>"
@@ -193,6 +130,11 @@ class Plan:
     def roles(self) -> tuple[str, ...]:
         """Roles that are filled."""
         return tuple(role for role in ROLES if getattr(self, role) is not None)
+
+    @property
+    def codecs(self) -> tuple[Codec, ...]:
+        """What encodes entries: `codec` and `rest`, those that are there."""
+        return tuple(each for each in (self.codec, self.rest) if each is not None)
 
     @property
     def budgets_in_bytes(self) -> bool:

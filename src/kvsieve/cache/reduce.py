@@ -1,4 +1,4 @@
-"""What goes of a packed store: dropped, or encoded and set aside."""
+"""Reducing a packed store: entries are dropped, or encoded and set aside."""
 
 from __future__ import annotations
 

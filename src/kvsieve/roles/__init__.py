@@ -12,6 +12,7 @@ from kvsieve.roles.probing import Branch, Observe, ProbePasses, ProbingEvictor
 from kvsieve.roles.propagator import Propagator
 from kvsieve.roles.reader import Reader
 from kvsieve.roles.sizes import byte_budgets, with_entries
+from kvsieve.roles.together import check_together
 
 __all__ = [
     "Branch",
@@ -29,6 +30,7 @@ __all__ = [
     "Role",
     "Traits",
     "byte_budgets",
+    "check_together",
     "role_class",
     "role_name",
     "with_entries",

@@ -214,7 +214,7 @@ def _made(header: dict[str, Any], tensors: dict[str, Tensor], model: AttachedMod
 def _plan_of_reading(plan: Plan) -> Plan:
     """Return what passes over a short prompt run under; see hf/prompt/short.py."""
     evict = None if isinstance(plan.evict, ChunkedEvictor) else plan.evict
-    return Plan(evict=evict, codec=plan.codec, name=plan.name)
+    return Plan(evict=evict, codec=plan.codec, rest=plan.rest, name=plan.name)
 
 
 def _device(model: AttachedModel, index: int) -> torch.device:

@@ -52,7 +52,10 @@ def read_short_prompt(
     lengths = tuple(real.sum(-1).tolist())
     evictor, propagator, reduce = model.plan.evict, model.plan.propagate, options.constraints.reduce
     plan = Plan(
-        evict=None if isinstance(evictor, ChunkedEvictor) else evictor, codec=model.plan.codec, name=model.plan.name
+        evict=None if isinstance(evictor, ChunkedEvictor) else evictor,
+        codec=model.plan.codec,
+        rest=model.plan.rest,
+        name=model.plan.name,
     )
     report: dict[str, Any] = {"idle": _IDLE}
     wanted, before, compressed = lengths, 0, None
