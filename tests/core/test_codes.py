@@ -198,3 +198,8 @@ def test_codes_are_joined_and_changed_part_by_part():
     assert torch.equal(decode(form, both, 8), torch.cat([decode(form, one, 8), decode(form, other, 8)]))
     again = both.apply(lambda part: part[2:])
     assert torch.equal(decode(form, again, 8), decode(form, other, 8))
+
+
+def test_blocks_of_which_no_number_could_be_told_apart():
+    with pytest.raises(UnsupportedModelError, match="blocks of 1024 entries of 128 channels .* smaller block"):
+        encode(CodeFormat(4, "channel", apart=1), torch.zeros(1, 1024, 128))

@@ -186,6 +186,11 @@ def encode(form: CodeFormat, x: Tensor, fit: Fit = fit_range) -> Codes:
 
 def _keep_apart(form: CodeFormat, made: Codes, x: Tensor) -> None:
     """Note beside codes of x [N, T, D] the numbers that they miss by the most steps, such as those beyond the range."""
+    if x[0].numel() > 1 << 16:
+        raise UnsupportedModelError(
+            f"blocks of {x.shape[1]} entries of {x.shape[2]} channels have more than 65536 numbers, whose "
+            "places cannot be told; choose a smaller block"
+        )
     missed = x - decode(form, made, x.shape[-1])
     steps = made.scale if form.axis == "channel" else made.scale.repeat_interleave(form.group, -1)
     steps = torch.where(steps > 0, steps, torch.ones_like(steps)).float()

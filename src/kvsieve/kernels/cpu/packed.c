@@ -35,13 +35,26 @@ INLINE void codes_of(const uint8_t *restrict b, int bits, int dim, float *restri
         for (int k = 0; k < 4; k++)
             for (int j = 0; j < n; j++) x[k * n + j] = (b[j] >> (2 * k)) & 3;
     } else if (bits == 3) {
-        // A plane of two bits, then one of the lowest.
+        // A plane of two bits, then one of the lowest: number k * n + j has bit 2 * k + j / m of byte j % m.
         int n = dim / 4, m = dim / 8;
         const uint8_t *low = b + n;
+#if defined(__AVX512F__)
+        if (n == 16) {
+            uint64_t v;
+            memcpy(&v, low, 8);
+            __m512i high = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)b));
+            __m512i lowest = _mm512_cvtepu8_epi32(_mm_set_epi64x((long long)(v >> 1), (long long)v));
+            for (int k = 0; k < 4; k++) {
+                __m512i two = _mm512_and_si512(_mm512_srli_epi32(high, 2 * k), _mm512_set1_epi32(3));
+                __m512i one = _mm512_and_si512(_mm512_srli_epi32(lowest, 2 * k), _mm512_set1_epi32(1));
+                _mm512_storeu_ps(x + k * 16, _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_add_epi32(two, two), one)));
+            }
+            return;
+        }
+#endif
         for (int k = 0; k < 8; k++)
-            for (int j = 0; j < m; j++) x[k * m + j] = (low[j] >> k) & 1;
-        for (int k = 0; k < 4; k++)
-            for (int j = 0; j < n; j++) x[k * n + j] += ((b[j] >> (2 * k)) & 3) * 2;
+            for (int j = 0; j < m; j++)
+                x[k * m + j] = ((b[k % 2 * m + j] >> (k / 2 * 2)) & 3) * 2 + ((low[j] >> k) & 1);
     } else {
         // Planes, high bits first.
         for (int j = 0; j < dim; j++) x[j] = 0;
