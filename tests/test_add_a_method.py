@@ -35,9 +35,9 @@ def test_the_page_runs_as_it_stands(blocks, module, capsys):
     for block in blocks:
         exec(compile(block, str(PAGE), "exec", dont_inherit=True), vars(module))
         wanted += re.findall(r"^print\(.*\)  # (.*)$", block, re.M)
-    assert capsys.readouterr().out.splitlines() == wanted and len(wanted) == 3
-    added = {name: kvsieve.method_info(name) for name in ("vnorm", "smoothed", "ends")}
-    assert [info.roles for info in added.values()] == [("evict",), ("evict",), ("read",)]
+    assert capsys.readouterr().out.splitlines() == wanted and len(wanted) == 4
+    added = {name: kvsieve.method_info(name) for name in ("vnorm", "smoothed", "ends", "k8v2")}
+    assert [info.roles for info in added.values()] == [("evict",), ("evict",), ("read",), ("codec",)]
     assert added["vnorm"].summary == "Largest value norms." and added["vnorm"].parameters["budget"] == "20%"
     # What the page defines is found again in a saved plan.
     for name in added:
