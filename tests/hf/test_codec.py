@@ -272,6 +272,19 @@ def test_what_cannot_be_encoded_is_refused(model):
         pass
 
 
+def test_layers_that_share_kv_attend_to_what_their_source_attended_to():
+    """Gemma 3n's last layers read an earlier one's entries, which are encoded before they come to it."""
+    model = build("gemma3n", dtype=torch.float64)
+    ids = torch.randint(2, 120, (1, 70), generator=torch.Generator().manual_seed(2))
+    found = []
+    for codec in (None, CODEC):
+        with kvsieve.attach(model, Plan(codec=codec)) as sieve:
+            found.append(sieve.generate(ids, **GREEDY))
+    assert max(encoded(found[1].cache)) >= 48
+    assert torch.allclose(logits(found[0])[:, 0], logits(found[1])[:, 0], atol=1e-9)
+    assert (logits(found[0]) - logits(found[1])).abs().max() < 0.2
+
+
 def test_plans_with_a_codec_come_back_from_json():
     plan = kvsieve.plan("snapkv", budget="10%", codec="kivi:bits=2:sinks=4")
     assert plan.codec == KIVI(bits=2, sinks=4) and Plan.from_dict(plan.to_dict()) == plan
