@@ -274,7 +274,7 @@ def test_what_cannot_be_encoded_is_refused(model):
 
 def test_layers_that_share_kv_attend_to_what_their_source_attended_to():
     """Gemma 3n's last layers read an earlier one's entries, which are encoded before they come to it."""
-    model = build("gemma3n", dtype=torch.float64)
+    model = build("gemma3n_text", dtype=torch.float64)
     ids = torch.randint(2, 120, (1, 70), generator=torch.Generator().manual_seed(2))
     found = []
     for codec in (None, CODEC):
