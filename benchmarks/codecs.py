@@ -23,9 +23,11 @@ from typing import Any
 import torch
 
 import kvsieve
+from kvsieve.cache import PackedStore
 from kvsieve.cli.document import build_document
 from kvsieve.eval.evaluator import Evaluator
-from kvsieve.hf.shared import answer_logits
+from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.shared import answer_logits, read_shared
 from kvsieve.plans import Plan
 from kvsieve.report.environment import environment
 from kvsieve.report.tables import markdown_table
@@ -53,13 +55,31 @@ def plans_of(codecs: list[str], budgets: list[str]) -> dict[str, Plan]:
     return plans
 
 
-def kv_share(model: Any, tokenizer: Any, plan: Plan, tokens: int) -> float:
+def kv_shares(model: Any, tokenizer: Any, plans: dict[str, Plan], tokens: int) -> dict[str, float]:
     """Bytes of keys and values of a prompt of `tokens` tokens, over 16 bits for every number of full KV."""
-    ids = document(tokenizer, tokens)
-    with kvsieve.attach(model, plan.for_model(model, tokenizer)) as sieve, torch.no_grad():
-        cache = sieve.prefill(ids, chunk=1024)
-    stores = [layer.store for layer in cache.sieve_layers.values()]
-    return sum(store.entry_bytes() / (tokens * store.heads * sum(store.dims) * 2) for store in stores) / len(stores)
+    settled = {name: plan.for_model(model, tokenizer) for name, plan in plans.items()}
+    window = max(32, *(plan.window for plan in settled.values()))
+    evictors = [plan.evict for plan in settled.values()]
+    options = ReadOptions(1024)
+    shared = read_shared(model, None, document(tokenizer, tokens), window=window, evictors=evictors, options=options)
+    shares = {}
+    for name, plan in settled.items():
+        cache = shared.reduced(plan.evict, plan.codec, plan.rest)
+        stores = [layer.store for layer in cache.sieve_layers.values()]
+        whole = sum(tokens * store.heads * sum(store.dims) * 2 for store in stores)
+        # Full KV, and what an evictor keeps exact, is computed in more bits on some machines, and stored in 16.
+        shares[name] = sum(map(held, stores)) / whole
+    return shares
+
+
+def held(store: Any) -> float:
+    """Bytes of a store, its exact entries in 16 bits, without room for tokens to come where all are exact."""
+    exact = store.exact if isinstance(store, PackedStore) else store
+    keys, values, _ = exact.buffers()
+    wide = (keys.element_size() - 2) / keys.element_size()
+    if exact is store:
+        return len(store.lengths) * store.heads * store.size * sum(store.dims) * 2
+    return store.entry_bytes() - wide * (keys.untyped_storage().nbytes() + values.untyped_storage().nbytes())
 
 
 def document(tokenizer: Any, tokens: int) -> torch.Tensor:
@@ -78,10 +98,9 @@ def quality(model: Any, tokenizer: Any, plans: dict[str, Plan], length: int, sam
         for name, one in zip(plans, outcomes, strict=True):
             found[name].append((one.kl, one.top1, one.metrics["score"]))
         print(f"{length} tokens: {index + 1} of {samples}", flush=True)
-    rows = []
-    for name, plan in plans.items():
+    rows, shares = [], kv_shares(model, tokenizer, plans, length)
+    for name in plans:
         kl, top1, score = (statistics.mean(each) for each in zip(*found[name], strict=True))
-        share = kv_share(model, tokenizer, plan, length)
         per_sample = [round(each[0], 6) for each in found[name]]
         rows.append(
             {
@@ -91,7 +110,7 @@ def quality(model: Any, tokenizer: Any, plans: dict[str, Plan], length: int, sam
                 "kl_per_sample": per_sample,
                 "top1": round(top1, 4),
                 "score": round(score, 4),
-                "kv": round(share, 5),
+                "kv": round(shares[name], 5),
             }
         )
     return rows
