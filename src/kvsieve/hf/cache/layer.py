@@ -154,7 +154,7 @@ class SieveLayer(StoreLayer):
         """Encode the entries that have left the newest ones."""
         if isinstance(self.store, PackedStore):
             self.store.settle()
-        elif not self.store.is_empty and self.store.entries >= codec.newest(self.store.entries) + codec.block:
+        elif (stored := max(self.store.lengths, default=0)) >= codec.newest(stored) + codec.block:
             if self.view is not None:
                 assert isinstance(self.store, DenseStore)
                 self.view = PackedStore.numbered(self.view, self.store)
