@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING
 
-from kvsieve.core.codes import CodeFormat, fit_range
 from kvsieve.roles.base import Role
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kvsieve.core.codes import CodeFormat
 
 
 class Codec(Role, heads="own"):
@@ -51,6 +52,8 @@ class Codec(Role, heads="own"):
             x: float32 [N, T, D], or [N, T, groups, group] for axis "token".
             dim: the dimension that shares a scale.
         """
+        from kvsieve.core.codes import fit_range
+
         return fit_range(form, x, dim)
 
     def newest(self, stored: int) -> int:
