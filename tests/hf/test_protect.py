@@ -26,10 +26,10 @@ QUOTAS = [((5, 35), 14), ((90, 110), "50%")]
 
 
 def drops(name):
-    """Whether a method drops anything; readers and views keep all."""
+    """Tell whether a method drops anything; readers, views and codecs keep all, and so does `rest`."""
     info = kvsieve.method_info(name)
     plan = info.make(**info.example)
-    return bool(set(plan.roles) - {"read"}) and not plan.is_view
+    return bool(set(plan.roles) - {"read", "codec"}) and plan.rest is None and not plan.is_view
 
 
 METHODS = [name for name in kvsieve.list_methods() if drops(name)]

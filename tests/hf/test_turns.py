@@ -16,11 +16,15 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 # More than a first turn of 10, and enough for the least that every method keeps.
 NUMBER, TURNS = 60, (10, 240, 10, 60)
 
+CODECS = [name for name in kvsieve.list_methods() if kvsieve.method_info(name).is_codec]
+
 # Methods whose entries once a prompt is complete are not the budget's, and why; docs/options.md lists the same.
 KEEPS_ALL = {
     **dict.fromkeys(("exacttopk", "hsa", "quest", "sparq"), "the budget is what a token reads"),
     **dict.fromkeys(("perturn", "rocketkv-mt"), "the budget is what an answer reads"),
+    **dict.fromkeys(CODECS, "has no budget"),
     "full": "has no budget",
+    "mixed": "the budget is what stays exact",
 }
 OWN_NUMBER = {"rocketkv": "the budget is what a token reads, and what is stored follows from it"}
 FEWER = dict.fromkeys(("asl", "fastkv", "pyramidinfer"), "deep layers hold what came to them, where that is less")
@@ -99,7 +103,7 @@ def test_a_budget_holds_once_every_turns_prompt_is_complete(model, name, budget)
 def acting_while_decoding(name):
     """A method's parameters with which it acts while decoding too; None where none makes it."""
     info = kvsieve.method_info(name)
-    if name == "lookahead":
+    if name in ("lookahead", "mixed"):
         return None
     return {"every": 3} if "every" in info.parameters else {} if name == "lagkv" else None
 
@@ -132,15 +136,21 @@ def tokens_held(cache, mask, row):
     return [[[numbers[column] for column in head] for head in layer] for layer in stored(cache, [0] * len(mask))[row]]
 
 
+# Small enough that rows encode several blocks, at different times.
+ENCODING = {name: {"block": 16, "tail": 8} for name in CODECS}
+# A codec alone encodes after every chunk, so that tokens read entries exact or encoded by where chunks of the row end,
+# and that padding moves; with an evictor it encodes when the prompt is complete.
+PADDED = [(name, chunk) for name in kvsieve.list_methods() for chunk in (None, 16) if not (chunk and name in CODECS)]
+
+
 @pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
-@pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize("name", kvsieve.list_methods())
+@pytest.mark.parametrize(("name", "chunk"), PADDED)
 def test_a_padded_row_goes_the_way_it_would_alone(model, name, chunk):
     """Over chunks, turns and decoding: the same tokens are stored, and the same are generated.
 
     A turn's padding comes before all of a row that was not fed yet, which the last token of its answer is part of.
     """
-    plan = plan_of(name, model, budget=40, **DECODING.get(name, {}))
+    plan = plan_of(name, model, budget=40, **DECODING.get(name, {}), **ENCODING.get(name, {}))
     make = torch.Generator().manual_seed(2)
     ids, mask = torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, 0, dtype=torch.int64)
     with kvsieve.attach(model, plan) as sieve:

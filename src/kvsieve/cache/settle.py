@@ -22,14 +22,15 @@ def settle(store: PackedParts, codec: Codec) -> None:
     begins = not body.width and not store.first
     sinks = codec.sinks if begins else 0
     room = exact.size - store.first - sinks
-    stored = max(store.lengths)
-    if room < codec.newest(stored) + codec.block:
+    if room <= codec.block:
         return
     if exact.valid is None and body.is_even:
-        blocks = (room - codec.newest(stored)) // codec.block
-        store.first += sinks
-        _encode_alike(store, body, blocks)
-    else:
+        blocks = (room - codec.newest(max(store.lengths))) // codec.block
+        if blocks > 0:
+            store.first += sinks
+            _encode_alike(store, body, blocks)
+    elif room >= codec.newest(min(store.totals().tolist())) + codec.block:
+        # A KV head with fewer entries than others leaves fewer of them exact.
         _encode_rows(store, body, sinks)
 
 
