@@ -96,6 +96,11 @@ CASES = {
     "hsa": (named("hsa", budget=16), {}),
     "sparq": (named("sparq", budget=16), {}),
     "exacttopk": (named("exacttopk", budget=16), {}),
+    "mixed": (named("mixed", budget=16, paper=True, **WINDOW), {}),
+    **{
+        name: (named(name, block=8, tail=4), {})
+        for name in ("fp8", "hqq", "int8", "k8v4", "kivi", "outlier", "rotated")
+    },
 }
 
 
