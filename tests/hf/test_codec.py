@@ -18,7 +18,7 @@ from kvsieve.hf.forward.session import Session
 from kvsieve.methods import KIVI, SnapKV
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
-from small import plan_of, recorder_stand_in
+from small import plan_of, recorder_stand_in, stored
 from toy_words import word_tokenizer
 
 CODEC = KIVI(bits=8, block=16, tail=16)
@@ -123,6 +123,27 @@ def test_a_padded_row_equals_the_row_alone(double, talk):
         whole = torch.cat([alone.sequences, talk[2][1:]], 1)
         again = sieve.generate(whole, cache=alone.cache, **GREEDY)
         assert (logits(more)[1] - logits(again)[0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "adakv"])
+def test_what_a_method_remembers_goes_with_entries_that_encoding_moves(double, name):
+    """Rows of different length encode different numbers of entries, which moves the slots of the shorter one."""
+    made, pad = torch.Generator().manual_seed(11), 23
+    ids, more = (torch.randint(2, 120, (2, size), generator=made) for size in (60, 12))
+    mask = torch.ones_like(ids)
+    ids[1, :pad], mask[1, :pad] = 0, 0
+    options = {**GREEDY, "max_new_tokens": 8}
+    plan = dataclasses.replace(plan_of(name, double), codec=KIVI(bits=8, block=8, tail=8))
+    with kvsieve.attach(double, plan) as sieve:
+        both, alone = sieve.generate(ids, mask, **options), sieve.generate(ids[1:, pad:], **options)
+        for turn in range(2):
+            assert torch.equal(both.sequences[1, pad:], alone.sequences[0])
+            assert stored(both.cache, (0, pad))[1] == stored(alone.cache)[0]
+            assert min(encoded(alone.cache)) >= 8
+            if not turn:
+                both = goes_on(sieve, both, (ids, mask, more), max_new_tokens=4)
+                one = ids[1:, pad:], mask[1:, pad:], more[1:]
+                alone = goes_on(sieve, alone, one, max_new_tokens=4)
 
 
 def test_chunks_equal_one_shot_where_an_evictor_acts_at_the_end(double, talk):

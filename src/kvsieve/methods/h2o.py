@@ -41,6 +41,23 @@ def received_mass(ctx: LayerContext) -> Tensor:
     return group_mean(total, ctx.keys.shape[1])
 
 
+def moved(mass: Tensor, index: Tensor, to: Tensor) -> Tensor:
+    """Give the mass of tokens to their slots now, which encoding moves where rows have different lengths.
+
+    Args:
+        mass: [B, H, M].
+        index: int32 [B, H, M], the token of each; -1 for filler.
+        to: int32 [B, H, N], the same of the slots now.
+
+    Returns:
+        [B, H, N], 0 for tokens that have none yet.
+    """
+    known, order = index.sort(-1)
+    place = torch.searchsorted(known, to.contiguous()).clamp_max(known.shape[-1] - 1)
+    same = (known.gather(-1, place) == to) & (to >= 0)
+    return mass.gather(-1, order.gather(-1, place)).masked_fill(~same, 0)
+
+
 @register_method(
     "h2o",
     title="H2O",
@@ -97,13 +114,18 @@ class H2O(ScoredEvictor, heads="own"):
             scores[row].masked_fill_(recent[row if len(recent) > 1 else 0] & ~scores[row].isposinf(), most)
         selection = select_top(scores, kept)
         ctx.state["mass"] = mass.gather(-1, selection.indices)
+        ctx.state["index"] = ctx.state["index"].gather(-1, selection.indices)
         return selection
 
     def observe(self, ctx: LayerContext) -> None:
-        """Add this pass's mass to that of the passes before, [B, H, N] in the layer's state."""
+        """Add this pass's mass to that of the passes before, [B, H, N] in the layer's state, with the token indices."""
         if skips(self.skip_layers, ctx):
             return
         mass, before = received_mass(ctx), ctx.state.get("mass")
+        index = ctx.index if ctx.valid is None else ctx.index.masked_fill(~ctx.valid, -1)
         if before is not None:
+            known = ctx.state["index"]
+            if not torch.equal(known, index[..., : known.shape[-1]]):
+                before = moved(before, known, index)
             mass[..., : before.shape[-1]] += before
-        ctx.state["mass"] = mass
+        ctx.state["mass"], ctx.state["index"] = mass, index.clone()
