@@ -263,3 +263,15 @@ def test_selections_of_slots_out_of_order_and_with_filler():
     assert store.index[0, 1][real[0].expand(HEADS, -1)[1]].tolist() == [2, 3, 40]
     kept = store.values[0, 1][real[0].expand(HEADS, -1)[1]]
     torch.testing.assert_close(kept, values[0, 1, [2, 3, 40]], atol=0.2, rtol=0)
+
+
+def test_a_short_row_encodes_when_it_would_alone():
+    """Of few entries fewer of the newest stay exact, whatever other rows hold."""
+    valid = torch.arange(200) >= torch.tensor([[0], [160]])
+    (both, *_), (alone, *_) = packed(200, batch=2, valid=valid), packed(40)
+    counts = []
+    for _ in range(20):
+        append(both, 1), append(alone, 1)
+        assert both.bodies[0].counts[HEADS:].tolist() == alone.bodies[0].counts.tolist()
+        counts.append(both.bodies[0].counts.view(2, HEADS)[:, 0].tolist())
+    assert counts[7:9] == [[192, 32], [192, 48]] and counts[-1] == [208, 48]
