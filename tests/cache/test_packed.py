@@ -12,7 +12,7 @@ from kvsieve.cache import DenseStore, PackedStore, keep
 from kvsieve.cache.encoded_rows import entries_at
 from kvsieve.cache.pool import BlockPool
 from kvsieve.core.selection import pack_ragged
-from kvsieve.methods import KIVI
+from kvsieve.methods import KIVI, Rotated
 from kvsieve.types import Selection
 
 HEADS, DIM = 2, 16
@@ -97,6 +97,33 @@ def test_the_newest_and_the_first_entries_stay_exact(padded, sinks):
                     # No more than a block of them waits.
                     assert (~exact).sum() > len(columns) - newest - sinks - codec.block - 2
                     assert (ours - theirs).abs().max() < 2
+
+
+@pytest.mark.parametrize(
+    "codec", [KIVI(block=16, tail=16, group=8), Rotated(block=16, tail=16)], ids=["kivi", "rotated"]
+)
+def test_a_padded_row_is_encoded_when_it_would_be_alone(codec):
+    """Also one whose first block comes later than other rows'."""
+    keys, values = torch.randn(2, 2, HEADS, 300, DIM)
+    keys += 3
+    for pad in (40, 240, 290):
+        valid = torch.ones(2, 300, dtype=torch.bool)
+        valid[0, :pad] = False
+        stores = []
+        for rows, begin in ((slice(None), 0), (slice(1), pad)):
+            store = DenseStore()
+            index = torch.arange(300 - begin)[None]
+            store.append(keys[rows, :, begin:], values[rows, :, begin:], index, valid[rows, begin:])
+            stores.append(PackedStore.build(store, codec))
+        both, alone = stores
+        for step in range(60):
+            new = torch.randn(2, 2, HEADS, 1, DIM) + 3
+            for store, rows, begin in ((both, slice(None), 0), (alone, slice(1), pad)):
+                store.append(*new[:, rows], torch.tensor([[300 + step - begin]]))
+                store.settle()
+            mine = both.valid[0, 0]
+            for ours, theirs in ((both.keys, alone.keys), (both.values, alone.values)):
+                torch.testing.assert_close(ours[0][:, mine], theirs[0], atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("codec", [KIVI_4, KIVI(bits=8, block=16, tail=8, group=16)], ids=["4bit", "8bit"])

@@ -59,10 +59,10 @@ class Body:
             fills: int64 [N], entries of each; the others repeat one of them. None: T.
         """
         count = len(self.table)
-        made = [part.encode(self.codec, x, rows, count) for part, x in ((self.keys, keys), (self.values, values))]
+        held = (self.fills > 0).sum(1)
+        made = [part.encode(self.codec, x, rows, held == 0) for part, x in ((self.keys, keys), (self.values, values))]
         first = self._put(made, index)
         each = torch.bincount(rows, minlength=count)
-        held = (self.fills > 0).sum(1)
         wide = int((held + each).max())
         table, filled = (part.new_zeros(count, wide) for part in (self.table, self.fills))
         table[:, : self.table.shape[1]], filled[:, : self.fills.shape[1]] = self.table, self.fills
@@ -235,7 +235,7 @@ class Body:
         for what in ("keys", "values"):
             numbers = self.read(what, rows, entries)[take]
             target: BlockPool = getattr(fresh, what)
-            made.append(target.encode(self.codec, numbers, known[0], len(self.table)))
+            made.append(target.encode(self.codec, numbers, known[0], torch.zeros_like(self.counts, dtype=torch.bool)))
         parts.append(made)
         indices.append(self.read_index(rows, entries)[take])
         fresh.table[known[0], known[1]] = first + torch.arange(len(fills), device=rows.device)

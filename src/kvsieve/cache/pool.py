@@ -39,23 +39,29 @@ class BlockPool:
         """True where numbers are rotated, centered or balanced before they are encoded."""
         return self.form.rotated or self.mean is not None or self.root is not None
 
-    def encode(self, codec: Codec, x: Tensor, rows: Tensor, count: int) -> Codes:
-        """Encode blocks [N, T, D] of the KV rows int64 [N], of `count` in all."""
+    def encode(self, codec: Codec, x: Tensor, rows: Tensor, begin: Tensor) -> Codes:
+        """Encode blocks [N, T, D] of the KV rows int64 [N].
+
+        begin: bool [R], KV rows that have no blocks yet.
+        """
         x = x.float()
         if self.form.centered:
-            if self.mean is None:
-                self.mean = _means(x, rows, count)
+            self.mean = self._measured(self.mean, _means(x, rows, len(begin)), begin)
             x = x - self.mean[rows][:, None]
         if self.form.balanced:
-            if self.root is None:
-                root = _means(x.square(), rows, count).pow(0.25)
-                # Channels that hardly differ between tokens yet may do so later.
-                root = root.clamp_min(_LEAST_ROOT * root.amax(1, keepdim=True))
-                self.root = torch.where(root > 0, root, torch.ones_like(root))
+            root = _means(x.square(), rows, len(begin)).pow(0.25)
+            # Channels that hardly differ between tokens yet may do so later.
+            root = root.clamp_min(_LEAST_ROOT * root.amax(1, keepdim=True))
+            self.root = self._measured(self.root, torch.where(root > 0, root, torch.ones_like(root)), begin)
             x = x / self.root[rows][:, None]
         if self.form.rotated:
             x = x @ rotation(self.dim, x.device)
         return encode(self.form, x, codec.fit)
+
+    @staticmethod
+    def _measured(known: Tensor | None, fresh: Tensor, begin: Tensor) -> Tensor:
+        """Means or roots [R, D]: those of KV rows that begin are measured now, the others' stay."""
+        return fresh if known is None else torch.where(begin[:, None], fresh, known)
 
     def decode(self, codes: Codes, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the numbers [N, T, D] of blocks of the KV rows int64 [N]."""
