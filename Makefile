@@ -145,6 +145,7 @@ retained: $(VENV)/.ready
 	$(BIN)/kvsieve eval $(LARGER) --tasks needle,ruler --lengths 8192 --methods "$(RETAINED)" --budgets 10%,25% --samples 8 \
 		--question visible --cost-samples 0 --out $(QWEN)/ruler --resume
 	$(BIN)/kvsieve report $(QWEN)/ruler --formats png
+	$(BIN)/python benchmarks/retained.py $(QWEN)/ruler
 
 # Pooling kernels: short and long answers, one fact and several.
 widths: $(VENV)/.ready

@@ -102,6 +102,10 @@ class Body:
             part.codes = part.codes.apply(change)  # type: ignore[arg-type]
         self.index = change(self.index)  # type: ignore[operator]
 
+    def part(self, what: str) -> BlockPool:
+        """Encoded "keys" or "values"."""
+        return self.keys if what == "keys" else self.values
+
     def find(self, rows: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Block and place in it of entries int64 [N] of KV rows int64 [N]."""
         if self.is_full:
@@ -116,7 +120,7 @@ class Body:
 
     def read(self, what: str, rows: Tensor, entries: Tensor) -> Tensor:
         """Numbers [N, D] of single entries; what: "keys" or "values"."""
-        part: BlockPool = self.keys if what == "keys" else self.values
+        part = self.part(what)
         assert part.codes is not None
         block, place = self.find(rows, entries)
         return part.decode(part.picked(block, place), rows, self.dtype)[:, 0]
@@ -128,7 +132,7 @@ class Body:
 
     def padded(self, what: str) -> Tensor:
         """Decode all "keys" or "values": [R, width, D], each KV row's entries at the right end."""
-        part: BlockPool = self.keys if what == "keys" else self.values
+        part = self.part(what)
         assert part.codes is not None
         blocks = self.table.flatten()
         rows = torch.arange(len(self.table), device=blocks.device).repeat_interleave(self.table.shape[1])
@@ -234,8 +238,8 @@ class Body:
         made = []
         for what in ("keys", "values"):
             numbers = self.read(what, rows, entries)[take]
-            target: BlockPool = getattr(fresh, what)
-            made.append(target.encode(self.codec, numbers, known[0], torch.zeros_like(self.counts, dtype=torch.bool)))
+            none_begins = torch.zeros_like(self.counts, dtype=torch.bool)
+            made.append(fresh.part(what).encode(self.codec, numbers, known[0], none_begins))
         parts.append(made)
         indices.append(self.read_index(rows, entries)[take])
         fresh.table[known[0], known[1]] = first + torch.arange(len(fills), device=rows.device)

@@ -38,7 +38,7 @@ def entries_at(store: PackedParts, what: str, rows: Tensor, entries: Tensor) -> 
     Returns:
         [N, D].
     """
-    exact: Tensor = getattr(store.exact, what).flatten(0, 1)
+    exact = (store.exact.keys if what == "keys" else store.exact.values).flatten(0, 1)
     valid = store.exact.valid
     counts = [body.counts for body in store.bodies]
     encoded = torch.stack(counts).sum(0)

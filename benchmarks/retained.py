@@ -1,0 +1,50 @@
+"""What methods keep of full KV's score: the table of docs/results.md and README.md, from results of `make retained`.
+
+    python benchmarks/retained.py [RESULTS]
+
+Of the needle and RULER's single and multi-key needles: scores per task, the ratio of the mean scores with the 95%
+interval of a bootstrap over prompts, the prompts that full KV answers and a method does not, and the mean KL.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from kvsieve.eval.results import load
+from kvsieve.report.tables import markdown_table
+
+SINGLE, MULTI = "ruler_niah_single_", "ruler_niah_multikey_"
+TASKS = ("needle", *(f"{kind}{number}" for kind in (SINGLE, MULTI) for number in (1, 2, 3)))
+RESULTS = Path(__file__).parent / "results" / "qwen2.5-coder-0.5b" / "ruler"
+DRAWS = 10_000
+
+
+def main() -> None:
+    rows = defaultdict(dict)
+    for row in load(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS).samples:
+        if row["task"] in TASKS:
+            rows[row["method"], row["budget"]][row["task"], row["sample"]] = row["score"], row["kl"]
+    full = rows["full", None]
+    samples = sorted(key for key in full if all(key in mine for mine in rows.values()))
+    drawn = np.random.default_rng(0).integers(len(samples), size=(DRAWS, len(samples)))
+    theirs = np.array([full[key][0] for key in samples])
+    out = []
+    for (method, budget), mine in rows.items():
+        scores = np.array([mine[key][0] for key in samples])
+        low, high = np.percentile(scores[drawn].mean(1) / theirs[drawn].mean(1), [2.5, 97.5])
+        each = [np.mean([mine[key][0] for key in samples if key[0] == task]) for task in TASKS]
+        lost = sum(their == 1 and our < 1 for their, our in zip(theirs, scores, strict=True))
+        kept = f"{scores.mean() / theirs.mean():.0%} [{100 * low:.0f}, {100 * high:.0f}]"
+        kl = np.mean([mine[key][1] for key in samples])
+        cells = [f"{100 * score:.0f}" for score in each]
+        out.append([method, budget or "all", *cells, kept, f"{lost} of {int((theirs == 1).sum())}", f"{kl:.3f}"])
+    print(f"{len(samples)} prompts")
+    print(markdown_table(["method", "budget", *TASKS, "of full KV", "lost", "KL"], out))
+
+
+if __name__ == "__main__":
+    main()
