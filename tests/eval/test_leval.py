@@ -202,6 +202,9 @@ def test_a_run_from_end_to_end(model_dir, tmp_path, cli):
     assert [by_sample[i]["meta"]["document"] for i in range(3)] == [0, 1, 0]
     assert by_sample[0]["meta"]["cut"] == by_sample[2]["meta"]["cut"] > 0 == by_sample[1]["meta"]["cut"]
     assert all(each["prompt_tokens"] <= 150 for each in results.samples)
+    expected = {each["sample"]: each["expected"] for each in results.samples}
+    assert expected[0] == expected[1] != expected[2], "B, B and A, each as a digest"
+    assert all(len(answer) == 16 for turns in expected.values() for turn in turns for answer in turn)
     (entry,) = compared(subjects([results]))
     assert told in markdown_report(entry) and f"{told}." in html_report(entry, [])
     write(tmp_path / "data", "quality.jsonl.gz", [row()])

@@ -12,6 +12,7 @@ from kvsieve.eval.costs import measure_costs
 from kvsieve.eval.evaluator import Evaluator, Outcome
 from kvsieve.eval.grid import Grid, Unit
 from kvsieve.eval.store import ResultsWriter, Row
+from kvsieve.tasks.public import recorded
 from kvsieve.tasks.samples import Sample
 
 Progress = Callable[[int, int, str], None]
@@ -89,7 +90,7 @@ def _row(unit: Unit, sample: Sample, setting: MethodSetting, outcome: Outcome, s
         "score": outcome.metrics["score"],
         "metrics": outcome.metrics,
         "answers": outcome.answers,
-        "expected": [list(turn.answers) for turn in sample.turns],
+        "expected": [recorded(unit.task.name, turn.answers) for turn in sample.turns],
         "prompt_tokens": record.prompt_tokens,
         "kv_entries": round(entries, 3),
         "kv_share": round(entries / record.prompt_tokens, 6),

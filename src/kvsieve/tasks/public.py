@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from kvsieve.errors import InputError
@@ -24,6 +25,13 @@ _LOADERS: dict[str, Callable[[str, str | Path], Task]] = {
 def is_public(name: str) -> bool:
     """Tell a public benchmark's task from those that are generated."""
     return name.startswith(("scbench", *_LOADERS))
+
+
+def recorded(task: str, answers: Sequence[str]) -> list[str]:
+    """Right answers as results hold them: those of a public benchmark as a digest, so that its data stays out."""
+    if not is_public(task):
+        return list(answers)
+    return [hashlib.sha256(json.dumps(list(answers)).encode()).hexdigest()[:16]]
 
 
 def public_task(name: str, data: str | Path | None, scbench_mode: str = "multi-turn") -> Task:
