@@ -24,6 +24,7 @@ STOREYS = (
     ("registry",),
     ("named", "tasks"),
     ("hf", "methods"),
+    ("store",),
     ("traffic",),
     ("kvsieve",),
     ("bench", "eval", "calibrate"),

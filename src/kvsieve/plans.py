@@ -164,6 +164,16 @@ class Plan:
         return isinstance(self.evict, ProbingEvictor)
 
     @property
+    def drops(self) -> bool:
+        """True when tokens or entries may be dropped for good, or encoded by an evictor's choice."""
+        return self.propagate is not None or (self.evict is not None and not self.is_view)
+
+    @property
+    def query_aware(self) -> bool:
+        """True when what is chosen at a prompt's end depends on its question, or where a role does not say."""
+        return any(part.traits.query_aware is not False for part in (self.propagate, self.evict) if part is not None)
+
+    @property
     def window(self) -> int:
         """Queries of the prompt's end that the plan looks at."""
         return max((part.window for part in (self.propagate, self.evict) if part is not None), default=0)

@@ -17,6 +17,8 @@ from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_path, check_tokenizer, prompt_of
 from kvsieve.hf.kept import kept_of
 from kvsieve.hf.persist.saved import Saved, load_cache, save_cache
+from kvsieve.hf.prompt.checks import checked_beginning
+from kvsieve.hf.prompt.chunks import read_beginning
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
@@ -84,6 +86,37 @@ class Sieve(AttachedModel):
         reading = ReadOptions(chunk=chunk, progress=progress, leave_last=False, constraints=constraints)
         with closing():
             read_prompt(self, ids, mask, cache, reading)
+        return cache
+
+    def begin(
+        self,
+        input_ids: Tensor | Mapping[str, Any],
+        *,
+        cache: SieveCache | None = None,
+        chunk: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> SieveCache:
+        """Read the beginning of a prompt and return the cache, in the middle of that prompt.
+
+        The next `prefill` or `generate` with it goes on with the same prompt: what these read is then one prompt, and
+        the plan acts on all of it. The beginning is read as leading chunks are.
+
+        Args:
+            input_ids: int64 [1, N], one row without padding; with a used `cache`, the whole conversation so far.
+            cache: of this plan on this model, between turns or in the middle of a prompt; None for a new one.
+            chunk: see `prefill`.
+            progress: see `prefill`; it may look at the cache, which is between two passes then.
+
+        Raises:
+            InputError: see `prefill`, and for several rows.
+            PlanError: a plan that reads a shorter prompt in place of the given one, which has no such beginning.
+            CacheStateError: see `prefill`.
+        """
+        self._check_attached()
+        cache = self.new_cache() if cache is None else cache
+        ids = checked_beginning(self, input_ids, cache, chunk, progress)
+        with closing():
+            read_beginning(self, ids, cache, chunk, progress)
         return cache
 
     def generate(

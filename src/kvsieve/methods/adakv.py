@@ -41,7 +41,7 @@ Rule = Literal["paper", "kvpress"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedSnapKV(SnapKV, heads="own"):
+class GroupedSnapKV(SnapKV, heads="own", query_aware=True):
     """SnapKV whose query heads share their scores before these are pooled; max-pooled, unless told otherwise."""
 
     pooling: Pool = "max"
@@ -53,7 +53,7 @@ class GroupedSnapKV(SnapKV, heads="own"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaKV(LayerAllocator, heads="all", ragged=True):
+class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
     """Divide each layer's budget among its heads by their scores: ``AdaKV(base=SnapKV(budget=0.2))``.
 
     base: what ranks entries and holds the budget, which is the average over heads; its scores should mean the same in

@@ -42,7 +42,7 @@ Rule = Literal["asl", "gemfilter"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptiveTSP(Propagator, heads="all"):
+class AdaptiveTSP(Propagator, heads="all", query_aware=True):
     """Token-selective propagation from the layer where ranks have settled.
 
     rate: tokens that go on, window included; a Budget, a share or a number of the turn's prompt. tau: relative variance

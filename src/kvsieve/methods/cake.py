@@ -72,7 +72,7 @@ def _statistics(ctx: LayerContext, window: int) -> _Statistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CakeScores(SnapKV, heads="own"):
+class CakeScores(SnapKV, heads="own", query_aware=True):
     """Rank entries by the mean of the window's attention and `gamma` times its variance over the window's queries.
 
     gamma: in [0, 1e9]. The rest as in SnapKV.
@@ -94,7 +94,7 @@ class CakeScores(SnapKV, heads="own"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CAKE(Cascade, heads="all"):
+class CAKE(Cascade, heads="all", query_aware=True):
     """Divide the budget among layers by how spread out and how shifting their attention is: ``CAKE()``.
 
     base: what ranks entries and holds the budget, which is the average; its window, or the last 32 queries, are looked

@@ -24,7 +24,7 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChunkKV(Wrapper, heads="all"):
+class ChunkKV(Wrapper, heads="all", query_aware=False):
     """Keep whole chunks of consecutive tokens, by the mean of `base`'s scores: ``ChunkKV(base=SnapKV(budget=0.2))``.
 
     chunk_length: tokens per chunk, counted over what is stored of a row.

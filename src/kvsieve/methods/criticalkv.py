@@ -30,7 +30,7 @@ _FLOOR = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class CriticalKV(Wrapper, needs=("output_weight",), heads="own"):
+class CriticalKV(Wrapper, needs=("output_weight",), heads="own", query_aware=False):
     """Half of the budget by `base`'s scores, half by scores times the size of what the values put out.
 
     The model must have a plain output projection. A base that weighs values itself should not: for ExpectedAttention

@@ -30,7 +30,7 @@ from kvsieve.types import LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class DuoAttention(ScoredEvictor, heads="all", ragged=True):
+class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
     """Keep everything in retrieval heads, sinks and recent entries in the others.
 
     heads: a score per layer and KV head, higher for heads that retrieve. sinks, recent: entries of streaming heads, at

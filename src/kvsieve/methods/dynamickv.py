@@ -31,7 +31,7 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicKV(Cascade, heads="all"):
+class DynamicKV(Cascade, heads="all", query_aware=True):
     """Divide the budget among layers by where the best entries of all are: ``DynamicKV(base=SnapKV(budget=0.2))``.
 
     base: what ranks entries and holds the budget, which is the average; its scores should mean the same in every layer,

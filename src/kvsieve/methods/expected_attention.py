@@ -41,7 +41,7 @@ _BLOCK_ELEMENTS = 1 << 24
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)
-class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own"):
+class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own", query_aware=False):
     """Keep the entries that future queries can be expected to attend to.
 
     sinks: S first tokens, always kept, whose queries do not count. n_future: positions after the end that the rotation

@@ -30,7 +30,7 @@ from kvsieve.types import LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class TSP(Propagator, heads="all"):
+class TSP(Propagator, heads="all", query_aware=True):
     """Token-selective propagation: after `layer` only salient tokens go on.
 
     rate: tokens that go on, window included; a Budget, a share ("30%", 0.3) or a number (2048) of the turn's prompt.

@@ -36,7 +36,7 @@ from kvsieve.types import LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True):
+class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True, query_aware=True):
     """Read a context in the light of its question, keeping of each chunk what the question attends to.
 
     budget: entries stored once the prompt is complete, the question's included. question_tokens: last tokens of the

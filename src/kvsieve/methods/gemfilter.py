@@ -41,7 +41,7 @@ from kvsieve.types import LayerContext, Selection
     budget=1024,
 )
 @dataclass(frozen=True, kw_only=True)
-class GemFilter(Propagator, heads="all"):
+class GemFilter(Propagator, heads="all", query_aware=True):
     """Read again only the tokens that the prompt's last query points to at `layer`.
 
     budget: k, tokens that are read again; a Budget, a share ("20%", 0.2) or a number (1024) of the whole prompt.

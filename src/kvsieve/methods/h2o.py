@@ -68,7 +68,7 @@ def moved(mass: Tensor, index: Tensor, to: Tensor) -> Tensor:
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)
-class H2O(ScoredEvictor, heads="own"):
+class H2O(ScoredEvictor, heads="own", query_aware=True):
     """Keep recent entries and heavy hitters.
 
     recent: share of the budget, less what the caller protects, for the most recent entries, in [0, 1]; the paper takes

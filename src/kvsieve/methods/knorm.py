@@ -29,7 +29,7 @@ from kvsieve.types import LayerContext
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)
-class KNorm(ScoredEvictor, heads="own"):
+class KNorm(ScoredEvictor, heads="own", query_aware=False):
     """Keep the entries whose keys have the smallest L2 norm; the paper recommends ``skip_layers=2``."""
 
     def scores(self, ctx: LayerContext) -> Tensor:

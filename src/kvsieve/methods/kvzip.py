@@ -48,7 +48,7 @@ _REQUESTS = ("repeat_ids", "go_on_ids", "answer_ids")
     budget="30%",
 )
 @dataclass(frozen=True, kw_only=True)
-class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True):
+class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_aware=False):
     """Keep the entries that the model needs to repeat its context.
 
     budget: entries per layer and KV head, on average over layers and heads unless ``uniform``, prefix included.

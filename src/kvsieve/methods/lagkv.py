@@ -51,7 +51,7 @@ Variant = Literal["lag", "local", "l2"]
     budget="25%",
 )
 @dataclass(frozen=True, kw_only=True)
-class LagKV(Evictor, heads="own"):
+class LagKV(Evictor, heads="own", query_aware=False):
     """Judge each partition of `lag` entries against the next, and keep its best per KV head.
 
     budget: entries left after the prompt, sinks, last partition and remainder included. sinks: S first tokens, never

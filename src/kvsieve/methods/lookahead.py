@@ -35,7 +35,7 @@ _STATE, _REAL = "lookahead", "lookahead_real"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lookahead(SnapKV, ProbingEvictor, heads="own"):
+class Lookahead(SnapKV, ProbingEvictor, heads="own", query_aware=True):
     """Keep the entries that a draft of the answer attends to, and the prompt's last `window`.
 
     lookahead: tokens drafted, at least 1. draft: entries of the cut-down copy they are drafted from, a Budget, a share

@@ -19,7 +19,7 @@ from kvsieve.types import END_OF_PROMPT, LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerTurn(DelegatingEvictor, heads="own", is_view=True):
+class PerTurn(DelegatingEvictor, heads="own", is_view=True, query_aware=False):
     """Keep everything, and let a turn's answer read what `base` would keep: ``PerTurn(base=SnapKV(budget=0.1))``.
 
     base: an evictor that acts at the end of a prompt only, in every layer by itself, and needs no passes of its own.

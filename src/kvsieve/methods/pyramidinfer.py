@@ -42,7 +42,7 @@ _BLOCK_ELEMENTS = 1 << 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class PyramidInfer(Propagator, heads="all"):
+class PyramidInfer(Propagator, heads="all", query_aware=True):
     """Drop hidden states layer by layer.
 
     rate: share of its context, in (0, 1], that the deepest layer would pass on. It is a share per layer and the

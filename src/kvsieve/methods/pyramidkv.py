@@ -26,7 +26,7 @@ from kvsieve.registry import register_method
 
 
 @dataclass(frozen=True, kw_only=True)
-class PyramidKV(LayerAllocator, heads="own"):
+class PyramidKV(LayerAllocator, heads="own", query_aware=False):
     """Give early layers more of the budget than late ones: ``PyramidKV(base=SnapKV(budget=0.2))``.
 
     base: what ranks entries and holds the budget, which is the average. beta: how many times the last layer's share

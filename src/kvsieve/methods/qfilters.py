@@ -29,7 +29,7 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class QFilters(ScoredEvictor, heads="own"):
+class QFilters(ScoredEvictor, heads="own", query_aware=False):
     """Keep the entries whose keys project furthest on their head's filter.
 
     filters: [layers][KV heads][D], as numbers in tuples or lists. recent: newest entries that always stay, none by

@@ -33,7 +33,7 @@ from kvsieve.types import LayerContext, Selection
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)
-class SageKV(ScoredEvictor, heads="own"):
+class SageKV(ScoredEvictor, heads="own", query_aware=True):
     """Keep sinks, a recent window, and what the last token attends to in between.
 
     sinks: first tokens, always kept, at least 0. recent: share of the budget for the most recent entries, in [0, 1];

@@ -22,7 +22,7 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerLayer(LayerAllocator, heads="own"):
+class PerLayer(LayerAllocator, heads="own", query_aware=False):
     """Divide the budget among layers as told: ``PerLayer(base=SnapKV(budget=0.2), shares=(2, 2, 1, 1))``.
 
     base: what ranks entries and holds the budget, which is the average. shares: a number per layer of the model, at

@@ -38,7 +38,7 @@ _BLOCK = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class SqueezeAttention(Cascade, needs=("hidden", "output_weight"), heads="all"):
+class SqueezeAttention(Cascade, needs=("hidden", "output_weight"), heads="all", query_aware=False):
     """Give layers whose attention changes little a smaller budget: ``SqueezeAttention(base=StreamingLLM(budget=0.2))``.
 
     base: what ranks entries and holds the budget, which is the average. p: times the budget that the layers keep whose

@@ -28,7 +28,7 @@ from kvsieve.types import LayerContext
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)
-class StreamingLLM(ScoredEvictor, heads="own"):
+class StreamingLLM(ScoredEvictor, heads="own", query_aware=False):
     """Keep `sinks` first tokens and fill the rest of the budget with the last ones.
 
     sinks: tokens kept at the start of the row, at least 0.

@@ -28,7 +28,7 @@ from kvsieve.types import LayerContext
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)
-class TOVA(ScoredEvictor, heads="all"):
+class TOVA(ScoredEvictor, heads="all", query_aware=True):
     """Keep, per layer, the entries that the newest token attends to."""
 
     every: int | None = 1

@@ -25,7 +25,7 @@ from kvsieve.types import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZigZagKV(Cascade, heads="all"):
+class ZigZagKV(Cascade, heads="all", query_aware=True):
     """Divide the budget among layers by how many entries their attention needs: ``ZigZagKV(base=SnapKV(budget=0.2))``.
 
     base: what ranks entries and holds the budget, which is the average; its window, or the last 32 queries, are looked

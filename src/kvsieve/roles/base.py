@@ -32,6 +32,8 @@ class Traits:
         takes_quotas: an evictor that ranks entries by scores, so that ``quotas=`` can be asked of it.
         static_shapes: a reader that also works on sequences whose length is on the device (core.kv_rows.DeviceLength),
             and remembers nothing but an IncrementalMetadata of each; passes can then be recorded.
+        query_aware: what an evictor or propagator chooses depends on queries, those of the question at the prompt's end
+            among them. None: not said, which is taken for True. A subclass must say it again.
     """
 
     needs: tuple[str, ...] = ()
@@ -41,6 +43,7 @@ class Traits:
     recuts: bool = False
     takes_quotas: bool = False
     static_shapes: bool = False
+    query_aware: bool | None = None
 
 
 _TRAITS = frozenset(each.name for each in dataclasses.fields(Traits))
@@ -63,7 +66,7 @@ class Role(Checked, ABC):
         unknown = traits.keys() - _TRAITS
         if unknown:
             raise TypeError(f"{cls.__name__}: unknown trait {min(unknown)!r}; known are {', '.join(sorted(_TRAITS))}")
-        cls.TRAITS = dataclasses.replace(cls.TRAITS, **{"heads": None, **traits})
+        cls.TRAITS = dataclasses.replace(cls.TRAITS, **{"heads": None, "query_aware": None, **traits})
         _check_contract(cls)
         if not cls.__name__.startswith("_") and "<locals>" not in cls.__qualname__:
             _CLASSES[role_name(cls)] = cls

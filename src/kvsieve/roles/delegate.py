@@ -37,7 +37,7 @@ class DelegatingEvictor(Evictor):
     @property
     def traits(self) -> Traits:
         mine, base = self.TRAITS, self.base.traits
-        scopes = {mine.heads, base.heads}
+        scopes, aware = {mine.heads, base.heads}, {mine.query_aware, base.query_aware}
         return Traits(
             needs=tuple(dict.fromkeys((*mine.needs, *base.needs))),
             heads=None if None in scopes else "all" if "all" in scopes else "own",
@@ -45,6 +45,7 @@ class DelegatingEvictor(Evictor):
             is_view=mine.is_view or base.is_view,
             recuts=mine.recuts or base.recuts,
             takes_quotas=base.takes_quotas,
+            query_aware=None if None in aware else True in aware,
         )
 
     @property

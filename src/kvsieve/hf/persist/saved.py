@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,22 +82,51 @@ def save_cache(
     cache.check_copyable("saved")
     if not isinstance(extra, Mapping | None):
         raise InputError(f"extra= is a dict of what JSON can hold, got a {type(extra).__name__}")
-    pack = Packer(model.model.device)
+    facts, tensors = packed_cache(cache, _checked_ids(ids, cache), model.model.device)
     header = {
-        MARK: FORMAT,
-        "kvsieve": __version__,
+        **identity_of(model, tokenizer),
+        **facts,
+        "extra": as_json(dict(extra or {}), "extra=", InputError),
+    }
+    write_cache(path, header, tensors, force)
+
+
+def identity_of(model: AttachedModel, tokenizer: Any = None) -> dict[str, Any]:
+    """Describe what a cache was made with, as a file's header has it: "model", "tokenizer" and "plan"."""
+    return {
         "model": model_identity(model),
         "tokenizer": None if tokenizer is None else vocabulary_hash(tokenizer),
         "plan": as_json(model.plan.to_dict(), f"the plan {model.plan.name!r}", CacheFileError),
+    }
+
+
+def packed_cache(
+    cache: SieveCache, ids: Tensor | None, device: torch.device
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return "cache", "layers" and "ids" of a file's header, and the tensors that they speak of, which are not copied.
+
+    Args:
+        cache: between passes.
+        ids: int64 [B, N], the conversation, or None.
+        device: of the model.
+    """
+    pack = Packer(device)
+    facts = {
         "cache": pack(cache.conversation, "cache"),
         "layers": [packed_layer(layer, index) for index, layer in enumerate(cache.all_layers)],
-        "ids": pack(_checked_ids(ids, cache), "ids"),
-        "extra": as_json(dict(extra or {}), "extra=", InputError),
+        "ids": pack(ids, "ids"),
     }
     tensors = pack.tensors
-    for layer in header["layers"]:
+    for layer in facts["layers"]:
         tensors.update(layer.pop("tensors"))
-    header = json.loads(json.dumps(header))
+    return json.loads(json.dumps(facts)), tensors
+
+
+def write_cache(
+    path: str | os.PathLike[str], header: dict[str, Any], tensors: Mapping[str, Tensor], force: bool = False
+) -> None:
+    """Write a file of what `identity_of` and `packed_cache` have given, and "extra"; see `save_cache`."""
+    header = {MARK: FORMAT, "kvsieve": __version__, **header}
     header["tensors"] = digest(tensors)
     header["sha256"] = header_digest(header)
     with replacing(path, force) as file:
@@ -121,11 +150,28 @@ def load_cache(path: str | os.PathLike[str], model: AttachedModel, *, tokenizer:
                 f"this one's {mine[:12]}; load it with the tokenizer it was made with"
             )
         check_plan(path, header["plan"], json.loads(json.dumps(model.plan.to_dict())))
-        _check_tensors(path, header, file)
-        tensors = {name: copied(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 (a file open in safetensors is no mapping)
-        if digest(tensors) != header["tensors"]:
-            raise changed(path, "its tensors do not match their checksum")
-        return _made(header, tensors, model)
+        return made_cache(header, checked_tensors(path, header, file, copied), model)
+
+
+def checked_tensors(
+    path: str | os.PathLike[str], header: dict[str, Any], file: Any, keep: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Return all tensors of an opened file, after their checksum was verified.
+
+    Args:
+        path: for messages.
+        header: of the file.
+        file: open in safetensors.
+        keep: makes of a tensor that lies in the mapped file the one that is verified and returned.
+
+    Raises:
+        CacheFileError: they are not what the header speaks of.
+    """
+    _check_tensors(path, header, file)
+    tensors = {name: keep(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118 (a file open in safetensors is no mapping)
+    if digest(tensors) != header["tensors"]:
+        raise changed(path, "its tensors do not match their checksum")
+    return tensors
 
 
 @contextlib.contextmanager
@@ -185,7 +231,8 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
         return header
 
 
-def _made(header: dict[str, Any], tensors: dict[str, Tensor], model: AttachedModel) -> Saved:
+def made_cache(header: dict[str, Any], tensors: dict[str, Tensor], model: AttachedModel) -> Saved:
+    """Build a cache of a header's facts, on these very tensors where they are on the model's device; uses them up."""
     reading, device = _plan_of_reading(model.plan), model.model.device
     cache = model.new_cache()
     if len(cache.layers) != len(header["layers"]):
@@ -237,4 +284,15 @@ def _checked_ids(ids: Tensor | None, cache: SieveCache) -> Tensor | None:
     return ids
 
 
-__all__ = ["FORMAT", "Saved", "load_cache", "read_header", "save_cache"]
+__all__ = [
+    "FORMAT",
+    "Saved",
+    "checked_tensors",
+    "identity_of",
+    "load_cache",
+    "made_cache",
+    "packed_cache",
+    "read_header",
+    "save_cache",
+    "write_cache",
+]

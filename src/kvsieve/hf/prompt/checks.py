@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsieve.errors import InputError, KvsieveWarning, short
+from kvsieve.errors import InputError, KvsieveWarning, PlanError, short
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.inputs import check_ids, check_mask, refuse_strange
+from kvsieve.hf.inputs import check_callable, check_ids, check_mask, prompt_of, refuse_strange
 from kvsieve.hf.runtime import AttachedModel
 
 
@@ -17,6 +18,26 @@ def check_chunk(chunk: int | None) -> None:
     """Raise InputError unless `chunk` is a number of tokens, or None."""
     if chunk is not None and (not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1):
         raise InputError(f"chunk must be a whole number of at least 1 token, or None, got {short(chunk)}")
+
+
+def checked_beginning(model: AttachedModel, given: Any, cache: SieveCache, chunk: int | None, progress: Any) -> Tensor:
+    """Return the ids int64 [1, N] of the beginning of a prompt that a cache is to read.
+
+    Raises InputError, CacheStateError or PlanError; see Sieve.begin.
+    """
+    ids, _ = prompt_of(given, None)
+    mask = whole_mask(model, ids, None, cache, -1)
+    if len(ids) != 1 or mask is not None:
+        raise InputError(f"the beginning of a prompt is read one row at a time, without padding; got {len(ids)} rows")
+    if model.plan.shortens_prompt:
+        raise PlanError(
+            f"{model.plan.name} reads a shorter prompt in place of the one given, which it must have whole: use "
+            "sieve.prefill or sieve.generate"
+        )
+    check_chunk(chunk)
+    check_callable("progress", progress)
+    check_prompt(model, ids, mask, reduced=False)
+    return ids
 
 
 def whole_mask(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.request import PassRequest, PassResult
-from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.prompt.options import Progress, ReadOptions
 from kvsieve.hf.prompt.probe_passes import probe, tokens_to_probe
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
@@ -61,6 +61,7 @@ def read_chunks(
         cache.conversation.begin_question(question)
     elif options.goes_on:
         cache.turn.prompt_end, cache.turn.new_tokens = prompt_end + probed, options.new_tokens
+        cache.turn.acts = cache.turn.record.reduced = acts
     else:
         cache.begin_turn(prompt_end + probed, options.new_tokens, acts)
     result = None
@@ -76,6 +77,30 @@ def read_chunks(
         if options.progress is not None:
             options.progress(last, total)
     return result
+
+
+def read_beginning(
+    model: AttachedModel, input_ids: Tensor, cache: SieveCache, chunk: int | None, progress: Progress | None
+) -> None:
+    """Read the beginning of a prompt, as its leading chunks are read; whoever reads a prompt next goes on with it.
+
+    Args:
+        model: the attached model.
+        input_ids: int64 [1, N], all that is to be read by then.
+        cache: of this model and plan, between turns or in the middle of a prompt.
+        chunk: tokens per forward pass, None for all at once.
+        progress: called with (tokens read, tokens in all), between passes.
+    """
+    start, end = cache.num_seen, input_ids.shape[1]
+    if not cache.conversation.half_read:
+        cache.begin_turn(end)
+    cache.turn.prompt_end = end
+    step = chunk or end
+    for first in range(start, end, step):
+        last = min(first + step, end)
+        model.feed(cache, input_ids[:, first:last], None, PassRequest(phase="prefill", last_chunk=False))
+        if progress is not None:
+            progress(last - start, end - start)
 
 
 def chunk_ends(total: int, chunk: int | None, window: int) -> list[int]:

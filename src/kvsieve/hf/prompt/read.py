@@ -42,6 +42,8 @@ def read_prompt(
         PlanError: the plan lacks a tokenizer.
     """
     plan, constraints = model.plan, options.constraints
+    if isinstance(cache, SieveCache) and cache.conversation.half_read and not plan.shortens_prompt:
+        options = dataclasses.replace(options, goes_on=True)
     if plan.lacks_tokenizer:
         raise PlanError(
             f"{plan.name} feeds texts of its own, and there is no tokenizer to make token ids of them: use "

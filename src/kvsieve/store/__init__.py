@@ -1,0 +1,9 @@
+"""Prompts that were read before, found again by their tokens: in memory, and on the disk."""
+
+from __future__ import annotations
+
+from kvsieve.store.node import NodeInfo
+from kvsieve.store.prefix_store import Found, PrefixStore
+from kvsieve.store.stats import StoreStats
+
+__all__ = ["Found", "NodeInfo", "PrefixStore", "StoreStats"]

@@ -1,0 +1,171 @@
+"""Nodes as files of one directory, which one process writes to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from kvsieve.errors import CacheFileError, InputError, MissingFileError
+from kvsieve.hf.persist.cache_file import opened
+from kvsieve.hf.persist.saved import checked_tensors, understood, write_cache
+from kvsieve.store.held import Held, Whole, mapped
+from kvsieve.store.identity import Identity, node_key
+from kvsieve.store.node import Node, reuse_from
+
+_log = logging.getLogger(__name__)
+_SUFFIX = ".kv"
+_LOCK = "lock"
+_ASIDE = "damaged"
+
+
+class Directory:
+    """Files of nodes, each a saved cache. A process that writes holds the directory's lock."""
+
+    def __init__(self, path: str | os.PathLike[str], read_only: bool) -> None:
+        self.path, self.read_only = Path(path), read_only
+        self.damaged = 0
+        self._lock: BinaryIO | None = None
+        if read_only:
+            if not self.path.is_dir():
+                raise InputError(f"there is no store at {os.fspath(path)!r}; name the directory of one")
+            return
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = self._locked()
+        except OSError as error:
+            raise InputError(
+                f"cannot use {os.fspath(path)!r} as the directory of a store: {error.strerror or error}; name one that "
+                "can be written to"
+            ) from error
+        for left in self.path.glob(".*.kvsieve-tmp"):
+            with contextlib.suppress(OSError):
+                left.unlink()
+
+    def _locked(self) -> BinaryIO:
+        file = open(self.path / _LOCK, "a+b", opener=lambda path, flags: os.open(path, flags, 0o600))  # noqa: SIM115
+        try:
+            import fcntl
+
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:
+            pass
+        except BlockingIOError:
+            file.seek(0)
+            who = file.read(20).decode(errors="replace").strip() or "another one"
+            file.close()
+            raise InputError(
+                f"the store at {os.fspath(self.path)!r} is in use by process {who}, and only one may write to it: end "
+                "that one, name another directory, or open it to read only (read_only=True)"
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()).encode())
+        file.flush()
+        return file
+
+    def close(self) -> None:
+        """Let other processes write."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def nodes(self) -> Iterator[Node]:
+        """Yield what the directory holds, the longest unused first; files that cannot be read are set aside."""
+        files = []
+        for path in self.path.glob(f"*{_SUFFIX}"):
+            with contextlib.suppress(OSError):
+                files.append((path.stat().st_mtime, path))
+        for _, path in sorted(files):
+            node = self.node(path)
+            if node is not None:
+                yield node
+
+    def node(self, path: Path) -> Node | None:
+        """Return the node of a file without what it holds; None for a file that is gone, or was set aside."""
+        try:
+            with opened(path) as (header, file), understood(path):
+                ids = file.get_tensor(header["ids"]["tensor"])[0].numpy().astype(np.int64)
+                told = header["extra"]["store"]
+                identity, reuse = Identity.of(header), reuse_from(told["reuse"])
+                node = Node(path.stem, identity, told["owner"], ids, reuse, told["seconds"], told["pinned"])
+                node.path, node.file_bytes = path, path.stat().st_size
+                if len(ids) != reuse.tokens or path.stem != name_of(node):
+                    raise CacheFileError(f"{path} is not the node that its name says; it was renamed or changed")
+                return node
+        except (MissingFileError, FileNotFoundError):
+            return None
+        except CacheFileError as error:
+            self.set_aside(path, error)
+            return None
+
+    def read(self, node: Node) -> Held | None:
+        """Return what a node holds, in its file mapped into memory; None for one that is gone, or was set aside."""
+        assert node.path is not None
+        try:
+            with opened(node.path) as (header, file), understood(node.path):
+                tensors = checked_tensors(node.path, header, file, lambda part: part)
+                if node.key != name_of(node) or Identity.of(header).key != node.identity.key:
+                    raise CacheFileError(f"{node.path} is another node than it was")
+                del tensors[header["ids"]["tensor"]]
+                return mapped({name: header[name] for name in ("cache", "layers")}, tensors)
+        except MissingFileError:
+            return None
+        except CacheFileError as error:
+            self.set_aside(node.path, error)
+            return None
+
+    def write(self, node: Node, held: Held) -> tuple[Path, int]:
+        """Write a node's file, whole or not at all, and return it with its size. Raises CacheFileError."""
+        import torch
+
+        path = self.path / f"{node.key}{_SUFFIX}"
+        ids = torch.from_numpy(node.ids)[None]
+        told = {"tensor": "ids", "host": False, "dtype": "I64", "shape": list(ids.shape)}
+        header: dict[str, Any] = {**node.identity.header, **held.facts, "ids": told, "extra": {"store": node.extra()}}
+        write_cache(path, header, WithIds(held, ids))
+        return path, path.stat().st_size
+
+    def used(self, node: Node) -> None:
+        """Note on the disk that a node was found, so that it counts as new after a restart."""
+        if node.path is not None and not self.read_only:
+            with contextlib.suppress(OSError):
+                os.utime(node.path)
+
+    def delete(self, path: Path) -> None:
+        """Delete a node's file, if it is there."""
+        if not self.read_only:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+    def set_aside(self, path: Path, why: Exception) -> None:
+        """Move a file that cannot be used out of the way, where somebody may look at it."""
+        self.damaged += 1
+        _log.warning("a node of the store is set aside: %s", why)
+        if not self.read_only:
+            with contextlib.suppress(OSError):
+                (self.path / _ASIDE).mkdir(mode=0o700, exist_ok=True)
+                os.replace(path, self.path / _ASIDE / path.name)
+
+
+class WithIds(Whole):
+    """The tensors of a node's file: what it holds, and its tokens."""
+
+    def __init__(self, held: Held, ids: Any) -> None:
+        super().__init__(held)
+        self._ids = ids
+        self._names.append("ids")
+
+    def __getitem__(self, name: str) -> Any:
+        return self._ids if name == "ids" else super().__getitem__(name)
+
+
+def name_of(node: Node) -> str:
+    """Return the name of a node, which is its key."""
+    turns = node.reuse.turns
+    place = "half" if node.reuse.half_read else "end"
+    return node_key(node.identity, node.owner, node.ids, f"{place} {turns}")

@@ -1,0 +1,208 @@
+"""A cache as the store holds it in memory: packed as in a file, with entries that others begin with shared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.layer import StoreLayer
+from kvsieve.hf.cache.records import Conversation, Turn
+from kvsieve.hf.persist.packing import Packer
+from kvsieve.hf.persist.saved import made_cache, packed_cache
+from kvsieve.hf.runtime import AttachedModel
+
+# What passes write to in place.
+_WRITTEN = re.compile(r"layers\.\d+\.states?\b")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Keys and values of some tokens, in the layers that hold all tokens.
+
+    Attributes:
+        start: first token.
+        end: the one behind the last.
+        parts: by the names of a file, [1, H, end - start, D].
+    """
+
+    start: int
+    end: int
+    parts: Mapping[str, Tensor]
+
+    def up_to(self, end: int) -> Piece:
+        """Return the tokens before `end`, on the same memory."""
+        if end >= self.end:
+            return self
+        return Piece(self.start, end, {name: part[:, :, : end - self.start] for name, part in self.parts.items()})
+
+
+@dataclass(frozen=True)
+class Held:
+    """A cache in memory.
+
+    Attributes:
+        facts: "cache" and "layers" of a file's header.
+        tensors: of the file, but for those in `pieces`.
+        pieces: entries of the layers that hold all tokens, one after another.
+        mapped: True where all of it lies in a file that is mapped into memory.
+    """
+
+    facts: dict[str, Any]
+    tensors: Mapping[str, Tensor]
+    pieces: tuple[Piece, ...]
+    mapped: bool = False
+
+    def all_tensors(self) -> Iterator[Tensor]:
+        """Every tensor held."""
+        yield from self.tensors.values()
+        for piece in self.pieces:
+            yield from piece.parts.values()
+
+    def own(self) -> Held:
+        """Copy it to memory of its own."""
+        tensors = {name: _own(part) for name, part in self.tensors.items()}
+        pieces = (
+            Piece(each.start, each.end, {name: _own(part) for name, part in each.parts.items()}) for each in self.pieces
+        )
+        return Held(self.facts, tensors, tuple(pieces))
+
+    def begins(self, common: int) -> tuple[Piece, ...]:
+        """Return pieces of the first `common` tokens."""
+        return tuple(piece.up_to(common) for piece in self.pieces if piece.start < common)
+
+
+class Whole(Mapping[str, Tensor]):
+    """The tensors of a file: those in pieces are joined, and token indices made, when they are asked for."""
+
+    def __init__(self, held: Held, end: int | None = None) -> None:
+        self._held = held
+        self._pieces = held.pieces if end is None else held.begins(end)
+        parts = held.pieces[0].parts if held.pieces else ()
+        told = [layer["index"] for layer in held.facts["layers"] if isinstance(layer.get("index"), dict)]
+        self._indices = {each["tensor"]: each["shape"] for each in told if each["tensor"] not in held.tensors}
+        self._names = [*held.tensors, *parts, *self._indices]
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._held.tensors:
+            return self._held.tensors[name]
+        if name in self._indices:
+            batch, heads, size = self._indices[name]
+            end = self._pieces[-1].end if self._pieces else size
+            return torch.arange(end, dtype=torch.int32).expand(batch, heads, -1).contiguous()
+        parts = [piece.parts[name] for piece in self._pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def split(facts: dict[str, Any], tensors: dict[str, Tensor], seen: int) -> dict[str, Tensor]:
+    """Take out of `tensors` the entries of layers that hold all tokens, and their indices; return the entries."""
+    entries = {}
+    for layer in facts["layers"]:
+        keys, index = layer.get("keys"), layer.get("index")
+        if keys is None or "window" in layer or len(keys["shape"]) != 4 or layer["valid"] is not None:
+            continue
+        if keys["shape"][2] != seen or layer["lengths"] != {"tuple": [seen]}:
+            continue
+        for part in (keys, layer.get("values")):
+            if part is not None:
+                entries[part["tensor"]] = tensors.pop(part["tensor"])
+        del tensors[index["tensor"]]
+    return entries
+
+
+def hold(cache: SieveCache, device: torch.device, known: tuple[Piece, ...]) -> Held:
+    """Copy what a cache holds, but for entries that are in `known` to the bit.
+
+    Args:
+        cache: between two passes.
+        device: of the model.
+        known: pieces of another conversation that begins with the same tokens.
+    """
+    facts, tensors = packed_cache(cache, None, device)
+    mine = split(facts, tensors, cache.num_seen)
+    if not all(_same(piece, mine) for piece in known):
+        known = ()
+    start = known[-1].end if known else 0
+    pieces = known
+    if mine and start < cache.num_seen:
+        rest = {name: _own(part[:, :, start:]) for name, part in mine.items()}
+        pieces = (*known, Piece(start, cache.num_seen, rest))
+    return Held(facts, {name: _own(part) for name, part in tensors.items()}, pieces)
+
+
+def _same(piece: Piece, mine: Mapping[str, Tensor]) -> bool:
+    return piece.parts.keys() == mine.keys() and all(
+        torch.equal(part, mine[name][:, :, piece.start : piece.end].cpu()) for name, part in piece.parts.items()
+    )
+
+
+def _own(part: Tensor) -> Tensor:
+    """Copy a tensor to memory of its own, without room to spare."""
+    copied = torch.empty(part.shape, dtype=part.dtype)
+    return copied.copy_(part)
+
+
+def mapped(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Held:
+    """Hold what lies in a file that is mapped into memory."""
+    seen = facts["cache"]["Conversation"]["dict"]
+    seen = next(value for name, value in seen if name == "num_seen")
+    entries = split(facts, tensors, seen)
+    pieces = (Piece(0, seen, entries),) if entries else ()
+    return Held(facts, tensors, pieces, mapped=True)
+
+
+def revived(held: Held, model: AttachedModel) -> SieveCache:
+    """Make a cache that goes on from all that is held; what is not written to in place is shared with it."""
+    tensors = {name: part.clone() if _WRITTEN.match(name) else part for name, part in Whole(held).items()}
+    return _made(held.facts, tensors, model)
+
+
+def beginning(held: Held, model: AttachedModel, tokens: int, finished: bool) -> SieveCache:
+    """Make a cache of the first tokens of what is held, all of whose layers hold all tokens.
+
+    Args:
+        held: of the same model and plan.
+        model: it is for.
+        tokens: how many.
+        finished: whether they are a prompt, or the beginning of one.
+    """
+    turn = Turn(prompt_end=tokens, reading=not finished)
+    conversation = Conversation(tokens, 1, prompt_lengths=(tokens,) if finished else (), turn=turn)
+    if finished:
+        turn.record.prompt_tokens = tokens
+    layers = []
+    for layer in held.facts["layers"]:
+        changed = {name: _cut(part, tokens) for name, part in layer.items()}
+        if "num_seen" in changed:
+            changed |= {"num_seen": tokens, "lengths": {"tuple": [tokens]}}
+        layers.append(changed | ({"view": None} if "view" in layer else {}))
+    facts = {"cache": Packer(None)(conversation, "cache"), "layers": layers}
+    entries = {name: part for name, part in Whole(held, tokens).items() if name not in held.tensors}
+    return _made(facts, entries, model)
+
+
+def _cut(part: Any, tokens: int) -> Any:
+    """Describe a tensor's first tokens."""
+    if not isinstance(part, dict) or "tensor" not in part or len(part["shape"]) < 3:
+        return part
+    return part | {"shape": [*part["shape"][:2], tokens, *part["shape"][3:]]}
+
+
+def _made(facts: dict[str, Any], tensors: dict[str, Tensor], model: AttachedModel) -> SieveCache:
+    cache = made_cache({**facts, "ids": None, "extra": {}}, tensors, model).cache
+    for layer in cache.all_layers:
+        if isinstance(layer, StoreLayer):
+            # Copied before anything is written to it: there is no room behind its end.
+            layer.store = layer.store.share()
+    return cache

@@ -1,0 +1,94 @@
+"""Counts of what a store holds and has done."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StoreStats:
+    """Counts of what a store holds, and of what it has done since it was opened.
+
+    Attributes:
+        nodes: nodes there are, in memory or on the disk.
+        memory_nodes: of these, in memory.
+        disk_nodes: of these, on the disk.
+        memory_bytes: bytes of memory taken; what several nodes share counts once.
+        disk_bytes: bytes of the files.
+        hits: searches that found something.
+        misses: searches that found nothing.
+        disk_hits: hits that were read back from the disk.
+        tokens_asked: tokens of all searches.
+        tokens_reused: of these, found.
+        added: nodes added.
+        refused: additions of which nothing can be reused; see `PrefixStore.add`.
+        evictions: nodes that had to leave memory for others.
+        disk_evictions: files that had to leave the disk for others.
+        replaced: nodes whose tokens a longer one has.
+        damaged: files that were set aside.
+        written: files written.
+        write_errors: writes that failed; the node stays in memory.
+        waiting: nodes that are not on the disk yet.
+    """
+
+    nodes: int = 0
+    memory_nodes: int = 0
+    disk_nodes: int = 0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    disk_hits: int = 0
+    tokens_asked: int = 0
+    tokens_reused: int = 0
+    added: int = 0
+    refused: int = 0
+    evictions: int = 0
+    disk_evictions: int = 0
+    replaced: int = 0
+    damaged: int = 0
+    written: int = 0
+    write_errors: int = 0
+    waiting: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return dataclasses.asdict(self)
+
+
+class Ledger:
+    """Bytes of memory that tensors take, each storage counted once."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._users: Counter[int] = Counter()
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Count the memory of one node's tensors."""
+        for place, size in _storages(tensors).items():
+            self._users[place] += 1
+            if self._users[place] == 1:
+                self.bytes += size
+
+    def remove(self, tensors: Iterable[Tensor]) -> None:
+        """Take back what `add` counted."""
+        for place, size in _storages(tensors).items():
+            self._users[place] -= 1
+            if not self._users[place]:
+                del self._users[place]
+                self.bytes -= size
+
+    def own(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes that would be free if one node's tensors went."""
+        return sum(size for place, size in _storages(tensors).items() if self._users[place] == 1)
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    storages = (tensor.untyped_storage() for tensor in tensors)
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}

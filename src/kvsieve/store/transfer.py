@@ -1,0 +1,64 @@
+"""Nodes of a store as one file, to take them elsewhere."""
+
+from __future__ import annotations
+
+import os
+import tarfile
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvsieve.errors import CacheFileError, InputError
+from kvsieve.store.directory import Directory
+from kvsieve.store.held import Held
+from kvsieve.store.node import Node
+
+
+def export(path: str | os.PathLike[str], nodes: Sequence[tuple[Node, Held]]) -> int:
+    """Write nodes to a tar file of saved caches; see PrefixStore.export."""
+    target = Path(path)
+    if target.exists():
+        raise InputError(f"{os.fspath(path)!r} is there already; name another file")
+    unfinished = target.with_name(f".{target.name}.kvsieve-tmp")
+    try:
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder, tarfile.open(unfinished, "x") as tar:
+            directory = Directory(folder, read_only=True)
+            for node, held in nodes:
+                file, _ = directory.write(node, held)
+                tar.add(file, file.name)
+                file.unlink()
+        os.replace(unfinished, target)
+    except OSError as error:
+        raise CacheFileError(f"{os.fspath(path)!r} cannot be written: {error.strerror or error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return len(nodes)
+
+
+def read_nodes(path: str | os.PathLike[str]) -> Iterator[Node]:
+    """Yield the nodes of a file that `export` wrote, with what they hold, each verified.
+
+    Raises:
+        CacheFileError: it is no such file, or one of its nodes is damaged.
+    """
+    try:
+        with tarfile.open(path) as tar, tempfile.TemporaryDirectory() as folder:
+            directory = Directory(folder, read_only=True)
+            for member in tar:
+                file = tar.extractfile(member)
+                name = Path(member.name).name
+                if file is None or name != member.name:
+                    raise CacheFileError(f"{os.fspath(path)!r} holds {member.name!r}, which is no node of a store")
+                place = Path(folder) / name
+                with open(place, "wb") as out:
+                    while part := file.read(1 << 20):
+                        out.write(part)
+                node = directory.node(place)
+                held = None if node is None else directory.read(node)
+                if node is None or held is None:
+                    raise CacheFileError(f"{os.fspath(path)!r} holds a damaged node, {name}; use another copy")
+                place.unlink()
+                node.held, node.path, node.file_bytes = held.own(), None, 0
+                yield node
+    except (OSError, tarfile.TarError) as error:
+        raise CacheFileError(f"{os.fspath(path)!r} cannot be read as an exported store: {error}") from error
