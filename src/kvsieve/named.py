@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvsieve.budget import Budget
@@ -60,11 +60,42 @@ def plan(method: str, *, codec: Codec | str | None = None, rest: Codec | str | N
     if rest is not None:
         if made.rest is not None:
             raise PlanError(f"{info.name} keeps the rest itself, got rest={short(rest)} as well; leave it out")
-        made = dataclasses.replace(made, rest=_rest_of(rest))
+        made = dataclasses.replace(made, rest=rest_of(rest))
     return made
 
 
-def _rest_of(value: Codec | str) -> Codec:
+def crossed(
+    methods: Iterable[tuple[str, Mapping[str, Any]]], codecs: Sequence[str | None], rests: Sequence[str | None]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Cross methods with codecs and rests; a codec itself runs under no other, what drops nothing has no rest.
+
+    Args:
+        methods: names, and parameters that were given.
+        codecs: as text, None for none.
+        rests: likewise, of what evictors would drop.
+
+    Raises:
+        PlanError: there are rests, and no method has one to keep.
+    """
+    out, kept = [], False
+    for name, given in methods:
+        info = method_info(name)
+        example = info.make(**info.example)
+        drops = example.evict is not None and example.rest is None and not example.evict.traits.is_view
+        kept = kept or drops
+        for codec in (None,) if info.is_codec else codecs:
+            for rest in rests if drops else (None,):
+                stored = {"codec": codec, "rest": rest}
+                out.append((name, {**given, **{role: each for role, each in stored.items() if each is not None}}))
+    if any(rests) and out and not kept:
+        raise PlanError(
+            f"rest={next(filter(None, rests))} keeps what an evictor would drop, and none of the methods named has "
+            "such a rest; name one that evicts, such as snapkv"
+        )
+    return out
+
+
+def rest_of(value: Codec | str) -> Codec:
     """Return a codec of what is otherwise dropped. Raises PlanError."""
     if isinstance(value, str):
         bits = _BITS.fullmatch(value.strip())

@@ -302,3 +302,46 @@ def test_a_short_row_encodes_when_it_would_alone():
         assert both.bodies[0].counts[HEADS:].tolist() == alone.bodies[0].counts.tolist()
         counts.append(both.bodies[0].counts.view(2, HEADS)[:, 0].tolist())
     assert counts[7:9] == [[192, 32], [192, 48]] and counts[-1] == [208, 48]
+
+
+@pytest.mark.parametrize("codec", [KIVI_4, Rotated(block=16, tail=8)], ids=["kivi", "rotated"])
+def test_a_prompt_leaves_no_more_than_the_newest_exact_and_no_room(codec):
+    """70 entries, of which 2 are the newest: 5 blocks of 14 at most, not 4 of 16 and 6 exact ones."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 1, HEADS, 70, DIM)
+    store = DenseStore()
+    store.append(keys, values, torch.arange(70)[None], reserve=64)
+    store = PackedStore.build(store, codec, ends_prompt=True)
+    assert store.exact.size == store.exact.capacity == codec.newest(70) == 2
+    (body,) = store.bodies
+    assert body.tokens == 14 and sorted(set(body.fills.flatten().tolist())) == [13, 14] and len(body.index) == 5 * HEADS
+    first = blocks(store)
+    before = store.keys[:, :, :68].clone()
+    for _ in range(40):
+        append(store, 1)
+    # Those of the answer fill whole blocks, for which all get more places; what was encoded stays as it was.
+    assert body.tokens == 16 and store.bodies[0].width == 68 + 2 * 16
+    torch.testing.assert_close(store.keys[:, :, :68], before, rtol=0, atol=0)
+    assert {name: len(each) for name, each in first.items()}.items() <= {
+        n: len(e) for n, e in blocks(store).items()
+    }.items()
+
+
+def test_few_entries_are_not_encoded():
+    for length, count in ((8, 0), (10, 9)):
+        keys, values = torch.randn(2, 1, HEADS, length, DIM)
+        store = DenseStore()
+        store.append(keys, values, torch.arange(length)[None])
+        assert PackedStore.build(store, KIVI_4, ends_prompt=True).bodies[0].width == count
+
+
+def test_rows_of_different_length_are_not_looked_at_for_every_token(monkeypatch):
+    valid = torch.ones(2, 100, dtype=torch.bool)
+    valid[0, :30] = False
+    store, *_ = packed(100, batch=2, valid=valid)
+    looked = []
+    totals = PackedStore.totals
+    monkeypatch.setattr(PackedStore, "totals", lambda self: looked.append(1) or totals(self))
+    for _ in range(64):
+        append(store, 1, torch.ones(2, 1, dtype=torch.bool))
+    assert store.bodies[0].counts.min() > 64 and len(looked) < 20

@@ -11,12 +11,13 @@ import kvsieve
 from kvsieve.bench.estimate import estimate
 from kvsieve.bench.geometry import geometry
 from kvsieve.cache import PackedStore
-from kvsieve.cli.specs import compared_methods, parse_codecs, with_codecs
+from kvsieve.cli.specs import compared_methods, parse_codecs, parse_rests, with_codecs
 from kvsieve.errors import CacheFileError, PlanError, UnsupportedModelError
 from kvsieve.eval.cells import settings
 from kvsieve.hf.forward.session import Session
-from kvsieve.methods import KIVI, SnapKV
+from kvsieve.methods import HQQ, KIVI, Rotated, SnapKV
 from kvsieve.models.families import build
+from kvsieve.named import crossed
 from kvsieve.plans import Plan
 from small import plan_of, recorder_stand_in, stored
 from toy_words import word_tokenizer
@@ -98,8 +99,10 @@ def test_every_method_goes_on_over_encoded_entries(model, talk, name):
         found.append((logits(first), logits(second)))
     # A method that silently did not run is the worst bug.
     assert held != [0] * len(held) and sum(held) >= CODEC.block
+    # Errors of the second prompt's attention may let another token travel.
+    most = 0.01 if plan.propagate is None else 0.05
     for exact, ours in zip(*found, strict=True):
-        assert (exact[:, 0].softmax(-1) - ours[:, 0].softmax(-1)).abs().max() < 0.01
+        assert (exact[:, 0].softmax(-1) - ours[:, 0].softmax(-1)).abs().max() < most
     assert not torch.equal(*(second for _, second in found))
 
 
@@ -117,11 +120,25 @@ def test_a_padded_row_equals_the_row_alone(double, talk):
     ids, mask, _ = talk
     with kvsieve.attach(double, snapkv(budget=40)) as sieve:
         both, alone = sieve.generate(ids, mask, **GREEDY), sieve.generate(ids[1:, 7:], **GREEDY)
-        assert encoded(both.cache) == encoded(alone.cache) == [32] * 4
+        assert encoded(both.cache) == encoded(alone.cache) == [39] * 4
         assert (logits(both)[1] - logits(alone)[0]).abs().max() < 1e-5
         more = goes_on(sieve, both, talk)
         whole = torch.cat([alone.sequences, talk[2][1:]], 1)
         again = sieve.generate(whole, cache=alone.cache, **GREEDY)
+        assert (logits(more)[1] - logits(again)[0]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("codec", [KIVI(bits=4, block=16, tail=8), HQQ(bits=4, block=16, tail=8)], ids=["kivi", "hqq"])
+def test_a_padded_row_in_chunks_equals_the_row_alone(double, talk, codec):
+    """Chunks attend to what chunks before have encoded, so that padding must not move their borders."""
+    ids, mask, _ = talk
+    with kvsieve.attach(double, Plan(codec=codec)) as sieve:
+        both, alone = sieve.generate(ids, mask, chunk=25, **GREEDY), sieve.generate(ids[1:, 7:], chunk=25, **GREEDY)
+        assert encoded(alone.cache) == [80] * 4
+        # Other rows have blocks of other sizes, which makes no difference to what a row's say.
+        assert (logits(both)[1] - logits(alone)[0]).abs().max() < 1e-5
+        more = goes_on(sieve, both, talk)
+        again = sieve.generate(torch.cat([alone.sequences, talk[2][1:]], 1), cache=alone.cache, **GREEDY)
         assert (logits(more)[1] - logits(again)[0]).abs().max() < 1e-5
 
 
@@ -139,7 +156,7 @@ def test_what_a_method_remembers_goes_with_entries_that_encoding_moves(double, n
         for turn in range(2):
             assert torch.equal(both.sequences[1, pad:], alone.sequences[0])
             assert stored(both.cache, (0, pad))[1] == stored(alone.cache)[0]
-            assert min(encoded(alone.cache)) >= 8
+            assert min(encoded(alone.cache)) >= 4
             if not turn:
                 both = goes_on(sieve, both, (ids, mask, more), max_new_tokens=4)
                 one = ids[1:, pad:], mask[1:, pad:], more[1:]
@@ -149,7 +166,7 @@ def test_what_a_method_remembers_goes_with_entries_that_encoding_moves(double, n
 def test_chunks_equal_one_shot_where_an_evictor_acts_at_the_end(double, talk):
     with kvsieve.attach(double, snapkv(budget=50)) as sieve:
         whole, parts = (sieve.generate(*talk[:2], chunk=chunk, **GREEDY) for chunk in (None, 16))
-    assert encoded(whole.cache) == encoded(parts.cache) == [48] * 4
+    assert encoded(whole.cache) == encoded(parts.cache) == [49] * 4
     assert (logits(whole) - logits(parts)).abs().max() < 1e-9
 
 
@@ -158,7 +175,7 @@ def test_copies_go_on_alike(model, talk):
         first = sieve.generate(*talk[:2], **GREEDY)
         fork, snapshot = first.cache.fork(), first.cache.snapshot()
         answers = [goes_on(sieve, first, talk)]
-        assert max(encoded(first.cache)) > max(encoded(fork))
+        assert first.cache.num_seen > fork.num_seen and min(encoded(fork)) > 0
         answers.append(goes_on(sieve, first, talk, cache=fork))
         first.cache.rollback(snapshot)
         # Beams reorder rows and blocks, and end before the other answers begin.
@@ -244,10 +261,18 @@ def test_recorded_passes_are_refused_and_packed_weights_work(model, talk):
     assert (logits(answers["eager"]) - logits(answers["packed"])).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("method", ["full", "snapkv"])
-def test_estimates_are_what_is_held(model, method):
+@pytest.mark.parametrize(
+    "method, stored",
+    [
+        ("full", {"codec": KIVI(block=16, tail=32)}),
+        ("snapkv", {"codec": KIVI(block=16, tail=32)}),
+        ("snapkv", {"rest": Rotated(bits=2, block=16)}),
+        ("snapkv", {"rest": KIVI(bits=2, block=16), "codec": KIVI(bits=8, block=16)}),
+    ],
+)
+def test_estimates_are_what_is_held(model, method, stored):
     given = {} if method == "full" else {"budget": 150, "window": 4}
-    plan = kvsieve.plan(method, codec=KIVI(block=16, tail=32), **given)
+    plan = kvsieve.plan(method, **stored, **given)
     ids = torch.randint(2, 120, (2, 400), generator=torch.Generator().manual_seed(3))
     with kvsieve.attach(model, plan) as sieve:
         stats = sieve.generate(ids, **{**GREEDY, "max_new_tokens": 1}).stats
@@ -325,7 +350,7 @@ def test_codecs_of_the_command_line_are_crossed_with_methods():
     ):
         with pytest.raises(PlanError, match=match):
             parse_codecs(text)
-    made = settings([("snapkv", {}), ("full", {}), ("kivi", {})], ["5%", "10%"], codecs)
+    made = settings(crossed([("snapkv", {}), ("full", {}), ("kivi", {})], codecs, [None]), ["5%", "10%"])
     assert [(each.label, each.budget) for each in made] == [
         ("full", None),
         ("snapkv", "5%"),
@@ -335,3 +360,27 @@ def test_codecs_of_the_command_line_are_crossed_with_methods():
         ("snapkv", "10%"),
         ("snapkv codec=kivi:bits=2", "10%"),
     ]
+
+
+def test_what_methods_would_drop_is_asked_for_on_the_command_line():
+    runs = with_codecs(
+        compared_methods("full,snapkv:window=8,quest,mixed", None), [None, "int8"], parse_rests("none,2bit")
+    )
+    assert [run.label for run in runs] == [
+        "full",
+        "full codec=int8",
+        "snapkv:window=8",
+        "snapkv:window=8 rest=2bit",
+        "snapkv:window=8 codec=int8",
+        "snapkv:window=8 codec=int8 rest=2bit",
+        "quest",
+        "quest codec=int8",
+        "mixed",
+        "mixed codec=int8",
+    ]
+    assert runs[3].plan.rest == Rotated(bits=2) and runs[3].parameters["rest"] == "2bit"
+    with pytest.raises(PlanError, match="none of the methods named has such a rest"):
+        with_codecs(compared_methods("full,quest", None), [None], parse_rests("2bit"))
+    for text, match in (("2bit,2bit", "twice"), ("", "--rest names no codec"), ("snapkv", "no codec; codecs are")):
+        with pytest.raises(PlanError, match=match):
+            parse_rests(text)

@@ -13,6 +13,7 @@ from kvsieve.eval.cells import MethodSetting
 from kvsieve.eval.costs import NEW_TOKENS, WARM_UP, measure_one
 from kvsieve.eval.evaluator import Evaluator, Outcome
 from kvsieve.hf.model.memory import layer_bytes, shapes_of
+from kvsieve.methods.base import skipped
 from kvsieve.plans import Plan
 from kvsieve.tasks.haystack import load_haystack
 from kvsieve.tasks.needle import Needle
@@ -133,14 +134,18 @@ def memory_at(evaluator: Evaluator, plan: Plan, context: int, kept: Mapping[int,
     Raises:
         PlanError: what the plan stores there does not follow from its budget.
     """
-    if plan.shortens_prompt or plan.rest is not None:
+    if plan.shortens_prompt:
         raise PlanError(f"advise does not know what {plan.name!r} stores at another context; use `kvsieve eval`")
-    model, total = evaluator.model, 0
-    for index, shape in enumerate(shapes_of(model)):
-        entries = float(context)
-        if index in kept and plan.evict is not None:
+    model, total, shapes = evaluator.model, 0, shapes_of(evaluator.model)
+    for index, shape in enumerate(shapes):
+        entries, aside = float(context), 0.0
+        if plan.rest is not None and plan.evict is not None and not skipped(plan.evict.skip_layers, index, len(shapes)):
+            # What is stored is everything, so what is kept exact is not told by it.
+            entries = min(entries, plan.evict.entries(context, NEW_TOKENS))
+            aside = context - entries
+        elif index in kept and plan.evict is not None:
             entries = min(entries, fmean(kept[index]) * plan.evict.entries(context, NEW_TOKENS))
-        total += layer_bytes(plan, shape, model.dtype.itemsize, entries)
+        total += layer_bytes(plan, shape, model.dtype.itemsize, entries, aside=aside)
     return total
 
 

@@ -22,6 +22,7 @@ class AdviceOptions:
         limits: what a plan must keep to.
         methods: names and given parameters.
         codecs: as text, None for none; each method is measured under each.
+        rests: of what methods would drop, likewise.
         budgets: each method's; () for a few shares, or, with a limit on memory, what fits into it.
         samples: prompts per task and part: one part to choose by, one to state the loss by.
         measure_at: tokens of the prompts that are measured; None for the longest of bearable time.
@@ -34,6 +35,7 @@ class AdviceOptions:
     limits: PlanLimits = field(default_factory=PlanLimits)
     methods: tuple[tuple[str, Mapping[str, Any]], ...] = tuple((name, {}) for name in METHODS)
     codecs: tuple[str | None, ...] = (None,)
+    rests: tuple[str | None, ...] = (None,)
     budgets: tuple[str, ...] = ()
     samples: int = 3
     measure_at: int | None = None

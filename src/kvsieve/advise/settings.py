@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from kvsieve.advise.choose import size
@@ -12,6 +12,7 @@ from kvsieve.errors import KvsieveError, PlanError
 from kvsieve.eval.cells import MethodSetting, setting
 from kvsieve.eval.evaluator import Evaluator
 from kvsieve.hf.model.support import check_model
+from kvsieve.named import crossed
 from kvsieve.registry import list_methods, method_info
 from kvsieve.report.labels import FULL
 
@@ -29,18 +30,17 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
     too_large: list[tuple[int, str]] = []
     model, tokenizer = evaluator.model, evaluator.prompter.tokenizer
     found, left_out = [setting(FULL, {})], []
-    for method, given, codec in _under(options):
-        if method == FULL and codec is None:
+    for method, given in crossed(options.methods, options.codecs, options.rests):
+        if method == FULL and "codec" not in given:
             continue
         try:
-            under = dict(given) if codec is None else {**given, "codec": codec}
-            budgets = _budgets(evaluator, options, method, under)
-            made = [setting(method, {**under, **each}).for_model(model, tokenizer) for each in budgets]
+            budgets = _budgets(evaluator, options, method, given)
+            made = [setting(method, {**given, **each}).for_model(model, tokenizer) for each in budgets]
             for one in made:
                 check_model(model, one.plan)
                 least_memory_at(evaluator, one.plan, options.context)
         except KvsieveError as error:
-            if given or len(options.methods) == 1:
+            if given.keys() - {"codec", "rest"} or len(options.methods) == 1:
                 raise
             left_out.append(f"{method}: {error}")
             continue
@@ -64,13 +64,6 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
     others = [name for name in list_methods() if name not in {*named, FULL}]
     left_out.append(f"other methods: {', '.join(others)} (--methods measures them)")
     return found, left_out
-
-
-def _under(options: AdviceOptions) -> Iterator[tuple[str, Mapping[str, Any], str | None]]:
-    """Methods, their parameters and codecs; a method that is a codec itself has none."""
-    for method, given in options.methods:
-        for codec in (None,) if method_info(method).is_codec else options.codecs:
-            yield method, given, codec
 
 
 def _budgets(

@@ -77,14 +77,14 @@ def _by_kernel(
 ) -> Tensor:
     """In C; query [R, G, D] -> [R, G, Dv]."""
     exact = native.AskedExact(query, store.exact.keys, store.exact.values, _seen(store))
-    cap, tokens = None if terms is None else terms.softcap, bodies[0].codec.block if bodies else _TOKENS
+    cap, tokens = None if terms is None else terms.softcap, bodies[0].tokens if bodies else _TOKENS
     if not bodies:
         return native.attend(None, exact, tokens=tokens, cap=cap, sinks=sinks)
     if len(bodies) == 1 and not bodies[0].values.turns:
         return native.attend(_encoded(query, bodies[0]), exact, tokens=tokens, cap=cap, sinks=sinks)
     parts = [native.attend_in_parts(None, exact, tokens=tokens, cap=cap)]
     for body in bodies:
-        acc, top, total = native.attend_in_parts(_encoded(query, body), None, tokens=body.codec.block, cap=cap)
+        acc, top, total = native.attend_in_parts(_encoded(query, body), None, tokens=body.tokens, cap=cap)
         parts.append((_turned_back(acc, total, body.values), top, total))
     return _together(parts, sinks)
 
@@ -188,7 +188,7 @@ def _levels(levels: tuple[float, ...], device: torch.device) -> Tensor:
 
 def _plain(query: Tensor, body: Body, terms: AttentionTerms | None) -> _Sums:
     """In plain torch, some blocks of all KV rows at a time."""
-    block, rows = body.codec.block, len(body.table)
+    block, rows = body.tokens, len(body.table)
     step = max(1, _AT_ONCE // (rows * block * max(body.keys.dim, body.values.dim)))
     out = []
     for start in range(0, body.table.shape[1], step):

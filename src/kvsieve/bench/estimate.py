@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvsieve.bench.geometry import Geometry, Layer
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.kinds import growing_layers
-from kvsieve.hf.model.memory import encoded_bytes
+from kvsieve.hf.model.memory import aside_bytes, encoded_bytes
 from kvsieve.hf.model.support import check_model
 from kvsieve.methods import TSP, ScoredEvictor
 from kvsieve.methods.base import skipped
@@ -67,7 +67,11 @@ def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, ele
     layers = geometry.layers
     seen = _tokens_per_layer(plan, geometry, tokens)
     kept = [_entries(plan, index, layers, seen[index], tokens) for index in range(len(layers))]
-    row_bytes = [_row_bytes(plan, geometry, index, *each, element_bytes) for index, each in enumerate(kept)]
+    row_bytes = [
+        _row_bytes(plan, geometry, index, *each, element_bytes, seen[index]) for index, each in enumerate(kept)
+    ]
+    if plan.rest is not None:
+        kept = [(seen[index], sets) for index, (_, sets) in enumerate(kept)]
     stored = sum(row_bytes[index] for index, layer in enumerate(layers) if layer.reads == index)
     read = sum(row_bytes[layer.reads] for layer in layers)
     states = sum(layer.state_bytes(element_bytes) for layer in layers)
@@ -96,10 +100,10 @@ def largest_batch(one: Estimate, memory_bytes: float) -> int:
 
 def check_priced(plan: Plan) -> None:
     """Raise PlanError for a plan with a part whose cost the formulas do not describe."""
-    unknown = [role for role in plan.roles if role in ("read", "rest")]
+    unknown = [role for role in plan.roles if role == "read"]
     if unknown:
         raise PlanError(
-            f"estimate cannot price {plan.name!r}: it knows the roles propagate, evict and codec, not "
+            f"estimate cannot price {plan.name!r}: it knows the roles propagate, evict, codec and rest, not "
             f"{', '.join(unknown)}; measure it with `kvsieve run` instead"
         )
     for part, known in ((plan.propagate, TSP), (plan.evict, ScoredEvictor)):
@@ -133,12 +137,18 @@ def _entries(plan: Plan, index: int, layers: tuple[Layer, ...], seen: int, token
     return kept, plan.evict.stored_heads(1, layer.groups) if kept < seen else 1
 
 
-def _row_bytes(plan: Plan, geometry: Geometry, index: int, entries: int, sets: int, element_bytes: int) -> int:
-    """Bytes of the keys and values that a layer of one row holds."""
-    layer = geometry.layers[index]
-    if plan.codec is None or not layer.kind.grows:
+def _row_bytes(
+    plan: Plan, geometry: Geometry, index: int, entries: int, sets: int, element_bytes: int, seen: int
+) -> int:
+    """Bytes of the keys and values that a layer of one row holds, which has seen `seen` tokens."""
+    layer, shape = geometry.layers[index], geometry.shapes[index]
+    if not layer.kind.grows:
         return entries * layer.kv_elements * sets * element_bytes
-    return round(sets * encoded_bytes(plan.codec, geometry.shapes[index], entries, element_bytes))
+    aside = 0 if plan.rest is None else seen - entries
+    held: float = entries * layer.kv_elements * element_bytes
+    if plan.codec is not None:
+        held = encoded_bytes(plan.codec, shape, entries, element_bytes, aside=aside)
+    return round(sets * held + aside_bytes(plan, shape, aside))
 
 
 def _pairs(layer: Layer, tokens: int, keys: int) -> float:

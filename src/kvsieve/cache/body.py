@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import Tensor
 
-from kvsieve.cache.pool import BlockPool
+from kvsieve.cache.pool import BlockPool, grown
 from kvsieve.core.codes import Codes
 
 if TYPE_CHECKING:
@@ -39,14 +39,20 @@ class Body:
         self.used = 0
         self.table = torch.zeros(rows, 0, dtype=torch.int64, device=device)
         self.fills = self.table
-        self._note_counts()
+        self.note_counts()
 
-    def _note_counts(self) -> None:
+    def note_counts(self) -> None:
+        """Count entries, once table and fills are others."""
         self.counts = self.fills.sum(1)
         known = self.counts.tolist()
         self.width, self.is_even = max(known, default=0), len(set(known)) <= 1
         # Without holes an entry's block is told by a division.
-        self.is_full = bool((self.fills == self.codec.block).all() if self.is_even else False)
+        self.is_full = bool((self.fills == self.tokens).all() if self.is_even else False)
+
+    @property
+    def tokens(self) -> int:
+        """T, places of a block."""
+        return self.codec.block if self.index is None else self.index.shape[1]
 
     def add(self, keys: Tensor, values: Tensor, index: Tensor, rows: Tensor, fills: Tensor | None = None) -> None:
         """Encode blocks and put each behind its KV row's others.
@@ -56,11 +62,16 @@ class Body:
             values: [N, T, Dv].
             index: int32 [N, T].
             rows: int64 [N], ascending: the KV row of each block.
-            fills: int64 [N], entries of each; the others repeat one of them. None: T.
+            fills: int64 [N], entries of each, the first ones. None: T.
         """
         count = len(self.table)
         held = (self.fills > 0).sum(1)
-        made = [part.encode(self.codec, x, rows, held == 0) for part, x in ((self.keys, keys), (self.values, values))]
+        some = None
+        if fills is not None:
+            some = {each: (fills == each).nonzero()[:, 0] for each in sorted(set(fills.tolist()))}
+        made = [
+            part.encode(self.codec, x, rows, held == 0, some) for part, x in ((self.keys, keys), (self.values, values))
+        ]
         first = self._put(made, index)
         each = torch.bincount(rows, minlength=count)
         wide = int((held + each).max())
@@ -69,19 +80,22 @@ class Body:
         number = torch.arange(len(rows), device=rows.device)
         place = held[rows] + number - (each.cumsum(0) - each)[rows]
         table[rows, place] = number + first
-        filled[rows, place] = self.codec.block if fills is None else fills
+        filled[rows, place] = index.shape[1] if fills is None else fills
         self.table, self.fills = table, filled
-        self._note_counts()
+        self.note_counts()
 
     def _put(self, made: list[Codes], index: Tensor) -> int:
-        """Put blocks in the pool, whose buffers grow by an eighth at least; the number of the first of them."""
+        """Put blocks in the pool, whose buffers grow by a 32nd at least; the number of the first of them."""
         first, new = self.used, len(index)
         self.used = first + new
         if self.index is None:
             self.keys.codes, self.values.codes, self.index = made[0], made[1], index.contiguous()
             return first
+        self.widen(index.shape[1])
+        made = [part.widened(codes, self.tokens) for part, codes in zip((self.keys, self.values), made, strict=True)]
+        index = index if index.shape[1] == self.tokens else grown(index, self.tokens)
         if self.used > len(self.index):
-            more = max(new, len(self.index) // 8)
+            more = max(new, len(self.index) // 32)
 
             def wider(part: Tensor) -> Tensor:
                 fresh = part.new_empty(first + more, *part.shape[1:])
@@ -96,6 +110,15 @@ class Body:
         self.index[first : self.used] = index
         return first
 
+    def widen(self, tokens: int) -> None:
+        """Let blocks have `tokens` places at least. What is encoded stays as it is."""
+        if self.index is None or tokens <= self.tokens:
+            return
+        for part in (self.keys, self.values):
+            assert part.codes is not None
+            part.codes = part.widened(part.codes, tokens)
+        self.index = grown(self.index, tokens)
+
     def _apply(self, change: object) -> None:
         for part in (self.keys, self.values):
             assert part.codes is not None
@@ -109,8 +132,8 @@ class Body:
     def find(self, rows: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
         """Block and place in it of entries int64 [N] of KV rows int64 [N]."""
         if self.is_full:
-            at = entries // self.codec.block
-            return self.table[rows, at], entries - at * self.codec.block
+            at = entries // self.tokens
+            return self.table[rows, at], entries - at * self.tokens
         # Of all KV rows' entries in a line.
         fills = self.fills.flatten()
         ends = fills.cumsum(0)
@@ -153,7 +176,7 @@ class Body:
 
     def _aligned(self, blocks: Tensor) -> Tensor:
         """Turn [R * M, T, ...] into [R, width, ...]."""
-        count, block = len(self.table), self.codec.block
+        count, block = len(self.table), self.tokens
         joined = blocks.view(count, -1, *blocks.shape[2:])
         if self.is_full:
             return joined
@@ -163,87 +186,6 @@ class Body:
         if joined.ndim == 3:
             places = places[..., None].expand(-1, -1, joined.shape[2])
         return joined.gather(1, places)
-
-    def keep(self, stays: Tensor) -> None:
-        """Drop entries. A block that loses some is encoded again, once.
-
-        Neighbours that fit in one block become one, so that two of them are more than half full. Blocks that lose none
-        and are not joined are left alone. Freed blocks leave the pool.
-
-        stays: bool [R, width], right-aligned as `padded` is.
-        """
-        if not self.width:
-            return
-        block, device = self.codec.block, self.table.device
-        real = self.fills > 0
-        # The block, among those of its KV row, of each entry.
-        rows, slots = (torch.arange(self.width, device=device) >= self.width - self.counts[:, None]).nonzero(
-            as_tuple=True
-        )
-        entries = slots - (self.width - self.counts)[rows]
-        places = torch.arange(self.table.shape[1], device=device).expand_as(self.fills)
-        at = places.flatten().repeat_interleave(self.fills.flatten())
-        kept = stays[rows, slots]
-        left = torch.zeros_like(self.fills)
-        left.index_put_((rows, at), kept.long(), accumulate=True)
-        if bool(kept.all()):
-            return
-        *told, most = _joined(left.tolist(), block)
-        merged, joined = (torch.tensor(part, device=device).view_as(left) for part in told)
-        untouched = real & (left == self.fills) & (joined == 0)
-        fresh = Body(self.codec, len(self.table), (self.keys.dim, self.values.dim), self.dtype, device)
-        for part, old in ((fresh.keys, self.keys), (fresh.values, self.values)):
-            part.mean, part.root = old.mean, old.root
-        fresh.table = self.table.new_zeros(len(self.table), most)
-        fresh.fills = torch.zeros_like(fresh.table)
-        same_row, same_place = untouched.nonzero(as_tuple=True)
-        moved = self.table[same_row, same_place]
-        parts = [
-            [part.codes.apply(lambda each: each[moved]) for part in (self.keys, self.values)]  # type: ignore[union-attr]
-        ]
-        assert self.index is not None
-        indices = [self.index[moved]]
-        to = merged[same_row, same_place]
-        fresh.table[same_row, to] = torch.arange(len(moved), device=device)
-        fresh.fills[same_row, to] = self.fills[same_row, same_place]
-        again = kept & ~untouched[rows, at]
-        rows, entries, at = rows[again], entries[again], merged[rows[again], at[again]]
-        if len(rows):
-            self._encode_again(fresh, parts, indices, rows, entries, at, len(moved))
-        fresh.keys.codes, fresh.values.codes = (Codes.joined([each[i] for each in parts]) for i in (0, 1))
-        fresh.index, fresh.used = torch.cat(indices), sum(map(len, indices))
-        fresh._note_counts()
-        vars(self).update(vars(fresh))
-
-    def _encode_again(
-        self,
-        fresh: Body,
-        parts: list[list[Codes]],
-        indices: list[Tensor],
-        rows: Tensor,
-        entries: Tensor,
-        at: Tensor,
-        first: int,
-    ) -> None:
-        """Encode single entries in the blocks that they are now part of, `first` the number of the first of these."""
-        block = self.codec.block
-        known, which = torch.unique(torch.stack([rows, at]), dim=1, return_inverse=True)
-        fills = torch.bincount(which, minlength=known.shape[1])
-        # Entries of a block follow each other; filler repeats its last one.
-        start = fills.cumsum(0) - fills
-        take = start[:, None] + torch.arange(block, device=rows.device)
-        take = torch.minimum(take, (start + fills - 1)[:, None])
-        order = which.argsort(stable=True)
-        rows, entries = rows[order], entries[order]
-        made = []
-        for what in ("keys", "values"):
-            numbers = self.read(what, rows, entries)[take]
-            none_begins = torch.zeros_like(self.counts, dtype=torch.bool)
-            made.append(fresh.part(what).encode(self.codec, numbers, known[0], none_begins))
-        parts.append(made)
-        indices.append(self.read_index(rows, entries)[take])
-        fresh.table[known[0], known[1]] = first + torch.arange(len(fills), device=rows.device)
-        fresh.fills[known[0], known[1]] = fills
 
     def reorder(self, rows: Tensor) -> None:
         """Make KV row i a copy of KV row ``rows[i]``; blocks are shared. Those of no KV row leave the pool in time."""
@@ -255,7 +197,7 @@ class Body:
             self.used = len(alive)
         for part in (self.keys, self.values):
             part.mean, part.root = (None if each is None else each[rows] for each in (part.mean, part.root))
-        self._note_counts()
+        self.note_counts()
 
     def copied(self, *, share: bool) -> Self:
         """Copy it; with `share` on the same pool, to which only one of the two may add."""
@@ -272,29 +214,3 @@ class Body:
         yield from (self.table, self.fills, self.counts)
         if self.index is not None:
             yield self.index
-
-
-def _joined(fills: list[list[int]], block: int) -> tuple[list[list[int]], list[list[int]], int]:
-    """Join neighbours that fit in one block, by what is left in the blocks of each KV row.
-
-    Returns:
-        Which new block each old one becomes part of; 1 where it is not the only one of that, else 0; the most new
-        blocks of a KV row.
-    """
-    numbers, several, most = [], [], 0
-    for row in fills:
-        made: list[int] = []
-        parts: list[int] = []
-        at = []
-        for fill in row:
-            if made and made[-1] + fill <= block:
-                made[-1] += fill
-                parts[-1] += bool(fill)
-            elif fill:
-                made.append(fill)
-                parts.append(1)
-            at.append(max(len(made) - 1, 0))
-        numbers.append(at)
-        several.append([int(bool(made) and parts[number] > 1) for number in at])
-        most = max(most, len(made))
-    return numbers, several, most

@@ -35,10 +35,10 @@ class PackedStore(PackedParts):
     """
 
     @classmethod
-    def build(cls, store: DenseStore | RaggedStore, codec: Codec) -> PackedStore:
-        """Encode what a store holds, which is used up."""
+    def build(cls, store: DenseStore | RaggedStore, codec: Codec, *, ends_prompt: bool = False) -> PackedStore:
+        """Encode what a store holds, which is used up; ends_prompt: as in `settle`."""
         out = cls(codec, store.padded())
-        out.settle()
+        out.settle(ends_prompt=ends_prompt)
         return out
 
     def append(
@@ -59,28 +59,30 @@ class PackedStore(PackedParts):
         added = (now - then for now, then in zip(self.exact.lengths, before, strict=True))
         self.lengths = tuple(old + new for old, new in zip(self.lengths, added, strict=True))
 
-    def settle(self) -> None:
-        """Encode the oldest exact entries of each KV head, as many whole blocks as leave enough of the newest."""
+    def settle(self, *, ends_prompt: bool = False) -> None:
+        """Encode the oldest exact entries of each KV head, as many whole blocks as leave enough of the newest.
+
+        ends_prompt: the last ones may be filled in part.
+        """
         if self.codec is not None:
-            settle(self, self.codec)
+            settle(self, self.codec, ends_prompt=ends_prompt)
 
     def keep(self, selection: Selection, reserve: int = 0, *, reuse: bool = True) -> None:
         """Keep only the selected slots; encoded ones move, and those of a block that loses some are encoded again."""
         reduce(self, selected(self, selection), reserve)
-        self._settle_changed()
+        self._count_changed()
 
     def set_aside(self, selection: Selection, codec: Codec, reserve: int = 0) -> None:
         """Encode the slots that are not selected by `codec`, the same in all calls; what it encoded before stays."""
         if self.aside is None:
             self.bodies.insert(0, self._body(codec))
         set_aside(self, selection, reserve)
-        self._settle_changed()
+        self._count_changed()
 
-    def _settle_changed(self) -> None:
-        """Count what is stored after a change, and encode what has left the newest entries."""
-        self.derived = {}
+    def _count_changed(self) -> None:
+        """Count what is stored after a change."""
+        self.derived, self.due = {}, 0
         self.lengths = tuple(self.totals().view(self.batch, self.heads).amax(1).tolist())
-        self.settle()
 
     def remask(self, mask: Tensor) -> None:
         """Apply a changed attention mask to the stored entries; mask: bool [B, tokens fed]."""
@@ -94,6 +96,7 @@ class PackedStore(PackedParts):
                     "with a new cache"
                 )
         self.exact.remask(mask)
+        self.due = 0
         self.lengths = tuple(self.totals().view(self.batch, self.heads).amax(1).tolist())
         self.derived = {}
 
@@ -121,7 +124,7 @@ class PackedStore(PackedParts):
         self.exact.reorder(rows)
         for body in self.bodies:
             body.reorder((rows[:, None] * self.heads + torch.arange(self.heads, device=self.device)).flatten())
-        self.derived = {}
+        self.derived, self.due = {}, 0
         self.lengths = tuple(self.lengths[row] for row in rows.tolist())
 
     def share(self) -> Self:

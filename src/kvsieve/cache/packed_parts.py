@@ -26,13 +26,14 @@ class PackedParts(Store):
         codec: encodes what leaves the newest entries; None where nothing does.
         exact: the entries that are not encoded; the first `first` slots are of the first ones.
         first: slots of first entries that stay exact.
+        due: exact slots up to which no KV head has enough entries for a block; 0 where that is not known.
         bodies: encoded entries: those of `set_aside`, if any, then those that the codec adds to, if there is one.
     """
 
     def __init__(self, codec: Codec | None, exact: DenseStore) -> None:
         super().__init__()
         self.codec, self.exact, self.first = codec, exact, 0
-        self.lengths = exact.lengths
+        self.lengths, self.due = exact.lengths, 0
         self.bodies = [] if codec is None else [self._body(codec)]
 
     def _body(self, codec: Codec) -> Body:
@@ -50,6 +51,7 @@ class PackedParts(Store):
         """Leave out the newest entries, which are exact."""
         if value:
             self.exact.size -= self.size - value
+            self.due = 0
 
     @property
     def is_empty(self) -> bool:

@@ -97,4 +97,4 @@ def _fill(body: Body, parts: dict[str, Any]) -> None:
             part.mean, part.root = given.pop("mean"), given.pop("root")
             part.codes = Codes(**given)
     body.table, body.fills = parts["table"], parts["fills"]
-    body._note_counts()
+    body.note_counts()

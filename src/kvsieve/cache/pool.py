@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,24 +39,46 @@ class BlockPool:
         """True where numbers are rotated, centered or balanced before they are encoded."""
         return self.form.rotated or self.mean is not None or self.root is not None
 
-    def encode(self, codec: Codec, x: Tensor, rows: Tensor, begin: Tensor) -> Codes:
+    def encode(
+        self, codec: Codec, x: Tensor, rows: Tensor, begin: Tensor, fills: Mapping[int, Tensor] | None = None
+    ) -> Codes:
         """Encode blocks [N, T, D] of the KV rows int64 [N].
 
-        begin: bool [R], KV rows that have no blocks yet.
+        begin: bool [R], KV rows that have no blocks yet. fills: by how many of a block's entries are real, the first
+        ones, the blocks int64 of so many; what others there are has no part in their codes. None where all are.
         """
         x = x.float()
         if self.form.centered:
-            self.mean = self._measured(self.mean, _means(x, rows, len(begin)), begin)
+            self.mean = self._measured(self.mean, _means(x, rows, len(begin), fills), begin)
             x = x - self.mean[rows][:, None]
         if self.form.balanced:
-            root = _means(x.square(), rows, len(begin)).pow(0.25)
+            root = _means(x.square(), rows, len(begin), fills).pow(0.25)
             # Channels that hardly differ between tokens yet may do so later.
             root = root.clamp_min(_LEAST_ROOT * root.amax(1, keepdim=True))
             self.root = self._measured(self.root, torch.where(root > 0, root, torch.ones_like(root)), begin)
             x = x / self.root[rows][:, None]
         if self.form.rotated:
             x = x @ rotation(self.dim, x.device)
-        return encode(self.form, x, codec.fit)
+        if fills is None:
+            return encode(self.form, x, codec.fit)
+        # Of blocks with few real entries, others count as well: numbers kept apart are as many in every block.
+        least = -(-codec.block // 2)
+        made = [
+            self.widened(encode(self.form, x[at, : max(n, least)], codec.fit), x.shape[1]) for n, at in fills.items()
+        ]
+        order = torch.cat(list(fills.values())).argsort()
+        return Codes.joined(made).apply(lambda each: each[order])
+
+    def widened(self, codes: Codes, tokens: int) -> Codes:
+        """Codes of blocks of `tokens` entries, the last ones of which are none yet."""
+        if codes.packed.shape[1] == tokens:
+            return codes
+        by_token = self.form.axis == "token"
+        scale, zero = (
+            grown(part, tokens) if by_token and part is not None else part for part in (codes.scale, codes.zero)
+        )
+        assert scale is not None
+        return Codes(grown(codes.packed, tokens), scale, zero, codes.places, codes.extra)
 
     @staticmethod
     def _measured(known: Tensor | None, fresh: Tensor, begin: Tensor) -> Tensor:
@@ -102,7 +124,18 @@ class BlockPool:
         yield from (part for part in (self.mean, self.root) if part is not None)
 
 
-def _means(x: Tensor, rows: Tensor, count: int) -> Tensor:
+def grown(part: Tensor, tokens: int) -> Tensor:
+    """Copy [N, T, ...] with room for `tokens` in place of T; 0 where there was nothing."""
+    fresh = part.new_zeros(len(part), tokens, *part.shape[2:])
+    fresh[:, : part.shape[1]] = part
+    return fresh
+
+
+def _means(x: Tensor, rows: Tensor, count: int, fills: Mapping[int, Tensor] | None) -> Tensor:
     """Mean of each channel of KV rows: [R, D] of blocks [N, T, D] of the KV rows int64 [N]; 0 where there is none."""
-    sums = x.new_zeros(count, x.shape[2]).index_add_(0, rows, x.mean(1))
-    return sums / torch.bincount(rows, minlength=count).clamp_min(1)[:, None]
+    sums, entries = x.new_zeros(count, x.shape[2]), x.new_zeros(count)
+    whole = {x.shape[1]: torch.arange(len(x), device=x.device)}
+    for fill, at in (whole if fills is None else fills).items():
+        sums.index_add_(0, rows[at], x[at, :fill].sum(1))
+        entries += fill * torch.bincount(rows[at], minlength=count)
+    return sums / entries.clamp_min(1)[:, None]

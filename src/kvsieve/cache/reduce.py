@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvsieve.cache.settle import narrow
+from kvsieve.cache.regroup import keep_entries
+from kvsieve.cache.settle import blocks_of, narrow
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.types import Selection
 
@@ -43,7 +44,7 @@ def reduce(store: PackedParts, stays: Tensor, reserve: int) -> None:
     at, end = store.first, store.first
     for body in store.bodies:
         end = at + body.width
-        body.keep(stays[:, :, at:end].flatten(0, 1))
+        keep_entries(body, stays[:, :, at:end].flatten(0, 1))
         at = end
     narrow(store, torch.cat([stays[:, :, : store.first], stays[:, :, end:]], 2), store.room(reserve))
 
@@ -56,27 +57,11 @@ def set_aside(store: PackedParts, selection: Selection, reserve: int) -> None:
         aside[:, :, store.first : store.first + rest.width] = True
         stays |= aside.gather(2, store.order())
     real = torch.ones_like(stays) if valid is None else valid.expand_as(stays)
-    blocks = _blocks(store, (real & ~stays).flatten(0, 1), rest.codec.block)
+    leaves = (real & ~stays).flatten(0, 1)
+    counts = leaves.sum(1)
+    # Slots that leave first, in order.
+    order = (~leaves).to(torch.uint8).argsort(dim=1, stable=True)
+    blocks = blocks_of(store, order, counts, rest.codec.block) if bool(counts.any()) else None
     reduce(store, real & stays, reserve)
     if blocks is not None:
         rest.add(*blocks)
-
-
-def _blocks(store: PackedParts, leaves: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None:
-    """Blocks of `size` entries of the slots bool [R, slots] of a store, as `Body.add` takes them; None for none.
-
-    The last one of each KV row may be filled in part.
-    """
-    counts = leaves.sum(1)
-    if not bool(counts.any()):
-        return None
-    blocks = (counts + size - 1) // size
-    rows = torch.arange(len(counts), device=counts.device).repeat_interleave(blocks)
-    number = torch.arange(len(rows), device=counts.device) - (blocks.cumsum(0) - blocks)[rows]
-    fills = (counts[rows] - number * size).clamp_max(size)
-    # Slots that leave first, in order; filler repeats a block's last one.
-    order = (~leaves).to(torch.uint8).argsort(dim=1, stable=True)
-    places = number[:, None] * size + torch.minimum(torch.arange(size, device=counts.device), fills[:, None] - 1)
-    slots = order[rows[:, None], places]
-    keys, values, index = (part.flatten(0, 1)[rows[:, None], slots] for part in (store.keys, store.values, store.index))
-    return keys, values, index, rows, fills

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from kvsieve.cache.base import MIN_ROOM
-from kvsieve.cache.body import Body
 from kvsieve.cache.store import DenseStore
 
 if TYPE_CHECKING:
@@ -16,62 +15,104 @@ if TYPE_CHECKING:
     from kvsieve.roles import Codec
 
 
-def settle(store: PackedParts, codec: Codec) -> None:
-    """Encode the oldest exact entries of each KV head, as many whole blocks as leave enough of the newest."""
+def settle(store: PackedParts, codec: Codec, *, ends_prompt: bool) -> None:
+    """Encode the oldest exact entries of each KV head, as many as leave enough of the newest.
+
+    ends_prompt: blocks need not be full, so that little more than the newest stays exact; they are filled alike.
+    """
     body, exact = store.bodies[-1], store.exact
-    begins = not body.width and not store.first
-    sinks = codec.sinks if begins else 0
+    sinks = 0 if body.width or store.first else codec.sinks
     room = exact.size - store.first - sinks
-    if room <= codec.block:
+    if not ends_prompt and (room <= codec.block or exact.size < store.due):
         return
     if exact.valid is None and body.is_even:
-        blocks = (room - codec.newest(max(store.lengths))) // codec.block
-        if blocks > 0:
-            store.first += sinks
-            _encode_alike(store, body, blocks)
-    elif room >= codec.newest(min(store.totals().tolist())) + codec.block:
-        # A KV head with fewer entries than others leaves fewer of them exact.
-        _encode_rows(store, body, sinks)
+        left = room - codec.newest(max(store.lengths))
+        count = int(_encodable(torch.tensor([left]), codec, ends_prompt, torch.tensor([not body.width])))
+        if count > 0:
+            _encode_alike(store, count, sinks, ends_prompt)
+    else:
+        _encode_rows(store, sinks, ends_prompt)
 
 
-def _encode_alike(store: PackedParts, body: Body, blocks: int) -> None:
-    """Encode `blocks` blocks of each KV row, all of whose entries are real."""
-    size, exact = body.codec.block, store.exact
-    taken = slice(store.first, store.first + blocks * size)
-    keys, values, index = (
-        part[:, :, taken].reshape(-1, size, *part.shape[3:]) for part in (exact.keys, exact.values, exact.index)
-    )
-    rows = torch.arange(store.batch * store.heads, device=store.device).repeat_interleave(blocks)
-    body.add(keys, values, index, rows)
+def blocks_of(
+    store: DenseStore | PackedParts, slots: Tensor, counts: Tensor, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Divide slots of a store into blocks as `Body.add` takes them, those of a KV row filled as evenly as can be.
+
+    Args:
+        store: holds the entries.
+        slots: int64 [R, S], of each KV row, of which the first ones are taken.
+        counts: int64 [R], how many, of one KV row at least 1.
+        most: entries of a block.
+    """
+    blocks = (counts + most - 1) // most
+    rows = torch.arange(len(counts), device=counts.device).repeat_interleave(blocks)
+    number = torch.arange(len(rows), device=counts.device) - (blocks.cumsum(0) - blocks)[rows]
+    base, more = counts[rows] // blocks[rows], counts[rows] % blocks[rows]
+    fills, start = base + (number < more), base * number + torch.minimum(number, more)
+    place = torch.arange(int(fills.max()), device=counts.device)
+    places = start[:, None] + torch.minimum(place, fills[:, None] - 1)
+    taken = slots[rows[:, None], places]
+    keys, values, index = (part.flatten(0, 1)[rows[:, None], taken] for part in (store.keys, store.values, store.index))
+    return keys, values, index, rows, fills
+
+
+def _encodable(left: Tensor, codec: Codec, ends_prompt: bool, begins: Tensor) -> Tensor:
+    """Entries to encode of int64 [R] that may be: whole blocks, and, where a prompt ends, more.
+
+    Then all of them, if they fill half a block, or half of one behind whole ones where KV rows have blocks already.
+
+    begins: bool [R], KV rows that have none.
+    """
+    left = left.clamp_min(0)
+    part = left % codec.block
+    if not ends_prompt:
+        return left - part
+    few = torch.where(begins, left, part) * 2 < codec.block
+    return torch.where(few, left - part, left)
+
+
+def _encode_alike(store: PackedParts, count: int, sinks: int, ends_prompt: bool) -> None:
+    """Encode `count` entries of each KV row, all of whose entries are real."""
+    exact, body, rows = store.exact, store.bodies[-1], store.batch * store.heads
+    store.first += sinks
+    taken = slice(store.first, store.first + count)
+    size = body.codec.block
+    if count % size:
+        slots = torch.arange(taken.start, taken.stop, device=store.device).expand(rows, -1)
+        body.add(*blocks_of(exact, slots, torch.full((rows,), count, device=store.device), size))
+    else:
+        keys, values, index = (
+            part[:, :, taken].reshape(-1, size, *part.shape[3:]) for part in (exact.keys, exact.values, exact.index)
+        )
+        body.add(keys, values, index, torch.arange(rows, device=store.device).repeat_interleave(count // size))
     left = torch.cat([torch.arange(store.first), torch.arange(taken.stop, exact.size)]).to(store.device)
-    _replace(store, left.expand(store.batch, store.heads, -1), None, min(MIN_ROOM, size))
+    room = 0 if ends_prompt else min(MIN_ROOM, size)
+    _replace(store, left.expand(store.batch, store.heads, -1), None, room)
 
 
-def _encode_rows(store: PackedParts, body: Body, sinks: int) -> None:
-    """Encode each KV row's own number of blocks of its real entries."""
-    exact, codec, size = store.exact, body.codec, body.codec.block
-    room = min(MIN_ROOM, size)
+def _encode_rows(store: PackedParts, sinks: int, ends_prompt: bool) -> None:
+    """Encode each KV row's own number of its real entries."""
+    exact, body = store.exact, store.bodies[-1]
+    codec, room = body.codec, 0 if ends_prompt else min(MIN_ROOM, body.codec.block)
     shape = store.batch, store.heads
     real = torch.ones(1, 1, 1, dtype=torch.bool, device=store.device) if exact.valid is None else exact.valid
     real = real.expand(*shape, exact.size)
     newest = real[..., store.first :]
-    own = newest.sum(-1)
-    keep = torch.tensor([codec.newest(each) for each in store.totals().tolist()], device=store.device).view(shape)
-    blocks = ((own - sinks - keep) // size).clamp_min(0)
-    if not bool(blocks.any()):
+    keep = torch.tensor([codec.newest(each) for each in store.totals().tolist()], device=store.device)
+    left = newest.sum(-1).flatten() - sinks - keep
+    counts = _encodable(left, codec, ends_prompt, body.counts == 0)
+    if not bool(counts.any()):
+        # No KV row gets more entries than there are slots more.
+        store.due = exact.size + codec.block - int(left.max())
         return
     # Real slots first, in order.
     order = (~newest).to(torch.uint8).argsort(dim=-1, stable=True) + store.first
-    rows = torch.arange(shape[0] * shape[1], device=store.device).repeat_interleave(blocks.flatten())
-    number = torch.arange(len(rows), device=store.device)
-    before = blocks.flatten().cumsum(0) - blocks.flatten()
-    start = sinks + (number - before[rows]) * size
-    places = start[:, None] + torch.arange(size, device=store.device)
-    slots = order.flatten(0, 1)[rows].gather(1, places)
-    keys, values, index = (part.flatten(0, 1)[rows[:, None], slots] for part in (exact.keys, exact.values, exact.index))
-    body.add(keys, values, index, rows)
+    body.add(*blocks_of(exact, order.flatten(0, 1)[:, sinks:], counts, codec.block))
+    place = torch.arange(order.shape[-1], device=store.device)
+    goes = (place >= sinks) & (place < sinks + counts.view(*shape, 1))
     stays = real.clone()
-    stays.flatten(0, 1)[rows[:, None], slots] = False
+    stays.scatter_(2, order, newest.gather(2, order - store.first) & ~goes)
     if sinks:
         # The first ones of each KV row become slots of their own, filler where it has fewer.
         few = order[..., :sinks]
@@ -114,7 +155,7 @@ def _replace(store: PackedParts, slots: Tensor, real: Tensor | None, room: int) 
         fresh.valid_buffer[:, :, : fresh.size] = real
         fresh._index[:, :, : fresh.size].masked_fill_(~real, -1)
         fresh.lengths = tuple(real.sum(-1).amax(-1).tolist())
-    store.exact = fresh
+    store.exact, store.due = fresh, 0
     store.derived = {}
 
 

@@ -15,7 +15,7 @@ from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.evaluate import names_of, progress_bar
 from kvsieve.cli.loading import DeviceOption, DtypeOption, check_device, check_dtype, load_model
 from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
-from kvsieve.cli.specs import CodecsOption, method_specs, parse_codecs, spec
+from kvsieve.cli.specs import CodecsOption, RestsOption, method_specs, parse_codecs, parse_rests, spec
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def advise_command(
     ] = None,
     methods: Annotated[str, typer.Option(help="What to measure, with parameters: snapkv:kernel=21,kvzip.")] = _METHODS,
     codec: CodecsOption = None,
+    rest: RestsOption = None,
     budgets: Annotated[str, typer.Option(help="Of each method; a few shares, or what fits, if left out.")] = "",
     samples: Annotated[int, typer.Option(help="Prompts per task, once to choose by and once held back.")] = 3,
     measure_at: Annotated[
@@ -71,6 +72,7 @@ def advise_command(
         ),
         methods=tuple(method_specs(methods)),
         codecs=tuple(parse_codecs(codec)),
+        rests=tuple(parse_rests(rest)),
         budgets=tuple(names_of(budgets)),
         samples=samples,
         measure_at=None if measure_at is None else _tokens(measure_at, "--measure-at"),
@@ -145,9 +147,9 @@ def _show_choice(advice: Advice, model: str | None) -> None:
     why = "the least memory" if advice.limits.by_memory else "the least loss"
     show(f"recommended: {plan_line(one.setting)}")
     parameters = dict(one.setting.given)
-    codec = parameters.pop("codec", None)
+    stored = {role: parameters.pop(role, None) for role in ("codec", "rest")}
     words = ["kvsieve run", *([] if model is None else [model]), "--method", spec(one.setting.method, parameters)]
-    words += [] if codec is None else ["--codec", str(codec)]
+    words += [f"--{role} {each}" for role, each in stored.items() if each is not None]
     show(f"    {' '.join(words)}")
     show(f"It has {why} of the plans with {limits}.")
     low, high = chosen.interval

@@ -16,9 +16,11 @@ from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
 from kvsieve.cli.specs import (
     CodecsOption,
     MethodRun,
+    RestsOption,
     compared_methods,
     make_run,
     parse_codecs,
+    parse_rests,
     spec,
     with_codecs,
 )
@@ -43,6 +45,7 @@ def bench_command(
         str, typer.Option(help="Beside transformers and full: snapkv:budget=10%,fastkv:tsp_layer=14:budget=10%.")
     ] = "snapkv:budget=10%,fastkv:budget=10%",
     codec: CodecsOption = None,
+    rest: RestsOption = None,
     lengths: Annotated[str, typer.Option(help="Prompt tokens: 7500, 8k (8192), or a list.")] = "2048,4096,7500",
     batch: Annotated[
         int, typer.Option(help="Rows, of n, 7/8 n, 3/4 n ... tokens: read as one padded batch and one by one.")
@@ -85,7 +88,8 @@ def bench_command(
         if value < least:
             raise InputError(f"{option} must be at least {least}, got {value}")
     sizes = sorted(set(parse_contexts(lengths, "--lengths")))
-    named = [make_run("full"), *with_codecs(compared_methods(methods, None), parse_codecs(codec))]
+    named = [make_run("full")]
+    named += with_codecs(compared_methods(methods, None), parse_codecs(codec), parse_rests(rest))
     presses = parse_peer_methods(peer_methods) if peer_python is not None else []
     python = find_python(peer_python) if peer_python is not None else None
     check_device(device)

@@ -20,7 +20,7 @@ from kvsieve.cli.loading import (
 )
 from kvsieve.cli.output import JsonOption, emit_json, say, show
 from kvsieve.cli.report import aggregated, print_means
-from kvsieve.cli.specs import CodecsOption, method_specs, parse_codecs
+from kvsieve.cli.specs import CodecsOption, RestsOption, method_specs, parse_codecs, parse_rests
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ def eval_command(
     methods: Annotated[str, typer.Option(help="snapkv,fastkv:tsp_rate=0.3:window=32; full always runs.")] = "snapkv",
     budgets: Annotated[str, typer.Option(help="Entries kept per layer and KV head: 5%,10%, 512 or 64MiB.")] = "10%,20%",
     codec: CodecsOption = None,
+    rest: RestsOption = None,
     samples: Annotated[int, typer.Option(help="Per task, length and question mode.")] = 25,
     question: Annotated[
         str, typer.Option(help="Do methods see the question when they choose? visible, hidden or both.")
@@ -74,6 +75,7 @@ def eval_command(
     from kvsieve.eval.store import writing
     from kvsieve.hf.model.support import check_model
     from kvsieve.models.fetch import MODEL_NAME
+    from kvsieve.named import crossed
     from kvsieve.tasks.public import data_digests
 
     grid = Grid(
@@ -81,7 +83,7 @@ def eval_command(
         lengths=lengths_of(lengths),
         questions=QUESTIONS if question == "both" else (question,),
         samples=samples,
-        settings=settings(method_specs(methods), names_of(budgets), parse_codecs(codec)),
+        settings=settings(crossed(method_specs(methods), parse_codecs(codec), parse_rests(rest)), names_of(budgets)),
         seed=seed,
         cost_samples=cost_samples,
     )

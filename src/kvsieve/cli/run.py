@@ -12,7 +12,15 @@ from kvsieve.cli.kept import check_kept, found_json, print_found, print_map, wri
 from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.prompts import given_prompts
-from kvsieve.cli.specs import CodecsOption, chosen_method, compared_methods, parse_codecs, with_codecs
+from kvsieve.cli.specs import (
+    CodecsOption,
+    RestsOption,
+    chosen_method,
+    compared_methods,
+    parse_codecs,
+    parse_rests,
+    with_codecs,
+)
 from kvsieve.display import span
 from kvsieve.errors import InputError
 
@@ -53,6 +61,7 @@ def run_command(
         str | None, typer.Option(help="Parameters that `kvsieve calibrate` found: a file, or a shipped profile's name.")
     ] = None,
     codec: CodecsOption = None,
+    rest: RestsOption = None,
     compare: Annotated[
         str, typer.Option(help="Methods to run before it: full,snapkv or snapkv:kernel=21:window=16,full.")
     ] = "",
@@ -98,7 +107,7 @@ def run_command(
             raise InputError(f"{option} must be at least 1, got {value}")
     sampling = parse_sampling(temperature, top_p, top_k, seed)
     runs = [*compared_methods(compare, budget, profile), chosen_method(method, budget, settings or [], profile)]
-    runs = with_codecs(runs, parse_codecs(codec))
+    runs = with_codecs(runs, parse_codecs(codec), parse_rests(rest))
     prompts = given_prompts(prompt, prompt_file, prompts_file, question, system)
     roles, spans = parse_protect(protect or [], all(each.system for each in prompts))
     texts = check_kept(show_kept, find, prompts_file, as_json)

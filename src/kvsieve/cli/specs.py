@@ -6,22 +6,32 @@ that no ``name=`` follows belongs to the value, such as a file's name.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
 
 from kvsieve.errors import PlanError
-from kvsieve.named import all_parameters, codec_of, plan, told
+from kvsieve.named import all_parameters, codec_of, crossed, plan, rest_of, told
 from kvsieve.plans import Plan
 from kvsieve.profiles import load_profile
 from kvsieve.registry import check_parameters, method_info
+from kvsieve.roles import Codec
 from kvsieve.specs import parse_settings, split_specs
 
 CodecOption = Annotated[str | None, typer.Option(help="Hold entries in few bits: kivi:bits=4; see `kvsieve methods`.")]
 CodecsOption = Annotated[
     str | None,
     typer.Option(help="Hold entries in few bits, each method under each of a list: kivi:bits=4 or none,kivi:bits=4."),
+]
+
+RestOption = Annotated[
+    str | None, typer.Option(help="Keep what --method would drop in few bits: 2bit, 3bit, 4bit or kivi:bits=2.")
+]
+RestsOption = Annotated[
+    str | None,
+    typer.Option(help="Keep what methods would drop in few bits, each under each of a list: 2bit or none,2bit,kivi."),
 ]
 
 
@@ -54,34 +64,42 @@ class MethodRun:
 
 
 def spec(method: str, given: dict[str, Any]) -> str:
-    """The inverse of `split_specs` for one; a codec, which --codec gives, stands apart."""
-    settings = ":".join(f"{name}={value}" for name, value in given.items() if name != "codec")
-    codec = f" codec={given['codec']}" if given.get("codec") else ""
-    return (f"{method}:{settings}" if settings else method) + codec
+    """The inverse of `split_specs` for one; what --codec and --rest give stands apart."""
+    settings = ":".join(f"{name}={value}" for name, value in given.items() if name not in ("codec", "rest"))
+    stored = [f" {role}={given[role]}" for role in ("codec", "rest") if given.get(role)]
+    return "".join([f"{method}:{settings}" if settings else method, *stored])
 
 
 def parse_codecs(text: str | None) -> list[str | None]:
     """Codecs of a list like ``none,kivi:bits=4``, each as text, None for none. Raises PlanError."""
+    return _parse_listed(text, "--codec", codec_of, "kivi:bits=4")
+
+
+def parse_rests(text: str | None) -> list[str | None]:
+    """Codecs of what would be dropped, of a list like ``none,2bit``, each as text, None for none. Raises PlanError."""
+    return _parse_listed(text, "--rest", rest_of, "2bit")
+
+
+def _parse_listed(text: str | None, option: str, check: Callable[[str], Codec], example: str) -> list[str | None]:
     found: list[str | None] = []
     for name, given in split_specs("none" if text is None else text):
         one = None if name == "none" and not given else spec(name, given)
         if one is not None:
-            codec_of(one)
+            check(one)
         if one in found:
-            raise PlanError(f"--codec names {one or 'none'} twice, in {text!r}; name each once")
+            raise PlanError(f"{option} names {one or 'none'} twice, in {text!r}; name each once")
         found.append(one)
     if not found:
-        raise PlanError(f"--codec names no codec, got {text!r}; write e.g. kivi:bits=4, or none,kivi:bits=4")
+        raise PlanError(f"{option} names no codec, got {text!r}; write e.g. {example}, or none,{example}")
     return found
 
 
-def with_codecs(runs: list[MethodRun], codecs: list[str | None]) -> list[MethodRun]:
-    """Each run under each codec; what has a codec itself runs once, as it is. Raises PlanError."""
-    out = []
-    for run in runs:
-        wanted = [None] if run.plan.codec is not None else codecs
-        out += [run if codec is None else make_run(run.name, **run.given, codec=codec) for codec in wanted]
-    return out
+def with_codecs(
+    runs: list[MethodRun], codecs: list[str | None], rests: Sequence[str | None] = (None,)
+) -> list[MethodRun]:
+    """Each run under each codec and with each rest that it can have; see `named.crossed`. Raises PlanError."""
+    known = [(run.name, run.given) for run in runs]
+    return [make_run(name, **given) for name, given in crossed(known, codecs, rests)]
 
 
 def make_run(method: str, **given: Any) -> MethodRun:

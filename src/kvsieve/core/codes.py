@@ -57,8 +57,8 @@ class CodeFormat:
                 f"{what} have {dim} channels, which groups of {self.group} do not divide; choose another group"
             )
 
-    def bits_per_number(self, dim: int, tokens: int) -> float:
-        """Bits that a number takes, scales and what is stored apart included, in full blocks of `tokens` entries."""
+    def bits_per_number(self, dim: int, tokens: float) -> float:
+        """Bits that a number takes, scales and what is stored apart included, in blocks of `tokens` entries."""
         scales = 1 / tokens if self.axis == "channel" else 1 / self.group
         # A place in a block, and a float16.
         apart = self.apart * 32 / (tokens * dim)

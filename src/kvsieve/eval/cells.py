@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,19 +55,16 @@ def _setting(method: str, given: dict[str, Any], made: Plan) -> MethodSetting:
     return MethodSetting(method, label, shown.get("budget"), shown, dataclasses.replace(made, name=label), given)
 
 
-def settings(
-    methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[str], codecs: Sequence[str | None] = (None,)
-) -> list[MethodSetting]:
-    """Full KV first, whether it is named or not, then each budget with all methods under all codecs.
+def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[str]) -> list[MethodSetting]:
+    """Full KV first, whether it is named or not, then each budget with all methods.
 
     methods: names and given parameters. A method that takes a budget and was given none runs at each of `budgets` (at
-    its default without any). codecs: as text, None for none; one that is a codec itself runs once. Raises PlanError,
-    also for a setting that is named twice.
+    its default without any). Raises PlanError, also for a setting that is named twice.
     """
     out = [setting(FULL, {})]
     asked: Sequence[str | None] = budgets or [None]
     for budget in asked:
-        for method, given in _under(methods, codecs):
+        for method, given in methods:
             info = method_info(method)
             if info.name == FULL and not given.get("codec"):
                 continue
@@ -79,15 +76,6 @@ def settings(
             _check_new(one, out, lambda each: (each.label, each.budget, each.given.get("paper", False)))
             out.append(one)
     return out
-
-
-def _under(
-    methods: Sequence[tuple[str, dict[str, Any]]], codecs: Sequence[str | None]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Methods with their parameters, among them each of the codecs."""
-    for method, given in methods:
-        for codec in (None,) if method_info(method).is_codec else codecs:
-            yield method, given if codec is None else {**given, "codec": codec}
 
 
 def on_model(settings: Sequence[MethodSetting], model: Any, tokenizer: Any = None) -> list[MethodSetting]:

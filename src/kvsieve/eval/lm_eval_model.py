@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CACHE_KEY = "kvsieve_plan"
+# What `kvsieve.plan` takes of any method.
+_STORED = ("codec", "rest")
 
 
 @register_model("kvsieve")
@@ -220,13 +222,13 @@ def _split(method: str | None, arguments: dict[str, Any]) -> tuple[kvsieve.Plan,
         raise PlanError(f"--model_args names no method; add method=..., one of {', '.join(list_methods())}")
     info = method_info(method)
     known = [name for name in inspect.signature(HFLM.__init__).parameters if name not in ("self", "kwargs")]
-    given = {name: value for name, value in arguments.items() if name in info.parameters or name == "codec"}
+    given = {name: value for name, value in arguments.items() if name in info.parameters or name in _STORED}
     rest = {name: value for name, value in arguments.items() if name not in given}
     for name in rest:
         if name not in known:
             # HFLM would hand it to from_pretrained, where a misspelt parameter of the method goes unnoticed.
-            close = did_you_mean(name, [*info.parameters, "codec", "chunk", *known]).partition(" (")[0]
-            takes = ", ".join([*info.parameters, "codec", "chunk"])
+            close = did_you_mean(name, [*info.parameters, *_STORED, "chunk", *known]).partition(" (")[0]
+            takes = ", ".join([*info.parameters, *_STORED, "chunk"])
             raise PlanError(
                 f"neither {info.name} nor the harness's Hugging Face model has an argument {name!r}{close} "
                 f"({info.name} takes {takes}); for other options of from_pretrained, load the model yourself and pass "

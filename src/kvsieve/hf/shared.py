@@ -62,7 +62,7 @@ class SharedPrompt:
         cache = self._evicted(evictor, Plan(evict=evictor, codec=codec, rest=rest))
         if codec is not None:
             for layer in cache.sieve_layers.values():
-                layer.encode(codec)
+                layer.encode(codec, ends_prompt=True)
         return cache
 
     def _evicted(self, evictor: Evictor | None, plan: Plan) -> SieveCache:

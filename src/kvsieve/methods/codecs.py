@@ -18,7 +18,7 @@ class BlockCodec(Codec, heads="own"):
     """
 
     block: int = 128
-    tail: int = 128
+    tail: int = 64
     sinks: int = 0
 
     def __post_init__(self) -> None:

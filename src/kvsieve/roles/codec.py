@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 class Codec(Role, heads="own"):
     """Encodes stored entries in few bits once they have left the newest ones.
 
-    An entry is encoded once, in a block of `block` entries of its KV head; attention decodes blocks as it reads them.
-    The newest entries stay exact: `tail` of them, or a 32nd of what is stored where that is less, and those that do
-    not fill a block yet. Subclasses are dataclasses with these as fields, of which they may change the defaults.
+    An entry is encoded once, in a block of up to `block` entries of its KV head; attention decodes blocks as it reads
+    them. The newest entries stay exact: `tail` of them, or a 32nd of what is stored where that is less, and, of those
+    behind a prompt, what does not fill a block yet. Subclasses are dataclasses with these as fields, of which they may
+    change the defaults.
     """
 
     @property
     def tail(self) -> int:
         """Newest entries that stay exact, at most."""
-        return 128
+        return 64
 
     @property
     def sinks(self) -> int:

@@ -150,15 +150,17 @@ class SieveLayer(StoreLayer):
         self.state: dict[str, Any] = {}
         self.view: View | None = None
 
-    def encode(self, codec: Codec) -> None:
-        """Encode the entries that have left the newest ones."""
+    def encode(self, codec: Codec, *, ends_prompt: bool) -> None:
+        """Encode the entries that have left the newest ones; ends_prompt: in blocks that need not be full."""
         if isinstance(self.store, PackedStore):
-            self.store.settle()
-        elif (stored := max(self.store.lengths, default=0)) >= codec.newest(stored) + codec.block:
+            self.store.settle(ends_prompt=ends_prompt)
+            return
+        stored, least = max(self.store.lengths, default=0), codec.block // (2 if ends_prompt else 1)
+        if stored >= codec.newest(stored) + least:
             if self.view is not None:
                 assert isinstance(self.store, DenseStore)
                 self.view = PackedStore.numbered(self.view, self.store)
-            self.store = PackedStore.build(self.store, codec)
+            self.store = PackedStore.build(self.store, codec, ends_prompt=ends_prompt)
 
     def view_only(self, selection: Selection) -> None:
         """Let the turn's answer read what is selected, and what is stored from now on; nothing is dropped."""

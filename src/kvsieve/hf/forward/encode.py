@@ -8,6 +8,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.plans import Plan
 from kvsieve.roles import ProbingEvictor
+from kvsieve.types import Step
 
 
 def _chooses_late(plan: Plan) -> bool:
@@ -24,22 +25,22 @@ def decode_before(plan: Plan, layer: SieveLayer) -> None:
         layer.store = decoded(layer.store)
 
 
-def encode_after(plan: Plan, cache: SieveCache, index: int, *, reduced: bool, prompt: bool) -> None:
+def encode_after(plan: Plan, cache: SieveCache, index: int, step: Step, *, reduced: bool) -> None:
     """Encode what has left the newest entries.
 
     Args:
         plan: with a codec.
         cache: of the layer.
         index: of the layer, which has attended.
-        reduced: this was a pass in which the plan acts.
-        prompt: it is one over a prompt; until they act on it, evictors see exact entries.
+        step: the pass. Until they act on a prompt, evictors see exact entries.
+        reduced: the plan acts in it.
     """
     assert plan.codec is not None
-    if not reduced and prompt and plan.evict is not None:
+    if not reduced and step.phase == "prefill" and plan.evict is not None:
         return
-    layers = cache.sieve_layers
+    layers, ends = cache.sieve_layers, step.ends_prompt
     if not reduced or not _chooses_late(plan):
-        layers[index].encode(plan.codec)
+        layers[index].encode(plan.codec, ends_prompt=ends)
     elif index == max(layers):
         for layer in layers.values():
-            layer.encode(plan.codec)
+            layer.encode(plan.codec, ends_prompt=ends)

@@ -118,7 +118,7 @@ class Session:
         if reduces:
             self._reduce(index, layer, asked)
         if codec is not None:
-            encode_after(self.plan, self.cache, index, reduced=reduces, prompt=step.phase == "prefill")
+            encode_after(self.plan, self.cache, index, step, reduced=reduces)
         return out
 
     def _lend(self, index: int, layer: StoreLayer, key: Tensor, *, changes: bool) -> None:

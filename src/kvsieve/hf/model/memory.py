@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from kvsieve.budget import Budget, told_bytes
-from kvsieve.cache.base import MIN_ROOM, window_room
+from kvsieve.cache.base import window_room
 from kvsieve.cache.ragged import LANES
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.model.shapes import LayerShape, layer_shapes, meta_model
@@ -110,7 +111,9 @@ def fit(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> Plan:
     return dataclasses.replace(plan, **roles, unset=unset, filled=filled, name=plan.name)
 
 
-def layer_bytes(plan: Plan, shape: LayerShape, element_bytes: int, entries: float, *, most: bool = False) -> int:
+def layer_bytes(
+    plan: Plan, shape: LayerShape, element_bytes: int, entries: float, *, most: bool = False, aside: float = 0
+) -> int:
     """Bytes that one layer of a row's cache takes once a prompt is complete: keys, values, states, where entries stood.
 
     Room for tokens to come, and what a method remembers beside entries, are not among them.
@@ -120,6 +123,7 @@ def layer_bytes(plan: Plan, shape: LayerShape, element_bytes: int, entries: floa
         shape: of the layer.
         element_bytes: of one key or value element.
         entries: that each KV head keeps where the layer's KV grows.
+        aside: beside them, that the plan's `rest` keeps.
         most: as many as so many entries may take, where some that are not encoded yet take more than others.
     """
     evict, heads, kind = plan.evict, shape.heads, shape.kind
@@ -128,34 +132,53 @@ def layer_bytes(plan: Plan, shape: LayerShape, element_bytes: int, entries: floa
     if not kind.grows:
         return fixed + (kind.span - 1 + window_room(kind.span) if kind.span else 0) * entry
     if plan.codec is not None:
-        held = encoded_bytes(plan.codec, shape, entries, element_bytes, most=most)
-        return round(held + entries * heads * _INDEX_BYTES) + fixed
+        held = encoded_bytes(plan.codec, shape, entries, element_bytes, most=most, aside=aside)
+        return round(held + (entries + aside) * heads * _INDEX_BYTES + aside_bytes(plan, shape, aside)) + fixed
     stored = heads if evict is None else evict.stored_heads(heads, shape.query_heads)
     entry = entry * stored // heads
     if evict is not None and evict.traits.ragged:
         # Every head's bias tells which slots are its own; slots are rounded up to lanes.
         entry += stored * stored * element_bytes
         fixed += (LANES - 1) * entry // stored
-    return round(entry * entries) + fixed
+    return round(entry * entries + aside * heads * _INDEX_BYTES + aside_bytes(plan, shape, aside)) + fixed
 
 
-def encoded_bytes(codec: Codec, shape: LayerShape, entries: float, element_bytes: int, *, most: bool = False) -> float:
+def encoded_bytes(
+    codec: Codec, shape: LayerShape, entries: float, element_bytes: int, *, most: bool = False, aside: float = 0
+) -> float:
     """Bytes of the keys and values of one layer of a row, of which the codec leaves the newest exact.
 
-    most: as in `layer_bytes`.
+    most, aside: as in `layer_bytes`; of those aside the bytes are not counted.
     """
-    block, exact = codec.block, codec.sinks + codec.newest(int(entries))
-    encoded = max(0, (int(entries) - exact) // block * block)
+    exact: float = codec.sinks + codec.newest(int(entries + aside))
+    encoded, some = entries - exact, codec.block / 2
     if most:
-        encoded = max(0, int(entries) - exact - block + 1)
-    if encoded:
-        # What comes next has room already.
-        exact = round(entries) - encoded + min(MIN_ROOM, block)
-    else:
+        # Half a block may stay exact, and that of a KV head be filled the least.
+        exact, encoded = exact + min(encoded, some), encoded - some
+        return exact * shape.entry_elements * element_bytes + _blocks_bytes(codec, shape, encoded, codec.block - 1)
+    if encoded < some:
         return entries * shape.entry_elements * element_bytes
+    return exact * shape.entry_elements * element_bytes + _blocks_bytes(codec, shape, encoded)
+
+
+def aside_bytes(plan: Plan, shape: LayerShape, entries: float) -> float:
+    """Bytes of the keys and values of one layer of a row that are not chosen, as the plan's `rest` has them."""
+    return 0 if plan.rest is None else _blocks_bytes(plan.rest, shape, entries)
+
+
+def _blocks_bytes(codec: Codec, shape: LayerShape, entries: float, empty: int = 0) -> float:
+    """Bytes of entries in as few blocks as can be, and of `empty` places beside them, of each KV head."""
+    if entries <= 0:
+        return 0
+    blocks = math.ceil((entries + empty) / codec.block)
+    places = entries + empty if empty else blocks * math.ceil(entries / blocks)
+    tokens = places / blocks
     forms = zip(shape.dims, (codec.keys(shape.dims[0]), codec.values(shape.dims[1])), strict=True)
-    bits = sum(dim * form.bits_per_number(dim, block) for dim, form in forms)
-    return exact * shape.entry_elements * element_bytes + encoded * shape.heads * bits / 8
+    # Means of channels, and what they are divided by, are of a KV head.
+    return shape.heads * sum(
+        dim * (places * form.bits_per_number(dim, tokens) / 8 + _WIDE_BYTES * (form.centered + form.balanced))
+        for dim, form in forms
+    )
 
 
 def _first_size(plan: Plan) -> Budget:

@@ -51,7 +51,9 @@ def read_chunks(
     if cache.has_state:
         # Some models' recurrent layers compute a single token otherwise, and take one of padding for a true one.
         window, chunk = max(window, 2), None if chunk is None else max(chunk, 2)
-    ends, probed = chunk_ends(total, chunk, window), 0
+    # Padding at the left would move borders that are counted from there, and with them what is exact until when.
+    backwards = acting.codec is not None and acting.evict is None
+    ends, probed = chunk_ends(total, chunk, window, backwards=backwards), 0
     if acting.probes and acts:
         whole = torch.ones_like(input_ids) if mask is None else mask
         probed = tokens_to_probe(model, cache, whole)
@@ -103,10 +105,16 @@ def read_beginning(
             progress(last - start, end - start)
 
 
-def chunk_ends(total: int, chunk: int | None, window: int) -> list[int]:
-    """Tell where chunks of `chunk` tokens end; the last one holds at least `window` tokens when the prompt does."""
+def chunk_ends(total: int, chunk: int | None, window: int, *, backwards: bool = False) -> list[int]:
+    """Tell where chunks of `chunk` tokens end; the last one holds at least `window` tokens when the prompt does.
+
+    backwards: the first one is the shortest, and not the last.
+    """
     if chunk is None:
         return [total]
+    if backwards:
+        # A first token alone would do no harm here, but to recurrent layers.
+        return [*sorted(range(total - max(chunk, window), 1, -chunk)), total]
     return [end for end in range(chunk, total, chunk) if total - end >= min(window, total)] + [total]
 
 
