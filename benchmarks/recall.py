@@ -24,7 +24,7 @@ import torch
 
 import kvsieve
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
-from kvsieve.core.pages import page_softmax
+from kvsieve.core.page_weights import page_softmax
 from kvsieve.devices import auto_dtype
 from kvsieve.hf.shared import next_logits
 from kvsieve.methods import HSA, ExactTopK, Quest, SparQ

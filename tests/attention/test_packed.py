@@ -136,7 +136,7 @@ def fresh(monkeypatch, tmp_path):
 
 
 def made(folder) -> list[str]:
-    return sorted(path.name for path in (folder / "cache" / "kernels").iterdir())
+    return sorted(path.name for path in (folder / "cache" / "kernels").glob("*.so"))
 
 
 def pretended(folder, library: str) -> str:
@@ -156,7 +156,7 @@ def compiler(fresh, monkeypatch):
         pytest.skip("there is no C compiler")
     found = build.library
     monkeypatch.delenv("KVSIEVE_CACHE")
-    loaded = found().loaded
+    loaded = found("packed").loaded
     monkeypatch.setenv("KVSIEVE_CACHE", str(fresh / "cache"))
     monkeypatch.setenv("CC", pretended(fresh, loaded._name))
     return fresh
@@ -187,7 +187,7 @@ def test_without_kernels_there_is_a_reason_and_plain_torch(fresh, monkeypatch, v
 
 def test_processes_that_compile_at_once_do_not_meet(compiler):
     found: list[build.Library] = []
-    threads = [threading.Thread(target=lambda: found.append(build.library())) for _ in range(3)]
+    threads = [threading.Thread(target=lambda: found.append(build.library("packed"))) for _ in range(3)]
     for each in threads:
         each.start()
     for each in threads:
@@ -196,11 +196,16 @@ def test_processes_that_compile_at_once_do_not_meet(compiler):
 
 
 def test_a_file_is_for_one_processor_and_made_again_when_it_is_damaged(compiler, monkeypatch):
-    assert build.library().reason is None
+    before = build.library("packed")
+    assert before.reason is None and before.compiled
     (first,) = made(compiler)
-    monkeypatch.setattr(build, "_processor", lambda: "another")
-    assert build.library().reason is None and len(made(compiler)) == 2 and first in made(compiler)
+    # What it took is known to those who find it ready.
+    again = build.library("packed")
+    assert not again.compiled and again.seconds == pytest.approx(before.seconds, abs=0.01)
+    assert "compiled once in" in again.told
+    monkeypatch.setattr(build, "processor", lambda: "another")
+    assert build.library("packed").reason is None and len(made(compiler)) == 2 and first in made(compiler)
     damaged = compiler / "packed.so"
     damaged.write_bytes(b"half a libr")
-    assert build._loaded(os.environ["CC"], damaged).packed_attention
+    assert build._loaded(os.environ["CC"], build._FOLDER / "packed.c", damaged).loaded.packed_attention
     assert damaged.stat().st_size > 1000

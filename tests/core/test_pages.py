@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvsieve.core.kv_rows import DeviceLength, KVRows
-from kvsieve.core.pages import PageTable, best_entries, page_softmax
+from kvsieve.core.page_weights import best_entries, page_softmax
+from kvsieve.core.pages import PageTable
 
 
 def kv_rows(keys, size):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvsieve.core.kv_rows import DeviceLength
-from kvsieve.core.pages import page_softmax
+from kvsieve.core.page_weights import page_softmax
 from kvsieve.core.queries import query_mass
 from kvsieve.core.scoring import pooled_mass, window_mass, window_weights
 from kvsieve.core.softmax import softmax

@@ -10,7 +10,7 @@ import torch
 import kvsieve
 from kvsieve.attention import sparse_attention
 from kvsieve.core.kv_rows import KVRows, ReadFacts
-from kvsieve.core.pages import best_entries
+from kvsieve.core.page_weights import best_entries
 from kvsieve.errors import PlanError
 from kvsieve.methods import HSA, ExactTopK, PerTurn, Quest, RocketEviction, SnapKV, SparQ
 from kvsieve.methods.hsa import hsa_setting, stored_entries

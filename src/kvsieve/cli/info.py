@@ -179,10 +179,15 @@ def _device() -> dict[str, Any]:
             **_dtype(),
             "Triton kernels": kernels,
         }
-    from kvsieve.kernels.cpu.packed import reason as why_not_compiled
+    from kvsieve.kernels.cpu.build import library
 
     device = f"CPU, {torch.get_num_threads()} threads"
-    return {"device": device, **_dtype(), "C kernel": why_not_compiled() or "used for codecs"}
+    return {
+        "device": device,
+        **_dtype(),
+        "C kernel of codecs": library("packed").told,
+        "C kernel of readers": library("reading").told,
+    }
 
 
 def _dtype() -> dict[str, str]:

@@ -1,16 +1,12 @@
-"""Pages of consecutive entries: channel-wise bounds, kept up to date, and entries chosen by the weights of pages."""
+"""Pages of consecutive entries: channel-wise bounds, kept up to date."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.core.kv_rows import DeviceLength, KVRows
-from kvsieve.core.softmax import cap, softmax
-from kvsieve.types import AttentionTerms
 
 
 class PageTable:
@@ -117,6 +113,16 @@ class PageTable:
             return query @ bounds[:, 0], metadata_bytes
         return query.clamp(min=0) @ bounds[:, 0] + query.clamp(max=0) @ bounds[:, 1], metadata_bytes
 
+    @property
+    def buffer(self) -> Tensor:
+        """The table with its room, [X, halves, D, capacity]."""
+        assert self._table is not None
+        return self._table
+
+    def count_in(self) -> None:
+        """Count an entry that was taken into the buffer in place."""
+        self.size += 1
+
     def _count(self, kv_rows: KVRows) -> Tensor | None:
         """Pages that hold entries, where the length is on the device; else None."""
         return None if kv_rows.length is None else kv_rows.length.occupancy(self.page, self._pages(kv_rows.size)).count
@@ -200,97 +206,3 @@ class PageTable:
         self._table[:, 0, :, start:needed] = paged.amax(2).transpose(1, 2)
         if self.halves == 2:
             self._table[:, 1, :, start:needed] = paged.amin(2).transpose(1, 2)
-
-
-def largest(sizes: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest of `sizes` [..., D], the lower one of equals first: int64 [..., count]."""
-    return sizes.sort(dim=-1, descending=True, stable=True).indices[..., :count]
-
-
-def held_part(chosen: Tensor, query: Tensor) -> Tensor:
-    """Share of a query's size, the sum of |q|, that lies in its chosen channels: [..., 1], never quite 0.
-
-    SparQ's temperature divides by its root, and a group's channels may be 0 in one of its query heads.
-    """
-    tiny = torch.finfo(query.dtype).tiny
-    part, whole = (each.abs().sum(-1, keepdim=True) for each in (chosen, query))
-    return (part / whole.clamp_min(tiny)).clamp_min(tiny)
-
-
-def page_softmax(
-    scores: Tensor,
-    size: int,
-    page: int,
-    length: DeviceLength | None = None,
-    terms: AttentionTerms | None = None,
-) -> Tensor:
-    """Softmax over entries that all have the score of their page.
-
-    Args:
-        scores: [..., pages]; written to.
-        size: entries in all.
-        page: entries per page.
-        length: entries that exist, where the device knows; pages beyond the end get 0.
-        terms: cap and sinks [...] of the layer's attention; None for neither.
-
-    Returns:
-        `page` times the weight of one entry of each page, [..., pages].
-    """
-    scores = cap(scores, terms)
-    # A page counts once, not as often as it has entries, and so must a sink.
-    sinks = None if terms is None or terms.sinks is None else terms.sinks[..., None] - math.log(page)
-    if length is not None:
-        part = length.occupancy(page, scores.shape[-1]).part.to(scores.dtype)
-        return softmax(scores + part.log(), sinks) / part.clamp_min(1 / page)
-    short = size % page
-    if not short:
-        return softmax(scores, sinks)
-    scores = scores.clone()
-    scores[..., -1] += math.log(short / page)
-    weights = softmax(scores, sinks)
-    weights[..., -1] *= page / short
-    return weights
-
-
-def best_entries(
-    weights: Tensor, size: int, page: int, count: int, newest: bool, length: DeviceLength | None = None
-) -> Tensor:
-    """Choose the entries of the pages with the highest weights.
-
-    Of the last page that is needed, its first entries are taken; which of two pages of equal weight, torch decides.
-
-    Args:
-        weights: [..., pages]; written to.
-        size: entries in all.
-        page: entries per page.
-        count: entries to choose.
-        newest: take the last page whatever it weighs, but no more than its newest entries that make up half of `count`
-            (at least one), so that the weights count however long pages are.
-        length: entries that exist, at least `count`, where the device knows; None for `size`.
-
-    Returns:
-        int64 [..., count].
-    """
-    pages, end = weights.shape[-1], size if length is None else length.count
-    if length is not None:
-        weights.masked_fill_(length.occupancy(page, pages).hidden, float("-inf"))
-    if page == 1:
-        if newest and length is not None:
-            weights.index_fill_(-1, length.occupancy(page, pages).newest, float("inf"))
-        elif newest:
-            weights[..., -1] = float("inf")
-        return weights.topk(count, dim=-1).indices
-    # One more than needed, because the newest page may be short, or be taken without this.
-    best = weights.topk(min(pages, -(-count // page) + 1), dim=-1).indices
-    entries = (best[..., None] * page + torch.arange(page, device=best.device)).flatten(-2)
-    if newest:
-        most, short = max(min(count // 2, page), 1), (end - 1) % page + 1
-        last = end - 1 - torch.arange(most, device=best.device)
-        # Those that are taken anyway, the newest page or the end of it, compete no more.
-        end = end - (short.clamp(max=most) if isinstance(short, Tensor) else min(short, most))
-        real = torch.cat([(last >= end).expand(*entries.shape[:-1], -1), entries < end], -1)
-        entries = torch.cat([last.expand(*entries.shape[:-1], -1), entries], -1)
-    else:
-        real = entries < end
-    order = real.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :count]
-    return entries.gather(-1, order)

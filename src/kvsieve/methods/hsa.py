@@ -23,7 +23,8 @@ from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
-from kvsieve.core.pages import PageTable, best_entries, held_part, largest, page_softmax
+from kvsieve.core.page_recipe import PageRecipe, page_table
+from kvsieve.core.page_weights import best_entries, held_part, largest, page_softmax
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
@@ -68,6 +69,9 @@ class HSA(BudgetReader, static_shapes=True):
             stored = stored_entries(facts.length, facts.new_tokens, tokens)
         return hsa_setting(stored, tokens, facts.dim)
 
+    def recipe(self, setting: Setting) -> PageRecipe | None:
+        return PageRecipe(setting.page, setting.count, self.newest, setting.channels)
+
     def choose(
         self,
         query: Tensor,
@@ -77,7 +81,7 @@ class HSA(BudgetReader, static_shapes=True):
         setting: Setting,
         terms: AttentionTerms | None = None,
     ) -> Choice:
-        table = state.setdefault("pages", PageTable(setting.page))
+        table = page_table(state, setting.page)
         table.update(kv_rows)
         query = query.to(score_dtype(query.dtype))
         channels = largest(query.abs().sum(1), setting.channels)

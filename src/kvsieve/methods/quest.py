@@ -21,7 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
-from kvsieve.core.pages import PageTable, best_entries, page_softmax
+from kvsieve.core.page_recipe import PageRecipe, page_table
+from kvsieve.core.page_weights import best_entries, page_softmax
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_int
@@ -68,6 +69,9 @@ class Quest(BudgetReader, static_shapes=True):
                 "budget="
             )
 
+    def recipe(self, setting: Setting) -> PageRecipe | None:
+        return None if self.per_query_head else PageRecipe(setting.page, setting.count, self.newest)
+
     def choose(
         self,
         query: Tensor,
@@ -77,7 +81,7 @@ class Quest(BudgetReader, static_shapes=True):
         setting: Setting,
         terms: AttentionTerms | None = None,
     ) -> Choice:
-        table = state.setdefault("pages", PageTable(setting.page))
+        table = page_table(state, setting.page)
         table.update(kv_rows)
         weights, metadata_bytes = table.bound(query.to(score_dtype(query.dtype)) * scale, kv_rows)
         # A cap bends bounds as it bends logits, so they stay bounds, and each query head's order as it is.

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
-from kvsieve.core.pages import PageTable, best_entries, held_part, largest, page_softmax
+from kvsieve.core.page_recipe import PageRecipe, page_table, value_mean
+from kvsieve.core.page_weights import best_entries, held_part, largest, page_softmax
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.registry import register_method
@@ -50,6 +51,11 @@ class SparQ(BudgetReader, static_shapes=True):
         channels = facts.dim * tokens // (facts.length + facts.new_tokens)
         return Setting(tokens, tokens // 2, 1, min(max(channels, 1), facts.dim))
 
+    def recipe(self, setting: Setting) -> PageRecipe | None:
+        if self.per_query_head:
+            return None
+        return PageRecipe(1, setting.count, self.newest, setting.channels, blend=self.mean_value)
+
     def choose(
         self,
         query: Tensor,
@@ -59,7 +65,7 @@ class SparQ(BudgetReader, static_shapes=True):
         setting: Setting,
         terms: AttentionTerms | None = None,
     ) -> Choice:
-        table = state.setdefault("pages", PageTable(1))
+        table = page_table(state, 1)
         table.update(kv_rows)
         count, groups = min(setting.count, kv_rows.size), query.shape[1]
         query = query.to(score_dtype(query.dtype))
@@ -87,40 +93,5 @@ class SparQ(BudgetReader, static_shapes=True):
                 # Shares among entries alone.
                 estimates = estimates / estimates.sum(-1, keepdim=True).clamp_min(torch.finfo(estimates.dtype).tiny)
             held = estimates.gather(2, entries if self.per_query_head else entries[:, None].expand(-1, groups, -1))
-            blend = held.sum(-1), state.setdefault("values", _Mean()).update(kv_rows, query.dtype)
+            blend = held.sum(-1), value_mean(state).update(kv_rows, query.dtype)
         return Choice(entries, blend, metadata_bytes)
-
-
-class _Mean:
-    """The mean of all values so far."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self.sum = torch.zeros(())
-        # Bytes of a number of the values.
-        self._item = 0
-
-    def update(self, kv_rows: KVRows, dtype: torch.dtype) -> Tensor:
-        """[X, Dv], with the values that have been stored since; see PageTable.update."""
-        if kv_rows.length is not None:
-            return self.sum.add_(kv_rows.values_at(kv_rows.newest())[:, 0].to(dtype)) / kv_rows.length.count
-        self._item = kv_rows.values.element_size()
-        new = kv_rows.values_at(kv_rows.span(self.size, kv_rows.size)).to(dtype).sum(1)
-        self.sum = self.sum.add_(new) if self.size else new
-        self.size = kv_rows.size
-        return self.sum / self.size
-
-    def make_room(self, entries: int) -> None:
-        pass
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.sum,)
-
-    def accumulators(self) -> tuple[Tensor, ...]:
-        return (self.sum,)
-
-    def all_tensors(self) -> tuple[Tensor, ...]:
-        return self.tensors()
-
-    def update_bytes(self, before: int, after: int) -> int:
-        return self.sum.numel() * (after - before) * self._item

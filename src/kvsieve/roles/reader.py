@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
+    from kvsieve.core.page_recipe import PageRecipe
     from kvsieve.types import AttentionTerms
 
 
@@ -61,6 +62,13 @@ class Reader(Role):
             setting: what `setting` returned.
             terms: cap and sinks [X, G] of the layer's attention, for what weights are estimated; None for neither.
         """
+
+    def recipe(self, setting: Any) -> PageRecipe | None:
+        """Tell as data how `choose` chooses, for compiled code that does it and attends at once; None where it cannot.
+
+        Both must choose the same entries, up to ties.
+        """
+        return None
 
     def granularity(self, setting: Any) -> int:
         """Entries that one unit of what it looks at stands for, such as those of a page."""

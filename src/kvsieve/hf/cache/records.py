@@ -31,6 +31,7 @@ class Reads:
         upkeep_bytes: bytes read to make and renew what they are chosen by.
         sparse: reads that took less than everything.
         whole_bytes: bytes that reading all entries would have taken.
+        not_compiled: why the last sparse read was torch's operations; None where it was one compiled call.
     """
 
     tokens: int = 0
@@ -40,6 +41,7 @@ class Reads:
     sparse: int = 0
     upkeep_bytes: int = 0
     whole_bytes: int = 0
+    not_compiled: str | None = None
 
     @property
     def all_bytes(self) -> int:

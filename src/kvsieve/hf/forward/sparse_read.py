@@ -6,11 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.attention import dense_attention, packed_attention, ragged_attention, sparse_attention
+from kvsieve.attention import (
+    CompiledReading,
+    dense_attention,
+    packed_attention,
+    ragged_attention,
+    sparse_attention,
+    why_not_compiled,
+)
 from kvsieve.attention.blocked import single_query_attention
 from kvsieve.cache import PackedStore, RaggedStore, RowGroups, group_rows
 from kvsieve.core.kv_rows import Choice, DeviceLength, IncrementalMetadata, KVRows, ReadFacts
@@ -37,11 +45,12 @@ def read_token(
     reading = reading_of(reader, cache, layer, index, num_layers)
     store, reads = layer.store, cache.turn.record.reads
     if reading is not None:
-        out, choices = reading.attend(store, asked)
-        for group, choice in zip(reading.grouped.groups, choices, strict=True):
-            if choice is not None:
-                size = reading.grouped.entries(store, group)
-                group.cost = choice.entries.numel(), choice.metadata_bytes, size
+        compiled = reading.compiled(asked, store)
+        if compiled is not None:
+            out = compiled.attend(asked.query, store, asked.scale, asked.terms)
+        else:
+            out = reading.attend_and_cost(store, asked)
+        reads.not_compiled = reading.why_not_compiled
         reading.count(store, reads)
         return out
     count_all(store, reads)
@@ -56,11 +65,53 @@ def read_token(
 
 @dataclass
 class Reading:
-    """A token's way of reading a layer's KV rows, group by group. whole: which groups it reads all of."""
+    """A way of reading a layer's KV rows, group by group.
+
+    Attributes:
+        reader: the plan's.
+        grouped: the KV rows.
+        whole: which groups it reads all of.
+        why_not_compiled: why torch's operations read; None where one compiled call does.
+    """
 
     reader: Reader | None
     grouped: RowGroups
     whole: tuple[bool, ...]
+    why_not_compiled: str | None = "nothing was read"
+    _compiled: CompiledReading | None = None
+
+    def compiled(self, asked: Asked, store: LayerStore) -> CompiledReading | None:
+        """Return what reads the KV rows by one compiled call; None where it cannot, or gradients are wanted."""
+        if torch.is_grad_enabled() and asked.query.requires_grad:
+            self.why_not_compiled = "gradients are on"
+            return None
+        if self._compiled is None and self.why_not_compiled is not None:
+            groups, reader = self.grouped.groups, self.reader
+            recipes = [
+                None if all_of_it or reader is None else reader.recipe(group.setting)
+                for group, all_of_it in zip(groups, self.whole, strict=True)
+            ]
+            sparse = [each for each, all_of_it in zip(recipes, self.whole, strict=True) if not all_of_it]
+            self.why_not_compiled = why_not_compiled(asked.query, store, sparse)
+            if self.why_not_compiled is not None:
+                return None
+            self._compiled = CompiledReading(store, self.grouped, recipes, asked.query.shape[1])
+            keys = store.buffers()[0]
+            for group, recipe in zip(groups, recipes, strict=True):
+                if recipe is not None:
+                    size, rows = self.grouped.entries(store, group), len(group.row)
+                    looked_at = recipe.metadata_bytes(rows, size, store.dims[0], keys.element_size())
+                    group.cost = rows * min(recipe.count, size), looked_at, size
+        return self._compiled
+
+    def attend_and_cost(self, store: LayerStore, asked: Asked) -> Tensor:
+        """Attend by torch's operations, and note what reading the groups has cost: [B, Hq, 1, Dv]."""
+        out, choices = self.attend(store, asked)
+        for group, choice in zip(self.grouped.groups, choices, strict=True):
+            if choice is not None:
+                size = self.grouped.entries(store, group)
+                group.cost = choice.entries.numel(), choice.metadata_bytes, size
+        return out
 
     def attend(
         self,
@@ -125,16 +176,21 @@ def reading_of(
     reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: int, num_layers: int, coming: int = 0
 ) -> Reading | None:
     """Return how a token will read what is stored and `coming` tokens more; None where that is simply everything."""
-    grouped = _grouped(reader, cache, layer, index, num_layers)
-    if grouped is None:
+    known = _known(reader, cache, layer, index, num_layers)
+    if known is None:
         return None
+    grouped = known.grouped
     sizes = [grouped.entries(layer.store, group) + coming for group in grouped.groups]
     whole = tuple(
         reader is None or group.setting is None or reader.reads_all(group.setting, size)
         for group, size in zip(grouped.groups, sizes, strict=True)
     )
     # Where there is no view, KV rows are all that is stored.
-    return None if layer.view is None and all(whole) else Reading(reader, grouped, whole)
+    if layer.view is None and all(whole):
+        return None
+    if known.reading is None or known.reading.whole != whole:
+        known.reading = Reading(reader, grouped, whole)
+    return known.reading
 
 
 def count_all(store: LayerStore, reads: Reads) -> None:
@@ -158,9 +214,7 @@ def _read_whole(query: Tensor, kv_rows: KVRows, scale: float, terms: AttentionTe
     return F.scaled_dot_product_attention(query[:, None], keys, values, attn_mask=real, scale=scale)[:, 0]
 
 
-def _grouped(
-    reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: int, num_layers: int
-) -> RowGroups | None:
+def _known(reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: int, num_layers: int) -> _Known | None:
     """The layer's KV rows, as they were grouped when this turn's answer began; None without reader and view."""
     store = layer.store
     if reader is None and layer.view is None:
@@ -168,8 +222,8 @@ def _grouped(
     lengths, turn = cache.conversation.prompt_lengths, cache.turn
     told = (reader, turn.number, lengths, turn.new_tokens)
     before = store.derived.get("kv_rows")
-    if before is not None and before.told == told and before.view is layer.view:
-        return before.grouped
+    if isinstance(before, _Known) and before.told == told and before.view is layer.view:
+        return before
     settings: list[Any] = [None] * len(lengths)
     if reader is not None:
         dim = store.dims[0]
@@ -177,16 +231,16 @@ def _grouped(
         settings = [reader.setting(each) for each in facts]
     if layer.view is None and all(setting is None for setting in settings):
         return None
-    grouped = group_rows(store, layer.view, settings)
-    store.derived["kv_rows"] = _Known(told, layer.view, grouped)
-    return grouped
+    known = store.derived["kv_rows"] = _Known(told, layer.view, group_rows(store, layer.view, settings))
+    return known
 
 
 class _Known:
-    """Grouped KV rows, and what they were grouped by."""
+    """Grouped KV rows, what they were grouped by, and how they were read last."""
 
     def __init__(self, told: tuple[object, ...], view: object, grouped: RowGroups) -> None:
         self.told, self.view, self.grouped = told, view, grouped
+        self.reading: Reading | None = None
 
     def all_tensors(self) -> Iterator[Tensor]:
         return self.grouped.all_tensors()

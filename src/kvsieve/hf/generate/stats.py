@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvsieve.attention.paged import compile_seconds
 from kvsieve.cache import PackedStore
 from kvsieve.cache.base import storage_bytes
 from kvsieve.display import html_table, mebibytes, percent
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
-from kvsieve.hf.cache.records import Passes
+from kvsieve.hf.cache.records import Passes, Reads
 from kvsieve.hf.cache.states import EmptyLayer, StateLayer
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.generate.acted import entries_after_prompt, what_ran
@@ -72,12 +73,17 @@ class Decoding:
         reason: why it was not the one asked for, else None.
         captures: how often a pass was recorded or compiled.
         capture_s: the seconds that took.
+        reading: how entries that a reader had chosen were read: "compiled", or "torch" and why; None where none were.
+        compile_s: seconds that compiling C code for it took in this process; 0 where it lay ready, as it does in every
+            process but a machine's first.
     """
 
     engine: str
     reason: str | None
     captures: int
     capture_s: float
+    reading: str | None = None
+    compile_s: float = 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -215,7 +221,7 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
         report=record.report,
         traffic=_traffic(cache),
         storage=_storage(cache),
-        decoding=_decoding(model.engine, record.passes),
+        decoding=_decoding(model.engine, record.passes, record.reads),
         compressed_layers=compressed,
         kv_share=round(share, 4),
         growing_layers=list(cache.sieve_layers),
@@ -237,12 +243,20 @@ def _codec(plan: Plan, cache: SieveCache) -> str | None:
     return f"{type(codec).__name__} at {bits:.2f} bits a number"
 
 
-def _decoding(engine: Engine, passes: Passes) -> Decoding:
+def _decoding(engine: Engine, passes: Passes, reads: Reads) -> Decoding:
     asked, refusal = engine.asked, engine.refusal
     failed = passes.eager > passes.fixed or (refusal is not None and not passes.fixed)
     ran = "eager" if failed else asked
     reason = None if ran == asked else refusal or passes.reason
-    return Decoding(ran, reason, passes.captures, passes.capture_s)
+    if not reads.sparse:
+        return Decoding(ran, reason, passes.captures, passes.capture_s)
+    if passes.fixed > passes.eager:
+        reading, seconds = f"torch: passes of fixed shapes ({ran})", 0.0
+    elif reads.not_compiled is not None:
+        reading, seconds = f"torch: {reads.not_compiled}", 0.0
+    else:
+        reading, seconds = "compiled", compile_seconds()
+    return Decoding(ran, reason, passes.captures, passes.capture_s, reading, seconds)
 
 
 def _traffic(cache: SieveCache) -> Traffic | None:

@@ -10,9 +10,13 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
+from typing import Literal
 
 import torch
+
+Name = Literal["packed", "reading"]
 
 # Sums may be taken in any order, which lets the compiler use vectors; nothing else of IEEE arithmetic is given up.
 _FLAGS = (
@@ -25,19 +29,35 @@ _FLAGS = (
     "-fno-signed-zeros",
     "-fassociative-math",
 )
-_SOURCE = Path(__file__).parent / "packed.c"
+_FOLDER = Path(__file__).parent
 
 
 class Library:
-    """The compiled kernels, or why there are none. reason: None where there are."""
+    """Compiled kernels, or why there are none.
 
-    def __init__(self, loaded: ctypes.CDLL | None, reason: str | None) -> None:
-        self.loaded, self.reason = loaded, reason
+    Attributes:
+        loaded: the library; None where there is none.
+        reason: why not; None where there is one.
+        seconds: what compiling it took, whichever process did it; None where that is not known.
+        compiled: True where this process compiled it, False where it lay ready.
+    """
+
+    def __init__(
+        self, loaded: ctypes.CDLL | None, reason: str | None, seconds: float | None = None, compiled: bool = False
+    ) -> None:
+        self.loaded, self.reason, self.seconds, self.compiled = loaded, reason, seconds, compiled
+
+    @property
+    def told(self) -> str:
+        """Tell for people whether it is used, and what it has cost once."""
+        if self.reason is not None:
+            return f"not used, {self.reason}"
+        return "used" if self.seconds is None else f"used, compiled once in {self.seconds:.1f} s"
 
 
 @functools.cache
-def library() -> Library:
-    """Load the kernels, compiling them first where that has not been done: a second or two, once per machine.
+def library(name: Name) -> Library:
+    """Load the kernels of one source, compiling them first where that has not been done: seconds, once per machine.
 
     The file lies in ``KVSIEVE_CACHE``, or in kvsieve's folder of the user's cache. ``KVSIEVE_KERNELS=0`` switches them
     off.
@@ -47,10 +67,12 @@ def library() -> Library:
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     if compiler is None:
         return Library(None, "there is no C compiler: install gcc")
-    told = "\n".join((_SOURCE.read_text(), *_FLAGS, compiler, platform.machine(), _processor(), torch.__version__))
-    path = _folder() / f"packed-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
+    source = _FOLDER / f"{name}.c"
+    texts = source.read_text(), (_FOLDER / "common.h").read_text()
+    told = "\n".join((*texts, *_FLAGS, compiler, platform.machine(), processor(), torch.__version__))
+    path = cache_folder() / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
     try:
-        return Library(_loaded(compiler, path), None)
+        return _loaded(compiler, source, path)
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         return Library(
@@ -58,25 +80,37 @@ def library() -> Library:
         )
 
 
-def _loaded(compiler: str, path: Path) -> ctypes.CDLL:
+def _loaded(compiler: str, source: Path, path: Path) -> Library:
+    times = path.with_suffix(".seconds")
     if path.exists():
         try:
-            return ctypes.CDLL(str(path))
+            return Library(ctypes.CDLL(str(path)), None, _number_in(times))
         except OSError:
             # A damaged file, or one made where there is another C library.
             pass
-    _compile(compiler, path)
-    return ctypes.CDLL(str(path))
+    began = time.perf_counter()
+    _compile(compiler, source, path)
+    seconds = time.perf_counter() - began
+    times.write_text(f"{seconds:.2f}\n")
+    return Library(ctypes.CDLL(str(path)), None, seconds, compiled=True)
 
 
-def _folder() -> Path:
+def _number_in(path: Path) -> float | None:
+    try:
+        return float(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is made once per machine."""
     given = os.environ.get("KVSIEVE_CACHE")
     if given:
         return Path(given) / "kernels"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvsieve" / "kernels"
 
 
-def _processor() -> str:
+def processor() -> str:
     """Features of the processor, by which ``-march=native`` goes."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -85,13 +119,13 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, source: Path, path: Path) -> None:
     """Compile to a file of its own first: processes that do so at once do not meet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made, out = f"{folder}/packed.o", f"{folder}/packed.so"
+        made, out = f"{folder}/kernels.o", f"{folder}/kernels.so"
         run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=300)
-        run([compiler, *_FLAGS, "-c", str(_SOURCE), "-o", made])
+        run([compiler, *_FLAGS, "-c", str(source), "-o", made])
         # OpenMP comes from torch, whose threads they then are; a library of its own would have others.
         run([compiler, "-shared", made, "-o", out, "-lm"])
         try:

@@ -4,11 +4,11 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include "common.h"
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
 // Entries decoded at a time; lanes of a vector. Compilers without so wide ones take several.
 #define FEW 16
 typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
@@ -80,24 +80,6 @@ INLINE void look_up(const float *restrict levels, int bits, int dim, float *rest
 #endif
     for (int j = 0; j < dim; j++) x[j] = levels[(int)x[j]];
 }
-
-// exp of x <= 0, to a few units in the last place.
-static inline float exp_of(float x) {
-    x = x < -87.0f ? -87.0f : x;
-    float n = floorf(x * 1.44269504088896341f + 0.5f);
-    float r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    float y = 1.9875691500e-4f;
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    union { int32_t i; float f; } two = {((int32_t)n + 127) << 23};
-    return y * two.f;
-}
-
 
 // Lane t of the result: the sum of all lanes of v[t].
 INLINE Lanes sums_of(const Lanes *v) {

@@ -105,7 +105,7 @@ class AskedExact:
 
 def reason() -> str | None:
     """Reason why the kernel does not run on this machine; None where it does."""
-    return library().reason
+    return library("packed").reason
 
 
 def attend(
@@ -215,7 +215,7 @@ def _rows(part: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel() -> Callable[..., Any]:
-    loaded = library().loaded
+    loaded = library("packed").loaded
     assert loaded is not None
     run = loaded.packed_attention
     run.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p)

@@ -1,0 +1,144 @@
+"""Sparse reading by one compiled call per layer: entries are chosen by pages, gathered and attended to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache import DenseStore, LayerStore, RaggedStore, RowGroups
+from kvsieve.core.page_recipe import PageRecipe, page_table, value_mean
+from kvsieve.kernels.cpu import reading as native
+from kvsieve.types import AttentionTerms
+
+
+def why_not_compiled(query: Tensor, store: LayerStore, recipes: Sequence[PageRecipe | None]) -> str | None:
+    """Reason why KV rows of a store are read by torch's operations; None where the compiled call reads them.
+
+    Args:
+        query: of the token.
+        store: where they lie.
+        recipes: of each group of KV rows that is not read whole; None for a way of choosing that is not told as data.
+    """
+    if not isinstance(store, (DenseStore, RaggedStore)):
+        return "entries are encoded"
+    keys, values, _ = store.buffers()
+    if keys.device.type != "cpu":
+        return f"on {keys.device.type}"
+    if keys.dtype not in native.DTYPES or values.dtype != keys.dtype:
+        return f"in {keys.dtype}"
+    if query.dtype != keys.dtype:
+        return f"queries are in {query.dtype}, keys in {keys.dtype}"
+    if any(each is None for each in recipes):
+        return "the reader chooses in a way that is not compiled"
+    return native.built().reason
+
+
+def compile_seconds() -> float:
+    """Seconds that compiling took in this process; 0 where what was compiled lay ready."""
+    built = native.built()
+    return built.seconds if built.compiled and built.seconds is not None else 0.0
+
+
+class CompiledReading:
+    """A layer's KV rows as the compiled call reads them, group by group as they were grouped.
+
+    Args:
+        store: where they lie; asked again at every reading, since its buffers may be replaced.
+        grouped: the KV rows.
+        recipes: of each group, None where all of it is read.
+        query_heads: of the layer.
+    """
+
+    def __init__(
+        self, store: LayerStore, grouped: RowGroups, recipes: Sequence[PageRecipe | None], query_heads: int
+    ) -> None:
+        keys = store.buffers()[0]
+        self.grouped, self.recipes = grouped, tuple(recipes)
+        self._groups = query_heads // grouped.heads
+        total = sum(len(group.row) for group in grouped.groups)
+        newest = any(each is not None and each.newest for each in recipes)
+        self._job = native.RowJob(total, self._groups, *store.dims, newest=newest, dtype=keys.dtype)
+        self._where: tuple[int, int, int] | None = None
+        # Of each group: its first KV row here, and where its table and its sums lie.
+        self._starts = [sum(len(group.row) for group in grouped.groups[:at]) for at in range(len(grouped.groups))]
+        self._tables: list[tuple[int, int, bool] | None] = [None] * len(grouped.groups)
+        self._fill()
+
+    def attend(self, query: Tensor, store: LayerStore, scale: float, terms: AttentionTerms | None) -> Tensor:
+        """Attention of one token whose entry is stored: query [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
+        batch, query_heads = query.shape[:2]
+        self._follow(store)
+        for at, recipe in enumerate(self.recipes):
+            if recipe is not None:
+                self._take_in(at, recipe, store)
+        sinks, cap = None, None if terms is None else terms.softcap
+        if terms is not None and terms.sinks is not None:
+            sinks = terms.per_kv_row(batch, self.grouped.heads).sinks
+            assert sinks is not None
+            sinks = sinks.float().contiguous()
+        more = (store.size - self.grouped.stored) // self.grouped.stride
+        return self._job.run(query.contiguous(), more, scale, cap, sinks).view(batch, query_heads, 1, -1)
+
+    def _fill(self) -> None:
+        """Tell what stays as it is while an answer is read."""
+        for start, group, recipe in zip(self._starts, self.grouped.groups, self.recipes, strict=True):
+            numbers = range(len(group.row)) if group.kv_rows is None else group.kv_rows.tolist()
+            body = group.body
+            if body is not None and not body.is_contiguous():
+                body = group.body = body.contiguous()
+            for at, (number, tail) in enumerate(zip(numbers, group.tail.tolist(), strict=True)):
+                row = self._job.rows[start + at]
+                row.number, row.tail, row.stride, row.size = number, tail, self.grouped.stride, group.size
+                if body is not None:
+                    row.kept, row.body = body.shape[1], body[at].data_ptr()
+                if recipe is not None:
+                    row.page, row.channels, row.count = recipe.page, recipe.channels, recipe.count
+
+    def _follow(self, store: LayerStore) -> None:
+        """Tell where keys and values lie, where that is not as before."""
+        keys, values, _ = store.buffers()
+        where = keys.data_ptr(), values.data_ptr(), store.capacity
+        if where == self._where:
+            return
+        self._where = where
+        for start, group in zip(self._starts, self.grouped.groups, strict=True):
+            for at, row in enumerate(group.row.tolist()):
+                told = self._job.rows[start + at]
+                for name, buffer in (("keys", keys), ("values", values)):
+                    step = store.capacity * buffer.shape[-1] * buffer.element_size()
+                    setattr(told, name, buffer.data_ptr() + row * step)
+
+    def _take_in(self, at: int, recipe: PageRecipe, store: LayerStore) -> None:
+        """See to it that what a group remembers lacks the newest entry at most, and has room for it."""
+        group = self.grouped.groups[at]
+        size = self.grouped.entries(store, group)
+        table = page_table(group.state, recipe.page)
+        mean = value_mean(group.state) if recipe.blend else None
+        take = table.size == size - 1 and (mean is None or mean.size == size - 1)
+        if take:
+            table.make_room(size)
+            table.count_in()
+            if mean is not None:
+                mean.count_in()
+        else:
+            kv_rows = self.grouped.kv_rows(store, group)
+            table.update(kv_rows)
+            if mean is not None:
+                mean.update(kv_rows, torch.float32)
+        told = table.buffer.data_ptr(), 0 if mean is None else mean.sum.data_ptr(), take
+        if told != self._tables[at]:
+            self._tables[at] = told
+            self._address(at, table.buffer, None if mean is None else mean.sum, take)
+
+    def _address(self, at: int, table: Tensor, total: Tensor | None, take: bool) -> None:
+        step = table.stride(0) * table.element_size()
+        for number in range(len(self.grouped.groups[at].row)):
+            row = self._job.rows[self._starts[at] + number]
+            row.table, row.capacity, row.take = table.data_ptr() + number * step, table.shape[-1], take
+            if total is not None:
+                row.sum = total.data_ptr() + number * total.stride(0) * total.element_size()
+
+
+__all__ = ["CompiledReading", "compile_seconds", "why_not_compiled"]

@@ -1,0 +1,98 @@
+"""Ways of choosing by pages that are told as data, so that compiled code can follow them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.core.kv_rows import KVRows
+from kvsieve.core.pages import PageTable
+
+
+@dataclass(frozen=True)
+class PageRecipe:
+    """Pages are scored, softmax weights of a KV row's query heads summed, and the best entries read by all of them.
+
+    What it chooses is what `PageTable`, `page_softmax` and `best_entries` do.
+
+    Attributes:
+        page: entries per page.
+        count: entries read.
+        newest: the newest page is always among them; see `best_entries`.
+        channels: channels that are looked at, those in which the queries are largest, at SparQ's temperature, and of
+            each the bound by the sign of the queries' sum; 0 for upper bounds over all channels.
+        blend: the attention that the entries are estimated not to hold goes to the mean of all values; for pages of one
+            entry.
+    """
+
+    page: int
+    count: int
+    newest: bool
+    channels: int = 0
+    blend: bool = False
+
+    def metadata_bytes(self, kv_rows: int, size: int, dim: int, itemsize: int) -> int:
+        """Bytes of bounds that are looked at.
+
+        Args:
+            kv_rows: KV rows.
+            size: entries of each.
+            dim: channels of a key.
+            itemsize: bytes of a number.
+        """
+        channels = self.channels or (1 if self.page == 1 else 2) * dim
+        return kv_rows * channels * -(-size // self.page) * itemsize
+
+
+def page_table(state: dict[str, Any], page: int) -> PageTable:
+    """Return the page table in the scratch of some KV rows, a new one the first time."""
+    table: PageTable = state.setdefault("pages", PageTable(page))
+    return table
+
+
+def value_mean(state: dict[str, Any]) -> ValueMean:
+    """Return the mean of values in the scratch of some KV rows, a new one the first time."""
+    mean: ValueMean = state.setdefault("values", ValueMean())
+    return mean
+
+
+class ValueMean:
+    """The mean of all values so far."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.sum = torch.zeros(())
+        # Bytes of a number of the values.
+        self._item = 0
+
+    def update(self, kv_rows: KVRows, dtype: torch.dtype) -> Tensor:
+        """[X, Dv], with the values that have been stored since; see PageTable.update."""
+        if kv_rows.length is not None:
+            return self.sum.add_(kv_rows.values_at(kv_rows.newest())[:, 0].to(dtype)) / kv_rows.length.count
+        self._item = kv_rows.values.element_size()
+        new = kv_rows.values_at(kv_rows.span(self.size, kv_rows.size)).to(dtype).sum(1)
+        self.sum = self.sum.add_(new) if self.size else new
+        self.size = kv_rows.size
+        return self.sum / self.size
+
+    def count_in(self) -> None:
+        """Count an entry that was added to the sum in place."""
+        self.size += 1
+
+    def make_room(self, entries: int) -> None:
+        pass
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.sum,)
+
+    def accumulators(self) -> tuple[Tensor, ...]:
+        return (self.sum,)
+
+    def all_tensors(self) -> tuple[Tensor, ...]:
+        return self.tensors()
+
+    def update_bytes(self, before: int, after: int) -> int:
+        return self.sum.numel() * (after - before) * self._item

@@ -1,0 +1,115 @@
+"""Calling the C kernel that reads sparsely: it chooses entries of KV rows, gathers them and attends, in one call."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from ctypes import Array, Structure, addressof, byref, c_float, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kvsieve.kernels.cpu.build import Library, library
+
+DTYPES = (torch.float32, torch.bfloat16)
+# Scratch of each Python thread, which all layers share: several may generate at once.
+_OWN = threading.local()
+
+
+class RowFields(Structure):
+    """A KV row, as the kernel knows it; reading.c tells what the fields are."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values", "body", "table", "sum")),
+        *((name, c_int64) for name in ("kept", "tail", "stride", "size", "capacity")),
+        *((name, c_int64) for name in ("page", "channels", "count", "take", "number")),
+    )
+
+
+class _JobFields(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("query", "out", "sinks", "rows")),
+        ("scratch", c_void_p),
+        *((name, c_int64) for name in ("count", "more", "groups", "dim", "wide", "newest", "half", "bytes")),
+        *((name, c_float) for name in ("scale", "cap")),
+    )
+
+
+class RowJob:
+    """The KV rows of a layer, which are read again and again.
+
+    Args:
+        count: KV rows.
+        groups: query heads of each.
+        dim: channels of a key.
+        wide: channels of a value.
+        newest: the newest page is always read.
+        dtype: of queries, keys, values and page tables: one of DTYPES.
+
+    Attributes:
+        rows: one for each KV row, to be filled in.
+    """
+
+    def __init__(self, count: int, groups: int, dim: int, wide: int, *, newest: bool, dtype: torch.dtype) -> None:
+        self.rows: Array[RowFields] = (RowFields * count)()
+        self._shape, self._bytes = (count, groups, wide), 0
+        self._told = _JobFields(count=count, groups=groups, dim=dim, wide=wide, newest=newest)
+        self._told.rows, self._told.half = addressof(self.rows), dtype == torch.bfloat16
+        self._reference = byref(self._told)
+
+    def run(
+        self, query: Tensor, more: int, scale: float, cap: float | None = None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Read all KV rows for one token.
+
+        Args:
+            query: [X, G, D], contiguous.
+            more: entries of each KV row beyond the `size` that was filled in.
+            scale: factor of query-key products.
+            cap: of logits; None for none.
+            sinks: float32 [X, G], contiguous; None for none.
+
+        Returns:
+            [X, G, Dv], which is all that is allocated.
+        """
+        told, threads = self._told, torch.get_num_threads()
+        out = query.new_empty(self._shape)
+        told.query, told.out = query.data_ptr(), out.data_ptr()
+        told.sinks = None if sinks is None else sinks.data_ptr()
+        told.more, told.scale, told.cap = more, scale, cap or 0.0
+        while True:
+            scratch = _scratch(self._bytes * threads)
+            told.scratch, told.bytes = scratch.data_ptr(), scratch.numel() // threads // 64 * 64
+            if not _kernels()[0](self._reference, threads):
+                return out
+            # Entries have come: with an eighth to spare, this is seldom asked.
+            self._bytes = -(-_kernels()[1](self._reference) * 9 // 8 // 64) * 64
+
+
+def built() -> Library:
+    """Return the kernel's library, compiled now if it never was; see build.library."""
+    return library("reading")
+
+
+def _scratch(size: int) -> Tensor:
+    """Bytes, at least so many, that lie on a line of the processor's cache."""
+    held: Tensor | None = getattr(_OWN, "scratch", None)
+    if held is None or held.numel() < size:
+        whole = torch.zeros(max(size, 1 << 16) + 64, dtype=torch.uint8)
+        start = -whole.data_ptr() % 64
+        held = _OWN.scratch = whole[start : start + whole.numel() - 64]
+    return held
+
+
+@functools.cache
+def _kernels() -> tuple[Callable[..., int], Callable[..., int]]:
+    """Return what reads, and what tells the scratch that a thread needs for it."""
+    loaded = built().loaded
+    assert loaded is not None
+    read, needed = loaded.read_rows, loaded.scratch_of
+    read.argtypes, needed.argtypes, needed.restype = (c_void_p, c_int64), (c_void_p,), c_int64
+    return read, needed
+
+
+__all__ = ["DTYPES", "RowFields", "RowJob", "built"]

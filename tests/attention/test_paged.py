@@ -1,0 +1,169 @@
+"""Sparse reading by one compiled call gives what choosing, gathering and attending by torch's operations give."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvsieve.attention import CompiledReading, sparse_attention, why_not_compiled
+from kvsieve.cache import DenseStore, group_rows, keep
+from kvsieve.cache.base import View
+from kvsieve.core.kv_rows import Choice
+from kvsieve.core.selection import pack_ragged
+from kvsieve.kernels.cpu import reading as native
+from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
+from kvsieve.methods.readers import Setting
+from kvsieve.types import AttentionTerms
+
+pytestmark = pytest.mark.skipif(native.built().reason is not None, reason=str(native.built().reason))
+
+HEADS, GROUPS, DIM = 2, 3, 64
+
+READERS = {
+    "quest": (Quest(budget=64), Setting(64, 33, 5)),
+    "quest-entries": (Quest(budget=64, newest=False), Setting(64, 20, 1)),
+    "quest-long-pages": (Quest(budget=64), Setting(64, 30, 70)),
+    "hsa": (HSA(budget=64), Setting(64, 37, 4, 9)),
+    "hsa-any": (HSA(budget=64, newest=False), Setting(64, 40, 7, 64)),
+    "hsa-entries": (HSA(budget=64), Setting(64, 1, 1, 3)),
+    "sparq": (SparQ(budget=64), Setting(64, 32, 1, 5)),
+    "sparq-no-mean": (SparQ(budget=64, mean_value=False, newest=False), Setting(64, 32, 1, 1)),
+}
+
+
+def dense(length: int, batch: int = 1, valid=None, dtype=torch.float32, dim: int = DIM, wide: int = DIM) -> DenseStore:
+    torch.manual_seed(length + dim)
+    store = DenseStore()
+    keys, values = torch.randn(batch, HEADS, length, dim) + 0.1, torch.randn(batch, HEADS, length, wide)
+    store.append(keys.to(dtype), values.to(dtype), torch.arange(length)[None], valid, reserve=2)
+    return store
+
+
+def another(store) -> None:
+    batch, (dim, wide) = len(store.lengths), store.dims
+    index = torch.full((1, 1), max(store.lengths))
+    dtype = store.buffers()[0].dtype
+    store.append(torch.randn(batch, HEADS, 1, dim).to(dtype), torch.randn(batch, HEADS, 1, wide).to(dtype), index)
+
+
+def by_torch(reader, grouped, store, query, scale, terms, whole=()):
+    """What choosing and attending give, one group of KV rows after another."""
+    batch, query_heads, _, dim = query.shape
+    packed = query.view(batch * grouped.heads, -1, dim)
+    out = packed.new_empty(*packed.shape[:2], store.dims[1])
+    told = None if terms is None else terms.per_kv_row(batch, grouped.heads)
+    for group in grouped.groups:
+        mine = slice(None) if group.kv_rows is None else group.kv_rows
+        kv_rows, theirs = grouped.kv_rows(store, group), None if told is None else told.at(mine)
+        if group.setting in whole:
+            choice = Choice(kv_rows.span(0, kv_rows.size))
+        else:
+            choice = reader.choose(packed[mine], kv_rows, group.state, scale, group.setting, theirs)
+        out[mine] = sparse_attention(packed[mine], kv_rows, choice, scale=scale, terms=theirs)
+    return out.view(batch, query_heads, 1, -1)
+
+
+def compare(reader, settings, store, view=None, terms=None, whole=(), steps=3, close=1e-5) -> None:
+    """The same entries come, one after another, and both read."""
+    wanted_of, grouped = group_rows(store, view, settings), group_rows(store, view, settings)
+    recipes = [None if group.setting in whole else reader.recipe(group.setting) for group in grouped.groups]
+    heads = grouped.heads * GROUPS
+    ours = CompiledReading(store, grouped, recipes, heads)
+    for _ in range(steps):
+        query = torch.randn(len(store.lengths), heads, 1, store.dims[0]).to(store.buffers()[0].dtype)
+        assert why_not_compiled(query, store, [each for each in recipes if each is not None]) is None
+        wanted = by_torch(reader, wanted_of, store, query, 0.2, terms, whole)
+        found = ours.attend(query, store, 0.2, terms)
+        assert found.dtype == query.dtype
+        torch.testing.assert_close(found, wanted, atol=close, rtol=close)
+        for group, other in zip(grouped.groups, wanted_of.groups, strict=True):
+            assert group.state.keys() == other.state.keys()
+            for mine, theirs in zip(group.state.values(), other.state.values(), strict=True):
+                assert mine.size == theirs.size
+            if "pages" in group.state:
+                assert torch.equal(group.state["pages"].bounds(), other.state["pages"].bounds())
+        another(store)
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("length", [71, 130])
+def test_every_reader_as_entries_come(name, length):
+    reader, setting = READERS[name]
+    # Long enough for buffers and tables to be replaced.
+    compare(reader, [setting], dense(length), steps=40 if name == "sparq" else 4)
+
+
+@pytest.mark.parametrize("name", ["quest", "hsa", "sparq"])
+def test_bfloat16_differs_by_rounding(name):
+    reader, setting = READERS[name]
+    compare(reader, [setting], dense(150, dtype=torch.bfloat16), close=2e-2)
+
+
+@pytest.mark.parametrize("name", ["quest", "hsa", "sparq"])
+@pytest.mark.parametrize("dim, wide", [(128, 128), (20, 24), (6, 300)])
+def test_any_size_of_heads(name, dim, wide):
+    reader, setting = READERS[name]
+    compare(reader, [dataclasses.replace(setting, channels=min(setting.channels, 5))], dense(90, dim=dim, wide=wide))
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_rows_of_different_length_are_one_call(name):
+    reader, setting = READERS[name]
+    valid = torch.ones(3, 130, dtype=torch.bool)
+    valid[0, :40], valid[2, :11] = False, False
+    other = dataclasses.replace(setting, count=setting.count // 2 + 1)
+    store = dense(130, 3, valid)
+    compare(reader, [setting, other, setting], store, whole=(other,))
+
+
+@pytest.mark.parametrize("name", ["quest", "hsa", "sparq"])
+def test_heads_that_keep_different_numbers(name):
+    reader, setting = READERS[name]
+    kept = torch.zeros(2, HEADS, 120, dtype=torch.bool)
+    for at, size in enumerate((100, 77, 90, 104)):
+        kept.view(4, 120)[at, :size] = True
+    store = keep(dense(120, 2), pack_ragged(kept), reserve=3)
+    assert store.is_ragged
+    compare(reader, [setting] * 2, store)
+
+
+@pytest.mark.parametrize("name", ["quest", "hsa"])
+def test_a_view_is_read_alone(name):
+    reader, setting = READERS[name]
+    store = dense(140, 2)
+    slots = torch.stack([torch.randperm(140)[:90].sort().values for _ in range(4)]).view(2, 2, 90)
+    compare(reader, [setting] * 2, store, View(slots, None, 140))
+
+
+@pytest.mark.parametrize("name", ["quest", "hsa", "sparq", "sparq-no-mean"])
+@pytest.mark.parametrize("cap", [None, 5.0])
+def test_caps_and_sinks(name, cap):
+    reader, setting = READERS[name]
+    sinks = torch.randn(HEADS * GROUPS)
+    compare(reader, [setting], dense(90), terms=AttentionTerms(cap, sinks))
+    compare(reader, [setting], dense(90), terms=AttentionTerms(cap))
+
+
+def test_equal_weights_take_the_earliest():
+    """All pages alike: which are read is up to ties, how many is not."""
+    store = dense(100)
+    store.buffers()[0].fill_(0.5)
+    store.buffers()[1].copy_(torch.arange(store.capacity)[:, None].expand(-1, DIM))
+    grouped = group_rows(store, None, [Setting(64, 10, 4)])
+    ours = CompiledReading(store, grouped, [Quest(budget=64).recipe(Setting(64, 10, 4))], HEADS * GROUPS)
+    out = ours.attend(torch.ones(1, HEADS * GROUPS, 1, DIM), store, 0.2, None)
+    # The newest page's four, then six of the first.
+    torch.testing.assert_close(out, torch.full_like(out, (sum(range(96, 100)) + sum(range(6))) / 10))
+
+
+def test_what_is_not_compiled_says_why():
+    store, query = dense(80), torch.randn(1, HEADS * GROUPS, 1, DIM)
+    setting = Setting(64, 32, 4)
+    assert Quest(budget=64, per_query_head=True).recipe(setting) is None
+    assert SparQ(budget=64, per_query_head=True).recipe(setting) is None
+    assert "not compiled" in why_not_compiled(query, store, [ExactTopK(budget=64).recipe(setting)])
+    assert "bfloat16" in why_not_compiled(query.bfloat16(), store, [])
+    assert "float64" in why_not_compiled(query.double(), dense(80, dtype=torch.float64), [])
+    assert why_not_compiled(query, store, [Quest(budget=64).recipe(setting)]) is None
