@@ -5,7 +5,7 @@
 bf16, the demo model's shape: milliseconds per layer for a whole prompt and for one decoded token (30 layers' keys and
 values in turn, so that they come from memory), both kinds in turns, medians of rounds and of their ratios. Then what
 the demo model makes of each: its next-token distributions beside those of the same weights in float32. Where
-`kvsieve.attention.blocked.faster_here` is False the products are timed all the same.
+`kvsieve.attention.choice.faster_here` is False the products are timed all the same.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kvsieve
-from kvsieve.attention import blocked, dense
+from kvsieve.attention import blocked, choice, dense
 from kvsieve.bench.prompts import text_ids
 from kvsieve.report.environment import environment
 
@@ -112,7 +112,7 @@ def main() -> None:
     with torch.no_grad():
         report = {
             "environment": environment(),
-            "products_are_used_here": blocked.faster_here(torch.zeros(1, dtype=torch.bfloat16)),
+            "products_are_used_here": choice.faster_here(torch.zeros(1, dtype=torch.bfloat16)),
             "rounds": arguments.rounds,
             "prompt": {length: prompt(length, arguments.rounds) for length in lengths},
             "token": {length: token(length, 3 * arguments.rounds) for length in [250, 500, *lengths]},

@@ -7,30 +7,60 @@ import torch
 
 import kvsieve
 from kvsieve import devices
-from kvsieve.attention import blocked
+from kvsieve.attention import choice
 from kvsieve.devices import auto_dtype
 
 CPUS = {
-    "avx512-bf16": (["avx512_bf16"], "AVX512", True, "bfloat16", "AVX-512 BF16"),
-    "amx": (["avx512_bf16", "amx_bf16"], "AVX512", True, "bfloat16", "AMX and AVX-512 BF16"),
-    "arm-bf16": (["bf16"], "SVE256", True, "bfloat16", "ARM bf16"),
-    "avx512": (["avx512_vnni"], "AVX512", True, "float32", "no native bfloat16"),
-    "avx2": (["avx2"], "AVX2", True, "float32", "no native bfloat16"),
-    "held": (["avx512_bf16", "amx_bf16"], "AVX2", True, "float32", "no more of the processor than AVX2"),
-    "no-onednn": (["avx512_bf16"], "AVX512", False, "float32", "without oneDNN"),
+    "avx512-bf16": (["avx512_bf16"], "AVX512", True, "bfloat16", "AVX-512 BF16", "AVX-512 BF16"),
+    "amx": (["avx512_bf16", "amx_bf16"], "AVX512", True, "bfloat16", "AMX and AVX-512 BF16", "AMX"),
+    "arm-bf16": (["bf16"], "SVE256", True, "bfloat16", "ARM bf16", "ARM with bfloat16"),
+    "arm": ([], "DEFAULT", True, "float32", "no native bfloat16", "ARM"),
+    "avx512": (["avx512_vnni"], "AVX512", True, "float32", "no native bfloat16", "AVX-512 without bfloat16"),
+    "avx2": (["avx2"], "AVX2", True, "float32", "no native bfloat16", "AVX2"),
+    "held": (["avx512_bf16", "amx_bf16"], "AVX2", True, "float32", "no more of the processor than AVX2", "AVX2"),
+    "no-onednn": (["avx512_bf16"], "AVX512", False, "float32", "without oneDNN", "AVX-512 BF16"),
 }
 
 
-@pytest.mark.parametrize(("features", "capability", "onednn", "dtype", "reason"), CPUS.values(), ids=CPUS)
-def test_of_processors(monkeypatch, features, capability, onednn, dtype, reason):
+@pytest.fixture(autouse=True)
+def fresh():
+    """Nothing that was chosen for a faked processor is left, or for this one while it is faked."""
+    choice._paths.cache_clear()
+    yield
+    choice._paths.cache_clear()
+
+
+@pytest.mark.parametrize(("features", "capability", "onednn", "dtype", "reason", "kind"), CPUS.values(), ids=CPUS)
+def test_of_processors(monkeypatch, features, capability, onednn, dtype, reason, kind):
+    monkeypatch.setattr(devices.platform, "machine", lambda: "aarch64" if "ARM" in kind else "x86_64")
     monkeypatch.setattr(devices, "_cpu_features", lambda: dict.fromkeys(features, True))
     monkeypatch.setattr(devices.sys, "platform", "linux")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
-    choice = auto_dtype("cpu")
-    assert choice.name == dtype and choice.dtype == getattr(torch, dtype) and reason in choice.reason
-    products = blocked.faster_here(torch.zeros(1, dtype=torch.bfloat16))
-    assert products == ("avx512_bf16" in features and "amx_bf16" not in features)
+    chosen = auto_dtype("cpu")
+    assert chosen.name == dtype and chosen.dtype == getattr(torch, dtype) and reason in chosen.reason
+    assert devices.cpu_kind() == kind
+    products = choice.faster_here(torch.zeros(1, dtype=torch.bfloat16))
+    assert products == (kind == "AVX-512 BF16") and not choice.faster_here(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("most", "kind", "dtype"),
+    [
+        ("AVX512_CORE_VNNI", "AVX-512 without bfloat16", "float32"),
+        ("AVX512_CORE_BF16", "AVX-512 BF16", "bfloat16"),
+        ("avx10_1_512", "AVX-512 BF16", "bfloat16"),
+        ("AVX10_1_512_AMX", "AMX", "bfloat16"),
+        ("ALL", "AMX", "bfloat16"),
+    ],
+)
+def test_a_lesser_kind_by_the_environment(monkeypatch, most, kind, dtype):
+    monkeypatch.setattr(devices, "_cpu_features", lambda: {"avx512_bf16": True, "amx_bf16": True})
+    monkeypatch.setattr(devices.sys, "platform", "linux")
+    monkeypatch.setattr(devices.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", most)
+    assert devices.cpu_kind() == kind and auto_dtype("cpu").name == dtype
 
 
 def test_of_a_mac(monkeypatch):

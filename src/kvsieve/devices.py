@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import platform
 import sys
 from collections.abc import Mapping
@@ -56,9 +57,41 @@ def auto_dtype(device: str | torch.device | None = None) -> DtypeChoice:
     return DtypeChoice(torch.float32, f"nothing is known about bfloat16 on {device.type}")
 
 
+# Kinds of CPU, by what matters for attention and for products with weights.
+AMX, AVX512_BF16, AVX512, AVX2 = "AMX", "AVX-512 BF16", "AVX-512 without bfloat16", "AVX2"
+ARM_BF16, ARM = "ARM with bfloat16", "ARM"
+
+
+def cpu_kind() -> str:
+    """Name the kind of this processor, or the lesser one that the environment holds torch and oneDNN to.
+
+    ``ATEN_CPU_CAPABILITY`` and ``ONEDNN_MAX_CPU_ISA`` do that; a processor of another architecture goes by its name.
+    """
+    if platform.machine() in ("aarch64", "arm64"):
+        return ARM_BF16 if cpu_has("bf16") else ARM
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return platform.machine() or "unknown"
+    held = torch.backends.cpu.get_cpu_capability()
+    if held in ("DEFAULT", "AVX2"):
+        return AVX2 if held == "AVX2" else "no AVX2"
+    if cpu_has("amx_bf16"):
+        return AMX
+    return AVX512_BF16 if cpu_has("avx512_bf16") else AVX512
+
+
 def cpu_has(feature: str) -> bool:
-    """Tell whether this processor has a feature, by torch's name for it: "avx512_bf16", "amx_bf16", "bf16" (ARM)."""
+    """Tell whether this processor has a feature, by torch's name for it: "avx512_bf16", "amx_bf16", "bf16" (ARM).
+
+    Not one that ``ONEDNN_MAX_CPU_ISA`` keeps oneDNN, which computes in bfloat16, from using.
+    """
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    if feature in _ONEDNN and not any(part in most for part in ("ALL", "DEFAULT", *_ONEDNN[feature])):
+        return False
     return bool(_cpu_features().get(feature, False))
+
+
+# Parts of the names of the instruction sets under which oneDNN uses a feature.
+_ONEDNN = {"amx_bf16": ("AMX",), "avx512_bf16": ("AMX", "AVX10", "CORE_BF16", "CORE_FP16")}
 
 
 def _of_cpu() -> DtypeChoice:

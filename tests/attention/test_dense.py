@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.attention import blocked, dense
+from kvsieve.attention import blocked, choice, dense
 from kvsieve.attention.chunk import can_split, chunk_attention
 from kvsieve.attention.reference import reference_attention
 
@@ -80,8 +80,8 @@ def test_a_chunk_is_split_without_a_mask(monkeypatch):
 
 
 def test_only_bfloat16_on_a_cpu_is_taken_apart_into_products():
-    assert not blocked.faster_here(torch.zeros(1)) and not blocked.faster_here(torch.zeros(1, dtype=torch.float16))
-    assert not blocked.faster_here(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
+    assert not choice.faster_here(torch.zeros(1)) and not choice.faster_here(torch.zeros(1, dtype=torch.float16))
+    assert not choice.faster_here(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
 
 
 @pytest.mark.parametrize("padding", [None, "rows", "heads"])

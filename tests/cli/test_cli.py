@@ -15,9 +15,11 @@ from dataclasses import replace
 import pytest
 
 import kvsieve
+from kvsieve.attention.choice import cpu_paths
 from kvsieve.cli import demo, info, models_table, run
 from kvsieve.cli.main import run_cli
 from kvsieve.cli.specs import chosen_method, compared_methods, split_specs
+from kvsieve.devices import auto_dtype, cpu_kind
 from kvsieve.errors import PlanError
 from kvsieve.models.families import FAMILIES, build
 from toy_words import word_tokenizer
@@ -425,6 +427,12 @@ def test_doctor_says_what_is_missing_and_the_command(cli, monkeypatch, tmp_path)
     assert code == 1 and data["cache_directory"] == str(tmp_path)
     assert len(data["problems"]) == 1 and "kvsieve fetch-demo" in data["problems"][0]
     assert len(lines(err, "error")) == 1
+
+
+def test_doctor_names_the_kind_of_cpu_and_how_attention_is_computed(cli):
+    data = json.loads(cli("doctor", "--json")[1])
+    if data["device"].startswith("CPU"):
+        assert data["kind_of_CPU"] == cpu_kind() and data["attention"] == str(cpu_paths(auto_dtype("cpu").dtype))
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -6,24 +6,11 @@ import torch
 from torch import Tensor
 
 from kvsieve.core.softmax import cap, sinks_of, softmax
-from kvsieve.devices import cpu_has
 from kvsieve.types import AttentionTerms
 
 # Logits held at a time, and the most queries of a head in a block.
 _ELEMENTS = 1 << 24
 _QUERIES = 128
-
-
-def faster_here(query: Tensor) -> bool:
-    """Tell whether two matrix products are faster on this processor than torch's fused CPU kernel.
-
-    True in bfloat16 on processors with AVX-512 BF16 and without AMX, where the fused kernel takes more than twice the
-    time (benchmarks/attention.py). Logits are rounded to bfloat16, as in transformers' eager attention; the model's
-    output is as near to float32 as with the fused kernel (the same script).
-    """
-    if query.device.type != "cpu" or query.dtype != torch.bfloat16:
-        return False
-    return cpu_has("avx512_bf16") and not cpu_has("amx_bf16")
 
 
 def blocked_attention(
@@ -38,7 +25,8 @@ def blocked_attention(
     """Causal attention of the last L of N entries over all N; arguments and result as in `dense_attention`.
 
     A block's queries of all heads of a group are the rows of one product with the keys they may see, so keys are not
-    repeated and what lies behind the block is not computed.
+    repeated and what lies behind the block is not computed. Weights take the place of their logits, so one block's
+    logits are all that is held.
     """
     batch, query_heads, new, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
@@ -51,12 +39,12 @@ def blocked_attention(
     # Sinks are one more column of the logits.
     sinks = sinks_of(terms, heads, groups, 1)
     more = 0 if sinks is None else 1
-    scratch = query.new_empty(2, min(most, new) * batch * query_heads * (length + more))
+    scratch = query.new_empty(min(most, new) * batch * query_heads * (length + more))
     for first in range(0, new, most):
         last = min(first + most, new)
         rows, seen = last - first, length - new + last
         shape = batch * heads, groups * rows, seen + more
-        padded, weights = (part[: shape[0] * shape[1] * shape[2]].view(shape) for part in scratch)
+        padded = scratch[: shape[0] * shape[1] * shape[2]].view(shape)
         asked, logits = query[:, :, first:last].reshape(-1, groups * rows, dim), padded[..., :seen]
         torch.baddbmm(logits, asked, keys[..., :seen], beta=0, alpha=scale, out=logits)
         cap(logits, terms)
@@ -64,8 +52,8 @@ def blocked_attention(
         _hide(each[..., :seen], later, valid)
         if sinks is not None:
             each[..., seen] = sinks
-        torch.softmax(padded, -1, out=weights)
-        out[:, :, first:last] = (weights[..., :seen] @ values[:, :seen]).view(batch, query_heads, rows, -1)
+        torch.softmax(padded, -1, out=padded)
+        out[:, :, first:last] = (logits @ values[:, :seen]).view(batch, query_heads, rows, -1)
     return out
 
 

@@ -8,14 +8,13 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from kvsieve import kernels
-from kvsieve.attention.blocked import blocked_attention, faster_here, single_query_attention
+from kvsieve.attention.blocked import blocked_attention, single_query_attention
+from kvsieve.attention.choice import LONG, faster_for_token, faster_here
 from kvsieve.attention.chunk import can_split, chunk_attention, token_attention
 from kvsieve.types import AttentionTerms
 
 # Elements of one boolean mask block; a prompt of any length needs no N x N mask.
 _MASK_ELEMENTS = 1 << 25
-# Entries from which on a decoded token's attention is faster as two products, where those pay at all.
-LONG = 1024
 
 
 def dense_attention(
@@ -117,7 +116,7 @@ def _one_token(
     if valid is not None:
         mask = valid[:, :, None, :].clone()
         mask[..., -1] = True
-    thin = length >= LONG and (faster_here(query) or _uneven(keys, values))
+    thin = faster_for_token(query, length) or (length >= LONG and _uneven(keys, values))
     if terms is not None and _only_sinks(terms) and mask is None and can_split(query, values) and not thin:
         out = token_attention(packed, keys, values, scale=scale, terms=terms)
     elif terms is not None or thin:

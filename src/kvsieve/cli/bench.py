@@ -174,6 +174,7 @@ def run_bench(
         "model": name or MODEL_NAME,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
+        "cpu": _cpu(model),
         **settings,
         "baseline": BASELINE,
         "contenders": {each.name: each.describe() for each in contenders},
@@ -208,6 +209,14 @@ def _peers(peer: Peer, presses: list[tuple[str, Any, dict[str, Any]]]) -> list[P
         given = {"budget": str(budget), **options}
         found.append(PeerMethod(peer, method, budget, options, peer_name(spec(method, given))))
     return found
+
+
+def _cpu(model: Any) -> dict[str, str] | None:
+    """Tell the kind of CPU and how attention is computed on it; None for a model elsewhere."""
+    from kvsieve.attention.choice import cpu_paths
+    from kvsieve.devices import cpu_kind
+
+    return None if model.device.type != "cpu" else {"kind": cpu_kind(), "attention": str(cpu_paths(model.dtype))}
 
 
 def _limits(model: Any) -> tuple[Limits | None, str | None]:
@@ -251,6 +260,8 @@ def _print(report: dict[str, Any], plots: Path | None, markdown: bool, as_json: 
         bandwidth, matmul = report["rates"]["bandwidth_gb_per_s"], report["rates"]["matmul_tflops"]
         show(f"{report['model']}, {report['dtype']}, {report['device']}, {report['new_tokens']} new tokens")
         show(f"matrix-vector {bandwidth:.1f} GB/s, matmul {matmul:.3g} TFLOP/s, measured in this run")
+    if report.get("cpu") is not None:
+        show(f"{report['cpu']['kind']}: {report['cpu']['attention']}")
     for title, headers, rows in tables(report):
         if markdown:
             show(f"\n{markdown_text(title)}\n\n{markdown_table(headers, rows)}")

@@ -179,12 +179,16 @@ def _device() -> dict[str, Any]:
             **_dtype(),
             "Triton kernels": kernels,
         }
+    from kvsieve.attention.choice import cpu_paths
+    from kvsieve.devices import auto_dtype, cpu_kind
     from kvsieve.kernels.cpu.build import library
 
     device = f"CPU, {torch.get_num_threads()} threads"
     return {
         "device": device,
+        "kind of CPU": cpu_kind(),
         **_dtype(),
+        "attention": str(cpu_paths(auto_dtype("cpu").dtype)),
         "C kernel of codecs": library("packed").told,
         "C kernel of readers": library("reading").told,
     }

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.attention import ragged_attention
-from kvsieve.attention.blocked import faster_here, single_query_attention
-from kvsieve.attention.dense import LONG
+from kvsieve.attention.blocked import single_query_attention
+from kvsieve.attention.choice import faster_for_token
 from kvsieve.cache import LayerStore
 from kvsieve.cache.row_groups import Group
 from kvsieve.core.kv_rows import DeviceLength, IncrementalMetadata
@@ -64,7 +64,7 @@ class RecordedLayer(SieveLayer):
         # Asked here because torch.compile cannot.
         self.threads = torch.get_num_threads()
         keys = self.tensors[0]
-        self.thin = keys is not None and keys.shape[-2] >= LONG and faster_here(keys)
+        self.thin = keys is not None and faster_for_token(keys, keys.shape[-2])
         self.remembered = self._remembered()
         self.places = self.count(layer, counters)
         self.slots, *self.lengths = self.places

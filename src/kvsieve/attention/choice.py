@@ -1,0 +1,193 @@
+"""Choosing how attention is computed on this processor: by a table of kinds, and by measuring once per machine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvsieve.attention.blocked import blocked_attention, single_query_attention
+from kvsieve.attention.chunk import chunk_attention
+from kvsieve.devices import AVX512_BF16, cpu_kind
+from kvsieve.kernels.cpu.build import cache_folder, processor
+
+# Entries from which on a decoded token's attention is faster as two products, where those pay at all.
+LONG = 1024
+# Of torch's kernel and products, the table's is left only for one that takes less than this share of its time: two
+# that are nearly as fast are not told apart on a busy machine.
+_CLEARLY = 0.9
+_ROUNDS = 5
+# Changes with what is measured and how, so that what earlier versions have found is not used.
+_FORMAT = 1
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class CpuPaths:
+    """How attention is computed in a dtype on this processor: by torch's fused kernel, or as two matrix products.
+
+    Attributes:
+        prompt_products: True where many new tokens are read by products.
+        token_products_from: stored entries from which on a single token is read by products; None for never.
+        source: "table", "measured", or "measured before" where a file of the user's cache had it.
+        prompt_ratio: time of products over that of torch's kernel for a prompt, None where it was not measured.
+        token_ratio: the same for single tokens.
+    """
+
+    prompt_products: bool
+    token_products_from: int | None
+    source: str = "table"
+    prompt_ratio: float | None = None
+    token_ratio: float | None = None
+
+    def __str__(self) -> str:
+        prompt = "products" if self.prompt_products else "torch's kernel"
+        token = "torch's kernel"
+        if self.token_products_from is not None:
+            token = f"products from {self.token_products_from} entries on"
+        told = f"prompts by {prompt}, tokens by {token}"
+        if self.prompt_ratio is None or self.token_ratio is None:
+            return f"{told} ({self.source})"
+        ratios = f"{self.prompt_ratio:.2f} and {self.token_ratio:.2f}"
+        return f"{told} ({self.source}: products take {ratios} of torch's kernel's time)"
+
+
+def faster_here(query: Tensor) -> bool:
+    """Tell whether two matrix products are faster than torch's fused CPU kernel for many queries such as these.
+
+    In bfloat16 logits are rounded to it then, as in transformers' eager attention; the model's output is as near to
+    float32 as with the fused kernel (benchmarks/attention.py).
+    """
+    return _asked(query) and cpu_paths(query.dtype).prompt_products
+
+
+def faster_for_token(query: Tensor, length: int) -> bool:
+    """Tell the same of a single query over `length` stored entries."""
+    if length < LONG or not _asked(query):
+        return False
+    least = cpu_paths(query.dtype).token_products_from
+    return least is not None and length >= least
+
+
+def _asked(query: Tensor) -> bool:
+    return query.device.type == "cpu" and query.dtype in _FLOATS
+
+
+def cpu_paths(dtype: torch.dtype) -> CpuPaths:
+    """Return the paths for a dtype, measuring them first where that has not been done: half a second, once per machine.
+
+    What was measured lies in ``KVSIEVE_CACHE``, or in kvsieve's folder of the user's cache, by processor, version of
+    torch, threads and dtype. ``KVSIEVE_ATTENTION=table`` measures nothing and goes by the kind of processor alone.
+    """
+    return _paths(dtype, torch.get_num_threads())
+
+
+@functools.cache
+def _paths(dtype: torch.dtype, threads: int) -> CpuPaths:
+    known = table(cpu_kind(), dtype)
+    if os.environ.get("KVSIEVE_ATTENTION") == "table":
+        return known
+    facts = {
+        "format": _FORMAT,
+        "processor": processor(),
+        "kind": cpu_kind(),
+        "torch": torch.__version__,
+        "threads": threads,
+        "dtype": str(dtype),
+        "products_in": os.environ.get("MKL_ENABLE_INSTRUCTIONS"),
+    }
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    path = cache_folder() / f"attention-{digest}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+        found = json.loads(path.read_text())
+        return CpuPaths(**found["paths"], source="measured before")
+    chosen = decide(known, measured(dtype))
+    kept = {name: value for name, value in asdict(chosen).items() if name != "source"}
+    with contextlib.suppress(OSError):
+        _write(path, {"facts": facts, "paths": kept})
+    return chosen
+
+
+def table(kind: str, dtype: torch.dtype) -> CpuPaths:
+    """Return what is known of a kind of processor: products where the fused kernel lacks its bfloat16 instructions.
+
+    Measured on AVX-512 BF16, and in float32 with AVX-512 and AVX2 (benchmarks/cpu_kinds.py). AMX and ARM have not been
+    measured, and start from torch's own kernel.
+    """
+    products = kind == AVX512_BF16 and dtype == torch.bfloat16
+    return CpuPaths(products, LONG if products else None)
+
+
+def decide(known: CpuPaths, ratios: dict[str, float]) -> CpuPaths:
+    """Leave the table's path for one that is clearly faster.
+
+    Args:
+        known: of the table.
+        ratios: time of products over that of torch's kernel, by "prompt" and "token".
+    """
+    prompt = _better(known.prompt_products, ratios["prompt"])
+    token = _better(known.token_products_from is not None, ratios["token"])
+    ratio = {name: round(value, 3) for name, value in ratios.items()}
+    return CpuPaths(prompt, LONG if token else None, "measured", ratio["prompt"], ratio["token"])
+
+
+def _better(products: bool, ratio: float) -> bool:
+    return ratio < 1 / _CLEARLY if products else ratio < _CLEARLY
+
+
+@torch.no_grad()
+def measured(dtype: torch.dtype) -> dict[str, float]:
+    """Measure products over torch's kernel: 256 tokens behind 1,280, and a token over keys that no cache holds."""
+    heads, groups, dim = 3, 3, 64
+    scale = dim**-0.5
+    source = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=source).to(dtype)
+
+    query, keys, values = some(1, heads * groups, 256, dim), some(1, heads, 1536, dim), some(1, heads, 1536, dim)
+    token = some(1, heads, groups, dim)
+    layers = [(keys.clone(), values.clone()) for _ in range(32)]
+    pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+        "prompt": (
+            lambda: blocked_attention(query, keys, values, scale=scale),
+            lambda: chunk_attention(query, keys, values, scale=scale),
+        ),
+        "token": (
+            lambda: [single_query_attention(token, k, v, None, scale=scale) for k, v in layers],
+            lambda: [F.scaled_dot_product_attention(token, k, v, scale=scale) for k, v in layers],
+        ),
+    }
+    return {name: _ratio(*pair) for name, pair in pairs.items()}
+
+
+def _ratio(products: Callable[[], object], fused: Callable[[], object]) -> float:
+    """Ratio of the shortest times, taken in turns: other work on the machine only ever adds to one."""
+    best = [math.inf, math.inf]
+    for turn in range(_ROUNDS + 1):
+        for at, run in enumerate((products, fused)):
+            began = time.perf_counter()
+            run()
+            if turn:
+                best[at] = min(best[at], time.perf_counter() - began)
+    return best[0] / best[1]
+
+
+def _write(path: Path, found: dict[str, object]) -> None:
+    """Write whole or not at all, beside other processes that do so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file.write(json.dumps(found, indent=1) + "\n")
+    os.replace(file.name, path)
