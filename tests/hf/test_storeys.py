@@ -23,6 +23,7 @@ STOREYS = (
     ("runtime",),
     ("hooks", "prompt", "persist", "kept"),
     ("generate",),
+    ("reuse",),
     ("chat",),
     ("sieve",),
     ("attach",),

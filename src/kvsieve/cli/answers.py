@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 from kvsieve.cli.output import prefill_progress
 from kvsieve.cli.prompts import TextPrompt
 from kvsieve.cli.specs import MethodRun
+from kvsieve.cli.store import opened_store
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvsieve.hf.generate.generate import GenerateResult
+    from kvsieve.hf.reuse import PromptStore
 
 _WARM_UP_TOKENS = 16
 
@@ -76,6 +78,7 @@ class Generation:
         sampling: options of generate, greedy by default.
         seed: set before each method; None leaves torch's random state alone.
         kept: also tell which tokens the cache still holds; of one prompt at a time.
+        store: directory of a store of prompts, which are then read one at a time; None without one.
     """
 
     chunk: int
@@ -84,6 +87,7 @@ class Generation:
     sampling: dict[str, Any] = field(default_factory=lambda: {"do_sample": False})
     seed: int | None = None
     kept: bool = False
+    store: str | None = None
 
 
 def run_methods(
@@ -125,16 +129,20 @@ def run_batches(
         check_model(model, each.plan)
     if warm:
         _warm_up(model, asked[0].ids)
+    batch = batch if how.store is None else 1
     options = {"chunk": how.chunk, "max_new_tokens": how.max_new_tokens, **how.sampling}
     for run in runs:
         if how.seed is not None:
             torch.manual_seed(how.seed)
-        with kvsieve.attach(model, run.plan.for_tokenizer(tokenizer), decode=how.decode) as sieve:
+        attached = kvsieve.attach(model, run.plan.for_tokenizer(tokenizer), decode=how.decode)
+        with opened_store(how.store) as store, attached as sieve:
+            if store is not None:
+                sieve.use_tokenizer(tokenizer)
             for first in range(0, len(asked), batch):
                 rows = asked[first : first + batch]
                 told = f", prompts {first} to {first + len(rows) - 1} of {len(asked)}" if len(asked) > 1 else ""
                 with prefill_progress(f"{run.label}{told}") as progress:
-                    answers, result = _answer(sieve, tokenizer, rows, progress=progress, **options)
+                    answers, result = _answer(sieve, tokenizer, rows, store, progress=progress, **options)
                 facts = {"method": run.name, "label": run.label, "parameters": run.parameters}
                 more = {"kept": result.kept.with_tokenizer(tokenizer)} if how.kept else {}
                 for index, answer in enumerate(answers, first):
@@ -151,9 +159,10 @@ def _warm_up(model: Any, prompt: Tensor) -> None:
 
 
 def _answer(
-    sieve: Any, tokenizer: Any, rows: Sequence[EncodedPrompt], **options: Any
+    sieve: Any, tokenizer: Any, rows: Sequence[EncodedPrompt], store: PromptStore | None, **options: Any
 ) -> tuple[list[str], GenerateResult]:
     """Answers to prompts that are padded on the left to one batch."""
+    from kvsieve.hf.reuse import Stored
     from kvsieve.turns import stop_ids
 
     longest = max(each.ids.shape[1] for each in rows)
@@ -167,7 +176,11 @@ def _answer(
     ids, mask = ids.to(sieve.model.device), mask.to(sieve.model.device)
     ends, answers = stop_ids(tokenizer, sieve.model.generation_config.eos_token_id), []
     options |= {"eos_token_id": sorted(ends) or None, "pad_token_id": filler}
-    result = sieve.generate(ids, mask, protect=[each.protect for each in rows], measure=True, **options)
+    stored = None if store is None else Stored(store)
+    if stored is not None and stored.suits(sieve, options):
+        result = stored.generate(sieve, ids, measure=True, **options)
+    else:
+        result = sieve.generate(ids, mask, protect=[each.protect for each in rows], measure=True, **options)
     for made in result.sequences[:, longest:].tolist():
         # Rows that ended earlier are filled up.
         end = next((at for at, token in enumerate(made) if token in ends), len(made))

@@ -11,6 +11,7 @@ import typer
 from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.prompts import read_prompt
 from kvsieve.cli.specs import CodecOption, RestOption, chosen_method, parse_codecs, parse_rests, with_codecs
+from kvsieve.cli.store import StoreOption, opened_store
 from kvsieve.cli.talk import Talk
 from kvsieve.errors import InputError
 from kvsieve.plans import Plan
@@ -42,6 +43,7 @@ def chat_command(
     commands: Annotated[
         bool, typer.Option("--commands", help="Lines of piped text that begin with / are commands, not messages.")
     ] = False,
+    store: StoreOption = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
     chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
     dtype: DtypeOption = "auto",
@@ -86,8 +88,9 @@ def chat_command(
     import kvsieve
     from kvsieve.models.fetch import MODEL_NAME
 
-    with kvsieve.attach(loaded, plan, decode=decode, tokenizer=tokenizer) as sieve:
-        chat = sieve.chat(tokenizer, system, load=load, max_new_tokens=max_new_tokens, chunk=chunk)
+    attached = kvsieve.attach(loaded, plan, decode=decode, tokenizer=tokenizer)
+    with opened_store(store) as prompts, attached as sieve:
+        chat = sieve.chat(tokenizer, system, load=load, store=prompts, max_new_tokens=max_new_tokens, chunk=chunk)
         talk = Talk(chat, context, save, force, commands, as_json)
         if talk.interactive:
             where = f"{str(loaded.dtype).removeprefix('torch.')}, {loaded.device}"

@@ -14,6 +14,7 @@ import typer
 import kvsieve
 from kvsieve.cli import advise, bench, calibrate, chat, demo, estimate, evaluate, info, models_table, report, run
 from kvsieve.cli.output import emit_json, one_line, printed_warnings
+from kvsieve.cli.store import store_app
 from kvsieve.errors import InputError, KvsieveError, PlanError
 
 app = typer.Typer(
@@ -35,6 +36,7 @@ app.command("advise")(advise.advise_command)
 app.command("calibrate")(calibrate.calibrate_command)
 app.command("tasks")(evaluate.tasks_command)
 app.command("report")(report.report_command)
+app.add_typer(store_app, name="store")
 
 
 def _show_version(wanted: bool) -> None:

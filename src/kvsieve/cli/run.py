@@ -21,6 +21,7 @@ from kvsieve.cli.specs import (
     parse_rests,
     with_codecs,
 )
+from kvsieve.cli.store import StoreOption
 from kvsieve.display import span
 from kvsieve.errors import InputError
 
@@ -70,6 +71,7 @@ def run_command(
         list[str] | None,
         typer.Option(metavar="ROLE|A:B", help="Never evict: system, user, or tokens A to B of the prompt; repeatable."),
     ] = None,
+    store: StoreOption = None,
     parse_special: Annotated[
         bool, typer.Option("--parse-special", help="Control tokens written in the prompt are no text.")
     ] = False,
@@ -111,10 +113,14 @@ def run_command(
     prompts = given_prompts(prompt, prompt_file, prompts_file, question, system)
     roles, spans = parse_protect(protect or [], all(each.system for each in prompts))
     texts = check_kept(show_kept, find, prompts_file, as_json)
+    if store is not None and protect:
+        raise InputError("--protect keeps tokens that others may not want kept, so it goes without --store")
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
     asked = [encode(tokenizer, each, roles, spans, parse_special) for each in prompts]
-    how = Generation(chunk, max_new_tokens, decode, sampling, seed, kept=show_kept is not None or bool(texts))
+    how = Generation(
+        chunk, max_new_tokens, decode, sampling, seed, kept=show_kept is not None or bool(texts), store=store
+    )
     if prompts_file is not None:
         check_lengths(loaded, asked)
         for result in run_batches(loaded, tokenizer, asked, runs, batch, how):

@@ -22,6 +22,7 @@ from kvsieve.hf.prompt.chunks import read_beginning
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
+from kvsieve.hf.reuse import PromptStore
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.kept.kept import Kept
 from kvsieve.plans import Plan
@@ -260,6 +261,7 @@ class Sieve(AttachedModel):
         system: str | None = None,
         *,
         load: str | os.PathLike[str] | None = None,
+        store: PromptStore | None = None,
         max_new_tokens: int = 512,
         chunk: int | None = 1024,
         **options: Any,
@@ -270,6 +272,7 @@ class Sieve(AttachedModel):
             tokenizer: with a chat template.
             system: the system prompt.
             load: a file that ``chat.save(path)`` wrote, to go on with.
+            store: a `kvsieve.store.PrefixStore` that prompts' beginnings are taken from, and left to.
             max_new_tokens: longest answer; where the model's context ends, answers are shorter.
             chunk: prompt tokens per forward pass.
             **options: of `generate`, for every turn; answers are greedy unless these say otherwise.
@@ -280,7 +283,8 @@ class Sieve(AttachedModel):
         """
         self._check_attached()
         self.use_tokenizer(tokenizer)
-        return Chat(self, tokenizer, system, load=load, max_new_tokens=max_new_tokens, chunk=chunk, **options)
+        options |= {"max_new_tokens": max_new_tokens, "chunk": chunk}
+        return Chat(self, tokenizer, system, load=load, store=store, **options)
 
     def _check_attached(self) -> None:
         if not self.attached:

@@ -22,7 +22,7 @@ _WRITTEN = re.compile(r"layers\.\d+\.states?\b")
 
 
 @dataclass(frozen=True)
-class Piece:
+class Stretch:
     """Keys and values of some tokens, in the layers that hold all tokens.
 
     Attributes:
@@ -35,11 +35,11 @@ class Piece:
     end: int
     parts: Mapping[str, Tensor]
 
-    def up_to(self, end: int) -> Piece:
+    def up_to(self, end: int) -> Stretch:
         """Return the tokens before `end`, on the same memory."""
         if end >= self.end:
             return self
-        return Piece(self.start, end, {name: part[:, :, : end - self.start] for name, part in self.parts.items()})
+        return Stretch(self.start, end, {name: part[:, :, : end - self.start] for name, part in self.parts.items()})
 
 
 @dataclass(frozen=True)
@@ -48,42 +48,43 @@ class Held:
 
     Attributes:
         facts: "cache" and "layers" of a file's header.
-        tensors: of the file, but for those in `pieces`.
-        pieces: entries of the layers that hold all tokens, one after another.
+        tensors: of the file, but for those in `stretches`.
+        stretches: entries of the layers that hold all tokens, one after another.
         mapped: True where all of it lies in a file that is mapped into memory.
     """
 
     facts: dict[str, Any]
     tensors: Mapping[str, Tensor]
-    pieces: tuple[Piece, ...]
+    stretches: tuple[Stretch, ...]
     mapped: bool = False
 
     def all_tensors(self) -> Iterator[Tensor]:
         """Every tensor held."""
         yield from self.tensors.values()
-        for piece in self.pieces:
-            yield from piece.parts.values()
+        for stretch in self.stretches:
+            yield from stretch.parts.values()
 
     def own(self) -> Held:
         """Copy it to memory of its own."""
         tensors = {name: _own(part) for name, part in self.tensors.items()}
-        pieces = (
-            Piece(each.start, each.end, {name: _own(part) for name, part in each.parts.items()}) for each in self.pieces
+        stretches = (
+            Stretch(each.start, each.end, {name: _own(part) for name, part in each.parts.items()})
+            for each in self.stretches
         )
-        return Held(self.facts, tensors, tuple(pieces))
+        return Held(self.facts, tensors, tuple(stretches))
 
-    def begins(self, common: int) -> tuple[Piece, ...]:
-        """Return pieces of the first `common` tokens."""
-        return tuple(piece.up_to(common) for piece in self.pieces if piece.start < common)
+    def begins(self, common: int) -> tuple[Stretch, ...]:
+        """Return stretches of the first `common` tokens."""
+        return tuple(stretch.up_to(common) for stretch in self.stretches if stretch.start < common)
 
 
 class Whole(Mapping[str, Tensor]):
-    """The tensors of a file: those in pieces are joined, and token indices made, when they are asked for."""
+    """The tensors of a file: those in stretches are joined, and token indices made, when they are asked for."""
 
     def __init__(self, held: Held, end: int | None = None) -> None:
         self._held = held
-        self._pieces = held.pieces if end is None else held.begins(end)
-        parts = held.pieces[0].parts if held.pieces else ()
+        self._stretches = held.stretches if end is None else held.begins(end)
+        parts = held.stretches[0].parts if held.stretches else ()
         told = [layer["index"] for layer in held.facts["layers"] if isinstance(layer.get("index"), dict)]
         self._indices = {each["tensor"]: each["shape"] for each in told if each["tensor"] not in held.tensors}
         self._names = [*held.tensors, *parts, *self._indices]
@@ -93,9 +94,9 @@ class Whole(Mapping[str, Tensor]):
             return self._held.tensors[name]
         if name in self._indices:
             batch, heads, size = self._indices[name]
-            end = self._pieces[-1].end if self._pieces else size
+            end = self._stretches[-1].end if self._stretches else size
             return torch.arange(end, dtype=torch.int32).expand(batch, heads, -1).contiguous()
-        parts = [piece.parts[name] for piece in self._pieces]
+        parts = [stretch.parts[name] for stretch in self._stretches]
         return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
     def __iter__(self) -> Iterator[str]:
@@ -121,29 +122,29 @@ def split(facts: dict[str, Any], tensors: dict[str, Tensor], seen: int) -> dict[
     return entries
 
 
-def hold(cache: SieveCache, device: torch.device, known: tuple[Piece, ...]) -> Held:
+def hold(cache: SieveCache, device: torch.device, known: tuple[Stretch, ...]) -> Held:
     """Copy what a cache holds, but for entries that are in `known` to the bit.
 
     Args:
         cache: between two passes.
         device: of the model.
-        known: pieces of another conversation that begins with the same tokens.
+        known: stretches of another conversation that begins with the same tokens.
     """
     facts, tensors = packed_cache(cache, None, device)
     mine = split(facts, tensors, cache.num_seen)
-    if not all(_same(piece, mine) for piece in known):
+    if not all(_same(stretch, mine) for stretch in known):
         known = ()
     start = known[-1].end if known else 0
-    pieces = known
+    stretches = known
     if mine and start < cache.num_seen:
         rest = {name: _own(part[:, :, start:]) for name, part in mine.items()}
-        pieces = (*known, Piece(start, cache.num_seen, rest))
-    return Held(facts, {name: _own(part) for name, part in tensors.items()}, pieces)
+        stretches = (*known, Stretch(start, cache.num_seen, rest))
+    return Held(facts, {name: _own(part) for name, part in tensors.items()}, stretches)
 
 
-def _same(piece: Piece, mine: Mapping[str, Tensor]) -> bool:
-    return piece.parts.keys() == mine.keys() and all(
-        torch.equal(part, mine[name][:, :, piece.start : piece.end].cpu()) for name, part in piece.parts.items()
+def _same(stretch: Stretch, mine: Mapping[str, Tensor]) -> bool:
+    return stretch.parts.keys() == mine.keys() and all(
+        torch.equal(part, mine[name][:, :, stretch.start : stretch.end].cpu()) for name, part in stretch.parts.items()
     )
 
 
@@ -158,8 +159,8 @@ def mapped(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Held:
     seen = facts["cache"]["Conversation"]["dict"]
     seen = next(value for name, value in seen if name == "num_seen")
     entries = split(facts, tensors, seen)
-    pieces = (Piece(0, seen, entries),) if entries else ()
-    return Held(facts, tensors, pieces, mapped=True)
+    stretches = (Stretch(0, seen, entries),) if entries else ()
+    return Held(facts, tensors, stretches, mapped=True)
 
 
 def revived(held: Held, model: AttachedModel) -> SieveCache:

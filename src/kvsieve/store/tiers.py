@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from kvsieve.store.directory import Directory
-from kvsieve.store.held import Held, Piece
+from kvsieve.store.held import Held, Stretch
 from kvsieve.store.node import Node
 from kvsieve.store.radix import RadixTree, Tokens
 from kvsieve.store.replacement import Replacement
@@ -54,10 +54,10 @@ class Tiers:
         """Yield nodes of a tree and how many tokens they have in common with `ids`, the most first."""
         return self._trees[tree].along(ids) if tree in self._trees else iter(())
 
-    def alike(self, node: Node) -> tuple[Piece, ...]:
+    def alike(self, node: Node) -> tuple[Stretch, ...]:
         """Return entries in memory of the node that has most tokens in common with another one."""
         for other, common in itertools.islice(self.along(node.tree, node.ids), _LOOKED_AT):
-            if other.in_memory and other.held is not None and other.held.pieces:
+            if other.in_memory and other.held is not None and other.held.stretches:
                 return other.held.begins(min(common, other.reuse.tokens))
         return ()
 

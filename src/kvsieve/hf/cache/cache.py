@@ -260,6 +260,11 @@ class SieveCache(Cache):
         self.owner, self.conversation, self.status = snapshot.owner, snapshot.conversation.copy(), "ready"
         self.layers = [layer.fork(share=not later) for layer in snapshot.layers]
 
+    def become(self, other: SieveCache) -> None:
+        """Go on from what another cache of the same plan and model holds, which is used up."""
+        self.owner, self.conversation, self.status = other.owner, other.conversation, other.status
+        self.layers = other.layers
+
     def entries(self) -> list[int]:
         """Entries stored per layer and KV head now, of the fullest row; the mean where heads differ, 0 without any."""
         return [layer.store.entries if isinstance(layer, StoreLayer) else 0 for layer in self.all_layers]

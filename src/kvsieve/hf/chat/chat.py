@@ -22,6 +22,7 @@ from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_text
 from kvsieve.hf.kept import kept_of
 from kvsieve.hf.persist.saved import understood
+from kvsieve.hf.reuse import PromptStore
 from kvsieve.kept.kept import Kept
 from kvsieve.turns import Message
 
@@ -45,6 +46,7 @@ class Chat:
         system: str | None = None,
         *,
         load: str | os.PathLike[str] | None = None,
+        store: PromptStore | None = None,
         max_new_tokens: int = 512,
         chunk: int | None = 1024,
         **options: Any,
@@ -55,7 +57,7 @@ class Chat:
         self.sieve, self.tokenizer = sieve, tokenizer
         self.options: dict[str, Any] = {**options, "max_new_tokens": max_new_tokens, "chunk": chunk}
         check_chat_options(self.options, sieve.model.generation_config)
-        self._maker = TurnMaker(sieve, tokenizer)
+        self._maker, self._store = TurnMaker(sieve, tokenizer, store), store
         self._cache, start = sieve.new_cache(), () if system is None else ({"role": "system", "content": system},)
         ids = torch.zeros(1, 0, dtype=torch.int64, device=sieve.model.device)
         self._state = ChatState(Transcript(ids, start), self._cache.snapshot())
@@ -118,7 +120,6 @@ class Chat:
 
         on_text is called with pieces of the answer as they come. options: of ``Sieve.generate``, for this turn only;
         spans of protect= and quotas= count the whole conversation (`ids`), question_tokens= the message's last tokens.
-
         Raises InputError for a message that is empty or does not fit the context with a token of an answer,
         UnsupportedOptionError for beams, several answers and what a chat does itself, and whatever on_text raises.
         """
@@ -187,7 +188,6 @@ class Chat:
         The next `ask` goes on with the same message, after a blank line; `snapshot` or `fork` here to ask many
         questions on one context. The plan reduces what it has read without having seen a question. options: protect,
         quotas, reduce, chunk and progress, as for ``Sieve.prefill``.
-
         Raises InputError for a text that is empty or too long for the context.
         """
         check_text("text", text)
@@ -196,7 +196,7 @@ class Chat:
         def work() -> None:
             after = self._maker.beginning(self._transcript, text)
             self._at = None
-            self.sieve.prefill(after.ids, torch.ones_like(after.ids), cache=self._cache, **options)
+            self._maker.read(after.ids, self._cache, options)
             self._state = self._at = ChatState(after, self._cache.snapshot())
 
         self._alone(work)
@@ -227,7 +227,7 @@ class Chat:
         """A copy that goes its own way. Raises CacheStateError in the middle of a turn."""
 
         def work() -> Chat:
-            other = Chat(self.sieve, self.tokenizer, **self.options)
+            other = Chat(self.sieve, self.tokenizer, store=self._store, **self.options)
             other._cache = self._cache.fork()
             other._state = other._at = dataclasses.replace(self._state, cache=other._cache.snapshot())
             return other

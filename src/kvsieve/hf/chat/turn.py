@@ -18,6 +18,7 @@ from kvsieve.hf.chat.state import Reply, Transcript
 from kvsieve.hf.generate.generate import GenerateResult
 from kvsieve.hf.inputs import check_callable, check_text
 from kvsieve.hf.persist.saved import Saved
+from kvsieve.hf.reuse import Begun, PromptStore, Stored, check_store
 from kvsieve.plans import Plan
 from kvsieve.turns import Turns, stop_ids
 
@@ -32,6 +33,9 @@ class ChatBackend(Protocol):
     plan: Plan
 
     def new_cache(self) -> SieveCache: ...
+
+    @property
+    def begin(self) -> Callable[..., SieveCache]: ...
 
     @property
     def prefill(self) -> Callable[..., SieveCache]: ...
@@ -72,8 +76,10 @@ class Question:
 class TurnMaker:
     """Makes the turns of a conversation. Keeps nothing of it, and changes nothing but the cache it is given."""
 
-    def __init__(self, sieve: ChatBackend, tokenizer: Any) -> None:
+    def __init__(self, sieve: ChatBackend, tokenizer: Any, store: PromptStore | None = None) -> None:
+        check_store(store)
         self.sieve, self.tokenizer = sieve, tokenizer
+        self.stored = None if store is None else Stored(store)
         self.turns = Turns(tokenizer)
         self.stops = stop_ids(tokenizer, sieve.model.generation_config.eos_token_id)
 
@@ -109,12 +115,20 @@ class TurnMaker:
         ids, wanted, context, progress = question.ids, question.max_new_tokens, question.context, question.progress
         most = wanted if context is None else min(wanted, context - ids.shape[1])
 
+        start, skipped = cache.num_seen, 0
+
         def shown(done: int, total: int) -> None:
             check()
             if progress is not None:
-                progress(done, total)
+                size = max(total, ids.shape[1] - start) if skipped else total
+                progress(min(done + skipped, size), size)
 
         pieces = Pieces(self.tokenizer, question.stops, on_text, check)
+        stored = self.stored if self.stored is not None and self.stored.suits(self.sieve, question.options) else None
+        begun = Begun(0, 0.0, 0.0)
+        if stored is not None:
+            begun = stored.begin(self.sieve, ids, cache, question.options["chunk"], shown)
+            skipped = cache.num_seen - start
         result = self.sieve.generate(
             ids,
             torch.ones_like(ids),
@@ -124,8 +138,10 @@ class TurnMaker:
             progress=shown,
             **question.options,
         )
+        if stored is not None:
+            stored.end(self.sieve, result.sequences, cache, begun.seconds + result.stats.ttft_s)
         new = result.sequences[:, ids.shape[1] :]
-        made, stats = new[0].tolist(), result.stats
+        made, stats = new[0].tolist(), begun.told(result.stats)
         ended = made[-1] in question.stops
         if most < wanted and len(made) == most and not ended:
             note = (
@@ -138,6 +154,13 @@ class TurnMaker:
             torch.cat([ids, new.to(ids)], 1), (*before.messages, *exchange), (*before.turns, stats), ended=ended
         )
         return Reply(pieces.text, made, ended, stats), after
+
+    def read(self, ids: Tensor, cache: SieveCache, options: dict[str, Any]) -> None:
+        """Read the conversation int64 [1, N] with the beginning of a message; options of ``Sieve.prefill``."""
+        if self.stored is None:
+            self.sieve.prefill(ids, torch.ones_like(ids), cache=cache, **options)
+        else:
+            self.stored.prefill(self.sieve, ids, cache, options)
 
     def beginning(self, before: Transcript, text: str) -> Transcript:
         """Return the conversation with the beginning of the next user message, which gets no answer yet."""

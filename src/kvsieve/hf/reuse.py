@@ -1,0 +1,173 @@
+"""Reading prompts whose beginning a store of prompts may have, and leaving it what was read.
+
+The store itself is `kvsieve.store`; here is what of it is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import InputError, short
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.generate.generate import GenerateResult
+from kvsieve.hf.generate.stats import Stats
+from kvsieve.hf.prompt.options import Progress, shifted
+from kvsieve.plans import Plan
+
+# Last tokens of a prompt in front of which its last border lies: another question on the same document begins before.
+LAST = 128
+# What makes a reading its caller's own, which others cannot go on from.
+_OWN = ("protect", "quotas", "question_tokens")
+
+
+class FoundPrompt(Protocol):
+    """The beginning of a prompt that was found; see kvsieve.store.Found."""
+
+    @property
+    def cache(self) -> SieveCache: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+@runtime_checkable
+class PromptStore(Protocol):
+    """The part of kvsieve.store.PrefixStore that is used here."""
+
+    @property
+    def find(self) -> Callable[..., FoundPrompt | None]: ...
+
+    @property
+    def add(self) -> Callable[..., object]: ...
+
+
+class Begins(Protocol):
+    """The part of a Sieve that is used here."""
+
+    plan: Plan
+
+    def new_cache(self) -> SieveCache: ...
+
+    @property
+    def begin(self) -> Callable[..., SieveCache]: ...
+
+    @property
+    def generate(self) -> Callable[..., GenerateResult]: ...
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The beginning of a prompt, found and read.
+
+    Attributes:
+        found: tokens that came from the store.
+        seconds: what reading the tokens takes, or took, which the cache has read now.
+        took: seconds that it took now.
+    """
+
+    found: int
+    seconds: float
+    took: float
+
+    def told(self, stats: Stats) -> Stats:
+        """Return statistics of the call that has read the rest as those of both."""
+        note = f"{self.found} of {stats.prompt_tokens} tokens came from the store"
+        notes = [*stats.notes, note] if self.found else stats.notes
+        return dataclasses.replace(stats, ttft_s=stats.ttft_s + self.took, notes=notes)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A store, for the prompts of one attached model. owner: whose prompts they are."""
+
+    store: PromptStore
+    owner: str = ""
+
+    def suits(self, sieve: Any, options: dict[str, Any]) -> bool:
+        """Tell that a prompt under a plan, with options of `generate`, may be read this way."""
+        own = any(options.get(name) is not None for name in _OWN) or not options.get("reduce", True)
+        if own or sieve.plan.shortens_prompt or sieve.context.ranks.size > 1:
+            return False
+        return not sieve.new_cache().has_state or sieve.continues
+
+    def begin(
+        self,
+        sieve: Begins,
+        ids: Tensor,
+        cache: SieveCache,
+        chunk: int | None,
+        progress: Progress | None,
+        leave: int = 1,
+    ) -> Begun:
+        """Read a prompt but for its last tokens, of which a cache that is empty takes from the store what that has.
+
+        Borders of what is read are left in the store.
+
+        Args:
+            sieve: the attached model.
+            ids: int64 [1, N], the whole conversation.
+            cache: of the sieve; it has read the beginning, or nothing.
+            chunk: tokens per forward pass, None for all at once.
+            progress: called with (tokens read, tokens in all).
+            leave: tokens that are left to read; 0 for a prompt that is only read.
+
+        Returns:
+            What was found and read.
+        """
+        known, total, before, began = ids[0].tolist(), ids.shape[1], 0.0, time.perf_counter()
+        if not cache.num_seen:
+            found = self.store.find(sieve, known, self.owner, turns=(total,), leave=leave)
+            if found is not None:
+                cache.become(found.cache)
+                before = found.seconds
+        start, searched = cache.num_seen, time.perf_counter()
+
+        def border(done: int, _: int) -> None:
+            self.store.add(sieve, known, cache, before + time.perf_counter() - searched, self.owner)
+            if progress is not None:
+                progress(start + done, total)
+
+        end = total - max(LAST, sieve.plan.queries(total))
+        if end > start:
+            sieve.begin(ids[:, :end], cache=cache, chunk=chunk, progress=border)
+        now = time.perf_counter()
+        return Begun(start if before else 0, before + now - searched, now - began)
+
+    def generate(self, sieve: Begins, ids: Tensor, **options: Any) -> GenerateResult:
+        """Answer a prompt int64 [1, N] as ``Sieve.generate`` does, beginning with what the store has of it."""
+        cache, progress, total = sieve.new_cache(), options.pop("progress", None), ids.shape[1]
+        begun = self.begin(sieve, ids, cache, options.get("chunk"), progress)
+        rest = shifted(progress, cache.num_seen, total)
+        result = sieve.generate(ids, torch.ones_like(ids), cache=cache, progress=rest, **options)
+        self.end(sieve, result.sequences, cache, begun.seconds + result.stats.ttft_s)
+        return dataclasses.replace(result, stats=begun.told(result.stats))
+
+    def end(self, sieve: Begins, ids: Tensor, cache: SieveCache, seconds: float) -> None:
+        """Leave the store a conversation as it is at the end of a turn, which took so many seconds to read."""
+        self.store.add(sieve, ids[0].tolist(), cache, seconds, self.owner)
+
+    def prefill(self, sieve: Any, ids: Tensor, cache: SieveCache, options: dict[str, Any]) -> None:
+        """Read a prompt and answer nothing yet; options of ``Sieve.prefill``."""
+        if not self.suits(sieve, options):
+            sieve.prefill(ids, torch.ones_like(ids), cache=cache, **options)
+            return
+        begun = self.begin(sieve, ids, cache, options.get("chunk"), options.get("progress"), leave=0)
+        if cache.num_seen < ids.shape[1]:
+            began = time.perf_counter()
+            sieve.prefill(ids, torch.ones_like(ids), cache=cache, **options)
+            self.end(sieve, ids, cache, begun.seconds + time.perf_counter() - began)
+
+
+def check_store(store: Any) -> None:
+    """Raise InputError unless `store` is None or a store of prompts."""
+    if store is not None and not isinstance(store, PromptStore):
+        raise InputError(
+            f"store= takes a kvsieve.store.PrefixStore, got {short(store)}; open one with PrefixStore(path)"
+        )
