@@ -16,6 +16,8 @@ from kvsieve.store.replacement import Replacement
 from kvsieve.store.stats import Ledger
 from kvsieve.store.writer import Writer
 
+# Bytes that nodes may take beyond the budget, if that is more, until they are written.
+_MAY_WAIT = 256 << 20
 # Of nodes that are compared to find what another one shares with them.
 _LOOKED_AT = 64
 
@@ -72,13 +74,14 @@ class Tiers:
         assert node.held is not None
         self._ledger.add(node.held.all_tensors())
         for shorter in self._replaced_by(node):
-            node.replaces.append(shorter)
+            node.replaces += [shorter, *shorter.replaces]
+            shorter.replaces.clear()
             self._counts["replaced"] += 1
             self._drop(shorter)
         if self._writer is not None:
             node.waits = True
             self._writer.put(node)
-        self._fit_memory(but=node)
+        self._fit_memory()
         return node
 
     def held(self, node: Node) -> Held | None:
@@ -105,8 +108,10 @@ class Tiers:
     def remove(self, node: Node) -> None:
         """Take a node out of the store, and its file off the disk."""
         self._drop(node)
-        if node.path is not None and self._directory is not None:
-            self._directory.delete(node.path)
+        for each in (node, *node.replaces):
+            if each.path is not None and self._directory is not None:
+                self._directory.delete(each.path)
+        node.replaces.clear()
 
     def rewrite(self, node: Node) -> None:
         """Write a node's file again, after what is said of it has changed."""
@@ -198,22 +203,26 @@ class Tiers:
         # Where nobody has measured, tokens tell.
         return max(node.seconds - seconds, 0.0) + 1e-6 * (node.reuse.tokens - tokens)
 
-    def _fit_memory(self, but: Node | None = None) -> None:
-        """Let nodes leave memory until the others fit; those that are on the disk first."""
-        while self._ledger.bytes > self._memory:
-            inside = [node for node in self if node.in_memory and not node.pinned]
-            first = [node for node in inside if node.path is not None]
-            for nodes in (first, [node for node in inside if node is not but], inside):
-                node = self._leaves_memory.next(nodes, self._saves, self.own_bytes)
-                if node is not None:
-                    break
-            else:
+    def _fit_memory(self) -> None:
+        """Let nodes leave memory until the others fit; those that wait to be written only if they are too many."""
+        while (over := self._ledger.bytes - self._memory) > 0:
+            free = [node for node in self if node.in_memory and not node.pinned]
+            node = self._leaves_memory.next([each for each in free if not each.waits], self._saves, self.own_bytes)
+            if node is None and over > max(self._memory, _MAY_WAIT):
+                node = self._leaves_memory.next(free, self._saves, self.own_bytes)
+            if node is None:
                 return
             self._counts["evictions"] += 1
             if node.path is not None:
                 self._forget(node)
-            else:
-                self._drop(node)
+                continue
+            self._drop(node)
+            for other in node.replaces:
+                # Never written, so what it was to take the place of stays.
+                if other.path is not None:
+                    other.gone = False
+                    self._put(other)
+            node.replaces.clear()
 
     def _fit_disk(self, coming: int = 0) -> None:
         """Delete files until the others fit, and `coming` bytes more."""
@@ -237,32 +246,26 @@ class Tiers:
         assert self._directory is not None
         with self._lock:
             held = node.held
-            if held is None or node.gone:
-                # It left before its turn came; what it replaced is replaced by what replaced it, or gone with it.
-                self._let_go(node)
-                return
-            size = sum(part.numel() * part.element_size() for part in held.all_tensors())
-            if self._disk is not None and size > self._disk and not node.pinned:
-                self._let_go(node)
+            size = 0 if held is None else sum(part.numel() * part.element_size() for part in held.all_tensors())
+            too_large = self._disk is not None and size > self._disk and not node.pinned
+            if held is None or node.gone or too_large:
+                node.waits = False
+                self._fit_memory()
                 return
             self._fit_disk(size)
         path, node.file_bytes = self._directory.write(node, held)
         with self._lock:
+            node.waits = False
             if node.gone:
-                # Removed while it was written.
+                # Removed, or replaced, while it was written.
                 self._directory.delete(path)
-            else:
-                node.path = path
-            self._let_go(node)
+                return
+            node.path = path
+            for other in node.replaces:
+                if other.path is not None:
+                    self._directory.delete(other.path)
+            node.replaces.clear()
             self._fit_memory()
-
-    def _let_go(self, node: Node) -> None:
-        """Delete the files of the nodes that one replaces, once it is written or gone."""
-        node.waits = False
-        for other in node.replaces:
-            if other.path is not None and other.key not in self._nodes and self._directory is not None:
-                self._directory.delete(other.path)
-        node.replaces.clear()
 
     def export(self, path: str | os.PathLike[str], nodes: list[Node]) -> int:
         """See PrefixStore.export."""
