@@ -57,7 +57,7 @@ def write_until_killed(sieve: Sieve, path: Path, first: int, told: int) -> None:
             if turn:
                 ids = torch.cat([ids, prompt(seed + 1)[:, :20]], 1)
                 sieve.prefill(ids, cache=cache)
-            store.add(sieve, ids[0], cache, 1.0)
+            store.add(sieve, ids[0], cache, 1.0, turns=(TOKENS, TOKENS + 20)[: turn + 1])
             if store.flush():
                 os.write(told, f"{seed} {turn}\n".encode())
 

@@ -1,0 +1,225 @@
+"""Measure what a store of prompts saves: on documents, on an agent's turns, and in sessions per byte.
+
+    python benchmarks/store.py document [--method full] [--tokens 7500] [--questions 2]
+    python benchmarks/store.py agent [--turns 100]
+    python benchmarks/store.py sessions [--tokens 7500]
+
+document: a process reads a document with a first question, leaves it to a store and is killed (SIGKILL). This process
+opens the store and asks other questions about the document, the first of which is answered from the disk and the others
+from memory, and reads the same prompts anew, one after the other. Told are seconds to the first token, their ratios and
+whether the answers are the same.
+
+agent: a conversation of many turns on tiny models, all of it sent again every turn as agents do, with tool outputs; every
+tenth turn goes back and edits what was said before. Told is the share of prompt tokens that came from the store.
+
+sessions: bytes that a store takes for one session of a document, question and answer, under full KV and under SnapKV of
+10% with entries of 4 bits.
+
+Results go to benchmarks/results/store.json, one entry for each of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvsieve
+from kvsieve.bench.prompts import text_ids
+from kvsieve.hf.reuse import Stored
+from kvsieve.models.families import build
+from kvsieve.report.environment import environment
+from kvsieve.store import PrefixStore
+from kvsieve.turns import render, stop_ids, token_ids
+
+RESULTS = Path(__file__).parent / "results" / "store.json"
+QUESTIONS = (
+    "What is the text about? Answer in one sentence.",
+    "Name three things that the text explains.",
+    "Which language does the text describe?",
+    "What is the first thing that the text tells?",
+)
+METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "snapkv": {"budget": "10%"},
+    "rocketkv-mt": {"budget": 512},
+    "fastkv": {"budget": "10%"},
+}
+PACKED = {"budget": "10%", "codec": "kivi:bits=4"}
+CHUNK = 1024
+
+
+def prompts(tokenizer: Any, tokens: int, count: int) -> list[torch.Tensor]:
+    """Prompts int64 [1, about `tokens`]: one document, each with another question."""
+    document = tokenizer.decode(text_ids(tokenizer)[0, : tokens - 60])
+    texts = [f"{document}\n\n{question}" for question in QUESTIONS[:count]]
+    return [
+        torch.tensor([token_ids(tokenizer, render(tokenizer, [{"role": "user", "content": text}]))]) for text in texts
+    ]
+
+
+def options(model: Any, tokenizer: Any, new_tokens: int) -> dict[str, Any]:
+    """Options of generate: greedy answers."""
+    ends = sorted(stop_ids(tokenizer, model.generation_config.eos_token_id))
+    return {"do_sample": False, "max_new_tokens": new_tokens, "eos_token_id": ends, "pad_token_id": ends[0]}
+
+
+def document(given: argparse.Namespace) -> dict[str, Any]:
+    """See the module: seconds to the first token with and without the store, after a kill and in one process."""
+    model, tokenizer = kvsieve.models.load_demo()
+    asked = prompts(tokenizer, given.tokens, given.questions + 1)
+    how = {**options(model, tokenizer, 16), "chunk": CHUNK}
+    plan = kvsieve.plan(given.method, **METHODS[given.method])
+    with tempfile.TemporaryDirectory() as folder:
+        first = None if given.fresh else fill_and_die(given, folder)
+        with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve:
+            sieve.generate(asked[0][:, :64], max_new_tokens=2, do_sample=False)
+            rows = []
+            with PrefixStore(folder) as store:
+                if given.fresh:
+                    first = Stored(store).generate(sieve, asked[0], **how).stats.ttft_s
+                for ids in asked[1:]:
+                    before = store.stats()
+                    began = time.perf_counter()
+                    found = Stored(store).generate(sieve, ids, **how)
+                    now = store.stats()
+                    anew = sieve.generate(ids, **how)
+                    rows.append(
+                        {
+                            "tokens": ids.shape[1],
+                            "from_store": now.tokens_reused - before.tokens_reused,
+                            "from_disk": now.disk_hits > before.disk_hits,
+                            "ttft_s": round(found.stats.ttft_s, 3),
+                            "call_s": round(time.perf_counter() - began, 3),
+                            "anew_ttft_s": round(anew.stats.ttft_s, 3),
+                            "anew_by": round(anew.stats.ttft_s / found.stats.ttft_s, 1),
+                            "same_answer": torch.equal(found.sequences, anew.sequences),
+                            "answer": tokenizer.decode(found.sequences[0, ids.shape[1] :], skip_special_tokens=True),
+                        }
+                    )
+    return {"method": given.method, "first_ttft_s": first, "dtype": str(model.dtype), "questions": rows}
+
+
+def fill_and_die(given: argparse.Namespace, folder: str) -> float:
+    """Let another process answer the first question and leave it to the store, and kill it; its seconds."""
+    command = [sys.executable, __file__, "fill", "--method", given.method, "--tokens", str(given.tokens)]
+    child = subprocess.Popen([*command, "--folder", folder], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    told = json.loads(child.stdout.readline())
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    return told
+
+
+def fill(given: argparse.Namespace) -> None:
+    """Answer the first question, say so when all is on the disk, and wait to be killed."""
+    model, tokenizer = kvsieve.models.load_demo()
+    (ids,) = prompts(tokenizer, given.tokens, 1)
+    plan = kvsieve.plan(given.method, **METHODS[given.method])
+    with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve:
+        store = PrefixStore(given.folder)
+        result = Stored(store).generate(sieve, ids, chunk=CHUNK, **options(model, tokenizer, 16))
+        assert store.flush()
+        print(json.dumps(round(result.stats.ttft_s, 3)), flush=True)
+        signal.pause()
+
+
+def agent(given: argparse.Namespace) -> dict[str, Any]:
+    """See the module: shares of an agent's prompt tokens that came from the store, on tiny models."""
+    cases = {
+        "full KV": ("llama", "full", {}),
+        "recurrent hybrid": ("qwen3_next", "full", {}),
+        "SnapKV, 512 entries": ("llama", "snapkv", {"budget": 512, "window": 16, "paper": True}),
+        "full KV in 4 bits": ("llama", "kivi", {"bits": 4}),
+    }
+    out = {}
+    for name, (family, method, parameters) in cases.items():
+        model = build(family, max_position_embeddings=1 << 16)
+        with (
+            kvsieve.attach(model, kvsieve.plan(method, **parameters)) as sieve,
+            PrefixStore(memory=given.memory) as store,
+        ):
+            out[name] = {"family": family, "method": method, **trace(sieve, store, given.turns)}
+    return out
+
+
+def trace(sieve: Any, store: PrefixStore, turns: int) -> dict[str, Any]:
+    """Play an agent's conversation; every prompt is answered with the store, every fifth also anew, turn by turn."""
+    made = torch.Generator().manual_seed(7)
+
+    def said(least: int, most: int) -> torch.Tensor:
+        size = int(torch.randint(least, most, (1,), generator=made))
+        return torch.randint(2, 100, (1, size), generator=made)
+
+    how = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0, "chunk": 256}
+    ids, ends, marks = said(600, 601), [], []
+    for turn in range(turns):
+        if turn % 10 == 9:
+            # Goes back three turns, and says something else there.
+            ids, ends = marks[-3]
+            del marks[-3:]
+        # A tool's output, now and then a long one.
+        ids = torch.cat([ids, said(300, 600) if turn % 7 == 3 else said(20, 120)], 1)
+        ends = [*ends, ids.shape[1]]
+        cache = sieve.new_cache()
+        found = store.find(sieve, ids[0], turns=ends)
+        if found is not None:
+            cache = found.cache
+        sieve.begin(ids[:, :-20], cache=cache, chunk=256) if cache.num_seen < ids.shape[1] - 20 else None
+        result = sieve.generate(ids, cache=cache, **how)
+        store.add(sieve, result.sequences[0], result.cache, 0.001 * ids.shape[1], turns=ends)
+        marks.append((ids, ends[:-1]))
+        ids = result.sequences
+    stats = store.stats()
+    told = ("nodes", "memory_bytes", "hits", "misses", "evictions", "tokens_asked", "tokens_reused")
+    share = round(stats.tokens_reused / stats.tokens_asked, 4)
+    return {"share": share, "last_prompt_tokens": ends[-1], **{name: stats.to_dict()[name] for name in told}}
+
+
+def sessions(given: argparse.Namespace) -> dict[str, Any]:
+    """See the module: bytes of a session in memory."""
+    model, tokenizer = kvsieve.models.load_demo()
+    (ids,) = prompts(tokenizer, given.tokens, 1)
+    out: dict[str, Any] = {"tokens": ids.shape[1]}
+    for name, plan in (("full", kvsieve.plan("full")), ("snapkv 10%, kivi 4 bits", kvsieve.plan("snapkv", **PACKED))):
+        with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve, PrefixStore() as store:
+            result = sieve.generate(ids, chunk=CHUNK, **options(model, tokenizer, 16))
+            store.add(sieve, result.sequences[0], result.cache, 1.0)
+            out[name] = {"bytes": store.stats().memory_bytes, "entries": result.cache.entries()[0]}
+    one, other = (out[name]["bytes"] for name in ("full", "snapkv 10%, kivi 4 bits"))
+    return {**out, "sessions_in_the_memory_of_one": round(one / other, 1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("what", choices=("document", "agent", "sessions", "fill"))
+    parser.add_argument("--method", choices=METHODS, default="full")
+    parser.add_argument("--tokens", type=int, default=7500)
+    parser.add_argument("--questions", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=100)
+    parser.add_argument("--memory", default="4GiB")
+    parser.add_argument("--fresh", action="store_true", help="document: nobody is killed; the store is filled here")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.what == "fill":
+        fill(given)
+        return
+    found = {"document": document, "agent": agent, "sessions": sessions}[given.what](given)
+    print(json.dumps(found, indent=1))
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    key = f"document, {given.method}" if given.what == "document" else given.what
+    known[key] = {"environment": environment(), **found}
+    RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
