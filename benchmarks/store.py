@@ -9,8 +9,8 @@ opens the store and asks other questions about the document, the first of which 
 from memory, and reads the same prompts anew, one after the other. Told are seconds to the first token, their ratios and
 whether the answers are the same.
 
-agent: a conversation of many turns on tiny models, all of it sent again every turn as agents do, with tool outputs; every
-tenth turn goes back and edits what was said before. Told is the share of prompt tokens that came from the store.
+agent: a conversation of many turns on tiny models, all of it sent again every turn as agents do, with tool outputs;
+every tenth turn goes back and edits what was said before. Told is the share of prompt tokens that came from the store.
 
 sessions: bytes that a store takes for one session of a document, question and answer, under full KV and under SnapKV of
 10% with entries of 4 bits.
@@ -153,7 +153,7 @@ def agent(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def trace(sieve: Any, store: PrefixStore, turns: int) -> dict[str, Any]:
-    """Play an agent's conversation; every prompt is answered with the store, every fifth also anew, turn by turn."""
+    """Play an agent's conversation; every prompt begins with what the store has of it."""
     made = torch.Generator().manual_seed(7)
 
     def said(least: int, most: int) -> torch.Tensor:
@@ -167,6 +167,7 @@ def trace(sieve: Any, store: PrefixStore, turns: int) -> dict[str, Any]:
             # Goes back three turns, and says something else there.
             ids, ends = marks[-3]
             del marks[-3:]
+        marks.append((ids, ends))
         # A tool's output, now and then a long one.
         ids = torch.cat([ids, said(300, 600) if turn % 7 == 3 else said(20, 120)], 1)
         ends = [*ends, ids.shape[1]]
@@ -177,7 +178,6 @@ def trace(sieve: Any, store: PrefixStore, turns: int) -> dict[str, Any]:
         sieve.begin(ids[:, :-20], cache=cache, chunk=256) if cache.num_seen < ids.shape[1] - 20 else None
         result = sieve.generate(ids, cache=cache, **how)
         store.add(sieve, result.sequences[0], result.cache, 0.001 * ids.shape[1], turns=ends)
-        marks.append((ids, ends[:-1]))
         ids = result.sequences
     stats = store.stats()
     told = ("nodes", "memory_bytes", "hits", "misses", "evictions", "tokens_asked", "tokens_reused")
