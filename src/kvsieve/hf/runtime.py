@@ -59,7 +59,8 @@ class AttachedModel:
         self._adapted = adapted_layer(self.decoder)
         self.kinds = layer_kinds(self.config)
         self.context = ModelContext(self.num_layers, growing_layers(self.kinds), self.facts, ranks_of(model, plan))
-        self.engine = Engine(self.decoder, decode, divided=tensor_parallel_mesh(model) is not None)
+        divided = tensor_parallel_mesh(model) is not None
+        self.engine = Engine(self.decoder, decode, divided, model.get_output_embeddings())
 
     @property
     def is_composite(self) -> bool:

@@ -24,6 +24,7 @@ from kvsieve.cache.base import MIN_ROOM
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.latent import LatentLayer
+from kvsieve.hf.decode.packed_choice import packed_by_default
 from kvsieve.hf.decode.packed_weights import PackedLinears
 from kvsieve.hf.decode.recorded_pass import RecordedPass
 from kvsieve.hf.decode.recorders import RECORDERS, Refused, Run
@@ -45,15 +46,23 @@ class Engine:
     """Runs the decoder's passes while a plan is attached. asked: "eager", "packed", "graph" or "compile".
 
     refusal: why no pass can be run as asked, None while some may.
+
+    Args:
+        decoder: of a model.
+        asked: as `attach` takes it.
+        divided: True where heads are divided among processes.
+        output: the model's output layer.
     """
 
-    def __init__(self, decoder: nn.Module, asked: str, divided: bool = False) -> None:
+    def __init__(self, decoder: nn.Module, asked: str, divided: bool = False, output: nn.Module | None = None) -> None:
         if asked not in ENGINES:
             raise PlanError(f"decode must be one of {', '.join(map(repr, ENGINES))}; got {asked!r}")
         devices = {parameter.device for parameter in decoder.parameters()}
         device = next(iter(devices), torch.device("cpu"))
+        self._packed: PackedLinears | None = None
         if asked == "auto":
-            asked = "graph" if device.type == "cuda" else "eager"
+            self._packed = None if divided or len(devices) > 1 else packed_by_default(decoder, output)
+            asked = "graph" if device.type == "cuda" else "eager" if self._packed is None else "packed"
         self.asked = asked
         self.decoder = decoder
         self.refusal: str | None = None
@@ -62,20 +71,24 @@ class Engine:
         self._own = decoder.__dict__.get("forward")
         self._forward = decoder.forward
         self._names = list(inspect.signature(decoder.forward).parameters)
-        self._packed: PackedLinears | None = None
-        if asked == "eager":
+        if asked == "eager" or self._packed is not None:
             return
         try:
             if divided or len(devices) > 1:
                 raise Refused("the model lies on several devices")
             if asked == "packed":
-                self._packed = PackedLinears(decoder)
+                self._packed = PackedLinears(decoder, output)
                 return
             if "position_ids" not in self._names:
                 raise Refused(f"{type(decoder).__name__} takes no position_ids")
             self._record = RECORDERS[asked](device)
         except (Refused, ValueError) as refused:
             self.refusal = str(refused)
+
+    @property
+    def packed_cost(self) -> tuple[int, float]:
+        """Bytes that packed weights take now, and the seconds that packing has taken."""
+        return (0, 0.0) if self._packed is None else (self._packed.bytes, self._packed.seconds)
 
     def install(self) -> None:
         """Replace the decoder's forward, if that is of use; `remove` brings it back."""

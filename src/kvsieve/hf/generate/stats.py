@@ -76,6 +76,8 @@ class Decoding:
         reading: how entries that a reader had chosen were read: "compiled", or "torch" and why; None where none were.
         compile_s: seconds that compiling C code for it took in this process; 0 where it lay ready, as it does in every
             process but a machine's first.
+        packed_bytes: that packed weights take beside the model's own.
+        packed_s: seconds that packing them took while the plan was attached; `capture_s` has them in the call that did.
     """
 
     engine: str
@@ -84,6 +86,8 @@ class Decoding:
     capture_s: float
     reading: str | None = None
     compile_s: float = 0.0
+    packed_bytes: int = 0
+    packed_s: float = 0.0
 
 
 @dataclass(frozen=True, repr=False)
@@ -248,15 +252,15 @@ def _decoding(engine: Engine, passes: Passes, reads: Reads) -> Decoding:
     failed = passes.eager > passes.fixed or (refusal is not None and not passes.fixed)
     ran = "eager" if failed else asked
     reason = None if ran == asked else refusal or passes.reason
-    if not reads.sparse:
-        return Decoding(ran, reason, passes.captures, passes.capture_s)
-    if passes.fixed > passes.eager:
-        reading, seconds = f"torch: passes of fixed shapes ({ran})", 0.0
-    elif reads.not_compiled is not None:
-        reading, seconds = f"torch: {reads.not_compiled}", 0.0
-    else:
+    reading, seconds = None, 0.0
+    if reads.sparse and passes.fixed > passes.eager:
+        reading = f"torch: passes of fixed shapes ({ran})"
+    elif reads.sparse and reads.not_compiled is not None:
+        reading = f"torch: {reads.not_compiled}"
+    elif reads.sparse:
         reading, seconds = "compiled", compile_seconds()
-    return Decoding(ran, reason, passes.captures, passes.capture_s, reading, seconds)
+    packed, packing = engine.packed_cost
+    return Decoding(ran, reason, passes.captures, passes.capture_s, reading, seconds, packed, round(packing, 3))
 
 
 def _traffic(cache: SieveCache) -> Traffic | None:
