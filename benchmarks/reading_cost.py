@@ -1,15 +1,14 @@
 """Time per token of sparse readers, of evictors and of full KV beside each other, token by token in turns.
 
-    python benchmarks/reading_cost.py [--model DIRECTORY] [--length 7500] [--batch 1] [--decode packed]
-        [--plans "full,rocketkv:budget=256"] [--peer-python PYTHON] [--out FILE]
+    python benchmarks/reading_cost.py [--model DIRECTORY] [--length 7500] [--batch 1] [--decode packed,eager]
+        [--plans "full;rocketkv:budget=256"] [--peer-python PYTHON] [--out FILE]
 
 A prompt is not read: the cache of every plan is filled with random entries up to the last tokens, which are read, so
 that evictors act on a prompt of the whole length. What a token costs does not depend on the values of entries. Every
-plan then generates a token in turn, round after round (each again and again until `--tokens`), in one process; ratios
-are taken within a round, and medians of them are reported. "eager" and "packed" name how full KV and plans compute
-(`attach(decode=...)`); "plain" means without compiled kernels. transformers reads a `DynamicCache` of as many random
-entries. With `--peer-python`, kvpress' SnapKV of 10% reads a prompt of such a length and generates in that interpreter,
-in each of `--peer-rounds` rounds.
+plan then generates `--tokens` tokens in turn, round after round, in one process; ratios are taken within a round, and
+medians of them are reported. Packed weights are packed once for all contenders. transformers, with `--plain`, reads a `DynamicCache` of as many random entries. FastKV is
+left out: after its prompt it decodes as SnapKV does. With `--peer-python`, kvpress'
+SnapKV of 10% reads a prompt of such a length and generates in that interpreter, `--peer-rounds` times.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import argparse
 import contextlib
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,10 +29,13 @@ from transformers import DynamicCache
 import kvsieve
 from kvsieve.bench.peer_process import Peer
 from kvsieve.bench.prompts import text_ids
+from kvsieve.hf.decode.packed_choice import measured_ratio
+from kvsieve.hf.decode.packed_weights import PackedLinears
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.report.environment import environment
 
-PLANS = "full;rocketkv:budget=256;hsa:budget=256;quest:budget=256;sparq:budget=256;snapkv:budget=10%"
+READERS = "full;rocketkv:budget=256;hsa:budget=256;quest:budget=256;sparq:budget=256"
+PLANS = f"{READERS};snapkv:budget=10%;adakv:budget=10%;lagkv:budget=10%"
 LAST = 64
 
 
@@ -73,29 +76,42 @@ def plain_cache(model: Any, batch: int, length: int) -> Any:
 
 
 class Contender:
-    """One way of generating a token on a cache that is ready."""
+    """One way of generating a token on a cache that is ready. packed: weights that it multiplies with; None for plain."""
 
-    def __init__(self, model: Any, plan: kvsieve.Plan | None, decode: str, ids: torch.Tensor, length: int, new: int):
-        self.model, self.plan, self.decode, self.token = model, plan, decode, ids[:, -1:]
+    def __init__(
+        self,
+        model: Any,
+        plan: kvsieve.Plan | None,
+        packed: PackedLinears | None,
+        ids: torch.Tensor,
+        length: int,
+        new: int,
+    ):
+        self.model, self.plan, self.packed, self.token = model, plan, packed, ids[:, -1:]
         self.cache: Any = None
-        self.times: list[float] = []
         if plan is None:
             self.cache = plain_cache(model, len(ids), length)
             return
-        with kvsieve.attach(model, plan, decode=decode) as sieve, torch.no_grad():
+        with kvsieve.attach(model, plan, decode="eager") as sieve, torch.no_grad():
             self.cache = filled(sieve, ids, length, new)
 
     def run(self, tokens: int) -> float:
         """Seconds per token of so many, the first left out."""
         spent = []
-        attached = contextlib.nullcontext()
+        attached: Any = contextlib.nullcontext()
         if self.plan is not None:
-            attached = kvsieve.attach(self.model, self.plan, decode=self.decode)  # type: ignore[assignment]
+            attached = kvsieve.attach(self.model, self.plan, decode="eager")
         with attached, torch.no_grad():
+            if self.packed is not None:
+                self.packed.install()
             for _ in range(tokens + 1):
                 began = time.perf_counter()
                 self.model(self.token, past_key_values=self.cache, logits_to_keep=1)
                 spent.append(time.perf_counter() - began)
+            if self.packed is not None:
+                # They stay packed for the next one.
+                for module in self.packed.layers:
+                    del module.forward
         return statistics.median(spent[1:])
 
 
@@ -107,6 +123,7 @@ def rounds(contenders: dict[str, Callable[[], float]], count: int) -> dict[str, 
             spent = contenders[name]()
             if turn:
                 times[name].append(spent)
+            print(f"{turn} {name}: {1e3 * spent:.1f} ms", file=sys.stderr, flush=True)
     return times
 
 
@@ -122,7 +139,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=7500)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--plans", default=PLANS, help="separated by semicolons; parameters as name=value")
-    parser.add_argument("--decode", default="eager")
+    parser.add_argument("--decode", default="packed", help="packed, eager or both, separated by a comma")
     parser.add_argument("--plain", action="store_true", help="transformers beside them")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=6, help="of a round")
@@ -143,18 +160,24 @@ def main() -> None:
     new = (arguments.rounds + 1) * (arguments.tokens + 1)
     contenders: dict[str, Contender] = {}
     if arguments.plain:
-        contenders["transformers"] = Contender(model, None, "", ids, arguments.length, new)
+        contenders["transformers"] = Contender(model, None, None, ids, arguments.length, new)
+    packed, ratio = None, None
+    if "packed" in arguments.decode:
+        packed = PackedLinears(model.model, model.lm_head)
+        ratio = round(measured_ratio([layer.weight.detach() for layer in packed.layers]), 3)
+        packed.pack()
     for decode in arguments.decode.split(","):
+        weights = packed if decode == "packed" else None
         for told in arguments.plans.split(";"):
-            contenders[f"{told} {decode}"] = Contender(model, spec(told), decode, ids, arguments.length, new)
+            contenders[f"{told} {decode}"] = Contender(model, spec(told), weights, ids, arguments.length, new)
     runs: dict[str, Callable[[], float]] = {
         name: (lambda each=each: each.run(arguments.tokens)) for name, each in contenders.items()
     }
     times = rounds(runs, arguments.rounds)
     ways = {
-        name: {"engine": each.decode, "torch reads because": each.cache.turn.record.reads.not_compiled}
+        name: each.cache.turn.record.reads.not_compiled or "compiled"
         for name, each in contenders.items()
-        if each.plan is not None
+        if each.plan is not None and each.plan.read is not None
     }
     report: dict[str, Any] = {
         "environment": environment(),
@@ -163,7 +186,9 @@ def main() -> None:
         "length": arguments.length,
         "batch": arguments.batch,
         "milliseconds": {name: round(1e3 * statistics.median(each), 2) for name, each in times.items()},
-        "ways": ways,
+        "sparse reading": ways,
+        "packed weights": None if packed is None else {"bytes": packed.bytes, "seconds": round(packed.seconds, 2)},
+        "their products over plain ones": ratio,
     }
     for decode in arguments.decode.split(","):
         report[f"over full, {decode}"] = against(times, f"full {decode}")

@@ -78,6 +78,8 @@ def compare(reader, settings, store, view=None, terms=None, whole=(), steps=3, c
         found = ours.attend(query, store, 0.2, terms)
         assert found.dtype == query.dtype
         torch.testing.assert_close(found, wanted, atol=close, rtol=close)
+        # Asked again about the same entries, it takes nothing in twice.
+        assert torch.equal(ours.attend(query, store, 0.2, terms), found)
         for group, other in zip(grouped.groups, wanted_of.groups, strict=True):
             assert group.state.keys() == other.state.keys()
             for mine, theirs in zip(group.state.values(), other.state.values(), strict=True):

@@ -125,7 +125,7 @@ class CompiledReading:
         else:
             kv_rows = self.grouped.kv_rows(store, group)
             table.update(kv_rows)
-            if mean is not None:
+            if mean is not None and mean.size < size:
                 mean.update(kv_rows, torch.float32)
         told = table.buffer.data_ptr(), 0 if mean is None else mean.sum.data_ptr(), take
         if told != self._tables[at]:

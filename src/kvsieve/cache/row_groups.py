@@ -13,7 +13,7 @@ from kvsieve.cache.base import View, tensors_in
 from kvsieve.cache.keep import LayerStore
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.ragged import RaggedStore
-from kvsieve.core.kv_rows import DeviceLength, KVRows
+from kvsieve.core.kv_rows import DeviceLength, IncrementalMetadata, KVRows
 
 
 @dataclass
@@ -41,7 +41,16 @@ class Group:
     state: dict[str, Any] = field(default_factory=dict)
     cost: tuple[int, int, int] | None = None
     known: int = 0
+    _incremental: list[IncrementalMetadata] | None = None
     _flat: tuple[int, Tensor | None, Tensor] | None = None
+
+    @property
+    def incremental(self) -> list[IncrementalMetadata]:
+        """What of the reader's metadata takes in entry by entry; looked for once there is any."""
+        if self._incremental is None and self.state:
+            # Telling a protocol is slow: not at every token.
+            self._incremental = [each for each in self.state.values() if isinstance(each, IncrementalMetadata)]
+        return self._incremental or []
 
     def flat(self, capacity: int) -> tuple[Tensor | None, Tensor]:
         """`body` and `tail` for buffers whose rows, of `capacity` slots each, lie one after another."""

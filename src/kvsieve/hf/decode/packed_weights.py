@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from kvsieve.hf.model.weights import why_not_packed
 
 # Tokens of a pass, of all rows together, up to which the packed weight is the faster one.
 _FEW = 64
+# A packed weight, where the plain one lay, and how often that had been written to.
+_Packed = tuple[Any, int, int]
 
 
 class PackedLinears:
@@ -56,12 +59,12 @@ class PackedLinears:
         # Whether memory is written to in place is not known of tensors of inference mode.
         self.layers = [module for module in layers if not module.weight.is_inference()]
         self.seconds, self.bytes = 0.0, 0
-        self._packed: dict[nn.Linear, tuple[Any, tuple[int, int]]] = {}
+        self._packed: dict[nn.Linear, _Packed] = {}
 
     def install(self) -> None:
         """Let the layers multiply with packed weights from the first decoded token on."""
         for module in self.layers:
-            module.forward = functools.partial(self._forward, module)  # type: ignore[method-assign]
+            module.forward = self._forward_of(module)  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """Bring the layers' own forward back, and free the packed weights."""
@@ -77,23 +80,35 @@ class PackedLinears:
             self._pack(module)
         self.seconds += time.perf_counter() - began
 
-    def _pack(self, module: nn.Linear) -> Any:
+    def _pack(self, module: nn.Linear) -> _Packed:
         """Pack a layer's weight, again where it has been written to since."""
         weight = module.weight.detach()
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
         if module not in self._packed:
             self.bytes += weight.nbytes
-        self._packed[module] = packed, _state(module.weight)
-        return packed
+        made = torch.ops.mkldnn._reorder_linear_weight(weight, 1), weight.data_ptr(), weight._version
+        self._packed[module] = made
+        return made
 
-    def _forward(self, module: nn.Linear, given: Tensor) -> Tensor:
-        few = given.numel() <= _FEW * given.shape[-1]
-        if not few or _computes_otherwise(given, module.weight) or not (self._packed or self._begin()):
-            return F.linear(given, module.weight, module.bias)
-        packed, known = self._packed[module]
-        if known != _state(module.weight):
-            packed = self._pack(module)
-        return multiplied(given, packed, module.bias)
+    def _forward_of(self, module: nn.Linear) -> Callable[[Tensor], Tensor]:
+        # Called hundreds of times per token: what a module's own way of looking things up costs is felt.
+        parameters, packed, few = module._parameters, self._packed, _FEW * module.in_features
+
+        def forward(given: Tensor) -> Tensor:
+            weight = parameters["weight"]
+            assert weight is not None
+            bias = parameters["bias"]
+            if given.numel() > few or _computes_otherwise(given, weight):
+                return F.linear(given, weight, bias)
+            known = packed.get(module)
+            if known is None:
+                if packed or not self._begin():
+                    return F.linear(given, weight, bias)
+                known = packed[module]
+            if known[1] != weight.data_ptr() or known[2] != weight._version:
+                known = self._pack(module)
+            return multiplied(given, known[0], bias)
+
+        return forward
 
     def _begin(self) -> bool:
         """Pack everything if this pass is the first to decode a token; statistics leave these seconds out."""
@@ -108,8 +123,13 @@ class PackedLinears:
 
 def multiplied(given: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor:
     """Product [..., C] of [..., D] with a packed weight."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(given, packed, bias, "none", [], "")
+    out: Tensor = _product()(given, packed, bias, "none", [], "")
     return out
+
+
+@functools.cache
+def _product() -> Callable[..., Tensor]:
+    return torch.ops.mkldnn._linear_pointwise.default
 
 
 def _computes_otherwise(given: Tensor, weight: Tensor) -> bool:
@@ -120,8 +140,3 @@ def _computes_otherwise(given: Tensor, weight: Tensor) -> bool:
 
 def _is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and "forward" not in module.__dict__
-
-
-def _state(weight: Tensor) -> tuple[int, int]:
-    """Where a weight lies and how often it was written to."""
-    return weight.data_ptr(), weight._version

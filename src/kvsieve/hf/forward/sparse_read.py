@@ -21,7 +21,7 @@ from kvsieve.attention import (
 )
 from kvsieve.attention.blocked import single_query_attention
 from kvsieve.cache import PackedStore, RaggedStore, RowGroups, group_rows
-from kvsieve.core.kv_rows import Choice, DeviceLength, IncrementalMetadata, KVRows, ReadFacts
+from kvsieve.core.kv_rows import Choice, DeviceLength, KVRows, ReadFacts
 from kvsieve.hf.forward.request import Asked
 from kvsieve.types import AttentionTerms
 
@@ -166,8 +166,7 @@ class Reading:
                 assert self.reader is not None
                 page = self.reader.granularity(group.setting)
                 metadata_bytes = metadata_bytes // -(-before // page) * -(-size // page)
-            metadata = [each for each in group.state.values() if isinstance(each, IncrementalMetadata)]
-            reads.estimate(metadata_bytes, sum(each.update_bytes(group.known, size) for each in metadata))
+            reads.estimate(metadata_bytes, sum(each.update_bytes(group.known, size) for each in group.incremental))
             group.known = size
             reads.read(entries, entry, len(group.row) * size)
 
