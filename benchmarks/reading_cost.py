@@ -6,9 +6,10 @@
 A prompt is not read: the cache of every plan is filled with random entries up to the last tokens, which are read, so
 that evictors act on a prompt of the whole length. What a token costs does not depend on the values of entries. Every
 plan then generates `--tokens` tokens in turn, round after round, in one process; ratios are taken within a round, and
-medians of them are reported. Packed weights are packed once for all contenders. transformers, with `--plain`, reads a `DynamicCache` of as many random entries. FastKV is
-left out: after its prompt it decodes as SnapKV does. With `--peer-python`, kvpress'
-SnapKV of 10% reads a prompt of such a length and generates in that interpreter, `--peer-rounds` times.
+medians of them are reported. Weights are packed once for all contenders. transformers, with `--plain`, reads a
+`DynamicCache` of as many random entries. FastKV is left out: after its prompt it decodes as SnapKV does. With
+`--peer-python`, kvpress' SnapKV of 10% reads a prompt of such a length and generates in that interpreter,
+`--peer-rounds` times.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def plain_cache(model: Any, batch: int, length: int) -> Any:
 
 
 class Contender:
-    """One way of generating a token on a cache that is ready. packed: weights that it multiplies with; None for plain."""
+    """One way of generating a token on a cache that is ready. packed: weights to multiply with; None for plain ones."""
 
     def __init__(
         self,
