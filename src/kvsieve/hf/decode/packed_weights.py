@@ -46,16 +46,16 @@ class PackedLinears:
         reason = why_not_packed(decoder)
         if reason is not None:
             raise ValueError(f"packed weights are copies of plain ones, and {reason}")
-        layers = [module for module in decoder.modules() if _is_plain(module)]
+        layers = [module for module in decoder.modules() if isinstance(module, nn.Linear) and _is_plain(module)]
         kinds = {(module.weight.device.type, module.weight.dtype) for module in layers}
         if kinds != {("cpu", torch.bfloat16)}:
             found = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds)) or "none"
             raise ValueError(f"packed weights are for linear layers in bfloat16 on a CPU, found {found}")
         if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
             raise ValueError("this torch has no oneDNN to pack weights with")
-        if output is not None and _is_plain(output) and output not in layers:
+        if isinstance(output, nn.Linear) and _is_plain(output) and output not in layers:
             weight = output.weight
-            layers += [output] if (weight.device.type, weight.dtype) in kinds else []  # type: ignore[list-item]
+            layers += [output] if (weight.device.type, weight.dtype) in kinds else []
         # Whether memory is written to in place is not known of tensors of inference mode.
         self.layers = [module for module in layers if not module.weight.is_inference()]
         self.seconds, self.bytes = 0.0, 0
@@ -64,7 +64,7 @@ class PackedLinears:
     def install(self) -> None:
         """Let the layers multiply with packed weights from the first decoded token on."""
         for module in self.layers:
-            module.forward = self._forward_of(module)  # type: ignore[method-assign]
+            module.forward = self._forward_of(module)  # type: ignore[assignment, method-assign]
 
     def remove(self) -> None:
         """Bring the layers' own forward back, and free the packed weights."""
