@@ -1,7 +1,9 @@
 """What codecs lose, and take: distance to full KV, needle score and bytes, with and without eviction; and drift.
 
     python benchmarks/codecs.py [--model DIR] [--lengths 2048,7500] [--samples 6] [--codecs SPECS] [--out FILE]
-    python benchmarks/codecs.py --parts drift [--drift-tokens 2000]
+    python benchmarks/codecs.py --parts drift,planted,rest,peer [--drift-tokens 2000] --out FILE
+
+A file that is there already, of the same model, is completed: what it has is not measured again.
 
 quality: samples of the needle task, the question visible. kl: mean over the tokens of full KV's own answer, in nats, of
 KL(full KV || plan). score: of the answer that the plan gives. kv: bytes of keys and values once the prompt is complete,
@@ -10,17 +12,29 @@ SnapKV, SnapKV alone, and SnapKV with the rest in few bits.
 
 drift: full KV reads a text and goes on greedily; every codec reads the same and is given that answer. KL by position,
 in 8 bins of equal width. No token ends it.
+
+planted: quality where one pair of channels of every key head, that rotary embeddings turn together, is multiplied by 50
+and that of its queries divided by it: full KV says what it said, and codecs meet the channels that some models have.
+
+rest: KL by task of SnapKV with the rest in 2 bits, and of SnapKV alone with the budget that takes as many bytes.
+
+peer: seconds per token and KL beside transformers' QuantizedCache (hqq, 4 bits, which needs that package), all fed the
+answer of full KV, token by token, in turns; medians over the rounds, ratios within a round.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import DynamicCache, QuantizedCache
 
 import kvsieve
 from kvsieve.cache import PackedStore
@@ -31,6 +45,7 @@ from kvsieve.hf.shared import answer_logits, read_shared
 from kvsieve.plans import Plan
 from kvsieve.report.environment import environment
 from kvsieve.report.tables import markdown_table
+from kvsieve.tasks import chosen_tasks
 from kvsieve.tasks.haystack import load_haystack
 from kvsieve.tasks.needle import Needle
 
@@ -39,6 +54,8 @@ CODECS = (
     "kivi:bits=3,hqq:bits=3,outlier:bits=3,rotated:bits=3,kivi:bits=2,hqq:bits=2,outlier:bits=2,rotated:bits=2"
 )
 RESTS = ("2bit", "3bit", "4bit")
+REST_TASKS = ("needle", "ruler_niah_multikey_1", "ruler_niah_multivalue", "ruler_qa_1", "ruler_fwe", "passkey64")
+PEER, PEER_TOKENS = "QuantizedCache, hqq 4 bits", 33
 BINS = 8
 # Tokens of a given answer that are compared at once, so that their logits fit beside the model.
 _PIECE = 64
@@ -116,6 +133,92 @@ def quality(model: Any, tokenizer: Any, plans: dict[str, Plan], length: int, sam
     return rows
 
 
+def planted(model: Any, factor: float) -> None:
+    """Multiply a pair of channels of all keys, and divide that of queries."""
+    config = model.config.get_text_config()
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for layer in model.get_decoder().layers:
+        for linear, by in ((layer.self_attn.q_proj, 1 / factor), (layer.self_attn.k_proj, factor)):
+            for part in (linear.weight, linear.bias):
+                if part is not None:
+                    part.data.unflatten(0, (-1, dim))[:, [dim // 4, dim // 4 + dim // 2]] *= by
+
+
+def rests(model: Any, tokenizer: Any, length: int, samples: int) -> list[dict[str, Any]]:
+    """One row per task: KL of the rest in 2 bits, and of plain eviction that takes as many bytes."""
+    rest = kvsieve.plan("snapkv", budget="10%", rest="2bit")
+    share = kv_shares(model, tokenizer, {"rest": rest}, length)["rest"]
+    plans = [Plan(), rest, kvsieve.plan("snapkv", budget=f"{100 * share:.2f}%")]
+    evaluator, rows = Evaluator(model, tokenizer, chunk=1024), []
+    for task in chosen_tasks(list(REST_TASKS), "topics"):
+        found = []
+        for index in range(samples):
+            sample = task.sample(index * 11 // samples, length, index, evaluator.prompter.count)
+            found.append([one.kl for one in evaluator.run(sample, plans, "visible")[1:]])
+            print(f"rest: {task.name} {found[-1]}", flush=True)
+        means = [round(statistics.mean(each), 6) for each in zip(*found, strict=True)]
+        names = {"kl_rest": means[0], "kl_evicted": means[1], "per_sample": found}
+        rows.append({"task": task.name, "tokens": length, "kv": round(share, 5), "samples": samples, **names})
+    return rows
+
+
+class Peer:
+    """Full KV, a plan, or transformers' own cache, fed tokens one by one through the model's own call."""
+
+    def __init__(self, model: Any, plan: Plan | None, make: Callable[[], Any] | None) -> None:
+        self.model, self.plan, self.make = model, plan, make
+
+    def run(self, ids: torch.Tensor, answer: torch.Tensor) -> tuple[list[float], torch.Tensor]:
+        """Seconds of each token of an answer, and log probabilities [T, V] after the prompt and these."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            if self.plan is not None:
+                cache: Any = stack.enter_context(kvsieve.attach(self.model, self.plan)).new_cache()
+            else:
+                assert self.make is not None
+                cache = self.make()
+            said = [self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]]
+            seconds = []
+            for token in answer[0]:
+                began = time.perf_counter()
+                said.append(self.model(token.view(1, 1), past_key_values=cache, use_cache=True).logits[0, -1])
+                seconds.append(time.perf_counter() - began)
+        return seconds, torch.stack(said).float().log_softmax(-1)
+
+
+def peers(model: Any, tokenizer: Any, codecs: list[str], length: int, rounds: int) -> list[dict[str, Any]]:
+    """One row per contender; the first token of an answer warms up."""
+    ids = document(tokenizer, length)
+    with kvsieve.attach(model, Plan()) as sieve, torch.no_grad():
+        options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": PEER_TOKENS}
+        answer = sieve.generate(ids, chunk=1024, **options).sequences[:, length:]
+    theirs = {"backend": "hqq", "config": model.config, "nbits": 4, "axis_key": 1, "axis_value": 1}
+    contenders = {
+        PEER: Peer(model, None, lambda: QuantizedCache(**theirs)),
+        "transformers": Peer(model, None, lambda: DynamicCache(config=model.config)),
+        "full": Peer(model, Plan(), None),
+        **{codec: Peer(model, kvsieve.plan("full", codec=codec), None) for codec in codecs},
+    }
+    spent: dict[str, list[float]] = {name: [] for name in contenders}
+    said: dict[str, torch.Tensor] = {}
+    for turn in range(rounds):
+        names = list(contenders)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            seconds, said[name] = contenders[name].run(ids, answer)
+            spent[name].append(statistics.median(seconds[1:]))
+            print(f"peer: {name} {spent[name][-1]:.4f}", flush=True)
+    rows = []
+    for name in contenders:
+        kl = (said["full"].exp() * (said["full"] - said[name])).sum(-1).clamp_min(0).mean().item()
+        ratios = {
+            f"tpot_to_{to}": round(statistics.median(a / b for a, b in zip(spent[name], spent[to], strict=True)), 4)
+            for to in (PEER, "full")
+        }
+        row = {"tokens": length, "answer": PEER_TOKENS, "rounds": rounds, "cache": name, "kl": round(kl, 6)}
+        rows.append(row | {"tpot_s": round(statistics.median(spent[name]), 5)} | ratios)
+    return rows
+
+
 def drift(model: Any, tokenizer: Any, codecs: list[str], length: int, tokens: int) -> list[dict[str, Any]]:
     """KL by position of an answer of full KV, for every codec."""
     ids = document(tokenizer, length)
@@ -123,29 +226,26 @@ def drift(model: Any, tokenizer: Any, codecs: list[str], length: int, tokens: in
         options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": tokens + 1}
         answer = sieve.generate(ids, **options).sequences[:, length:]
     plans = [Plan(), *(kvsieve.plan("full", codec=codec) for codec in codecs)]
+    caches = []
+    for plan in plans:
+        with kvsieve.attach(model, plan) as sieve, torch.no_grad():
+            caches.append(sieve.prefill(ids, chunk=1024))
+    found: list[list[torch.Tensor]] = [[] for _ in codecs]
+    for number, piece in enumerate(answer[:, :tokens].split(_PIECE, 1)):
+        said = []
+        for plan, cache in zip(plans, caches, strict=True):
+            with kvsieve.attach(model, plan) as sieve, torch.no_grad():
+                sieve.adopt(cache)
+                said.append(answer_logits(sieve, cache, piece)[0].float().log_softmax(-1))
+        for each, mine in zip(found, said[1:], strict=True):
+            each.append((said[0].exp() * (said[0] - mine)).sum(-1).clamp_min(0))
+        print(f"drift: {number * _PIECE} of {tokens}", flush=True)
     rows = []
-    for name, plan in zip(codecs, plans[1:], strict=True):
-        kl = torch.cat(list(_distances(model, plan, ids, answer[:, :tokens])))
+    for name, parts in zip(codecs, found, strict=True):
+        kl = torch.cat(parts)
         bins = [round(part.mean().item(), 6) for part in kl.tensor_split(BINS)]
         rows.append({"tokens": length, "answer": tokens, "plan": name, "kl": round(kl.mean().item(), 6), "bins": bins})
-        print(f"drift: {name} {bins}", flush=True)
     return rows
-
-
-def _distances(model: Any, plan: Plan, ids: torch.Tensor, answer: torch.Tensor):
-    """KL(full KV || plan) after each token of a given answer, a piece at a time."""
-    caches = []
-    for each in (Plan(), plan):
-        with kvsieve.attach(model, each) as sieve, torch.no_grad():
-            caches.append(sieve.prefill(ids, chunk=1024))
-    for piece in answer.split(_PIECE, 1):
-        found = []
-        for each, cache in zip((Plan(), plan), caches, strict=True):
-            with kvsieve.attach(model, each) as sieve, torch.no_grad():
-                sieve.adopt(cache)
-                found.append(answer_logits(sieve, cache, piece)[0].float().log_softmax(-1))
-        truth, given = found
-        yield (truth.exp() * (truth - given)).sum(-1).clamp_min(0)
 
 
 def main() -> None:
@@ -156,6 +256,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=6)
     parser.add_argument("--codecs", default=CODECS)
     parser.add_argument("--budgets", default="10%,25%")
+    parser.add_argument("--rounds", type=int, default=3, help="Of the part peer.")
     parser.add_argument("--drift-length", type=int, default=2048)
     parser.add_argument("--drift-tokens", type=int, default=2000)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "codecs.json")
@@ -168,16 +269,32 @@ def main() -> None:
         "model": f"{Path(name).name}, {str(model.dtype).removeprefix('torch.')}",
         "samples": given.samples,
     }
-    if "quality" in given.parts:
-        plans = plans_of(codecs, [each for each in given.budgets.split(",") if each])
-        report["quality"] = []
-        for length in map(int, given.lengths.split(",")):
-            report["quality"] += quality(model, tokenizer, plans, length, given.samples)
-        keys = ("tokens", "plan", "kl", "top1", "score", "kv")
-        print(markdown_table(list(keys), [[str(row[key]) for key in keys] for row in report["quality"]]))
-    if "drift" in given.parts:
-        report["drift"] = drift(model, tokenizer, codecs, given.drift_length, given.drift_tokens)
-    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    if given.out.exists():
+        known = json.loads(given.out.read_text())
+        if all(known[each] == report[each] for each in ("model", "samples")):
+            report = known
+
+    def add(part: str, made: Callable[[], list[dict[str, Any]]]) -> None:
+        if part.partition(" ")[0] not in given.parts.split(",") or part in report:
+            return
+        report[part] = made()
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
+
+    budgets = [each for each in given.budgets.split(",") if each]
+    for length in map(int, given.lengths.split(",")):
+        plans = plans_of(codecs, budgets)
+        add(f"quality {length}", lambda n=length, p=plans: quality(model, tokenizer, p, n, given.samples))
+        add(f"rest {length}", lambda n=length: rests(model, tokenizer, n, given.samples))
+        add(f"peer {length}", lambda n=length: peers(model, tokenizer, codecs, n, given.rounds))
+    add("drift", lambda: drift(model, tokenizer, codecs, given.drift_length, given.drift_tokens))
+    if "planted" in given.parts.split(","):
+        planted(model, 50.0)
+        length = int(given.lengths.partition(",")[0])
+        add(f"planted {length}", lambda: quality(model, tokenizer, plans_of(codecs, []), length, given.samples))
+    keys = ("tokens", "plan", "kl", "top1", "score", "kv")
+    for part, rows in report.items():
+        if part.startswith(("quality", "planted")):
+            print(part, markdown_table(list(keys), [[str(row[key]) for key in keys] for row in rows]), sep="\n\n")
 
 
 if __name__ == "__main__":
