@@ -49,7 +49,7 @@ TIMED_BATCH := snapkv:paper=true;budget=10%,fastkv:paper=true;tsp_layer=14;tsp_r
 PEERS := snapkv,adakv
 BESIDE = $(if $(PEER),--peer-python $(PEER) --peer-methods $(PEERS))
 
-.PHONY: demo test quick lint types bench results claims readers methods paper-fastkv paper-asl paper-lagkv paper-rocketkv paper-claims evidence leval retained widths docs site clean
+.PHONY: demo test quick lint types bench results claims readers methods paper-fastkv paper-asl paper-lagkv paper-rocketkv paper-claims evidence codecs leval retained widths docs site clean
 
 demo: $(VENV)/.ready
 	$(BIN)/kvsieve demo
@@ -114,6 +114,18 @@ methods: $(VENV)/.ready
 		--methods "finch:question_tokens=64;chunk_length=512" --budgets 25% --samples 5 --question visible --cost-samples 0 \
 		--out $(ALL) --resume
 	$(BIN)/kvsieve report $(ALL) --formats png
+
+# Codecs: quality, drift, planted channels, the rest by task; and times beside transformers' quantised cache (needs hqq).
+CODECS := benchmarks/results/codecs
+SEVERAL := int8,k8v4,kivi:bits=4,hqq:bits=4,rotated:bits=4,k8v4:key_bits=4:value_bits=2:rotate_values=true,rotated:bits=3,kivi:bits=2,rotated:bits=2
+
+codecs: $(VENV)/.ready
+	$(BIN)/python benchmarks/codecs.py --parts quality --lengths 2048 --out $(CODECS).json
+	$(BIN)/python benchmarks/codecs.py --parts quality --lengths 2048 --samples 4 --model $(LARGER) --out $(CODECS)_qwen2.5-coder-0.5b.json
+	$(BIN)/python benchmarks/codecs.py --parts drift --codecs kivi:bits=4,rotated:bits=4,kivi:bits=2 --out $(CODECS)_drift.json
+	$(BIN)/python benchmarks/codecs.py --parts rest --lengths 2048 --samples 3 --out $(CODECS)_rest.json
+	$(BIN)/python benchmarks/codecs.py --parts planted --codecs "$(SEVERAL)" --lengths 1024 --samples 3 --out $(CODECS)_planted.json
+	$(BIN)/python benchmarks/codecs.py --parts peer --codecs kivi:bits=4,rotated:bits=4 --lengths 2048,7500 --out $(CODECS)_peer.json
 
 # The papers' own experiments: make paper-fastkv MODEL=checkpoint LENGTHS=4096,8192 SAMPLES=16; docs/evaluation.md tells more.
 MODEL ?=

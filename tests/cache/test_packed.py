@@ -345,3 +345,15 @@ def test_rows_of_different_length_are_not_looked_at_for_every_token(monkeypatch)
     for _ in range(64):
         append(store, 1, torch.ones(2, 1, dtype=torch.bool))
     assert store.bodies[0].counts.min() > 64 and len(looked) < 20
+
+
+@pytest.mark.parametrize(
+    "length, codec, most",
+    [(7500, KIVI(bits=4), 0.29), (7500, KIVI(bits=2), 0.16), (750, KIVI(bits=4), 0.03), (750, Rotated(bits=4), 0.03)],
+)
+def test_a_prompt_of_7500_tokens_takes_as_little_as_is_promised(length, codec, most):
+    """Or a tenth of it, of heads with 64 channels, over 16 bits for every number."""
+    keys, values = torch.randn(2, 1, HEADS, length, 64, dtype=torch.bfloat16)
+    store = DenseStore()
+    store.append(keys, values, torch.arange(length)[None])
+    assert PackedStore.build(store, codec, ends_prompt=True).entry_bytes() <= most * 7500 * HEADS * 64 * 2 * 2

@@ -11,6 +11,7 @@ import kvsieve
 from kvsieve.attention import packed_attention
 from kvsieve.cache import DenseStore, PackedStore
 from kvsieve.cache.body import Body
+from kvsieve.cache.pool import BlockPool
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.kernels.cpu import packed as native
 from kvsieve.methods import FP8, HQQ, K8V4, KIVI, Int8, Outlier, Rotated, SnapKV
@@ -267,3 +268,21 @@ def test_keeping_the_rest_is_nearer_to_full_kv_than_dropping_it(model):
 def test_query_heads_that_keep_their_own_have_no_rest():
     with pytest.raises(PlanError, match="leave per_query_head out, or rest="):
         Plan(evict=SnapKV(budget=20, window=4, per_query_head=True), rest=KIVI())
+
+
+def test_keys_in_more_bits_than_rotated_values():
+    """At the bytes of 3 bits, keys and values are told by the formats that they share with other codecs."""
+    codec = kvsieve.plan("k8v4", key_bits=4, value_bits=2, rotate_values=True).codec
+    rotated = kvsieve.plan("rotated", bits=2).codec
+    assert codec.keys(64) == kvsieve.plan("kivi", bits=4).codec.keys(64) and codec.values(64) == rotated.values(64)
+    bits = [form.bits_per_number(64, 128) for form in (codec.keys(64), codec.values(64))]
+    assert sum(bits) / 2 == kvsieve.plan("rotated", bits=3).codec.values(64).bits_per_number(64, 128) == 3.25
+    x, line = torch.randn(2, 4, 64, generator=torch.Generator().manual_seed(0)), torch.zeros(4, dtype=torch.int64)
+    made = [BlockPool(each.values(64), 64) for each in (codec, rotated)]
+    ours, theirs = (
+        pool.decode(pool.encode(each, x, line[:2], line[:1] == 0), line[:2], torch.float32)
+        for pool, each in zip(made, (codec, rotated), strict=True)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    with pytest.raises(PlanError, match="8 bits are not rotated"):
+        kvsieve.plan("k8v4", value_bits=8, rotate_values=True)
