@@ -72,7 +72,7 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    send({"kvpress": getattr(kvpress, "__version__", None) or _version("kvpress"), **versions})
+    send({"kvpress": getattr(kvpress, "__version__", None) or _release("kvpress"), **versions})
     for line in sys.stdin:
         request = json.loads(line)
         gc.collect()
@@ -97,7 +97,7 @@ def _load(file: Path) -> Any:
     return module
 
 
-def _version(package: str) -> str | None:
+def _release(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
