@@ -30,7 +30,7 @@ import kvsieve
 from kvsieve.models.families import build
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-from small import plan_of, recorder_stand_in, stored
+from small import fill, plan_of, recorder_stand_in, stored
 
 Record = dict[str, Any]
 
@@ -86,13 +86,7 @@ CASES = {
 
 def tiny_model() -> nn.Module:
     """A llama of four layers, float64, whose weights depend on no release of transformers."""
-    model = build("llama", dtype=torch.float64)
-    make = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for _, weight in sorted(model.named_parameters()):
-            if weight.ndim > 1:
-                weight.copy_(torch.randn(weight.shape, generator=make, dtype=torch.float64) * 0.2)
-    return model
+    return fill(build("llama", dtype=torch.float64))
 
 
 def frozen(model: nn.Module, name: str, cases: Sequence[str] = tuple(CASES)) -> dict[str, Record]:

@@ -15,7 +15,9 @@ from kvsieve.profiles import Fingerprint
 from kvsieve.roles import (
     ChunkedEvictor,
     Codec,
+    DraftPropagator,
     Evictor,
+    Loaded,
     ProbingEvictor,
     Propagator,
     Reader,
@@ -174,6 +176,11 @@ class Plan:
         return any(part.traits.query_aware is not False for part in (self.propagate, self.evict) if part is not None)
 
     @property
+    def drafts(self) -> bool:
+        """True when a second model reads a prompt first and chooses the tokens that are read; roles.DraftPropagator."""
+        return isinstance(self.propagate, DraftPropagator)
+
+    @property
     def window(self) -> int:
         """Queries of the prompt's end that the plan looks at."""
         return max((part.window for part in (self.propagate, self.evict) if part is not None), default=0)
@@ -188,14 +195,19 @@ class Plan:
 
     @property
     def lacks_tokenizer(self) -> bool:
-        """True when the evictor feeds texts of its own whose token ids are not known; see `for_tokenizer`."""
+        """True when it feeds texts of its own, or a draft model the prompt's, without the tokenizer that this takes."""
+        if isinstance(self.propagate, DraftPropagator) and self.propagate.lacks_tokenizer:
+            return True
         return self.evict is not None and self.evict.lacks_tokenizer
 
     def for_tokenizer(self, tokenizer: Any) -> Plan:
-        """This plan, with what its evictor leaves to the tokenizer filled in: token ids of texts that it feeds."""
-        if self.evict is None or not self.evict.lacks_tokenizer:
-            return self
-        return dataclasses.replace(self, evict=self.evict.for_tokenizer(tokenizer))
+        """This plan, with what it leaves to the tokenizer filled in: token ids of texts, or the tokenizer itself."""
+        out = self
+        if isinstance(out.propagate, DraftPropagator) and out.propagate.lacks_tokenizer:
+            out = dataclasses.replace(out, propagate=out.propagate.for_tokenizer(tokenizer))
+        if out.evict is not None and out.evict.lacks_tokenizer:
+            out = dataclasses.replace(out, evict=out.evict.for_tokenizer(tokenizer))
+        return out
 
     def for_model(self, model: Any, tokenizer: Any = None) -> Plan:
         """This plan with nothing left open: `attach` does this.
@@ -262,6 +274,8 @@ def _plain(value: Any) -> Any:
     """A role, its class under "type", or a field of one, as JSON has it."""
     if isinstance(value, Budget):
         return str(value)
+    if isinstance(value, Loaded):
+        return value.name
     if dataclasses.is_dataclass(value):
         fields = {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
         return {"type": role_name(type(value)), **fields}

@@ -26,6 +26,7 @@ from kvsieve.errors import KvsieveError, KvsieveWarning
 from kvsieve.methods import TOVA, TSP, AdaKV, DuoAttention, PyramidKV, QFilters, SnapKV
 from kvsieve.models.families import build
 from kvsieve.types import ALONE, Ranks
+from small import draft
 from toy_words import word_tokenizer
 
 pytestmark = pytest.mark.slow
@@ -85,6 +86,12 @@ CASES = {
             evict=AdaKV(base=SnapKV(budget=14, **WINDOW)),
         ),
         {"protect": [(2, 9)]},
+    ),
+    "claa": (named("claa", budget=14, tsp_layer=2, tsp_rate=0.5, joined=2, skip_layers=1, **WINDOW), {}),
+    "staged": (named("staged", budget=14, tsp_layer=2, early_layer=0, tsp_rate=0.4, **WINDOW), {}),
+    "specprefill": (
+        lambda: kvsieve.plan("specprefill", draft=draft(), keep="40%", chunk=4, keep_last=4, lookahead=3),
+        {},
     ),
     "asl": (named("asl", budget=14, observed=2, first=1, tau=0.9, **WINDOW), {}),
     "asl twice": (named("asl", budget=14, observed=2, first=1, tau=0.9, two_pass=True, **WINDOW), {}),

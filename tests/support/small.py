@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 
 import kvsieve
 from kvsieve.hf.decode import engine as engines
+from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, Profile
 from layers import golden
 
@@ -31,8 +33,26 @@ PARAMETERS = {
     "kvzip": {"chunk_length": 64, "repeat_ids": (), "go_on_ids": (), "answer_ids": ()},
     "pyramidinfer": {"min_context": 8, "rate": 0.3, "recent": 0.1},
     "sagekv": {"recent": 0.5},
+    "specprefill": {"keep": "40%", "chunk": 4, "keep_last": 4, "smooth": 3, "lookahead": 3},
+    "staged": {"early_layer": 0},
     "lookahead": {"lookahead": 3},
 }
+
+
+def fill(model, seed=0):
+    """Weights of a tiny model that depend on no release of transformers."""
+    make = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, weight in sorted(model.named_parameters()):
+            if weight.ndim > 1:
+                weight.copy_(torch.randn(weight.shape, generator=make, dtype=torch.float64) * 0.2)
+    return model
+
+
+@functools.cache
+def draft():
+    """A tiny model of two layers that drafts for the others, whose tokens it shares."""
+    return fill(build("llama", dtype=torch.float64, num_hidden_layers=2), seed=7)
 
 
 def plan_of(name, model, **given):
@@ -41,6 +61,8 @@ def plan_of(name, model, **given):
     chosen = {**info.example, "budget": "40%", "paper": True, **SMALL, **PARAMETERS.get(name, {}), **given}
     if name == "per-layer":
         chosen["shares"] = "1/0.5/1.5/1"
+    if name == "specprefill":
+        chosen["draft"] = draft()
     if info.part is not None:
         config = model.config
         shape = torch.Size([config.num_hidden_layers, config.num_key_value_heads])

@@ -272,7 +272,8 @@ class Parts:
             }
         if "tsp" in self.measured:
             rate = str(self.options.tsp_rate)
-            found["fastkv"] = {"tsp_layer": self.measured["tsp"]["layer"], "tsp_rate": rate, **chosen}
+            for name in ("fastkv", "claa", "staged"):
+                found[name] = {"tsp_layer": self.measured["tsp"]["layer"], "tsp_rate": rate, **chosen}
         if "asl" in self.measured:
             found["asl"] = {**{name: self.measured["asl"][name] for name in ("first", "tau", "observed")}, **chosen}
         return found

@@ -116,7 +116,7 @@ class Evaluator:
             cache.turn.new_tokens = expected
             if plan.read is not None or plan.is_view:
                 cache.begin_turn(new_tokens=expected)
-            if plan.probes:
+            if plan.probes or plan.drafts:
                 read_prompt(sieve, fed, torch.ones_like(fed), cache, ReadOptions(self.chunk))
             logits = next_logits(sieve, cache, fed.expand(cache.conversation.batch, -1))[:, -1]
         return ReadState(state.plans, cache, logits, fed, given, state.order)

@@ -16,8 +16,11 @@ from kvsieve.hf.forward import attention, passes
 from kvsieve.hf.generate.generate import with_stats
 from kvsieve.hf.model.support import check_model
 from kvsieve.hf.model.weights import why_out_of_reach
+from kvsieve.hf.prompt.draft import load_draft
+from kvsieve.hf.runtime import Drafter
 from kvsieve.hf.sieve import Sieve
 from kvsieve.plans import Plan
+from kvsieve.roles import DraftPropagator
 
 _log = logging.getLogger(__name__)
 
@@ -114,6 +117,10 @@ def attached(
         raise UnsupportedModelError(f"{type(model).__name__} cannot run {plan.name!r}: {reason}")
     sieve = Sieve(model, plan, decode)
     sieve.tokenizer = tokenizer
+    if isinstance(plan.propagate, DraftPropagator):
+        draft = load_draft(plan.propagate, model)
+        opened = functools.partial(attached, draft.model, Plan(name="draft"), "eager")
+        sieve.drafter = Drafter(draft.tokenizer, opened)
     caution = plan.caution(sieve.num_layers)
     if caution is not None:
         warnings.warn(caution, KvsieveWarning, stacklevel=4)

@@ -115,7 +115,10 @@ def _propagation_hooks(model: AttachedModel, layers: list[nn.Module]) -> list[An
     assert propagator is not None
     source = propagator.first_layer(model.num_layers, model.context.layers)
     handles: list[Any] = []
-    for index in range(source, len(layers) - 1):
+    if source < 0:
+        bound = functools.partial(_enter_first, _arguments_of(layers[0]))
+        handles.append(layers[0].register_forward_pre_hook(bound, with_kwargs=True))
+    for index in range(max(source, 0), len(layers) - 1):
         for layer, at, hook in ((layers[index], index, _leave), (layers[index + 1], index + 1, _enter_deeper)):
             bound = functools.partial(hook, at, _arguments_of(layer))
             register = layer.register_forward_hook if hook is _leave else layer.register_forward_pre_hook
@@ -204,6 +207,16 @@ def _leaving(names: list[str], args: Any, kwargs: dict[str, Any], output: Any) -
     """
     given = _by_name(names, args, kwargs)[1]
     return (output[0], {**given, "": output[1:]}) if isinstance(output, tuple) else (output, given)
+
+
+def _enter_first(names: list[str], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Drop tokens before the first layer."""
+    session = passes.current()
+    if session is None or session.source is None or session.step.phase != "prefill":
+        return None
+    hidden, given = _by_name(names, args, kwargs)
+    entering = hidden[0] if hidden else given.pop("hidden_states")
+    return (session.leave(session.source, entering, given),), session.enter(0, given, names)
 
 
 def _enter_deeper(index: int, names: list[str], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:

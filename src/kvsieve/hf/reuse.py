@@ -93,7 +93,7 @@ class Stored:
     def suits(self, sieve: Any, options: dict[str, Any]) -> bool:
         """Tell that a prompt under a plan, with options of `generate`, may be read this way."""
         own = any(options.get(name) is not None for name in _OWN) or not options.get("reduce", True)
-        if own or sieve.plan.shortens_prompt or sieve.context.ranks.size > 1:
+        if own or sieve.plan.shortens_prompt or sieve.plan.drafts or sieve.context.ranks.size > 1:
             return False
         return not sieve.new_cache().has_state or sieve.continues
 

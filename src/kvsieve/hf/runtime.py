@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +30,19 @@ from kvsieve.hf.model.weights import active_adapters, adapted_layer
 from kvsieve.plans import Plan
 
 
+@dataclass(frozen=True)
+class Drafter:
+    """A draft model beside an attached one.
+
+    Attributes:
+        tokenizer: the draft's; None where it shares the model's.
+        opened: attaches an empty plan to the draft for a `with` block.
+    """
+
+    tokenizer: Any
+    opened: Callable[[], AbstractContextManager[AttachedModel]]
+
+
 class AttachedModel:
     """A model with a plan attached: what drivers read prompts with.
 
@@ -43,6 +59,7 @@ class AttachedModel:
         engine: how tokens after a prompt are computed.
         attached: True while the `with` block runs.
         tokenizer: the model's, None where nobody gave it.
+        drafter: the model that chooses a prompt's tokens, for plans that draft.
     """
 
     def __init__(self, model: Any, plan: Plan, decode: str = "auto") -> None:
@@ -50,6 +67,7 @@ class AttachedModel:
         self.plan = plan
         self.attached = False
         self.tokenizer: Any = None
+        self.drafter: Drafter | None = None
         self._probing = False
         self.config = text_config(model)
         self.decoder: nn.Module = decoder_of(model)

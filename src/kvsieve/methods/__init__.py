@@ -5,6 +5,7 @@ from kvsieve.methods import (
     asl,
     cake,
     chunkkv,
+    claa,
     criticalkv,
     duoattention,
     dynamickv,
@@ -39,7 +40,9 @@ from kvsieve.methods import (
     schedule,
     snapkv,
     sparq,
+    specprefill,
     squeezeattention,
+    staged,
     streaming_llm,
     tova,
     zigzagkv,
@@ -49,6 +52,7 @@ from kvsieve.methods.asl import AdaptiveTSP
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.methods.cake import CAKE, CakeScores
 from kvsieve.methods.chunkkv import ChunkKV
+from kvsieve.methods.claa import CrossLayerTSP
 from kvsieve.methods.criticalkv import CriticalKV
 from kvsieve.methods.duoattention import DuoAttention
 from kvsieve.methods.dynamickv import DynamicKV
@@ -81,7 +85,9 @@ from kvsieve.methods.sage_kv import SageKV
 from kvsieve.methods.schedule import PerLayer
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.methods.sparq import SparQ
+from kvsieve.methods.specprefill import SpecPrefill
 from kvsieve.methods.squeezeattention import SqueezeAttention
+from kvsieve.methods.staged import StagedTSP
 from kvsieve.methods.streaming_llm import StreamingLLM
 from kvsieve.methods.tova import TOVA
 from kvsieve.methods.zigzagkv import ZigZagKV
@@ -101,6 +107,7 @@ __all__ = [
     "CakeScores",
     "ChunkKV",
     "CriticalKV",
+    "CrossLayerTSP",
     "DuoAttention",
     "DynamicKV",
     "ExactTopK",
@@ -127,13 +134,16 @@ __all__ = [
     "ScoredEvictor",
     "SnapKV",
     "SparQ",
+    "SpecPrefill",
     "SqueezeAttention",
+    "StagedTSP",
     "StreamingLLM",
     "ZigZagKV",
     "adakv",
     "asl",
     "cake",
     "chunkkv",
+    "claa",
     "criticalkv",
     "duoattention",
     "dynamickv",
@@ -168,7 +178,9 @@ __all__ = [
     "schedule",
     "snapkv",
     "sparq",
+    "specprefill",
     "squeezeattention",
+    "staged",
     "streaming_llm",
     "tova",
     "zigzagkv",

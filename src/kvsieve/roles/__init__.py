@@ -7,6 +7,7 @@ to a conversation lives on its cache, and is handed to the role in every call.
 from kvsieve.roles.base import HeadScope, Role, Traits, role_class, role_name
 from kvsieve.roles.codec import Codec
 from kvsieve.roles.delegate import DelegatingEvictor
+from kvsieve.roles.drafting import DraftPropagator, Loaded, draft_of
 from kvsieve.roles.evictor import ChunkedEvictor, Evictor, Layers
 from kvsieve.roles.probing import Branch, Observe, ProbePasses, ProbingEvictor
 from kvsieve.roles.propagator import Propagator
@@ -19,9 +20,11 @@ __all__ = [
     "ChunkedEvictor",
     "Codec",
     "DelegatingEvictor",
+    "DraftPropagator",
     "Evictor",
     "HeadScope",
     "Layers",
+    "Loaded",
     "Observe",
     "ProbePasses",
     "ProbingEvictor",
@@ -31,6 +34,7 @@ __all__ = [
     "Traits",
     "byte_budgets",
     "check_together",
+    "draft_of",
     "role_class",
     "role_name",
     "with_entries",

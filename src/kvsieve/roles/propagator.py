@@ -28,7 +28,7 @@ class Propagator(Role):
 
     @abstractmethod
     def source(self, num_layers: int) -> int:
-        """Return the index of the first layer after which hidden states may be dropped.
+        """Return the index of the first layer after which hidden states may be dropped; -1 for before the first layer.
 
         Raises:
             PlanError: the model of `num_layers` layers has no such layer.

@@ -147,6 +147,7 @@ class Turn:
         decoded: tokens generated since the prompt was complete.
         reordered: True once rows changed places, as beams do.
         deferred: chunks of the prompt that wait at the propagator's source layer for the last one.
+        drafted: float [B, N], what a draft model scores the prompt's tokens by, until it is complete; -inf for padding.
         record: what happened to its prompt.
     """
 
@@ -159,6 +160,7 @@ class Turn:
     decoded: int = 0
     reordered: bool = False
     deferred: list[DeferredChunk] = field(default_factory=list)
+    drafted: Tensor | None = None
     record: TurnRecord = field(default_factory=TurnRecord)
 
     def room(self, end: int, size: int) -> int:
@@ -241,6 +243,8 @@ class Conversation:
             self.protected = self.protected.rows(rows)
         self.propagated = tuple(each.rows(rows) for each in self.propagated)
         turn = self.turn
+        if turn.drafted is not None:
+            turn.drafted = turn.drafted.index_select(0, rows.to(turn.drafted.device))
         turn.deferred = [
             tuple(part.index_select(0, rows.to(part.device)) if len(part) > 1 else part for part in chunk)
             for chunk in turn.deferred

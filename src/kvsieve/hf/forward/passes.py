@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvsieve.errors import CacheStateError, InputError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.records import Turn
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest
 from kvsieve.hf.forward.session import Session
@@ -112,11 +113,8 @@ def open_session(
         cache.turn.reading = True
     turn, start = cache.turn, cache.num_seen
     prefill = turn.reading and request.phase != "decode"
-    if plan.probes and prefill and turn.prompt_end is None:
-        raise UnsupportedOptionError(
-            f"{plan.name!r} feeds tokens of its own before a prompt is complete, which a plain call of the model "
-            "cannot do: use sieve.generate(...) or sieve.prefill(...), with the whole conversation"
-        )
+    if prefill and turn.prompt_end is None:
+        _check_needs_no_driver(plan, turn)
     mask, rows = _checked_mask(call.get("attention_mask"), cache, batch, new, fed.device)
     valid, counts = None, (new,) * batch
     lengths, turn_lengths = (start + new,) * batch, (start + new - turn.start,) * batch
@@ -179,7 +177,7 @@ def close_session(session: Session, *, finished: bool) -> None:
             entries = list(turn.record.kept.values())
             kept = f"{entries[0]} in each of {len(entries)}" if len(set(entries)) == 1 else str(entries)
             _log.debug("%s: prompt of %s tokens, entries per layer: %s", session.plan.name, max(step.lengths), kept)
-        turn.reading = False
+        turn.reading, turn.drafted = False, None
         cache.conversation.prompt_lengths = step.lengths
     cache.status = "ready"
 
@@ -213,6 +211,18 @@ def _check_fits(cache: SieveCache, fed: Tensor) -> None:
         raise InputError(
             f"the cache holds {known} rows and got an input of {batch}; use one cache per batch, or "
             "cache.batch_repeat_interleave to expand it"
+        )
+
+
+def _check_needs_no_driver(plan: Plan, turn: Turn) -> None:
+    """Raise UnsupportedOptionError where a prompt that no driver reads needs more than a pass of the model."""
+    does = "feeds tokens of its own before a prompt is complete" if plan.probes else None
+    if plan.drafts and turn.acts:
+        does = "has another model read a prompt first"
+    if does is not None:
+        raise UnsupportedOptionError(
+            f"{plan.name!r} {does}, which a plain call of the model cannot do: use sieve.generate(...) or "
+            "sieve.prefill(...), with the whole conversation"
         )
 
 

@@ -14,6 +14,7 @@ from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
 from kvsieve.hf.cache.states import StateLayer
+from kvsieve.hf.forward.drafted import choose_drafted
 from kvsieve.hf.forward.encode import decode_before, encode_after
 from kvsieve.hf.forward.evict import check_protected, evict
 from kvsieve.hf.forward.request import Asked, ModelContext, PassRequest
@@ -266,6 +267,8 @@ class Session:
                 valid = None if mask is None else mask[:, self.step.turn_start :]
                 self.tokens = Tokens(token_index, valid, self.step.turn_lengths)
         selection, self._selection = self._selection, None
+        if index < 0:
+            selection = choose_drafted(self.plan, self.cache, self.model, self.step, self.tokens, self.shared)
         if selection is not None:
             rows = selection.indices.to(hidden.device)
             arguments.narrow(rows, hidden.shape[1])

@@ -163,8 +163,11 @@ def _decode(
     # generate repeats rows for beams and samples, so what is cached already must be repeated with them.
     if copies > 1 and cache.num_seen:
         cache.batch_repeat_interleave(copies)
-    elif copies > 1 and conversation.protected is not None:
-        conversation.protected = conversation.protected.rows(repeated)
+    elif copies > 1:
+        if conversation.protected is not None:
+            conversation.protected = conversation.protected.rows(repeated)
+        if conversation.turn.drafted is not None:
+            conversation.turn.drafted = conversation.turn.drafted[repeated]
     original = None
     if conversation.short_prompt is not None:
         original = OriginalPrompt(given, ids.shape[1])

@@ -46,7 +46,7 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
         except PlanError as error:
             return str(error)
         shared = [index for index, kind in enumerate(kinds) if kind.entries == "shared" and index > source]
-        if shared and not plan.propagate.two_pass:
+        if shared and not (plan.propagate.two_pass or plan.drafts):
             return (
                 f"token propagation from layer {source} would leave layer {shared[0]}, which shares the KV of layer "
                 f"{kinds[shared[0]].source} as {len(shared)} of {len(kinds)} layers do with an earlier one's "

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.request import PassRequest, PassResult
+from kvsieve.hf.prompt.draft import drafted
 from kvsieve.hf.prompt.options import Progress, ReadOptions
 from kvsieve.hf.prompt.probe_passes import probe, tokens_to_probe
 from kvsieve.hf.runtime import AttachedModel
@@ -66,6 +67,8 @@ def read_chunks(
         cache.turn.acts = cache.turn.record.reduced = acts
     else:
         cache.begin_turn(prompt_end + probed, options.new_tokens, acts)
+    if acting.drafts and acts:
+        cache.turn.drafted = drafted(model, acting, input_ids, mask, cache, chunk)
     result = None
     for first, last in zip([0, *ends], ends, strict=False):
         if probed and last == total:

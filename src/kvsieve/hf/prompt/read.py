@@ -46,7 +46,7 @@ def read_prompt(
         options = dataclasses.replace(options, goes_on=True)
     if plan.lacks_tokenizer:
         raise PlanError(
-            f"{plan.name} feeds texts of its own, and there is no tokenizer to make token ids of them: use "
+            f"{plan.name} feeds texts to a model, and there is no tokenizer to make token ids of them: use "
             "attach(model, plan, tokenizer=tokenizer), or attach plan.for_tokenizer(tokenizer)"
         )
     check_callable("progress", options.progress)

@@ -1,0 +1,60 @@
+"""Tokens chosen before the first layer, by the scores that a draft model gave them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.evict import check_protected
+from kvsieve.hf.forward.request import ModelContext
+from kvsieve.hf.forward.travel import Tokens
+from kvsieve.plans import Plan
+from kvsieve.types import LayerContext, Selection, Step
+
+
+def choose_drafted(
+    plan: Plan, cache: SieveCache, model: ModelContext, step: Step, tokens: Tokens, shared: dict[str, Any]
+) -> Selection | None:
+    """Let the propagator choose among the turn's tokens [B, N]; None where all go on.
+
+    Args:
+        plan: what acts.
+        cache: whose turn has the scores.
+        model: facts about the attached model.
+        step: facts of the pass.
+        tokens: all of the turn.
+        shared: scratch of the pass.
+    """
+    propagator, scores, kept = plan.propagate, cache.turn.drafted, cache.conversation.protected
+    if propagator is None or scores is None:
+        return None
+    device = tokens.token_index.device
+    shared["drafted"] = scores.to(device)
+    index = tokens.columns().expand(len(scores), -1)[:, None]
+    valid = None if tokens.valid is None else tokens.valid[:, None]
+    protected, quotas = (None, None) if kept is None else kept.at(index, valid)
+    nothing = shared["drafted"].new_empty(len(scores), 1, 0, 1)
+    ctx = LayerContext(
+        layer_idx=-1,
+        num_layers=model.num_layers,
+        step=step,
+        scale=1.0,
+        query=nothing,
+        keys=nothing,
+        values=nothing,
+        index=index,
+        valid=valid,
+        stored=tokens.counts,
+        offered=tokens.size,
+        offered_counts=tokens.counts,
+        shared=shared,
+        protected=protected,
+        quotas=quotas,
+        layers=tuple(cache.sieve_layers),
+        ranks=model.ranks,
+    )
+    selection = propagator.select(ctx)
+    if selection is not None:
+        check_protected(propagator, ctx, selection, ctx.offered)
+    cache.turn.record.report = shared.get("report", {})
+    return selection

@@ -1,0 +1,120 @@
+"""CLAA (arXiv 2602.16054).
+
+Cross-Layer Attention Aggregation for Accelerating LLM Prefill.
+
+Like FastKV, tokens are dropped for good after one layer, by the attention that the prompt's last queries give them.
+How a single layer ranks tokens swings from layer to layer, so the ranking is made of several: each token's score is
+the largest of those at the `joined` layers that end with the one that drops. A layer's score is FastKV's: pooled
+window mass, mean over all query heads. What layers store is decided apart from it, by SnapKV with the same window and
+pooling; the first layers, whose attention ranks worst, store everything (`skip_layers`, 4 in the paper).
+
+Published for models of 3 to 12B: layer 15, four layers joined, window 8, kernel 7.
+
+Differences from the paper: what goes on (`tsp_rate`) and what is stored (`budget`) are apart, as in FastKV, where the
+paper has one rate; what a layer stores is ranked by that layer alone; where not all layers attend to all tokens, those
+that do are joined; batches, padding and later turns as in FastKV.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve import defaults
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import Kernel, Pool, pooled_mass, width
+from kvsieve.core.selection import select_top
+from kvsieve.methods.base import apply_protection, check_int
+from kvsieve.methods.fastkv import TSP
+from kvsieve.methods.snapkv import SnapKV
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.roles import Layers
+from kvsieve.types import LayerContext, Selection
+
+_SCORES, _DROPS = "claa_scores", "claa_drops"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossLayerTSP(TSP, heads="all"):
+    """Token-selective propagation by the largest of several layers' scores; `rate` and the rest as TSP's.
+
+    joined: layers whose scores count, up to the one that drops tokens; 1 is TSP.
+    """
+
+    joined: int = 4
+
+    def __post_init__(self) -> None:
+        check_int(self, "joined", self.joined, 1)
+        super().__post_init__()
+
+    def drops(self, num_layers: int) -> tuple[tuple[int, Budget], ...]:
+        """Layers after which tokens are dropped, in order, and what goes on from each of them."""
+        return ((self.source(num_layers), self.rate),)
+
+    def select(self, ctx: LayerContext) -> Selection | None:
+        done, drops = ctx.shared.get(_DROPS, 0), self.drops(ctx.num_layers)
+        if done == len(drops):
+            return None
+        layer, rate = drops[done]
+        layers = ctx.layers or tuple(range(ctx.num_layers))
+        here, at = layers.index(ctx.layer_idx), sum(each < layer for each in layers)
+        lengths, offered = ctx.step.turn_lengths, ctx.offered_counts
+        counts = tuple(min(n, rate.entries(length, self.window)) for n, length in zip(offered, lengths, strict=True))
+        seen: list[Tensor] = ctx.shared.setdefault(_SCORES, [])
+        if at - here < self.joined and counts != offered:
+            first = ctx.keys.shape[2] - ctx.offered
+            kernel = width(self.kernel, map(rate.entries, lengths))
+            seen.append(ctx.ranks.mean(pooled_mass(ctx, self.window, kernel, self.pooling).mean(1)[:, first:]))
+            del seen[: -self.joined]
+        if here < at:
+            return None
+        ctx.shared[_DROPS] = done + 1
+        if counts == offered:
+            return None
+        joined = torch.stack(seen).amax(0)
+        scores = joined.new_full((joined.shape[0], ctx.offered), float("inf"))
+        scores[:, : joined.shape[1]] = joined
+        if ctx.valid is not None:
+            scores = scores.masked_fill(~ctx.valid[:, 0, -ctx.offered :], float("-inf"))
+        # What the caller wants kept goes on as well, beyond the rate if need be.
+        held, counts = apply_protection(ctx, scores[:, None], counts, insist=True)
+        selection = select_top(held[:, 0], counts)
+        rest = selection.indices[:, : selection.indices.shape[1] - (ctx.offered - joined.shape[1])]
+        seen[:] = [each.gather(1, rest) for each in seen]
+        return selection
+
+
+@register_method(
+    "claa",
+    title="CLAA",
+    paper="arXiv 2602.16054",
+    phase="prefill, end of prompt",
+    query_aware=True,
+    derive=defaults.fastkv,
+)
+def claa(
+    budget: Budget | str | int | float = "10%",
+    tsp_layer: int | None = None,
+    tsp_rate: Budget | str | int | float = 0.2,
+    joined: int = 4,
+    window: int = 8,
+    kernel: Kernel = 7,
+    pooling: Pool = "max",
+    skip_layers: Layers | str = 4,
+) -> Plan:
+    """FastKV that ranks tokens by the largest of several layers' scores."""
+    return Plan(
+        propagate=CrossLayerTSP(
+            rate=Budget.parse(tsp_rate), layer=tsp_layer, joined=joined, window=window, kernel=kernel, pooling=pooling
+        ),
+        evict=SnapKV(
+            budget=Budget.parse(budget),
+            window=window,
+            kernel=kernel,
+            pooling=pooling,
+            skip_layers=skip_layers,  # type: ignore[arg-type]
+        ),
+    )

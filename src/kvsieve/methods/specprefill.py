@@ -1,0 +1,145 @@
+"""SpecPrefill (arXiv 2502.02789).
+
+Speculative Prefill: Turbocharging TTFT with Lightweight and Training-Free Token Importance Estimation.
+
+A second, smaller model reads the prompt and drafts a few tokens of an answer. A prompt token's importance is the
+attention that it gets there: softmax weights, smoothed along the sequence, the largest over all layers and heads, then
+the mean over the drafting queries. Chunks of neighbours are ranked by their mean, and the tokens of the best ones,
+in order and at their original positions, are all that the model itself reads.
+
+The draft may have another tokenizer, which the paper leaves out (Cross-Family Speculative Prefill, arXiv 2603.02631,
+finds that importance carries over): it reads the same text, and a token of the model takes the largest score among the
+draft's tokens that share characters with it.
+
+Differences from the paper: the prompt's last token casts the first vote, so that `lookahead` queries take one pass
+less; the last `keep_last` tokens always go on; the number of tokens is exact, so the last chunk chosen may be cut;
+batches, padding and later turns: the draft reads the whole conversation again, and chooses among the turn's tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import WIDEST, pool, window_mass
+from kvsieve.core.selection import select_top
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import apply_protection, check_int
+from kvsieve.methods.snapkv import SnapKV
+from kvsieve.plans import Plan
+from kvsieve.registry import register_method
+from kvsieve.roles import DraftPropagator, Loaded, draft_of
+from kvsieve.types import LayerContext, Selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpecPrefill(DraftPropagator, heads="all"):
+    """Read only the tokens that a smaller model attends to when it drafts an answer.
+
+    draft: that model; "demo", a directory or hub id, a loaded model, or (model, tokenizer).
+    keep: tokens that are read; a Budget, a share ("20%", 0.2) or a number (1024) of the turn's prompt.
+    lookahead: queries that vote, of the prompt's last token and of drafted ones. smooth: odd width of the average over
+    neighbours. chunk: neighbours that go on together. keep_last: last tokens that always go on, within `keep`.
+    own: the model's own tokenizer, which `attach` fills in.
+    """
+
+    draft: Any
+    keep: Budget
+    lookahead: int = 8
+    smooth: int = 13
+    chunk: int = 32
+    keep_last: int = 32
+    own: Loaded | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "draft", draft_of(self.draft))
+        object.__setattr__(self, "keep", Budget.parse(self.keep))
+        self.keep.refuse_bytes("SpecPrefill", "keep", "it counts tokens that are read, not what is stored")
+        check_int(self, "lookahead", self.lookahead, 1, most=1024)
+        check_int(self, "smooth", self.smooth, 1, most=WIDEST, odd=True)
+        check_int(self, "chunk", self.chunk, 1)
+        check_int(self, "keep_last", self.keep_last, 1)
+        if self.keep.tokens is not None and self.keep.tokens < self.keep_last:
+            raise PlanError(
+                f"SpecPrefill: {self.keep.tokens} tokens are too few for keep_last={self.keep_last}; raise keep="
+            )
+
+    def drafter(self) -> str | Loaded:
+        drafter: str | Loaded = self.draft
+        return drafter
+
+    def own_tokenizer(self) -> Loaded | None:
+        return self.own
+
+    def steps(self) -> int:
+        return self.lookahead
+
+    def entries(self, length: int) -> int:
+        return min(length, self.keep.entries(length, self.keep_last))
+
+    @property
+    def lacks_tokenizer(self) -> bool:
+        own = isinstance(self.draft, str) or self.draft.tokenizer is not None
+        return own and self.own is None
+
+    def for_tokenizer(self, tokenizer: Any) -> Self:
+        return replace(self, own=Loaded(None, None, tokenizer))
+
+    def observe(self, ctx: LayerContext, prompt: int, seen: dict[int, Any]) -> None:
+        mass = window_mass(ctx.query[:, :, -1:], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)
+        best = pool(mass[..., :prompt], self.smooth, "avg").amax(1)[0].float()
+        query = ctx.keys.shape[2] - prompt
+        seen[query] = torch.maximum(seen[query], best) if query in seen else best
+
+    def scores(self, seen: dict[int, Any]) -> Tensor:
+        return torch.stack(list(seen.values())).mean(0)
+
+    def select(self, ctx: LayerContext) -> Selection | None:
+        if ctx.layer_idx >= 0:
+            return None
+        counts = tuple(map(self.entries, ctx.offered_counts))
+        if counts == ctx.offered_counts:
+            return None
+        ctx.shared["report"] = {"draft": str(self.draft if isinstance(self.draft, str) else self.draft.name)}
+        # Each process has a draft of its own, whose last digits may differ.
+        scores = ctx.ranks.mean(ctx.shared["drafted"])
+        ranked = torch.stack([self._by_chunks(row) for row in scores])
+        # What the caller wants kept goes on as well, beyond `keep` if need be.
+        held, counts = apply_protection(ctx, ranked[:, None], counts, insist=True)
+        return select_top(held[:, 0], counts)
+
+    def _by_chunks(self, row: Tensor) -> Tensor:
+        """Scores [N], each true token with the mean of its chunk, +inf for the last ones."""
+        ranked, real = row.clone(), ~row.isneginf()
+        parts = row[real].split(self.chunk)
+        ranked[real] = torch.cat([part.mean().expand(len(part)) for part in parts])
+        ranked[real.nonzero()[-self.keep_last :, 0]] = float("inf")
+        return ranked
+
+
+@register_method(
+    "specprefill",
+    title="SpecPrefill",
+    paper="arXiv 2502.02789",
+    phase="prefill, end of prompt",
+    query_aware=True,
+    example={"draft": "demo"},
+)
+def specprefill(
+    draft: Any,
+    keep: Budget | str | int | float = "20%",
+    lookahead: int = 8,
+    smooth: int = 13,
+    chunk: int = 32,
+    keep_last: int = 32,
+    budget: Budget | str | int | float | None = None,
+) -> Plan:
+    """Only the tokens that a smaller model, `draft`, attends to are read; with `budget`, SnapKV retention as well."""
+    propagate = SpecPrefill(
+        draft=draft, keep=Budget.parse(keep), lookahead=lookahead, smooth=smooth, chunk=chunk, keep_last=keep_last
+    )
+    return Plan(propagate=propagate, evict=None if budget is None else SnapKV(budget=Budget.parse(budget)))

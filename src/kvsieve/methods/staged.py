@@ -1,0 +1,99 @@
+"""Staged propagation: CLAA whose tokens are dropped in two steps.
+
+This is ours, no paper's method. Its ranking is CLAA's (arXiv 2602.16054), the largest of several layers' scores. That
+tokens are better dropped bit by bit is an idea that others carry out otherwise: PyramidInfer (arXiv 2405.12532) in
+every layer, SPTS (arXiv 2601.13155) in stages of layers whose skipped tokens come back.
+
+An early layer ranks tokens badly, but it can tell half of a long prompt that nobody will ask for; a deeper layer then
+keeps few of the rest. So the layers between the two read half of the prompt, and the deep layer may stay where a
+calibrated FastKV has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvsieve import defaults
+from kvsieve.budget import Budget
+from kvsieve.core.scoring import Kernel, Pool
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import check_int
+from kvsieve.methods.claa import CrossLayerTSP
+from kvsieve.methods.snapkv import SnapKV
+from kvsieve.plans import Plan
+from kvsieve.registry import Parameters, register_method
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedTSP(CrossLayerTSP, heads="all"):
+    """Propagation in two steps: after layer `early` the share `early_rate` goes on, after `layer` the share `rate`.
+
+    early: None for half of `layer`. early_rate: a Budget, a share or a number of the turn's prompt, as `rate`. The rest
+    as CrossLayerTSP's.
+    """
+
+    early: int | None = None
+    early_rate: Budget = Budget(ratio=0.5)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "early_rate", Budget.parse(self.early_rate))
+        self.early_rate.refuse_bytes("StagedTSP", "early_rate", "it counts tokens that go on to deeper layers")
+        if self.early is not None:
+            check_int(self, "early", self.early, 0)
+
+    def source(self, num_layers: int) -> int:
+        last = super().source(num_layers)
+        early = last // 2 if self.early is None else self.early
+        if early > last:
+            raise PlanError(
+                f"the first step, after layer {early}, must come before the second, after layer {last}; set a smaller "
+                "early_layer= or a larger tsp_layer="
+            )
+        return early
+
+    def caution(self, num_layers: int) -> str | None:
+        return CrossLayerTSP(rate=self.rate, layer=self.layer).caution(num_layers)
+
+    def drops(self, num_layers: int) -> tuple[tuple[int, Budget], ...]:
+        return (self.source(num_layers), self.early_rate), (super().source(num_layers), self.rate)
+
+
+@register_method(
+    "staged",
+    title="Staged propagation",
+    paper="none",
+    phase="prefill, end of prompt",
+    query_aware=True,
+    derive=defaults.fastkv,
+)
+@dataclass(frozen=True, kw_only=True)
+class StagedParameters(Parameters):
+    """CLAA that drops half of the tokens early, and most of the rest where FastKV drops them."""
+
+    budget: Budget | str | int | float = "10%"
+    tsp_layer: int | None = None
+    tsp_rate: Budget | str | int | float = 0.2
+    early_layer: int | None = None
+    early_rate: Budget | str | int | float = 0.5
+    joined: int = 4
+    window: int = 8
+    kernel: Kernel = 7
+    pooling: Pool = "max"
+
+    def plan(self) -> Plan:
+        return Plan(
+            propagate=StagedTSP(
+                rate=Budget.parse(self.tsp_rate),
+                layer=self.tsp_layer,
+                early=self.early_layer,
+                early_rate=Budget.parse(self.early_rate),
+                joined=self.joined,
+                window=self.window,
+                kernel=self.kernel,
+                pooling=self.pooling,
+            ),
+            evict=SnapKV(
+                budget=Budget.parse(self.budget), window=self.window, kernel=self.kernel, pooling=self.pooling
+            ),
+        )
