@@ -11,6 +11,8 @@ from kvsieve.types import AttentionTerms
 # Logits held at a time, and the most queries of a head in a block.
 _ELEMENTS = 1 << 24
 _QUERIES = 128
+# Widths of blocks that a prompt has, about: oneDNN compiles a product of its own for each shape, and keeps it.
+_WIDTHS = 32
 
 
 def blocked_attention(
@@ -26,14 +28,17 @@ def blocked_attention(
 
     A block's queries of all heads of a group are the rows of one product with the keys they may see, so keys are not
     repeated and what lies behind the block is not computed. Weights take the place of their logits, so one block's
-    logits are all that is held.
+    logits are all that is held. A block is as wide as the next of `_WIDTHS` marks, and what lies behind it is masked.
     """
     batch, query_heads, new, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
     groups = query_heads // heads
-    most = min(_QUERIES, max(16, _ELEMENTS // (batch * query_heads * length)))
+    most = _QUERIES
+    while most > 16 and most * batch * query_heads * length > _ELEMENTS:
+        most //= 2
+    step = -(-length // (_WIDTHS * most)) * most
     keys, values = keys.flatten(0, 1).transpose(1, 2), values.flatten(0, 1)
-    later = torch.ones(most, most, dtype=torch.bool, device=query.device).triu(1)
+    later = torch.ones(most, most + step, dtype=torch.bool, device=query.device).triu(1)
     # As the layer's output projection wants it: heads of a token side by side.
     out = query.new_empty(batch, new, query_heads, values.shape[-1]).transpose(1, 2)
     # Sinks are one more column of the logits.
@@ -43,17 +48,18 @@ def blocked_attention(
     for first in range(0, new, most):
         last = min(first + most, new)
         rows, seen = last - first, length - new + last
-        shape = batch * heads, groups * rows, seen + more
+        width = min(-(-seen // step) * step, length)
+        shape = batch * heads, groups * rows, width + more
         padded = scratch[: shape[0] * shape[1] * shape[2]].view(shape)
-        asked, logits = query[:, :, first:last].reshape(-1, groups * rows, dim), padded[..., :seen]
-        torch.baddbmm(logits, asked, keys[..., :seen], beta=0, alpha=scale, out=logits)
+        asked, logits = query[:, :, first:last].reshape(-1, groups * rows, dim), padded[..., :width]
+        torch.baddbmm(logits, asked, keys[..., :width], beta=0, alpha=scale, out=logits)
         cap(logits, terms)
         each = padded.view(batch, heads, groups, rows, -1)
-        _hide(each[..., :seen], later, valid)
+        _hide(each[..., :width], seen - rows, later, valid)
         if sinks is not None:
-            each[..., seen] = sinks
+            each[..., width] = sinks
         torch.softmax(padded, -1, out=padded)
-        out[:, :, first:last] = (logits @ values[:, :seen]).view(batch, query_heads, rows, -1)
+        out[:, :, first:last] = (logits @ values[:, :width]).view(batch, query_heads, rows, -1)
     return out
 
 
@@ -87,12 +93,15 @@ def single_query_attention(
     return softmax(logits, sinks_of(terms, -1, *query.shape[1:3], 1)) @ values
 
 
-def _hide(logits: Tensor, later: Tensor, valid: Tensor | None) -> None:
-    """Mask logits [B, H, G, rows, seen] of later and of unreal entries, in place; each query sees itself."""
-    rows, seen = logits.shape[-2:]
-    own = logits[..., seen - rows :]
-    own.masked_fill_(later[:rows, :rows], float("-inf"))
+def _hide(logits: Tensor, before: int, later: Tensor, valid: Tensor | None) -> None:
+    """Mask logits [B, H, G, rows, width] of later and of unreal entries, in place; each query sees itself.
+
+    before: entries before the block's first query.
+    """
+    rows, width = logits.shape[-2:]
+    own = logits[..., before:]
+    own.masked_fill_(later[:rows, : width - before], float("-inf"))
     if valid is not None:
         itself = own.diagonal(dim1=-2, dim2=-1).clone()
-        logits.masked_fill_(~valid[:, :, None, None, :seen], float("-inf"))
+        logits.masked_fill_(~valid[:, :, None, None, :width], float("-inf"))
         own.diagonal(dim1=-2, dim2=-1).copy_(itself)
