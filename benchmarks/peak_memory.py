@@ -1,0 +1,99 @@
+"""Peak memory while a prompt is read, each contender in a fresh process: what comes on top of the loaded model.
+
+    python benchmarks/peak_memory.py [MODEL] [--tokens 7500] [--cases transformers,full,snapkv] [--chunk 1024]
+
+A process that has measured something else holds freed memory, compiled products of other shapes and copies of weights,
+so each case has one of its own. The model is loaded and every weight read, freed memory is returned, and what is
+resident then is taken from the resident peak of reading the prompt and generating two tokens. `transformers` is its own
+cache; any other case is a method of kvsieve, at 10% where it has a budget, and `NAME/chunked` reads it in chunks.
+`allowed_bytes` is the final KV, one layer's KV of the whole prompt, and half a GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kvsieve
+from kvsieve.attention.choice import cpu_paths
+from kvsieve.bench.contenders import Contender, KvsieveMethod, Transformers
+from kvsieve.bench.prompts import TokensPrompt, text_ids
+from kvsieve.devices import cpu_kind
+from kvsieve.hf.generate.peak_memory import measure_peak
+from kvsieve.report.environment import environment
+
+HALF_GIB = 2**29
+CHUNKED = "/chunked"
+
+
+def contender(model: Any, case: str, chunk: int) -> Contender:
+    """Make the contender of a case."""
+    name, chunked = case.removesuffix(CHUNKED), chunk if case.endswith(CHUNKED) else None
+    if name == "transformers":
+        return Transformers(model, chunked)
+    plan = kvsieve.plan(name) if name == "full" else kvsieve.plan(name, budget="10%")
+    return KvsieveMethod(model, plan, case, chunked)
+
+
+def measure(name: str | None, case: str, tokens: int, chunk: int) -> dict[str, Any]:
+    """Measure one case in this process."""
+    model, tokenizer = kvsieve.models.load(name, device="cpu")
+    weights = {weight.data_ptr(): weight for weight in model.parameters()}.values()
+    for weight in weights:
+        weight.sum()
+    cpu_paths(model.dtype)
+    prompt = TokensPrompt(text_ids(tokenizer)[:, :tokens])
+    del tokenizer
+    with measure_peak(model.device) as before:
+        pass
+    run = contender(model, case, chunk).run(prompt, 2)
+    assert before.bytes is not None and run["peak_bytes"] is not None, "peak memory is only told on Linux"
+    config = model.config
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layer = 2 * config.num_key_value_heads * head * prompt.ids.shape[1] * weight.element_size()
+    return {
+        "tokens": prompt.ids.shape[1],
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "weights_bytes": sum(weight.nbytes for weight in weights),
+        "before_bytes": before.bytes,
+        "peak_bytes": run["peak_bytes"],
+        "added_bytes": run["peak_bytes"] - before.bytes,
+        "kv_final_bytes": run["kv_bytes"],
+        "kv_layer_bytes": layer,
+        "allowed_bytes": run["kv_bytes"] + layer + HALF_GIB,
+        "ttft_s": round(run["ttft_s"], 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", nargs="?", help="directory or hub id; the demo model if left out")
+    parser.add_argument("--tokens", type=int, default=7500)
+    parser.add_argument("--cases", default="transformers,full,snapkv,snapkv/chunked")
+    parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--alone", action="store_true", help="measure the one case in this process and print")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "peak_memory.json")
+    given = parser.parse_args()
+    if given.alone:
+        print(json.dumps(measure(given.model, given.cases, given.tokens, given.chunk)))
+        return
+    report = json.loads(given.out.read_text()) if given.out.exists() else {}
+    model = "SmolLM2-135M-Instruct" if given.model is None else Path(given.model).name
+    for case in given.cases.split(","):
+        named = [] if given.model is None else [given.model]
+        options = ["--alone", "--tokens", str(given.tokens), "--cases", case, "--chunk", str(given.chunk)]
+        command = [sys.executable, __file__, *named, *options]
+        row = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        cell = {"environment": environment(), "kind": cpu_kind(), "chunk": given.chunk, **row}
+        report.setdefault(model, {}).setdefault(str(given.tokens), {})[case] = cell
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
+        mib = {key: round(value / 2**20) for key, value in row.items() if key.endswith("_bytes")}
+        print(model, given.tokens, case, mib, flush=True)
+
+
+if __name__ == "__main__":
+    main()
