@@ -11,18 +11,21 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.bench import compare, roofline
+from kvsieve.attention.choice import cpu_paths
+from kvsieve.bench import compare, roofline, spending
 from kvsieve.bench.compare import Limits, element_bytes, run_length
 from kvsieve.bench.contenders import KvsieveMethod, PeerMethod, Transformers
 from kvsieve.bench.estimate import estimate
 from kvsieve.bench.geometry import geometry, pairs
 from kvsieve.bench.peer_process import Peer
 from kvsieve.bench.plain import read_and_decode
-from kvsieve.bench.prompts import TokensPrompt, left_padded, make_rows, row_lengths
+from kvsieve.bench.prompts import TokensPrompt, left_padded, lengths_of, make_rows, row_lengths
 from kvsieve.bench.roofline import Rates, measure_rates
-from kvsieve.bench.tables import notes, tables
+from kvsieve.bench.tables import closing, notes, tables
 from kvsieve.budget import Budget
+from kvsieve.devices import cpu_kind
 from kvsieve.errors import KvsieveError
+from kvsieve.hf.compat import AttentionInterface
 from kvsieve.hf.kinds import LayerKind
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
@@ -210,6 +213,71 @@ def test_kv_held_while_the_prompt_is_read(alone):
     assert snapkv["kv_bound_bytes"] == snapkv["kv_final_bytes"] + 320 * ENTRY
 
 
+def test_time_goes_to_attention_products_and_the_rest(alone):
+    for name in ("transformers", "full", "fastkv", "gemfilter"):
+        shares = alone[name]["time_shares"]
+        assert set(shares) == {"prompt", "token"}
+        for part in shares.values():
+            assert set(part) == {"attention", "weights", "rest"} and min(part.values()) > 0
+            assert sum(part.values()) == pytest.approx(1)
+
+
+def test_each_moment_is_charged_once(model, monkeypatch):
+    """A clock that goes on by one with every look: products inside attention are not attention's."""
+    now = iter(range(10**6))
+    monkeypatch.setattr(spending.time, "perf_counter", lambda: float(next(now)))
+    told = spending.Spending(model)
+    linear = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(model, "modules", lambda: iter([linear]))
+    told.start()
+    told.close()
+    before = dict(AttentionInterface())
+    told = spending.Spending(model)
+    told.start()
+    ran = dict(AttentionInterface())["kvsieve"]
+    assert ran is not before["kvsieve"]
+    with monkeypatch.context() as patched:
+        patched.setattr(told, "_functions", {})
+        told._timed(lambda: linear(torch.zeros(1, 2)))()
+        told.answer()
+        linear(torch.zeros(1, 2))
+    told.close()
+    assert told.seconds == {
+        "prompt": {"attention": 2.0, "weights": 1.0, "rest": 2.0},
+        "token": {"attention": 0.0, "weights": 1.0, "rest": 2.0},
+    }
+    assert dict(AttentionInterface()) == before and not linear._forward_hooks and not linear._forward_pre_hooks
+
+
+def test_one_line_per_method_at_the_end(report):
+    lines = closing(report | {"lengths": dict(reversed(report["lengths"].items()))})
+    assert [line.partition(", ")[0] for line in lines] == [
+        "transformers",
+        "snapkv:budget=20%",
+        "fastkv",
+        "rocketkv:budget=4000",
+    ]
+    row = report["lengths"][str(max(LENGTHS))]["summary"]["fastkv"]
+    saved = 100 * (1 - row["ratios"]["transformers"]["kv_bytes"]["median"])
+    assert f"{saved:.0f}% KV held; prompt: attention " in lines[2] and lines[2].startswith("fastkv, 320 tokens: saves ")
+    assert f"rest {100 * row['time_shares']['token']['rest']:.0f}%, " in lines[2] and lines[2].endswith("x its limit")
+    assert "saves" not in lines[0] and lines[3].endswith("did not act")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "whole", "fitting", "then"),
+    [
+        ([300, 100], False, False, [100, 300]),
+        ([100], True, False, [100, 1016]),
+        ([], True, False, [1016]),
+        ([500, 2048, 7500], False, True, [500, 1016]),
+        ([500, 700], False, True, [500, 700]),
+    ],
+)
+def test_lengths_of_any_checkpoint(model, lengths, whole, fitting, then):
+    assert lengths_of(model, lengths, 8, whole=whole, fitting=fitting) == then
+
+
 def test_counting_leaves_no_hooks(model, alone):
     modules = [model.get_decoder(), *model.get_decoder().layers]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
@@ -364,8 +432,12 @@ def test_the_command_measures_writes_prints_and_draws(cli, model_dir, tmp_path, 
     assert report["environment"]["kvsieve"] == kvsieve.__version__ and report["rates"]["matmul_tflops"] == 0.01
     assert Plan.from_dict(report["plans"][labels[2]]) == kvsieve.plan("snapkv", budget="20%", paper=True)
     assert report["parameters"][labels[3]]["window"] == 16, "what came with the model"
+    assert report["cpu"]["kind"] == cpu_kind() and report["cpu"]["attention"] == str(cpu_paths(torch.float32))
     code, printed, err = cli("bench", "--show", out, "--markdown", "--plots", tmp_path / "plots")
     assert code == 0 and "| snapkv:budget=20% |" in printed and "growth" in printed
+    assert f"{cpu_kind()}: prompts by " in printed and printed.splitlines()[-1].startswith(
+        f"- {labels[3]}, 200 tokens: "
+    )
     assert {file.name for file in (tmp_path / "plots").iterdir()} == {"latency.png", "scaling.png"}
 
 
@@ -398,6 +470,7 @@ def test_what_was_measured_before_a_failure_is_kept(cli, model_dir, tmp_path, mo
         (["--batch", "0"], "--batch must be at least 1, got 0"),
         (["--lengths", "ten"], "--lengths takes tokens"),
         (["--lengths", "2000"], "the model's context of 1024"),
+        (["--lengths", "context", "--new-tokens", "1024"], "leave nothing of the model's context of 1024"),
         (["--dtype", "int8"], "--dtype must be one of"),
         (["--device", "nowhere"], "--device 'nowhere' cannot be used here"),
         (["--peer-python", "/no/such/python"], "'/no/such/python' is no interpreter"),

@@ -16,6 +16,7 @@ from kvsieve.bench.contenders import BASELINE, Contender, Run, is_peer, measure
 from kvsieve.bench.geometry import Geometry
 from kvsieve.bench.prompts import TokensPrompt, left_padded
 from kvsieve.bench.roofline import Rates
+from kvsieve.bench.spending import Spending
 from kvsieve.bench.work import Work
 
 Samples = dict[str, list[dict[str, Any]]]
@@ -74,13 +75,7 @@ def run_length(
         if limits is None or not each.here:
             each.run(prompt, new_tokens)
             continue
-        work = Work(model, limits.geometry, prompt.ids.shape[1], len(prompt.ids))
-        work.start()
-        try:
-            each.run(prompt, new_tokens, work)
-        finally:
-            work.close()
-        counted[each.name] = work.to_dict()
+        counted[each.name] = _counted(each, prompt, new_tokens, model, limits)
     samples: Samples = {each.name: [] for each in contenders}
     for turn in range(rounds):
         first = turn % len(contenders)
@@ -93,6 +88,23 @@ def run_length(
         "work": counted,
         "summary": summarise(samples, new_tokens, counted, limits),
     }
+
+
+def _counted(contender: Contender, prompt: TokensPrompt, new_tokens: int, model: Any, limits: Limits) -> dict[str, Any]:
+    """Count the work of a run, and where its time goes; the latter not in passes that are compiled or recorded."""
+    decode = contender.describe().get("decode")
+    spending = None if decode in ("compile", "graph") or model.device.type == "cuda" else Spending(model)
+    work = Work(model, limits.geometry, prompt.ids.shape[1], len(prompt.ids), spending)
+    work.start()
+    if spending is not None:
+        spending.start()
+    try:
+        contender.run(prompt, new_tokens, work)
+    finally:
+        work.close()
+        if spending is not None:
+            spending.close()
+    return work.to_dict() | {"time_shares": {} if spending is None else spending.shares()}
 
 
 def summarise(

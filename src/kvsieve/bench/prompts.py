@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsieve.errors import InputError
+
 
 @dataclass(frozen=True, eq=False)
 class TokensPrompt:
@@ -53,3 +55,33 @@ def left_padded(rows: list[TokensPrompt], filler: int) -> TokensPrompt:
         ids[at, -row.ids.shape[1] :] = row.ids[0]
         mask[at, -row.ids.shape[1] :] = 1
     return TokensPrompt(ids, mask)
+
+
+def lengths_of(model: Any, lengths: list[int], new_tokens: int, *, whole: bool, fitting: bool) -> list[int]:
+    """Return the lengths of prompts, ascending, and check that the model's context holds them.
+
+    Args:
+        model: whose context it is.
+        lengths: that were named.
+        new_tokens: after each prompt.
+        whole: the longest prompt that fits comes on top.
+        fitting: leave out lengths that do not fit, all but the longest that does.
+
+    Raises:
+        InputError: lengths that do not fit the model's context, or a context that is not known.
+    """
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is None:
+        if whole:
+            raise InputError("--lengths context: the model's config has no max_position_embeddings; name the tokens")
+        return sorted(set(lengths))
+    most = context - new_tokens
+    if fitting and max(lengths) > most:
+        lengths, whole = [length for length in lengths if length <= most], True
+    if lengths and max(lengths) > most:
+        raise InputError(
+            f"--lengths {max(lengths)} and {new_tokens} new tokens are more than the model's context of {context}"
+        )
+    if most < 1:
+        raise InputError(f"--new-tokens {new_tokens} leave nothing of the model's context of {context} to a prompt")
+    return sorted({*lengths, most} if whole else set(lengths))

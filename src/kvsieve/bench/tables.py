@@ -50,6 +50,40 @@ def notes(report: dict[str, Any]) -> list[str]:
     return silent + told
 
 
+def closing(report: dict[str, Any]) -> list[str]:
+    """One line per method at the longest prompt: what it saves, where its time goes, how far it is from the limit."""
+    length, entry = max(report["lengths"].items(), key=lambda each: int(each[0]))
+    told = []
+    for name, row in entry["summary"].items():
+        if not row["applied"]:
+            told.append(f"{name}, {length} tokens: did not act")
+            continue
+        parts = [] if name == BASELINE else [_saved(row)]
+        for phase, metric, what in (("prompt", "ttft", "prompt"), ("token", "tpot", "token")):
+            shares = row.get("time_shares", {}).get(phase)
+            limit = row.get(f"{metric}_of_limit")
+            where = [] if shares is None else [_shares(shares)]
+            where += [] if limit is None else [f"{_plain(limit, 1, 1)} x its limit"]
+            parts += [f"{what}: {', '.join(where)}"] if where else []
+        told.append(f"{name}, {length} tokens: {'; '.join(part for part in parts if part)}")
+    return told
+
+
+def _saved(row: dict[str, Any]) -> str:
+    """What a method saves beside the baseline, in percent; what it takes more is negative."""
+    found = []
+    for metric, what in (("ttft_s", "to the first token"), ("tpot_s", "per token"), ("kv_bytes", "KV held")):
+        ratio = _ratio(row, BASELINE, metric)
+        if ratio is not None:
+            found.append(f"{100 * (1 - ratio):.0f}% {what}")
+    return f"saves {', '.join(found)}" if found else ""
+
+
+def _shares(shares: dict[str, float]) -> str:
+    names = {"attention": "attention", "weights": "products with weights", "rest": "rest"}
+    return ", ".join(f"{told} {100 * shares[name]:.0f}%" for name, told in names.items())
+
+
 def _times(length: str, summary: dict[str, Any], report: dict[str, Any]) -> Table:
     rows_of = f" in {report['batch']} unequal rows, padded" if report["batch"] > 1 else ""
     headers = [

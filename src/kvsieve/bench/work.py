@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from kvsieve.bench.geometry import Geometry, pairs
+from kvsieve.bench.spending import Spending
 from kvsieve.cache.base import storage_bytes, tensors_in
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.compat import DynamicLayer, LinearAttentionLayer, decoder_of, layers_of
@@ -27,11 +28,15 @@ class Work:
         kv_layer_bytes: keys and values of all the prompt's tokens in the widest layer.
     """
 
-    def __init__(self, model: Any, geometry: Geometry, length: int, rows: int) -> None:
+    def __init__(
+        self, model: Any, geometry: Geometry, length: int, rows: int, spending: Spending | None = None
+    ) -> None:
         self._decoder: nn.Module = decoder_of(model)
         self._geometry = geometry
         self._element = torch.empty((), dtype=model.dtype).element_size()
         self._rows = rows
+        # Told when the prompt is complete; it goes on until it is closed.
+        self._spending = spending
         self._cache: Any = None
         self._handles: list[Any] = []
         self._before = 0
@@ -52,6 +57,8 @@ class Work:
     def stop(self) -> None:
         """The prompt is complete."""
         if self._handles:
+            if self._spending is not None:
+                self._spending.answer()
             self.kv_final_bytes = sum(_held(layer) for layer in self._cache.layers)
             self.close()
 

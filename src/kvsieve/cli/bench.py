@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from kvsieve.bench.peer_process import Peer
 
 PEER_BUDGET = "10%"
+LENGTHS = "2048,4096,7500"
+CONTEXT = "context"
 
 
 def bench_command(
@@ -46,7 +48,13 @@ def bench_command(
     ] = "snapkv:budget=10%,fastkv:budget=10%",
     codec: CodecsOption = None,
     rest: RestsOption = None,
-    lengths: Annotated[str, typer.Option(help="Prompt tokens: 7500, 8k (8192), or a list.")] = "2048,4096,7500",
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Prompt tokens: 7500, 8k (8192), context (all that the model takes), or a list; "
+            f"{LENGTHS} if left out, of these what fits."
+        ),
+    ] = None,
     batch: Annotated[
         int, typer.Option(help="Rows, of n, 7/8 n, 3/4 n ... tokens: read as one padded batch and one by one.")
     ] = 1,
@@ -87,14 +95,18 @@ def bench_command(
     ):
         if value < least:
             raise InputError(f"{option} must be at least {least}, got {value}")
-    sizes = sorted(set(parse_contexts(lengths, "--lengths")))
+    asked = [part.strip() for part in (LENGTHS if lengths is None else lengths).split(",")]
+    numbers = [part for part in asked if part != CONTEXT]
+    sizes = parse_contexts(",".join(numbers), "--lengths") if numbers else []
     named = [make_run("full")]
     named += with_codecs(compared_methods(methods, None), parse_codecs(codec), parse_rests(rest))
     presses = parse_peer_methods(peer_methods) if peer_python is not None else []
     python = find_python(peer_python) if peer_python is not None else None
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
-    check_lengths(loaded, sizes, new_tokens)
+    from kvsieve.bench.prompts import lengths_of
+
+    sizes = lengths_of(loaded, sizes, new_tokens, whole=CONTEXT in asked, fitting=lengths is None)
     runs = {run.full_label: run for run in (each.for_model(loaded, tokenizer) for each in named)}
     settings = {
         "batch": batch,
@@ -134,15 +146,6 @@ def find_python(name: str) -> str:
     if found is None:
         raise InputError(f"--peer-python {name!r} is no interpreter; expected one with kvpress, e.g. peer/bin/python")
     return found
-
-
-def check_lengths(model: Any, lengths: list[int], new_tokens: int) -> None:
-    """Raises InputError for prompts that do not fit the model's context."""
-    context = getattr(model.config, "max_position_embeddings", None)
-    if context is not None and max(lengths) + new_tokens > context:
-        raise InputError(
-            f"--lengths {max(lengths)} and {new_tokens} new tokens are more than the model's context of {context}"
-        )
 
 
 def run_bench(
@@ -244,7 +247,7 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any], plots: Path | None, markdown: bool, as_json: bool) -> None:
-    from kvsieve.bench.tables import notes, tables
+    from kvsieve.bench.tables import closing, notes, tables
 
     if plots is not None:
         from kvsieve.bench.plots import draw
@@ -268,3 +271,6 @@ def _print(report: dict[str, Any], plots: Path | None, markdown: bool, as_json: 
         else:
             show(f"\n{title}")
             print_table(headers, rows)
+    show("")
+    for line in closing(report):
+        show(f"- {line}" if markdown else line)

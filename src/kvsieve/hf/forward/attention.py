@@ -125,6 +125,10 @@ def mask_function(*, mask_function: Any = causal_mask_function, **kwargs: Any) -
 
 
 def register() -> None:
-    """Make the implementation known to transformers. Without the mask half, padding would be dropped silently."""
-    AttentionInterface.register(NAME, attention_function)
+    """Make the implementation known to transformers. Without the mask half, padding would be dropped silently.
+
+    One that is known stays: whoever measures it has put a clock around it.
+    """
+    if NAME not in AttentionInterface():
+        AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_function)

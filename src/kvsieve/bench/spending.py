@@ -1,0 +1,95 @@
+"""Where the time of a prompt and of a token goes: attention, products with weights, and the rest."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from kvsieve.hf.compat import AttentionInterface
+from kvsieve.hf.forward.attention import register
+
+ATTENTION, WEIGHTS, REST = "attention", "weights", "rest"
+PROMPT, TOKEN = "prompt", "token"
+
+
+class Spending:
+    """Charges the time from `start` to `close` to what runs, each moment once.
+
+    Attention is the attention function: under kvsieve storing, choosing and evicting are part of it. Products with
+    weights are the linear layers. All else, norms and Python among it, is the rest. For CPUs: a GPU runs behind.
+
+    Attributes:
+        seconds: of "prompt" and "token", by "attention", "weights" and "rest".
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.seconds = {phase: dict.fromkeys((ATTENTION, WEIGHTS, REST), 0.0) for phase in (PROMPT, TOKEN)}
+        self._phase = PROMPT
+        self._running = [REST]
+        self._since = 0.0
+        self._handles: list[Any] = []
+        self._functions: dict[str, Callable[..., Any]] = {}
+
+    def start(self) -> None:
+        """Begin with a prompt."""
+        for module in self._model.modules():
+            if isinstance(module, nn.Linear):
+                self._handles.append(module.register_forward_pre_hook(lambda *given: self._enter(WEIGHTS)))
+                self._handles.append(module.register_forward_hook(lambda *given: self._leave(), always_call=True))
+        register()
+        self._functions = dict(AttentionInterface().items())
+        for name, function in self._functions.items():
+            AttentionInterface.register(name, self._timed(function))
+        self._since = time.perf_counter()
+
+    def answer(self) -> None:
+        """Charge to tokens what follows: the prompt is complete."""
+        self._charge()
+        self._phase = TOKEN
+
+    def close(self) -> None:
+        """Take hooks and functions away."""
+        self._charge()
+        for handle in self._handles:
+            handle.remove()
+        for name, function in self._functions.items():
+            AttentionInterface.register(name, function)
+        self._handles, self._functions = [], {}
+
+    def shares(self) -> dict[str, dict[str, float]]:
+        """Share of each in its phase; a phase without time is left out."""
+        found = {}
+        for phase, spent in self.seconds.items():
+            total = sum(spent.values())
+            if total > 0:
+                found[phase] = {name: seconds / total for name, seconds in spent.items()}
+        return found
+
+    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._enter(ATTENTION)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._leave()
+
+        return run
+
+    def _enter(self, what: str) -> None:
+        self._charge()
+        self._running.append(what)
+
+    def _leave(self) -> None:
+        self._charge()
+        self._running.pop()
+
+    def _charge(self) -> None:
+        now = time.perf_counter()
+        self.seconds[self._phase][self._running[-1]] += now - self._since
+        self._since = now
