@@ -36,7 +36,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class CpuPaths:
-    """How attention is computed in a dtype on this processor: by torch's fused kernel, or as two matrix products.
+    """Paths of attention in a dtype on this processor: by torch's fused kernel, or as two matrix products.
 
     Attributes:
         prompt_products: True where many new tokens are read by products.

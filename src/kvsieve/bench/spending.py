@@ -1,4 +1,4 @@
-"""Where the time of a prompt and of a token goes: attention, products with weights, and the rest."""
+"""Shares of attention, products with weights, and the rest in the time of a prompt and of a token."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def closing(report: dict[str, Any]) -> list[str]:
 
 
 def _saved(row: dict[str, Any]) -> str:
-    """What a method saves beside the baseline, in percent; what it takes more is negative."""
+    """Tell what a method saves beside the baseline, in percent; what it takes more is negative."""
     found = []
     for metric, what in (("ttft_s", "to the first token"), ("tpot_s", "per token"), ("kv_bytes", "KV held")):
         ratio = _ratio(row, BASELINE, metric)
