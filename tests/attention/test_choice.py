@@ -35,15 +35,23 @@ def test_the_table_leaves_torchs_kernel_on_one_kind_only():
 def test_only_a_clear_difference_changes_the_tables_path(products, ratio, then):
     known = choice.CpuPaths(products, choice.LONG if products else None)
     for prompt, token in ((ratio, 1.0), (1.0, ratio)):
-        found = choice.decide(known, {"prompt": prompt, "token": token})
+        found = choice.decide(known, {"prompt": [prompt] * 3, "token": [token] * 3})
         changed = found.prompt_products if prompt == ratio else found.token_products_from is not None
         other = found.token_products_from is not None if prompt == ratio else found.prompt_products
         assert (changed, other) == (then, products) and found.source == "measured"
 
 
+def test_a_round_that_was_disturbed_changes_nothing():
+    for products in (True, False):
+        known = choice.CpuPaths(products, choice.LONG if products else None)
+        rounds = [3.0, 3.0, 0.8] if products else [0.3, 0.3, 1.2]
+        found = choice.decide(known, {"prompt": rounds, "token": rounds})
+        assert (found.prompt_products, found.token_products_from is not None) == (products, products)
+
+
 def test_measured_once_per_machine(machine, monkeypatch):
     runs = []
-    monkeypatch.setattr(choice, "measured", lambda dtype: runs.append(dtype) or {"prompt": 0.5, "token": 2.0})
+    monkeypatch.setattr(choice, "measured", lambda dtype: runs.append(dtype) or {"prompt": [0.5], "token": [2.0]})
     first = choice.cpu_paths(torch.float32)
     assert first.prompt_products and first.token_products_from is None and first.source == "measured"
     assert choice.cpu_paths(torch.float32) is first
@@ -62,13 +70,13 @@ def test_measured_once_per_machine(machine, monkeypatch):
 
 def test_a_folder_that_cannot_be_written(machine, monkeypatch):
     monkeypatch.setenv("KVSIEVE_CACHE", "/dev/null/nowhere")
-    monkeypatch.setattr(choice, "measured", lambda dtype: {"prompt": 1.0, "token": 1.0})
+    monkeypatch.setattr(choice, "measured", lambda dtype: {"prompt": [1.0], "token": [1.0]})
     assert choice.cpu_paths(torch.float32).source == "measured"
 
 
 def test_what_is_measured(monkeypatch):
     monkeypatch.setattr(choice, "_ROUNDS", 1)
-    assert all(ratio > 0 for ratio in choice.measured(torch.float32).values())
+    assert all(ratios[0] > 0 for ratios in choice.measured(torch.float32).values())
 
 
 def test_told():
