@@ -6,7 +6,8 @@
 A prompt is not read: the cache of every plan is filled with random entries up to the last tokens, which are read, so
 that evictors act on a prompt of the whole length. What a token costs does not depend on the values of entries. Every
 plan then generates `--tokens` tokens in turn, round after round, in one process; ratios are taken within a round, and
-medians of them are reported. Weights are packed once for all contenders. transformers, with `--plain`, reads a
+medians of them are reported, of the clock and of the processor's time, which is the steadier one on a busy machine.
+Weights are packed once for all contenders. transformers, with `--plain`, reads a
 `DynamicCache` of as many random entries. FastKV is left out: after its prompt it decodes as SnapKV does. With
 `--peer-python`, kvpress' SnapKV of 10% reads a prompt of such a length and generates in that interpreter,
 `--peer-rounds` times.
@@ -48,10 +49,13 @@ def spec(text: str) -> kvsieve.Plan:
 
 def random_entries(sieve: Any, cache: Any, length: int) -> None:
     """Go on with a prompt that is being read as if `length` tokens had come."""
-    start = cache.num_seen
-    for layer in cache.sieve_layers.values():
-        like_keys, like_values = (part[:, :, :1].expand(-1, -1, length, -1) for part in (layer.keys, layer.values))
-        keys, values = torch.randn_like(like_keys), torch.randn_like(like_values)
+    start, layers = cache.num_seen, list(cache.sieve_layers.values())
+    # Every layer gets a copy of the same ones.
+    keys, values = (
+        torch.randn(part.shape[1], length, part.shape[3]).to(part.dtype).expand(len(part), -1, -1, -1)
+        for part in (layers[0].keys, layers[0].values)
+    )
+    for layer in layers:
         layer.store.append(keys, values, torch.arange(start, start + length)[None], reserve=LAST + 600)
     cache.advance(length)
 
@@ -96,8 +100,8 @@ class Contender:
         with kvsieve.attach(model, plan, decode="eager") as sieve, torch.no_grad():
             self.cache = filled(sieve, ids, length, new)
 
-    def run(self, tokens: int) -> float:
-        """Seconds per token of so many, the first left out."""
+    def run(self, tokens: int) -> tuple[float, float]:
+        """Seconds per token of so many, the first left out: of the clock, and of the processor."""
         spent = []
         attached: Any = contextlib.nullcontext()
         if self.plan is not None:
@@ -106,38 +110,49 @@ class Contender:
             if self.packed is not None:
                 self.packed.install()
             for _ in range(tokens + 1):
-                began = time.perf_counter()
+                began = time.perf_counter(), time.process_time()
                 self.model(self.token, past_key_values=self.cache, logits_to_keep=1)
-                spent.append(time.perf_counter() - began)
+                spent.append((time.perf_counter() - began[0], time.process_time() - began[1]))
             if self.packed is not None:
                 # They stay packed for the next one.
                 for module in self.packed.layers:
                     del module.forward
-        return statistics.median(spent[1:])
+        return statistics.median(each[0] for each in spent[1:]), statistics.median(each[1] for each in spent[1:])
 
 
-def rounds(contenders: dict[str, Callable[[], float]], count: int) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+def rounds(
+    contenders: dict[str, Callable[[], tuple[float, float]]], count: int
+) -> dict[str, list[tuple[float, float]]]:
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     names = list(contenders)
     for turn in range(count + 1):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             spent = contenders[name]()
             if turn:
                 times[name].append(spent)
-            print(f"{turn} {name}: {1e3 * spent:.1f} ms", file=sys.stderr, flush=True)
+            print(
+                f"{turn} {name}: {1e3 * spent[0]:.1f} ms, {1e3 * spent[1]:.1f} of the processor",
+                file=sys.stderr,
+                flush=True,
+            )
     return times
 
 
-def against(times: dict[str, list[float]], base: str) -> dict[str, float]:
-    pairs = {name: [a / b for a, b in zip(each, times[base], strict=False)] for name, each in times.items()}
-    return {name: round(statistics.median(each), 3) for name, each in pairs.items() if each}
+def against(times: dict[str, list[tuple[float, float]]], base: str) -> dict[str, list[float]]:
+    """Medians of ratios within a round, of the clock and of the processor's time."""
+    return {
+        name: [
+            round(statistics.median(a[at] / b[at] for a, b in zip(each, times[base], strict=True)), 3) for at in (0, 1)
+        ]
+        for name, each in times.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", help="a checkpoint's directory; the demo model where it is left out")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--length", type=int, default=7500)
+    parser.add_argument("--length", default="7500", help="several, separated by commas, take turns too")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--plans", default=PLANS, help="separated by semicolons; parameters as name=value")
     parser.add_argument("--decode", default="packed", help="packed, eager or both, separated by a comma")
@@ -148,7 +163,7 @@ def main() -> None:
     parser.add_argument("--peer-rounds", type=int, default=2)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    dtype = getattr(torch, arguments.dtype)
+    dtype, lengths = getattr(torch, arguments.dtype), [int(each) for each in arguments.length.split(",")]
     if arguments.model:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -161,7 +176,7 @@ def main() -> None:
     new = (arguments.rounds + 1) * (arguments.tokens + 1)
     contenders: dict[str, Contender] = {}
     if arguments.plain:
-        contenders["transformers"] = Contender(model, None, None, ids, arguments.length, new)
+        contenders[f"transformers {lengths[-1]}"] = Contender(model, None, None, ids, lengths[-1], new)
     packed, ratio = None, None
     if "packed" in arguments.decode:
         packed = PackedLinears(model.model, model.lm_head)
@@ -170,8 +185,9 @@ def main() -> None:
     for decode in arguments.decode.split(","):
         weights = packed if decode == "packed" else None
         for told in arguments.plans.split(";"):
-            contenders[f"{told} {decode}"] = Contender(model, spec(told), weights, ids, arguments.length, new)
-    runs: dict[str, Callable[[], float]] = {
+            for length in lengths:
+                contenders[f"{told} {decode} {length}"] = Contender(model, spec(told), weights, ids, length, new)
+    runs: dict[str, Callable[[], tuple[float, float]]] = {
         name: (lambda each=each: each.run(arguments.tokens)) for name, each in contenders.items()
     }
     times = rounds(runs, arguments.rounds)
@@ -184,19 +200,30 @@ def main() -> None:
         "environment": environment(),
         "model": Path(arguments.model).name if arguments.model else "demo",
         "dtype": arguments.dtype,
-        "length": arguments.length,
+        "lengths": lengths,
         "batch": arguments.batch,
-        "milliseconds": {name: round(1e3 * statistics.median(each), 2) for name, each in times.items()},
+        "milliseconds": {
+            name: [round(1e3 * statistics.median(one[at] for one in each), 2) for at in (0, 1)]
+            for name, each in times.items()
+        },
+        "numbers": "of the clock, and of the processor's time",
         "sparse reading": ways,
         "packed weights": None if packed is None else {"bytes": packed.bytes, "seconds": round(packed.seconds, 2)},
         "their products over plain ones": ratio,
     }
     for decode in arguments.decode.split(","):
-        report[f"over full, {decode}"] = against(times, f"full {decode}")
+        for length in lengths:
+            here = {name: each for name, each in times.items() if name.endswith(f" {decode} {length}")}
+            report[f"over full, {decode}, {length}"] = against(here, f"full {decode} {length}")
+        if len(lengths) > 1:
+            names = [f"{told} {decode}" for told in arguments.plans.split(";")]
+            report[f"{lengths[-1]} over {lengths[0]}, {decode}"] = {
+                name: against(times, f"{name} {lengths[0]}")[f"{name} {lengths[-1]}"] for name in names
+            }
     if arguments.plain:
-        report["over transformers"] = against(times, "transformers")
+        report["over transformers"] = against(times, f"transformers {lengths[-1]}")
     if arguments.peer_python:
-        report |= beside_peer(arguments, model, text, contenders)
+        report |= beside_peer(arguments, model, text[:, : lengths[-1]], contenders)
     print(json.dumps(report, indent=1))
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -204,17 +231,17 @@ def main() -> None:
 
 def beside_peer(arguments: Any, model: Any, text: torch.Tensor, contenders: dict[str, Contender]) -> dict[str, Any]:
     """Ratios to kvpress' SnapKV, which takes turns with the contenders."""
-    ids = text[:, : arguments.length].tolist()
+    ids = text.tolist()
     wanted = {name: each for name, each in contenders.items() if each.plan is not None and "10%" in name}
     ratios: dict[str, list[float]] = {name: [] for name in wanted}
     theirs = []
     with Peer(arguments.peer_python, model) as peer:
         for _ in range(arguments.peer_rounds):
             before = {name: each.run(arguments.tokens) for name, each in wanted.items()}
-            theirs.append(peer.run(ids, 48, "snapkv", arguments.length // 10, {})["tpot_s"])
+            theirs.append(peer.run(ids, 48, "snapkv", text.shape[1] // 10, {})["tpot_s"])
             after = {name: each.run(arguments.tokens) for name, each in wanted.items()}
             for name in wanted:
-                ratios[name].append((before[name] + after[name]) / 2 / theirs[-1])
+                ratios[name].append((before[name][0] + after[name][0]) / 2 / theirs[-1])
         versions = peer.versions
     return {
         "peer": versions,

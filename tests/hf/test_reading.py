@@ -13,6 +13,8 @@ from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.errors import PlanError
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.shared import next_logits
+from kvsieve.kernels.cpu import reading
+from kvsieve.kernels.cpu.build import Library
 from kvsieve.methods import HSA, PerTurn, Quest, RocketEviction, SnapKV
 from kvsieve.models.families import build
 from kvsieve.roles import Reader
@@ -278,3 +280,41 @@ def test_traffic_and_storage_are_those_of_the_papers_formulas(model, name):
     assert used == heads * halves * dim * -(-last // setting.page)
     assert stats.storage.metadata_bytes + stats.storage.bytes == stats.kv_bytes
     assert stats.storage.metadata_bytes >= storage_bytes(table.all_tensors()) >= used * item
+
+
+@pytest.fixture(scope="module")
+def single():
+    """The model in the dtype that is read by compiled code."""
+    return build("llama", dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", ["quest", "hsa", "sparq", "rocketkv", "rocketkv-mt"])
+def test_compiled_code_and_torch_read_alike(single, monkeypatch, name):
+    """Padded rows, one after another: the same answers, and the same bytes counted."""
+    ids, plan = prompt(2), planned(name)
+    mask = torch.ones_like(ids)
+    mask[1, :23] = 0
+    found = {}
+    missing = "there is no C compiler: install gcc"
+    for library in (reading.library, lambda name: Library(None, missing)):
+        monkeypatch.setattr(reading, "library", library)
+        given = {"max_new_tokens": 6, "output_logits": True, "return_dict_in_generate": True, **GREEDY}
+        with kvsieve.attach(single, plan) as sieve:
+            result = sieve.generate(ids, mask, **given)
+        found[result.stats.decoding.reading] = torch.stack(result.output.logits), result.stats.traffic
+    assert f"torch: {missing}" in found
+    # Where there is no compiler, both are torch.
+    if "compiled" in found:
+        compiled, plain = found["compiled"], found[f"torch: {missing}"]
+        torch.testing.assert_close(compiled[0], plain[0], atol=1e-5, rtol=1e-5)
+        assert compiled[1] == plain[1] and compiled[1].estimate_bytes > 0
+
+
+def test_gradients_go_through_what_torch_reads(single):
+    """A token that is given with gradients on is not read by compiled code, which has none."""
+    ids, plan = prompt(), planned("hsa")
+    with kvsieve.attach(single, plan) as sieve:
+        cache = sieve.prefill(ids)
+        single(ids[:, -1:], past_key_values=cache).logits.sum().backward()
+        assert cache.turn.record.reads.not_compiled == "gradients are on"
+    single.zero_grad()
