@@ -84,6 +84,28 @@ def test_only_bfloat16_on_a_cpu_is_taken_apart_into_products():
     assert not choice.faster_here(torch.zeros(1, dtype=torch.bfloat16, device="meta"))
 
 
+@pytest.mark.parametrize("new", [700, 300])
+def test_blocks_have_few_widths_and_one_block_is_held(new, monkeypatch):
+    """Each shape is compiled and kept by oneDNN; logits beyond a block's are memory for nothing."""
+    monkeypatch.setattr(blocked, "_QUERIES", 4)
+    monkeypatch.setattr(blocked, "_WIDTHS", 8)
+    query, keys = torch.randn(1, 2, new, 4), torch.randn(1, 1, 700, 4)
+    widths, scratch, product = set(), set(), torch.baddbmm
+
+    def noting(logits, *given, **options):
+        widths.add(logits.shape[-1])
+        scratch.add(logits.untyped_storage().nbytes())
+        return product(logits, *given, **options)
+
+    monkeypatch.setattr(torch, "baddbmm", noting)
+    ours = blocked.blocked_attention(query, keys, keys, scale=0.3)
+    assert len(widths) <= 9 and max(widths) == 700 and scratch == {2 * 4 * 700 * 4}
+    whole = dense.F.scaled_dot_product_attention(
+        query, keys, keys, attn_mask=torch.ones(new, 700, dtype=torch.bool).tril(700 - new), scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(ours, whole, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("padding", [None, "rows", "heads"])
 def test_a_token_by_products_equals_the_reference(padding):
     torch.manual_seed(1)
