@@ -46,7 +46,7 @@ class Group:
 
     @property
     def incremental(self) -> list[IncrementalMetadata]:
-        """What of the reader's metadata takes in entry by entry; looked for once there is any."""
+        """The reader's metadata that takes in entry by entry; looked for once there is any."""
         if self._incremental is None and self.state:
             # Telling a protocol is slow: not at every token.
             self._incremental = [each for each in self.state.values() if isinstance(each, IncrementalMetadata)]

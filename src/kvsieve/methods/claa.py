@@ -8,7 +8,9 @@ the largest of those at the `joined` layers that end with the one that drops. A 
 window mass, mean over all query heads. What layers store is decided apart from it, by SnapKV with the same window and
 pooling; the first layers, whose attention ranks worst, store everything (`skip_layers`, 4 in the paper).
 
-Published for models of 3 to 12B: layer 15, four layers joined, window 8, kernel 7.
+Published for models of 3 to 12B: layer 15, four layers joined, window 8, kernel 7. Written from the paper's abstract
+and notes of others on it, its full text not at hand: the largest score and these numbers are the notes', the mean over
+query heads is FastKV's.
 
 Differences from the paper: what goes on (`tsp_rate`) and what is stored (`budget`) are apart, as in FastKV, where the
 paper has one rate; what a layer stores is ranked by that layer alone; where not all layers attend to all tokens, those
