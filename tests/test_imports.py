@@ -28,7 +28,7 @@ STOREYS = (
     ("traffic",),
     ("kvsieve",),
     ("bench", "eval", "calibrate"),
-    ("advise",),
+    ("advise", "serve"),
     ("cli",),
     ("__main__",),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvsieve.errors import InputError
@@ -27,7 +27,13 @@ def check_characters(name: str, text: str) -> None:
         ) from None
 
 
-def render(tokenizer: Any, messages: Sequence[Message], ask: bool = True, parse_special: bool = False) -> str:
+def render(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    ask: bool = True,
+    parse_special: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """Render a chat with the tokenizer's template, for `token_ids`.
 
     Args:
@@ -36,22 +42,32 @@ def render(tokenizer: Any, messages: Sequence[Message], ask: bool = True, parse_
         ask: write what precedes an answer. Default True.
         parse_special: read control tokens that a message's text spells as what they spell. Default False: they are
             text, and stand-ins take their place here.
+        tools: functions that the model may call, as its template takes them. Default None: none.
 
     Raises:
         InputError: the template refuses the chat.
     """
     if not parse_special:
-        messages = [{name: escaped(tokenizer, part) for name, part in each.items()} for each in messages]
+        messages = [_all_escaped(tokenizer, dict(each)) for each in messages]
+        tools = None if tools is None else [_all_escaped(tokenizer, dict(each)) for each in tools]
+    more: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
     try:
-        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=ask, tokenize=False))
+        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=ask, tokenize=False, **more))
     except Exception as error:  # templates raise what they like, for example when they know no system role
         raise InputError(f"the model's chat template refuses the prompt: {error}") from error
 
 
+def _all_escaped(tokenizer: Any, part: Any) -> Any:
+    """Escape all texts of a message or a tool, names of an object's members included."""
+    if isinstance(part, str):
+        return escaped(tokenizer, part)
+    if isinstance(part, Mapping):
+        return {_all_escaped(tokenizer, name): _all_escaped(tokenizer, each) for name, each in part.items()}
+    return [_all_escaped(tokenizer, each) for each in part] if isinstance(part, list) else part
+
+
 def escaped(tokenizer: Any, text: str) -> str:
     """Replace the control tokens that a text spells by stand-ins, which `token_ids` takes for text."""
-    if not isinstance(text, str):  # what else a message may hold is the template's business
-        return text
     names = [_OPEN, *_controls(tokenizer)]
     return _any_of(names).sub(lambda match: f"{_OPEN}{names.index(match[0])}{_CLOSE}", text)
 

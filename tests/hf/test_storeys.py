@@ -21,7 +21,7 @@ STOREYS = (
     ("forward",),
     ("decode",),
     ("runtime",),
-    ("hooks", "prompt", "persist", "kept"),
+    ("hooks", "prompt", "persist", "kept", "rows"),
     ("generate",),
     ("reuse",),
     ("chat",),

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import kvsieve
-from kvsieve.cli import advise, bench, calibrate, chat, demo, estimate, evaluate, info, models_table, report, run
+from kvsieve.cli import advise, bench, calibrate, chat, demo, estimate, evaluate, info, models_table, report, run, serve
 from kvsieve.cli.output import emit_json, one_line, printed_warnings
 from kvsieve.cli.store import store_app
 from kvsieve.errors import InputError, KvsieveError, PlanError
@@ -24,6 +24,7 @@ app = typer.Typer(
 )
 app.command("run")(run.run_command)
 app.command("chat")(chat.chat_command)
+app.command("serve")(serve.serve_command)
 app.command("demo")(demo.demo_command)
 app.command("bench")(bench.bench_command)
 app.command("estimate")(estimate.estimate_command)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import logging
 import warnings
@@ -14,6 +16,7 @@ from kvsieve.hf import hooks
 from kvsieve.hf.compat import attention_of, check_version, text_config
 from kvsieve.hf.forward import attention, passes
 from kvsieve.hf.generate.generate import with_stats
+from kvsieve.hf.model.parallel import ranks_of
 from kvsieve.hf.model.support import check_model
 from kvsieve.hf.model.weights import why_out_of_reach
 from kvsieve.hf.prompt.draft import load_draft
@@ -93,6 +96,7 @@ def attached(
     *,
     hidden: bool = False,
     leaving: Sequence[int] = (),
+    any_plan: bool = False,
 ) -> Iterator[Sieve]:
     """Run `model` under `plan` inside the with-block; see `attach`.
 
@@ -103,6 +107,7 @@ def attached(
         tokenizer: see `attach`.
         hidden: note what enters each layer in any case.
         leaving: layers of which ``PassRequest.on_leave`` is told.
+        any_plan: prompts may be read under other plans as well; see `under`.
     """
     if not isinstance(plan, Plan):
         raise KvsieveError(f"attach takes a Plan, got {plan!r}; make one with kvsieve.plan('snapkv', budget='20%')")
@@ -125,12 +130,30 @@ def attached(
     if caution is not None:
         warnings.warn(caution, KvsieveWarning, stacklevel=4)
     hidden = hidden or (plan.evict is not None and "hidden" in plan.evict.traits.needs)
-    with _running(sieve, hidden, leaving), passes.closing():
+    with _running(sieve, hidden, leaving, any_plan), passes.closing():
         yield sieve
 
 
+def under(sieve: Sieve, plan: Plan) -> Sieve:
+    """Return an attached model under another plan, beside which the attached one stays, to read prompts with.
+
+    Args:
+        sieve: of `attached` with `any_plan`, within its block.
+        plan: the other plan.
+
+    Raises:
+        UnsupportedModelError: the plan cannot run on the model.
+        PlanError: a parameter of the plan does not fit it.
+    """
+    other = copy.copy(sieve)
+    other.plan = plan.for_model(sieve.model, sieve.tokenizer)
+    check_model(sieve.model, other.plan)
+    other.context = dataclasses.replace(sieve.context, ranks=ranks_of(sieve.model, other.plan))
+    return other
+
+
 @contextlib.contextmanager
-def _running(sieve: Sieve, hidden: bool, leaving: Sequence[int]) -> Iterator[None]:
+def _running(sieve: Sieve, hidden: bool, leaving: Sequence[int], any_plan: bool) -> Iterator[None]:
     """Change the model so that a plan runs on it, and bring everything back; see hooks.install."""
     model, decoder = sieve.model, cast("Any", sieve.decoder)
     found, own = attention_of(sieve.config), vars(model).get("generate")
@@ -143,7 +166,7 @@ def _running(sieve: Sieve, hidden: bool, leaving: Sequence[int]) -> Iterator[Non
                 f"{type(model).__name__} does not take up another attention implementation, so {sieve.plan.name!r} "
                 "cannot run"
             )
-        handles = hooks.install(sieve, hidden=hidden, leaving=leaving)
+        handles = hooks.install(sieve, hidden=hidden, leaving=leaving, any_plan=any_plan)
         sieve.engine.install()
         sieve.attached = True
         model.generate = with_stats(sieve, sieve.own_generate, functools.partial(setattr, sieve, "last_stats"))

@@ -25,13 +25,14 @@ _ABOUT_TOKENS = frozenset(
 _CALL: ContextVar[dict[str, Any] | None] = ContextVar("kvsieve_call", default=None)
 
 
-def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = ()) -> list[Any]:
+def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), any_plan: bool = False) -> list[Any]:
     """Register the hooks of a plan, and return their handles.
 
     Args:
         model: the attached model.
         hidden: note what enters each layer, for evictors that ask for it.
         leaving: layers of which ``PassRequest.on_leave`` is told.
+        any_plan: register what any plan needs, beside the attached one; see attach.under.
     """
     decoder, plan = model.decoder, model.plan
     layers = model.layers
@@ -61,15 +62,18 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = ()) 
         decoder.register_forward_pre_hook(before, with_kwargs=True),
         decoder.register_forward_hook(after, always_call=True),
     ]
-    if hidden:
+    if hidden or any_plan:
         handles += [layer.register_forward_pre_hook(_note_hidden, with_kwargs=True) for layer in layers]
-    if plan.propagate is not None or leaving:
+    if plan.propagate is not None or leaving or any_plan:
         handles += [each.register_forward_hook(_note_made) for each in _outside(model)]
     for index in leaving:
         hook = functools.partial(_tell_leaving, index, _arguments_of(layers[index]))
         handles.append(layers[index].register_forward_hook(hook, with_kwargs=True))
-    if plan.propagate is not None:
-        handles += _propagation_hooks(model, layers)
+    if any_plan:
+        handles += _propagation_hooks(model, layers, 0)
+    elif plan.propagate is not None:
+        source = plan.propagate.first_layer(model.num_layers, model.context.layers)
+        handles += _propagation_hooks(model, layers, source)
     return handles
 
 
@@ -109,11 +113,8 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any]) -> None:
             kwargs["position_ids"] = positions[0]
 
 
-def _propagation_hooks(model: AttachedModel, layers: list[nn.Module]) -> list[Any]:
-    """Register hooks on the layers from the first that may drop tokens."""
-    propagator = model.plan.propagate
-    assert propagator is not None
-    source = propagator.first_layer(model.num_layers, model.context.layers)
+def _propagation_hooks(model: AttachedModel, layers: list[nn.Module], source: int) -> list[Any]:
+    """Register hooks on the layers from `source` on, the first that may drop tokens."""
     handles: list[Any] = []
     if source < 0:
         bound = functools.partial(_enter_first, _arguments_of(layers[0]))

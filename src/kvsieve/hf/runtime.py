@@ -21,7 +21,7 @@ from kvsieve.hf.compat import decoder_of, layers_of, tensor_parallel_mesh, text_
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.forward.passes import cancel_session, open_session
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest, PassResult
-from kvsieve.hf.forward.session import StopForward
+from kvsieve.hf.forward.session import Session, StopForward
 from kvsieve.hf.inputs import check_ids
 from kvsieve.hf.kinds import growing_layers, layer_kinds
 from kvsieve.hf.model.facts import Facts
@@ -181,19 +181,25 @@ class AttachedModel:
         }
         self.check_call(call)
         session = open_session(self.context, self.plan, cache, call, request)
-        session.prepared = True
-        out = None
-        try:
-            with torch.no_grad():
-                out = self.model(**call, logits_to_keep=logits) if logits else self.decoder(**call)
-        except StopForward:
-            pass
-        finally:
-            if session.prepared:
-                cancel_session(session)
+        out = self.run_pass(session, call, logits)
         hidden = None if logits or out is None else out[0]
         found = out.logits if logits and out is not None else None
         return PassResult(hidden, found, session.chosen, cache.turn.record.report)
+
+    def run_pass(self, session: Session, call: dict[str, Any], logits: int) -> Any:
+        """Call the model, or its decoder where no logits are asked for; None where the pass was stopped on purpose.
+
+        Drivers call `feed`, which begins the session too.
+        """
+        session.prepared = True
+        try:
+            with torch.no_grad():
+                return self.model(**call, logits_to_keep=logits) if logits else self.decoder(**call)
+        except StopForward:
+            return None
+        finally:
+            if session.prepared:
+                cancel_session(session)
 
     def check_tokens(self, cache: SieveCache, new: int, text: Tensor | None = None) -> None:
         """Raise UnsupportedOptionError for tokens that cannot follow what a cache has read.

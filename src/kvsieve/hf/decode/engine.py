@@ -29,6 +29,7 @@ from kvsieve.hf.decode.packed_weights import PackedLinears
 from kvsieve.hf.decode.recorded_pass import RecordedPass
 from kvsieve.hf.decode.recorders import RECORDERS, Refused, Run
 from kvsieve.hf.forward import passes as forward
+from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.forward.session import Session
 
 ENGINES = ("auto", "eager", "packed", "graph", "compile")
@@ -109,7 +110,7 @@ class Engine:
 
     def _dispatch(self, *args: Any, **kwargs: Any) -> Any:
         session = forward.current()
-        if session is None or session.step.phase != "decode":
+        if session is None or session.step.phase != "decode" or isinstance(session, RowsSession):
             return self._eagerly(*args, **kwargs)
         passes = session.cache.turn.record.passes
         try:

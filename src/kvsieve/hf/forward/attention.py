@@ -23,6 +23,8 @@ from kvsieve.hf.compat import (
 from kvsieve.hf.forward.latent import ask_latents
 from kvsieve.hf.forward.passes import current
 from kvsieve.hf.forward.request import Asked
+from kvsieve.hf.forward.rows import RowsSession
+from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.shared_kv import attend_shared
 from kvsieve.types import AttentionTerms
 
@@ -48,16 +50,35 @@ def attention_function(
     session = current()
     if session is None:
         raise CacheStateError(f"{type(module).__name__} ran outside its decoder while kvsieve is attached to the model")
-    cache = session.cache
+    given = attention_mask, scaling, kwargs
+    if isinstance(session, RowsSession):
+        parts = session.each(query, key, value)
+        out = torch.cat([_attend(row, module, (one, keys, values), *given) for row, one, keys, values in parts])
+    else:
+        out = _attend(session, module, (query, key, value), *given)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    session: Session,
+    module: torch.nn.Module,
+    given: tuple[Tensor, Tensor, Tensor],
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Attend within a session: [B, Hq, L, Dv]. given: queries, keys and values."""
+    query, key, value = given
+    kwargs, cache = dict(kwargs), session.cache
     index, layer = _layer_of(cache, module, key)
     who = f"layer {index} ({type(module).__name__})"
     own = cache.layers[layer.source] if isinstance(layer, EmptyLayer) and layer.source is not None else layer
     if isinstance(own, WindowLayer) and kwargs.get("sliding_window") == own.window.span:
         del kwargs["sliding_window"]
-    for name, given in kwargs.items():
+    for name, told in kwargs.items():
         # Whatever else attention is told (biases, indices ...) would change its result and cannot be dropped;
         # flags and objects, such as generate's tokenizer, only pass through.
-        telling = isinstance(given, (Tensor, int, float, list, tuple)) and not isinstance(given, bool)
+        telling = isinstance(told, (Tensor, int, float, list, tuple)) and not isinstance(told, bool)
         if telling and name not in _HARMLESS | _TERMS:
             raise UnsupportedModelError(f"{who} attends with {name}=, which kvsieve does not support yet")
     if kwargs.get("is_causal") is False:
@@ -79,7 +100,7 @@ def attention_function(
         out = attend_shared(session, index, layer.source, asked, key)
     else:
         raise UnsupportedModelError(f"{who} attends, and its cache has no entries for it: this is not supported")
-    return out.transpose(1, 2).contiguous(), None
+    return out
 
 
 def _layer_of(cache: SieveCache, module: torch.nn.Module, key: Tensor) -> tuple[int, CacheLayer]:

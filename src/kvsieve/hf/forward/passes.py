@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,10 +16,11 @@ from kvsieve.errors import CacheStateError, InputError, UnsupportedModelError, U
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Turn
 from kvsieve.hf.cache.states import StateLayer
+from kvsieve.hf.forward.padding import checked_mask
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest
+from kvsieve.hf.forward.rows import RowsCache, RowsSession
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.travel import Tokens
-from kvsieve.hf.inputs import check_mask, refuse_strange, strange
 from kvsieve.plans import Plan
 from kvsieve.types import Step
 
@@ -115,7 +116,7 @@ def open_session(
     prefill = turn.reading and request.phase != "decode"
     if prefill and turn.prompt_end is None:
         _check_needs_no_driver(plan, turn)
-    mask, rows = _checked_mask(call.get("attention_mask"), cache, batch, new, fed.device)
+    mask, rows = checked_mask(call.get("attention_mask"), cache, batch, new, fed.device)
     valid, counts = None, (new,) * batch
     lengths, turn_lengths = (start + new,) * batch, (start + new - turn.start,) * batch
     if mask is not None:
@@ -155,14 +156,48 @@ def open_session(
     return session
 
 
+def open_rows(model: ModelContext, caches: Sequence[SieveCache], ids: Tensor) -> RowsSession:
+    """Begin a pass over the next token of several caches, each under the plan it belongs to; see `open_session`.
+
+    Args:
+        model: facts about the attached model.
+        caches: of one row each, whose prompts are complete.
+        ids: int64 [B, 1], the next token of each.
+    """
+    outer, rows = _ACTIVE.get(), []
+    try:
+        for cache, one in zip(caches, ids.split(1), strict=True):
+            rows.append(open_session(model, cache.owner.plan, cache, {"input_ids": one}))
+        together = RowsCache(caches)
+    except BaseException:
+        for row in rows:
+            cancel_session(row)
+        _ACTIVE.set(outer)
+        raise
+    step, tokens = rows[0].step, rows[0].tokens
+    session = RowsSession(Plan(), None, caches[0], step, tokens, model, PLAIN, outer, rows=rows, together=together)
+    _ACTIVE.set(session)
+    return session
+
+
 def close_session(session: Session, *, finished: bool) -> None:
     """Commit the current pass if it ran through (or was stopped on purpose), and leave its scope in any case."""
     if _ACTIVE.get() is not session:
         return
-    cache, turn, step = session.cache, session.cache.turn, session.step
+    rows = session.rows if isinstance(session, RowsSession) else [session]
     # Until all is committed: an interrupt may come anywhere in here.
-    cache.status = "broken"
+    for row in rows:
+        row.cache.status = "broken"
     _ACTIVE.set(session.outer)
+    if isinstance(session, RowsSession) and session.together is not None and finished:
+        session.together.give_states_back()
+    for row in rows:
+        _commit(row, finished=finished)
+
+
+def _commit(session: Session, *, finished: bool) -> None:
+    """Commit a pass if it ran through, or was stopped on purpose."""
+    cache, turn, step = session.cache, session.cache.turn, session.step
     if not (finished or session.stopped):
         return
     if finished and step.phase == "prefill":
@@ -196,7 +231,8 @@ def cancel_session(session: Session) -> None:
     """Leave the scope of a pass that never came to the decoder; its cache is as it was."""
     if _ACTIVE.get() is session:
         _ACTIVE.set(session.outer)
-    session.cache.status = "ready"
+    for one in session.rows if isinstance(session, RowsSession) else [session]:
+        one.cache.status = "ready"
 
 
 def _check_fits(cache: SieveCache, fed: Tensor) -> None:
@@ -240,46 +276,3 @@ def _plan_of_pass(plan: Plan, cache: SieveCache, new: int, request: PassRequest)
             "sieve.generate(...) or sieve.prefill(...), with the whole conversation"
         )
     return short.plan
-
-
-def _checked_mask(
-    mask: Any, cache: SieveCache, batch: int, new: int, device: torch.device
-) -> tuple[Tensor | None, tuple[tuple[int, ...], ...]]:
-    """Return the attention mask of all columns, bool [B, start + new], or None when nothing is padding.
-
-    And per row, how many of all columns, of this turn's and of the new ones are true tokens, and whether the last is.
-    """
-    known, start = cache.conversation.mask, cache.num_seen
-    if mask is None:
-        if known is not None:
-            raise InputError(
-                "earlier tokens of this cache are padding, so the pass needs the attention_mask of the whole "
-                f"conversation, [{batch}, {start + new}]"
-            )
-        return None, ()
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        raise UnsupportedOptionError("attention_mask must be 2-D, [batch, tokens seen and new]; others are refused")
-    check_mask(mask, (batch, start + new), f"{start} tokens seen and {new} new ones")
-    given = mask.to(device)
-    mask = given.bool()
-    past = mask[:, :start]
-    differs = ~past if known is None else past != known
-    parts = (mask, mask[:, cache.turn.start :], mask[:, start:], mask[:, -1:], differs, strange(given))
-    # One copy from the device for all that the host must know.
-    *rows, different, odd = (tuple(part) for part in torch.stack([part.sum(-1) for part in parts]).tolist())
-    if any(odd):
-        refuse_strange(given)
-    changed = any(different)
-    if changed and cache.forgets and start:
-        raise InputError(
-            "attention_mask says otherwise than before of tokens read earlier, which the model's recurrent or "
-            "sliding-window layers cannot take back: pass the same mask for them, or start with a new cache"
-        )
-    if changed:
-        for layer in cache.sieve_layers.values():
-            if layer.is_initialized:
-                layer.store.remask(past)
-    if known is None and not changed and min(rows[0]) == start + new:
-        return None, ()
-    cache.conversation.mask = mask
-    return mask, tuple(rows)

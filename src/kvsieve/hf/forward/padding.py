@@ -1,0 +1,55 @@
+"""The attention mask of a pass, checked against what is known of the conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import InputError, UnsupportedOptionError
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.inputs import check_mask, refuse_strange, strange
+
+
+def checked_mask(
+    mask: Any, cache: SieveCache, batch: int, new: int, device: torch.device
+) -> tuple[Tensor | None, tuple[tuple[int, ...], ...]]:
+    """Return the attention mask of all columns, bool [B, start + new], or None when nothing is padding.
+
+    And per row, how many of all columns, of this turn's and of the new ones are true tokens, and whether the last is.
+    """
+    known, start = cache.conversation.mask, cache.num_seen
+    if mask is None:
+        if known is not None:
+            raise InputError(
+                "earlier tokens of this cache are padding, so the pass needs the attention_mask of the whole "
+                f"conversation, [{batch}, {start + new}]"
+            )
+        return None, ()
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        raise UnsupportedOptionError("attention_mask must be 2-D, [batch, tokens seen and new]; others are refused")
+    check_mask(mask, (batch, start + new), f"{start} tokens seen and {new} new ones")
+    given = mask.to(device)
+    mask = given.bool()
+    past = mask[:, :start]
+    differs = ~past if known is None else past != known
+    parts = (mask, mask[:, cache.turn.start :], mask[:, start:], mask[:, -1:], differs, strange(given))
+    # One copy from the device for all that the host must know.
+    *rows, different, odd = (tuple(part) for part in torch.stack([part.sum(-1) for part in parts]).tolist())
+    if any(odd):
+        refuse_strange(given)
+    changed = any(different)
+    if changed and cache.forgets and start:
+        raise InputError(
+            "attention_mask says otherwise than before of tokens read earlier, which the model's recurrent or "
+            "sliding-window layers cannot take back: pass the same mask for them, or start with a new cache"
+        )
+    if changed:
+        for layer in cache.sieve_layers.values():
+            if layer.is_initialized:
+                layer.store.remask(past)
+    if known is None and not changed and min(rows[0]) == start + new:
+        return None, ()
+    cache.conversation.mask = mask
+    return mask, tuple(rows)

@@ -1,0 +1,111 @@
+"""One pass over the next token of several caches: linear layers take all rows together, each row attends by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.states import CacheLayer, StateLayer
+from kvsieve.hf.compat import Cache
+from kvsieve.hf.forward.session import Session
+
+
+def joins(cache: SieveCache) -> bool:
+    """Tell whether a cache can be a row of a pass with others: not where its decoder takes only a class of its own."""
+    return type(cache) is SieveCache and not cache.conversation.multi_axis_positions
+
+
+class RowsCache(Cache):
+    """Cache that transformers sees for several caches of one row each, in a pass over the next token of all.
+
+    Keys and values that layers store are staged here and handed to the rows by `RowsSession.each`. Recurrent states are
+    joined for the pass, since transformers computes them, and given back after it.
+
+    Attributes:
+        caches: one per row.
+        updated: index of the layer that has staged keys and values last.
+        staged: these; None once they were handed on.
+    """
+
+    def __init__(self, caches: Sequence[SieveCache]) -> None:
+        self.caches = caches
+        self.updated = 0
+        self.staged: tuple[Tensor, Tensor] | None = None
+        Cache.__init__(self, layers=[_joined(each) for each in zip(*(c.all_layers for c in caches), strict=True)])
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(cache.num_seen for cache in self.caches)
+
+    def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
+        return True if layer_idx is None else super().has_previous_state(layer_idx, *args, **kwargs)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        self.updated, self.staged = layer_idx, (key_states, value_states)
+        return self.staged
+
+    def give_states_back(self) -> None:
+        """Let every row have the recurrent states that the pass has left."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, StateLayer):
+                for row, cache in enumerate(self.caches):
+                    own = cache.all_layers[index]
+                    assert isinstance(own, StateLayer)
+                    joint = layer.states().items()
+                    own.set_states({name: {at: _row(part, row) for at, part in parts.items()} for name, parts in joint})
+
+
+def _row(part: Any, row: int) -> Any:
+    return part[row : row + 1].clone() if isinstance(part, Tensor) else part
+
+
+def _joined(layers: Sequence[CacheLayer]) -> CacheLayer:
+    """Return what transformers sees of one layer: states of all rows, and else the first row's, for its kind."""
+    first = layers[0]
+    if not isinstance(first, StateLayer):
+        return first
+    every = [layer.states() for layer in layers if isinstance(layer, StateLayer)]
+    out = first.fork(share=True)
+    out.set_states({name: {at: _cat([each[name][at] for each in every]) for at in every[0][name]} for name in every[0]})
+    return out
+
+
+def _cat(parts: list[Any]) -> Any:
+    return torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]
+
+
+@dataclass
+class RowsSession(Session):
+    """State of a pass over rows of their own plans; as a session it is the first row's, which nothing acts on.
+
+    Attributes:
+        rows: a session for each row.
+        together: what transformers sees of their caches.
+    """
+
+    rows: list[Session] = field(default_factory=list)
+    together: RowsCache | None = None
+    _parts: dict[int, tuple[Tensor, tuple[Tensor, ...]]] = field(default_factory=dict)
+
+    def each(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[tuple[Session, Tensor, Tensor, Tensor]]:
+        """Yield every row's session with its part of what attention was given, after its cache got what was staged."""
+        together = self.together
+        assert together is not None
+        staged, together.staged = together.staged, None
+        for number, row in enumerate(self.rows):
+            if staged is not None:
+                keys, values = (self._part(whole, number) for whole in staged)
+                row.cache.update(keys, values, together.updated)
+            row.hidden = None if self.hidden is None else self.hidden[number : number + 1]
+            yield row, query[number : number + 1], self._part(key, number), self._part(value, number)
+
+    def _part(self, whole: Tensor, row: int) -> Tensor:
+        """Return a row of a tensor, the same object for the same tensor: layers tell what they are given by that."""
+        known = self._parts.get(id(whole))
+        if known is None or known[0] is not whole:
+            known = self._parts[id(whole)] = whole, whole.split(1)
+        return known[1][row]

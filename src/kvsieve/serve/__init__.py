@@ -1,0 +1,1 @@
+"""A server for one machine that speaks OpenAI's protocol; docs/serving.md."""

@@ -1,0 +1,63 @@
+"""Plans that requests may ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvsieve.errors import PlanError
+from kvsieve.named import codec_of, plan
+from kvsieve.plans import Plan
+from kvsieve.registry import method_info
+from kvsieve.serve.schema import KVOptions
+from kvsieve.specs import split_specs
+
+
+@dataclass(frozen=True)
+class AllowedPlans:
+    """Plans within what the operator allows.
+
+    Attributes:
+        own: the plan of requests that ask for none.
+        method: how its method is written, without its budget.
+        budget: of it, None for a method without.
+        others: methods that requests may name besides, each as it is written on the command line.
+        codecs: True where requests may name a codec.
+        check: returns a plan with nothing left open, or raises where it cannot run on the model.
+    """
+
+    own: Plan
+    method: str
+    budget: str | float | None
+    others: tuple[str, ...]
+    codecs: bool
+    check: Callable[[Plan], Plan]
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Methods that requests may name, as they are written."""
+        return tuple(dict.fromkeys((self.method, *self.others)))
+
+    def of(self, asked: KVOptions | None) -> Plan:
+        """Make the plan that a request asks for.
+
+        Raises:
+            PlanError: what the operator does not allow, or what cannot be honoured.
+        """
+        if asked is None or (asked.method, asked.budget, asked.codec) == (None, None, None):
+            return self.check(self.own)
+        if asked.codec is not None and not self.codecs:
+            raise PlanError("this server lets requests name no codec; leave kv.codec out")
+        method = asked.method or self.method
+        if method not in self.methods:
+            raise PlanError(f"this server allows the methods {', '.join(self.methods)}; got kv.method {method!r}")
+        ((name, given),) = split_specs(method)
+        info = method_info(name)
+        if asked.budget is not None:
+            if "budget" not in info.parameters:
+                raise PlanError(f"{info.name} takes no budget; leave kv.budget out")
+            given["budget"] = asked.budget
+        elif self.budget is not None and "budget" in info.parameters:
+            given.setdefault("budget", self.budget)
+        codec = None if asked.codec in (None, "none") else codec_of(str(asked.codec))
+        return self.check(plan(name, codec=codec, **given))

@@ -1,0 +1,98 @@
+"""An answer in progress: its cache, its tokens, and its text up to a stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.chat.pieces import Pieces
+from kvsieve.serve.sampling import Sampler
+from kvsieve.serve.ticket import AnswerPart, ChosenToken, Order
+
+
+class Answer:
+    """One answer to a request, a row of the passes that decode.
+
+    Attributes:
+        number: among the answers to the request.
+        cache: of its conversation.
+        tokens: chosen so far.
+        times: when each was.
+        finish: why it has ended, None while it goes on.
+    """
+
+    def __init__(
+        self, number: int, order: Order, cache: SieveCache, tokenizer: Any, tell: Callable[[AnswerPart], None]
+    ):
+        self.number, self.order, self.cache, self.tell = number, order, cache, tell
+        self.sampler = Sampler(order.sampling, torch.tensor(order.ids), number)
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+        self.finish: str | None = None
+        self._text = StopText(order.stops)
+        self._untold: list[ChosenToken] = []
+        self._pieces = Pieces(tokenizer, order.stop_ids, self._text.add, lambda: None)
+        # What comes first it takes for the prompt.
+        self._pieces.put(torch.zeros(0))
+
+    def add(self, logits: Tensor) -> None:
+        """Choose the next token by logits [V] on the CPU, and tell the text that it completes."""
+        chosen = self.sampler.choose(logits)
+        token = chosen.own.id
+        self.tokens.append(token)
+        self.times.append(time.perf_counter())
+        ended = token in self.order.stop_ids and not self.order.ignore_eos
+        if not ended:
+            self._untold.append(chosen)
+        self._pieces.put(torch.tensor([token]))
+        if ended or self._text.stopped:
+            self.finish = "stop"
+        elif len(self.tokens) >= self.order.max_tokens:
+            self.finish = "length"
+        self._tell()
+
+    def cut(self) -> None:
+        """End it where it is."""
+        self.finish = "length"
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.finish is not None:
+            self._pieces.end()
+        text = self._text.take(last=self.finish is not None)
+        wanted = self.order.sampling.logprobs is not None
+        if text or self.finish is not None:
+            self.tell(AnswerPart(self.number, text, tuple(self._untold) if wanted else (), self.finish))
+            self._untold.clear()
+
+
+class StopText:
+    """Text up to the first of some stops; what may be the beginning of one is held back."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self.stops, self.stopped, self._held = stops, False, ""
+
+    def add(self, text: str) -> None:
+        """Take in what comes next; nothing more once stopped."""
+        if self.stopped:
+            return
+        self._held += text
+        found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self._held, self.stopped = self._held[: min(found)], True
+
+    def take(self, *, last: bool) -> str:
+        """Return what can be told by now. last: nothing comes any more."""
+        keep = 0
+        if not (last or self.stopped):
+            longest = max(map(len, self.stops), default=1) - 1
+            ends = range(min(longest, len(self._held)), 0, -1)
+            keep = next((n for n in ends if any(stop.startswith(self._held[-n:]) for stop in self.stops)), 0)
+        cut = len(self._held) - keep
+        out, self._held = self._held[:cut], self._held[cut:]
+        return out

@@ -1,0 +1,111 @@
+"""/v1/chat/completions: answers to a chat, whole or as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvsieve.serve.exchange import Exchange
+from kvsieve.serve.replies import Envelope, TokenText, chat_logprobs, usage
+from kvsieve.serve.schema import ChatRequest
+from kvsieve.serve.ticket import AnswerPart, ChosenToken, Order
+from kvsieve.serve.tools import MARK, may_be_call, split_calls
+
+
+async def chat_reply(request: ChatRequest, order: Order, exchange: Exchange, text: TokenText) -> dict[str, Any]:
+    """Wait for all answers and return them."""
+    texts, tokens = [""] * order.answers, [list[ChosenToken]() for _ in range(order.answers)]
+    ends = ["stop"] * order.answers
+    async for _, part in exchange.parts():
+        texts[part.answer] += part.text
+        tokens[part.answer] += part.tokens
+        ends[part.answer] = part.finish or ends[part.answer]
+    choices = []
+    for number, said in enumerate(texts):
+        content, calls = split_calls(said) if _calls(request) else (said, [])
+        message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
+        message["refusal"] = None
+        if calls:
+            message["tool_calls"] = calls
+        wanted = order.sampling.logprobs is not None
+        choices.append(
+            {
+                "index": number,
+                "message": message,
+                "logprobs": chat_logprobs(tokens[number], text) if wanted else None,
+                "finish_reason": "tool_calls" if calls else ends[number],
+            }
+        )
+    summaries = [each for each in exchange.summaries if each is not None]
+    return Envelope("chatcmpl", request.model, False).with_choices(choices, usage=usage(summaries))
+
+
+async def chat_chunks(
+    request: ChatRequest, order: Order, exchange: Exchange, text: TokenText
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield chunks of all answers as they come."""
+    envelope, held = (
+        Envelope("chatcmpl", request.model, True),
+        [HeldText(_calls(request)) for _ in range(order.answers)],
+    )
+    wanted = request.stream_options is not None and request.stream_options.include_usage
+    none = {"usage": None} if wanted else {}
+    for number in range(order.answers):
+        yield envelope.with_choices([_choice(number, {"role": "assistant", "content": ""})], **none)
+    async for _, part in exchange.parts():
+        for delta, tokens, finish in held[part.answer].deltas(part):
+            logprobs = chat_logprobs(tokens, text) if tokens else None
+            yield envelope.with_choices([_choice(part.answer, delta, logprobs, finish)], **none)
+    if wanted:
+        yield envelope.with_choices([], usage=usage([each for each in exchange.summaries if each is not None]))
+
+
+class HeldText:
+    """Text of an answer that may turn out to be a tool call, held back until that is known."""
+
+    def __init__(self, calls: bool) -> None:
+        self._calls, self._text, self._tokens = calls, "", list[ChosenToken]()
+        # A bare object is a call only where nothing was said before it.
+        self._begun = False
+
+    def deltas(self, part: AnswerPart) -> list[tuple[dict[str, Any], list[ChosenToken], str | None]]:
+        """Return what can be told now: deltas, their tokens, and how the answer has ended."""
+        self._text += part.text
+        self._tokens += part.tokens
+        if self._calls and not part.finish:
+            at = self._text.find(MARK)
+            if at > 0 and self._text[:at].strip():
+                said, self._text, self._begun = self._text[:at], self._text[at:], True
+                return [({"content": said}, [], None)]
+            if at >= 0 or _ends_like_mark(self._text) or (not self._begun and may_be_call(self._text)):
+                return []
+        text, tokens, self._text, self._tokens = self._text, self._tokens, "", []
+        self._begun = True
+        out: list[tuple[dict[str, Any], list[ChosenToken], str | None]] = []
+        finish = part.finish
+        if finish and self._calls:
+            text, calls = split_calls(text)
+            if calls:
+                listed = [{"index": number, **call} for number, call in enumerate(calls)]
+                out, finish = [({"tool_calls": listed}, [], None)], "tool_calls"
+        if text or tokens:
+            out.insert(0, ({"content": text}, tokens, None))
+        return [*out, ({}, [], finish)] if finish else out
+
+
+def _ends_like_mark(text: str) -> bool:
+    return any(text.endswith(MARK[:count]) for count in range(1, len(MARK)))
+
+
+def _calls(request: ChatRequest) -> bool:
+    return bool(request.tools) and request.tool_choice != "none"
+
+
+def _choice(number: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
+    return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+
+def event(data: dict[str, Any]) -> dict[str, str]:
+    """Return an event of a stream."""
+    return {"data": json.dumps(data, ensure_ascii=False, separators=(",", ":"))}

@@ -1,0 +1,61 @@
+"""/v1/completions: continuations of texts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from kvsieve.serve.exchange import Exchange
+from kvsieve.serve.replies import Envelope, TokenText, completion_logprobs, usage
+from kvsieve.serve.schema import CompletionRequest
+from kvsieve.serve.ticket import ChosenToken, Order
+
+
+async def completion_reply(
+    request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, text: TokenText, echoes: Sequence[str]
+) -> dict[str, Any]:
+    """Wait for all answers and return them. echoes: what stands before the answers to each prompt."""
+    each = orders[0].answers
+    texts = [echo for echo in echoes for _ in range(each)]
+    tokens, ends = [list[ChosenToken]() for _ in texts], ["stop"] * len(texts)
+    async for number, part in exchange.parts():
+        at = number * each + part.answer
+        texts[at] += part.text
+        tokens[at] += part.tokens
+        ends[at] = part.finish or ends[at]
+    wanted = orders[0].sampling.logprobs is not None
+    choices = [
+        {
+            "index": at,
+            "text": said,
+            "logprobs": completion_logprobs(tokens[at], text, 0) if wanted else None,
+            "finish_reason": ends[at],
+        }
+        for at, said in enumerate(texts)
+    ]
+    summaries = [one for one in exchange.summaries if one is not None]
+    return Envelope("cmpl", request.model, False).with_choices(choices, usage=usage(summaries))
+
+
+async def completion_chunks(
+    request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, text: TokenText, echoes: Sequence[str]
+) -> AsyncIterator[dict[str, Any]]:
+    """Yield parts of all answers as they come."""
+    envelope, each = Envelope("cmpl", request.model, True), orders[0].answers
+    wanted = request.stream_options is not None and request.stream_options.include_usage
+    none = {"usage": None} if wanted else {}
+    offsets = [0] * (each * len(orders))
+    for at, echo in enumerate(echo for echo in echoes for _ in range(each)):
+        if echo:
+            yield envelope.with_choices([_choice(at, echo, None, None)], **none)
+    async for number, part in exchange.parts():
+        at = number * each + part.answer
+        told = completion_logprobs(part.tokens, text, offsets[at]) if part.tokens else None
+        offsets[at] += sum(len(word) for word in told["tokens"]) if told else 0
+        yield envelope.with_choices([_choice(at, part.text, told, part.finish)], **none)
+    if wanted:
+        yield envelope.with_choices([], usage=usage([one for one in exchange.summaries if one is not None]))
+
+
+def _choice(at: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:
+    return {"index": at, "text": text, "logprobs": logprobs, "finish_reason": finish}

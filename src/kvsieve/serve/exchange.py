@@ -1,0 +1,65 @@
+"""Events of the scheduler's thread, in an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
+
+from kvsieve.serve.scheduler import Scheduler
+from kvsieve.serve.ticket import AnswerPart, Event, Order, Summary, Ticket
+
+
+class Exchange:
+    """Orders of one request, and what comes of them.
+
+    Attributes:
+        summaries: of each order, once it has ended.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, orders: Sequence[Order], note: Callable[[Summary], None] = lambda summary: None
+    ) -> None:
+        """Submit the orders, all or none; `note` is told of each that ends. Raises what Scheduler.submit raises."""
+        self._note = note
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._jobs: list[Ticket] = []
+        self.summaries: list[Summary | None] = [None] * len(orders)
+        try:
+            for number, order in enumerate(orders):
+                self._jobs.append(scheduler.submit(order, partial(self._tell, number)))
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _tell(self, number: int, event: Event) -> None:
+        # The loop may have ended before the last of the answers.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
+
+    def cancel(self) -> None:
+        """Stop what has not ended."""
+        for ticket, summary in zip(self._jobs, self.summaries, strict=False):
+            if summary is None:
+                ticket.cancel()
+
+    async def parts(self) -> AsyncIterator[tuple[int, AnswerPart]]:
+        """Yield parts of answers with the number of their order; whoever leaves early stops the rest.
+
+        Raises:
+            Exception: the first that an order ends with.
+        """
+        try:
+            while None in self.summaries:
+                number, event = await self._events.get()
+                if isinstance(event, Exception):
+                    raise event
+                if isinstance(event, Summary):
+                    self.summaries[number] = event
+                    self._note(event)
+                else:
+                    yield number, event
+        finally:
+            self.cancel()

@@ -1,0 +1,73 @@
+"""Errors as OpenAI's protocol has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import HTTPException
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from kvsieve.errors import InputError, KvsieveError, PlanError, UnsupportedModelError, UnsupportedOptionError
+from kvsieve.serve.ticket import BusyError, TooLargeError
+
+
+class Failure(Exception):
+    """An error that is told to who asked: the status, OpenAI's code for it and the parameter it is about."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry = status, code, param, retry
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """Body that is sent."""
+        kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers beside it."""
+        out = {} if self.retry is None else {"Retry-After": str(self.retry)}
+        return {**out, "WWW-Authenticate": "Bearer"} if self.status == 401 else out
+
+
+def failure_of(error: Exception) -> Failure:
+    """Return what is told of an error; of one that is none of ours, nothing but that it occurred."""
+    if isinstance(error, Failure):
+        return error
+    if isinstance(error, HTTPException):
+        return Failure(error.status_code, str(error.detail))
+    if isinstance(error, (ValidationError, RequestValidationError)):
+        return _invalid(error)
+    if isinstance(error, BusyError):
+        return Failure(429, str(error), code="server_busy", retry=error.retry_after)
+    if isinstance(error, TooLargeError):
+        return Failure(413, str(error), code="context_length_exceeded")
+    if isinstance(error, (PlanError, UnsupportedModelError)):
+        return Failure(400, str(error), code="unsupported_plan", param="kv")
+    if isinstance(error, (InputError, UnsupportedOptionError)):
+        message = str(error)
+        name = message.partition(":")[0]
+        long = "model's context" in message
+        code = "context_length_exceeded" if long else "invalid_value"
+        return Failure(
+            400, message, code=code, param=name if name.replace("_", "").replace(".", "").isalpha() else None
+        )
+    if isinstance(error, KvsieveError):
+        return Failure(500, str(error))
+    return Failure(500, "the server failed at this request; its log says more")
+
+
+def _invalid(error: ValidationError | RequestValidationError) -> Failure:
+    first = error.errors()[0]
+    place = [str(each) for each in first["loc"] if each != "body"]
+    param = ".".join(place) or None
+    if first["type"] == "extra_forbidden":
+        return Failure(
+            400, f"{param}: this server knows no such parameter; leave it out", code="unknown_parameter", param=param
+        )
+    return Failure(400, f"{param}: {first['msg']}" if param else str(first["msg"]), code="invalid_value", param=param)

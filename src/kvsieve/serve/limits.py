@@ -1,0 +1,34 @@
+"""ServerLimits that the operator sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """ServerLimits of requests and of what runs at once.
+
+    Attributes:
+        running: answers that are generated at once.
+        queue: requests that wait.
+        seconds: from a request to its end.
+        max_tokens: of an answer.
+        answers: to one request.
+        chunk: prompt tokens per pass.
+        kv_bytes: of all conversations that run; None for no limit.
+        body_bytes: of a request.
+        messages: of a chat.
+        stops: texts that end an answer.
+    """
+
+    running: int = 16
+    queue: int = 64
+    seconds: float = 600.0
+    max_tokens: int = 4096
+    answers: int = 8
+    chunk: int = 128
+    kv_bytes: int | None = None
+    body_bytes: int = 8 << 20
+    messages: int = 1000
+    stops: int = 16

@@ -1,0 +1,65 @@
+"""Counts of the server, as Prometheus reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvsieve.serve.scheduler import Scheduler
+from kvsieve.serve.ticket import Summary
+
+_COUNTS = {
+    "requests": "Requests that were taken",
+    "answered": "Requests that were answered",
+    "failed": "Requests that failed",
+    "refused": "Requests that were refused because too many waited",
+    "cancelled": "Requests whose client went away",
+    "prompt_tokens": "Tokens of prompts",
+    "cached_tokens": "Tokens of prompts that were found in the store",
+    "new_tokens": "Tokens generated",
+    "decode_passes": "Passes over the next token of all answers",
+}
+_GAUGES = {
+    "queued": "Requests that wait",
+    "reading": "Prompts that are being read",
+    "running": "Answers that are being generated",
+    "kv_bytes": "Bytes reserved for conversations",
+    "kv_limit": "Most bytes for conversations, 0 for no limit",
+}
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics(Collector):
+    """Counts of a scheduler and its store, read when they are asked for, and times of its requests."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        self._ttft = self._times("ttft", "From a request to its first token")
+        self._whole = self._times("request", "From a request to its end")
+
+    def _times(self, name: str, told: str) -> Histogram:
+        return Histogram(f"kvsieve_{name}_seconds", told, registry=self.registry, buckets=_SECONDS)
+
+    def note(self, summary: Summary) -> None:
+        """Take in what a request took."""
+        self._ttft.observe(summary.ttft_s)
+        self._whole.observe(summary.seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield what is counted elsewhere."""
+        counts, state = self.scheduler.counts, self.scheduler.state()
+        for name, told in _COUNTS.items():
+            yield CounterMetricFamily(f"kvsieve_{name}", told, value=counts[name])
+        for name, told in _GAUGES.items():
+            yield GaugeMetricFamily(f"kvsieve_{name}", told, value=state[name])
+        for name, value in self.scheduler.prefixes.told().items():
+            yield GaugeMetricFamily(f"kvsieve_store_{name}", f"The store's {name.replace('_', ' ')}", value=value)
+
+    def text(self) -> bytes:
+        """Return all, in Prometheus' form."""
+        return generate_latest(self.registry)

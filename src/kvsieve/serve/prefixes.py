@@ -1,0 +1,154 @@
+"""Prefixes of prompts that were read before, as the scheduler asks for them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, Protocol
+
+from kvsieve.errors import KvsieveError
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.prompt.constraints import PromptConstraints
+from kvsieve.hf.sieve import Sieve
+from kvsieve.serve.answer import Answer
+from kvsieve.serve.reading import PromptReader
+from kvsieve.serve.ticket import Order
+from kvsieve.store import PrefixStore
+
+_log = logging.getLogger(__name__)
+# Tokens below which reading is quicker than finding, and nodes that are listed.
+_LEAST = 32
+_SHOWN = 200
+# Chunks between two borders that are stored of a model with recurrent state.
+_EVERY = 4
+
+
+class Prefixes(Protocol):
+    """Store of what was read before."""
+
+    def find(self, sieve: Sieve, order: Order) -> SieveCache | None:
+        """Return a cache that has read a beginning of the prompt; None where there is none."""
+
+    def at_border(self, reading: PromptReader, left: int) -> None:
+        """Take in the beginning of a prompt, of which `left` tokens are not read yet."""
+
+    def add(self, reading: PromptReader) -> None:
+        """Take in a prompt that was read."""
+
+    def add_answer(self, reading: PromptReader, answer: Answer) -> None:
+        """Take in an answer to it."""
+
+    def told(self) -> dict[str, int]:
+        """Count what is stored and what was found."""
+
+    def nodes(self, owner: str) -> list[dict[str, Any]]:
+        """Tell of what is stored for an owner."""
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+
+
+class NoPrefixes:
+    """Keeps nothing."""
+
+    def find(self, sieve: Sieve, order: Order) -> SieveCache | None:
+        return None
+
+    def at_border(self, reading: PromptReader, left: int) -> None:
+        """Nothing to do."""
+
+    def add(self, reading: PromptReader) -> None:
+        """Nothing to do."""
+
+    def add_answer(self, reading: PromptReader, answer: Answer) -> None:
+        """Nothing to do."""
+
+    def told(self) -> dict[str, int]:
+        return {}
+
+    def nodes(self, owner: str) -> list[dict[str, Any]]:
+        return []
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class StoredPrefixes:
+    """A PrefixStore, as the scheduler uses it.
+
+    A request without a session is one prompt, whatever was read before: what is found is a beginning that was read in
+    the same way, so the answer is that of the prompt read anew. With a session it goes on with the conversation of that
+    name, on what the plan left of earlier turns, as a chat does.
+
+    Args:
+        store: where all is.
+        share: let all owners find what was read for any.
+    """
+
+    def __init__(self, store: PrefixStore, share: bool) -> None:
+        self.store, self.share = store, share
+
+    def find(self, sieve: Sieve, order: Order) -> SieveCache | None:
+        if not _findable(order):
+            return None
+        turns = None if order.session is not None else (len(order.ids),)
+        found = self.store.find(sieve, order.ids, self._owner(order), turns=turns)
+        return None if found is None else found.cache
+
+    def at_border(self, reading: PromptReader, left: int) -> None:
+        order, cache, chunk = reading.ticket.order, reading.cache, reading.chunk
+        if order.session is not None or not _findable(order) or cache.num_seen < _LEAST:
+            return
+        # The last border serves all shorter beginnings, where no state has moved on.
+        often = cache.has_state and cache.num_seen // chunk % _EVERY == 0
+        if often or (left <= chunk and (cache.has_state or reading.sieve.plan.drops)):
+            self._add(reading, order.ids, None)
+
+    def add(self, reading: PromptReader) -> None:
+        order, cache = reading.ticket.order, reading.cache
+        if _findable(order) and cache.num_seen >= _LEAST:
+            turns = None if order.session is not None else (len(order.ids),)
+            self._add(reading, order.ids, turns)
+
+    def add_answer(self, reading: PromptReader, answer: Answer) -> None:
+        order = reading.ticket.order
+        # What a plan has dropped for this prompt serves no other, unless the conversation goes on.
+        if _findable(order) and (order.session is not None or not reading.sieve.plan.drops):
+            ids = (*order.ids, *answer.tokens)
+            self._add(reading, ids, None if order.session is not None else (len(order.ids),))
+
+    def _add(self, reading: PromptReader, ids: tuple[int, ...], turns: tuple[int, ...] | None) -> None:
+        try:
+            owner = self._owner(reading.ticket.order)
+            self.store.add(reading.sieve, ids, reading.cache, reading.seconds, owner, turns=turns)
+        except (KvsieveError, OSError) as error:
+            # The answer is none the worse for it.
+            _log.warning("not stored: %s", error)
+
+    def _owner(self, order: Order) -> str:
+        owner = "" if self.share else order.owner
+        return owner if order.session is None else f"{owner}/{order.session}"
+
+    def told(self) -> dict[str, int]:
+        return self.store.stats().to_dict()
+
+    def nodes(self, owner: str) -> list[dict[str, Any]]:
+        mine = "" if self.share else owner
+        listed = [node for node in self.store.nodes() if node.owner == mine or node.owner.startswith(f"{mine}/")]
+        told = [node.to_dict() for node in listed[:_SHOWN]]
+        return [{**each, "owner": None, "session": each["owner"].partition("/")[2] or None} for each in told]
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def _findable(order: Order) -> bool:
+    """Tell that a prompt may be found again: its caller puts no constraints on it that others do not have."""
+    return order.constraints == PromptConstraints()
+
+
+def open_prefixes(path: str | None, memory: str, disk: str, share: bool) -> Prefixes | None:
+    """Open the store of a server; None for none. Raises InputError for a directory that cannot be used."""
+    if memory.strip() in ("0", "none") and path is None:
+        return None
+    return StoredPrefixes(PrefixStore(None if path is None else os.path.expanduser(path), memory, disk), share)

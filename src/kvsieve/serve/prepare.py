@@ -1,0 +1,201 @@
+"""Requests become orders to the scheduler: checked, rendered by the chat template, tokenized."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from dataclasses import replace
+from typing import Any
+
+from kvsieve.errors import InputError
+from kvsieve.hf.prompt.constraints import PromptConstraints
+from kvsieve.serve.allowed import AllowedPlans
+from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.schema import ChatMessage, ChatRequest, CommonRequest, CompletionRequest
+from kvsieve.serve.ticket import Order, Sampling
+from kvsieve.turns import plain_ids, render, stop_ids, token_ids
+
+
+class Preparer:
+    """Makes orders of requests. Safe to be used by several threads.
+
+    Args:
+        model: of transformers, for what it says of generating.
+        tokenizer: its.
+        plans: those that requests may ask for.
+        limits: of requests.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, plans: AllowedPlans, limits: ServerLimits) -> None:
+        # Tokenizing changes settings of the tokenizer for a moment, and the scheduler decodes with it meanwhile.
+        self.tokenizer, self.plans, self.limits = copy.deepcopy(tokenizer), plans, limits
+        config = model.generation_config
+        self._stops = stop_ids(tokenizer, config.eos_token_id)
+        self._penalty = getattr(config, "repetition_penalty", None) or 1.0
+        self._words = model.get_input_embeddings().weight.shape[0]
+        self._lock = threading.Lock()
+
+    def chat(self, request: ChatRequest, owner: str) -> Order:
+        """Make the order of a chat. Raises InputError, PlanError."""
+        limits = self.limits
+        if len(request.messages) > limits.messages:
+            raise InputError(f"messages: at most {limits.messages} are taken here, got {len(request.messages)}")
+        if not self.tokenizer.chat_template:
+            raise InputError("the model has no chat template; use /v1/completions")
+        messages = [_message(each) for each in request.messages]
+        tools = None
+        if request.tools and request.tool_choice != "none":
+            tools = [each.model_dump(exclude_none=True) for each in request.tools]
+        logprobs = (request.top_logprobs or 0) if request.logprobs else None
+        if request.top_logprobs is not None and not request.logprobs:
+            raise InputError("top_logprobs: needs logprobs to be true")
+        with self._lock:
+            text = render(self.tokenizer, messages, tools=tools)
+            ids = token_ids(self.tokenizer, text)
+            spans, question = self._spans(request, messages, tools, text)
+        order = self._order(request, ids, owner, logprobs, request.max_completion_tokens)
+        return replace(order, constraints=PromptConstraints(spans, None, question))
+
+    def completion(self, request: CompletionRequest, owner: str) -> list[Order]:
+        """Make the orders of a completion, one per prompt. Raises InputError, PlanError."""
+        if request.best_of is not None and request.best_of != (request.n or 1):
+            raise InputError("best_of: answers are not ranked here; leave it out, or give what n is")
+        if request.echo and request.logprobs is not None:
+            raise InputError("echo: the prompt's logprobs are not computed here; leave echo or logprobs out")
+        prompt = request.prompt
+        several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+        prompts: list[Any] = list(prompt) if several else [prompt]
+        if len(prompts) > self.limits.answers:
+            raise InputError(f"prompt: at most {self.limits.answers} prompts are taken at once, got {len(prompts)}")
+        orders = []
+        for each in prompts:
+            if isinstance(each, str):
+                with self._lock:
+                    ids = plain_ids(self.tokenizer, each)
+            else:
+                ids = list(each)
+            if not ids or not all(0 <= token < self._words for token in ids):
+                raise InputError(f"prompt: expected a text, or token ids from 0 to {self._words - 1}, at least one")
+            order = self._order(request, ids, owner, request.logprobs, None)
+            orders.append(replace(order, constraints=PromptConstraints(*_plain_constraints(request))))
+        return orders
+
+    def text(self, ids: tuple[int, ...]) -> str:
+        """Write tokens as text, special ones left out."""
+        with self._lock:
+            return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def token_text(self, token: int) -> str:
+        """Write a token as text."""
+        with self._lock:
+            return str(self.tokenizer.decode([token]))
+
+    def _order(
+        self, request: CommonRequest, ids: list[int], owner: str, logprobs: int | None, most: int | None
+    ) -> Order:
+        limits, kv = self.limits, request.kv
+        wanted = most or request.max_tokens or limits.max_tokens
+        if wanted > limits.max_tokens:
+            raise InputError(f"max_tokens: at most {limits.max_tokens} here, got {wanted}")
+        answers = request.n or 1
+        if answers > limits.answers:
+            raise InputError(f"n: at most {limits.answers} here, got {answers}")
+        stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        if len(stops) > limits.stops or not all(stops):
+            raise InputError(f"stop: at most {limits.stops} texts, none of them empty")
+        return Order(
+            ids=tuple(ids),
+            plan=self.plans.of(kv),
+            max_tokens=wanted,
+            sampling=self._sampling(request, logprobs),
+            answers=answers,
+            stops=tuple(stops),
+            stop_ids=self._stops,
+            owner=owner,
+            session=None if kv is None else kv.session,
+            bins=0 if kv is None else kv.map,
+            ignore_eos=request.ignore_eos,
+        )
+
+    def _sampling(self, request: CommonRequest, logprobs: int | None) -> Sampling:
+        bias = request.logit_bias or {}
+        if not all(name.isdecimal() and int(name) < self._words for name in bias):
+            raise InputError(f"logit_bias: expected token ids from 0 to {self._words - 1}")
+        return Sampling(
+            temperature=request.temperature or 0.0,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            top_k=max(request.top_k or 0, 0),
+            min_p=request.min_p or 0.0,
+            repetition_penalty=self._penalty if request.repetition_penalty is None else request.repetition_penalty,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            bias=tuple((int(name), value) for name, value in bias.items()),
+            seed=request.seed,
+            logprobs=logprobs,
+        )
+
+    def _spans(
+        self, request: ChatRequest, messages: list[dict[str, Any]], tools: Any, text: str
+    ) -> tuple[list[tuple[int, int]] | None, int | None]:
+        """Spans of the messages to protect, and tokens of the question that the plan is not to see."""
+        kv = request.kv
+        if kv is None or (kv.protect is None and not kv.question):
+            return None, None
+
+        def until(count: int) -> int:
+            if not count:
+                return 0
+            before = render(self.tokenizer, messages[:count], ask=False, tools=tools)
+            if not text.startswith(before):
+                raise InputError("kv: the model's template rewrites messages, so those to protect cannot be told")
+            return len(token_ids(self.tokenizer, before))
+
+        spans = []
+        for each in kv.protect or ():
+            if not isinstance(each, int) or not -len(messages) <= each < len(messages):
+                raise InputError(f"kv.protect: expected numbers of messages, below {len(messages)}; got {each}")
+            number = each % len(messages)
+            spans.append((until(number), until(number + 1)))
+        question = kv.question or None
+        if question is True:
+            question = len(token_ids(self.tokenizer, text)) - until(len(messages) - 1)
+        return spans or None, question
+
+
+def _plain_constraints(request: CompletionRequest) -> tuple[list[tuple[int, int]] | None, None, int | None]:
+    kv = request.kv
+    if kv is None:
+        return None, None, None
+    if kv.question is True or any(isinstance(each, int) for each in kv.protect or ()):
+        raise InputError("kv: a completion has no messages: give protect as spans of tokens, question as their number")
+    return [each for each in kv.protect or () if not isinstance(each, int)] or None, None, kv.question or None
+
+
+def _message(message: ChatMessage) -> dict[str, Any]:
+    """A message as chat templates take it."""
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    if content is None and not message.tool_calls:
+        raise InputError(f"messages: the {message.role}'s message has no content")
+    out: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
+    if message.name is not None:
+        out["name"] = message.name
+    if message.tool_call_id is not None:
+        out["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        out["tool_calls"] = [
+            {"type": "function", "function": {"name": each.function.name, "arguments": _arguments(each)}}
+            for each in message.tool_calls
+        ]
+    return out
+
+
+def _arguments(call: Any) -> Any:
+    """Arguments as an object, where they are one: templates write it as JSON."""
+    try:
+        found = json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        return call.function.arguments
+    return found if isinstance(found, dict) else call.function.arguments

@@ -1,0 +1,82 @@
+"""PromptReader a prompt one pass at a time, so that others get their turn between the chunks."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+from torch import Tensor
+
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.passes import closing
+from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.prompt.read import read_prompt
+from kvsieve.hf.sieve import Sieve
+from kvsieve.serve.ticket import Ticket
+
+
+class PromptReader:
+    """A prompt that is being read, by the driver that ``generate`` reads prompts with, in a coroutine of its own.
+
+    Attributes:
+        ticket: whose prompt it is.
+        sieve: the model under the request's plan.
+        cache: what is read.
+        cached: tokens that the cache had read before.
+        logits: [V] of the prompt's last token on the CPU; None until all is read.
+        done: tokens read.
+        seconds: that reading took so far.
+        chunk: tokens per pass.
+    """
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        sieve: Sieve,
+        cache: SieveCache,
+        chunk: int,
+        border: Callable[[PromptReader, int], None] = lambda reading, left: None,
+    ) -> None:
+        """Read the prompt of a ticket; `border` is told, between two passes, how many tokens are left."""
+        self.ticket, self.sieve, self.cache = ticket, sieve, cache
+        self.cached = self.done = cache.conversation.caller_length_and_mask()[0]
+        self.logits: Tensor | None = None
+        self.seconds = 0.0
+        self.chunk, self._border = chunk, border
+        self._run = greenlet(self._read)
+
+    def step(self) -> bool:
+        """Run the next pass; True once all is read. Raises what reading raises."""
+        began = time.perf_counter()
+        self._run.switch()
+        self.seconds += time.perf_counter() - began
+        return self._run.dead
+
+    def stop(self) -> None:
+        """Leave it half read; must be called in the thread that it runs in."""
+        if self._run:
+            with contextlib.suppress(GreenletExit):
+                self._run.throw(GreenletExit)
+
+    def _read(self) -> None:
+        order, sieve, cache = self.ticket.order, self.sieve, self.cache
+        ids = torch.tensor([order.ids], device=sieve.model.device)
+        options = ReadOptions(
+            chunk=self.chunk, new_tokens=order.max_tokens, progress=self._pause, constraints=order.constraints
+        )
+        with closing():
+            left, mask = read_prompt(sieve, ids, None, cache, options)
+            result = sieve.feed(cache, left[:, cache.num_seen :], mask, logits=1)
+        assert result.logits is not None
+        self.logits, self.done = result.logits[0, -1].cpu(), len(order.ids)
+
+    def _pause(self, done: int, total: int) -> None:
+        self.done = self.cached + done
+        if done < total:
+            self._border(self, total - done)
+        parent = getcurrent().parent
+        assert parent is not None
+        parent.switch()

@@ -1,0 +1,98 @@
+"""Answers as OpenAI's protocol has them."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from kvsieve.serve.ticket import ChosenToken, Summary, TokenLikelihood
+
+TokenText = Callable[[int], str]
+# Nothing in JSON is less likely.
+_LEAST = -9999.0
+
+
+class Envelope:
+    """Head of all messages of one reply: id, time and model.
+
+    Args:
+        kind: "chatcmpl" or "cmpl".
+        model: its name.
+        stream: True for chunks.
+    """
+
+    def __init__(self, kind: str, model: str, stream: bool) -> None:
+        name = "chat.completion" if kind == "chatcmpl" else "text_completion"
+        chunk = ".chunk" if stream and kind == "chatcmpl" else ""
+        self._head = {
+            "id": f"{kind}-{uuid.uuid4().hex}",
+            "object": f"{name}{chunk}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def with_choices(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        return {**self._head, "choices": choices, **more}
+
+
+def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
+    """Tokens, and what was kept, of all prompts of a request."""
+    prompt, made = (sum(each.prompt_tokens for each in summaries), sum(each.new_tokens for each in summaries))
+    first = summaries[0]
+    out: dict[str, Any] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": made,
+        "total_tokens": prompt + made,
+        "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in summaries)},
+    }
+    stats = first.stats
+    if stats is not None:
+        growing = stats.growing_layers or []
+        entries = [stats.kv_entries[index] for index in growing]
+        out["kv"] = {
+            "method": stats.method,
+            "applied": stats.applied,
+            "entries": round(sum(entries) / max(len(entries), 1), 1),
+            "prompt_tokens": stats.prompt_tokens,
+            "share": stats.kv_share,
+            "bytes": stats.kv_bytes,
+            "notes": stats.notes,
+            "ttft_s": round(first.ttft_s, 4),
+            "seconds": round(first.seconds, 4),
+        }
+        if first.kept:
+            out["kv"]["map"] = list(first.kept)
+    return out
+
+
+def chat_logprobs(tokens: Sequence[ChosenToken], text: TokenText) -> dict[str, Any]:
+    """Likelihoods of a chat's tokens."""
+
+    def told(each: TokenLikelihood) -> dict[str, Any]:
+        word = text(each.id)
+        return {"token": word, "logprob": _finite(each.logprob), "bytes": list(word.encode())}
+
+    listed = [{**told(each.own), "top_logprobs": [told(top) for top in each.top]} for each in tokens]
+    return {"content": listed, "refusal": None}
+
+
+def completion_logprobs(tokens: Sequence[ChosenToken], text: TokenText, offset: int) -> dict[str, Any]:
+    """Likelihoods of a completion's tokens. offset: characters before the first."""
+    words = [text(each.own.id) for each in tokens]
+    offsets = []
+    for word in words:
+        offsets.append(offset)
+        offset += len(word)
+    return {
+        "tokens": words,
+        "token_logprobs": [_finite(each.own.logprob) for each in tokens],
+        "top_logprobs": [{text(top.id): _finite(top.logprob) for top in each.top} for each in tokens],
+        "text_offset": offsets,
+    }
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else _LEAST

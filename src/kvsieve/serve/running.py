@@ -1,0 +1,62 @@
+"""A request whose prompt is read, and what its answers came to."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.hf.generate.stats import stats_of
+from kvsieve.hf.kept import kept_of
+from kvsieve.serve.answer import Answer
+from kvsieve.serve.reading import PromptReader
+from kvsieve.serve.ticket import Summary, Ticket
+
+
+class Running:
+    """A request whose prompt is read, and its answers, the first token of each chosen.
+
+    Attributes:
+        ticket: the request.
+        reading: how its prompt was read.
+        answers: all of them, those that have ended included.
+        kept: the map of what was kept; see Summary.
+    """
+
+    def __init__(self, ticket: Ticket, reading: PromptReader, logits: Tensor, tokenizer: Any) -> None:
+        self.ticket, self.reading = ticket, reading
+        order, cache = ticket.order, reading.cache
+        self.kept: tuple[float, ...] = ()
+        if order.bins:
+            kept = kept_of(cache, torch.tensor([order.ids])).map(order.bins)
+            self.kept = tuple(round(each, 4) for each in kept.mean(0).tolist())
+        caches = [cache, *(cache.fork() for _ in range(order.answers - 1))]
+        self.answers = [Answer(n, order, own, tokenizer, ticket.tell) for n, own in enumerate(caches)]
+        for answer in self.answers:
+            answer.add(logits)
+
+    @property
+    def going(self) -> int:
+        """Answers that have not ended."""
+        return sum(answer.finish is None for answer in self.answers)
+
+    def cut(self) -> None:
+        """End all answers where they are."""
+        for answer in self.answers:
+            if answer.finish is None:
+                answer.cut()
+
+    def summary(self) -> Summary:
+        """Return what the request cost, now that it has ended."""
+        ticket, first, now = self.ticket, self.answers[0], time.perf_counter()
+        return Summary(
+            prompt_tokens=len(ticket.order.ids),
+            cached_tokens=self.reading.cached,
+            new_tokens=sum(len(answer.tokens) for answer in self.answers),
+            stats=stats_of(self.reading.sieve, first.cache, first.times, ticket.came, None),
+            kept=self.kept,
+            seconds=now - ticket.came,
+            ttft_s=first.times[0] - ticket.came,
+        )

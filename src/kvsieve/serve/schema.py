@@ -1,0 +1,157 @@
+"""Bodies of requests, as OpenAI's protocol has them, with what kvsieve adds in `kv`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Text = Annotated[str, Field(max_length=1 << 23)]
+Probability = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+# Nobody's draws need more, and some generators take no more.
+Seed = Annotated[int, Field(ge=-(2**62), le=2**62)]
+
+
+class Strict(BaseModel):
+    """A body that has no other members than these."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class KVOptions(Strict):
+    """Wishes for what kvsieve does with this request's prompt, within what the operator allows.
+
+    Attributes:
+        method: one of those that /v1/kv lists.
+        budget: entries kept per layer and KV head: a share such as "10%", or a number.
+        codec: holds entries in few bits, such as "kivi:bits=4"; "none" for none.
+        protect: numbers of messages (of a chat), or spans of token numbers (of a completion), never evicted.
+        question: True where the plan is not to see the last message, or so many last tokens.
+        session: goes on with the conversation of this name as a chat does, on what the plan left of earlier turns.
+        map: parts of the prompt in a map of what was kept, returned in `usage.kv.map`.
+    """
+
+    method: Annotated[str, Field(max_length=100)] | None = None
+    budget: Annotated[str, Field(max_length=20)] | float | None = None
+    codec: Annotated[str, Field(max_length=60, pattern=r"^[a-z0-9-]+(:[a-z_]+=[a-z0-9.]+)*$")] | None = None
+    protect: Annotated[list[int | tuple[int, int]], Field(max_length=100)] | None = None
+    question: bool | Annotated[int, Field(ge=1)] | None = None
+    session: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")] | None = None
+    map: Annotated[int, Field(ge=0, le=512)] = 0
+
+
+class StreamOptions(Strict):
+    """Options of streaming."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class CommonRequest(Strict):
+    """Members that both kinds of requests have. Those that only OpenAI's services know have no effect."""
+
+    model: Annotated[str, Field(max_length=300)]
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    seed: Seed | None = None
+    stop: Text | list[Text] | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    ignore_eos: bool = False
+    kv: KVOptions | None = None
+    user: Text | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: Text | None = None
+    prompt_cache_key: Text | None = None
+
+
+class FunctionCall(BaseModel):
+    """A function that the model has called."""
+
+    name: Annotated[str, Field(max_length=200)]
+    arguments: Text
+
+
+class ToolCall(BaseModel):
+    """A call of a tool."""
+
+    id: Annotated[str, Field(max_length=200)] | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+class ChatMessage(Strict):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    name: Annotated[str, Field(max_length=200)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=100)] | None = None
+    tool_call_id: Annotated[str, Field(max_length=200)] | None = None
+    refusal: Text | None = None
+    audio: None = None
+    function_call: None = None
+    annotations: list[Any] | None = None
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ResponseFormat(BaseModel):
+    """The form of the answer; only text is known here."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(CommonRequest):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+
+
+class CompletionRequest(CommonRequest):
+    """Body of /v1/completions."""
+
+    prompt: Text | Annotated[list[Text], Field(min_length=1)] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool = False
+    best_of: Annotated[int, Field(ge=1)] | None = None
+    suffix: None = None

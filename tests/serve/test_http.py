@@ -1,0 +1,355 @@
+"""The server over HTTP: OpenAI's own client and plain requests against a live one, with keys, limits and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+import torch
+import uvicorn
+
+import kvsieve
+from kvsieve.errors import InputError
+from kvsieve.models.families import build
+from kvsieve.serve.keys import Keys, read_keys
+from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.run import ServerOptions, application
+from kvsieve.turns import render, token_ids
+from toy_chats import chat_tokenizer
+
+CHUNK = 24
+KEYS = ("first-key", "second-key")
+# Special tokens are not in an answer's text, so without them it can be written again.
+PLAIN = {"0": -100, "1": -100, "2": -100}
+PLAN = {"budget": 24, "window": 4, "paper": True}
+
+
+@contextlib.contextmanager
+def served(model, tokenizer, **given):
+    """The address of a live server."""
+    plan = kvsieve.plan("snapkv", **PLAN)
+    limits = given.pop("limits", ServerLimits(chunk=CHUNK, max_tokens=64, body_bytes=40_000, messages=30))
+    options = ServerOptions(
+        plan, "snapkv:window=4:paper=True", 24, ("full", "streamingllm"), codecs=True, limits=limits, **given
+    )
+    with application(model, tokenizer, options, "tiny") as app:
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+        thread = threading.Thread(target=server.run, daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.005)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        try:
+            yield f"http://127.0.0.1:{port}", app
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return chat_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def server(tokenizer):
+    with served(build("llama"), tokenizer, keys=Keys(KEYS)) as (url, app):
+        yield url, app
+
+
+@pytest.fixture(scope="module")
+def url(server):
+    return server[0]
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEYS[0], max_retries=0, timeout=120) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def lone():
+    return build("llama")
+
+
+def words(seed: int, count: int) -> str:
+    made = torch.Generator().manual_seed(seed)
+    return " ".join(f"w{each}" for each in torch.randint(0, 80, (count,), generator=made).tolist())
+
+
+def post(url, body, key=KEYS[0], path="/v1/chat/completions", **how):
+    return httpx.post(f"{url}{path}", json=body, headers={"Authorization": f"Bearer {key}"}, timeout=120, **how)
+
+
+def alone(lone, tokenizer, messages, tokens, plan=None):
+    """What the library answers."""
+    ids = torch.tensor([token_ids(tokenizer, render(tokenizer, messages))])
+    with kvsieve.attach(lone, plan or kvsieve.plan("snapkv", **PLAN)) as sieve:
+        out = sieve.generate(ids, chunk=CHUNK, max_new_tokens=tokens, do_sample=False, eos_token_id=127, pad_token_id=0)
+    return tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True), ids.shape[1]
+
+
+def test_a_chat_is_answered_as_the_library_answers_it(client, lone, tokenizer):
+    messages = [{"role": "user", "content": words(1, 90)}]
+    told = client.chat.completions.create(model="tiny", messages=messages, max_tokens=9)
+    text, tokens = alone(lone, tokenizer, messages, 9)
+    choice, usage = told.choices[0], told.usage
+    assert choice.message.content == text and choice.finish_reason == "length"
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (tokens, 9, tokens + 9)
+    assert usage.kv["entries"] == 24 and usage.kv["method"] == "snapkv" and usage.kv["applied"]
+
+
+def test_a_stream_is_the_same_answer_in_pieces(client, lone, tokenizer):
+    messages = [{"role": "user", "content": words(2, 60)}]
+    chunks = list(
+        client.chat.completions.create(
+            model="tiny",
+            messages=messages,
+            max_completion_tokens=9,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"kv": {"method": "full", "map": 10}},
+        )
+    )
+    text, tokens = alone(lone, tokenizer, messages, 9, kvsieve.plan("full"))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == text
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert len([c for c in chunks if c.choices]) >= 8 and chunks[0].choices[0].delta.role == "assistant"
+    kv = chunks[-1].usage.kv
+    assert kv["method"] == "full" and kv["entries"] == tokens and kv["map"] == [1.0] * 10
+
+
+def test_a_stream_on_the_wire_ends_with_done(url):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "w1"}], "max_tokens": 3, "stream": True}
+    reply = post(url, body)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    lines = [line for line in reply.text.split("\n") if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    assert all(json.loads(line[6:])["object"] == "chat.completion.chunk" for line in lines[:-1])
+
+
+def test_the_second_question_on_a_document_finds_it(client, lone, tokenizer):
+    document = words(3, 200)
+    for seed in (4, 5):
+        messages = [{"role": "user", "content": f"{document} {words(seed, 6)}"}]
+        told = client.chat.completions.create(model="tiny", messages=messages, max_tokens=7)
+        assert told.choices[0].message.content == alone(lone, tokenizer, messages, 7)[0]
+    assert told.usage.prompt_tokens_details.cached_tokens >= 150
+    other = openai.OpenAI(base_url=client.base_url, api_key=KEYS[1], max_retries=0)
+    told = other.chat.completions.create(model="tiny", messages=messages, max_tokens=7)
+    assert told.usage.prompt_tokens_details.cached_tokens == 0
+
+
+def test_a_session_goes_on_as_a_chat_does(client, lone, tokenizer):
+    said = [words(6, 80), words(7, 12), words(8, 12)]
+    with kvsieve.attach(lone, kvsieve.plan("snapkv", **PLAN)) as sieve:
+        chat = sieve.chat(tokenizer, max_new_tokens=8, chunk=CHUNK, suppress_tokens=[0, 1, 2])
+        expected = [chat.ask(text).text for text in said]
+        fed = chat.ids.shape[1]
+    messages, answers = [], []
+    for text in said:
+        messages.append({"role": "user", "content": text})
+        told = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=8, logit_bias=PLAIN, extra_body={"kv": {"session": "mine"}}
+        )
+        answers.append(told.choices[0].message.content)
+        messages.append({"role": "assistant", "content": answers[-1]})
+    assert answers == expected
+    assert told.usage.prompt_tokens_details.cached_tokens > 80 and told.usage.prompt_tokens <= fed
+
+
+def test_sampling_seeds_and_several_answers(client):
+    messages = [{"role": "user", "content": words(9, 40)}]
+    asked = {"model": "tiny", "messages": messages, "max_tokens": 6, "temperature": 1.0, "seed": 5, "n": 2}
+    first, second = (client.chat.completions.create(**asked) for _ in range(2))
+    texts = [[choice.message.content for choice in each.choices] for each in (first, second)]
+    assert texts[0] == texts[1] and texts[0][0] != texts[0][1] and first.usage.completion_tokens <= 12
+
+
+def test_likelihoods_and_stops(client):
+    messages = [{"role": "user", "content": words(10, 40)}]
+    told = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=6, logprobs=True, top_logprobs=3, logit_bias=PLAIN
+    ).choices[0]
+    tokens = told.logprobs.content
+    assert len(tokens) == 6 and all(len(t.top_logprobs) == 3 and t.logprob <= t.top_logprobs[0].logprob for t in tokens)
+    third = tokens[2].token
+    asked = {"model": "tiny", "messages": messages, "max_tokens": 6, "logit_bias": PLAIN}
+    cut = client.chat.completions.create(**asked, stop=third).choices[0]
+    assert cut.finish_reason == "stop" and third not in cut.message.content
+    assert told.message.content.startswith(cut.message.content)
+
+
+def test_completions_of_several_prompts(client, lone):
+    prompts = [words(11, 50), words(12, 20)]
+    told = client.completions.create(model="tiny", prompt=prompts, max_tokens=5, echo=True)
+    assert [c.index for c in told.choices] == [0, 1]
+    assert all(c.text.startswith(prompt) for c, prompt in zip(told.choices, prompts, strict=True))
+    parts = list(client.completions.create(model="tiny", prompt=[5, 6, 7], max_tokens=5, stream=True, logprobs=1))
+    assert sum(len(p.choices[0].logprobs.tokens) for p in parts if p.choices[0].logprobs) == 5
+
+
+def test_a_conversation_with_tools_is_rendered_and_calls_are_told(tokenizer):
+    from kvsieve.serve.chat import HeldText
+    from kvsieve.serve.ticket import AnswerPart
+    from kvsieve.serve.tools import split_calls
+
+    text = 'Sure.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    left, (call,) = split_calls(text)
+    assert left == "Sure." and call["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    assert split_calls('{"name": "add", "parameters": {}}')[1][0]["function"]["arguments"] == "{}"
+    assert split_calls("<tool_call>{broken</tool_call>") == ("<tool_call>{broken</tool_call>", [])
+    held, deltas = HeldText(True), []
+    for at in range(0, len(text), 5):
+        deltas += held.deltas(AnswerPart(0, text[at : at + 5]))
+    deltas += held.deltas(AnswerPart(0, "", finish="stop"))
+    assert "".join(delta.get("content", "") for delta, _, _ in deltas) == "Sure."
+    assert deltas[-2][0]["tool_calls"][0]["function"]["name"] == "add" and deltas[-1][2] == "tool_calls"
+    plain, deltas = HeldText(True), []
+    for piece in ("Hello", " {", " there"):
+        deltas += plain.deltas(AnswerPart(0, piece))
+    assert "".join(delta.get("content", "") for delta, _, _ in deltas) == "Hello { there"
+    deltas += plain.deltas(AnswerPart(0, " <tool", finish="stop"))
+    assert "".join(delta.get("content", "") for delta, _, _ in deltas) == "Hello { there <tool"
+
+
+BAD = {
+    "no JSON": (b"{", 400, None),
+    "no messages": ({"messages": []}, 400, "messages"),
+    "a wrong role": ({"messages": [{"role": "king", "content": "w1"}]}, 400, "messages.0.role"),
+    "an unknown parameter": ({"best": 3}, 400, "best"),
+    "another model": ({"model": "gpt"}, 404, "model"),
+    "a method that is not allowed": ({"kv": {"method": "h2o"}}, 400, "kv"),
+    "a file's name": ({"kv": {"method": "snapkv:profile=/etc/passwd"}}, 400, "kv"),
+    "a codec of no kind": ({"kv": {"codec": "../x"}}, 400, "kv.codec"),
+    "a session of no kind": ({"kv": {"session": "../x"}}, 400, "kv.session"),
+    "too many tokens": ({"max_tokens": 65}, 400, "max_tokens"),
+    "too many answers": ({"n": 99}, 400, "n"),
+    "a prompt beyond the context": ({"messages": [{"role": "user", "content": words(1, 600)}]}, 400, None),
+    "too many messages": ({"messages": [{"role": "user", "content": "w1"}] * 31}, 400, "messages"),
+    "too long a body": ({"messages": [{"role": "user", "content": "w1 " * 20_000}]}, 413, None),
+    "no content": ({"messages": [{"role": "user"}]}, 400, "messages"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_told_in_openais_form(url, what):
+    given, status, param = BAD[what]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "w1"}], "max_tokens": 3}
+    content = given if isinstance(given, bytes) else json.dumps({**body, **given})
+    headers = {"Authorization": f"Bearer {KEYS[0]}", "Content-Type": "application/json"}
+    reply = httpx.post(f"{url}/v1/chat/completions", content=content, headers=headers, timeout=60)
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (status, param if param else error["param"])
+    assert error["message"] and set(error) == {"message", "type", "param", "code"} and "/work" not in error["message"]
+
+
+def test_keys_are_asked_for_and_forms_of_other_pages_are_not_taken(url, tmp_path, monkeypatch):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "w1"}]}
+    for path in ("/v1/models", "/v1/kv"):
+        assert httpx.get(f"{url}{path}").status_code == 401
+    assert post(url, body, key="wrong").json()["error"]["code"] == "invalid_api_key"
+    headers = {"Authorization": f"Bearer {KEYS[0]}", "Content-Type": "text/plain"}
+    reply = httpx.post(f"{url}/v1/chat/completions", content=json.dumps(body), headers=headers)
+    assert reply.status_code == 415
+    (tmp_path / "keys").write_text("# ours\none\n\ntwo\n")
+    monkeypatch.setenv("KVSIEVE_API_KEYS", "three")
+    keys = read_keys(str(tmp_path / "keys"))
+    assert [keys.owner(f"Bearer {each}") is not None for each in ("one", "two", "three", "# ours")] == [True] * 3 + [
+        False
+    ]
+    with pytest.raises(InputError, match="cannot be read"):
+        read_keys(str(tmp_path / "none"))
+
+
+def test_control_tokens_in_messages_stay_text(server, tokenizer):
+    from kvsieve.serve.schema import ChatRequest
+
+    preparer = server[1].state.service.preparer
+    spelled = "w1 [EOS] w2"
+    call = {"type": "function", "function": {"name": "f", "arguments": json.dumps({"a": spelled})}}
+    for message in (
+        {"role": "user", "content": spelled},
+        {"role": "user", "content": [{"type": "text", "text": spelled}]},
+        {"role": "assistant", "content": spelled, "tool_calls": [call]},
+    ):
+        order = preparer.chat(ChatRequest(model="tiny", messages=[message]), "")
+        assert order.ids.count(127) == 1
+
+
+def test_protect_and_question_reach_the_plan(server, client):
+    from kvsieve.serve.schema import ChatRequest
+
+    preparer = server[1].state.service.preparer
+    messages = [{"role": "system", "content": "w5 w6"}, {"role": "user", "content": words(13, 70)}]
+    messages.append({"role": "user", "content": "w7 w8 w9"})
+    body = {"model": "tiny", "messages": messages, "kv": {"protect": [0], "question": True}}
+    order = preparer.chat(ChatRequest(**body), "")
+    assert order.constraints.protect == [(0, 4)] and order.constraints.question_tokens == 6
+    assert client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=3, extra_body={"kv": body["kv"]}
+    ).usage.kv["applied"]
+
+
+def test_the_operators_views(url, client):
+    assert [each.id for each in client.models.list()] == ["tiny"]
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    told = httpx.get(f"{url}/v1/kv", headers={"Authorization": f"Bearer {KEYS[0]}"}).json()
+    assert told["methods"][1:] == ["full", "streamingllm"] and told["state"]["running"] == 0
+    assert told["store"]["nodes"] >= len(told["nodes"]) > 0
+    metrics = httpx.get(f"{url}/metrics").text
+    assert "kvsieve_answered_total" in metrics and "kvsieve_ttft_seconds_bucket" in metrics
+    page = httpx.get(f"{url}/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+
+
+def test_a_client_that_goes_away_frees_its_work(server, url):
+    scheduler = server[1].state.service.scheduler
+    before = scheduler.counts["cancelled"]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "w1"}], "max_tokens": 64, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    many = {**body, "n": 8, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=many, headers=headers, timeout=60) as reply:
+        next(reply.iter_lines())
+    deadline = time.monotonic() + 60
+    while scheduler.state()["kv_bytes"] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert scheduler.state()["running"] == 0 and scheduler.state()["kv_bytes"] == 0
+    assert scheduler.counts["cancelled"] in (before, before + 1)
+
+
+def test_a_full_server_says_when_to_come_again(tokenizer):
+    limits = ServerLimits(running=1, queue=1, chunk=CHUNK, max_tokens=512, kv_bytes=1 << 30)
+    with served(build("llama"), tokenizer, limits=limits, store_memory="0") as (url, app):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "w1"}], "max_tokens": 400, "ignore_eos": True}
+        assert httpx.get(f"{url}/v1/models", headers={"Host": "elsewhere.example"}).status_code == 400
+        begun = app.state.service.scheduler
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                asked = {**body, "stream": True}
+                streaming = httpx.stream("POST", f"{url}/v1/chat/completions", json=asked, timeout=60)
+                next(stack.enter_context(streaming).iter_lines())
+            # One runs and one waits, for as long as the first is not through.
+            reply = post(url, {**body, "max_tokens": 1})
+            assert begun.counts["refused"] or begun.counts["answered"]
+        assert reply.status_code == (429 if begun.counts["refused"] else 200)
+        assert reply.status_code == 200 or int(reply.headers["retry-after"]) >= 1
+
+
+def test_the_store_outlives_the_server(tokenizer, tmp_path):
+    model, messages = build("llama"), [{"role": "user", "content": words(20, 150)}]
+    found = []
+    for _ in range(2):
+        with served(model, tokenizer, store=str(tmp_path / "store")) as (url, _):
+            reply = post(url, {"model": "tiny", "messages": messages, "max_tokens": 4}).json()
+            found.append(
+                (reply["choices"][0]["message"]["content"], reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+            )
+    assert found[0][1] == 0 and found[1][1] >= 96 and found[0][0] == found[1][0]

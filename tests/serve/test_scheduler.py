@@ -1,0 +1,241 @@
+"""The scheduler alone: answers are those of sieve.generate, whoever comes and goes; limits, turns and cancelling."""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+
+import pytest
+import torch
+
+import kvsieve
+from kvsieve.errors import InputError
+from kvsieve.hf.attach import attached
+from kvsieve.models.families import build
+from kvsieve.plans import Plan
+from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.queue import FairQueue
+from kvsieve.serve.scheduler import Scheduler
+from kvsieve.serve.ticket import AnswerPart, BusyError, Order, Sampling, Summary, Ticket, TooLargeError
+from small import plan_of
+from toy_words import word_tokenizer
+
+CHUNK = 24
+NAMES = ("full", "snapkv", "adakv", "fastkv", "streamingllm", "rocketkv-mt", "kivi", "finch")
+TIMEOUT = 120
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def lone(model):
+    """Its twin, to which one plan at a time is attached."""
+    return build("llama")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return word_tokenizer()
+
+
+@pytest.fixture
+def scheduler(model, tokenizer):
+    """Makes schedulers with these limits; they are closed at the end."""
+    with attached(model, Plan(), "eager", any_plan=True) as sieve:
+        made = []
+
+        def make(start=True, **limits):
+            one = Scheduler(sieve, tokenizer, ServerLimits(chunk=CHUNK, **limits))
+            made.append(one)
+            if start:
+                one.start()
+            return one
+
+        yield make
+        for one in made:
+            one.close()
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    made = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, 120, (length,), generator=made).tolist())
+
+
+class Heard:
+    """Events of a request, and what they come to."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue = queue.SimpleQueue()
+
+    def all(self) -> list:
+        found = []
+        while not found or isinstance(found[-1], AnswerPart):
+            found.append(self.events.get(timeout=TIMEOUT))
+        return found
+
+    def ids(self, answer: int = 0) -> list[int]:
+        """Of an answer with likelihoods."""
+        events = self.all()
+        assert isinstance(events[-1], Summary), events[-1]
+        return [t.own.id for e in events[:-1] if e.answer == answer for t in e.tokens]
+
+
+def ask(scheduler, ids, plan, tokens=8, **more) -> tuple[Heard, Ticket]:
+    heard = Heard()
+    sampling = more.pop("sampling", Sampling(logprobs=0))
+    order = Order(ids, plan, tokens, sampling=sampling, **more)
+    return heard, scheduler.submit(order, heard.events.put)
+
+
+def alone(model, plan, ids, tokens):
+    with kvsieve.attach(model, plan) as sieve:
+        out = sieve.generate(
+            torch.tensor([ids]), chunk=CHUNK, max_new_tokens=tokens, do_sample=False, eos_token_id=None
+        )
+    return out.sequences[0, len(ids) :].tolist()
+
+
+def test_answers_are_those_of_generate_whoever_joins_and_leaves(scheduler, model, lone):
+    draw = random.Random(3)
+    plans = [plan_of(name, model) for name in NAMES]
+    jobs = [(prompt(n, draw.randint(3, 150)), plans[n % len(plans)], draw.randint(1, 14)) for n in range(12)]
+    running = scheduler(running=5)
+    border = threading.Event()
+    heard = []
+    for ids, plan, tokens in jobs:
+        # The next comes at some token of those before.
+        before = running.counts["decode_passes"] + draw.randint(0, 3)
+        while running.counts["decode_passes"] < before and running.state()["running"]:
+            border.wait(0.001)
+        heard.append(ask(running, ids, plan, tokens)[0])
+    found = [each.ids() for each in heard]
+    assert found == [alone(lone, plan, ids, tokens) for ids, plan, tokens in jobs]
+    # They were answered together.
+    assert running.counts["decode_passes"] < sum(tokens for _, _, tokens in jobs) - len(jobs)
+    assert running.state() == {"queued": 0, "reading": 0, "running": 0, "kv_bytes": 0, "kv_limit": 0}
+
+
+def test_a_recurrent_hybrid_decodes_together(model):
+    hybrid = build("qwen3_next")
+    plan = plan_of("snapkv", hybrid)
+    with attached(hybrid, Plan(), "eager", any_plan=True) as sieve:
+        one = Scheduler(sieve, word_tokenizer(), ServerLimits(chunk=CHUNK))
+        jobs = [(prompt(n, 30 + 9 * n), 5 + n) for n in range(3)]
+        heard = [ask(one, ids, plan, tokens)[0] for ids, tokens in jobs]
+        one.start()
+        found = [each.ids() for each in heard]
+        one.close()
+    assert found == [alone(hybrid, plan, *job) for job in jobs]
+
+
+def test_a_long_prompt_is_read_between_the_tokens_of_others(scheduler, model):
+    one = scheduler()
+    first, _ = ask(one, prompt(1, 10), plan_of("full", model), 200, ignore_eos=True)
+    first.events.get(timeout=TIMEOUT)
+    before = one.counts["new_tokens"]
+    second, _ = ask(one, prompt(2, 20 * CHUNK), plan_of("snapkv", model), 2)
+    second.events.get(timeout=TIMEOUT)
+    assert one.counts["new_tokens"] - before >= 15
+
+
+def test_seeds_make_answers_again_and_several_answers_differ(scheduler, model):
+    one, plan, ids = scheduler(), plan_of("snapkv", model), prompt(5, 60)
+    rules = Sampling(temperature=1.0, seed=7, logprobs=2)
+    events = [ask(one, ids, plan, 12, sampling=rules, answers=3)[0].all() for _ in range(2)]
+    texts = [[[t.own.id for e in told[:-1] if e.answer == n for t in e.tokens] for n in range(3)] for told in events]
+    assert texts[0] == texts[1] and len({tuple(each) for each in texts[0]}) == 3
+    assert all(len(t.top) == 2 and t.own.logprob <= t.top[0].logprob for e in events[0][:-1] for t in e.tokens)
+    assert events[0][-1].new_tokens == sum(map(len, texts[0]))
+
+
+def test_a_stop_text_ends_an_answer_before_it(scheduler, model, tokenizer):
+    one, plan, ids = scheduler(), plan_of("full", model), prompt(6, 40)
+    whole = "".join(e.text for e in ask(one, ids, plan, 12)[0].all()[:-1])
+    stop = whole.split()[4]
+    told = ask(one, ids, plan, 12, stops=(stop,))[0].all()
+    assert "".join(e.text for e in told[:-1]) == whole[: whole.index(stop)]
+    assert told[-2].finish == "stop" and told[-1].new_tokens < 12
+
+
+def test_cancelling_frees_what_waits_is_read_or_runs(scheduler, model):
+    one, plan = scheduler(running=1), plan_of("full", model)
+    running, job = ask(one, prompt(1, 10), plan, 400, ignore_eos=True)
+    running.events.get(timeout=TIMEOUT)
+    waiting, queued = ask(one, prompt(2, 10), plan)
+    queued.cancel()
+    job.cancel()
+    last, _ = ask(one, prompt(3, 20 * CHUNK), plan)
+    assert len(last.ids()) == 8
+    reading, read = ask(one, prompt(3, 20 * CHUNK), plan)
+    read.cancel()
+    assert len(ask(one, prompt(4, 10), plan)[0].ids()) == 8
+    assert one.state()["kv_bytes"] == 0 and one.counts["cancelled"] == 3 and one.counts["answered"] == 2
+
+
+def test_what_does_not_fit_waits_and_what_never_fits_is_refused(scheduler, model):
+    plan = plan_of("full", model)
+    one = scheduler(start=False)
+    needed = one.needs(Order(prompt(1, 40), plan, 8))
+    one = scheduler(start=False, kv_bytes=2 * needed + 10, queue=3)
+    with pytest.raises(TooLargeError, match="send less or lower max_tokens"):
+        ask(one, prompt(1, 400), plan)
+    with pytest.raises(InputError, match="more than the model's context"):
+        ask(one, prompt(1, one.context), plan)
+    heard = [ask(one, prompt(n, 40), plan)[0] for n in range(3)]
+    with pytest.raises(BusyError, match="3 requests wait") as refused:
+        ask(one, prompt(9, 40), plan)
+    assert refused.value.retry_after >= 1
+    most, admit = [], one._admit
+
+    def watched():
+        admit()
+        most.append(one.state()["kv_bytes"])
+
+    one._admit = watched
+    one.start()
+    assert [len(each.ids()) for each in heard] == [8] * 3
+    assert needed <= max(most) <= 2 * needed + 10
+
+
+def test_a_request_that_fails_harms_no_other(scheduler, model, lone):
+    one, plan = scheduler(), plan_of("snapkv", model)
+    good, _ = ask(one, prompt(1, 50), plan, 20)
+    bad, _ = ask(one, (3, 4, 10**6), plan)
+    (error,) = bad.all()
+    assert isinstance(error, InputError)
+    assert good.ids() == alone(lone, plan, prompt(1, 50), 20)
+
+
+def test_time_ends_what_runs_and_what_waits(scheduler, model):
+    one, plan = scheduler(running=1, seconds=0.2), plan_of("full", model)
+    slow, _ = ask(one, prompt(1, 10), plan, 10000, ignore_eos=True)
+    waiting, _ = ask(one, prompt(2, 10), plan, 10000, ignore_eos=True)
+    told = slow.all()
+    assert told[-2].finish == "length" and isinstance(told[-1], Summary)
+    last = waiting.all()[-1]
+    assert isinstance(last, BusyError | Summary)
+
+
+def test_closing_refuses_what_comes_and_ends_what_runs(scheduler, model):
+    one, plan = scheduler(), plan_of("full", model)
+    heard, _ = ask(one, prompt(1, 10), plan, 10000, ignore_eos=True)
+    heard.events.get(timeout=TIMEOUT)
+    one.close()
+    assert isinstance(heard.all()[-1], Summary)
+    with pytest.raises(BusyError, match="closing"):
+        ask(one, prompt(1, 10), plan)
+
+
+def test_owners_take_turns():
+    waiting = FairQueue()
+    for number, owner in enumerate("aaabbc"):
+        waiting.put(Ticket(Order((number,), Plan(), 1, owner=owner), print, print))
+    order = []
+    while waiting.first() is not None:
+        order.append(waiting.take().order)
+    assert "".join(each.owner for each in order) == "abcaba"
+    assert [each.ids[0] for each in order if each.owner == "a"] == [0, 1, 2]
