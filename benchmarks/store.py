@@ -1,19 +1,19 @@
 """Measure what a store of prompts saves: on documents, on an agent's turns, and in sessions per byte.
 
-    python benchmarks/store.py document [--method full] [--tokens 7500] [--questions 2]
+    python benchmarks/store.py document [--method full] [--tokens 7500] [--questions 1] [--folder DIR]
     python benchmarks/store.py agent [--turns 100]
     python benchmarks/store.py sessions [--tokens 7500]
 
 document: a process reads a document with a first question, leaves it to a store and is killed (SIGKILL). This process
-opens the store and asks other questions about the document, the first of which is answered from the disk and the others
-from memory, and reads the same prompts anew, one after the other. Told are seconds to the first token, their ratios and
-whether the answers are the same.
+opens the store and asks other questions about the document, the first from the disk, the others from memory. The last
+one's prompt is read anew as well; told are seconds to the first token of both, and whether the answers are the same.
+--folder keeps the store of the killed process, so that several runs need it once.
 
 agent: a conversation of many turns on tiny models, all of it sent again every turn as agents do, with tool outputs;
 every tenth turn goes back and edits what was said before. Told is the share of prompt tokens that came from the store.
 
 sessions: bytes that a store takes for one session of a document, question and answer, under full KV and under SnapKV of
-10% with entries of 4 bits.
+10% with entries of 4 bits; of the demo model's first two layers, since all take equally many.
 
 Results go to benchmarks/results/store.json, one entry for each of these.
 """
@@ -27,7 +27,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -74,39 +73,34 @@ def options(model: Any, tokenizer: Any, new_tokens: int) -> dict[str, Any]:
 
 
 def document(given: argparse.Namespace) -> dict[str, Any]:
-    """See the module: seconds to the first token with and without the store, after a kill and in one process."""
+    """See the module: seconds to the first token of the last question, with and without the store."""
     model, tokenizer = kvsieve.models.load_demo()
     asked = prompts(tokenizer, given.tokens, given.questions + 1)
     how = {**options(model, tokenizer, 16), "chunk": CHUNK}
     plan = kvsieve.plan(given.method, **METHODS[given.method])
     with tempfile.TemporaryDirectory() as folder:
-        first = None if given.fresh else fill_and_die(given, folder)
-        with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve:
+        place = Path(given.folder or folder)
+        first = None if place.exists() and any(place.glob("*.kv")) else fill_and_die(given, str(place))
+        with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve, PrefixStore(place, disk=None) as store:
             sieve.generate(asked[0][:, :64], max_new_tokens=2, do_sample=False)
-            rows = []
-            with PrefixStore(folder) as store:
-                if given.fresh:
-                    first = Stored(store).generate(sieve, asked[0], **how).stats.ttft_s
-                for ids in asked[1:]:
-                    before = store.stats()
-                    began = time.perf_counter()
-                    found = Stored(store).generate(sieve, ids, **how)
-                    now = store.stats()
-                    anew = sieve.generate(ids, **how)
-                    rows.append(
-                        {
-                            "tokens": ids.shape[1],
-                            "from_store": now.tokens_reused - before.tokens_reused,
-                            "from_disk": now.disk_hits > before.disk_hits,
-                            "ttft_s": round(found.stats.ttft_s, 3),
-                            "call_s": round(time.perf_counter() - began, 3),
-                            "anew_ttft_s": round(anew.stats.ttft_s, 3),
-                            "anew_by": round(anew.stats.ttft_s / found.stats.ttft_s, 1),
-                            "same_answer": torch.equal(found.sequences, anew.sequences),
-                            "answer": tokenizer.decode(found.sequences[0, ids.shape[1] :], skip_special_tokens=True),
-                        }
-                    )
-    return {"method": given.method, "first_ttft_s": first, "dtype": str(model.dtype), "questions": rows}
+            for ids in asked[1:]:
+                before = store.stats()
+                found = Stored(store).generate(sieve, ids, **how)
+                now = store.stats()
+            anew = sieve.generate(ids, **how)
+    return {
+        "method": given.method,
+        "dtype": str(model.dtype),
+        "tokens": ids.shape[1],
+        "from_store": now.tokens_reused - before.tokens_reused,
+        "from_disk": now.disk_hits > before.disk_hits,
+        "first_ttft_s": first,
+        "ttft_s": round(found.stats.ttft_s, 3),
+        "anew_ttft_s": round(anew.stats.ttft_s, 3),
+        "anew_by": round(anew.stats.ttft_s / found.stats.ttft_s, 1),
+        "same_answer": torch.equal(found.sequences, anew.sequences),
+        "answer": tokenizer.decode(found.sequences[0, ids.shape[1] :], skip_special_tokens=True),
+    }
 
 
 def fill_and_die(given: argparse.Namespace, folder: str) -> float:
@@ -139,7 +133,6 @@ def agent(given: argparse.Namespace) -> dict[str, Any]:
         "full KV": ("llama", "full", {}),
         "recurrent hybrid": ("qwen3_next", "full", {}),
         "SnapKV, 512 entries": ("llama", "snapkv", {"budget": 512, "window": 16, "paper": True}),
-        "full KV in 4 bits": ("llama", "kivi", {"bits": 4}),
     }
     out = {}
     for name, (family, method, parameters) in cases.items():
@@ -160,7 +153,7 @@ def trace(sieve: Any, store: PrefixStore, turns: int) -> dict[str, Any]:
         size = int(torch.randint(least, most, (1,), generator=made))
         return torch.randint(2, 100, (1, size), generator=made)
 
-    how = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": None, "pad_token_id": 0, "chunk": 256}
+    how = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0, "chunk": 256}
     ids, ends, marks = said(600, 601), [], []
     for turn in range(turns):
         if turn % 10 == 9:
@@ -175,8 +168,7 @@ def trace(sieve: Any, store: PrefixStore, turns: int) -> dict[str, Any]:
         found = store.find(sieve, ids[0], turns=ends)
         if found is not None:
             cache = found.cache
-        sieve.begin(ids[:, :-20], cache=cache, chunk=256) if cache.num_seen < ids.shape[1] - 20 else None
-        result = sieve.generate(ids, cache=cache, **how)
+        result = sieve.generate(ids, torch.ones_like(ids), cache=cache, **how)
         store.add(sieve, result.sequences[0], result.cache, 0.001 * ids.shape[1], turns=ends)
         ids = result.sequences
     stats = store.stats()
@@ -188,14 +180,19 @@ def trace(sieve: Any, store: PrefixStore, turns: int) -> dict[str, Any]:
 def sessions(given: argparse.Namespace) -> dict[str, Any]:
     """See the module: bytes of a session in memory."""
     model, tokenizer = kvsieve.models.load_demo()
+    del model.model.layers[2:]
+    model.config.num_hidden_layers = 2
     (ids,) = prompts(tokenizer, given.tokens, 1)
     out: dict[str, Any] = {"tokens": ids.shape[1]}
-    for name, plan in (("full", kvsieve.plan("full")), ("snapkv 10%, kivi 4 bits", kvsieve.plan("snapkv", **PACKED))):
+    for name, plan in (
+        ("full", kvsieve.plan("full")),
+        ("snapkv 10%, kivi 4 bits", kvsieve.plan("snapkv", paper=True, **PACKED)),
+    ):
         with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve, PrefixStore() as store:
             result = sieve.generate(ids, chunk=CHUNK, **options(model, tokenizer, 16))
             store.add(sieve, result.sequences[0], result.cache, 1.0)
-            out[name] = {"bytes": store.stats().memory_bytes, "entries": result.cache.entries()[0]}
-    one, other = (out[name]["bytes"] for name in ("full", "snapkv 10%, kivi 4 bits"))
+            out[name] = {"bytes_of_2_layers": store.stats().memory_bytes, "entries": result.cache.entries()[0]}
+    one, other = (out[name]["bytes_of_2_layers"] for name in ("full", "snapkv 10%, kivi 4 bits"))
     return {**out, "sessions_in_the_memory_of_one": round(one / other, 1)}
 
 
@@ -204,11 +201,10 @@ def main() -> None:
     parser.add_argument("what", choices=("document", "agent", "sessions", "fill"))
     parser.add_argument("--method", choices=METHODS, default="full")
     parser.add_argument("--tokens", type=int, default=7500)
-    parser.add_argument("--questions", type=int, default=2)
+    parser.add_argument("--questions", type=int, default=1)
     parser.add_argument("--turns", type=int, default=100)
     parser.add_argument("--memory", default="4GiB")
-    parser.add_argument("--fresh", action="store_true", help="document: nobody is killed; the store is filled here")
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help="of the store, kept; a new one if left out")
     given = parser.parse_args()
     if given.what == "fill":
         fill(given)
@@ -216,7 +212,8 @@ def main() -> None:
     found = {"document": document, "agent": agent, "sessions": sessions}[given.what](given)
     print(json.dumps(found, indent=1))
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    key = f"document, {given.method}" if given.what == "document" else given.what
+    where = "from the disk, after a kill" if given.questions == 1 else "from memory"
+    key = f"document, {given.method}, {where}" if given.what == "document" else given.what
     known[key] = {"environment": environment(), **found}
     RESULTS.write_text(json.dumps(known, indent=1) + "\n")
 
