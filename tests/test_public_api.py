@@ -16,7 +16,7 @@ FUNCTIONS = """
     attach(model, plan, *, decode='auto', tokenizer=None)
     list_methods()
     method_info(name)
-    plan(method, *, codec=None, rest=None, **parameters)
+    plan(method, *, codec=None, rest=None, prefill=None, **parameters)
     register_method(name, *, title, paper, phase, query_aware, summary='', budget=None, **rarely)
 """
 MODELS = """
@@ -68,7 +68,8 @@ FIELDS = {
     "Saved": "cache ids extra",
     "Stats": """
         method applied prompt_tokens deep_tokens kv_entries kv_asked kv_bytes ttft_s tpot_s new_tokens peak_bytes notes
-        report traffic storage decoding compressed_layers kv_share growing_layers codec
+        report traffic storage decoding compressed_layers kv_share growing_layers codec prompt_density
+        prompt_recall
     """,
 }
 

@@ -21,7 +21,7 @@ from kvsieve.registry import (
     method_info,
     shared_options,
 )
-from kvsieve.roles import Codec, DelegatingEvictor, Evictor, Role
+from kvsieve.roles import Codec, DelegatingEvictor, Evictor, Role, SparsePrefill
 from kvsieve.specs import split_specs
 
 # Codec of "2bit" and the like.
@@ -30,17 +30,25 @@ _BITS = re.compile(r"(\d+)[ -]?bits?")
 _DERIVED = "the model's depth and tokenizer"
 
 
-def plan(method: str, *, codec: Codec | str | None = None, rest: Codec | str | None = None, **parameters: Any) -> Plan:
+def plan(
+    method: str,
+    *,
+    codec: Codec | str | None = None,
+    rest: Codec | str | None = None,
+    prefill: SparsePrefill | str | None = None,
+    **parameters: Any,
+) -> Plan:
     """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``.
 
     Parameters are the method's own (`kvsieve methods` lists them); a budget is a Budget, a share such as "20%" or
     0.2, a number of entries, or the size of the whole cache of one prompt, such as "512MiB". Of any method, `codec`
     says how entries are stored: a Codec, or one as text, ``codec="kivi:bits=4"``. Of one that evicts, `rest` says how
-    entries that it would drop are stored instead: a codec again, or "2bit", "3bit" or "4bit". Of a method that has
-    `paper` among them, those that are not given come with the model when the plan is attached (Plan.for_model);
-    ``paper=True`` takes the paper's defaults, and ``profile=``, a Profile, its file or the name of one that is shipped,
-    takes that one's. Raises PlanError, with a suggestion, for an unknown
-    method, parameter or bad value, and for a profile that cannot be read or holds nothing for the method.
+    entries that it would drop are stored instead: a codec again, or "2bit", "3bit" or "4bit". Of any method, `prefill`
+    says what the queries of prompts attend to: a SparsePrefill, or one as text, ``prefill="xattention:threshold=0.9"``.
+    Of a method that has `paper` among them, those that are not given come with the model when the plan is attached
+    (Plan.for_model); ``paper=True`` takes the paper's defaults, ``profile=``, a Profile, its file or the name of one
+    that is shipped, takes that one's. Raises PlanError, with a suggestion, for an unknown method, parameter or bad
+    value, and for a profile that cannot be read or holds nothing for the method.
     """
     info = method_info(method)
     check_parameters(info, parameters)
@@ -61,18 +69,30 @@ def plan(method: str, *, codec: Codec | str | None = None, rest: Codec | str | N
         if made.rest is not None:
             raise PlanError(f"{info.name} keeps the rest itself, got rest={short(rest)} as well; leave it out")
         made = dataclasses.replace(made, rest=rest_of(rest))
+    if prefill is not None:
+        if made.prefill is not None:
+            raise PlanError(
+                f"{info.name} reads prompts sparsely itself, got prefill={short(prefill)} as well; leave one out"
+            )
+        made = dataclasses.replace(made, prefill=prefill_of(prefill))
     return made
 
 
 def crossed(
-    methods: Iterable[tuple[str, Mapping[str, Any]]], codecs: Sequence[str | None], rests: Sequence[str | None]
+    methods: Iterable[tuple[str, Mapping[str, Any]]],
+    codecs: Sequence[str | None],
+    rests: Sequence[str | None],
+    prefills: Sequence[str | None] = (None,),
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Cross methods with codecs and rests; a codec itself runs under no other, what drops nothing has no rest.
+    """Cross methods with codecs, rests and prefills.
+
+    A codec itself runs under no other, what drops nothing has no rest, what reads prompts sparsely has no prefill.
 
     Args:
         methods: names, and parameters that were given.
         codecs: as text, None for none.
         rests: likewise, of what evictors would drop.
+        prefills: likewise, what reads prompts sparsely.
 
     Raises:
         PlanError: there are rests, and no method has one to keep.
@@ -85,8 +105,9 @@ def crossed(
         kept = kept or drops
         for codec in (None,) if info.is_codec else codecs:
             for rest in rests if drops else (None,):
-                stored = {"codec": codec, "rest": rest}
-                out.append((name, {**given, **{role: each for role, each in stored.items() if each is not None}}))
+                for prefill in (None,) if example.prefill is not None else prefills:
+                    parts = {"codec": codec, "rest": rest, "prefill": prefill}
+                    out.append((name, {**given, **{role: each for role, each in parts.items() if each is not None}}))
     if any(rests) and out and not kept:
         raise PlanError(
             f"rest={next(filter(None, rests))} keeps what an evictor would drop, and none of the methods named has "
@@ -107,22 +128,32 @@ def rest_of(value: Codec | str) -> Codec:
 
 def codec_of(value: Codec | str) -> Codec:
     """Return a codec that is one, or is written as ``kivi:bits=4``. Raises PlanError."""
-    if isinstance(value, Codec):
-        return value
-    if not isinstance(value, str):
-        raise PlanError(f"codec= takes a Codec, or its name such as 'kivi:bits=4', got {short(value)}")
-    specs = split_specs(value)
-    if len(specs) != 1:
-        raise PlanError(f"codec= takes one codec, got {value!r}")
-    ((name, given),) = specs
-    info = method_info(name)
-    if not info.is_codec:
-        codecs = [each for each in list_methods() if method_info(each).is_codec]
-        raise PlanError(f"{info.name} is no codec; codecs are {', '.join(codecs)}")
-    check_parameters(info, given)
-    made = info.make(**given).codec
+    made = value if isinstance(value, Codec) else _alone("codec", value, "kivi:bits=4").codec
     assert made is not None
     return made
+
+
+def prefill_of(value: SparsePrefill | str) -> SparsePrefill:
+    """Return a SparsePrefill that is one, or is written as ``xattention:threshold=0.9``. Raises PlanError."""
+    made = value if isinstance(value, SparsePrefill) else _alone("prefill", value, "xattention:threshold=0.9").prefill
+    assert made is not None
+    return made
+
+
+def _alone(role: str, value: Any, example: str) -> Plan:
+    """Return the plan of a method, as it is written, that has this one role. Raises PlanError."""
+    if not isinstance(value, str):
+        raise PlanError(f"{role}= takes a {ROLES[role].__name__}, or its name such as {example!r}, got {short(value)}")
+    specs = split_specs(value)
+    if len(specs) != 1:
+        raise PlanError(f"{role}= takes one {role}, got {value!r}")
+    ((name, given),) = specs
+    info = method_info(name)
+    if info.roles != (role,):
+        known = [each for each in list_methods() if method_info(each).roles == (role,)]
+        raise PlanError(f"{info.name} is no {role}; {role}s are {', '.join(known)}")
+    check_parameters(info, given)
+    return info.make(**given)
 
 
 @provides("settle")
@@ -164,7 +195,8 @@ def all_parameters(method: str, given: Mapping[str, Any], filled: SettledParamet
     values.pop("paper", None)
     if isinstance(values.get("profile"), Profile):
         values["profile"] = values["profile"].name
-    return {name: str(value) if isinstance(value, (Budget, Codec)) else value for name, value in values.items()}
+    written = (Budget, Codec, SparsePrefill)
+    return {name: str(value) if isinstance(value, written) else value for name, value in values.items()}
 
 
 def told(method: str, given: Mapping[str, Any], filled: SettledParameters | None) -> dict[str, Any]:

@@ -22,7 +22,9 @@ from kvsieve.roles import (
     Propagator,
     Reader,
     Role,
+    SparsePrefill,
     byte_budgets,
+    check_prefill,
     check_together,
     role_class,
     role_name,
@@ -32,6 +34,7 @@ ROLES: dict[str, type[Role]] = {
     "propagate": Propagator,
     "evict": Evictor,
     "read": Reader,
+    "prefill": SparsePrefill,
     "codec": Codec,
     "rest": Codec,
 }
@@ -44,6 +47,7 @@ _EXAMPLES = {
     "propagate": "propagate=TSP(rate=0.2)",
     "evict": "evict=SnapKV(budget=0.2)",
     "read": "read=HSA(budget=512)",
+    "prefill": "prefill=XAttention(threshold=0.9)",
     "codec": "codec=KIVI(bits=4)",
     "rest": "rest=Rotated(bits=2)",
 }
@@ -83,7 +87,8 @@ class Plan:
     """What to do with one model's context.
 
     propagate: a Propagator, which hidden states go on to deeper layers. evict: an Evictor, which entries stay stored.
-    read: a Reader, which entries a new token reads. codec: a Codec, how stored entries are encoded.
+    read: a Reader, which entries a new token reads. prefill: a SparsePrefill, which of them a prompt's queries attend
+    to. codec: a Codec, how stored entries are encoded.
     rest: a Codec that encodes what the evictor would drop, which stays stored then.
     profile: the model whose profile gave the parameters, if one did; `attach` refuses another.
     unset: of a plan made by name, what `attach` needs to fill in the parameters that were not given; until then they
@@ -95,6 +100,7 @@ class Plan:
     propagate: Propagator | None = None
     evict: Evictor | None = None
     read: Reader | None = None
+    prefill: SparsePrefill | None = None
     codec: Codec | None = None
     rest: Codec | None = None
     profile: Fingerprint | None = None
@@ -113,6 +119,7 @@ class Plan:
                     f"class of your own that derives from kvsieve.roles.{base.__name__}"
                 )
         check_together(self.propagate, self.evict, self.read, self.codec, self.rest)
+        check_prefill(self.prefill, self.evict)
         if not self.name:
             parts = [type(getattr(self, role)).__name__ for role in self.roles]
             object.__setattr__(self, "name", "+".join(parts) or "full")
@@ -145,8 +152,8 @@ class Plan:
 
     @property
     def acts_once(self) -> bool:
-        """True when nothing is dropped before a prompt is complete or while decoding, and one reading is enough."""
-        if self.shortens_prompt or self.probes:
+        """True when one full reading of a prompt is enough: nothing is dropped before its end or while decoding."""
+        if self.shortens_prompt or self.probes or self.prefill is not None:
             return False
         return self.evict is None or not (self.evict.when.chunks or self.evict.when.steps)
 

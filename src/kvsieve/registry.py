@@ -89,6 +89,11 @@ class MethodInfo:
         """True for a method that only says how entries are stored, which ``codec=`` of any other takes."""
         return self.roles == ("codec",)
 
+    @property
+    def is_prefill(self) -> bool:
+        """True for a method that only reads prompts sparsely, which ``prefill=`` of any other takes."""
+        return self.roles == ("prefill",)
+
 
 _METHODS: dict[str, MethodInfo] = {}
 # Parameters that calibration finds for a model: a method with one of them also takes `profile`.
@@ -180,7 +185,7 @@ def _maker(kind: type[Any], budget: Budget | str | float | None) -> Callable[...
     if (role is None and not issubclass(kind, Parameters)) or "__dataclass_fields__" not in vars(kind):
         raise PlanError(
             "register_method takes a function that returns a Plan, or a dataclass that derives from Evictor, "
-            f"Propagator, Reader or Codec (put @register_method above @dataclass), got {kind.__name__}"
+            f"Propagator, Reader, SparsePrefill or Codec (put @register_method above @dataclass), got {kind.__name__}"
         )
     fixed = {} if budget is None else {"budget": budget}
     fields = {each.name: each for each in dataclasses.fields(kind) if each.init}

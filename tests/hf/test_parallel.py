@@ -108,6 +108,11 @@ CASES = {
         name: (named(name, block=8, tail=4), {})
         for name in ("fp8", "hqq", "int8", "k8v4", "kivi", "outlier", "rotated")
     },
+    **{
+        name: (named(name, block=4, queries=8, least=16, local=4), {})
+        for name in ("a-shape", "flashprefill", "flexprefill", "minference")
+    },
+    "xattention": (named("xattention", block=4, queries=8, least=16, stride=2, threshold=0.6), {}),
 }
 
 
@@ -303,7 +308,7 @@ def test_the_example_prints_once(directory, ranks):
 def needed(name: str) -> str:
     info = kvsieve.method_info(name)
     made = info.make(**info.example)
-    said = {role.traits.heads for role in (made.propagate, made.evict) if role is not None}
+    said = {role.traits.heads for role in (made.propagate, made.evict, made.prefill) if role is not None}
     return "refused" if None in said else "all" if "all" in said else "own"
 
 

@@ -17,12 +17,13 @@ GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 NUMBER, TURNS = 60, (10, 240, 10, 60)
 
 CODECS = [name for name in kvsieve.list_methods() if kvsieve.method_info(name).is_codec]
+SPARSE_PROMPTS = [name for name in kvsieve.list_methods() if kvsieve.method_info(name).is_prefill]
 
 # Methods whose entries once a prompt is complete are not the budget's, and why; docs/options.md lists the same.
 KEEPS_ALL = {
     **dict.fromkeys(("exacttopk", "hsa", "quest", "sparq"), "the budget is what a token reads"),
     **dict.fromkeys(("perturn", "rocketkv-mt"), "the budget is what an answer reads"),
-    **dict.fromkeys(CODECS, "has no budget"),
+    **dict.fromkeys((*CODECS, *SPARSE_PROMPTS), "has no budget"),
     "full": "has no budget",
     "mixed": "the budget is what stays exact",
 }

@@ -23,6 +23,7 @@ class AdviceOptions:
         methods: names and given parameters.
         codecs: as text, None for none; each method is measured under each.
         rests: of what methods would drop, likewise.
+        prefills: as codecs, what reads prompts sparsely.
         budgets: each method's; () for a few shares, or, with a limit on memory, what fits into it.
         samples: prompts per task and part: one part to choose by, one to state the loss by.
         measure_at: tokens of the prompts that are measured; None for the longest of bearable time.
@@ -36,6 +37,7 @@ class AdviceOptions:
     methods: tuple[tuple[str, Mapping[str, Any]], ...] = tuple((name, {}) for name in METHODS)
     codecs: tuple[str | None, ...] = (None,)
     rests: tuple[str | None, ...] = (None,)
+    prefills: tuple[str | None, ...] = (None,)
     budgets: tuple[str, ...] = ()
     samples: int = 3
     measure_at: int | None = None

@@ -30,8 +30,8 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
     too_large: list[tuple[int, str]] = []
     model, tokenizer = evaluator.model, evaluator.prompter.tokenizer
     found, left_out = [setting(FULL, {})], []
-    for method, given in crossed(options.methods, options.codecs, options.rests):
-        if method == FULL and "codec" not in given:
+    for method, given in crossed(options.methods, options.codecs, options.rests, options.prefills):
+        if method == FULL and not given.keys() & {"codec", "prefill"}:
             continue
         try:
             budgets = _budgets(evaluator, options, method, given)
@@ -40,7 +40,7 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
                 check_model(model, one.plan)
                 least_memory_at(evaluator, one.plan, options.context)
         except KvsieveError as error:
-            if given.keys() - {"codec", "rest"} or len(options.methods) == 1:
+            if given.keys() - {"codec", "rest", "prefill"} or len(options.methods) == 1:
                 raise
             left_out.append(f"{method}: {error}")
             continue

@@ -5,6 +5,7 @@ from kvsieve.attention.latent import UpProjection, latent_attention
 from kvsieve.attention.masked import masked_attention
 from kvsieve.attention.packed import packed_attention
 from kvsieve.attention.paged import CompiledReading, why_not_compiled
+from kvsieve.attention.prompt import prompt_attention
 from kvsieve.attention.ragged import ragged_attention
 from kvsieve.attention.sparse import sparse_attention
 from kvsieve.attention.windowed import Window, window_attention
@@ -17,6 +18,7 @@ __all__ = [
     "latent_attention",
     "masked_attention",
     "packed_attention",
+    "prompt_attention",
     "ragged_attention",
     "sparse_attention",
     "why_not_compiled",

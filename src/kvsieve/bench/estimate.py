@@ -78,8 +78,8 @@ def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, ele
     matmul = sum(2 * layer.linear_parameters * n for layer, n in zip(layers, seen, strict=True))
     matmul += 2 * geometry.outside_parameters * tokens + 2 * geometry.head_parameters
     attention = sum(
-        layer.pair_flops * _pairs(layer, n, seen[layer.reads]) + layer.state_flops * n
-        for layer, n in zip(layers, seen, strict=True)
+        share * layer.pair_flops * _pairs(layer, n, seen[layer.reads]) + layer.state_flops * n
+        for layer, n, share in zip(layers, seen, _densities(plan, layers, seen), strict=True)
     )
     return Estimate(
         deep_tokens=seen[-1],
@@ -103,8 +103,13 @@ def check_priced(plan: Plan) -> None:
     unknown = [role for role in plan.roles if role == "read"]
     if unknown:
         raise PlanError(
-            f"estimate cannot price {plan.name!r}: it knows the roles propagate, evict, codec and rest, not "
+            f"estimate cannot price {plan.name!r}: it knows the roles propagate, evict, prefill, codec and rest, not "
             f"{', '.join(unknown)}; measure it with `kvsieve run` instead"
+        )
+    if plan.prefill is not None and plan.prefill.density(1) is None:
+        raise PlanError(
+            f"estimate cannot price {plan.name!r}: which blocks {type(plan.prefill).__name__} computes depends on the "
+            "prompt; measure it with `kvsieve run` instead, whose statistics tell the density"
         )
     for part, known in ((plan.propagate, TSP), (plan.evict, ScoredEvictor)):
         if part is not None and (not isinstance(part, known) or type(part).select is not known.select):
@@ -121,6 +126,14 @@ def _tokens_per_layer(plan: Plan, geometry: Geometry, tokens: int) -> list[int]:
     source = plan.propagate.first_layer(len(layers), growing_layers(geometry.kinds))
     deep = min(tokens, plan.propagate.rate.entries(tokens, plan.propagate.window))
     return [tokens if index <= source else deep for index in range(len(layers))]
+
+
+def _densities(plan: Plan, layers: tuple[Layer, ...], seen: list[int]) -> list[float]:
+    """Share of each layer's pairs of a query and a key that is computed."""
+    if plan.prefill is None:
+        return [1.0] * len(layers)
+    sparse = [layer.kind.grows and plan.prefill.acts_in(index, len(layers)) for index, layer in enumerate(layers)]
+    return [(plan.prefill.density(n) or 1.0) if acts else 1.0 for acts, n in zip(sparse, seen, strict=True)]
 
 
 def _entries(plan: Plan, index: int, layers: tuple[Layer, ...], seen: int, tokens: int) -> tuple[int, int]:

@@ -15,7 +15,17 @@ from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.evaluate import names_of, progress_bar
 from kvsieve.cli.loading import DeviceOption, DtypeOption, check_device, check_dtype, load_model
 from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
-from kvsieve.cli.specs import CodecsOption, RestsOption, method_specs, parse_codecs, parse_rests, spec
+from kvsieve.cli.specs import (
+    PARTS,
+    CodecsOption,
+    PrefillsOption,
+    RestsOption,
+    method_specs,
+    parse_codecs,
+    parse_prefills,
+    parse_rests,
+    spec,
+)
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
@@ -43,6 +53,7 @@ def advise_command(
     methods: Annotated[str, typer.Option(help="What to measure, with parameters: snapkv:kernel=21,kvzip.")] = _METHODS,
     codec: CodecsOption = None,
     rest: RestsOption = None,
+    prefill: PrefillsOption = None,
     budgets: Annotated[str, typer.Option(help="Of each method; a few shares, or what fits, if left out.")] = "",
     samples: Annotated[int, typer.Option(help="Prompts per task, once to choose by and once held back.")] = 3,
     measure_at: Annotated[
@@ -73,6 +84,7 @@ def advise_command(
         methods=tuple(method_specs(methods)),
         codecs=tuple(parse_codecs(codec)),
         rests=tuple(parse_rests(rest)),
+        prefills=tuple(parse_prefills(prefill)),
         budgets=tuple(names_of(budgets)),
         samples=samples,
         measure_at=None if measure_at is None else _tokens(measure_at, "--measure-at"),
@@ -147,7 +159,7 @@ def _show_choice(advice: Advice, model: str | None) -> None:
     why = "the least memory" if advice.limits.by_memory else "the least loss"
     show(f"recommended: {plan_line(one.setting)}")
     parameters = dict(one.setting.given)
-    stored = {role: parameters.pop(role, None) for role in ("codec", "rest")}
+    stored = {role: parameters.pop(role, None) for role in PARTS}
     words = ["kvsieve run", *([] if model is None else [model]), "--method", spec(one.setting.method, parameters)]
     words += [f"--{role} {each}" for role, each in stored.items() if each is not None]
     show(f"    {' '.join(words)}")

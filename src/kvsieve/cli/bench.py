@@ -16,10 +16,12 @@ from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
 from kvsieve.cli.specs import (
     CodecsOption,
     MethodRun,
+    PrefillsOption,
     RestsOption,
     compared_methods,
     make_run,
     parse_codecs,
+    parse_prefills,
     parse_rests,
     spec,
     with_codecs,
@@ -48,6 +50,7 @@ def bench_command(
     ] = "snapkv:budget=10%,fastkv:budget=10%",
     codec: CodecsOption = None,
     rest: RestsOption = None,
+    prefill: PrefillsOption = None,
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -99,7 +102,9 @@ def bench_command(
     numbers = [part for part in asked if part != CONTEXT]
     sizes = parse_contexts(",".join(numbers), "--lengths") if numbers else []
     named = [make_run("full")]
-    named += with_codecs(compared_methods(methods, None), parse_codecs(codec), parse_rests(rest))
+    named += with_codecs(
+        compared_methods(methods, None), parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
+    )
     presses = parse_peer_methods(peer_methods) if peer_python is not None else []
     python = find_python(peer_python) if peer_python is not None else None
     check_device(device)

@@ -10,7 +10,16 @@ import typer
 
 from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.prompts import read_prompt
-from kvsieve.cli.specs import CodecOption, RestOption, chosen_method, parse_codecs, parse_rests, with_codecs
+from kvsieve.cli.specs import (
+    CodecOption,
+    PrefillOption,
+    RestOption,
+    chosen_method,
+    parse_codecs,
+    parse_prefills,
+    parse_rests,
+    with_codecs,
+)
 from kvsieve.cli.store import StoreOption, opened_store
 from kvsieve.cli.talk import Talk
 from kvsieve.errors import InputError
@@ -33,6 +42,7 @@ def chat_command(
     ] = None,
     codec: CodecOption = None,
     rest: RestOption = None,
+    prefill: PrefillOption = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     file: Annotated[str | None, typer.Option(help="File whose text comes before the first message.")] = None,
     load: Annotated[str | None, typer.Option(help="Go on with a chat that was saved.")] = None,
@@ -62,15 +72,16 @@ def chat_command(
     if system is not None and load is not None:
         raise InputError("--load brings the chat's own system prompt; leave --system out")
     load, save = (None if name is None else os.path.expanduser(name) for name in (load, save))
-    if load is not None and method is None and (budget or settings or profile or codec or rest):
+    if load is not None and method is None and (budget or settings or profile or codec or rest or prefill):
         raise InputError(
-            "--load brings the chat's own method; leave --budget, --set, --profile, --codec and --rest out"
+            "--load brings the chat's own method; leave --budget, --set, --profile, --codec, --rest and --prefill out"
         )
     chosen = chosen_method(method or "full", budget, settings or [], profile)
-    runs = with_codecs([chosen], parse_codecs(codec), parse_rests(rest))
+    runs = with_codecs([chosen], parse_codecs(codec), parse_rests(rest), parse_prefills(prefill))
     if len(runs) > 1:
-        several = f"--codec {codec}" if len(parse_codecs(codec)) > 1 else f"--rest {rest}"
-        raise InputError(f"a chat has one codec, got {several}; name one of them")
+        several = f"--rest {rest}" if len(parse_rests(rest)) > 1 else f"--prefill {prefill}"
+        several = f"--codec {codec}" if len(parse_codecs(codec)) > 1 else several
+        raise InputError(f"a chat has one of each, got {several}; name one of them")
     plan = runs[0].plan
     if load is not None:
         saved = _saved_plan(load)

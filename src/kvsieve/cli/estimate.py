@@ -13,9 +13,11 @@ from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.specs import (
     CodecsOption,
     MethodRun,
+    PrefillsOption,
     RestsOption,
     compared_methods,
     parse_codecs,
+    parse_prefills,
     parse_rests,
     spec,
     with_codecs,
@@ -39,6 +41,7 @@ def estimate_command(
     budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20%, 2048 or 512MiB.")] = None,
     codec: CodecsOption = None,
     rest: RestsOption = None,
+    prefill: PrefillsOption = None,
     batch: Annotated[int, typer.Option(help="Rows, all of the same length.")] = 1,
     dtype: Annotated[str, typer.Option(help=f"Of weights and KV: {', '.join(ELEMENT_BYTES)}.")] = "bfloat16",
     memory: Annotated[float | None, typer.Option(help="GiB for weights and KV: adds the largest batch.")] = None,
@@ -61,7 +64,9 @@ def estimate_command(
     if attention_tflops is not None and matmul_tflops is None:
         raise InputError("--attention-tflops needs --matmul-tflops beside it; add that option")
     contexts = parse_contexts(context)
-    runs = with_codecs(compared_methods(method, budget), parse_codecs(codec), parse_rests(rest))
+    runs = with_codecs(
+        compared_methods(method, budget), parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
+    )
     if not runs:
         raise InputError(f"--method names no method, got {method!r}; write e.g. full,snapkv:budget=10%")
     rates = (matmul_tflops, attention_tflops or matmul_tflops, bandwidth)

@@ -20,7 +20,15 @@ from kvsieve.cli.loading import (
 )
 from kvsieve.cli.output import JsonOption, emit_json, say, show
 from kvsieve.cli.report import aggregated, print_means
-from kvsieve.cli.specs import CodecsOption, RestsOption, method_specs, parse_codecs, parse_rests
+from kvsieve.cli.specs import (
+    CodecsOption,
+    PrefillsOption,
+    RestsOption,
+    method_specs,
+    parse_codecs,
+    parse_prefills,
+    parse_rests,
+)
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,6 +46,7 @@ def eval_command(
     budgets: Annotated[str, typer.Option(help="Entries kept per layer and KV head: 5%,10%, 512 or 64MiB.")] = "10%,20%",
     codec: CodecsOption = None,
     rest: RestsOption = None,
+    prefill: PrefillsOption = None,
     samples: Annotated[int, typer.Option(help="Per task, length and question mode.")] = 25,
     question: Annotated[
         str, typer.Option(help="Do methods see the question when they choose? visible, hidden or both.")
@@ -78,12 +87,13 @@ def eval_command(
     from kvsieve.named import crossed
     from kvsieve.tasks.public import data_digests
 
+    parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
     grid = Grid(
         tasks=_tasks(names_of(tasks), haystack, data, scbench_mode),
         lengths=lengths_of(lengths),
         questions=QUESTIONS if question == "both" else (question,),
         samples=samples,
-        settings=settings(crossed(method_specs(methods), parse_codecs(codec), parse_rests(rest)), names_of(budgets)),
+        settings=settings(crossed(method_specs(methods), *parts), names_of(budgets)),
         seed=seed,
         cost_samples=cost_samples,
     )

@@ -14,10 +14,12 @@ from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.prompts import given_prompts
 from kvsieve.cli.specs import (
     CodecsOption,
+    PrefillsOption,
     RestsOption,
     chosen_method,
     compared_methods,
     parse_codecs,
+    parse_prefills,
     parse_rests,
     with_codecs,
 )
@@ -63,6 +65,7 @@ def run_command(
     ] = None,
     codec: CodecsOption = None,
     rest: RestsOption = None,
+    prefill: PrefillsOption = None,
     compare: Annotated[
         str, typer.Option(help="Methods to run before it: full,snapkv or snapkv:kernel=21:window=16,full.")
     ] = "",
@@ -109,7 +112,7 @@ def run_command(
             raise InputError(f"{option} must be at least 1, got {value}")
     sampling = parse_sampling(temperature, top_p, top_k, seed)
     runs = [*compared_methods(compare, budget, profile), chosen_method(method, budget, settings or [], profile)]
-    runs = with_codecs(runs, parse_codecs(codec), parse_rests(rest))
+    runs = with_codecs(runs, parse_codecs(codec), parse_rests(rest), parse_prefills(prefill))
     prompts = given_prompts(prompt, prompt_file, prompts_file, question, system)
     roles, spans = parse_protect(protect or [], all(each.system for each in prompts))
     texts = check_kept(show_kept, find, prompts_file, as_json)

@@ -13,11 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from kvsieve.errors import PlanError
-from kvsieve.named import all_parameters, codec_of, crossed, plan, rest_of, told
+from kvsieve.named import all_parameters, codec_of, crossed, plan, prefill_of, rest_of, told
 from kvsieve.plans import Plan
 from kvsieve.profiles import load_profile
 from kvsieve.registry import check_parameters, method_info
-from kvsieve.roles import Codec
+from kvsieve.roles import Role
 from kvsieve.specs import parse_settings, split_specs
 
 CodecOption = Annotated[str | None, typer.Option(help="Hold entries in few bits: kivi:bits=4; see `kvsieve methods`.")]
@@ -33,6 +33,15 @@ RestsOption = Annotated[
     str | None,
     typer.Option(help="Keep what methods would drop in few bits, each under each of a list: 2bit or none,2bit,kivi."),
 ]
+PrefillOption = Annotated[
+    str | None, typer.Option(help="Attend to parts of a prompt only: xattention:threshold=0.9; see `kvsieve methods`.")
+]
+PrefillsOption = Annotated[
+    str | None,
+    typer.Option(help="Attend to parts of a prompt only, each method under each of a list: none,xattention."),
+]
+# Parameters of a plan that have options of their own.
+PARTS = ("codec", "rest", "prefill")
 
 
 @dataclass(frozen=True)
@@ -64,10 +73,10 @@ class MethodRun:
 
 
 def spec(method: str, given: dict[str, Any]) -> str:
-    """The inverse of `split_specs` for one; what --codec and --rest give stands apart."""
-    settings = ":".join(f"{name}={value}" for name, value in given.items() if name not in ("codec", "rest"))
-    stored = [f" {role}={given[role]}" for role in ("codec", "rest") if given.get(role)]
-    return "".join([f"{method}:{settings}" if settings else method, *stored])
+    """The inverse of `split_specs` for one; what --codec, --rest and --prefill give stands apart."""
+    settings = ":".join(f"{name}={value}" for name, value in given.items() if name not in PARTS)
+    parts = [f" {role}={given[role]}" for role in PARTS if given.get(role)]
+    return "".join([f"{method}:{settings}" if settings else method, *parts])
 
 
 def parse_codecs(text: str | None) -> list[str | None]:
@@ -80,7 +89,12 @@ def parse_rests(text: str | None) -> list[str | None]:
     return _parse_listed(text, "--rest", rest_of, "2bit")
 
 
-def _parse_listed(text: str | None, option: str, check: Callable[[str], Codec], example: str) -> list[str | None]:
+def parse_prefills(text: str | None) -> list[str | None]:
+    """Sparse prompts of a list like ``none,xattention``, each as text, None for none. Raises PlanError."""
+    return _parse_listed(text, "--prefill", prefill_of, "xattention")
+
+
+def _parse_listed(text: str | None, option: str, check: Callable[[str], Role], example: str) -> list[str | None]:
     found: list[str | None] = []
     for name, given in split_specs("none" if text is None else text):
         one = None if name == "none" and not given else spec(name, given)
@@ -90,16 +104,19 @@ def _parse_listed(text: str | None, option: str, check: Callable[[str], Codec], 
             raise PlanError(f"{option} names {one or 'none'} twice, in {text!r}; name each once")
         found.append(one)
     if not found:
-        raise PlanError(f"{option} names no codec, got {text!r}; write e.g. {example}, or none,{example}")
+        raise PlanError(f"{option} names nothing, got {text!r}; write e.g. {example}, or none,{example}")
     return found
 
 
 def with_codecs(
-    runs: list[MethodRun], codecs: list[str | None], rests: Sequence[str | None] = (None,)
+    runs: list[MethodRun],
+    codecs: list[str | None],
+    rests: Sequence[str | None] = (None,),
+    prefills: Sequence[str | None] = (None,),
 ) -> list[MethodRun]:
-    """Each run under each codec and with each rest that it can have; see `named.crossed`. Raises PlanError."""
+    """Each run with each codec, rest and prefill that it can have; see `named.crossed`. Raises PlanError."""
     known = [(run.name, run.given) for run in runs]
-    return [make_run(name, **given) for name, given in crossed(known, codecs, rests)]
+    return [make_run(name, **given) for name, given in crossed(known, codecs, rests, prefills)]
 
 
 def make_run(method: str, **given: Any) -> MethodRun:

@@ -66,7 +66,7 @@ def settings(methods: Sequence[tuple[str, dict[str, Any]]], budgets: Sequence[st
     for budget in asked:
         for method, given in methods:
             info = method_info(method)
-            if info.name == FULL and not given.get("codec"):
+            if info.name == FULL and not (given.get("codec") or given.get("prefill")):
                 continue
             takes = "budget" in info.parameters and "budget" not in given
             one = setting(method, {**given, "budget": budget} if takes and budget is not None else given)

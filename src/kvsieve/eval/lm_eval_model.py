@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _CACHE_KEY = "kvsieve_plan"
 # What `kvsieve.plan` takes of any method.
-_STORED = ("codec", "rest")
+_STORED = ("codec", "rest", "prefill")
 
 
 @register_model("kvsieve")

@@ -150,6 +150,6 @@ class DocumentReader:
 def _can_go_on(plan: Plan) -> bool:
     """Tell a plan that may read the last tokens of a prompt after the others were read in full."""
     evictor = plan.evict
-    if plan.drafts:
+    if plan.drafts or plan.prefill is not None:
         return False
     return evictor is None or not (evictor.when.chunks or isinstance(evictor, ChunkedEvictor))

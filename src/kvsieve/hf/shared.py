@@ -201,7 +201,7 @@ def next_logits(
 
 def after_prompt(plan: Plan) -> Plan:
     """Reduce a plan to what remains of it once the prompt is complete."""
-    rest = dataclasses.replace(plan, propagate=None)
+    rest = dataclasses.replace(plan, propagate=None, prefill=None)
     if rest.evict is not None and (rest.evict.when.chunks or rest.evict.when.steps or rest.is_view):
         return rest
     return Plan(read=plan.read, codec=plan.codec, name="full")

@@ -1,6 +1,7 @@
 """One file per paper. Importing this package registers every method."""
 
 from kvsieve.methods import (
+    a_shape,
     adakv,
     asl,
     cake,
@@ -13,6 +14,8 @@ from kvsieve.methods import (
     expected_attention,
     fastkv,
     finch,
+    flashprefill,
+    flexprefill,
     fp8,
     full,
     gemfilter,
@@ -27,6 +30,7 @@ from kvsieve.methods import (
     kvzip,
     lagkv,
     lookahead,
+    minference,
     mixed,
     outlier,
     per_turn,
@@ -45,8 +49,10 @@ from kvsieve.methods import (
     staged,
     streaming_llm,
     tova,
+    xattention,
     zigzagkv,
 )
+from kvsieve.methods.a_shape import AShape
 from kvsieve.methods.adakv import AdaKV, GroupedSnapKV
 from kvsieve.methods.asl import AdaptiveTSP
 from kvsieve.methods.base import ScoredEvictor
@@ -60,6 +66,8 @@ from kvsieve.methods.exact_topk import ExactTopK
 from kvsieve.methods.expected_attention import ExpectedAttention
 from kvsieve.methods.fastkv import TSP
 from kvsieve.methods.finch import Finch
+from kvsieve.methods.flashprefill import FlashPrefill
+from kvsieve.methods.flexprefill import FlexPrefill
 from kvsieve.methods.fp8 import FP8
 from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.h2o import H2O
@@ -73,6 +81,7 @@ from kvsieve.methods.knorm import KNorm
 from kvsieve.methods.kvzip import KVzip
 from kvsieve.methods.lagkv import LagKV
 from kvsieve.methods.lookahead import Lookahead
+from kvsieve.methods.minference import MInference
 from kvsieve.methods.outlier import Outlier
 from kvsieve.methods.per_turn import PerTurn
 from kvsieve.methods.pyramidinfer import PyramidInfer
@@ -90,6 +99,7 @@ from kvsieve.methods.squeezeattention import SqueezeAttention
 from kvsieve.methods.staged import StagedTSP
 from kvsieve.methods.streaming_llm import StreamingLLM
 from kvsieve.methods.tova import TOVA
+from kvsieve.methods.xattention import XAttention
 from kvsieve.methods.zigzagkv import ZigZagKV
 
 __all__ = [
@@ -102,6 +112,7 @@ __all__ = [
     "KIVI",
     "TOVA",
     "TSP",
+    "AShape",
     "AdaKV",
     "AdaptiveTSP",
     "CakeScores",
@@ -113,6 +124,8 @@ __all__ = [
     "ExactTopK",
     "ExpectedAttention",
     "Finch",
+    "FlashPrefill",
+    "FlexPrefill",
     "GemFilter",
     "GroupedSnapKV",
     "Int8",
@@ -121,6 +134,7 @@ __all__ = [
     "KeyDiff",
     "LagKV",
     "Lookahead",
+    "MInference",
     "Outlier",
     "PerLayer",
     "PerTurn",
@@ -138,7 +152,9 @@ __all__ = [
     "SqueezeAttention",
     "StagedTSP",
     "StreamingLLM",
+    "XAttention",
     "ZigZagKV",
+    "a_shape",
     "adakv",
     "asl",
     "cake",
@@ -151,6 +167,8 @@ __all__ = [
     "expected_attention",
     "fastkv",
     "finch",
+    "flashprefill",
+    "flexprefill",
     "fp8",
     "full",
     "gemfilter",
@@ -165,6 +183,7 @@ __all__ = [
     "kvzip",
     "lagkv",
     "lookahead",
+    "minference",
     "mixed",
     "outlier",
     "per_turn",
@@ -183,5 +202,6 @@ __all__ = [
     "staged",
     "streaming_llm",
     "tova",
+    "xattention",
     "zigzagkv",
 ]

@@ -1,4 +1,4 @@
-"""The roles that a plan is made of: evictors, propagators and readers.
+"""The roles that a plan is made of: evictors, propagators, readers, codecs and what reads prompts sparsely.
 
 A role is a frozen dataclass that derives from one of these base classes: the object is the configuration. What belongs
 to a conversation lives on its cache, and is handed to the role in every call.
@@ -9,11 +9,12 @@ from kvsieve.roles.codec import Codec
 from kvsieve.roles.delegate import DelegatingEvictor
 from kvsieve.roles.drafting import DraftPropagator, Loaded, draft_of
 from kvsieve.roles.evictor import ChunkedEvictor, Evictor, Layers
+from kvsieve.roles.prefill import SparsePrefill
 from kvsieve.roles.probing import Branch, Observe, ProbePasses, ProbingEvictor
 from kvsieve.roles.propagator import Propagator
 from kvsieve.roles.reader import Reader
 from kvsieve.roles.sizes import byte_budgets, with_entries
-from kvsieve.roles.together import check_together
+from kvsieve.roles.together import check_prefill, check_together
 
 __all__ = [
     "Branch",
@@ -31,8 +32,10 @@ __all__ = [
     "Propagator",
     "Reader",
     "Role",
+    "SparsePrefill",
     "Traits",
     "byte_budgets",
+    "check_prefill",
     "check_together",
     "draft_of",
     "role_class",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvsieve.errors import PlanError
 from kvsieve.roles.codec import Codec
 from kvsieve.roles.evictor import ChunkedEvictor, Evictor
+from kvsieve.roles.prefill import SparsePrefill
 from kvsieve.roles.probing import ProbingEvictor
 from kvsieve.roles.propagator import Propagator
 from kvsieve.roles.reader import Reader
@@ -35,6 +36,20 @@ def check_together(
         )
     if rest is not None:
         _check_rest(evict, type(rest).__name__)
+
+
+def check_prefill(prefill: SparsePrefill | None, evict: Evictor | None) -> None:
+    """Raise PlanError for an evictor whose own passes over a prompt would not be sparse."""
+    if prefill is not None and isinstance(evict, ChunkedEvictor):
+        raise PlanError(
+            f"{type(evict).__name__} reads a prompt in passes of its own, in full, and is not combined with prefill=; "
+            "leave it out"
+        )
+    if prefill is not None and (prefill.block < 1 or prefill.queries % prefill.block):
+        raise PlanError(
+            f"{type(prefill).__name__} has blocks of {prefill.queries} queries and {prefill.block} keys; the number of "
+            "queries must be a multiple of that of keys"
+        )
 
 
 def _check_propagated(propagate: Propagator, evict: Evictor) -> None:

@@ -81,6 +81,23 @@ class Passes:
 
 
 @dataclass
+class PromptBlocks:
+    """Counts of the blocks of a turn's prompt under a plan that reads prompts sparsely.
+
+    Attributes:
+        computed: pairs of a block of queries and one of keys that were computed, of all layers, heads and rows.
+        causal: pairs there were.
+        recall: sum, over sampled queries, of the part of their attention that the computed blocks hold.
+        sampled: sampled queries.
+    """
+
+    computed: int = 0
+    causal: int = 0
+    recall: float = 0.0
+    sampled: int = 0
+
+
+@dataclass
 class TurnRecord:
     """Record of what really happened to the prompt of a turn.
 
@@ -97,6 +114,7 @@ class TurnRecord:
             `evicted` and `propagated` are about those before them.
         reads: what its answer's tokens have read.
         passes: how they were run.
+        blocks: what was computed of the prompt's attention, under a plan that reads prompts sparsely.
     """
 
     prompt_tokens: int = 0
@@ -110,6 +128,7 @@ class TurnRecord:
     question: int = 0
     reads: Reads = field(default_factory=Reads)
     passes: Passes = field(default_factory=Passes)
+    blocks: PromptBlocks = field(default_factory=PromptBlocks)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from kvsieve.hf.forward.drafted import choose_drafted
 from kvsieve.hf.forward.encode import decode_before, encode_after
 from kvsieve.hf.forward.evict import check_protected, evict
 from kvsieve.hf.forward.request import Asked, ModelContext, PassRequest
+from kvsieve.hf.forward.sparse_prompt import attend_stored
 from kvsieve.hf.forward.sparse_read import read_token
 from kvsieve.hf.forward.travel import Arguments, Tokens, gather, joined
 from kvsieve.hf.forward.windows import attend_window
@@ -111,7 +112,8 @@ class Session:
             out = self._read(index, layer, asked, key, value, room)
         else:
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
-            out = asked.attend(store)
+            where = index, self.model.num_layers
+            out = attend_stored(self.plan.prefill, self.cache.turn, step, where, asked, store)
         self._lend(index, layer, made, changes=reduces or self.request.on_layer is not None or codec is not None)
         self._show(index, layer, asked, out)
         if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:

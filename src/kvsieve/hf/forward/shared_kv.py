@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvsieve.attention import dense_attention
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.layer import SieveLayer, WindowLayer
 from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.session import Session
+from kvsieve.hf.forward.sparse_prompt import attend_stored
 from kvsieve.hf.forward.sparse_read import read_token
 from kvsieve.hf.forward.windows import attend_stored_window
 
@@ -34,10 +34,8 @@ def attend_shared(session: Session, index: int, source: int, asked: Asked, key: 
         return attend_stored_window(lent, asked)
     assert isinstance(lent, SieveLayer)
     if not session.reads_as_answer:
-        store = lent.store
-        return dense_attention(
-            asked.query, store.keys, store.values, scale=asked.scale, valid=store.valid, terms=asked.terms
-        )
+        where = index, session.model.num_layers
+        return attend_stored(session.plan.prefill, session.cache.turn, session.step, where, asked, lent.store)
     outs, new = [], asked.query.shape[2]
     for at in range(new):
         alone = replace(asked, query=asked.query[:, :, at : at + 1])

@@ -22,6 +22,11 @@ def what_ran(plan: Plan, cache: SieveCache) -> tuple[bool, list[str]]:
         notes.append(record.report.get("idle") or _ALL_WENT_ON)
     if plan.read is not None and record.reads.tokens and not record.reads.sparse:
         notes.append("every token read all of what is stored: that is not more than the budget")
+    blocks = record.blocks
+    if plan.prefill is not None and blocks.computed == blocks.causal:
+        notes.append(
+            "the prompt was read in full: it, or each pass over it, is too short to skip blocks, or all were chosen"
+        )
     if plan.codec is not None and not any(isinstance(each.store, PackedStore) for each in cache.sieve_layers.values()):
         notes.append(
             f"nothing was encoded: the newest entries stay exact, and the others do not fill a block of "

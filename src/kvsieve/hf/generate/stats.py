@@ -118,6 +118,8 @@ class Stats:
         growing_layers: indices of the layers whose KV grows, on which plans act. These three are None in a chat that an
             earlier version saved.
         codec: what encodes entries, and the bits of a number with its scales; None where nothing does.
+        prompt_density: share of the prompt's causal blocks that was computed; None for prompts read in full.
+        prompt_recall: share of the attention of sampled queries (one in 1024) that these blocks hold.
     """
 
     method: str
@@ -140,6 +142,8 @@ class Stats:
     kv_share: float | None = None
     growing_layers: list[int] | None = None
     codec: str | None = None
+    prompt_density: float | None = None
+    prompt_recall: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -163,6 +167,8 @@ class Stats:
             told.append(("propagated", f"{self.deep_tokens} tokens through the last layer"))
         if self.traffic is not None and self.traffic.entries < 0.99 * self._mean():
             told.append(("read", f"{self.traffic.entries:.0f} entries read per token"))
+        if self.prompt_density is not None:
+            told.append(("prompt", self._prompt()))
         if self.codec is not None:
             told.append(("codec", self.codec))
         told += [
@@ -171,6 +177,10 @@ class Stats:
             ("answer", f"{self.new_tokens} tokens"),
         ]
         return told + [("note", f"note: {note}") for note in self.notes]
+
+    def _prompt(self) -> str:
+        recall = "" if self.prompt_recall is None else f", about {percent(self.prompt_recall)} of its weight"
+        return f"{percent(self.prompt_density or 0.0)} of the prompt's attention computed{recall}"
 
     def _growing(self) -> list[int]:
         """Entries of the layers that plans act on."""
@@ -230,7 +240,17 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
         kv_share=round(share, 4),
         growing_layers=list(cache.sieve_layers),
         codec=_codec(plan, cache),
+        **_prompt(plan, cache),
     )
+
+
+def _prompt(plan: Plan, cache: SieveCache) -> dict[str, float | None]:
+    """Return the density of the prompt's attention and its recall; see Stats."""
+    if plan.prefill is None:
+        return {}
+    blocks = cache.turn.record.blocks
+    recall = round(blocks.recall / blocks.sampled, 4) if blocks.sampled else None
+    return {"prompt_density": round(blocks.computed / max(blocks.causal, 1), 4), "prompt_recall": recall}
 
 
 def _codec(plan: Plan, cache: SieveCache) -> str | None:

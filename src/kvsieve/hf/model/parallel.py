@@ -74,7 +74,7 @@ def ranks_of(model: Any, plan: Plan) -> Ranks:
             f"{type(model).__name__} has {heads} query and {kv_heads} KV heads, which {size} processes cannot share "
             "evenly; use a number of processes that divides both"
         )
-    for role in (plan.propagate, plan.evict):
+    for role in (plan.propagate, plan.evict, plan.prefill):
         if role is not None and role.traits.heads is None:
             raise PlanError(
                 f"{plan.name!r} cannot run on a model whose heads are divided among {size} processes: "

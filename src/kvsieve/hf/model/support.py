@@ -73,6 +73,8 @@ def _why_not_latent(model: Any, plan: Plan, layers: list[int]) -> str | None:
         return f"{told} and heads divided among processes would choose among them differently; run it on one process"
     if plan.read is not None:
         return f"{told} and the plan reads sparsely; use a plan without read="
+    if plan.prefill is not None:
+        return f"{told} and the plan chooses among the keys of heads; use a plan without prefill="
     for role in ("codec", "rest"):
         if (codec := vars(plan)[role]) is not None:
             name = type(codec).__name__

@@ -13,7 +13,7 @@ from kvsieve.cache import View
 from kvsieve.cache.parts import store_parts
 from kvsieve.errors import CacheFileError
 from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
-from kvsieve.hf.cache.records import Conversation, Passes, PropagatedTokens, Reads, Turn, TurnRecord
+from kvsieve.hf.cache.records import Conversation, Passes, PromptBlocks, PropagatedTokens, Reads, Turn, TurnRecord
 from kvsieve.hf.cache.short_prompt import ShortPrompt
 from kvsieve.hf.cache.states import CacheLayer, StateLayer
 from kvsieve.hf.persist.cache_file import DTYPES
@@ -29,6 +29,7 @@ _RECORDS: dict[str, Any] = {
         PropagatedTokens,
         Reads,
         Passes,
+        PromptBlocks,
         ProtectedTokens,
         ShortPrompt,
         View,
@@ -114,7 +115,9 @@ def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, readi
     if kind in ("tuple", "set"):
         return tuple(parts) if kind == "tuple" else set(parts)
     given = {**parts, "plan": reading} if kind == "ShortPrompt" else parts
-    if given.keys() != {each.name for each in dataclasses.fields(_RECORDS[kind])}:
+    fields = {each.name: each for each in dataclasses.fields(_RECORDS[kind])}
+    later = {"TurnRecord": {"blocks"}}.get(kind, set())
+    if not fields.keys() - later <= given.keys() <= fields.keys():
         raise ValueError(f"a {kind} of that version holds other facts")
     return _RECORDS[kind](**given)
 

@@ -261,7 +261,7 @@ def made_cache(header: dict[str, Any], tensors: dict[str, Tensor], model: Attach
 def _plan_of_reading(plan: Plan) -> Plan:
     """Return what passes over a short prompt run under; see hf/prompt/short.py."""
     evict = None if isinstance(plan.evict, ChunkedEvictor) else plan.evict
-    return Plan(evict=evict, codec=plan.codec, rest=plan.rest, name=plan.name)
+    return Plan(evict=evict, prefill=plan.prefill, codec=plan.codec, rest=plan.rest, name=plan.name)
 
 
 def _device(model: AttachedModel, index: int) -> torch.device:

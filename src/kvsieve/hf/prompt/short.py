@@ -53,6 +53,7 @@ def read_short_prompt(
     evictor, propagator, reduce = model.plan.evict, model.plan.propagate, options.constraints.reduce
     plan = Plan(
         evict=None if isinstance(evictor, ChunkedEvictor) else evictor,
+        prefill=model.plan.prefill,
         codec=model.plan.codec,
         rest=model.plan.rest,
         name=model.plan.name,

@@ -23,7 +23,7 @@ def choose(
     """Run the first pass over ids [B, N]; return the tokens chosen among them, and what the propagator told of it."""
     scratch = model.new_cache() if options.begun is None else options.begun()
     scratch.conversation.protected = protected
-    plan = Plan(propagate=model.plan.propagate, name=model.plan.name)
+    plan = Plan(propagate=model.plan.propagate, prefill=model.plan.prefill, name=model.plan.name)
     begun = options.begun is not None
     first = ReadOptions(chunk=options.chunk, progress=options.progress, leave_last=False, goes_on=begun)
     result = read_chunks(model, ids, mask, scratch, first, plan=plan)

@@ -1,0 +1,159 @@
+"""Attention of a prompt that skips blocks of keys: the one executor of all methods that choose such blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.core.blocks import BlockGrid
+from kvsieve.core.softmax import cap, sinks_of
+from kvsieve.types import AttentionTerms
+
+# Logits held at a time, so that they stay near the processor.
+_ELEMENTS = 1 << 21
+
+
+def prompt_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    chosen: Tensor,
+    grid: BlockGrid,
+    *,
+    scale: float,
+    terms: AttentionTerms | None = None,
+) -> Tensor:
+    """Causal attention of the last L of N entries over those of the chosen blocks.
+
+    It is what attention under a mask of these blocks is, to the precision of the dtype. What is skipped is neither
+    read nor computed.
+
+    Args:
+        query: [B, Hq, L, D].
+        keys: [B, H, N, D], all of them real.
+        values: [B, H, N, Dv].
+        chosen: bool [B, H or Hq, query blocks, key blocks], a set for each KV head or for each query head; of blocks
+            before the diagonal, which is always computed.
+        grid: the blocks.
+        scale: factor of the query-key products.
+        terms: cap and sinks; None for neither.
+
+    Returns:
+        [B, Hq, L, Dv].
+    """
+    batch, query_heads, new, dim = query.shape
+    sets, blocks = chosen.shape[1], grid.query_blocks
+    each = query_heads // sets
+    shape = (batch, sets, each, blocks, grid.queries)
+    asked = grid.padded_queries(query).reshape(*shape, dim).transpose(2, 3).reshape(-1, each * grid.queries, dim)
+    sinks = sinks_of(terms, sets, 1, each, 1)
+    if sinks is not None:
+        sinks = sinks.expand(batch, sets, blocks, each, grid.queries).reshape(-1, each * grid.queries).to(query.dtype)
+    items = _Items(
+        asked, *_blocks_of(grid, keys, values), _lists(grid, chosen, keys.shape[1]), grid, scale, terms, sinks
+    )
+    out = query.new_empty(*asked.shape[:2], values.shape[-1])
+    counts = (chosen & ~grid.diagonal(chosen.device) & grid.visible(chosen.device)).sum(-1).flatten()
+    order = counts.argsort(descending=True)
+    listed = counts[order].tolist()
+    for first, last in _batches(listed, asked.shape[1] * grid.block, grid.own):
+        which = order[first:last]
+        out[which] = items.attend(which, listed[first:last])
+    out = (
+        out.view(batch, sets, blocks, each, grid.queries, -1)
+        .permute(0, 2, 4, 1, 3, 5)
+        .reshape(batch, blocks * grid.queries, query_heads, -1)
+    )
+    return out[:, :new].transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class _Items:
+    """Blocks of queries, each an item with the blocks of keys that it attends to.
+
+    Attributes:
+        asked: [items, rows, D], the queries of all heads that share a set, one head after another.
+        keys: [KV rows * blocks of one, block, D].
+        values: [KV rows * blocks of one, block, Dv].
+        lists: int64 [items, own + key blocks], which of these: those of the diagonal, the chosen ones, the others.
+        grid: the blocks.
+        scale: factor of the query-key products.
+        terms: cap and sinks; None for neither.
+        sinks: [items, rows], each query's; None for none.
+    """
+
+    asked: Tensor
+    keys: Tensor
+    values: Tensor
+    lists: Tensor
+    grid: BlockGrid
+    scale: float
+    terms: AttentionTerms | None
+    sinks: Tensor | None
+
+    def attend(self, which: Tensor, counts: list[int]) -> Tensor:
+        """Attention [T, rows, Dv] of T items with so many chosen blocks each, the first of them with the most."""
+        grid, asked = self.grid, self.asked[which]
+        rows, width = asked.shape[1], (grid.own + counts[0]) * grid.block
+        lists = self.lists[which, : grid.own + counts[0]]
+        keys, values = (part[lists.flatten()].view(len(which), width, -1) for part in (self.keys, self.values))
+        more = 0 if self.sinks is None else 1
+        padded = asked.new_empty(len(which), rows, width + more)
+        logits = padded[..., :width]
+        torch.baddbmm(logits, asked, keys.transpose(1, 2), beta=0, alpha=self.scale, out=logits)
+        cap(logits, self.terms)
+        later = torch.ones(grid.queries, grid.queries, dtype=torch.bool, device=asked.device).triu(1)
+        logits[..., : grid.queries].unflatten(1, (-1, grid.queries)).masked_fill_(later, float("-inf"))
+        if grid.pad:
+            self._hide_before_first(logits, lists)
+        for item, count in enumerate(counts):
+            if count < counts[0]:
+                logits[item, :, (grid.own + count) * grid.block :] = float("-inf")
+        if self.sinks is not None:
+            padded[..., width] = self.sinks[which]
+        return padded.softmax(-1)[..., :width] @ values
+
+    def _hide_before_first(self, logits: Tensor, lists: Tensor) -> None:
+        """Mask the places of a KV row's first block that lie before its first entry."""
+        items, places = (lists % self._blocks == 0).nonzero(as_tuple=True)
+        for item, place in zip(items.tolist(), places.tolist(), strict=True):
+            start = place * self.grid.block
+            logits[item, :, start : start + self.grid.pad] = float("-inf")
+
+    @property
+    def _blocks(self) -> int:
+        """Blocks of a KV row, those of the last diagonal that are not full among them."""
+        return self.grid.first + self.grid.query_blocks * self.grid.own
+
+
+def _blocks_of(grid: BlockGrid, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values by blocks, [KV rows * blocks of one, block, D]."""
+    extra = grid.first + grid.query_blocks * grid.own - grid.key_blocks
+    parts = (grid.padded_keys(part, extra).view(-1, grid.block, part.shape[-1]) for part in (keys, values))
+    return tuple(parts)  # type: ignore[return-value]
+
+
+def _lists(grid: BlockGrid, chosen: Tensor, heads: int) -> Tensor:
+    """See `_Items.lists`."""
+    device, (batch, sets, blocks, _) = chosen.device, chosen.shape
+    before = chosen & ~grid.diagonal(device) & grid.visible(device)
+    lists = before.flatten(0, 2).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
+    items = torch.arange(batch * sets * blocks, device=device)
+    own = grid.first + items[:, None] % blocks * grid.own + torch.arange(grid.own, device=device)
+    kv_rows = items // blocks // (sets // heads)
+    return torch.cat([own, lists], 1) + (kv_rows * (grid.first + blocks * grid.own))[:, None]
+
+
+def _batches(counts: list[int], each: int, own: int) -> Iterator[tuple[int, int]]:
+    """Items that go together: their numbers of blocks, in falling order, differ little, and their logits are few."""
+    first = 0
+    while first < len(counts):
+        most = own + counts[first]
+        last, limit = first + 1, max(1, _ELEMENTS // (most * each))
+        while last < len(counts) and last - first < limit and own + counts[last] >= 0.9 * most:
+            last += 1
+        yield first, last
+        first = last

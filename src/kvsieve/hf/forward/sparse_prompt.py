@@ -1,0 +1,125 @@
+"""Attention of prompts under a plan that chooses which blocks of keys their queries attend to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvsieve.attention import dense_attention, prompt_attention
+from kvsieve.attention.dense import real_entries
+from kvsieve.cache import LayerStore
+from kvsieve.core.blocks import BlockGrid, PromptContext
+from kvsieve.core.softmax import cap
+from kvsieve.errors import PlanError
+from kvsieve.hf.cache.records import PromptBlocks, Turn
+from kvsieve.hf.forward.request import Asked
+from kvsieve.roles import SparsePrefill
+from kvsieve.types import AttentionTerms, Step
+
+# One query in so many is sampled to estimate the recall.
+_SAMPLED = 1024
+
+
+def attend_stored(
+    role: SparsePrefill | None, turn: Turn, step: Step, where: tuple[int, int], asked: Asked, store: LayerStore
+) -> Tensor:
+    """Attention of a pass's tokens, the last ones stored, over all that is stored, or over what a role chooses of it.
+
+    Rows with padding, and heads that keep different numbers of entries, are each taken by themselves, over their real
+    entries, so that they choose what they would choose alone.
+
+    Args:
+        role: it chooses while a prompt is read that the plan acts on; None for a plan without.
+        turn: what was computed and skipped is counted in its record.
+        step: the pass.
+        where: index of the layer, and layers of the model.
+        asked: the queries.
+        store: of the layer, the queries' own entries included.
+
+    Returns:
+        [B, Hq, L, Dv].
+    """
+    if role is None or not turn.acts or step.phase != "prefill":
+        return asked.attend(store)
+    record, new = turn.record.blocks, asked.query.shape[2]
+    length = store.size if store.valid is None else max(store.lengths)
+    if not role.acts_in(*where) or length < role.least or new < role.queries:
+        _count(record, None, BlockGrid(new, length, role.queries, role.block), asked.query)
+        return asked.attend(store)
+    query, keys, values = asked.query, store.keys, store.values
+    if store.valid is None:
+        return _sparsely(role, where, asked, keys, values, record)
+    groups = query.shape[1] // keys.shape[1]
+    # Padding sees itself.
+    out = values[:, :, -new:].repeat_interleave(groups, 1)
+    for row, heads, real in _parts(store.valid, keys.shape[1]):
+        fresh = real[-new:]
+        if not bool(fresh.any()):
+            continue
+        mine = slice(heads.start * groups, heads.stop * groups)
+        part = Asked(real_entries(query[row, mine], fresh)[None], asked.scale, _terms_of(asked.terms, mine))
+        stored = (real_entries(each[row, heads], real)[None] for each in (keys, values))
+        out[row, mine, fresh.nonzero()[:, 0]] = _sparsely(role, where, part, *stored, record)[0]
+    return out
+
+
+def _parts(valid: Tensor, heads: int) -> Iterator[tuple[int, slice, Tensor]]:
+    """Rows of bool [B, H or 1, N], or their heads where these differ, and which of their entries are real."""
+    for row, each in enumerate(valid):
+        for head, real in enumerate(each):
+            yield row, slice(0, heads) if len(each) == 1 else slice(head, head + 1), real
+
+
+def _terms_of(terms: AttentionTerms | None, heads: slice) -> AttentionTerms | None:
+    return terms if terms is None or terms.sinks is None else AttentionTerms(terms.softcap, terms.sinks[heads])
+
+
+def _sparsely(
+    role: SparsePrefill, where: tuple[int, int], asked: Asked, keys: Tensor, values: Tensor, record: PromptBlocks
+) -> Tensor:
+    """Attention over real entries, of which blocks are skipped; over all, where they are too few."""
+    query, terms = asked.query.detach(), asked.terms
+    batch, query_heads, new, _ = query.shape
+    heads, length = keys.shape[1:3]
+    grid = BlockGrid(new, length, role.queries, role.block)
+    if length < role.least or new < role.queries:
+        _count(record, None, grid, query)
+        return dense_attention(asked.query, keys, values, scale=asked.scale, terms=terms)
+    chosen = role.select(PromptContext(*where, query, keys, asked.scale, grid, terms))
+    sets, blocks = chosen.shape[1:2], (grid.query_blocks, grid.key_blocks)
+    if chosen.shape != (batch, *sets, *blocks) or sets[0] not in (heads, query_heads):
+        raise PlanError(
+            f"{type(role).__name__}.select gave a mask of shape {tuple(chosen.shape)}, expected [{batch}, {heads} or "
+            f"{query_heads}, {blocks[0]}, {blocks[1]}]"
+        )
+    visible = grid.visible(chosen.device)
+    chosen = (chosen | grid.diagonal(chosen.device)) & visible
+    _count(record, chosen, grid, query)
+    recalled = _sampled_recall(asked, keys, chosen, grid)
+    record.recall += float(recalled.sum())
+    record.sampled += recalled.numel()
+    return prompt_attention(asked.query, keys, values, chosen, grid, scale=asked.scale, terms=terms)
+
+
+def _count(record: PromptBlocks, chosen: Tensor | None, grid: BlockGrid, query: Tensor) -> None:
+    """Count the blocks that are computed, None for all, and those there are."""
+    batch, query_heads = query.shape[:2]
+    causal = int(grid.visible(query.device).sum()) * batch * query_heads
+    record.causal += causal
+    record.computed += causal if chosen is None else int(chosen.sum()) * (query_heads // chosen.shape[1])
+
+
+def _sampled_recall(asked: Asked, keys: Tensor, chosen: Tensor, grid: BlockGrid) -> Tensor:
+    """Part of the attention of some queries, the last one among them, that chosen blocks hold: [B, Hq, samples]."""
+    batch, query_heads = asked.query.shape[:2]
+    heads = keys.shape[1]
+    last = grid.new - 1
+    at = torch.arange(last % _SAMPLED, grid.new, _SAMPLED, device=keys.device)
+    logits = asked.query[:, :, at].reshape(batch, heads, -1, keys.shape[-1]).float() @ keys.float().transpose(2, 3)
+    logits = cap(logits * asked.scale, asked.terms).view(batch, query_heads, len(at), -1)
+    places = torch.arange(grid.length, device=keys.device)
+    logits.masked_fill_(places > (grid.length - grid.new + at)[:, None], float("-inf"))
+    blocks = chosen.repeat_interleave(query_heads // chosen.shape[1], 1)[:, :, at // grid.queries]
+    return (logits.softmax(-1) * blocks[..., (places + grid.pad) // grid.block]).sum(-1)

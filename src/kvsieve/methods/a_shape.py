@@ -1,0 +1,51 @@
+"""A-shape: the first tokens and the nearest, as StreamingLLM has them (arXiv 2309.17453), while a prompt is read.
+
+All queries attend to the first keys and to those that come right before them, whatever the prompt is: the baseline of
+methods that choose. MInference (arXiv 2407.02490) names it so and gives it to some of its heads.
+
+Differences from the paper: both parts are whole blocks, and all heads have this pattern.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvsieve.core.blocks import BlockGrid, PromptContext
+from kvsieve.methods.block_prefill import BlockPrefill
+from kvsieve.registry import register_method
+
+
+@register_method(
+    "a-shape",
+    title="A-shape",
+    paper="arXiv 2407.02490",
+    phase="while a prompt is read",
+    query_aware=False,
+    summary="Prompts attend to the first tokens and the nearest: the baseline of sparse prompts.",
+)
+@dataclass(frozen=True, kw_only=True)
+class AShape(BlockPrefill, heads="own"):
+    """Attend to the first keys and the nearest.
+
+    sinks: first keys. local: keys before a query's own block.
+    """
+
+    sinks: int = 128
+    local: int = 1024
+
+    def density(self, tokens: int) -> float:
+        if tokens < max(self.least, self.queries):
+            return 1.0
+        grid = BlockGrid(tokens, tokens, self.queries, self.block)
+        blocks = -(-self.local // self.block)
+        first = -(-self.sinks // self.block)
+        seen = [min(row * grid.own + grid.own, grid.key_blocks) for row in range(grid.query_blocks)]
+        near = [each - max(row * grid.own - blocks, 0) for row, each in enumerate(seen)]
+        far = [min(first, max(row * grid.own - blocks, 0)) for row in range(grid.query_blocks)]
+        return (sum(near) + sum(far)) / sum(seen)
+
+    def select(self, ctx: PromptContext) -> Tensor:
+        mask = self.always(ctx)
+        return mask.expand(len(ctx.query), ctx.keys.shape[1], *mask.shape)

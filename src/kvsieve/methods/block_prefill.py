@@ -1,0 +1,56 @@
+"""Parameters that methods share which read prompts sparsely."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvsieve.core.blocks import PromptContext
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import check_int, parse_layers, skipped
+from kvsieve.roles import Layers, SparsePrefill
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPrefill(SparsePrefill):
+    """A method whose blocks, and layers that attend to everything, are parameters.
+
+    block: keys of a block. queries: queries of a block, a multiple of `block`. least: entries from which on a layer
+    attends sparsely. sinks: keys at the beginning that all queries attend to, in whole blocks. local: keys before their
+    own block that all queries attend to, in whole blocks. skip_layers: layers that attend to everything: how many at
+    the start, or which, as text "0/1/-1".
+    """
+
+    block: int = 128
+    queries: int = 128
+    least: int = 1024
+    sinks: int = 1
+    local: int = 1
+    skip_layers: Layers = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("block", 1), ("queries", 1), ("least", 1), ("sinks", 0), ("local", 0)):
+            check_int(self, name, getattr(self, name), least)
+        object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
+        if self.queries % self.block:
+            raise PlanError(
+                f"{type(self).__name__}: queries must be a multiple of block, got {self.queries} queries and "
+                f"{self.block} keys of a block"
+            )
+
+    def acts_in(self, layer_idx: int, num_layers: int) -> bool:
+        return not skipped(self.skip_layers, layer_idx, num_layers)
+
+    def always(self, ctx: PromptContext) -> Tensor:
+        """Blocks that are computed whatever their scores are, bool [query blocks, key blocks]."""
+        grid, device = ctx.grid, ctx.keys.device
+        near = grid.near(-(-self.local // self.block), device)
+        near[:, : -(-(self.sinks + grid.pad) // self.block) if self.sinks else 0] = True
+        return near & grid.visible(device)
+
+
+def check_share(role: SparsePrefill, name: str, value: float) -> None:
+    """Raise PlanError unless a parameter is a share above 0, 1 at most."""
+    if not 0 < value <= 1:
+        raise PlanError(f"{type(role).__name__}: {name} must be above 0 and at most 1, got {value:g}")

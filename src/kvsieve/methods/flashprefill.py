@@ -1,0 +1,66 @@
+"""FlashPrefill (arXiv 2603.06199): blocks are kept whose estimated weight is near the largest one's.
+
+Every query meets the mean key of each block; the softmax over blocks, on average over a block's queries, estimates the
+blocks' weights. A block is computed where its weight is at least `alpha` of the largest one that the block of queries
+has: nothing is sorted or added up, and long tails of small weights are cut.
+
+Differences from the paper: a block of keys counts by its mean alone, without its size or spread; the first block, some
+before the diagonal, and all that the last `full` blocks of queries see are computed, as in the public implementation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvsieve.core.blocks import PromptContext
+from kvsieve.core.softmax import cap
+from kvsieve.methods.base import check_int
+from kvsieve.methods.block_prefill import BlockPrefill, check_share
+from kvsieve.registry import register_method
+
+
+@register_method(
+    "flashprefill",
+    title="FlashPrefill",
+    paper="arXiv 2603.06199",
+    phase="while a prompt is read",
+    query_aware=True,
+    summary="Prompts attend to the blocks whose estimated weight is near the largest.",
+)
+@dataclass(frozen=True, kw_only=True)
+class FlashPrefill(BlockPrefill, heads="own"):
+    """Attend to blocks whose estimated weight is at least a part of the largest.
+
+    alpha: that part. full: last blocks of queries of a pass that attend to everything.
+    """
+
+    alpha: float = 0.1
+    full: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self, "alpha", self.alpha)
+        check_int(self, "full", self.full, 0)
+
+    def select(self, ctx: PromptContext) -> Tensor:
+        weights = self.weights(ctx)
+        chosen = (weights >= self.alpha * weights.amax(-1, keepdim=True)) | self.always(ctx)
+        if self.full:
+            chosen[:, :, -self.full :] = True
+        return chosen
+
+    def weights(self, ctx: PromptContext) -> Tensor:
+        """Estimated weights of blocks, float32 [B, Hq, query blocks, key blocks]."""
+        grid, (batch, heads, _, dim) = ctx.grid, ctx.keys.shape
+        asked = grid.padded_queries(ctx.query).reshape(batch, heads, -1, dim)
+        means = grid.means(ctx.keys).to(asked.dtype)
+        logits = cap((asked @ means.transpose(2, 3)).float() * ctx.scale, ctx.terms)
+        logits = logits.view(batch, ctx.query.shape[1], grid.query_blocks, self.queries, grid.key_blocks)
+        hidden = ~grid.visible(logits.device)[:, None]
+        weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+        # Queries that fill the last block up are none.
+        rest = grid.new - (grid.query_blocks - 1) * self.queries
+        weights[:, :, -1, rest:] = 0.0
+        return weights.sum(3)

@@ -1,0 +1,76 @@
+"""FlexPrefill (arXiv 2502.20766): each head chooses its pattern, and as many blocks as its attention needs.
+
+The attention of the last block of queries is computed exactly, as weights of blocks of keys. Where means of queries and
+keys estimate them well, by the root of the Jensen-Shannon divergence, a head is query-aware: blocks are chosen by these
+estimates, the best of the whole head until they have `gamma` of the weight. Other heads get vertical and slash lines,
+of each kind until it has `gamma` of the weight of the last queries.
+
+Differences from the paper: lines are blocks wide, and the distances of slash lines are those of blocks; there is no
+least budget but the first block, the one before the diagonal, and the diagonal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.core.blocks import Lines, PromptContext, covering
+from kvsieve.core.softmax import cap
+from kvsieve.methods.block_prefill import BlockPrefill, check_share
+from kvsieve.registry import register_method
+
+
+@register_method(
+    "flexprefill",
+    title="FlexPrefill",
+    paper="arXiv 2502.20766",
+    phase="while a prompt is read",
+    query_aware=True,
+    summary="Each head of a prompt attends to estimated blocks or along lines, as many as its weight needs.",
+)
+@dataclass(frozen=True, kw_only=True)
+class FlexPrefill(BlockPrefill, heads="own"):
+    """Attend to as many blocks or lines as have `gamma` of the weight.
+
+    gamma: share of the weight that is computed. tau: distance up to which estimates of blocks are trusted.
+    """
+
+    gamma: float = 0.9
+    tau: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self, "gamma", self.gamma)
+        check_share(self, "tau", self.tau)
+
+    def select(self, ctx: PromptContext) -> Tensor:
+        grid, always = ctx.grid, self.always(ctx)
+        lines, estimate = Lines.of(ctx, self.queries), self.estimate(ctx)
+        nothing = torch.zeros(1, dtype=torch.bool, device=always.device)
+        along = lines.choose(
+            covering(lines.vertical, self.gamma, nothing), covering(lines.slash, self.gamma, nothing), grid
+        )
+        flat = covering(estimate.flatten(2), self.gamma, always.flatten()).view(estimate.shape)
+        true = lines.vertical / lines.vertical.sum(-1, keepdim=True)
+        aware = _divergence(estimate[:, :, -1], true).sqrt() < self.tau
+        return torch.where(aware[..., None, None], flat, along) | always
+
+    def estimate(self, ctx: PromptContext) -> Tensor:
+        """Weights of blocks of keys by means of queries and keys, float32 [B, Hq, query blocks, key blocks]."""
+        grid, (batch, heads) = ctx.grid, ctx.keys.shape[:2]
+        asked = grid.padded_queries(ctx.query).unflatten(2, (-1, self.queries)).sum(3, dtype=torch.float32)
+        sizes = torch.full((grid.query_blocks,), float(self.queries), device=asked.device)
+        sizes[-1] = grid.new - (grid.query_blocks - 1) * self.queries
+        asked = (asked / sizes[:, None]).reshape(batch, heads, -1, asked.shape[-1])
+        logits = cap(asked @ grid.means(ctx.keys).transpose(2, 3) * ctx.scale, ctx.terms)
+        logits = logits.view(batch, ctx.query.shape[1], grid.query_blocks, grid.key_blocks)
+        return logits.masked_fill_(~grid.visible(logits.device), float("-inf")).softmax(-1)
+
+
+def _divergence(p: Tensor, q: Tensor) -> Tensor:
+    """Jensen-Shannon divergence of distributions [..., N], in nats."""
+    middle = ((p + q) / 2).clamp_min(1e-30).log()
+    parts = (each * (each.clamp_min(1e-30).log() - middle) for each in (p, q))
+    return (sum(parts) / 2).sum(-1).clamp_min(0)  # type: ignore[union-attr, operator]

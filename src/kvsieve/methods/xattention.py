@@ -1,0 +1,79 @@
+"""XAttention (arXiv 2503.16428): blocks are ranked by sums over their antidiagonals.
+
+Every tile of `stride` queries and as many keys is represented by its antidiagonal: the last query with the first key,
+and so on. All sums of a layer are one product, of `stride` queries in reverse order side by side with as many keys. A
+softmax over these, each over the stride, gives the weight of every tile, and the sum over its tiles that of a block.
+For each block of queries the fewest blocks are computed that have `threshold` of the weight.
+
+Differences from the paper: the threshold is one number for all heads, not searched for each; queries of a part of the
+prompt are scored at a time; the first block and the one before the diagonal are always computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.core.blocks import PromptContext, covering
+from kvsieve.core.softmax import cap
+from kvsieve.errors import PlanError
+from kvsieve.methods.base import check_int
+from kvsieve.methods.block_prefill import BlockPrefill, check_share
+from kvsieve.registry import register_method
+
+# Blocks of queries that are scored at a time, with the keys that they see.
+_PART = 16
+
+
+@register_method(
+    "xattention",
+    title="XAttention",
+    paper="arXiv 2503.16428",
+    phase="while a prompt is read",
+    query_aware=True,
+    summary="Prompts attend to the blocks with the largest sums over antidiagonals.",
+)
+@dataclass(frozen=True, kw_only=True)
+class XAttention(BlockPrefill, heads="own"):
+    """Attend to the blocks that have `threshold` of the weight that antidiagonals show.
+
+    threshold: share of the estimated weight that is computed, for each block of queries and each head.
+    stride: queries and keys of a tile, of which one antidiagonal is summed; it divides `block`.
+    """
+
+    threshold: float = 0.9
+    stride: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_share(self, "threshold", self.threshold)
+        check_int(self, "stride", self.stride, 1)
+        if self.block % self.stride:
+            raise PlanError(f"XAttention: stride must divide block, got {self.stride} and {self.block}")
+
+    def select(self, ctx: PromptContext) -> Tensor:
+        return covering(self.weights(ctx), self.threshold, self.always(ctx))
+
+    def weights(self, ctx: PromptContext) -> Tensor:
+        """Estimated attention weight of every block, summed over its queries, float32 [B, Hq, queries, keys]."""
+        grid, stride, (batch, heads) = ctx.grid, self.stride, ctx.keys.shape[:2]
+        asked = grid.padded_queries(ctx.query).unflatten(2, (-1, stride)).flip(3).flatten(3)
+        keys = grid.padded_keys(ctx.keys, grid.first + grid.query_blocks * grid.own - grid.key_blocks)
+        keys = keys.unflatten(2, (-1, stride)).flatten(3).transpose(2, 3)
+        rows, tiles = self.queries // stride, self.block // stride
+        out = torch.zeros(batch, asked.shape[1], grid.query_blocks, grid.key_blocks, device=keys.device)
+        for first in range(0, grid.query_blocks, _PART):
+            last = min(first + _PART, grid.query_blocks)
+            seen = (grid.first + last * grid.own) * tiles
+            part = asked[:, :, first * rows : last * rows]
+            logits = part.reshape(batch, heads, -1, part.shape[-1]) @ keys[..., :seen]
+            logits = cap(logits.float() * (ctx.scale / stride), ctx.terms).view(*part.shape[:3], seen)
+            at = torch.arange(first * rows, last * rows, device=keys.device)[:, None] + grid.first * tiles
+            places = torch.arange(seen, device=keys.device)
+            logits.masked_fill_((places > at) | (places < grid.pad // stride), float("-inf"))
+            blocks = logits.softmax(-1).unflatten(2, (-1, rows)).unflatten(4, (-1, tiles)).sum((3, 5))
+            width = min(blocks.shape[3], grid.key_blocks)
+            out[:, :, first:last, :width] = blocks[..., :width]
+        return out

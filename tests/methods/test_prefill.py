@@ -1,0 +1,122 @@
+"""Methods that read prompts sparsely choose the blocks that they say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvsieve
+from kvsieve.core.blocks import BlockGrid, Lines, PromptContext
+from kvsieve.errors import PlanError
+from kvsieve.methods import AShape
+
+SPARSE = [name for name in kvsieve.list_methods() if kvsieve.method_info(name).is_prefill]
+BLOCKS = {"block": 8, "queries": 16, "least": 32}
+# What makes a method choose everything.
+ALL = {
+    "a-shape": {"local": 4096},
+    "flashprefill": {"full": 4096},
+    "flexprefill": {"gamma": 1.0},
+    "minference": {"vertical": 1.0},
+    "xattention": {"threshold": 1.0},
+}
+
+
+OPTIONS = {"xattention": {"stride": 4}}
+
+
+def role(name, **given):
+    return kvsieve.plan(name, **{**BLOCKS, **OPTIONS.get(name, {}), **given}).prefill
+
+
+def context(length=200, new=200, strong=None, heads=2, sparse=None):
+    """Random keys, of which those of the slots `strong` are what every query looks for."""
+    made = torch.Generator().manual_seed(5)
+    query = torch.randn(1, 2 * heads, new, 16, generator=made)
+    keys = 0.3 * torch.randn(1, heads, length, 16, generator=made)
+    looked_for = torch.randn(16, generator=made)
+    query += looked_for
+    if strong is not None:
+        keys[:, :, strong] += 2 * looked_for
+    grid = BlockGrid(new, length, BLOCKS["queries"], BLOCKS["block"])
+    return PromptContext(3, 6, query, keys, 0.25, grid)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+@pytest.mark.parametrize("new", [200, 77])
+def test_everything_is_chosen_where_that_is_asked(name, new):
+    ctx = context(new=new)
+    chosen = role(name, **ALL[name]).select(ctx)
+    visible = ctx.grid.visible(chosen.device)
+    assert chosen.dtype == torch.bool and chosen.shape[2:] == visible.shape
+    assert (chosen | ctx.grid.diagonal(chosen.device) | ~visible).all()
+
+
+@pytest.mark.parametrize("name", [name for name in SPARSE if name != "a-shape"])
+def test_what_queries_look_for_is_found(name):
+    ctx = context(strong=slice(72, 88), new=104)
+    assert ctx.grid.pad == 0
+    chosen = (role(name, local=8).select(ctx) & ctx.grid.visible(torch.device("cpu"))).float()
+    found = chosen[..., 72 // 8 : 88 // 8].mean()
+    assert found == 1 or (name == "flexprefill" and found > 0.8)
+    assert chosen.mean() < 0.6
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_heads_choose_alone(name):
+    """As they must under tensor parallelism."""
+    ctx = context(heads=2)
+    both = role(name, **({} if name == "a-shape" else {"local": 8})).select(ctx)
+    part = PromptContext(3, 6, ctx.query[:, 2:], ctx.keys[:, 1:], ctx.scale, ctx.grid)
+    alone = role(name, **({} if name == "a-shape" else {"local": 8})).select(part)
+    assert torch.equal(both[:, -alone.shape[1] :], alone)
+    assert role(name).traits.heads == "own"
+
+
+@pytest.mark.parametrize(("new", "length", "window"), [(40, 40, 16), (24, 53, 24), (40, 61, 5)])
+def test_lines_are_those_of_the_last_queries(new, length, window):
+    ctx = context(length=length, new=new)
+    grid, lines = ctx.grid, Lines.of(ctx, window)
+    keys = ctx.keys.repeat_interleave(2, 1)
+    logits = ctx.query @ keys.transpose(2, 3) * ctx.scale
+    own = torch.arange(length - new, length)[:, None]
+    weights = logits.masked_fill(torch.arange(length) > own, float("-inf")).softmax(-1)[:, :, -window:]
+    vertical = torch.zeros(1, 4, grid.key_blocks)
+    slash = torch.zeros(1, 4, grid.key_blocks)
+    for key in range(length):
+        vertical[..., (key + grid.pad) // grid.block] += weights[..., key].sum(-1)
+    for block in range(grid.key_blocks):
+        # Distances of a query of a block and a key of the block so many before its first one.
+        near = range(max(block * grid.block - grid.block + 1, 0), min(block * grid.block + grid.queries, length))
+        for row in range(window):
+            at = length - window + row
+            slash[..., block] += sum(weights[..., row, at - apart] for apart in near if at - apart >= 0)
+    assert torch.allclose(lines.vertical, vertical, atol=1e-5)
+    assert torch.allclose(lines.slash, slash, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [31, 64, 200, 1001])
+def test_the_density_of_an_a_shape_is_known_beforehand(tokens):
+    shape = AShape(**BLOCKS, sinks=10, local=20)
+    ctx = context(length=tokens, new=tokens)
+    chosen = shape.select(ctx) | ctx.grid.diagonal(torch.device("cpu"))
+    visible = ctx.grid.visible(torch.device("cpu"))
+    counted = (chosen & visible).sum() / (visible.sum() * chosen.shape[1])
+    assert shape.density(tokens) == pytest.approx(1.0 if tokens < 32 else counted.item())
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "told"),
+    [
+        ("a-shape", {"block": 48}, "multiple of block"),
+        ("xattention", {"threshold": 0.0}, "above 0"),
+        ("xattention", {"stride": 3}, "divide"),
+        ("xattention", {"local": -1}, "local"),
+        ("minference", {"slash": 1.5}, "at most 1"),
+        ("flexprefill", {"gamma": 0.0}, "above 0"),
+        ("flashprefill", {"alpha": -1.0}, "above 0"),
+    ],
+)
+def test_bad_parameters_are_refused(name, given, told):
+    with pytest.raises(PlanError, match=told):
+        kvsieve.plan(name, **given)
