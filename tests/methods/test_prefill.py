@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.core.blocks import BlockGrid, Lines, PromptContext
+from kvsieve.core.blocks import BlockGrid, BlockLines, PromptContext
 from kvsieve.errors import PlanError
 from kvsieve.methods import AShape
 
@@ -76,7 +76,7 @@ def test_heads_choose_alone(name):
 @pytest.mark.parametrize(("new", "length", "window"), [(40, 40, 16), (24, 53, 24), (40, 61, 5)])
 def test_lines_are_those_of_the_last_queries(new, length, window):
     ctx = context(length=length, new=new)
-    grid, lines = ctx.grid, Lines.of(ctx, window)
+    grid, lines = ctx.grid, BlockLines.of(ctx, window)
     keys = ctx.keys.repeat_interleave(2, 1)
     logits = ctx.query @ keys.transpose(2, 3) * ctx.scale
     own = torch.arange(length - new, length)[:, None]

@@ -103,8 +103,9 @@ def _parse_listed(text: str | None, option: str, check: Callable[[str], Role], e
         if one in found:
             raise PlanError(f"{option} names {one or 'none'} twice, in {text!r}; name each once")
         found.append(one)
+    what = "sparse prompt" if option == "--prefill" else "codec"
     if not found:
-        raise PlanError(f"{option} names nothing, got {text!r}; write e.g. {example}, or none,{example}")
+        raise PlanError(f"{option} names no {what}, got {text!r}; write e.g. {example}, or none,{example}")
     return found
 
 

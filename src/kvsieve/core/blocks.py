@@ -150,7 +150,7 @@ def covering(mass: Tensor, share: float, always: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Lines:
+class BlockLines:
     """Attention weight of the last queries of a pass, by lines of blocks.
 
     Attributes:
@@ -163,7 +163,7 @@ class Lines:
     slash: Tensor
 
     @classmethod
-    def of(cls, ctx: PromptContext, queries: int) -> Lines:
+    def of(cls, ctx: PromptContext, queries: int) -> BlockLines:
         """Measure the lines of the last `queries` queries."""
         grid, new = ctx.grid, min(queries, ctx.grid.new)
         asked = ctx.query[:, :, -new:].reshape(len(ctx.query), ctx.keys.shape[1], -1, ctx.keys.shape[3])

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsieve.core.blocks import Lines, PromptContext, covering
+from kvsieve.core.blocks import BlockLines, PromptContext, covering
 from kvsieve.core.softmax import cap
 from kvsieve.methods.block_prefill import BlockPrefill, check_share
 from kvsieve.registry import register_method
@@ -47,7 +47,7 @@ class FlexPrefill(BlockPrefill, heads="own"):
 
     def select(self, ctx: PromptContext) -> Tensor:
         grid, always = ctx.grid, self.always(ctx)
-        lines, estimate = Lines.of(ctx, self.queries), self.estimate(ctx)
+        lines, estimate = BlockLines.of(ctx, self.queries), self.estimate(ctx)
         nothing = torch.zeros(1, dtype=torch.bool, device=always.device)
         along = lines.choose(
             covering(lines.vertical, self.gamma, nothing), covering(lines.slash, self.gamma, nothing), grid
@@ -72,5 +72,5 @@ class FlexPrefill(BlockPrefill, heads="own"):
 def _divergence(p: Tensor, q: Tensor) -> Tensor:
     """Jensen-Shannon divergence of distributions [..., N], in nats."""
     middle = ((p + q) / 2).clamp_min(1e-30).log()
-    parts = (each * (each.clamp_min(1e-30).log() - middle) for each in (p, q))
-    return (sum(parts) / 2).sum(-1).clamp_min(0)  # type: ignore[union-attr, operator]
+    first, second = (each * (each.clamp_min(1e-30).log() - middle) for each in (p, q))
+    return ((first + second) / 2).sum(-1).clamp_min(0)

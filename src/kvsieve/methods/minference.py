@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvsieve.core.blocks import Lines, PromptContext, topmost
+from kvsieve.core.blocks import BlockLines, PromptContext, topmost
 from kvsieve.methods.base import check_int
 from kvsieve.methods.block_prefill import BlockPrefill, check_share
 from kvsieve.registry import register_method
@@ -46,9 +46,7 @@ class MInference(BlockPrefill, heads="own"):
         check_int(self, "window", self.window, 1)
 
     def select(self, ctx: PromptContext) -> Tensor:
-        lines, blocks = Lines.of(ctx, self.window), ctx.grid.key_blocks
-        best = (
-            topmost(scores, max(1, round(share * blocks)))
-            for scores, share in ((lines.vertical, self.vertical), (lines.slash, self.slash))
-        )
-        return lines.choose(*best, ctx.grid) | self.always(ctx)
+        lines, blocks = BlockLines.of(ctx, self.window), ctx.grid.key_blocks
+        vertical = topmost(lines.vertical, max(1, round(self.vertical * blocks)))
+        slash = topmost(lines.slash, max(1, round(self.slash * blocks)))
+        return lines.choose(vertical, slash, ctx.grid) | self.always(ctx)

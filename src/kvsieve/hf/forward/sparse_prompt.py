@@ -60,8 +60,8 @@ def attend_stored(
             continue
         mine = slice(heads.start * groups, heads.stop * groups)
         part = Asked(real_entries(query[row, mine], fresh)[None], asked.scale, _terms_of(asked.terms, mine))
-        stored = (real_entries(each[row, heads], real)[None] for each in (keys, values))
-        out[row, mine, fresh.nonzero()[:, 0]] = _sparsely(role, where, part, *stored, record)[0]
+        theirs, worth = (real_entries(each[row, heads], real)[None] for each in (keys, values))
+        out[row, mine, fresh.nonzero()[:, 0]] = _sparsely(role, where, part, theirs, worth, record)[0]
     return out
 
 

@@ -54,3 +54,26 @@ def entries_after_prompt(cache: SieveCache) -> tuple[list[int], list[int]]:
         # Layers that no plan acts on hold no more under full KV.
         kept[index] = whole[index] = min(kept[index], record.prompt_tokens)
     return kept, whole
+
+
+def prompt_blocks(plan: Plan, cache: SieveCache) -> dict[str, float | None]:
+    """Return the density of the prompt's attention and its recall; see Stats."""
+    if plan.prefill is None:
+        return {}
+    blocks = cache.turn.record.blocks
+    recall = round(blocks.recall / blocks.sampled, 4) if blocks.sampled else None
+    return {"prompt_density": round(blocks.computed / max(blocks.causal, 1), 4), "prompt_recall": recall}
+
+
+def codec_told(plan: Plan, cache: SieveCache) -> str | None:
+    """Name the codec and the bits of an encoded number, on average over keys and values."""
+    codec = plan.codec
+    if codec is None:
+        return None
+    stores = [layer.store for layer in cache.sieve_layers.values() if isinstance(layer.store, PackedStore)]
+    if not stores:
+        return f"{type(codec).__name__}, nothing encoded yet"
+    dims = stores[0].dims
+    forms = codec.keys(dims[0]), codec.values(dims[1])
+    bits = sum(dim * form.bits_per_number(dim, codec.block) for dim, form in zip(dims, forms, strict=True)) / sum(dims)
+    return f"{type(codec).__name__} at {bits:.2f} bits a number"

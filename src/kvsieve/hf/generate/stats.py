@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvsieve.attention.paged import compile_seconds
-from kvsieve.cache import PackedStore
 from kvsieve.cache.base import storage_bytes
 from kvsieve.display import html_table, mebibytes, percent
 from kvsieve.hf.cache.cache import SieveCache
@@ -14,10 +13,9 @@ from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.records import Passes, Reads
 from kvsieve.hf.cache.states import EmptyLayer, StateLayer
 from kvsieve.hf.decode.engine import Engine
-from kvsieve.hf.generate.acted import entries_after_prompt, what_ran
+from kvsieve.hf.generate.acted import codec_told, entries_after_prompt, prompt_blocks, what_ran
 from kvsieve.hf.kinds import told_kinds
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.plans import Plan
 
 
 @dataclass(frozen=True)
@@ -239,32 +237,9 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
         compressed_layers=compressed,
         kv_share=round(share, 4),
         growing_layers=list(cache.sieve_layers),
-        codec=_codec(plan, cache),
-        **_prompt(plan, cache),
+        codec=codec_told(plan, cache),
+        **prompt_blocks(plan, cache),
     )
-
-
-def _prompt(plan: Plan, cache: SieveCache) -> dict[str, float | None]:
-    """Return the density of the prompt's attention and its recall; see Stats."""
-    if plan.prefill is None:
-        return {}
-    blocks = cache.turn.record.blocks
-    recall = round(blocks.recall / blocks.sampled, 4) if blocks.sampled else None
-    return {"prompt_density": round(blocks.computed / max(blocks.causal, 1), 4), "prompt_recall": recall}
-
-
-def _codec(plan: Plan, cache: SieveCache) -> str | None:
-    """Name the codec and the bits of an encoded number, on average over keys and values."""
-    codec = plan.codec
-    if codec is None:
-        return None
-    stores = [layer.store for layer in cache.sieve_layers.values() if isinstance(layer.store, PackedStore)]
-    if not stores:
-        return f"{type(codec).__name__}, nothing encoded yet"
-    dims = stores[0].dims
-    forms = codec.keys(dims[0]), codec.values(dims[1])
-    bits = sum(dim * form.bits_per_number(dim, codec.block) for dim, form in zip(dims, forms, strict=True)) / sum(dims)
-    return f"{type(codec).__name__} at {bits:.2f} bits a number"
 
 
 def _decoding(engine: Engine, passes: Passes, reads: Reads) -> Decoding:
