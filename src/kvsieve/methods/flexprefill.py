@@ -34,16 +34,16 @@ from kvsieve.registry import register_method
 class FlexPrefill(BlockPrefill, heads="own"):
     """Attend to as many blocks or lines as have `gamma` of the weight.
 
-    gamma: share of the weight that is computed. tau: distance up to which estimates of blocks are trusted.
+    gamma: share of the weight that is computed. divergence: distance up to which estimates of blocks are trusted.
     """
 
     gamma: float = 0.9
-    tau: float = 0.1
+    divergence: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share(self, "gamma", self.gamma)
-        check_share(self, "tau", self.tau)
+        check_share(self, "divergence", self.divergence)
 
     def select(self, ctx: PromptContext) -> Tensor:
         grid, always = ctx.grid, self.always(ctx)
@@ -54,7 +54,7 @@ class FlexPrefill(BlockPrefill, heads="own"):
         )
         flat = covering(estimate.flatten(2), self.gamma, always.flatten()).view(estimate.shape)
         true = lines.vertical / lines.vertical.sum(-1, keepdim=True)
-        aware = _divergence(estimate[:, :, -1], true).sqrt() < self.tau
+        aware = _divergence(estimate[:, :, -1], true).sqrt() < self.divergence
         return torch.where(aware[..., None, None], flat, along) | always
 
     def estimate(self, ctx: PromptContext) -> Tensor:

@@ -112,8 +112,7 @@ class Session:
             out = self._read(index, layer, asked, key, value, room)
         else:
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
-            where = index, self.model.num_layers
-            out = attend_stored(self.plan.prefill, self.cache.turn, step, where, asked, store)
+            out = attend_stored(self.plan.prefill, self.cache.turn, step, (index, self.model.num_layers), asked, store)
         self._lend(index, layer, made, changes=reduces or self.request.on_layer is not None or codec is not None)
         self._show(index, layer, asked, out)
         if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
@@ -170,8 +169,7 @@ class Session:
         before = layer.state.get("recent")
         if self.step.phase == "decode" and before is not None and query.shape[2] < window:
             query = torch.cat([before, query], 2)
-        # A copy, so that a whole prompt's queries are not held on to.
-        layer.state["recent"] = query[:, :, -window:].clone()
+        layer.state["recent"] = query[:, :, -window:].clone()  # A whole prompt's queries are not held on to.
         return query
 
     def _context(self, index: int, layer: SieveLayer, asked: Asked) -> LayerContext:
