@@ -97,12 +97,16 @@ def another_question(sieve, store, other):
 
 def goes_on(sieve, store, longer, second):
     """A conversation goes on from its last turn; who would have ended a prompt elsewhere gets no reduced entries."""
-    for turns in (None, (PROMPT, longer.shape[1])):
-        found = store.find(sieve, longer[0], turns=turns)
-        assert found.tokens == PROMPT + 1
+    found = store.find(sieve, longer[0])
+    assert found.tokens == PROMPT + 1
     same(sieve.generate(longer, cache=found.cache, chunk=CHUNK, **GREEDY), second)
-    elsewhere = store.find(sieve, longer[0], turns=(PROMPT + 3, longer.shape[1]))
-    assert (elsewhere.tokens == PROMPT + 1) is not sieve.plan.drops
+    # Read anew, its answer would be read as a prompt is: not by a reader, nor reduced token by token.
+    plan, ends = sieve.plan, longer.shape[1]
+    own = plan.read is not None or plan.is_view or (plan.evict is not None and plan.evict.when.steps is not None)
+    anew = store.find(sieve, longer[0], turns=(PROMPT, ends))
+    assert anew is None or (anew.tokens == PROMPT + 1) is not own
+    elsewhere = store.find(sieve, longer[0], turns=(PROMPT + 3, ends))
+    assert elsewhere is None or (elsewhere.tokens == PROMPT + 1) is not (plan.drops or own)
 
 
 def test_every_method_says_whether_it_is_query_aware(model):

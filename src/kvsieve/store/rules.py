@@ -34,6 +34,8 @@ class Reuse:
         half_read: True in the middle of a prompt.
         answered: True where tokens follow the last prompt that ended.
         acts: True where the plan drops something at the end of a prompt.
+        own_answers: True where tokens of an answer were read otherwise than a prompt is: by a reader, or by an evictor
+            that acts while decoding.
     """
 
     serves: Serves
@@ -43,6 +45,7 @@ class Reuse:
     half_read: bool
     answered: bool
     acts: bool
+    own_answers: bool
 
     def takes(self, common: int, length: int, request: Request) -> int:
         """Tell how many of its tokens a request may take; 0 for none.
@@ -62,6 +65,8 @@ class Reuse:
 
     def _goes_on(self, length: int, request: Request, ends: list[int]) -> bool:
         """Tell that a request which begins with all of its tokens may go on from where it stands."""
+        if request.turns is not None and self.own_answers:
+            return False
         if request.turns is not None and self.acts:
             if self.turns != tuple(end for end in ends if end <= self.tokens):
                 return False
@@ -141,7 +146,9 @@ def reuse_of(model: AttachedModel, cache: SieveCache, turns: Sequence[int] | Non
     else:
         begun = half and turn.number == 0 and not (plan.evict is not None and plan.evict.when.chunks)
         serves = "conversation" if plan.drops and plan.query_aware and not begun else "continuation"
-    return Reuse(serves, seen, cut, known, half, answered, plan.drops)
+    steps = plan.evict is not None and plan.evict.when.steps is not None
+    own = answered and (plan.read is not None or plan.is_view or steps)
+    return Reuse(serves, seen, cut, known, half, answered, plan.drops, own)
 
 
 def is_plain(cache: SieveCache) -> bool:
