@@ -24,7 +24,6 @@ from kvsieve.roles import (
     Role,
     SparsePrefill,
     byte_budgets,
-    check_prefill,
     check_together,
     role_class,
     role_name,
@@ -87,14 +86,11 @@ class Plan:
     """What to do with one model's context.
 
     propagate: a Propagator, which hidden states go on to deeper layers. evict: an Evictor, which entries stay stored.
-    read: a Reader, which entries a new token reads. prefill: a SparsePrefill, which of them a prompt's queries attend
-    to. codec: a Codec, how stored entries are encoded.
-    rest: a Codec that encodes what the evictor would drop, which stays stored then.
-    profile: the model whose profile gave the parameters, if one did; `attach` refuses another.
-    unset: of a plan made by name, what `attach` needs to fill in the parameters that were not given; until then they
-    stand at the paper's defaults. filled: what it filled in. name: what reports call it.
-
-    Raises PlanError for an object that does not fill its role, or a combination that cannot work.
+    read: a Reader, which entries a new token reads. codec: a Codec, how stored entries are encoded. rest: a Codec of
+    what the evictor would drop, which stays stored then. prefill: a SparsePrefill, what a prompt's queries attend to.
+    profile: the model whose profile gave the parameters, if one did; `attach` refuses another. unset: of a plan made
+    by name, what `attach` needs to fill in parameters that were not given, which stand at the paper's defaults until
+    then. filled: what it filled in. name: what reports call it. Raises PlanError for what fills no role or fits none.
     """
 
     propagate: Propagator | None = None
@@ -118,8 +114,7 @@ class Plan:
                     f"Plan({role}=...) takes a {base.__name__}, got {short(value)}; e.g. Plan({_EXAMPLES[role]}), or a "
                     f"class of your own that derives from kvsieve.roles.{base.__name__}"
                 )
-        check_together(self.propagate, self.evict, self.read, self.codec, self.rest)
-        check_prefill(self.prefill, self.evict)
+        check_together(self.propagate, self.evict, self.read, self.codec, self.rest, self.prefill)
         if not self.name:
             parts = [type(getattr(self, role)).__name__ for role in self.roles]
             object.__setattr__(self, "name", "+".join(parts) or "full")

@@ -11,7 +11,7 @@ from kvsieve.errors import PlanError
 from kvsieve.methods import AShape
 
 SPARSE = [name for name in kvsieve.list_methods() if kvsieve.method_info(name).is_prefill]
-BLOCKS = {"block": 8, "queries": 16, "least": 32}
+BLOCKS = {"block": 8, "queries": 16, "least": 32, "full": 0}
 # What makes a method choose everything.
 ALL = {
     "a-shape": {"local": 4096},

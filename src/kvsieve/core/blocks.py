@@ -113,6 +113,7 @@ class PromptContext:
         scale: factor of query-key products.
         grid: the blocks to choose among.
         terms: cap and sinks of the layer's attention; None for neither.
+        ends: the last of these queries are the end of the prompt.
     """
 
     layer_idx: int
@@ -122,6 +123,7 @@ class PromptContext:
     scale: float
     grid: BlockGrid
     terms: AttentionTerms | None = None
+    ends: bool = True
 
     @property
     def groups(self) -> int:

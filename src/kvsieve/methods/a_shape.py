@@ -34,6 +34,7 @@ class AShape(BlockPrefill, heads="own"):
 
     sinks: int = 128
     local: int = 1024
+    full: int = 0
 
     def density(self, tokens: int) -> float:
         if tokens < max(self.least, self.queries):
@@ -44,7 +45,10 @@ class AShape(BlockPrefill, heads="own"):
         seen = [min(row * grid.own + grid.own, grid.key_blocks) for row in range(grid.query_blocks)]
         near = [each - max(row * grid.own - blocks, 0) for row, each in enumerate(seen)]
         far = [min(first, max(row * grid.own - blocks, 0)) for row in range(grid.query_blocks)]
-        return (sum(near) + sum(far)) / sum(seen)
+        computed = [a + b for a, b in zip(near, far, strict=True)]
+        if self.full:
+            computed[-self.full :] = seen[-self.full :]
+        return sum(computed) / sum(seen)
 
     def select(self, ctx: PromptContext) -> Tensor:
         mask = self.always(ctx)

@@ -18,7 +18,8 @@ class BlockPrefill(SparsePrefill):
 
     block: keys of a block. queries: queries of a block, a multiple of `block`. least: entries from which on a layer
     attends sparsely. sinks: keys at the beginning that all queries attend to, in whole blocks. local: keys before their
-    own block that all queries attend to, in whole blocks. skip_layers: layers that attend to everything: how many at
+    own block that all queries attend to, in whole blocks. full: last blocks of a prompt's queries, where its
+    question mostly is, that attend to everything. skip_layers: layers that attend to everything: how many at
     the start, or which, as text "0/1/-1".
     """
 
@@ -27,10 +28,11 @@ class BlockPrefill(SparsePrefill):
     least: int = 1024
     sinks: int = 1
     local: int = 1
+    full: int = 1
     skip_layers: Layers = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("block", 1), ("queries", 1), ("least", 1), ("sinks", 0), ("local", 0)):
+        for name, least in (("block", 1), ("queries", 1), ("least", 1), ("sinks", 0), ("local", 0), ("full", 0)):
             check_int(self, name, getattr(self, name), least)
         object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
         if self.queries % self.block:
@@ -47,6 +49,8 @@ class BlockPrefill(SparsePrefill):
         grid, device = ctx.grid, ctx.keys.device
         near = grid.near(-(-self.local // self.block), device)
         near[:, : -(-(self.sinks + grid.pad) // self.block) if self.sinks else 0] = True
+        if ctx.ends and self.full:
+            near[-self.full :] = True
         return near & grid.visible(device)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvsieve.core.blocks import PromptContext
 from kvsieve.core.softmax import cap
-from kvsieve.methods.base import check_int
 from kvsieve.methods.block_prefill import BlockPrefill, check_share
 from kvsieve.registry import register_method
 
@@ -33,23 +32,18 @@ from kvsieve.registry import register_method
 class FlashPrefill(BlockPrefill, heads="own"):
     """Attend to blocks whose estimated weight is at least a part of the largest.
 
-    alpha: that part. full: last blocks of queries of a pass that attend to everything.
+    alpha: that part.
     """
 
     alpha: float = 0.1
-    full: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_share(self, "alpha", self.alpha)
-        check_int(self, "full", self.full, 0)
 
     def select(self, ctx: PromptContext) -> Tensor:
         weights = self.weights(ctx)
-        chosen = (weights >= self.alpha * weights.amax(-1, keepdim=True)) | self.always(ctx)
-        if self.full:
-            chosen[:, :, -self.full :] = True
-        return chosen
+        return (weights >= self.alpha * weights.amax(-1, keepdim=True)) | self.always(ctx)
 
     def weights(self, ctx: PromptContext) -> Tensor:
         """Estimated weights of blocks, float32 [B, Hq, query blocks, key blocks]."""

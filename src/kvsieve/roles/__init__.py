@@ -14,7 +14,7 @@ from kvsieve.roles.probing import Branch, Observe, ProbePasses, ProbingEvictor
 from kvsieve.roles.propagator import Propagator
 from kvsieve.roles.reader import Reader
 from kvsieve.roles.sizes import byte_budgets, with_entries
-from kvsieve.roles.together import check_prefill, check_together
+from kvsieve.roles.together import check_together
 
 __all__ = [
     "Branch",
@@ -35,7 +35,6 @@ __all__ = [
     "SparsePrefill",
     "Traits",
     "byte_budgets",
-    "check_prefill",
     "check_together",
     "draft_of",
     "role_class",

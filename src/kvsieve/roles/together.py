@@ -13,9 +13,15 @@ from kvsieve.roles.sizes import byte_budgets
 
 
 def check_together(
-    propagate: Propagator | None, evict: Evictor | None, read: Reader | None, codec: Codec | None, rest: Codec | None
+    propagate: Propagator | None,
+    evict: Evictor | None,
+    read: Reader | None,
+    codec: Codec | None,
+    rest: Codec | None,
+    prefill: SparsePrefill | None,
 ) -> None:
     """Raise PlanError for roles of one plan that cannot work with each other."""
+    _check_prefill(prefill, evict)
     if evict is not None and evict.when.observes and type(evict).observe is Evictor.observe:
         raise PlanError(
             f"{type(evict).__name__} has When(observes=True) and no method observe(ctx) of its own; add one"
@@ -38,7 +44,7 @@ def check_together(
         _check_rest(evict, type(rest).__name__)
 
 
-def check_prefill(prefill: SparsePrefill | None, evict: Evictor | None) -> None:
+def _check_prefill(prefill: SparsePrefill | None, evict: Evictor | None) -> None:
     """Raise PlanError for an evictor whose own passes over a prompt would not be sparse."""
     if prefill is not None and isinstance(evict, ChunkedEvictor):
         raise PlanError(

@@ -50,8 +50,8 @@ def attend_stored(
         return asked.attend(store)
     query, keys, values = asked.query, store.keys, store.values
     if store.valid is None:
-        return _sparsely(role, where, asked, keys, values, record)
-    groups = query.shape[1] // keys.shape[1]
+        return _sparsely(role, (*where, step.is_last_chunk), asked, keys, values, record)
+    groups, ended = query.shape[1] // keys.shape[1], (*where, step.is_last_chunk)
     # Padding sees itself.
     out = values[:, :, -new:].repeat_interleave(groups, 1)
     for row, heads, real in _parts(store.valid, keys.shape[1]):
@@ -61,7 +61,7 @@ def attend_stored(
         mine = slice(heads.start * groups, heads.stop * groups)
         part = Asked(real_entries(query[row, mine], fresh)[None], asked.scale, _terms_of(asked.terms, mine))
         theirs, worth = (real_entries(each[row, heads], real)[None] for each in (keys, values))
-        out[row, mine, fresh.nonzero()[:, 0]] = _sparsely(role, where, part, theirs, worth, record)[0]
+        out[row, mine, fresh.nonzero()[:, 0]] = _sparsely(role, ended, part, theirs, worth, record)[0]
     return out
 
 
@@ -77,7 +77,7 @@ def _terms_of(terms: AttentionTerms | None, heads: slice) -> AttentionTerms | No
 
 
 def _sparsely(
-    role: SparsePrefill, where: tuple[int, int], asked: Asked, keys: Tensor, values: Tensor, record: PromptBlocks
+    role: SparsePrefill, where: tuple[int, int, bool], asked: Asked, keys: Tensor, values: Tensor, record: PromptBlocks
 ) -> Tensor:
     """Attention over real entries, of which blocks are skipped; over all, where they are too few."""
     query, terms = asked.query.detach(), asked.terms
@@ -87,7 +87,7 @@ def _sparsely(
     if length < role.least or new < role.queries:
         _count(record, None, grid, query)
         return dense_attention(asked.query, keys, values, scale=asked.scale, terms=terms)
-    chosen = role.select(PromptContext(*where, query, keys, asked.scale, grid, terms))
+    chosen = role.select(PromptContext(*where[:2], query, keys, asked.scale, grid, terms, bool(where[2])))
     sets, blocks = chosen.shape[1:2], (grid.query_blocks, grid.key_blocks)
     if chosen.shape != (batch, *sets, *blocks) or sets[0] not in (heads, query_heads):
         raise PlanError(
@@ -112,11 +112,10 @@ def _count(record: PromptBlocks, chosen: Tensor | None, grid: BlockGrid, query: 
 
 
 def _sampled_recall(asked: Asked, keys: Tensor, chosen: Tensor, grid: BlockGrid) -> Tensor:
-    """Part of the attention of some queries, the last one among them, that chosen blocks hold: [B, Hq, samples]."""
+    """Part of the attention of one query in `_SAMPLED` that chosen blocks hold: [B, Hq, samples]."""
     batch, query_heads = asked.query.shape[:2]
     heads = keys.shape[1]
-    last = grid.new - 1
-    at = torch.arange(last % _SAMPLED, grid.new, _SAMPLED, device=keys.device)
+    at = torch.arange(min(_SAMPLED, grid.new) // 2, grid.new, _SAMPLED, device=keys.device)
     logits = asked.query[:, :, at].reshape(batch, heads, -1, keys.shape[-1]).float() @ keys.float().transpose(2, 3)
     logits = cap(logits * asked.scale, asked.terms).view(batch, query_heads, len(at), -1)
     places = torch.arange(grid.length, device=keys.device)
