@@ -146,7 +146,7 @@ def main() -> None:
         "methods": {},
     }
     with attached(model, Plan(), given.decode, tokenizer, any_plan=True) as sieve:
-        for method in given.methods.split(","):
+        for method in filter(None, given.methods.split(",")):
             name, _, budget = method.partition(":budget=")
             plan = kvsieve.plan(name, **({"budget": budget} if budget else {}))
             scheduler = Scheduler(sieve, tokenizer, ServerLimits(running=given.clients, chunk=128))

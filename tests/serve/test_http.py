@@ -125,6 +125,13 @@ def test_a_stream_is_the_same_answer_in_pieces(client, lone, tokenizer):
     assert kv["method"] == "full" and kv["entries"] == tokens and kv["map"] == [1.0] * 10
 
 
+@pytest.mark.parametrize("budget", [30, "30", 0.25, "25%"])
+def test_a_request_has_its_own_budget(client, budget):
+    kv = {"method": "streamingllm", "budget": budget}
+    told = client.completions.create(model="tiny", prompt=[5] * 120, max_tokens=1, extra_body={"kv": kv})
+    assert told.usage.kv["method"] == "streamingllm" and told.usage.kv["entries"] == 30
+
+
 def test_a_stream_on_the_wire_ends_with_done(url):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "w1"}], "max_tokens": 3, "stream": True}
     reply = post(url, body)

@@ -54,6 +54,8 @@ class AllowedPlans:
         ((name, given),) = split_specs(method)
         info = method_info(name)
         if asked.budget is not None:
+            if isinstance(asked.budget, bool):
+                raise PlanError("kv.budget is a share or a number of entries, not true or false")
             if "budget" not in info.parameters:
                 raise PlanError(f"{info.name} takes no budget; leave kv.budget out")
             given["budget"] = asked.budget

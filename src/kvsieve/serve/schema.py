@@ -33,7 +33,7 @@ class KVOptions(Strict):
     """
 
     method: Annotated[str, Field(max_length=100)] | None = None
-    budget: Annotated[str, Field(max_length=20)] | float | None = None
+    budget: Annotated[str, Field(max_length=20)] | int | float | None = None
     codec: Annotated[str, Field(max_length=60, pattern=r"^[a-z0-9-]+(:[a-z_]+=[a-z0-9.]+)*$")] | None = None
     protect: Annotated[list[int | tuple[int, int]], Field(max_length=100)] | None = None
     question: bool | Annotated[int, Field(ge=1)] | None = None
