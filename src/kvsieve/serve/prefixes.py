@@ -106,14 +106,13 @@ class StoredPrefixes:
 
     def add(self, reading: PromptReader) -> None:
         order, cache = reading.ticket.order, reading.cache
-        if _findable(order) and cache.num_seen >= _LEAST:
+        if _serves_others(reading) and cache.num_seen >= _LEAST:
             turns = None if order.session is not None else (len(order.ids),)
             self._add(reading, order.ids, turns)
 
     def add_answer(self, reading: PromptReader, answer: Answer) -> None:
         order = reading.ticket.order
-        # What a plan has dropped for this prompt serves no other, unless the conversation goes on.
-        if _findable(order) and (order.session is not None or not reading.sieve.plan.drops):
+        if _serves_others(reading):
             ids = (*order.ids, *answer.tokens)
             self._add(reading, ids, None if order.session is not None else (len(order.ids),))
 
@@ -145,6 +144,12 @@ class StoredPrefixes:
 def _findable(order: Order) -> bool:
     """Tell that a prompt may be found again: its caller puts no constraints on it that others do not have."""
     return order.constraints == PromptConstraints()
+
+
+def _serves_others(reading: PromptReader) -> bool:
+    """Tell that what is left of a prompt may serve another: what a plan has reduced does where a session goes on."""
+    order = reading.ticket.order
+    return _findable(order) and (order.session is not None or not reading.sieve.plan.drops)
 
 
 def open_prefixes(path: str | None, memory: str, disk: str, share: bool) -> Prefixes | None:
