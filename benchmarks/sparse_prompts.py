@@ -1,0 +1,122 @@
+"""What sparse prompts save, and lose: time to the first token beside own full KV, scores, and the distance to full KV.
+
+    python benchmarks/sparse_prompts.py [--model DIR] [--lengths 2048,7500] [--samples 4] [--rounds 3] [--out FILE]
+
+quality: samples of the needle task and of RULER's multikey needles, the question visible. kl: mean over the tokens of
+full KV's own answer, in nats, of KL(full KV || plan). score: of the answer that the plan gives. density and recall: as
+the statistics tell them, means over samples.
+
+time: a prompt is read under full KV and under every plan in turn, after one round that does not count. ttft: median over
+rounds of a plan's seconds over those of full KV in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import kvsieve
+from kvsieve.eval.evaluator import Evaluator
+from kvsieve.plans import Plan
+from kvsieve.report.environment import environment
+from kvsieve.report.tables import markdown_table
+from kvsieve.tasks import chosen_tasks
+
+PREFILLS = (
+    "xattention,xattention:threshold=0.8,xattention:threshold=0.95,flashprefill,flexprefill,minference,a-shape,"
+    "a-shape:local=2048"
+)
+TASKS = ("needle", "ruler_niah_multikey_1")
+FULL = "full"
+
+
+def quality(model: Any, tokenizer: Any, plans: dict[str, Plan], length: int, samples: int) -> list[dict[str, Any]]:
+    """One row per task and plan: means over the samples."""
+    evaluator, rows = Evaluator(model, tokenizer), []
+    for task in chosen_tasks(list(TASKS)):
+        found: dict[str, list[Any]] = {name: [] for name in plans}
+        for index in range(samples):
+            # Depths all over the text.
+            sample = task.sample(index * 11 // samples, length, index, evaluator.prompter.count)
+            for name, one in zip(plans, evaluator.run(sample, list(plans.values()), "visible"), strict=True):
+                found[name].append(one)
+            print(f"{task.name}, {length} tokens: {index + 1} of {samples}", flush=True)
+        for name, outcomes in found.items():
+            blocks = [each.record.blocks for each in outcomes]
+            row: dict[str, Any] = {"tokens": length, "task": task.name, "plan": name}
+            row["kl"] = round(statistics.mean(each.kl for each in outcomes), 5)
+            row["score"] = round(statistics.mean(each.metrics["score"] for each in outcomes), 4)
+            row["density"] = _mean([each.computed / each.causal for each in blocks if each.causal])
+            row["recall"] = _mean([each.recall / each.sampled for each in blocks if each.sampled])
+            rows.append(row)
+    return rows
+
+
+def _mean(values: list[float]) -> float | None:
+    return round(statistics.mean(values), 4) if values else None
+
+
+def times(model: Any, tokenizer: Any, plans: dict[str, Plan], length: int, rounds: int) -> list[dict[str, Any]]:
+    """One row per plan: the median of ratios of times to the first token."""
+    (task,) = chosen_tasks(["needle"])
+    evaluator = Evaluator(model, tokenizer)
+    text = task.sample(5, length, 0, evaluator.prompter.count).context
+    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :length]
+    seconds: dict[str, list[float]] = {name: [] for name in plans}
+    for at in range(rounds + 1):
+        for name, plan in plans.items():
+            with kvsieve.attach(model, plan) as sieve, torch.no_grad():
+                took = sieve.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0).stats.ttft_s
+            if at:
+                seconds[name].append(took)
+        print(f"time, {length} tokens: round {at} of {rounds}", flush=True)
+    rows = []
+    for name, took in seconds.items():
+        ratio = statistics.median(mine / full for mine, full in zip(took, seconds[FULL], strict=True))
+        rows.append(
+            {"tokens": length, "plan": name, "ttft": round(ratio, 4), "ttft_s": round(statistics.median(took), 3)}
+        )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", help="A directory or hub id. Default: the demo model.")
+    parser.add_argument("--lengths", default="2048,7500")
+    parser.add_argument("--samples", type=int, default=4, help="0 leaves quality out.")
+    parser.add_argument("--rounds", type=int, default=3, help="0 leaves times out.")
+    parser.add_argument("--prefills", default=PREFILLS)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "sparse_prompts.json")
+    given = parser.parse_args()
+    model, tokenizer = kvsieve.models.load(given.model)
+    name = given.model or "SmolLM2-135M-Instruct (demo model)"
+    plans = {FULL: Plan()}
+    plans |= {each: kvsieve.plan(FULL, prefill=each) for each in given.prefills.split(",") if each}
+    report: dict[str, Any] = {
+        "environment": environment(),
+        "model": f"{Path(name).name}, {str(model.dtype).removeprefix('torch.')}",
+        "samples": given.samples,
+        "quality": [],
+        "time": [],
+    }
+    for length in map(int, given.lengths.split(",")):
+        if given.rounds:
+            report["time"] += times(model, tokenizer, plans, length, given.rounds)
+        if given.samples:
+            report["quality"] += quality(model, tokenizer, plans, length, given.samples)
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
+    for part, keys in (
+        ("time", ("tokens", "plan", "ttft", "ttft_s")),
+        ("quality", ("tokens", "task", "plan", "kl", "score", "density", "recall")),
+    ):
+        if report[part]:
+            print(markdown_table(list(keys), [[str(row[key]) for key in keys] for row in report[part]]))
+
+
+if __name__ == "__main__":
+    main()
