@@ -6,7 +6,7 @@ quality: samples of the needle task and of RULER's multikey needles, the questio
 full KV's own answer, in nats, of KL(full KV || plan). score: of the answer that the plan gives. density and recall: as
 the statistics tell them, means over samples.
 
-time: a prompt is read under full KV and under every plan in turn, after one round that does not count. ttft: median over
+time: a prompt is read under full KV and every plan in turn, after one round that does not count. ttft: median over
 rounds of a plan's seconds over those of full KV in the same round.
 """
 
