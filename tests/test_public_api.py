@@ -28,7 +28,8 @@ MODELS = """
 SIEVE = """
     adapters
     adopt(self, cache)
-    chat(self, tokenizer, system=None, *, load=None, max_new_tokens=512, chunk=1024, **options)
+    begin(self, input_ids, *, cache=None, chunk=None, progress=None)
+    chat(self, tokenizer, system=None, *, load=None, store=None, max_new_tokens=512, chunk=1024, **options)
     check_cache(self, cache)
     check_call(self, call)
     check_tokens(self, cache, new, text=None)
@@ -43,6 +44,7 @@ SIEVE = """
     new_cache(self)
     prefill(self, input_ids, attention_mask=None, *, cache=None, chunk=None, progress=None, protect=None, quotas=None,
         reduce=True)
+    run_pass(self, session, call, logits)
     save(self, cache, path, *, tokenizer=None, ids=None, extra=None, force=False)
     use_tokenizer(self, tokenizer)
 """
