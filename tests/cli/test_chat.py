@@ -262,7 +262,7 @@ def test_an_answer_that_the_context_cuts_is_told(talk):
         (["--file", "nowhere"], "No such file"),
         (["--load", "cache"], "holds a cache but no chat"),
         (["--load", "chat", "--method", "knorm"], "was made under snapkv, not knorm"),
-        (["--load", "chat", "--budget", "9"], "leave --budget, --set, --profile, --codec and --rest out"),
+        (["--load", "chat", "--budget", "9"], "leave --budget, --set, --profile, --codec, --rest and --prefill out"),
         (["--save", "no/where/x"], "there is no directory"),
         (["--save", "."], "is a directory"),
     ],

@@ -90,7 +90,7 @@ CASES = {
     "claa": (named("claa", budget=14, tsp_layer=2, tsp_rate=0.5, joined=2, skip_layers=1, **WINDOW), {}),
     "staged": (named("staged", budget=14, tsp_layer=2, early_layer=0, tsp_rate=0.4, **WINDOW), {}),
     "specprefill": (
-        lambda: kvsieve.plan("specprefill", draft=draft(), keep="40%", chunk=4, keep_last=4, lookahead=3),
+        lambda: kvsieve.plan("specprefill", draft=draft(), keep="40%", chunk_length=4, keep_last=4, lookahead=3),
         {},
     ),
     "asl": (named("asl", budget=14, observed=2, first=1, tau=0.9, **WINDOW), {}),
@@ -109,7 +109,7 @@ CASES = {
         for name in ("fp8", "hqq", "int8", "k8v4", "kivi", "outlier", "rotated")
     },
     **{
-        name: (named(name, block=4, queries=8, least=16, local=4), {})
+        name: (named(name, block=4, queries=8, least=16, sinks=1, local=4), {})
         for name in ("a-shape", "flashprefill", "flexprefill", "minference")
     },
     "xattention": (named("xattention", block=4, queries=8, least=16, stride=2, threshold=0.6), {}),

@@ -140,8 +140,10 @@ def tokens_held(cache, mask, row):
 # Small enough that rows encode several blocks, at different times.
 ENCODING = {name: {"block": 16, "tail": 8} for name in CODECS}
 # A codec alone encodes after every chunk, so that tokens read entries exact or encoded by where chunks of the row end,
-# and that padding moves; with an evictor it encodes when the prompt is complete.
-PADDED = [(name, chunk) for name in kvsieve.list_methods() for chunk in (None, 16) if not (chunk and name in CODECS)]
+# and that padding moves; with an evictor it encodes when the prompt is complete. Blocks of sparse prompts begin with a
+# chunk, so that they move as well.
+BY_CHUNK = (*CODECS, *SPARSE_PROMPTS)
+PADDED = [(name, chunk) for name in kvsieve.list_methods() for chunk in (None, 16) if not (chunk and name in BY_CHUNK)]
 
 
 @pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")

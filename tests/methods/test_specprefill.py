@@ -22,7 +22,7 @@ from toy_words import word_tokenizer
 
 N, PADDING, LAYERS = 60, 11, 4
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-SHAPE = {"keep": "40%", "chunk": 4, "keep_last": 4, "smooth": 3, "lookahead": 3}
+SHAPE = {"keep": "40%", "chunk_length": 4, "keep_last": 4, "smooth": 3, "lookahead": 3}
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,12 @@ def chosen(part, scores, padding=(0,)):
 
 
 def test_chunks_by_hand():
-    part = SpecPrefill(draft="demo", keep=5, chunk=3, keep_last=1)
+    part = SpecPrefill(draft="demo", keep=5, chunk_length=3, keep_last=1)
     # Means of the chunks: 2, 3, 1 and, of the last two, 4.
     scores = torch.tensor([[6.0, 0, 0, 1, 1, 7, 1, 1, 1, 8, 0]])
     assert chosen(part, scores) == [[3, 4, 5, 9, 10]]
     # A chunk that does not fit is cut; chunks begin at a row's first true token.
-    assert chosen(SpecPrefill(draft="demo", keep=4, chunk=3, keep_last=1), scores) == [[3, 4, 9, 10]]
+    assert chosen(SpecPrefill(draft="demo", keep=4, chunk_length=3, keep_last=1), scores) == [[3, 4, 9, 10]]
     padded = torch.cat([torch.full((1, 2), float("-inf")), scores[:, :9]], 1)
     assert chosen(part, padded, [2]) == [[2, 5, 6, 7, 10]]
 

@@ -24,18 +24,25 @@ SMALL = {
     "observed": 2,
     "first": 1,
 }
+# Likewise of those that read prompts sparsely.
+BLOCKS = {"block": 4, "queries": 8, "least": 16, "local": 4}
 PARAMETERS = {
+    "a-shape": BLOCKS,
     "asl": {"tau": 5.0, "budget": 80},
     "chunkkv": {"chunk_length": 4},
     "finch": {"chunk_length": 32},
+    "flashprefill": BLOCKS,
+    "flexprefill": BLOCKS,
     "gemfilter": {"layer": 1},
     "h2o": {"recent": 0.7},
     "kvzip": {"chunk_length": 64, "repeat_ids": (), "go_on_ids": (), "answer_ids": ()},
+    "minference": BLOCKS,
     "pyramidinfer": {"min_context": 8, "rate": 0.3, "recent": 0.1},
     "sagekv": {"recent": 0.5},
-    "specprefill": {"keep": "40%", "chunk": 4, "keep_last": 4, "smooth": 3, "lookahead": 3},
+    "specprefill": {"keep": "40%", "chunk_length": 4, "keep_last": 4, "smooth": 3, "lookahead": 3},
     "staged": {"early_layer": 0},
     "lookahead": {"lookahead": 3},
+    "xattention": {**BLOCKS, "stride": 2, "threshold": 0.6},
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvsieve import kernels
 from kvsieve.cache import DenseStore, LayerStore, RaggedStore, RowGroups
 from kvsieve.core.page_recipe import PageRecipe, page_table, value_mean
 from kvsieve.kernels.cpu import reading as native
@@ -24,6 +25,8 @@ def why_not_compiled(query: Tensor, store: LayerStore, recipes: Sequence[PageRec
     if not isinstance(store, (DenseStore, RaggedStore)):
         return "entries are encoded"
     keys, values, _ = store.buffers()
+    if kernels.usable(query, keys, values):
+        return "Triton's kernels read"
     if keys.device.type != "cpu":
         return f"on {keys.device.type}"
     if keys.dtype not in native.DTYPES or values.dtype != keys.dtype:

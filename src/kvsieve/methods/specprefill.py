@@ -43,7 +43,7 @@ class SpecPrefill(DraftPropagator, heads="all"):
     draft: that model; "demo", a directory or hub id, a loaded model, or (model, tokenizer).
     keep: tokens that are read; a Budget, a share ("20%", 0.2) or a number (1024) of the turn's prompt.
     lookahead: queries that vote, of the prompt's last token and of drafted ones. smooth: odd width of the average over
-    neighbours. chunk: neighbours that go on together. keep_last: last tokens that always go on, within `keep`.
+    neighbours. chunk_length: neighbours that go on together. keep_last: last tokens that always go on, within `keep`.
     own: the model's own tokenizer, which `attach` fills in.
     """
 
@@ -51,7 +51,7 @@ class SpecPrefill(DraftPropagator, heads="all"):
     keep: Budget
     lookahead: int = 8
     smooth: int = 13
-    chunk: int = 32
+    chunk_length: int = 32
     keep_last: int = 32
     own: Loaded | None = field(default=None, compare=False, repr=False)
 
@@ -61,7 +61,7 @@ class SpecPrefill(DraftPropagator, heads="all"):
         self.keep.refuse_bytes("SpecPrefill", "keep", "it counts tokens that are read, not what is stored")
         check_int(self, "lookahead", self.lookahead, 1, most=1024)
         check_int(self, "smooth", self.smooth, 1, most=WIDEST, odd=True)
-        check_int(self, "chunk", self.chunk, 1)
+        check_int(self, "chunk_length", self.chunk_length, 1)
         check_int(self, "keep_last", self.keep_last, 1)
         if self.keep.tokens is not None and self.keep.tokens < self.keep_last:
             raise PlanError(
@@ -115,7 +115,7 @@ class SpecPrefill(DraftPropagator, heads="all"):
     def _by_chunks(self, row: Tensor) -> Tensor:
         """Scores [N], each true token with the mean of its chunk, +inf for the last ones."""
         ranked, real = row.clone(), ~row.isneginf()
-        parts = row[real].split(self.chunk)
+        parts = row[real].split(self.chunk_length)
         ranked[real] = torch.cat([part.mean().expand(len(part)) for part in parts])
         ranked[real.nonzero()[-self.keep_last :, 0]] = float("inf")
         return ranked
@@ -134,12 +134,17 @@ def specprefill(
     keep: Budget | str | int | float = "20%",
     lookahead: int = 8,
     smooth: int = 13,
-    chunk: int = 32,
+    chunk_length: int = 32,
     keep_last: int = 32,
     budget: Budget | str | int | float | None = None,
 ) -> Plan:
     """Only the tokens that a smaller model, `draft`, attends to are read; with `budget`, SnapKV retention as well."""
     propagate = SpecPrefill(
-        draft=draft, keep=Budget.parse(keep), lookahead=lookahead, smooth=smooth, chunk=chunk, keep_last=keep_last
+        draft=draft,
+        keep=Budget.parse(keep),
+        lookahead=lookahead,
+        smooth=smooth,
+        chunk_length=chunk_length,
+        keep_last=keep_last,
     )
     return Plan(propagate=propagate, evict=None if budget is None else SnapKV(budget=Budget.parse(budget)))

@@ -33,9 +33,9 @@ class Reuse:
         turns: token counts at which its prompts ended, None where that is not known.
         half_read: True in the middle of a prompt.
         answered: True where tokens follow the last prompt that ended.
-        acts: True where the plan drops something at the end of a prompt.
-        own_answers: True where tokens of an answer were read otherwise than a prompt is: by a reader, or by an evictor
-            that acts while decoding.
+        acts: True where the plan drops something at the end of a prompt, or reads prompts sparsely.
+        own_answers: True where tokens of an answer were read otherwise than a prompt is: by a reader, by an evictor
+            that acts while decoding, or in full where prompts are read sparsely.
     """
 
     serves: Serves
@@ -99,7 +99,7 @@ class Request:
         """Make the request of a prompt of `length` tokens under a model's plan."""
         need = max(leave, 1, model.plan.queries(length), 2 if model.new_cache().has_state else 1)
         given = None if turns is None else tuple(turns)
-        return cls(leave, need, given, leave == 0 and not model.plan.drops)
+        return cls(leave, need, given, leave == 0 and not model.plan.drops and model.plan.prefill is None)
 
 
 def why_not(model: AttachedModel, cache: SieveCache) -> str | None:
@@ -137,7 +137,9 @@ def reuse_of(model: AttachedModel, cache: SieveCache, turns: Sequence[int] | Non
     if known is None and turn.number == 0:
         known = () if half else (last,)
     answered = bool(last) and (turn.start if half else seen) > last
-    cut = seen if is_plain(cache) else 0
+    # What a sparse prompt's tokens have attended to depends on where its passes and its end lay.
+    sparse = plan.prefill is not None
+    acts, cut = plan.drops or sparse, seen if is_plain(cache) and not sparse else 0
     if plan.read is not None or plan.is_view:
         # Tokens of an answer have not read all that came before them.
         cut = min(cut, seen if half and turn.number == 0 else known[0] if known else 0)
@@ -145,10 +147,10 @@ def reuse_of(model: AttachedModel, cache: SieveCache, turns: Sequence[int] | Non
         serves: Serves = "beginning"
     else:
         begun = half and turn.number == 0 and not (plan.evict is not None and plan.evict.when.chunks)
-        serves = "conversation" if plan.drops and plan.query_aware and not begun else "continuation"
+        serves = "conversation" if (sparse or (plan.drops and plan.query_aware)) and not begun else "continuation"
     steps = plan.evict is not None and plan.evict.when.steps is not None
-    own = answered and (plan.read is not None or plan.is_view or steps)
-    return Reuse(serves, seen, cut, known, half, answered, plan.drops, own)
+    own = answered and (plan.read is not None or plan.is_view or steps or sparse)
+    return Reuse(serves, seen, cut, known, half, answered, acts, own)
 
 
 def is_plain(cache: SieveCache) -> bool:
