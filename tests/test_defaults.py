@@ -78,7 +78,11 @@ def test_without_a_profile_depth_and_digits_decide():
     assert kvsieve.plan("knorm").for_model(UNKNOWN) == kvsieve.plan("knorm")
 
 
-@pytest.mark.parametrize("name", [name for name in kvsieve.list_methods() if name not in ("per-layer", "finch")])
+# Left out: methods with a parameter that no model's shape gives, of which specprefill's is a draft model.
+NEED_MORE = ("per-layer", "finch", "specprefill")
+
+
+@pytest.mark.parametrize("name", [name for name in kvsieve.list_methods() if name not in NEED_MORE])
 @pytest.mark.parametrize("layers", [2, 4, 12, 24, 80])
 def test_every_method_finds_its_parameters_at_any_depth(name, layers):
     info = kvsieve.method_info(name)

@@ -28,7 +28,12 @@ KEEPS_ALL = {
     "mixed": "the budget is what stays exact",
 }
 OWN_NUMBER = {"rocketkv": "the budget is what a token reads, and what is stored follows from it"}
-FEWER = dict.fromkeys(("asl", "fastkv", "pyramidinfer"), "deep layers hold what came to them, where that is less")
+FEWER = {
+    **dict.fromkeys(
+        ("asl", "claa", "fastkv", "pyramidinfer", "staged"), "deep layers hold what came to them, where that is less"
+    ),
+    "specprefill": "layers hold what is read, where that is less",
+}
 GROWS = {"duoattention": "retrieval heads keep all that is generated, until the next prompt"}
 
 

@@ -30,6 +30,8 @@ PARAMETERS = {
     "a-shape": BLOCKS,
     "asl": {"tau": 5.0, "budget": 80},
     "chunkkv": {"chunk_length": 4},
+    # Its own default, the first four layers, is all that a tiny model has.
+    "claa": {"skip_layers": 0},
     "finch": {"chunk_length": 32},
     "flashprefill": BLOCKS,
     "flexprefill": BLOCKS,
@@ -39,7 +41,8 @@ PARAMETERS = {
     "minference": BLOCKS,
     "pyramidinfer": {"min_context": 8, "rate": 0.3, "recent": 0.1},
     "sagekv": {"recent": 0.5},
-    "specprefill": {"keep": "40%", "chunk_length": 4, "keep_last": 4, "smooth": 3, "lookahead": 3},
+    # More is read than the budget lets be stored, so that there is something to evict.
+    "specprefill": {"keep": "80%", "chunk_length": 4, "keep_last": 4, "smooth": 3, "lookahead": 3},
     "staged": {"early_layer": 0},
     "lookahead": {"lookahead": 3},
     "xattention": {**BLOCKS, "stride": 2, "threshold": 0.6},

@@ -40,7 +40,7 @@ _SCORES, _DROPS = "claa_scores", "claa_drops"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossLayerTSP(TSP, heads="all"):
+class CrossLayerTSP(TSP, heads="all", query_aware=True):
     """Token-selective propagation by the largest of several layers' scores; `rate` and the rest as TSP's.
 
     joined: layers whose scores count, up to the one that drops tokens; 1 is TSP.

@@ -37,7 +37,7 @@ from kvsieve.types import LayerContext, Selection
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpecPrefill(DraftPropagator, heads="all"):
+class SpecPrefill(DraftPropagator, heads="all", query_aware=True):
     """Read only the tokens that a smaller model attends to when it drafts an answer.
 
     draft: that model; "demo", a directory or hub id, a loaded model, or (model, tokenizer).

@@ -25,7 +25,7 @@ from kvsieve.registry import Parameters, register_method
 
 
 @dataclass(frozen=True, kw_only=True)
-class StagedTSP(CrossLayerTSP, heads="all"):
+class StagedTSP(CrossLayerTSP, heads="all", query_aware=True):
     """Propagation in two steps: after layer `early` the share `early_rate` goes on, after `layer` the share `rate`.
 
     early: None for half of `layer`. early_rate: a Budget, a share or a number of the turn's prompt, as `rate`. The rest
