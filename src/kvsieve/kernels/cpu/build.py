@@ -74,7 +74,8 @@ def library(name: Name) -> Library:
     try:
         return _loaded(compiler, source, path)
     except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or str(error)
+        printed = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
+        detail = printed or str(error)
         return Library(
             None, f"{compiler} made no kernels: {detail.strip().splitlines()[-1] if detail.strip() else error}"
         )
