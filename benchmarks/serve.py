@@ -1,11 +1,12 @@
 """Clients of the scheduler side by side: tokens per second, and the gaps between tokens while a long prompt is read.
 
-    python benchmarks/serve.py [MODEL] [--clients 8] [--rounds 3] [--tokens 7500] [--chunks 32,64,128] [--out FILE]
+    python benchmarks/serve.py [MODEL] [--clients 8] [--rounds 3] [--tokens 7500] [--gaps 2.5,inf] [--chunk 128]
+        [--out FILE]
 
 All in one process, without HTTP. In a round, one client and then several generate as many tokens each; told is the
 median over rounds of the ratio within a round. Then several streams run, and a prompt of --tokens comes: told are the
 95th percentiles of the gaps between tokens of the streams before it came and while it was read, how long reading it
-took, and how long it takes with nothing beside it, for each chunk size.
+took, and how long it takes with nothing beside it, for each --gap (`kvsieve serve --gap`; inf reads whole chunks).
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ def gaps(clients: list[Client], since: float, until: float) -> list[float]:
     return found
 
 
-def reading(sieve: Any, tokenizer: Any, plan: Plan, chunk: int, given: argparse.Namespace) -> dict[str, Any]:
+def reading(sieve: Any, tokenizer: Any, plan: Plan, gap: float, given: argparse.Namespace) -> dict[str, Any]:
     """Gaps of running streams before and while a long prompt is read."""
-    scheduler = Scheduler(sieve, tokenizer, ServerLimits(chunk=chunk))
+    scheduler = Scheduler(sieve, tokenizer, ServerLimits(chunk=given.chunk, gap=gap))
     scheduler.start()
     words = sieve.config.vocab_size
     streams = [Client(scheduler, each, plan, 8000) for each in prompts(words, 200, given.streams, 5)]
@@ -110,7 +111,8 @@ def reading(sieve: Any, tokenizer: Any, plan: Plan, chunk: int, given: argparse.
     scheduler.close()
     before, while_read = (statistics.quantiles(each, n=20)[-1] for each in (idle, busy))
     return {
-        "chunk": chunk,
+        "gap": str(gap),
+        "chunk": given.chunk,
         "idle_p95_s": round(before, 4),
         "reading_p95_s": round(while_read, 4),
         "ratio": round(while_read / before, 2),
@@ -130,7 +132,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4, help="answers that run while a prompt is read")
     parser.add_argument("--idle", type=float, default=4.0, help="seconds of the streams alone")
     parser.add_argument("--tokens", type=int, default=7500)
-    parser.add_argument("--chunks", default="32,64,128")
+    parser.add_argument("--gaps", default="2.5,inf", help="empty for none")
+    parser.add_argument("--chunk", type=int, default=128)
     parser.add_argument("--decode", default="auto")
     parser.add_argument("--methods", default="full,snapkv:budget=10%")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "serve.json")
@@ -165,11 +168,11 @@ def main() -> None:
                 "all_tokens_s": round(statistics.median(all_), 1),
                 "ratio": round(ratio, 2),
             }
-        if given.chunks:
+        if given.gaps:
             plan = kvsieve.plan("full")
             report["reading"] = []
-            for chunk in map(int, given.chunks.split(",")):
-                report["reading"].append(reading(sieve, tokenizer, plan, chunk, given))
+            for gap in map(float, given.gaps.split(",")):
+                report["reading"].append(reading(sieve, tokenizer, plan, gap, given))
                 print(report["reading"][-1], flush=True)
     given.out.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -41,7 +41,10 @@ def serve_command(
     share: Annotated[bool, typer.Option("--share", help="Let all API keys find what was read for any.")] = False,
     running: Annotated[int, typer.Option(help="Answers generated at once.")] = 16,
     queue: Annotated[int, typer.Option(help="Requests that wait; more are refused.")] = 64,
-    chunk: Annotated[int, typer.Option(help="Prompt tokens per pass, between two tokens of running answers.")] = 128,
+    chunk: Annotated[int, typer.Option(help="Prompt tokens per pass.")] = 128,
+    gap: Annotated[
+        float, typer.Option(help="Longest gap between tokens while prompts are read, in gaps without.")
+    ] = 2.5,
     kv_memory: Annotated[
         str | None, typer.Option(help="Memory for running conversations; half of what is free if left out.")
     ] = None,
@@ -64,6 +67,8 @@ def serve_command(
         raise InputError(f"--port must be from 0 to 65535, got {port}")
     if seconds <= 0:
         raise InputError(f"--seconds must be more than 0, got {seconds}")
+    if not gap > 1:
+        raise InputError(f"--gap must be more than 1, got {gap}: prompts are read in what it leaves beside 1")
     runs = with_codecs([chosen_method(method, budget, settings or [])], parse_codecs(codec))
     if len(runs) > 1:
         raise InputError(f"a server has one codec, got --codec {codec}; name one of them")
@@ -75,7 +80,13 @@ def serve_command(
     from kvsieve.serve.run import ServerOptions, serve
 
     limits = ServerLimits(
-        running, queue, seconds, max_tokens, chunk=chunk, kv_bytes=None if kv_memory is None else parse_bytes(kv_memory)
+        running,
+        queue,
+        seconds,
+        max_tokens,
+        chunk=chunk,
+        gap=gap,
+        kv_bytes=None if kv_memory is None else parse_bytes(kv_memory),
     )
     options = ServerOptions(
         plan=runs[0].plan,

@@ -1,4 +1,4 @@
-"""ServerLimits that the operator sets."""
+"""Limits that the operator sets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """ServerLimits of requests and of what runs at once.
+    """Limits of requests and of what runs at once.
 
     Attributes:
         running: answers that are generated at once.
@@ -16,6 +16,7 @@ class ServerLimits:
         max_tokens: of an answer.
         answers: to one request.
         chunk: prompt tokens per pass.
+        gap: how many times as long the gap between tokens of running answers may be while prompts are read.
         kv_bytes: of all conversations that run; None for no limit.
         body_bytes: of a request.
         messages: of a chat.
@@ -28,6 +29,7 @@ class ServerLimits:
     max_tokens: int = 4096
     answers: int = 8
     chunk: int = 128
+    gap: float = 2.5
     kv_bytes: int | None = None
     body_bytes: int = 8 << 20
     messages: int = 1000

@@ -20,6 +20,7 @@ _COUNTS = {
     "prompt_tokens": "Tokens of prompts",
     "cached_tokens": "Tokens of prompts that were found in the store",
     "new_tokens": "Tokens generated",
+    "late_tokens": "Gaps between tokens that a part of a layer made longer than they may be",
     "decode_passes": "Passes over the next token of all answers",
 }
 _GAUGES = {

@@ -1,4 +1,4 @@
-"""PromptReader a prompt one pass at a time, so that others get their turn between the chunks."""
+"""Reading a prompt a little at a time, so that others get their turn meanwhile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit
 from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
@@ -15,6 +15,7 @@ from kvsieve.hf.forward.passes import closing
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.sieve import Sieve
+from kvsieve.serve.pace import Coroutine, Pace
 from kvsieve.serve.ticket import Ticket
 
 
@@ -38,18 +39,28 @@ class PromptReader:
         sieve: Sieve,
         cache: SieveCache,
         chunk: int,
+        pace: Pace,
         border: Callable[[PromptReader, int], None] = lambda reading, left: None,
     ) -> None:
-        """Read the prompt of a ticket; `border` is told, between two passes, how many tokens are left."""
+        """Read the prompt of a ticket.
+
+        Args:
+            ticket: of the request.
+            sieve: the model under its plan.
+            cache: what was read before.
+            chunk: tokens per pass.
+            pace: tells when others have their turn.
+            border: told, between two passes, how many tokens are left.
+        """
         self.ticket, self.sieve, self.cache = ticket, sieve, cache
         self.cached = self.done = cache.conversation.caller_length_and_mask()[0]
         self.logits: Tensor | None = None
         self.seconds = 0.0
         self.chunk, self._border = chunk, border
-        self._run = greenlet(self._read)
+        self._run = Coroutine(self._read, pace)
 
     def step(self) -> bool:
-        """Run the next pass; True once all is read. Raises what reading raises."""
+        """Read on until others have their turn; True once all is read. Raises what reading raises."""
         began = time.perf_counter()
         self._run.switch()
         self.seconds += time.perf_counter() - began
@@ -77,6 +88,4 @@ class PromptReader:
         self.done = self.cached + done
         if done < total:
             self._border(self, total - done)
-        parent = getcurrent().parent
-        assert parent is not None
-        parent.switch()
+        self._run.rest(ends_pass=True)

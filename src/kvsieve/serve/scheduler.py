@@ -21,6 +21,7 @@ from kvsieve.hf.sieve import Sieve
 from kvsieve.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.memory import KVBytes
+from kvsieve.serve.pace import pace_on, pause_within
 from kvsieve.serve.prefixes import NoPrefixes, Prefixes
 from kvsieve.serve.queue import FairQueue
 from kvsieve.serve.reading import PromptReader
@@ -45,6 +46,10 @@ class Scheduler:
         self.prefixes: Prefixes = NoPrefixes() if prefixes is None else prefixes
         self.counts: collections.Counter[str] = collections.Counter()
         self.bytes = KVBytes(sieve.model)
+        self.pace = pace_on(sieve.model.device, limits.gap)
+        if sieve.new_cache().has_state:
+            # Found by passes of its own, which none of the readers may be in the middle of.
+            _ = sieve.continues
         self._under: dict[str, Sieve] = {}
         self._queue, self._reading, self._running = FairQueue(), collections.deque[PromptReader](), list[Running]()
         self._held: dict[Ticket, int] = {}
@@ -144,6 +149,7 @@ class Scheduler:
 
     def _work(self) -> None:
         torch.set_grad_enabled(False)
+        hooks = pause_within(self.sieve.layers)
         while True:
             with self._changed:
                 while not (self._reading or self._running or self._closing is not None or len(self._queue)):
@@ -152,8 +158,13 @@ class Scheduler:
             if self._closing is not None and not (self._reading or self._running):
                 break
             self._admit()
-            self._decode()
-            self._read()
+            if self._running:
+                with self.pace.decoding():
+                    self._decode()
+            if self._reading:
+                self._read()
+        for hook in hooks:
+            hook.remove()
         self.prefixes.close()
 
     def _let_go(self) -> None:
@@ -202,17 +213,19 @@ class Scheduler:
             try:
                 sieve = self._sieve(ticket.order.plan)
                 cache = self.prefixes.find(sieve, ticket.order) or sieve.new_cache()
-                self._reading.append(PromptReader(ticket, sieve, cache, self.limits.chunk, self.prefixes.at_border))
+                border = self.prefixes.at_border
+                self._reading.append(PromptReader(ticket, sieve, cache, self.limits.chunk, self.pace, border))
             except Exception as error:
                 self._fail(ticket, error)
 
     def _read(self) -> None:
-        """Run one pass of the prompt whose turn it is."""
-        if not self._reading:
-            return
+        """Read the prompt whose turn it is, for as long as running answers can wait."""
         reading = self._reading.popleft()
+        self.pace.begin(waits=bool(self._running))
         try:
-            if not reading.step():
+            read = reading.step()
+            self.counts["late_tokens"] += self.pace.late
+            if not read:
                 self._reading.append(reading)
                 return
             self._begin(reading)
