@@ -1,4 +1,4 @@
-"""How long prompts are read between two tokens, by a clock that tests set."""
+"""Time for reading prompts between two tokens, by a clock that tests set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvsieve.serve.pace import Coroutine, Pace, pause_within
+from kvsieve.serve.pace import Coroutine, ReadingPace, pause_within
 
 
 class Clock:
@@ -30,11 +30,11 @@ def gaps(decode: float, steps: Callable[[int], float], gap: float, noise: float 
     Args:
         decode: seconds of a pass over the next tokens.
         steps: seconds of each step of reading.
-        gap: of Pace.
+        gap: of ReadingPace.
         noise: of all times.
     """
     draw, clock = random.Random(1), Clock()
-    pace = Pace(gap, clock)
+    pace = ReadingPace(gap, clock)
 
     def takes(seconds: float) -> None:
         clock.now += seconds * draw.uniform(1 - noise, 1 + noise)
@@ -73,7 +73,7 @@ def test_running_answers_wait_at_most_three_times_as_long(decode, share):
 
 def test_a_step_that_takes_longer_is_read_alone_and_told():
     clock = Clock()
-    pace = Pace(2.5, clock)
+    pace = ReadingPace(2.5, clock)
     with pace.decoding():
         clock.now += 1.0
     pace.begin(waits=True)
@@ -87,7 +87,7 @@ def test_a_step_that_takes_longer_is_read_alone_and_told():
 
 def test_where_nobody_waits_whole_chunks_are_read():
     clock = Clock()
-    pace = Pace(2.5, clock)
+    pace = ReadingPace(2.5, clock)
     for measured in (False, True, True):
         pace.begin(waits=not measured or pace.gap == math.inf)
         clock.now += 50.0
@@ -99,7 +99,7 @@ def test_where_nobody_waits_whole_chunks_are_read():
 
 def test_one_slow_pass_does_not_count_for_long():
     clock = Clock()
-    pace = Pace(2.0, clock)
+    pace = ReadingPace(2.0, clock)
     for seconds in (30.0, 0.1, 0.1):
         with pace.decoding():
             clock.now += seconds
@@ -112,7 +112,7 @@ def test_one_slow_pass_does_not_count_for_long():
 
 def test_a_device_is_waited_for_where_time_is_limited():
     waited = []
-    pace = Pace(2.0, Clock(), lambda: waited.append(1))
+    pace = ReadingPace(2.0, Clock(), lambda: waited.append(1))
     pace.begin(waits=False)
     pace.over()
     assert not waited
@@ -127,7 +127,7 @@ def test_layers_are_left_and_gone_on_with_between_their_parts():
     layers = [nn.ModuleDict({"norm": nn.LayerNorm(2), "mlp": nn.Sequential(nn.Linear(2, 2))}) for _ in range(3)]
     plain = nn.Linear(2, 2)
     hooks, found = [*pause_within(layers), *pause_within([plain])], []
-    pace = Pace(1.0, Clock())
+    pace = ReadingPace(1.0, Clock())
     with pace.decoding():
         pass
 

@@ -1,4 +1,4 @@
-"""How long prompts are read between two tokens of running answers: by the clock, on any processor."""
+"""Time for reading prompts between two tokens of running answers, by the clock, on any processor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PASSES = 9
 _FADE = 0.9
 
 
-class Pace:
+class ReadingPace:
     """Divides time between running answers and prompts that are read.
 
     Reading consists of steps, parts of a layer over one chunk. It stops where the next step would make the gap between
@@ -71,20 +71,20 @@ class Pace:
         return self._until is not None and self._at > self._until
 
 
-def pace_on(device: torch.device, gap: float) -> Pace:
+def pace_on(device: torch.device, gap: float) -> ReadingPace:
     """Return the pace of a scheduler whose model is on a device."""
-    return Pace(gap, finish=functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else None)
+    return ReadingPace(gap, finish=functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else None)
 
 
 class Coroutine(greenlet):
-    """What a prompt is read in, beside other code of the same thread.
+    """A coroutine that a prompt is read in, beside other code of the same thread.
 
     Args:
         run: what runs in it.
         pace: tells when to let others go on.
     """
 
-    def __init__(self, run: Callable[[], None], pace: Pace) -> None:
+    def __init__(self, run: Callable[[], None], pace: ReadingPace) -> None:
         super().__init__(run)
         self._pace = pace
 

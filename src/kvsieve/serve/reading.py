@@ -15,7 +15,7 @@ from kvsieve.hf.forward.passes import closing
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.sieve import Sieve
-from kvsieve.serve.pace import Coroutine, Pace
+from kvsieve.serve.pace import Coroutine, ReadingPace
 from kvsieve.serve.ticket import Ticket
 
 
@@ -39,7 +39,7 @@ class PromptReader:
         sieve: Sieve,
         cache: SieveCache,
         chunk: int,
-        pace: Pace,
+        pace: ReadingPace,
         border: Callable[[PromptReader, int], None] = lambda reading, left: None,
     ) -> None:
         """Read the prompt of a ticket.
