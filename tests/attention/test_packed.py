@@ -116,6 +116,18 @@ def test_bfloat16_and_threads():
     torch.testing.assert_close(ours, wanted, atol=1e-2, rtol=0)
 
 
+@pytest.mark.skipif(native.reason() is not None, reason="there is no C compiler")
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+@pytest.mark.parametrize("dim, wide, groups, length", [(64, 64, 7, 333), (128, 128, 3, 90), (128, 64, 5, 150)])
+def test_products_in_bfloat16_round_queries_and_weights_only(pair, dim, wide, groups, length):
+    store = packed(Formats(of_keys=pair[0], of_values=pair[1]), length, dim, wide, torch.bfloat16)
+    query = torch.randn(1, HEADS * groups, 1, dim).bfloat16()
+    # Of numbers that bfloat16 can tell, answers in float32.
+    wanted = packed_attention(query.float(), store, scale=0.125, kernel=True)
+    ours = packed_attention(query, store, scale=0.125, kernel=True)
+    torch.testing.assert_close(ours.float(), wanted, atol=1e-2 * wanted.abs().max().item(), rtol=0)
+
+
 def test_large_logits_and_numbers_neither_overflow_nor_vanish():
     store = packed(Formats(of_keys=channel(8), of_values=token(8, 64)), 100, 64, 64)
     query = torch.randn(1, HEADS * 3, 1, 64) * 200

@@ -53,7 +53,7 @@ def packed_attention(
         exact = _exact_by_triton(query.reshape(rows, -1, dim), store, scale, terms)
         out = _together([exact, *(_by_triton(asked, body, terms) for body in bodies)], sinks)
     elif kernel or (kernel is None and query.device.type == "cpu" and native.reason() is None):
-        out = _by_kernel(asked, store, bodies, terms, sinks)
+        out = _by_kernel(asked, store, bodies, terms, sinks, narrow=query.dtype == torch.bfloat16)
     else:
         out = _together([_over_exact(asked, store, terms), *(_plain(asked, body, terms) for body in bodies)], sinks)
     return out.reshape(batch, query_heads, 1, -1).to(query.dtype)
@@ -73,18 +73,24 @@ def _together(parts: Sequence[_Sums], sinks: Tensor | None) -> Tensor:
 
 
 def _by_kernel(
-    query: Tensor, store: PackedStore, bodies: list[Body], terms: AttentionTerms | None, sinks: Tensor | None
+    query: Tensor,
+    store: PackedStore,
+    bodies: list[Body],
+    terms: AttentionTerms | None,
+    sinks: Tensor | None,
+    *,
+    narrow: bool,
 ) -> Tensor:
-    """In C; query [R, G, D] -> [R, G, Dv]."""
+    """In C; query [R, G, D] -> [R, G, Dv]. narrow: as in `native.AskedBlocks`."""
     exact = native.AskedExact(query, store.exact.keys, store.exact.values, _seen(store))
     cap, tokens = None if terms is None else terms.softcap, bodies[0].tokens if bodies else _TOKENS
     if not bodies:
         return native.attend(None, exact, tokens=tokens, cap=cap, sinks=sinks)
     if len(bodies) == 1 and not bodies[0].values.turns:
-        return native.attend(_encoded(query, bodies[0]), exact, tokens=tokens, cap=cap, sinks=sinks)
+        return native.attend(_encoded(query, bodies[0], narrow), exact, tokens=tokens, cap=cap, sinks=sinks)
     parts = [native.attend_in_parts(None, exact, tokens=tokens, cap=cap)]
     for body in bodies:
-        acc, top, total = native.attend_in_parts(_encoded(query, body), None, tokens=body.tokens, cap=cap)
+        acc, top, total = native.attend_in_parts(_encoded(query, body, narrow), None, tokens=body.tokens, cap=cap)
         parts.append((_turned_back(acc, total, body.values), top, total))
     return _together(parts, sinks)
 
@@ -148,9 +154,9 @@ def _turned(query: Tensor, part: BlockPool) -> tuple[Tensor, Tensor | None]:
     return query @ rotation(part.dim, query.device) if part.form.rotated else query, base
 
 
-def _encoded(query: Tensor, body: Body) -> native.AskedBlocks:
+def _encoded(query: Tensor, body: Body, narrow: bool) -> native.AskedBlocks:
     query, base = _turned(query, body.keys)
-    return native.AskedBlocks(query, base, body.table, body.fills, _told(body.keys), _told(body.values))
+    return native.AskedBlocks(query, base, body.table, body.fills, _told(body.keys), _told(body.values), narrow)
 
 
 def _turned_back(acc: Tensor, total: Tensor, part: BlockPool) -> Tensor:

@@ -68,7 +68,7 @@ def library(name: Name) -> Library:
     if compiler is None:
         return Library(None, "there is no C compiler: install gcc")
     source = _FOLDER / f"{name}.c"
-    texts = source.read_text(), (_FOLDER / "common.h").read_text()
+    texts = source.read_text(), *(each.read_text() for each in sorted(_FOLDER.glob("*.h")))
     told = "\n".join((*texts, *_FLAGS, compiler, platform.machine(), processor(), torch.__version__))
     path = cache_folder() / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
     try:

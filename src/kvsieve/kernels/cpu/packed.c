@@ -23,6 +23,8 @@ typedef struct {
     int64_t bits, bytes, dim, group, apart; // group: 0 for a scale per channel
 } Part;
 
+#include "pairs.h"
+
 INLINE void codes_of(const uint8_t *restrict b, int bits, int dim, float *restrict x) {
     if (bits == 8) {
         for (int j = 0; j < dim; j++) x[j] = b[j];
@@ -220,6 +222,27 @@ static void scaled(const Part *p, int64_t block, int tokens, int at, int n, int 
         }
 }
 
+// Numbers of 16 bits as they are computed with.
+static void halves(const _Float16 *restrict from, int n, float *restrict x) {
+    int j = 0;
+#if defined(__AVX512F__)
+    for (; j + 16 <= n; j += 16)
+        _mm512_storeu_ps(x + j, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from + j))));
+#endif
+    for (; j < n; j++) x[j] = (float)from[j];
+}
+
+static float largest(const float *restrict x, int n) {
+    float most[FEW], all = -INFINITY;
+    int j = 0;
+    for (int i = 0; i < FEW; i++) most[i] = -INFINITY;
+    for (; j + FEW <= n; j += FEW)
+        for (int i = 0; i < FEW; i++) most[i] = x[j + i] > most[i] ? x[j + i] : most[i];
+    for (; j < n; j++) all = x[j] > all ? x[j] : all;
+    for (int i = 0; i < FEW; i++) all = most[i] > all ? most[i] : all;
+    return all;
+}
+
 typedef struct {
     const void *keys, *values; // [R, capacity, D] and [R, capacity, Dv]
     const uint8_t *real;       // [R, size], or null
@@ -253,10 +276,14 @@ typedef struct {
     float *out;           // [R, G, Dv], of all parts; or null
     int64_t rows, per_row, groups, tokens, splits, dim, wide;
     float cap;            // 0: none
+    int64_t narrow;       // queries and weights may be rounded to bfloat16
 } Job;
 
 typedef struct {
     float *x, *logits, *turned, *spare, *acc, *top, *sum;
+    void *space;       // of pairs.h: decoded entries,
+    uint32_t *pairs;   // queries [G, D / 2],
+    uint16_t *weights; // and weights [Dv / group, G, step]
     int step; // from the logits of a query head to those of the next
 } Scratch;
 
@@ -264,14 +291,14 @@ typedef struct {
 // real: null, or 0 for those that are hidden. base: [G], added to all, or null.
 static void soften(const Job *job, const float *base, const uint8_t *real, int fill, int wide, Scratch *my) {
     for (int g = 0; g < job->groups; g++) {
-        float *restrict l = my->logits + g * my->step, most = -INFINITY, add = base ? base[g] : 0.0f;
+        float *restrict l = my->logits + g * my->step, add = base ? base[g] : 0.0f;
         if (base)
             for (int t = 0; t < fill; t++) l[t] += add;
         if (job->cap > 0)
             for (int t = 0; t < fill; t++) l[t] = job->cap * tanhf(l[t] / job->cap);
         if (real)
             for (int t = 0; t < fill; t++) l[t] = real[t] ? l[t] : -INFINITY;
-        for (int t = 0; t < fill; t++) most = l[t] > most ? l[t] : most;
+        float most = largest(l, fill);
         float now = most > my->top[g] ? most : my->top[g], total = 0;
         if (now == -INFINITY) {
             for (int t = 0; t < fill; t++) l[t] = 0;
@@ -289,31 +316,75 @@ static void soften(const Job *job, const float *base, const uint8_t *real, int f
     }
 }
 
+#if defined(WITH_PAIRS)
+// Weights times scales, in bfloat16; what the zeros add goes to the sums.
+static void weigh_pairs(const Part *p, int64_t block, int tokens, int fill, int groups, int wide, Scratch *my) {
+    int width = (int)p->group, parts = wide / width;
+    float middle = pairs_middle(p), scales[fill * parts], zeros[fill * parts], scale[fill], zero[fill];
+    halves(p->scale + block * tokens * parts, fill * parts, scales);
+    if (p->zero) halves(p->zero + block * tokens * parts, fill * parts, zeros);
+    for (int part = 0; part < parts; part++) {
+        for (int t = 0; t < fill; t++) {
+            scale[t] = scales[t * parts + part];
+            zero[t] = (p->zero ? zeros[t * parts + part] : 0.0f) + middle * scale[t];
+        }
+        for (int g = 0; g < groups; g++) {
+            const float *restrict l = my->logits + g * my->step;
+            uint16_t *restrict out = my->weights + ((int64_t)part * groups + g) * my->step;
+            float *restrict acc = my->acc + g * wide + part * width, sum = 0;
+            float weight[my->step];
+            for (int t = 0; t < fill; t++) weight[t] = l[t] * scale[t], sum += l[t] * zero[t];
+            for (int t = fill; t < my->step; t++) weight[t] = 0;
+            narrow_all(weight, my->step, out);
+            for (int j = 0; j < width; j++) acc[j] += sum;
+        }
+    }
+}
+#endif
+
 static void one_block(const Job *job, const Part *keys, const Part *values, int64_t row, int64_t block, int fill,
                       int dim, int wide, Scratch *my) {
-    int groups = (int)job->groups, tokens = (int)job->tokens;
+    int groups = (int)job->groups, tokens = (int)job->tokens, most = tokens > dim ? tokens : dim;
     const float *query = job->query + row * groups * dim;
     const Steps *of_keys = steps_for(dim), *of_values = steps_for(wide);
     // A scale for each channel goes into the query, one for each entry into its logit, or its weight.
     int by_entry = keys->group == dim, value_by_entry = values->group == wide;
-    float *sum_of = my->spare;
+    float *sum_of = my->spare, middle = 0, scale[most], zero[most];
+    int paired = 0;
+#if defined(WITH_PAIRS)
+    paired = job->narrow && (!keys->group || by_entry) && pairs_fit(keys, dim);
+    if (paired) middle = pairs_middle(keys);
+#endif
+    if (!keys->group) {
+        halves(keys->scale + block * dim, dim, scale);
+        if (keys->zero) halves(keys->zero + block * dim, dim, zero);
+    } else if (by_entry) {
+        halves(keys->scale + block * tokens, fill, scale);
+        if (keys->zero) halves(keys->zero + block * tokens, fill, zero);
+    }
     for (int g = 0; g < groups; g++) {
         float sum = 0;
         const float *restrict q = query + g * dim;
         float *restrict to = my->turned + g * dim;
         if (!keys->group) {
-            const _Float16 *restrict s = keys->scale + block * dim;
-            for (int j = 0; j < dim; j++) to[j] = q[j] * (float)s[j];
-            if (keys->zero) {
-                const _Float16 *restrict z = keys->zero + block * dim;
-                for (int j = 0; j < dim; j++) sum += q[j] * (float)z[j];
-            }
+            for (int j = 0; j < dim; j++) to[j] = q[j] * scale[j];
+            if (middle != 0)
+                for (int j = 0; j < dim; j++) sum += middle * to[j];
+            if (keys->zero)
+                for (int j = 0; j < dim; j++) sum += q[j] * zero[j];
         } else {
             for (int j = 0; j < dim; j++) to[j] = q[j], sum += q[j];
         }
         sum_of[g] = sum;
     }
-    for (int at = 0; at < fill; at += FEW) {
+#if defined(WITH_PAIRS)
+    if (paired) {
+        for (int g = 0; g < groups; g++) pairs_query(my->turned + g * dim, (int)keys->bits, dim, my->pairs + g * dim / 2);
+        pairs_logits(keys, keys->packed + block * tokens * keys->bytes, fill, dim, my->pairs, groups, my->step,
+                     my->space, my->logits);
+    }
+#endif
+    for (int at = 0; at < fill && !paired; at += FEW) {
         int n = fill - at < FEW ? fill - at : FEW;
         of_keys->unpack(keys, block, tokens, at, n, dim, my->x);
         if (keys->group && !by_entry) scaled(keys, block, tokens, at, n, dim, my->x);
@@ -324,12 +395,9 @@ static void one_block(const Job *job, const Part *keys, const Part *values, int6
         if (!keys->group)
             for (int t = 0; t < fill; t++) l[t] += sum;
         else if (by_entry) {
-            const _Float16 *restrict s = keys->scale + block * tokens;
-            for (int t = 0; t < fill; t++) l[t] *= (float)s[t];
-            if (keys->zero) {
-                const _Float16 *restrict z = keys->zero + block * tokens;
-                for (int t = 0; t < fill; t++) l[t] += (float)z[t] * sum;
-            }
+            for (int t = 0; t < fill; t++) l[t] = (l[t] + middle * sum) * scale[t];
+            if (keys->zero)
+                for (int t = 0; t < fill; t++) l[t] += zero[t] * sum;
         }
     }
     for (int i = 0; i < keys->apart; i++) {
@@ -345,16 +413,24 @@ static void one_block(const Job *job, const Part *keys, const Part *values, int6
         if (t < fill)
             for (int g = 0; g < groups; g++) my->acc[g * wide + at % wide] += my->logits[g * my->step + t] * extra;
     }
+#if defined(WITH_PAIRS)
+    if (job->narrow && pairs_fit_values(values, wide)) {
+        weigh_pairs(values, block, tokens, fill, groups, wide, my);
+        pairs_add(values, values->packed + block * tokens * values->bytes, fill, wide, my->weights, groups, my->step,
+                  my->space, my->acc);
+        return;
+    }
+#endif
     if (value_by_entry) {
-        const _Float16 *restrict s = values->scale + block * tokens;
+        halves(values->scale + block * tokens, fill, scale);
+        if (values->zero) halves(values->zero + block * tokens, fill, zero);
         for (int g = 0; g < groups; g++) {
             float *restrict l = my->logits + g * my->step, sum = 0;
             if (values->zero) {
-                const _Float16 *restrict z = values->zero + block * tokens;
-                for (int t = 0; t < fill; t++) sum += l[t] * (float)z[t];
+                for (int t = 0; t < fill; t++) sum += l[t] * zero[t];
                 for (int j = 0; j < wide; j++) my->acc[g * wide + j] += sum;
             }
-            for (int t = 0; t < fill; t++) l[t] *= (float)s[t];
+            for (int t = 0; t < fill; t++) l[t] *= scale[t];
         }
     }
     for (int at = 0; at < fill; at += FEW) {
@@ -430,14 +506,22 @@ int packed_attention(const Job *job, const Part *keys, const Part *values, const
     int step = ((int)job->tokens + FEW - 1) / FEW * FEW, groups = (int)job->groups;
     int64_t cells = job->rows * job->splits;
     size_t size = ((size_t)FEW * most + (size_t)groups * (step + dim + 1) + 64) * sizeof(float);
+    size = (size + 63) / 64 * 64;
+    // Decoded entries of pairs.h: keys of 16, or a chunk of all values in 2 bits; queries; weights of as many groups of
+    // channels as codes in a byte.
+    size_t space = 64 * (size_t)(dim / 2 + 2 * step), queries = (size_t)groups * dim * 2 / 64 * 64 + 64;
+    size_t all = job->narrow ? size + space + queries + (size_t)groups * step * 4 * 2 : size;
 #pragma omp parallel
     {
-        float *scratch = aligned_alloc(64, (size + 63) / 64 * 64);
+        float *scratch = aligned_alloc(64, (all + 63) / 64 * 64);
         Scratch my = {.x = scratch, .step = step};
         if (scratch) {
             my.logits = scratch + FEW * most;
             my.turned = my.logits + groups * step;
             my.spare = my.turned + groups * dim;
+            my.space = (char *)scratch + size;
+            my.pairs = (uint32_t *)((char *)my.space + space);
+            my.weights = (uint16_t *)((char *)my.pairs + queries);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t cell = 0; cell < cells; cell++) {

@@ -36,6 +36,7 @@ class _Job(Structure):
         *((name, c_void_p) for name in ("sinks", "acc", "top", "sum", "out")),
         *((name, c_int64) for name in ("rows", "per_row", "groups", "tokens", "splits", "dim", "wide")),
         ("cap", c_float),
+        ("narrow", c_int64),
     )
 
 
@@ -67,7 +68,7 @@ class PackedPart:
 
 @dataclass(frozen=True)
 class AskedBlocks:
-    """AskedBlocks entries of R KV rows, and the queries that ask for them.
+    """Encoded entries of R KV rows, and the queries that ask for them.
 
     Attributes:
         query: float32 [R, G, D], scaled, and turned as the keys are.
@@ -76,6 +77,7 @@ class AskedBlocks:
         fills: int64 [R, M], entries of each block.
         keys: what the blocks lie in.
         values: what the blocks lie in.
+        narrow: queries and weights may be rounded to bfloat16, of which a processor takes two at a time.
     """
 
     query: Tensor
@@ -84,6 +86,7 @@ class AskedBlocks:
     fills: Tensor
     keys: PackedPart
     values: PackedPart
+    narrow: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,6 +186,7 @@ def _run(
         *map(_address, (*held, acc, top, total, ends[1])),
         *(rows, per_row, groups, tokens, splits, dim, wide),
         cap or 0.0,
+        encoded is not None and encoded.narrow,
     )
     told, kept = (None, None) if exact is None else _exact_part(exact)
     keys, values = (None, None) if encoded is None else (byref(encoded.keys.told), byref(encoded.values.told))
