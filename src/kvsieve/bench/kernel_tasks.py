@@ -11,8 +11,10 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.attention import dense_attention, ragged_attention, sparse_attention
+from kvsieve.core.codes import CodeFormat, Codes, decode, encode
 from kvsieve.core.kv_rows import Choice, KVRows
 from kvsieve.core.scoring import window_mass
+from kvsieve.kernels.inputs import PackedBlocks
 from kvsieve.methods.hsa import hsa_setting
 
 
@@ -172,6 +174,42 @@ def mass(shape: Shape, batch: int, length: int, window: int) -> KernelTask:
     return KernelTask("window mass", f"{batch} x {length}, window {window}", moved, tensors, run, run)
 
 
+def encoded(shape: Shape, batch: int, blocks: int, tokens: int, bits: int) -> KernelTask:
+    """A token's attention over blocks of entries in few bits, keys by channel and values by token."""
+    kv_rows, dim = batch * shape.heads, shape.dim
+    forms = CodeFormat(bits, "channel"), CodeFormat(bits, "token", dim)
+
+    def parts(tensors: tuple[Tensor, ...]) -> list[Codes]:
+        return [Codes(*tensors[:3]), Codes(*tensors[3:])]
+
+    def run(query: Tensor, table: Tensor, fills: Tensor, *codes: Tensor) -> Tensor:
+        keys, values = (
+            PackedBlocks(each.packed, each.scale, each.zero, None, bits, dim, form.group)
+            for form, each in zip(forms, parts(codes), strict=True)
+        )
+        return kernels.packed_decode(query, None, table, fills, keys, values)[0]
+
+    def plain(query: Tensor, table: Tensor, fills: Tensor, *codes: Tensor) -> Tensor:
+        keys, values = (
+            decode(form, each, dim, query.dtype)[table].flatten(1, 2)
+            for form, each in zip(forms, parts(codes), strict=True)
+        )
+        real = torch.arange(tokens, device=table.device) < fills[..., None]
+        logits = (query @ keys.transpose(1, 2)).masked_fill(~real.flatten(1)[:, None], float("-inf"))
+        return logits.softmax(-1) @ values
+
+    def tensors() -> tuple[Tensor, ...]:
+        query = torch.randn(kv_rows, shape.groups, dim, device=shape.device) / dim**0.5
+        table = torch.randperm(kv_rows * blocks, device=shape.device).view(kv_rows, blocks)
+        fills = torch.full_like(table, tokens)
+        fills[:, -1] = tokens - tokens // 3
+        made = [encode(form, torch.randn(table.numel(), tokens, dim, device=shape.device)) for form in forms]
+        return query, table, fills, *(part for each in made for part in each.tensors())
+
+    moved = int(kv_rows * blocks * tokens * dim * sum(form.bits_per_number(dim, tokens) for form in forms) / 8)
+    return KernelTask(f"decode, {bits} bits", f"{batch} x {blocks * tokens}", moved, tensors, run, plain)
+
+
 def small(shape: Shape) -> list[KernelTask]:
     """Every kernel on odd sizes."""
     return [
@@ -182,6 +220,7 @@ def small(shape: Shape) -> list[KernelTask]:
         bounds(shape, 2, 301),
         update(shape, 2, 33),
         mass(shape, 2, 333, 13),
+        *(encoded(shape, 2, 7, 20, bits) for bits in (4, 2)),
     ]
 
 
@@ -197,4 +236,5 @@ def large(shape: Shape) -> list[KernelTask]:
         *(bounds(shape, batch, 8192) for batch in (1, 4)),
         update(shape, 1, 8192),
         *(mass(shape, 1, *size) for size in ((32768, 32), (131072, 8), (131072, 32))),
+        *(encoded(shape, *size) for size in ((1, 256, 128, 4), (1, 1024, 128, 4), (4, 256, 128, 4), (1, 1024, 128, 2))),
     ]
