@@ -18,6 +18,7 @@ from kvsieve.errors import InputError
 from kvsieve.models.families import build
 from kvsieve.serve.keys import Keys, read_keys
 from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.reply_schema import ChatReply, CompletionReply
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.turns import render, token_ids
 from toy_chats import chat_tokenizer
@@ -255,6 +256,27 @@ def test_bad_input_is_told_in_openais_form(url, what):
     error = reply.json()["error"]
     assert (reply.status_code, error["param"]) == (status, param if param else error["param"])
     assert error["message"] and set(error) == {"message", "type", "param", "code"} and "/work" not in error["message"]
+
+
+def test_other_paths_and_methods_are_refused_in_openais_form(url):
+    missing, wrong = httpx.get(f"{url}/v1/none"), httpx.put(f"{url}/v1/completions")
+    assert (missing.status_code, wrong.status_code) == (404, 405) and wrong.headers["allow"] == "POST"
+    assert missing.json()["error"]["type"] == "not_found_error" and wrong.json()["error"]["message"]
+
+
+def test_replies_are_what_the_schema_tells(url):
+    body = {"model": "tiny", "max_tokens": 2, "kv": {"map": 3}, "temperature": 1e-300, "repetition_penalty": 0.01}
+    chat = post(url, {**body, "messages": [{"role": "user", "content": "w1"}], "logprobs": True, "top_logprobs": 2})
+    ChatReply.model_validate(chat.json())
+    text = post(url, {**body, "prompt": "w1", "logprobs": 2}, path="/v1/completions")
+    CompletionReply.model_validate(text.json())
+    paths = httpx.get(f"{url}/openapi.json").json()["paths"]
+    errors = {
+        ref["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        for status, ref in paths["/v1/completions"]["post"]["responses"].items()
+        if status != "200"
+    }
+    assert errors == {"ErrorReply"} and set(paths["/health"]["get"]["responses"]) == {"200", "503"}
 
 
 def test_keys_are_asked_for_and_forms_of_other_pages_are_not_taken(url, tmp_path, monkeypatch):

@@ -211,6 +211,9 @@ def test_a_request_that_fails_harms_no_other(scheduler, model, lone):
     bad, _ = ask(one, (3, 4, 10**6), plan)
     (error,) = bad.all()
     assert isinstance(error, InputError)
+    # Nothing can be drawn from what this leaves.
+    cold, _ = ask(one, prompt(2, 20), plan, 20, sampling=Sampling(temperature=1e-300, seed=1))
+    assert isinstance(cold.all()[-1], RuntimeError)
     assert good.ids() == alone(lone, plan, prompt(1, 50), 20)
 
 

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.security import HTTPBearer
 from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -26,6 +27,16 @@ from kvsieve.serve.guards import BoundedBodies, json_error
 from kvsieve.serve.keys import Keys
 from kvsieve.serve.metrics import Metrics
 from kvsieve.serve.prepare import Preparer
+from kvsieve.serve.reply_schema import (
+    CHAT,
+    COMPLETION,
+    ERRORS,
+    HEALTH,
+    METRICS,
+    KVReply,
+    ModelReply,
+    ModelsReply,
+)
 from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.schema import ChatRequest, CommonRequest, CompletionRequest
 from kvsieve.serve.ticket import Order
@@ -82,8 +93,11 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
-def _owner(request: Request) -> str:
-    """Whose request it is."""
+_BEARER = HTTPBearer(auto_error=False, description="An API key, where the server has any.")
+
+
+def _owner(request: Request, told: Annotated[object, Depends(_BEARER)]) -> str:
+    """Whose request it is. told: what makes the schema tell of keys; the header is read by Keys."""
     owner: str | None = request.app.state.service.keys.owner(request.headers.get("authorization"))
     if owner is None:
         raise Failure(401, "an API key is needed: send the header 'Authorization: Bearer KEY'", code="invalid_api_key")
@@ -109,7 +123,7 @@ def _add_completions(app: FastAPI, service: Service, metrics: Metrics) -> None:
             _log.info("prompts: %r", [preparer.text(order.ids) for order in orders])
         return Exchange(service.scheduler, orders, metrics.note)
 
-    @app.post("/v1/chat/completions", responses=_ERRORS)
+    @app.post("/v1/chat/completions", responses=CHAT, response_class=JSONResponse)
     async def chat_completions(request: Request, body: ChatRequest, owner: Owner) -> Response:
         _check_model(service, body)
         order = await asyncio.to_thread(preparer.chat, body, owner)
@@ -118,7 +132,7 @@ def _add_completions(app: FastAPI, service: Service, metrics: Metrics) -> None:
             return _stream(chat_chunks(body, order, exchange, text))
         return await _whole(request, exchange, chat_reply(body, order, exchange, text))
 
-    @app.post("/v1/completions", responses=_ERRORS)
+    @app.post("/v1/completions", responses=COMPLETION, response_class=JSONResponse)
     async def completions(request: Request, body: CompletionRequest, owner: Owner) -> Response:
         _check_model(service, body)
         orders = await asyncio.to_thread(preparer.completion, body, owner)
@@ -163,38 +177,38 @@ async def _whole(request: Request, exchange: Exchange, reply: Any) -> Response:
 def _add_views(app: FastAPI, service: Service, metrics: Metrics) -> None:
     scheduler = service.scheduler
 
-    @app.get("/v1/models", responses=_ERRORS)
-    async def models(owner: Owner) -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service)]}
+    @app.get("/v1/models", responses=ERRORS)
+    async def models(owner: Owner) -> ModelsReply:
+        return ModelsReply(object="list", data=[_model(service)])
 
-    @app.get("/v1/models/{name:path}", responses=_ERRORS)
-    async def model(name: str, owner: Owner) -> dict[str, Any]:
+    @app.get("/v1/models/{name:path}", responses=ERRORS)
+    async def model(name: str, owner: Owner) -> ModelReply:
         if name != service.model:
             raise Failure(404, f"this server has the model {service.model!r}", code="model_not_found", param="model")
         return _model(service)
 
-    @app.get("/v1/kv", responses=_ERRORS)
-    async def kv(owner: Owner) -> dict[str, Any]:
-        return {
-            "state": scheduler.state(),
-            "counts": dict(scheduler.counts),
-            "store": scheduler.prefixes.told(),
-            "nodes": scheduler.prefixes.nodes(owner),
-            "plan": service.plans.own.name,
-            "methods": list(service.plans.methods),
-            "budget": None if service.plans.budget is None else str(service.plans.budget),
-            "codecs": service.plans.codecs,
-            "context": scheduler.context,
-            "chunk": scheduler.limits.chunk,
-            "max_tokens": scheduler.limits.max_tokens,
-        }
+    @app.get("/v1/kv", responses=ERRORS)
+    async def kv(owner: Owner) -> KVReply:
+        return KVReply(
+            state=scheduler.state(),
+            counts=dict(scheduler.counts),
+            store=scheduler.prefixes.told(),
+            nodes=scheduler.prefixes.nodes(owner),
+            plan=service.plans.own.name,
+            methods=list(service.plans.methods),
+            budget=None if service.plans.budget is None else str(service.plans.budget),
+            codecs=service.plans.codecs,
+            context=scheduler.context,
+            chunk=scheduler.limits.chunk,
+            max_tokens=scheduler.limits.max_tokens,
+        )
 
-    @app.get("/health")
+    @app.get("/health", responses=HEALTH, response_class=JSONResponse)
     async def health() -> Response:
         alive = scheduler.alive
         return JSONResponse({"status": "ok" if alive else "closing"}, 200 if alive else 503)
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses=METRICS, response_class=PlainTextResponse)
     async def metrics_text() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -203,9 +217,5 @@ def _add_views(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": _POLICY})
 
 
-def _model(service: Service) -> dict[str, Any]:
-    return {"id": service.model, "object": "model", "created": service.created, "owned_by": "kvsieve"}
-
-
-_ERROR = {"description": "An error, as OpenAI's protocol has them"}
-_ERRORS: dict[int | str, dict[str, Any]] = {status: _ERROR for status in (400, 401, 404, 413, 415, 422, 429, 500)}
+def _model(service: Service) -> ModelReply:
+    return ModelReply(id=service.model, object="model", created=service.created, owned_by="kvsieve")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi import HTTPException
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
 from kvsieve.errors import InputError, KvsieveError, PlanError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.serve.ticket import BusyError, TooLargeError
@@ -16,10 +17,18 @@ class Failure(Exception):
     """An error that is told to who asked: the status, OpenAI's code for it and the parameter it is about."""
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None, retry: int | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.code, self.param, self.retry = status, code, param, retry
+        self._headers = headers or {}
 
     @property
     def body(self) -> dict[str, Any]:
@@ -31,7 +40,7 @@ class Failure(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Headers beside it."""
-        out = {} if self.retry is None else {"Retry-After": str(self.retry)}
+        out = {**self._headers} if self.retry is None else {"Retry-After": str(self.retry)}
         return {**out, "WWW-Authenticate": "Bearer"} if self.status == 401 else out
 
 
@@ -40,7 +49,7 @@ def failure_of(error: Exception) -> Failure:
     if isinstance(error, Failure):
         return error
     if isinstance(error, HTTPException):
-        return Failure(error.status_code, str(error.detail))
+        return Failure(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, (ValidationError, RequestValidationError)):
         return _invalid(error)
     if isinstance(error, BusyError):

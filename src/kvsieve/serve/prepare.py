@@ -16,6 +16,9 @@ from kvsieve.serve.schema import ChatMessage, ChatRequest, CommonRequest, Comple
 from kvsieve.serve.ticket import Order, Sampling
 from kvsieve.turns import plain_ids, render, stop_ids, token_ids
 
+# Temperatures below which only the likeliest token has any likelihood, and quotients leave float32.
+_COLD = 1e-4
+
 
 class Preparer:
     """Makes orders of requests. Safe to be used by several threads.
@@ -123,7 +126,7 @@ class Preparer:
         if not all(name.isdecimal() and int(name) < self._words for name in bias):
             raise InputError(f"logit_bias: expected token ids from 0 to {self._words - 1}")
         return Sampling(
-            temperature=request.temperature or 0.0,
+            temperature=0.0 if request.temperature is None or request.temperature < _COLD else request.temperature,
             top_p=1.0 if request.top_p is None else request.top_p,
             top_k=max(request.top_k or 0, 0),
             min_p=request.min_p or 0.0,

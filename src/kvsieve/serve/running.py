@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from kvsieve.hf.generate.stats import stats_of
 from kvsieve.hf.kept import kept_of
+from kvsieve.hf.rows import feed_rows
+from kvsieve.hf.sieve import Sieve
 from kvsieve.serve.answer import Answer
 from kvsieve.serve.reading import PromptReader
 from kvsieve.serve.ticket import Summary, Ticket
@@ -60,3 +63,17 @@ class Running:
             seconds=now - ticket.came,
             ttft_s=first.times[0] - ticket.came,
         )
+
+
+def next_logits(sieve: Sieve, part: Sequence[tuple[Running, Answer]]) -> Tensor:
+    """Run a pass over the next token of some answers; logits [B, V] on the CPU.
+
+    Several go together, each under its own plan; one alone is run as its plan decodes.
+    """
+    ids = torch.tensor([answer.tokens[-1] for _, answer in part])
+    if len(part) > 1:
+        return feed_rows(sieve, [answer.cache for _, answer in part], ids).cpu()
+    running, answer = part[0]
+    found = running.reading.sieve.feed(answer.cache, ids[None], None, logits=1).logits
+    assert found is not None
+    return found[:, -1].cpu()

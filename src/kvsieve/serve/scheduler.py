@@ -6,7 +6,7 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,6 @@ from kvsieve.cache.base import MIN_ROOM
 from kvsieve.errors import InputError, KvsieveError
 from kvsieve.hf.attach import under
 from kvsieve.hf.forward.rows import joins
-from kvsieve.hf.rows import feed_rows
 from kvsieve.hf.sieve import Sieve
 from kvsieve.plans import Plan
 from kvsieve.serve.limits import ServerLimits
@@ -25,7 +24,7 @@ from kvsieve.serve.pace import pace_on, pause_within
 from kvsieve.serve.prefixes import NoPrefixes, Prefixes
 from kvsieve.serve.queue import FairQueue
 from kvsieve.serve.reading import PromptReader
-from kvsieve.serve.running import Running
+from kvsieve.serve.running import Running, next_logits
 from kvsieve.serve.ticket import BusyError, Event, Order, Ticket, TooLargeError
 
 _log = logging.getLogger(__name__)
@@ -253,25 +252,26 @@ class Scheduler:
         parts = [together] if together else []
         parts += [[each] for each in going if not joins(each[1].cache)]
         for part in parts:
-            ids = torch.tensor([answer.tokens[-1] for _, answer in part])
             try:
-                if len(part) > 1:
-                    logits = feed_rows(self.sieve, [answer.cache for _, answer in part], ids).cpu()
-                else:
-                    running, answer = part[0]
-                    found = running.reading.sieve.feed(answer.cache, ids[None], None, logits=1).logits
-                    assert found is not None
-                    logits = found[:, -1].cpu()
-                self.counts["decode_passes"] += 1
-                self.counts["new_tokens"] += len(part)
-                for row, (_, answer) in zip(logits, part, strict=True):
-                    answer.add(row)
+                logits = next_logits(self.sieve, part)
             except Exception as error:
-                for running in {id(each): each for each, _ in part}.values():
-                    self._running.remove(running)
-                    self._fail(running.ticket, error)
+                self._drop({id(running): running for running, _ in part}.values(), error)
+                continue
+            self.counts["decode_passes"] += 1
+            self.counts["new_tokens"] += len(part)
+            for row, (running, answer) in zip(logits, part, strict=True):
+                try:
+                    answer.add(row)
+                except Exception as error:
+                    self._drop([running], error)
         for running in list(self._running):
             self._finish_ended(running)
+
+    def _drop(self, failed: Iterable[Running], error: Exception) -> None:
+        for running in failed:
+            if running in self._running:
+                self._running.remove(running)
+                self._fail(running.ticket, error)
 
     def _finish_ended(self, running: Running) -> None:
         if not running.going:

@@ -1,0 +1,194 @@
+"""Bodies of replies, as the OpenAPI schema tells of them; `benchmarks/serve_schema.py` compares what is sent."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from kvsieve.serve.schema import Strict, ToolCall
+
+
+class ErrorDetail(Strict):
+    """An error. param: the request's member that it is about."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorReply(Strict):
+    """Body of every error, as OpenAI's protocol has it."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(Strict):
+    """Tokens of a prompt. cached_tokens: those that were found in the store."""
+
+    cached_tokens: int
+
+
+class KVUsage(Strict):
+    """Entries that the first prompt's plan has left; see docs/serving.md."""
+
+    method: str
+    applied: bool
+    entries: float
+    prompt_tokens: int
+    share: float | None
+    bytes: int
+    notes: list[str]
+    ttft_s: float
+    seconds: float
+    map: list[float] | None = None
+
+
+class Usage(Strict):
+    """Tokens of a request, and what was kept."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    kv: KVUsage | None = None
+
+
+class TopToken(Strict):
+    """A likely token."""
+
+    token: str
+    logprob: float = Field(le=0)
+    bytes: list[int]
+
+
+class TokenLogprob(TopToken):
+    """A token of an answer, and the likeliest in its place."""
+
+    top_logprobs: list[TopToken]
+
+
+class ChatLogprobs(Strict):
+    """Likelihoods of a chat's answer."""
+
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnswerMessage(Strict):
+    """An answer of a chat."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] | None = None
+
+
+class ChatChoice(Strict):
+    """An answer of a chat, and how it has ended."""
+
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+
+
+class Reply(Strict):
+    """Head of a reply."""
+
+    id: str
+    created: int
+    model: str
+    usage: Usage
+
+
+class ChatReply(Reply):
+    """Body of a reply of /v1/chat/completions."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class CompletionLogprobs(Strict):
+    """Likelihoods of a completion's tokens."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Strict):
+    """A continuation, and how it has ended."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class CompletionReply(Reply):
+    """Body of a reply of /v1/completions."""
+
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class ModelReply(Strict):
+    """A model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ModelsReply(Strict):
+    """Body of a reply of /v1/models."""
+
+    object: Literal["list"]
+    data: list[ModelReply]
+
+
+class HealthReply(Strict):
+    """Body of a reply of /health."""
+
+    status: Literal["ok", "closing"]
+
+
+class KVReply(Strict):
+    """Body of a reply of /v1/kv."""
+
+    state: dict[str, int]
+    counts: dict[str, int]
+    store: dict[str, int]
+    nodes: list[dict[str, Any]]
+    plan: str
+    methods: list[str]
+    budget: str | None
+    codecs: bool
+    context: int | None
+    chunk: int
+    max_tokens: int
+
+
+_DATA = {"type": "string", "description": "A chunk of an answer, or an error, as JSON; [DONE] at the end."}
+_EVENT = {"type": "object", "properties": {"data": _DATA}, "required": ["data"]}
+_STREAM = {"text/event-stream": {"itemSchema": _EVENT}}
+Responses = dict[int | str, dict[str, Any]]
+ERRORS: Responses = {
+    status: {"model": ErrorReply, "description": "An error, as OpenAI's protocol has them"}
+    for status in (400, 401, 404, 405, 413, 415, 422, 429, 500)
+}
+CHAT: Responses = {
+    **ERRORS,
+    200: {"model": ChatReply, "content": _STREAM, "description": "The answers, whole or streamed"},
+}
+COMPLETION: Responses = {**ERRORS, 200: {**CHAT[200], "model": CompletionReply}}
+HEALTH: Responses = {
+    status: {"model": HealthReply, "description": "Whether requests are taken"} for status in (200, 503)
+}
+METRICS: Responses = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Counts, for Prometheus"}
+}
