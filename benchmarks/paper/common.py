@@ -248,7 +248,7 @@ def run(parts: Sequence[Part], model: Any, tokenizer: Any, given: argparse.Names
 
     They share what `remembering` keeps, but for times.
     """
-    began, known, shape, memory = time.perf_counter(), all_tasks(), Shape.of(model), Memory()
+    began, known, shape = time.perf_counter(), all_tasks(), Shape.of(model)
     stamp = {"model": folder.name, "dtype": str(model.dtype).removeprefix("torch."), "seed": 0, "haystack": "topics"}
     settings = {
         (part.name, length): _on(part, shape, length, model, tokenizer)
@@ -270,6 +270,8 @@ def run(parts: Sequence[Part], model: Any, tokenizer: Any, given: argparse.Names
         for index in range(given.samples):
             for length in given.lengths:
                 for name in dict.fromkeys(name for part in parts for name in (_tasks(part, given) or ["times"])):
+                    # What other prompts have left would be held for nothing.
+                    memory = Memory()
                     for part in parts:
                         if length < part.least or name not in (_tasks(part, given) or ["times"]):
                             continue
