@@ -94,7 +94,7 @@ class ChatChoice(Strict):
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class Reply(Strict):
+class AnyReply(Strict):
     """Head of a reply."""
 
     id: str
@@ -103,7 +103,7 @@ class Reply(Strict):
     usage: Usage
 
 
-class ChatReply(Reply):
+class ChatReply(AnyReply):
     """Body of a reply of /v1/chat/completions."""
 
     object: Literal["chat.completion"]
@@ -128,7 +128,7 @@ class CompletionChoice(Strict):
     finish_reason: Literal["stop", "length"]
 
 
-class CompletionReply(Reply):
+class CompletionReply(AnyReply):
     """Body of a reply of /v1/completions."""
 
     object: Literal["text_completion"]
