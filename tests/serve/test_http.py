@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 
 import httpx
 import openai
 import pytest
 import torch
-import uvicorn
 
 import kvsieve
 from kvsieve.errors import InputError
@@ -21,6 +19,7 @@ from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.reply_schema import ChatReply, CompletionReply
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.turns import render, token_ids
+from served_apps import listening
 from toy_chats import chat_tokenizer
 
 CHUNK = 24
@@ -38,18 +37,8 @@ def served(model, tokenizer, **given):
     options = ServerOptions(
         plan, "snapkv:window=4:paper=True", 24, ("full", "streamingllm"), codecs=True, limits=limits, **given
     )
-    with application(model, tokenizer, options, "tiny") as app:
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.005)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        try:
-            yield f"http://127.0.0.1:{port}", app
-        finally:
-            server.should_exit = True
-            thread.join()
+    with application(model, tokenizer, options, "tiny") as app, listening(app) as url:
+        yield url, app
 
 
 @pytest.fixture(scope="module")
