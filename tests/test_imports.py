@@ -27,7 +27,7 @@ STOREYS = (
     ("store",),
     ("traffic",),
     ("kvsieve",),
-    ("bench", "eval", "calibrate"),
+    ("bench", "eval", "calibrate", "vllm"),
     ("advise", "serve"),
     ("cli",),
     ("__main__",),

@@ -21,3 +21,39 @@ static inline float exp_of(float x) {
     union { int32_t i; float f; } two = {((int32_t)n + 127) << 23};
     return y * two.f;
 }
+
+INLINE float of_half(uint16_t x) {
+    union { uint32_t i; float f; } u = {(uint32_t)x << 16};
+    return u.f;
+}
+
+// Indices of the `count` largest of n numbers >= 0, of equal ones those that come first; in no order.
+__attribute__((unused)) static void largest(const float *x, int64_t n, int64_t count, int32_t *found, int32_t *spare) {
+    // Such numbers are ordered as their bits are: digit by digit, those with the digits that decide are looked at.
+    static const int shifts[] = {20, 10, 0};
+    int64_t among = n;
+    for (int digit = 0; count && among; digit++) {
+        if (digit == 3) {
+            for (int64_t i = 0; i < count; i++) *found++ = spare[i];
+            return;
+        }
+        int32_t held[2048] = {0};
+        int shift = shifts[digit], mask = digit ? 1023 : 2047;
+        for (int64_t i = 0; i < among; i++) {
+            union { float f; uint32_t i; } u = {x[digit ? spare[i] : i]};
+            held[(u.i >> shift) & mask]++;
+        }
+        int least = mask;
+        int64_t above = 0;
+        while (least && above + held[least] < count) above += held[least--];
+        int64_t left = 0;
+        for (int64_t i = 0; i < among; i++) {
+            int32_t at = digit ? spare[i] : (int32_t)i;
+            union { float f; uint32_t i; } u = {x[at]};
+            int is = (int)((u.i >> shift) & mask);
+            if (is > least) *found++ = at;
+            else if (is == least) spare[left++] = at;
+        }
+        count -= above, among = left;
+    }
+}

@@ -1,0 +1,129 @@
+// Pages of a paged KV cache: bounds of their keys, kept beside the cache, and the pages with the highest scores.
+#include <string.h>
+#include "common.h"
+
+typedef struct {
+    const void *keys;     // [tokens, heads, dim], `apart` numbers from token to token
+    const int64_t *slots; // [tokens]: page * size + place in it; negative: not stored
+    void *bounds;         // [pages, heads, 2, dim]: greatest, then least values
+    int64_t tokens, apart, heads, dim, size, half;
+} Update;
+
+typedef struct {
+    const void *bounds;    // as above
+    const float *question; // [requests, heads, groups, 2, dim]: weights of greatest and least values
+    const int32_t *table;  // [requests, width]: pages of each request
+    const int32_t *sizes;  // [requests]: entries of each
+    const int32_t *counts; // [requests]: pages to choose of each
+    int32_t *chosen;       // [requests, heads, most]: page * heads + head, in the order of the table
+    char *scratch;         // `bytes` for each thread
+    int64_t requests, width, most, heads, groups, dim, page, half, bytes;
+} Choice;
+
+INLINE void take_in(const Update *job, int64_t token, int64_t head, int half) {
+    int64_t slot = job->slots[token], dim = job->dim;
+    if (slot < 0) return;
+    int begins = slot % job->size == 0;
+    int64_t from = token * job->apart + head * dim, to = (slot / job->size * job->heads + head) * 2 * dim;
+    if (!half) {
+        const float *restrict key = (const float *)job->keys + from;
+        float *restrict bounds = (float *)job->bounds + to;
+        for (int64_t d = 0; d < dim; d++) {
+            bounds[d] = begins || key[d] > bounds[d] ? key[d] : bounds[d];
+            bounds[dim + d] = begins || key[d] < bounds[dim + d] ? key[d] : bounds[dim + d];
+        }
+        return;
+    }
+    const uint16_t *restrict key = (const uint16_t *)job->keys + from;
+    uint16_t *restrict bounds = (uint16_t *)job->bounds + to;
+    for (int64_t d = 0; d < dim; d++) {
+        float is = of_half(key[d]);
+        bounds[d] = begins || is > of_half(bounds[d]) ? key[d] : bounds[d];
+        bounds[dim + d] = begins || is < of_half(bounds[dim + d]) ? key[d] : bounds[dim + d];
+    }
+}
+
+// A page's entries come in order, so that one thread has all tokens of a head.
+void update_bounds(const Update *job, int64_t threads) {
+    if (threads > job->heads) threads = job->heads;
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && job->tokens > 64)
+    for (int64_t head = 0; head < job->heads; head++)
+        for (int64_t token = 0; token < job->tokens; token++)
+            if (job->half) take_in(job, token, head, 1);
+            else take_in(job, token, head, 0);
+}
+
+INLINE void score(const Choice *job, int64_t request, int64_t head, int64_t pages, int half, float *scores, float *x) {
+    int64_t wide = 2 * job->dim, groups = job->groups;
+    const float *asked = job->question + (request * job->heads + head) * groups * wide;
+    const int32_t *table = job->table + request * job->width;
+    for (int64_t i = 0; i < pages; i++) {
+        int64_t at = ((int64_t)table[i] * job->heads + head) * wide;
+        const float *restrict bounds = (const float *)job->bounds + at;
+        if (half) {
+            const uint16_t *restrict from = (const uint16_t *)job->bounds + at;
+            for (int64_t d = 0; d < wide; d++) x[d] = of_half(from[d]);
+            bounds = x;
+        }
+        for (int64_t g = 0; g < groups; g++) {
+            const float *restrict q = asked + g * wide;
+            float sum = 0;
+            for (int64_t d = 0; d < wide; d++) sum += q[d] * bounds[d];
+            scores[g * pages + i] = sum;
+        }
+    }
+}
+
+// Weights of the pages, as core/page_weights.py has them, summed over the query heads.
+static void weigh(const Choice *job, int64_t pages, float part, float *scores, float *weights) {
+    memset(weights, 0, pages * sizeof(float));
+    for (int64_t g = 0; g < job->groups; g++) {
+        float *restrict s = scores + g * pages, most = -INFINITY, sum = 0;
+        s[pages - 1] += logf(part);
+        for (int64_t i = 0; i < pages; i++) most = s[i] > most ? s[i] : most;
+        for (int64_t i = 0; i < pages; i++) sum += s[i] = exp_of(s[i] - most);
+        s[pages - 1] /= part;
+        for (int64_t i = 0; i < pages; i++) weights[i] += s[i] / sum;
+    }
+}
+
+static void choose(const Choice *job, int64_t request, int64_t head, char *scratch) {
+    int64_t size = job->sizes[request], pages = (size + job->page - 1) / job->page, count = job->counts[request];
+    const int32_t *table = job->table + request * job->width;
+    int32_t *chosen = job->chosen + (request * job->heads + head) * job->most, heads = (int32_t)job->heads;
+    if (pages <= count) {
+        for (int64_t i = 0; i < pages; i++) chosen[i] = table[i] * heads + (int32_t)head;
+        return;
+    }
+    float *scores = (float *)scratch, *weights = scores + job->groups * job->width, *x = weights + job->width;
+    int32_t *found = (int32_t *)(x + 2 * job->dim), *spare = found + job->width;
+    if (job->half) score(job, request, head, pages, 1, scores, x);
+    else score(job, request, head, pages, 0, scores, x);
+    weigh(job, pages, (float)(size - (pages - 1) * job->page) / job->page, scores, weights);
+    // The newest page is read in any case, and competes no more.
+    largest(weights, pages - 1, count - 1, found, spare);
+    memset(spare, 0, pages * sizeof(int32_t));
+    for (int64_t i = 0; i < count - 1; i++) spare[found[i]] = 1;
+    spare[pages - 1] = 1;
+    for (int64_t i = 0, n = 0; i < pages; i++)
+        if (spare[i]) chosen[n++] = table[i] * heads + (int32_t)head;
+}
+
+// Bytes of scratch that `choose_pages` wants for each thread.
+int64_t choice_scratch(const Choice *job) {
+    return ((job->groups + 3) * job->width + 2 * job->dim) * 4 / 64 * 64 + 64;
+}
+
+void choose_pages(const Choice *job, int64_t threads) {
+    int64_t tasks = job->requests * job->heads;
+    if (threads > tasks) threads = tasks;
+#pragma omp parallel for schedule(dynamic, 1) num_threads((int)threads) if (threads > 1)
+    for (int64_t i = 0; i < tasks; i++) {
+        int thread = 0;
+#ifdef _OPENMP
+        extern int omp_get_thread_num(void);
+        thread = omp_get_thread_num();
+#endif
+        choose(job, i / job->heads, i % job->heads, job->scratch + thread * job->bytes);
+    }
+}

@@ -1,0 +1,93 @@
+"""Calling the C kernels of a paged cache: bounds of pages' keys, and the pages with the highest scores."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from ctypes import Structure, byref, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kvsieve.kernels.cpu.build import Library, library
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _UpdateFields(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "slots", "bounds")),
+        *((name, c_int64) for name in ("tokens", "apart", "heads", "dim", "size", "half")),
+    )
+
+
+class _ChoiceFields(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("bounds", "question", "table", "sizes", "counts", "chosen", "scratch")),
+        *((name, c_int64) for name in ("requests", "width", "most", "heads", "groups", "dim", "page", "half", "bytes")),
+    )
+
+
+def built() -> Library:
+    """Return the kernels' library, compiled now if it never was; see build.library."""
+    return library("pages")
+
+
+def update_bounds(bounds: Tensor, keys: Tensor, slots: Tensor, size: int) -> None:
+    """Take new keys into the bounds of their pages.
+
+    Args:
+        bounds: [pages, heads, 2, dim] in one of DTYPES, contiguous; written to.
+        keys: [tokens, heads, dim], the same dtype, each token's heads contiguous.
+        slots: int64 [tokens], page * size + place; a page's places come in order. Negative: left out.
+        size: entries of a page.
+    """
+    tokens, heads, dim = keys.shape
+    job = _UpdateFields(tokens=tokens, apart=keys.stride(0), heads=heads, dim=dim, size=size)
+    job.keys, job.slots, job.bounds = keys.data_ptr(), slots.data_ptr(), bounds.data_ptr()
+    job.half = keys.dtype == torch.bfloat16
+    _kernels()[0](byref(job), torch.get_num_threads())
+
+
+def choose_pages(
+    bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, counts: Tensor, most: int, page: int
+) -> Tensor:
+    """Choose the pages with the highest weights for each request and KV head; `vllm.pages.choose_pages` tells more.
+
+    Args:
+        bounds: [pages, heads, 2, dim] in one of DTYPES, contiguous.
+        question: float32 [requests, heads, groups, 2, dim], contiguous.
+        table: int32 [requests, width], contiguous.
+        sizes: int32 [requests].
+        counts: int32 [requests], at least 2.
+        most: largest of the counts.
+        page: entries of a page.
+
+    Returns:
+        int32 [requests, heads, most].
+    """
+    requests, heads, groups, _, dim = question.shape
+    chosen = torch.zeros(requests, heads, most, dtype=torch.int32)
+    job = _ChoiceFields(requests=requests, width=table.shape[1], most=most, heads=heads, groups=groups, dim=dim)
+    job.bounds, job.question, job.table = bounds.data_ptr(), question.data_ptr(), table.data_ptr()
+    job.sizes, job.counts, job.chosen = sizes.data_ptr(), counts.data_ptr(), chosen.data_ptr()
+    job.page, job.half = page, bounds.dtype == torch.bfloat16
+    _, choose, needed = _kernels()
+    threads = torch.get_num_threads()
+    job.bytes = needed(byref(job))
+    scratch = torch.empty(job.bytes * threads, dtype=torch.uint8)
+    job.scratch = scratch.data_ptr()
+    choose(byref(job), threads)
+    return chosen
+
+
+@functools.cache
+def _kernels() -> tuple[Callable[..., None], Callable[..., None], Callable[..., int]]:
+    """Return what updates, what chooses, and what tells the scratch that a thread needs for it."""
+    loaded = built().loaded
+    assert loaded is not None
+    update, choose, needed = loaded.update_bounds, loaded.choose_pages, loaded.choice_scratch
+    for each in (update, choose):
+        each.argtypes, each.restype = (c_void_p, c_int64), None
+    needed.argtypes, needed.restype = (c_void_p,), c_int64
+    return update, choose, needed

@@ -1,0 +1,1 @@
+"""A plugin for vLLM: plans that its engine can carry, on its own pages and blocks."""

@@ -1,0 +1,73 @@
+"""Blocks that eviction frees: a KV cache spec and its manager, in the process that schedules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from kvsieve.errors import CacheStateError
+from kvsieve.plans import Plan
+from kvsieve.vllm.metrics import COUNTS, install
+from kvsieve.vllm.retention import BlockRetention
+
+
+@dataclass(frozen=True, kw_only=True)
+class RetainedSpec(FullAttentionSpec):
+    """Layers of full attention whose prompts an evictor reduces.
+
+    Attributes:
+        retention: what is kept.
+    """
+
+    retention: BlockRetention | None = None
+
+    @classmethod
+    def of(cls, spec: FullAttentionSpec, retention: BlockRetention) -> RetainedSpec:
+        """Make one of vLLM's own."""
+        return cls(**{each.name: getattr(spec, each.name) for each in fields(spec)}, retention=retention)
+
+    @classmethod
+    def merge(cls, specs: list[Self]) -> Self:
+        """Merge those of a group's layers, which are alike."""
+        return replace(super().merge(specs), retention=specs[0].retention)
+
+    @property
+    def prefix_cacheable(self) -> bool:
+        """False: the blocks that a prompt begins with come to hold entries of all of it."""
+        return False
+
+
+class RetainedManager(FullAttentionManager):
+    """Frees the blocks of a gap, one step after the workers have packed what stays."""
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Free what holds nothing after so many processed tokens; the workers work out the same gap."""
+        if num_prompt_tokens is None:
+            raise CacheStateError("vLLM told no prompt length; kvsieve's eviction needs it to free blocks")
+        retention = self.kv_cache_spec.retention
+        first, end = retention.gap(num_prompt_tokens, processed_computed_tokens)
+        before = self.block_pool.get_num_free_blocks()
+        self._remove_blocks_in_range(request_id, first, end)
+        freed = self.block_pool.get_num_free_blocks() - before
+        if freed:
+            COUNTS.add(freed, retention.stored(num_prompt_tokens, processed_computed_tokens))
+
+
+def spec_for(spec: Any, plan: Plan, self_test: bool) -> Any:
+    """Return the spec of a layer under a plan: its own, unless the plan evicts and the layer attends to everything."""
+    if plan.evict is None or type(spec) is not FullAttentionSpec or spec.sliding_window is not None:
+        return spec
+    return RetainedSpec.of(spec, BlockRetention(plan.evict, spec.block_size, self_test))
+
+
+# Whichever process of an engine reads such a spec must know its manager. What is registered first would otherwise stand
+# for all that vLLM registers itself.
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(RetainedSpec, RetainedManager, uniform_type_base_spec=FullAttentionSpec)
+install()

@@ -1,0 +1,93 @@
+"""Counts of what eviction frees, among vLLM's own statistics."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+# Keys under which they travel from the scheduler's process, in a dict of counts that vLLM passes on as it is.
+_PREFIX = "kvsieve_"
+_TOLD = {
+    "requests": "Evictions: requests whose blocks were freed.",
+    "blocks_freed": "KV cache blocks that eviction freed.",
+    "entries_kept": "KV entries per head that stayed, summed over evictions.",
+}
+
+
+class FreedCounts:
+    """Sums since they were last taken."""
+
+    def __init__(self) -> None:
+        self._sums = dict.fromkeys(_TOLD, 0)
+
+    def add(self, blocks: int, entries: int) -> None:
+        """Count one request's eviction.
+
+        Args:
+            blocks: freed.
+            entries: per KV head that its other blocks hold.
+        """
+        for name, count in zip(self._sums, (1, blocks, entries), strict=True):
+            self._sums[name] += count
+
+    def take(self) -> dict[str, int]:
+        """Return the sums that are not 0, and begin anew."""
+        taken = {name: count for name, count in self._sums.items() if count}
+        self._sums = dict.fromkeys(_TOLD, 0)
+        return taken
+
+
+COUNTS = FreedCounts()
+
+
+@functools.cache
+def install() -> None:
+    """Let vLLM's scheduler send the counts, and its Prometheus registry hold them; once in a process."""
+    scheduler = importlib.import_module("vllm.v1.core.sched.scheduler").Scheduler
+    manager = importlib.import_module("vllm.v1.metrics.loggers").StatLoggerManager
+    scheduler.make_stats = _with_counts(scheduler.make_stats)
+    manager.record = _recorded(manager.record)
+
+
+def _with_counts(make_stats: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make_stats)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        stats = make_stats(*args, **kwargs)
+        if stats is not None:
+            stats.num_kv_fetch_reqs_by_stage.update({_PREFIX + name: n for name, n in COUNTS.take().items()})
+        return stats
+
+    return made
+
+
+def _recorded(record: Callable[..., Any]) -> Callable[..., Any]:
+    counters: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(record)
+    def recorded(self: Any, scheduler_stats: Any, *args: Any, **kwargs: Any) -> Any:
+        if self not in counters:
+            counters[self] = _counters()
+        held = {} if scheduler_stats is None else scheduler_stats.num_kv_fetch_reqs_by_stage
+        for name in [each for each in held if each.startswith(_PREFIX)]:
+            counters[self][name.removeprefix(_PREFIX)].inc(held.pop(name))
+        return record(self, scheduler_stats, *args, **kwargs)
+
+    return recorded
+
+
+def _counters() -> dict[str, Any]:
+    """Make the counters anew: vLLM takes all of its prefix out of the registry when an engine begins."""
+    from prometheus_client import REGISTRY, Counter
+
+    for counter in _registered.values():
+        with contextlib.suppress(KeyError):
+            REGISTRY.unregister(counter)
+    _registered.update({name: Counter(f"vllm:{_PREFIX}{name}", told) for name, told in _TOLD.items()})
+    return dict(_registered)
+
+
+_registered: dict[str, Any] = {}

@@ -1,0 +1,75 @@
+"""The plugin's options as a user gives them, and as the processes of an engine hand them on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvsieve.errors import PlanError, short
+from kvsieve.named import plan as plan_named
+from kvsieve.plans import Plan
+from kvsieve.specs import split_specs
+
+KEY = "kvsieve"
+PLAN_VARIABLE = "KVSIEVE_VLLM_PLAN"
+ANY_VERSION = "KVSIEVE_VLLM_ANY_VERSION"
+_FIELDS = ("plan", "settled", "self_test")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """A plan for an engine.
+
+    Attributes:
+        plan: as the user wrote it, or settled for a model.
+        text: as the user wrote it.
+        settled: nothing of the plan is left to the model.
+        self_test: read sparsely even what is read whole, and evict by packing everything in reverse, so that tests can
+            compare with dense attention.
+    """
+
+    plan: Plan
+    text: str
+    settled: bool = False
+    self_test: bool = False
+
+    @classmethod
+    def given(cls, additional_config: Any) -> EngineOptions | None:
+        """Read them from vLLM's `additional_config`, or from the environment; None where there are none.
+
+        Args:
+            additional_config: a dict whose "kvsieve" is a plan as text, or a dict with "plan".
+
+        Raises:
+            PlanError: the options or the plan cannot be read.
+        """
+        found = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+        if found is None:
+            found = os.environ.get(PLAN_VARIABLE) or None
+        if found is None:
+            return None
+        if isinstance(found, str):
+            found = {"plan": found}
+        if not isinstance(found, Mapping) or not isinstance(found.get("plan"), str) or found.keys() - set(_FIELDS):
+            raise PlanError(
+                f'additional_config["{KEY}"] takes a plan such as "quest:budget=256", or a dict with "plan" and, for '
+                f'tests, "self_test"; got {short(found)}'
+            )
+        text, settled = found["plan"], found.get("settled")
+        plan = Plan.from_dict(settled) if settled is not None else parse_plan(text)
+        return cls(plan, text, settled is not None, bool(found.get("self_test", False)))
+
+    def handed_on(self) -> dict[str, Any]:
+        """Return what `given` reads, for the engine's other processes."""
+        return {"plan": self.text, "settled": self.plan.to_dict(), "self_test": self.self_test}
+
+
+def parse_plan(text: str) -> Plan:
+    """Read one plan as it is written everywhere: ``snapkv:budget=20%``. Raises PlanError."""
+    specs = split_specs(text)
+    if len(specs) != 1:
+        raise PlanError(f"an engine has one plan, such as 'quest:budget=256', got {text!r}")
+    ((name, parameters),) = specs
+    return plan_named(name, **parameters)

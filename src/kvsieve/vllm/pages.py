@@ -1,0 +1,216 @@
+"""Sparse reading over pages: what is known of each page, and which pages a token reads.
+
+A page is a block of the engine's KV cache. Beside the cache lie the greatest and the least value of every key channel
+over each page, per KV head. A reader asks with weights for them: Quest's are the query's own, which makes bounds of the
+logits, HSA's are those of the few channels in which the queries are largest. Softmax weights of pages are summed over
+the query heads of a KV head, as everywhere in kvsieve, and the pages that weigh most are read whole.
+
+Plain torch, or on CPUs the C kernels of `kernels.cpu.pages`, which choose the same pages up to ties; nothing here
+knows vLLM.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvsieve.core.kv_rows import ReadFacts
+from kvsieve.core.page_weights import held_part
+from kvsieve.errors import PlanError
+from kvsieve.kernels.cpu import pages as compiled
+from kvsieve.methods.hsa import HSA, stored_entries
+from kvsieve.methods.quest import Quest
+from kvsieve.methods.readers import LEAST
+
+PageReader = Quest | HSA
+
+
+@dataclass(frozen=True)
+class PageBudget:
+    """Pages that one request reads.
+
+    Attributes:
+        pages: read exactly, the newest one included.
+        channels: key channels that are looked at; 0 for all.
+    """
+
+    pages: int
+    channels: int = 0
+
+
+def page_budget(reader: PageReader, length: int, dim: int, page: int) -> PageBudget:
+    """Work out what a reader's budget allows on pages of so many entries.
+
+    Quest reads its whole budget in pages, as with ``page=`` given; HSA half of it, and the other half decides in how
+    many channels bounds are looked at. Two pages at least are read, the newest and one that the query chooses.
+
+    Args:
+        reader: Quest or HSA.
+        length: tokens of the request.
+        dim: channels of a key.
+        page: entries of a page.
+    """
+    tokens = reader.budget.entries(length, LEAST)
+    if isinstance(reader, Quest):
+        return PageBudget(max(tokens // page, 2))
+    stored = stored_entries(length, 0, tokens) if reader.after_eviction else length
+    channels = max(int(dim * page * tokens / max(stored, tokens)), 1)
+    return PageBudget(max(tokens // 2 // page, 2), 0 if channels >= dim else channels)
+
+
+def check_page(reader: PageReader, page: int) -> None:
+    """Refuse a reader whose pages are not the engine's. Raises PlanError."""
+    wanted = reader.page if isinstance(reader, Quest) else None
+    if wanted is not None and wanted != page:
+        raise PlanError(
+            f"Quest: page={wanted}, but pages are the engine's blocks of {page} entries; start vLLM with block_size="
+            f"{wanted}, or leave page= out"
+        )
+    tokens = reader.budget.tokens
+    part = 1 if isinstance(reader, Quest) else 2
+    if tokens is not None and tokens // part < 2 * page:
+        raise PlanError(
+            f"{type(reader).__name__}: a budget of {tokens} entries reads fewer than two of the engine's blocks of "
+            f"{page}; raise budget= to {2 * part * page} or more, or start vLLM with a smaller block_size"
+        )
+
+
+def reads_layer(reader: PageReader, layer_idx: int, num_layers: int) -> bool:
+    """Tell whether a layer is read sparsely; `skip_layers` name those that are not."""
+    return reader.setting(ReadFacts(layer_idx, num_layers, 1 << 20, 0, 64)) is not None
+
+
+class PageBounds:
+    """Greatest and least key values of every page and KV head of a layer.
+
+    Args:
+        pages: pages of the cache.
+        heads: KV heads.
+        dim: channels of a key.
+        page: entries of a page.
+        like: a tensor of the keys' dtype and device.
+
+    Attributes:
+        table: [pages, heads, 2, dim].
+    """
+
+    def __init__(self, pages: int, heads: int, dim: int, page: int, like: Tensor) -> None:
+        self.page = page
+        self.table = like.new_zeros(pages, heads, 2, dim)
+
+    def update(self, keys: Tensor, slots: Tensor) -> None:
+        """Take in new keys; the first place of a page begins it anew.
+
+        Args:
+            keys: [tokens, heads, dim].
+            slots: int64 [tokens], page * size + place, places of a page in order; negative: not stored.
+        """
+        if usable(self.table) and keys.stride(2) == 1 and keys.stride(1) == keys.shape[2]:
+            compiled.update_bounds(self.table, keys, slots, self.page)
+            return
+        # Without waiting for the device: page 0, which engines keep for padding, takes what goes nowhere.
+        stored = slots >= 0
+        at = torch.where(stored, slots // self.page, 0)
+        begun = torch.where(stored & (slots % self.page == 0), at, 0)
+        for half, (start, reduce) in enumerate(((float("-inf"), "amax"), (float("inf"), "amin"))):
+            bounds = self.table[:, :, half].index_fill_(0, begun, start)
+            index = at[:, None, None].expand_as(keys)
+            bounds.scatter_reduce_(0, index, keys, reduce)
+        self.table[0] = 0
+
+    def replace(self, pages: Tensor, keys: Tensor) -> None:
+        """Put the bounds of whole pages in place.
+
+        Args:
+            pages: int64 [n].
+            keys: [heads, n * page, dim], their entries.
+        """
+        paged = keys.unflatten(1, (len(pages), self.page)).transpose(0, 1)
+        self.table[pages] = torch.stack([paged.amax(2), paged.amin(2)], 2).to(self.table.dtype)
+
+
+def question_of(query: Tensor, scale: float, channels: Tensor | None) -> Tensor:
+    """Make the weights with which a page's bounds are asked.
+
+    Args:
+        query: [requests, heads, groups, dim].
+        scale: factor of query-key products.
+        channels: int64 [requests], channels that are looked at, 0 for all; None: all in every request.
+
+    Returns:
+        float32 [requests, heads, groups, 2, dim], contiguous.
+    """
+    query = query.float()
+    question = torch.stack([query.clamp(min=0), query.clamp(max=0)], 3)
+    if channels is None:
+        return question.mul_(scale)
+    order = query.abs().sum(2).sort(dim=-1, descending=True, stable=True).indices
+    rank = torch.empty_like(order).scatter_(
+        2, order, torch.arange(query.shape[3], device=query.device).expand_as(order)
+    )
+    looked = (rank < channels[:, None, None])[:, :, None]
+    chosen = query * looked
+    chosen = chosen * (scale / held_part(chosen, query).sqrt())
+    greatest = (query.sum(2) > 0)[:, :, None]
+    few = torch.stack([chosen * greatest, chosen * ~greatest], 3)
+    return torch.where((channels > 0)[:, None, None, None, None], few, question.mul_(scale))
+
+
+def choose_pages(
+    bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, counts: Tensor, most: int, page: int
+) -> Tensor:
+    """Choose the pages that each request's KV heads read, the newest one always among them.
+
+    Args:
+        bounds: [pages, heads, 2, dim]; see PageBounds.
+        question: float32 [requests, heads, groups, 2, dim]; see `question_of`.
+        table: int32 [requests, width], pages of each request in order.
+        sizes: int32 [requests], entries of each.
+        counts: int32 [requests], pages to choose of each; one that has no more gets them all.
+        most: largest of the counts.
+        page: entries of a page.
+
+    Returns:
+        int32 [requests, heads, most]: page * heads + head, as in a cache whose pages are taken apart by heads, in the
+        table's order. What lies behind a request's count or pages has no meaning and names some page.
+    """
+    if usable(bounds):
+        return compiled.choose_pages(bounds, question, table, sizes, counts, most, page)
+    width = table.shape[1]
+    heads = bounds.shape[1]
+    places = torch.arange(width, device=table.device)
+    pages = (sizes.long() + page - 1) // page
+    newest, beyond = places == (pages - 1)[:, None], places >= pages[:, None]
+    held = bounds[table.long()].float().flatten(3)
+    scores = torch.einsum("rhgc,rphc->rhgp", question.flatten(3), held)
+    # A page counts by its part that is filled, in the softmax; its weight is that of one that is full.
+    part = torch.where(newest, (sizes - (pages - 1) * page)[:, None] / page, 1.0)
+    scores = scores + part.log()[:, None, None]
+    weights = scores.masked_fill(beyond[:, None, None], float("-inf")).softmax(-1) / part[:, None, None]
+    weights = weights.sum(2).masked_fill(newest[:, None], math.inf).masked_fill(beyond[:, None], -1.0)
+    best = weights.topk(min(most, width), dim=-1).indices
+    wanted = torch.minimum(counts.long(), pages)[:, None, None]
+    rank = torch.arange(best.shape[-1], device=table.device)
+    best = best.masked_fill(rank >= wanted, width).sort(-1).values.clamp(max=width - 1)
+    chosen = table[:, None].expand(-1, heads, -1).gather(2, best) * heads
+    chosen = chosen + torch.arange(heads, device=table.device, dtype=torch.int32)[:, None]
+    return torch.nn.functional.pad(chosen, (0, most - best.shape[-1])).to(torch.int32)
+
+
+def usable(bounds: Tensor) -> bool:
+    """Tell whether the C kernels work on these bounds."""
+    return bounds.device.type == "cpu" and bounds.dtype in compiled.DTYPES and _built()
+
+
+@functools.cache
+def _built() -> bool:
+    return compiled.built().reason is None
+
+
+def told() -> str:
+    """Tell for people whether the C kernels are used."""
+    return compiled.built().told

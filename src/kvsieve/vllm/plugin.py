@@ -1,0 +1,109 @@
+"""The entry point that every process of vLLM calls; nothing changes unless a plan is configured.
+
+Two functions of vLLM's platform are wrapped. One is where a platform looks over a finished configuration: options are
+read there, refused or settled for the model, and handed on to the engine's other processes within the configuration.
+The other names the attention backend of a layer: where a plan is configured, it is one of ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from kvsieve.vllm.engine import PROMPT_LENGTHS, EngineFacts, check_engine, needs_no_prefix_caching, settle
+from kvsieve.vllm.metrics import install
+from kvsieve.vllm.options import KEY, EngineOptions
+
+logger = logging.getLogger("vllm.kvsieve")
+CPU_BACKEND = "kvsieve.vllm.cpu_backend.SieveCPUBackend"
+# Of vLLM on CPUs blocks have 128 entries unless told otherwise: coarse for pages.
+BLOCK_SIZE = 32
+
+
+@functools.cache
+def register() -> None:
+    """Wrap what the module tells of; the entry point of ``vllm.general_plugins``."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    update, backend = platform.check_and_update_config.__func__, platform.get_attn_backend_cls.__func__
+
+    @classmethod  # type: ignore[misc]
+    @functools.wraps(update)
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        update(cls, vllm_config)
+        configure(vllm_config)
+
+    @classmethod  # type: ignore[misc]
+    @functools.wraps(backend)
+    def get_attn_backend_cls(cls: Any, *args: Any, **kwargs: Any) -> str:
+        found: str = backend(cls, *args, **kwargs)
+        return _ours(found)
+
+    platform.check_and_update_config = check_and_update_config
+    platform.get_attn_backend_cls = get_attn_backend_cls
+
+
+def configure(vllm_config: Any) -> None:
+    """Read the options of a configuration that is complete, refuse what cannot be, and hand the rest on.
+
+    Raises:
+        PlanError: the plan cannot be read, or the engine cannot carry it.
+        UnsupportedOptionError: an option of the engine does not go with it.
+    """
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    # It may know the backend of an earlier engine of this process.
+    _cached_get_attn_backend.cache_clear()
+    options = EngineOptions.given(vllm_config.additional_config)
+    if options is None or vllm_config.model_config is None:
+        return
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    if not cache.user_specified_block_size and vllm_config.device_config.device_type == "cpu":
+        cache.block_size = BLOCK_SIZE
+    facts = facts_of(vllm_config)
+    check_engine(options, facts)
+    options = settle(options, model.hf_config, model.tokenizer)
+    why = needs_no_prefix_caching(options, facts)
+    if why is not None:
+        logger.warning("kvsieve: prefix caching is switched off, because %s", why)
+        cache.enable_prefix_caching = False
+    if options.plan.evict is not None:
+        install()
+        model.model_arch_config.rswa_window = PROMPT_LENGTHS
+    if not isinstance(vllm_config.additional_config, dict):
+        vllm_config.additional_config = {}
+    vllm_config.additional_config[KEY] = options.handed_on()
+    logger.info("kvsieve: %r; a page is a block of %d entries (--block-size)", options.plan, facts.block_size)
+
+
+def facts_of(vllm_config: Any) -> EngineFacts:
+    """Gather the facts of a configuration."""
+    import vllm
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    return EngineFacts(
+        version=vllm.__version__,
+        device=vllm_config.device_config.device_type,
+        block_size=cache.block_size,
+        speculative=vllm_config.speculative_config is not None,
+        kv_transfer=vllm_config.kv_transfer_config is not None,
+        context_parallel=parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+        kv_cache_dtype=cache.cache_dtype,
+        latent=model.use_mla,
+        generates=model.runner_type == "generate" and not model.is_encoder_decoder and not model.is_attention_free,
+        recurrent=model.is_hybrid,
+        prefix_caching=bool(cache.enable_prefix_caching),
+        second_runner=vllm_config.use_v2_model_runner,
+    )
+
+
+def _ours(found: str) -> str:
+    """Return the path of the attention backend for the configuration that vLLM builds with."""
+    from vllm.config import get_current_vllm_config
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if EngineOptions.given(get_current_vllm_config().additional_config) is None:
+        return found
+    return CPU_BACKEND if found == AttentionBackendEnum.CPU_ATTN.get_path() else found

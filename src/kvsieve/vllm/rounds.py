@@ -1,0 +1,86 @@
+"""One step of an engine, cut where eviction acts: what is attended to, packed, and attended to again.
+
+A step usually is one round. A request that was preempted comes back with the tokens that it had generated, and prompt
+and answer may be read in one piece: then the prompt's part is the first round, blocks are packed, and the rest, which
+must see what stayed as it did before, is the second.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvsieve.vllm.retention import BlockRetention
+
+
+@dataclass(frozen=True)
+class ScheduledTokens:
+    """Tokens of one request in a step.
+
+    Attributes:
+        number: of the request in the batch.
+        row: of the first token in the batch.
+        start: tokens processed before the step.
+        end: tokens processed after it.
+        prompt: tokens of the prompt, or any number above `start` where only that is known.
+    """
+
+    number: int
+    row: int
+    start: int
+    end: int
+    prompt: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Part of a request's tokens, between two moments at which entries are packed.
+
+    Attributes:
+        request: the request's tokens of the step.
+        start: tokens processed before it.
+        end: tokens processed after it.
+        packs: entries are packed behind it.
+    """
+
+    request: ScheduledTokens
+    start: int
+    end: int
+    packs: bool
+
+    @property
+    def rows(self) -> slice:
+        """Rows of the batch."""
+        first = self.request.row + self.start - self.request.start
+        return slice(first, first + self.end - self.start)
+
+    @property
+    def decodes(self) -> bool:
+        """True for one generated token."""
+        return self.end - self.start == 1 and self.start >= self.request.prompt
+
+
+def rounds_of(requests: Sequence[ScheduledTokens], retention: BlockRetention | None) -> list[list[Segment]]:
+    """Cut a step into rounds; a request has at most one segment in each.
+
+    Args:
+        requests: in the order of the batch.
+        retention: what is kept; None where nothing is evicted.
+    """
+    rounds: list[list[Segment]] = [[]]
+    for request in requests:
+        cuts = [] if retention is None else retention.moments(request.prompt, request.start, request.end)
+        ends = cuts if cuts and cuts[-1] == request.end else [*cuts, request.end]
+        for number, (start, end) in enumerate(itertools.pairwise([request.start, *ends])):
+            if number == len(rounds):
+                rounds.append([])
+            rounds[number].append(Segment(request, start, end, end in cuts))
+    return rounds
+
+
+def joined(rows: Sequence[slice]) -> slice | list[int]:
+    """Return the rows as one slice where they lie side by side, else as a list."""
+    if all(one.stop == other.start for one, other in itertools.pairwise(rows)):
+        return slice(rows[0].start, rows[-1].stop)
+    return [row for each in rows for row in range(each.start, each.stop)]

@@ -1,0 +1,139 @@
+"""Pages of a paged cache: their bounds, and those that a token reads, in C, in torch, and as kvsieve's own readers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvsieve.core.kv_rows import KVRows
+from kvsieve.kernels.cpu import pages as compiled
+from kvsieve.methods.hsa import HSA
+from kvsieve.methods.quest import Quest
+from kvsieve.methods.readers import Setting
+from kvsieve.vllm import pages
+from kvsieve.vllm.pages import PageBounds, PageBudget, choose_pages, page_budget, question_of, reads_layer
+
+PAGE, HEADS, GROUPS, DIM = 8, 2, 3, 16
+NO_C = "the C kernels are not there"
+
+
+@pytest.fixture(params=["torch", "c"])
+def way(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(pages, "usable", lambda bounds: False)
+    elif compiled.built().reason is not None:
+        pytest.skip(f"{NO_C}: {compiled.built().reason}")
+    return request.param
+
+
+def filled(sizes: list[int], dtype: torch.dtype = torch.float32):
+    """Keys of requests in pages that lie anywhere, their table, and the bounds."""
+    torch.manual_seed(0)
+    width = -(-max(sizes) // PAGE)
+    free = torch.randperm(60) + 1
+    table = free[: len(sizes) * width].view(len(sizes), width)
+    bounds = PageBounds(61, HEADS, DIM, PAGE, torch.zeros(1, dtype=dtype))
+    keys = [torch.randn(size, HEADS, DIM).to(dtype) for size in sizes]
+    for own, pages_of in zip(keys, table, strict=True):
+        slots = (pages_of[:, None] * PAGE + torch.arange(PAGE)).flatten()[: len(own)]
+        # A chunk, then token by token.
+        part = len(own) // 2
+        bounds.update(own[:part], slots[:part])
+        for at in range(part, len(own)):
+            bounds.update(own[at : at + 1], slots[at : at + 1])
+    return keys, table.to(torch.int32), bounds
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bounds_are_those_of_each_pages_keys(way, dtype):
+    (keys, short), table, bounds = filled([43, 17], dtype)
+    for own, pages_of in ((keys, table[0]), (short, table[1])):
+        for page, part in zip(pages_of.tolist(), own.split(PAGE), strict=False):
+            assert bounds.table[page].equal(torch.stack([part.amax(0), part.amin(0)], 1))
+
+
+def test_a_page_that_begins_anew_forgets_and_padding_goes_nowhere(way):
+    _, table, bounds = filled([43])
+    page, new = int(table[0, 1]), torch.randn(3, HEADS, DIM)
+    others = bounds.table.clone()
+    bounds.update(new, torch.tensor([page * PAGE, -1, page * PAGE + 1]))
+    assert bounds.table[page].equal(torch.stack([new[[0, 2]].amax(0), new[[0, 2]].amin(0)], 1))
+    others[page] = bounds.table[page]
+    assert bounds.table.equal(others)
+
+
+def test_keys_may_be_part_of_a_wider_row(way):
+    wide = torch.randn(5, 3 * HEADS * DIM)
+    keys = wide[:, HEADS * DIM : 2 * HEADS * DIM].view(5, HEADS, DIM)
+    bounds = PageBounds(4, HEADS, DIM, PAGE, wide)
+    bounds.update(keys, torch.arange(5) + PAGE)
+    assert bounds.table[1].equal(torch.stack([keys.amax(0), keys.amin(0)], 1))
+
+
+def chosen_pages(sizes: list[int], counts: list[int], question: torch.Tensor, table, bounds) -> list[list[list[int]]]:
+    """Indices in the table of the pages that each request's heads read."""
+    found = choose_pages(
+        bounds.table, question, table, torch.tensor(sizes, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32),
+        max(counts), PAGE,
+    )  # fmt: skip
+    out = []
+    for request, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        held = min(count, -(-size // PAGE))
+        assert (found[request, :, :held] % HEADS == torch.arange(HEADS)[:, None]).all()
+        places = {page: place for place, page in enumerate(table[request].tolist())}
+        out.append([[places[page // HEADS] for page in head[:held].tolist()] for head in found[request]])
+    return out
+
+
+@pytest.mark.parametrize("reader", [Quest(budget=32, page=PAGE), HSA(budget=32)], ids=["quest", "hsa"])
+def test_pages_are_those_whose_entries_kvsieves_own_readers_read(way, reader):
+    sizes, counts, channels = [96, 93], [4, 3], 5
+    keys, table, bounds = filled(sizes)
+    query = torch.randn(2, HEADS, GROUPS, DIM)
+    asked = None if isinstance(reader, Quest) else torch.tensor([channels] * 2)
+    found = chosen_pages(sizes, counts, question_of(query, 0.25, asked), table, bounds)
+    for own, asking, pages_read, size, count in zip(keys, query, found, sizes, counts, strict=True):
+        rows = own.transpose(0, 1).reshape(-1, DIM)
+        kv_rows = KVRows(rows, rows, None, torch.arange(HEADS) * size, 1, size)
+        # As many entries as the pages have; the newest page's, of which these readers take only some, are left out.
+        setting = Setting(size, count * PAGE, PAGE, channels)
+        entries = reader.choose(asking, kv_rows, {}, 0.25, setting).entries
+        newest = (size - 1) // PAGE
+        for read, expected in zip(pages_read, entries, strict=True):
+            assert read == sorted(read) and read[-1] == newest
+            best = [page for page in dict.fromkeys((expected // PAGE).tolist()) if page != newest]
+            assert set(read[:-1]) == set(best[: count - 1])
+
+
+def test_a_short_request_reads_all_its_pages(way):
+    sizes, counts = [96, 13], [3, 9]
+    _, table, bounds = filled(sizes)
+    question = question_of(torch.randn(2, HEADS, GROUPS, DIM), 1.0, None)
+    found = chosen_pages(sizes, counts, question, table, bounds)
+    assert [len(head) for head in found[0]] == [3, 3] and found[1] == [[0, 1], [0, 1]]
+
+
+def test_a_budget_in_pages():
+    assert page_budget(Quest(budget=256), 8000, 64, 32) == PageBudget(8)
+    assert page_budget(Quest(budget="10%"), 8000, 64, 32) == PageBudget(25)
+    assert page_budget(HSA(budget=512), 8192, 64, 32) == PageBudget(8, 0)
+    assert page_budget(HSA(budget=512), 65536, 64, 32) == PageBudget(8, 16)
+    assert page_budget(HSA(budget="1%"), 500, 64, 32).pages == 2
+
+
+def test_layers_that_read_everything():
+    assert [reads_layer(Quest(budget=64, skip_layers=2), layer, 4) for layer in range(4)] == [False, False, True, True]
+    assert [reads_layer(Quest(budget=64, skip_layers=(0, -1)), layer, 4) for layer in range(4)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+def test_bounds_of_packed_pages(way):
+    _, table, bounds = filled([43])
+    keys = torch.randn(HEADS, 2 * PAGE, DIM)
+    bounds.replace(table[0, :2].long(), keys)
+    for page, part in zip(table[0, :2].tolist(), keys.split(PAGE, 1), strict=True):
+        assert bounds.table[page].equal(torch.stack([part.amax(1), part.amin(1)], 1))
