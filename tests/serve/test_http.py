@@ -143,6 +143,40 @@ def test_the_second_question_on_a_document_finds_it(client, lone, tokenizer):
     assert told.usage.prompt_tokens_details.cached_tokens == 0
 
 
+def test_what_was_read_for_one_key_is_not_looked_for_by_another(server, url, monkeypatch):
+    """Probes of another key's prompts: whole, cut, longer, in its session. No tree but the key's own is looked into."""
+    tiers = server[1].state.service.scheduler.prefixes.store._tiers
+    owners = [server[1].state.service.keys.owner(f"Bearer {key}") for key in KEYS]
+    document = words(21, 140)
+    body = {"model": "tiny", "prompt": document, "max_tokens": 2}
+    for kv in ({"method": "full"}, {"method": "full", "session": "one"}):
+        post(url, {**body, "kv": kv}, path="/v1/completions")
+    looked, along = [], tiers.along
+
+    def seen(tree, ids):
+        looked.append(tree[1])
+        return along(tree, ids)
+
+    monkeypatch.setattr(tiers, "along", seen)
+    cached = []
+    probes = (document, document.rsplit(" ", 20)[0], f"{document} w1 w2 w3")
+    for probe in probes:
+        for kv in ({"method": "full"}, {"method": "full", "session": "one"}, {"method": "full", "session": "../one"}):
+            told = post(url, {**body, "prompt": probe, "kv": kv}, key=KEYS[1], path="/v1/completions")
+            cached.append(told.json()["usage"]["prompt_tokens_details"]["cached_tokens"] if told.is_success else None)
+            assert told.is_success or told.json()["error"]["param"] == "kv.session"
+    # All that is found the key has had read itself, by the probe before.
+    assert cached[:3] == [0, 0, None]
+    assert looked and {owner.partition("/")[0] for owner in looked} == {owners[1]}
+    listed = httpx.get(f"{url}/v1/kv", headers={"Authorization": f"Bearer {KEYS[1]}"}).json()["nodes"]
+    mine = {node.key for node in tiers if node.owner.partition("/")[0] == owners[1]}
+    assert {each["key"] for each in listed} <= mine
+    # What is stored of the same prompt for both is not the same memory either.
+    both = [[n for n in tiers if n.owner == owner and len(n.ids) >= 100] for owner in owners]
+    places = [{part.data_ptr() for n in nodes for part in n.held.all_tensors() if part.numel()} for nodes in both]
+    assert places[0] and places[1] and not places[0] & places[1]
+
+
 def test_a_session_goes_on_as_a_chat_does(client, lone, tokenizer):
     said = [words(6, 80), words(7, 12), words(8, 12)]
     with kvsieve.attach(lone, kvsieve.plan("snapkv", **PLAN)) as sieve:
