@@ -277,6 +277,8 @@ def test_a_model_without_chat_template(capsys, monkeypatch, tmp_path):
     build("llama").save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO("w1\n"))
+    # Saving draws a bar of progress.
+    capsys.readouterr()
     with pytest.raises(SystemExit) as left:
         run_cli(["chat", str(tmp_path), "--dtype", "float32"])
     out = capsys.readouterr()

@@ -334,6 +334,27 @@ def test_values_of_parameters():
         chosen_method("snapkv", None, ["pooling=3"])
 
 
+def test_parameters_of_one_method_stand_behind_its_name_or_in_options():
+    assert chosen_method("snapkv:kernel=21:window=16", "20%", ["pooling=max"]).given == {
+        "kernel": 21,
+        "window": 16,
+        "pooling": "max",
+        "budget": "20%",
+    }
+    written = chosen_method("fastkv", "20%", ["window=8"], None)
+    # What a run is called can be given again.
+    assert chosen_method(written.label, None, []).plan == written.plan
+    for method, budget, settings, match in (
+        ("snapkv:window=8", None, ["window=16"], "window is given twice"),
+        ("snapkv:budget=5%", "20%", [], "the budget is given twice, as --budget 20% and in --method"),
+        ("snapkv", "20%", ["budget=5%"], "the budget is given twice, as --budget 20% and --set budget=5%"),
+        ("snapkv,full", None, [], "--method takes one method"),
+        ("", None, [], "--method takes one method"),
+    ):
+        with pytest.raises(PlanError, match=match):
+            chosen_method(method, budget, settings)
+
+
 # the other commands
 
 

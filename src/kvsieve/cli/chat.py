@@ -31,7 +31,10 @@ def chat_command(
         str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="See `kvsieve methods`; full, or what --load was made with, if left out.")
+        str | None,
+        typer.Option(
+            help="snapkv, or snapkv:kernel=21; see `kvsieve methods`. full, or what --load was made with, if left out."
+        ),
     ] = None,
     budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20%, 2048 or 512MiB.")] = None,
     settings: Annotated[

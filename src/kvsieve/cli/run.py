@@ -55,7 +55,9 @@ def run_command(
         typer.Option(help='File with a prompt per line, as text or as JSON like {"prompt": "..."}; - reads stdin.'),
     ] = None,
     question: Annotated[str | None, typer.Option(help="Put after the prompt and a blank line.")] = None,
-    method: Annotated[str, typer.Option(help="See `kvsieve methods`.")] = "fastkv",
+    method: Annotated[
+        str, typer.Option(help="snapkv, or with parameters snapkv:kernel=21; see `kvsieve methods`.")
+    ] = "fastkv",
     budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20%, 2048 or 512MiB.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the method; repeatable.")

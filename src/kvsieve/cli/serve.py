@@ -19,7 +19,9 @@ def serve_command(
     model: Annotated[
         str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
     ] = None,
-    method: Annotated[str, typer.Option(help="Of requests that name none; see `kvsieve methods`.")] = "full",
+    method: Annotated[
+        str, typer.Option(help="Of requests that name none, such as snapkv:kernel=21; see `kvsieve methods`.")
+    ] = "full",
     budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20%, 2048 or 512MiB.")] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the method; repeatable.")

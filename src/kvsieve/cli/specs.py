@@ -126,20 +126,30 @@ def make_run(method: str, **given: Any) -> MethodRun:
 
 
 def chosen_method(method: str, budget: str | None, settings: list[str], profile: str | None = None) -> MethodRun:
-    """The run that --method, --budget, --set and --profile describe. Raises PlanError."""
-    info = method_info(method)
-    given = parse_settings(settings)
+    """The run that --method, --budget, --set and --profile describe. Raises PlanError.
+
+    method: a name, or one with parameters, ``snapkv:kernel=21``.
+    """
+    specs = split_specs(method)
+    if len(specs) != 1:
+        raise PlanError(f"--method takes one method, e.g. snapkv:kernel=21, got {method!r}")
+    (name, written), more = specs[0], parse_settings(settings)
+    info = method_info(name)
+    for twice in written.keys() & more.keys():
+        raise PlanError(f"{twice} is given twice, in --method {method} and as --set {twice}={more[twice]}")
+    given = written | more
     if budget is not None:
         if "budget" not in info.parameters:
             raise PlanError(f"{info.name} takes no budget, got --budget {budget}; leave the option out")
         if "budget" in given:
-            raise PlanError(f"the budget is given twice, as --budget {budget} and --set budget={given['budget']}")
+            where = f"in --method {method}" if "budget" in written else f"--set budget={given['budget']}"
+            raise PlanError(f"the budget is given twice, as --budget {budget} and {where}")
         given["budget"] = budget
     if profile is not None:
         if "profile" not in info.parameters:
             raise PlanError(f"{info.name} takes no profile, got --profile {profile}; leave the option out")
         given.setdefault("profile", profile)
-    return make_run(method, **given)
+    return make_run(name, **given)
 
 
 def compared_methods(text: str, budget: str | None, profile: str | None = None) -> list[MethodRun]:
