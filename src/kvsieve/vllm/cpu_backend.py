@@ -81,22 +81,6 @@ class SieveCPUAttention(CPUAttentionBackendImpl):
                 f"{' and '.join(found)}; leave the plan out, or use kvsieve's own server, `kvsieve serve`"
             )
 
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """Store new keys and values, and take the keys into their pages' bounds."""
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        if not self._acts or not isinstance(self._options.plan.read, PageReader) or not kv_cache.numel():
-            return
-        if self._facts is None:
-            self._know(layer)
-        if not self._reads:
-            return
-        pages, heads, size, wide = kv_cache.shape
-        if self._bounds is None or len(self._bounds.table) != pages:
-            self._bounds = PageBounds(pages, heads, wide // 2, size, key)
-        self._bounds.update(key[: len(slot_mapping)], slot_mapping)
-
     def forward(
         self,
         layer: Any,
@@ -109,14 +93,17 @@ class SieveCPUAttention(CPUAttentionBackendImpl):
         **scales: Any,
     ) -> Tensor:
         """Attend as without a plan, or round by round; see CPUAttentionBackendImpl.forward."""
-        if not isinstance(attn_metadata, SieveCPUMetadata) or attn_metadata.rounds is None:
-            whole: Tensor = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
-            return whole
+        if not isinstance(attn_metadata, SieveCPUMetadata):
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         if self._facts is None:
             self._know(layer)
+        if attn_metadata.rounds is None:
+            self._look(key, kv_cache, attn_metadata.slot_mapping, slice(0, attn_metadata.num_actual_tokens))
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         for each in attn_metadata.rounds:
+            self._look(key, kv_cache, attn_metadata.slot_mapping, each.rows)
             call = each.whole
-            if each.sparse is not None and (self._reads or call is None):
+            if each.sparse is not None and self._reads:
                 self._read_sparsely(layer, query, kv_cache, output, each.sparse)
                 call = each.rest
             if call is not None:
@@ -133,6 +120,15 @@ class SieveCPUAttention(CPUAttentionBackendImpl):
         self._facts = LayerFacts(index, self._layers, self.scale, self.logits_soft_cap or None)
         read = self._options.plan.read
         self._reads = isinstance(read, PageReader) and reads_layer(read, index, self._layers)
+
+    def _look(self, key: Tensor, kv_cache: Tensor, slots: Tensor, rows: slice | Tensor) -> None:
+        """Take the keys of some rows, which are stored by now, into their pages' bounds."""
+        if not self._reads:
+            return
+        pages, heads, size, wide = kv_cache.shape
+        if self._bounds is None or len(self._bounds.table) != pages:
+            self._bounds = PageBounds(pages, heads, wide // 2, size, key)
+        self._bounds.update(key[rows], slots[rows])
 
     def _attend(self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, call: PagedCall) -> None:
         """Attend to all pages of each request, with queries and outputs [rows, heads, dim]."""

@@ -83,6 +83,7 @@ class Round:
     """Calls between two moments at which entries are packed.
 
     Attributes:
+        rows: of the batch.
         whole: all rows, each attending to everything; None where no layer wants it.
         sparse: rows that read sparsely; None for none.
         rest: the other rows; None for none.
@@ -90,6 +91,7 @@ class Round:
         seen: parts of prompts whose end is still to come, by their first page.
     """
 
+    rows: slice | Tensor
     whole: PagedCall | None
     sparse: SparseCall | None
     rest: PagedCall | None
@@ -132,7 +134,7 @@ class SieveCPUBuilder(CPUAttentionMetadataBuilder):
 
     def _rounds(self, told: Any, common: Any) -> list[Round] | None:
         requests = self._requests(common)
-        rounds = rounds_of(requests, self._retention)
+        rounds = rounds_of(requests, self._retention, self._reader is not None)
         made = [self._round(segments, told.block_table) for segments in rounds]
         gaps = any(self._gap(segment) for segments in rounds for segment in segments)
         plain = len(made) == 1 and made[0].sparse is None and not made[0].packings and not made[0].seen
@@ -141,14 +143,9 @@ class SieveCPUBuilder(CPUAttentionMetadataBuilder):
     def _requests(self, common: Any) -> list[ScheduledTokens]:
         rows, ends = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
         starts = [end - (after - row) for end, row, after in zip(ends, rows, rows[1:], strict=False)]
-        if self._retention is None:
-            prompts = [
-                start + 1 if is_so else 0 for start, is_so in zip(starts, common.is_prefilling.tolist(), strict=False)
-            ]
-        elif common.rswa_prefix_lens is None:
-            raise CacheStateError("vLLM told no prompt lengths; kvsieve's eviction needs them")
-        else:
-            prompts = common.rswa_prefix_lens.tolist()
+        if common.rswa_prefix_lens is None:
+            raise CacheStateError("vLLM told no prompt lengths, which kvsieve's plugin asks it for")
+        prompts = common.rswa_prefix_lens.tolist()
         return [
             ScheduledTokens(number, rows[number], starts[number], ends[number], prompts[number])
             for number in range(common.num_reqs)
@@ -185,7 +182,7 @@ class SieveCPUBuilder(CPUAttentionMetadataBuilder):
             self._call([segments[n] for n in numbers], [sizes[n] for n in numbers], pages[numbers]) if numbers else None
             for numbers in (whole, rest)
         ]
-        return Round(calls[0], made, calls[1], packings, seen)
+        return Round(_rows(segments), calls[0], made, calls[1], packings, seen)
 
     def _pages(self, segments: Sequence[Segment], sizes: Sequence[int], table: Tensor) -> Tensor:
         """Return int32 [n, width]: the pages that hold something, of each segment's request."""
@@ -203,12 +200,10 @@ class SieveCPUBuilder(CPUAttentionMetadataBuilder):
 
     def _call(self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor) -> PagedCall:
         """Make a call in which segments attend to all their pages."""
-        rows = joined([segment.rows for segment in segments])
         starts = torch.tensor([0, *(segment.end - segment.start for segment in segments)], dtype=torch.int32)
         starts, lengths = starts.cumsum(0, dtype=torch.int32), torch.tensor(sizes, dtype=torch.int32)
         schedule = self._schedule(len(segments), self.num_heads, self.num_kv_heads, lengths, starts)
-        held = rows if isinstance(rows, slice) else torch.tensor(rows)
-        return PagedCall(held, starts, lengths, pages, schedule)
+        return PagedCall(_rows(segments), starts, lengths, pages, schedule)
 
     def _sparse(self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor) -> SparseCall | None:
         """Make the call of generated tokens that read sparsely; None where all of them read everything."""
@@ -227,11 +222,9 @@ class SieveCPUBuilder(CPUAttentionMetadataBuilder):
         lengths = torch.tensor(read, dtype=torch.int32).repeat_interleave(heads)
         starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
         schedule = self._schedule(len(lengths), self.num_heads // heads, 1, lengths, starts)
-        rows = joined([segment.rows for segment in segments])
-        held = rows if isinstance(rows, slice) else torch.tensor(rows)
         channels = [budget.channels for budget in budgets]
         return SparseCall(
-            PagedCall(held, starts, lengths, pages[:0], schedule),
+            PagedCall(_rows(segments), starts, lengths, pages[:0], schedule),
             pages[:, : max(used)].contiguous(),
             torch.tensor(sizes, dtype=torch.int32),
             torch.tensor(counts, dtype=torch.int32),
@@ -256,3 +249,8 @@ class SieveCPUBuilder(CPUAttentionMetadataBuilder):
             kv_cache_dtype=self.kv_cache_dtype,
         )
         return schedule
+
+
+def _rows(segments: Sequence[Segment]) -> slice | Tensor:
+    rows = joined([segment.rows for segment in segments])
+    return rows if isinstance(rows, slice) else torch.tensor(rows)

@@ -69,9 +69,8 @@ def configure(vllm_config: Any) -> None:
     if why is not None:
         logger.warning("kvsieve: prefix caching is switched off, because %s", why)
         cache.enable_prefix_caching = False
-    if options.plan.evict is not None:
-        install()
-        model.model_arch_config.rswa_window = PROMPT_LENGTHS
+    install()
+    model.model_arch_config.rswa_window = PROMPT_LENGTHS
     if not isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {}
     vllm_config.additional_config[KEY] = options.handed_on()

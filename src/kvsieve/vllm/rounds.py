@@ -2,7 +2,7 @@
 
 A step usually is one round. A request that was preempted comes back with the tokens that it had generated, and prompt
 and answer may be read in one piece: then the prompt's part is the first round, blocks are packed, and the rest, which
-must see what stayed as it did before, is the second.
+must see what stayed as it did before, is the second. Where answers are read sparsely, each of their tokens is a round.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ScheduledTokens:
         row: of the first token in the batch.
         start: tokens processed before the step.
         end: tokens processed after it.
-        prompt: tokens of the prompt, or any number above `start` where only that is known.
+        prompt: tokens of the prompt.
     """
 
     number: int
@@ -61,21 +61,27 @@ class Segment:
         return self.end - self.start == 1 and self.start >= self.request.prompt
 
 
-def rounds_of(requests: Sequence[ScheduledTokens], retention: BlockRetention | None) -> list[list[Segment]]:
+def rounds_of(
+    requests: Sequence[ScheduledTokens], retention: BlockRetention | None, singly: bool = False
+) -> list[list[Segment]]:
     """Cut a step into rounds; a request has at most one segment in each.
 
     Args:
         requests: in the order of the batch.
         retention: what is kept; None where nothing is evicted.
+        singly: each generated token is a segment of its own.
     """
     rounds: list[list[Segment]] = [[]]
     for request in requests:
-        cuts = [] if retention is None else retention.moments(request.prompt, request.start, request.end)
-        ends = cuts if cuts and cuts[-1] == request.end else [*cuts, request.end]
-        for number, (start, end) in enumerate(itertools.pairwise([request.start, *ends])):
+        start, end, prompt = request.start, request.end, request.prompt
+        cuts = [] if retention is None else retention.moments(prompt, start, end)
+        ends = {*cuts, end}
+        if singly and end > prompt:
+            ends |= {at for at in range(max(start + 1, prompt), end)}
+        for number, (first, last) in enumerate(itertools.pairwise([start, *sorted(ends)])):
             if number == len(rounds):
                 rounds.append([])
-            rounds[number].append(Segment(request, start, end, end in cuts))
+            rounds[number].append(Segment(request, first, last, last in cuts))
     return rounds
 
 
