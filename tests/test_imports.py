@@ -15,7 +15,7 @@ from source_tree import circles, imports, modules
 STOREYS = (
     ("version", "text", "types", "display", "devices", "kernels"),
     ("errors",),
-    ("loading", "parameters", "specs", "profiles", "turns", "core", "models", "report", "protection"),
+    ("loading", "parameters", "specs", "profiles", "turns", "client", "core", "models", "report", "protection"),
     ("budget", "defaults", "kept"),
     ("segments", "roles"),
     ("cache",),

@@ -13,6 +13,7 @@ import typer
 from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
+from kvsieve.cli.served import ExtraOption, Load, ServerOption, bench_server, check_local, check_options, print_load
 from kvsieve.cli.specs import (
     CodecsOption,
     MethodRun,
@@ -42,6 +43,7 @@ CONTEXT = "context"
 
 
 def bench_command(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
     ] = None,
@@ -78,10 +80,19 @@ def bench_command(
     ] = None,
     plots: Annotated[Path | None, typer.Option(help="Directory for pictures; needs matplotlib.")] = None,
     show: Annotated[Path | None, typer.Option(help="A saved report: print it, draw it, measure nothing.")] = None,
+    server: ServerOption = None,
+    clients: Annotated[str, typer.Option(help="With --server: requests at once, a number or a list.")] = "1,8",
+    extra: ExtraOption = None,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Time and memory per method beside plain transformers, in one run, with the machine's limit."""
+    if server is not None:
+        check_options(context, ("lengths", "new_tokens", "rounds"))
+        load = Load(parse_contexts(lengths or LENGTHS, "--lengths"), clients, new_tokens, rounds)
+        print_load(bench_server(server, model, extra, load, out), as_json)
+        return
+    check_local(context)
     if plots is not None:
         from kvsieve.report.plot_style import require_matplotlib
 

@@ -20,6 +20,7 @@ from kvsieve.cli.loading import (
 )
 from kvsieve.cli.output import JsonOption, emit_json, say, show
 from kvsieve.cli.report import aggregated, print_means
+from kvsieve.cli.served import ExtraOption, ServerOption, check_local, check_options, eval_server, print_scores
 from kvsieve.cli.specs import (
     CodecsOption,
     PrefillsOption,
@@ -34,8 +35,12 @@ from kvsieve.errors import InputError
 if TYPE_CHECKING:
     from kvsieve.tasks.samples import Task
 
+# Options that say what is asked, and not how a model is run.
+_OF_SAMPLES = ("tasks", "lengths", "samples", "question", "resume", "seed", "haystack", "data", "scbench_mode")
+
 
 def eval_command(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
     ] = None,
@@ -65,9 +70,16 @@ def eval_command(
         str | None, typer.Option(help="Directory or file of public benchmarks, see docs/public_benchmarks.md.")
     ] = None,
     scbench_mode: Annotated[str, typer.Option(help="How scbench_... asks: multi-turn or shared.")] = "multi-turn",
+    server: ServerOption = None,
+    clients: Annotated[str, typer.Option(help="With --server: requests at once.")] = "4",
+    extra: ExtraOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Score methods on long-context tasks, with their time and memory; `kvsieve report` draws the results."""
+    if server is not None:
+        check_options(context, _OF_SAMPLES)
+    else:
+        check_local(context)
     check_dtype(dtype)
     for option, value, least in (("--samples", samples, 1), ("--cost-samples", cost_samples, 0), ("--batch", batch, 1)):
         if value < least:
@@ -98,6 +110,11 @@ def eval_command(
         cost_samples=cost_samples,
     )
     grid.check(None)
+    if server is not None:
+        if grid.questions != ("visible",):
+            raise InputError("--question: a server reads a prompt in one piece, so a question is asked visibly only")
+        print_scores(eval_server(grid, server, model, extra, clients, out, resume, haystack), out, as_json)
+        return
     check_device(device)
     run = {
         "model": model or MODEL_NAME,

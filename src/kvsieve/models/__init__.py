@@ -67,6 +67,19 @@ def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, Pre
     return model.eval(), tokenizer
 
 
+def load_tokenizer(model_id_or_dir: str | None) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer alone; see `load`."""
+    if model_id_or_dir is None:
+        return load_demo()[1]
+    from transformers import AutoTokenizer
+
+    source, options = checkpoint_source(model_id_or_dir)
+    try:
+        return AutoTokenizer.from_pretrained(source, **options)
+    except Exception as exc:
+        raise load_error(f"cannot load the tokenizer of {model_id_or_dir!r}", options, exc) from exc
+
+
 def checkpoint_source(name: str) -> tuple[str, dict[str, Any]]:
     """Directory or hub id that transformers loads a name from, and further arguments of its `from_pretrained`.
 

@@ -1,0 +1,199 @@
+"""`kvsieve eval --server` and `kvsieve bench --server`: a model behind a server, scored and measured over HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsieve.cli.output import emit_json, print_table, say, show
+from kvsieve.errors import InputError
+
+if TYPE_CHECKING:
+    from kvsieve.client import ServerClient
+    from kvsieve.eval.grid import Grid
+
+ServerOption = Annotated[
+    str | None,
+    typer.Option(help="URL of an OpenAI-compatible server to ask; MODEL then names its tokenizer. OPENAI_API_KEY."),
+]
+ExtraOption = Annotated[
+    str | None, typer.Option(help='With --server: further members of each request, \'{"kv": {"method": "snapkv"}}\'.')
+]
+
+
+def check_options(context: typer.Context, allowed: Sequence[str]) -> None:
+    """Raise InputError for an option that was given and means nothing to a server."""
+    given = {
+        name
+        for name in context.params
+        if getattr(context.get_parameter_source(name), "name", "") in ("COMMANDLINE", "ENVIRONMENT")
+    }
+    wrong = sorted(given - {*allowed, "server", "clients", "extra", "model", "out", "as_json"})
+    if wrong:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
+        raise InputError(
+            f"{named}: not with --server, which reads and answers as it was started; give what it takes per request "
+            "as --extra"
+        )
+
+
+def check_local(context: typer.Context) -> None:
+    """Raise InputError for options of a server without one."""
+    for name in ("clients", "extra"):
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
+            raise InputError(f"--{name}: only with --server")
+
+
+def opened(server: str, extra: str | None, model: str | None) -> tuple[ServerClient, Any, str]:
+    """A client of a server, its model's tokenizer, and the tokenizer's name."""
+    from kvsieve.client import ServerClient, check_tokenizer_of, parse_extra
+    from kvsieve.models import load_tokenizer
+    from kvsieve.models.fetch import MODEL_NAME
+    from kvsieve.turns import plain_ids
+
+    asked = parse_extra(extra)
+    tokenizer, name = load_tokenizer(model), model or MODEL_NAME
+    client = ServerClient(server, extra=asked)
+    text = " ".join(f"Item {number} costs {number * 37} crowns." for number in range(20))
+    check_tokenizer_of(client, plain_ids(tokenizer, text), text, name)
+    say(f"{client.url} has {client.model}; tokens are those of {name}")
+    return client, tokenizer, name
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a server is asked: tokens of prompts, requests at once as a list in text, tokens and rounds of answers."""
+
+    lengths: list[int]
+    clients: str
+    new_tokens: int
+    rounds: int
+
+
+def bench_server(server: str, model: str | None, extra: str | None, load: Load, out: Path | None) -> dict[str, Any]:
+    """Measure a server; JSON-ready, and written to `out`."""
+    from kvsieve.bench.load import LoadTest, load_test
+    from kvsieve.bench.prompts import text_ids
+    from kvsieve.report.environment import environment
+
+    for option, value, least in (("--new-tokens", load.new_tokens, 2), ("--rounds", load.rounds, 1)):
+        if value < least:
+            raise InputError(f"{option} must be at least {least}, got {value}")
+    counts = _numbers("--clients", load.clients)
+    client, tokenizer, name = opened(server, extra, model)
+    test = LoadTest(client, text_ids(tokenizer), load.new_tokens)
+    report = {
+        "environment": environment(),
+        "server": client.url,
+        "server_model": client.model,
+        "tokenizer": name,
+        "extra": client.extra,
+        "new_tokens": load.new_tokens,
+        "rounds": load.rounds,
+        "start": test.start,
+        "lengths": load_test(test, load.lengths, counts, load.rounds, say),
+        "notes": test.notes,
+    }
+    if out is not None:
+        _save(report, out)
+    return report
+
+
+def print_load(report: dict[str, Any], as_json: bool) -> None:
+    """A table of what was measured."""
+    if as_json:
+        emit_json(report)
+        return
+    headers = ["prompt", "clients", "TTFT s", "p95", "TPOT ms", "p95", "tokens/s", "again: TTFT s", "of these found"]
+    rows = []
+    for length, cells in report["lengths"].items():
+        for cell in cells:
+            ttft, tpot, again = cell["ttft_s"], cell["tpot_s"] or {}, cell.get("again") or {}
+            found = again.get("cached_tokens")
+            rows.append(
+                [
+                    length,
+                    str(cell["clients"]),
+                    f"{ttft['median']:.3f}",
+                    f"{ttft['p95']:.3f}",
+                    f"{tpot['median'] * 1000:.1f}" if tpot else "",
+                    f"{tpot['p95'] * 1000:.1f}" if tpot else "",
+                    f"{cell['tokens_per_s']:.1f}",
+                    f"{again['ttft_s']['median']:.3f}" if again else "",
+                    "" if found is None else f"{found:.0f}",
+                ]
+            )
+    show(f"{report['server_model']} at {report['server']}, {report['new_tokens']} new tokens")
+    print_table(headers, rows)
+    for note in report["notes"]:
+        say(f"note: {note}")
+
+
+def eval_server(
+    grid: Grid, server: str, model: str | None, extra: str | None, clients: str, out: Path, resume: bool, haystack: str
+) -> dict[str, Any]:
+    """Score a server; what is in its server.json."""
+    from kvsieve.cli.evaluate import progress_bar
+    from kvsieve.eval.served import LEFT_OUT, score_server
+    from kvsieve.report.environment import environment
+
+    count = _numbers("--clients", clients)[-1]
+    client, tokenizer, name = opened(server, extra, model)
+    say(f"note: {LEFT_OUT}")
+    run = {
+        "environment": environment(),
+        "server": client.url,
+        "server_model": client.model,
+        "tokenizer": name,
+        "extra": client.extra,
+        "seed": grid.seed,
+        "haystack": haystack,
+        "tasks": {task.name: task.title for task in grid.tasks},
+    }
+    with progress_bar() as progress:
+        return score_server(
+            grid, client, tokenizer, out.expanduser(), run, clients=count, resume=resume, progress=progress
+        )
+
+
+def print_scores(report: dict[str, Any], out: Path, as_json: bool) -> None:
+    """The mean scores."""
+    if as_json:
+        emit_json({"run": report["run"], "left_out": report["left_out"], "means": report["means"]})
+        return
+    headers = ["task", "tokens", "samples", "score", "±"]
+    rows = [
+        [
+            each["task"],
+            str(each["length"]),
+            str(each["samples"]),
+            f"{100 * each['score']:.1f}",
+            "" if each["error"] is None else f"{100 * each['error']:.1f}",
+        ]
+        for each in report["means"]
+    ]
+    print_table(headers, rows)
+    show(f"answers are in {out / 'server.json'}")
+
+
+def _save(report: dict[str, Any], out: Path) -> None:
+    """Write a report as JSON. Raises InputError."""
+    try:
+        out.expanduser().write_text(json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or min(found) < 1:
+        raise InputError(f"{option} is a number of requests at once, or a list such as 1,8; got {text!r}")
+    return found

@@ -1,0 +1,192 @@
+"""A client of OpenAI-compatible servers, for scoring and measuring them: kvsieve's own, vLLM, llama.cpp's."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvsieve.errors import InputError, KvsieveError, short
+
+if TYPE_CHECKING:
+    import httpx
+
+KEY = "OPENAI_API_KEY"
+
+
+class ServerError(KvsieveError):
+    """A server that cannot be reached, or refuses a request. status: of its answer, None where there was none."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A completion, and when its pieces came.
+
+    Attributes:
+        text: of the answer.
+        began: when it was asked for, in seconds of `time.perf_counter`.
+        times: when each piece of text came.
+        ended: when all had come.
+        prompt_tokens: of the prompt, as the server counts them.
+        new_tokens: of the answer, as the server counts them; the number of pieces where it does not tell.
+        cached_tokens: of the prompt, found in a store; None where the server does not tell.
+        kept: `usage.kv` of kvsieve's server; None of others.
+    """
+
+    text: str
+    began: float
+    times: tuple[float, ...]
+    ended: float
+    prompt_tokens: int | None
+    new_tokens: int
+    cached_tokens: int | None
+    kept: Mapping[str, Any] | None
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds from the request to the first piece."""
+        return (self.times[0] if self.times else self.ended) - self.began
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token behind the first; None for an answer of one."""
+        if self.new_tokens < 2 or len(self.times) < 2:
+            return None
+        return (self.times[-1] - self.times[0]) / (self.new_tokens - 1)
+
+
+class ServerClient:
+    """Asks a server for completions of token ids, greedily and streamed. May be used by several threads.
+
+    Args:
+        url: of the server, with or without /v1.
+        model: its name there; the first that the server lists if left out.
+        extra: further members of every request's body.
+        timeout: seconds without any answer.
+
+    Raises:
+        InputError: httpx is not installed.
+        ServerError: the server cannot be reached, or has no models.
+    """
+
+    def __init__(
+        self, url: str, model: str | None = None, extra: Mapping[str, Any] | None = None, timeout: float = 3600.0
+    ) -> None:
+        if importlib.util.find_spec("httpx") is None:
+            raise InputError("asking a server needs httpx: run `pip install 'kvsieve[serve]'`")
+        import httpx
+
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.extra = dict(extra or {})
+        key = os.environ.get(KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http: httpx.Client = httpx.Client(headers=headers, timeout=timeout, limits=limits)
+        self.model = model or self._first_model()
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._http.close()
+
+    def complete(self, prompt: Sequence[int] | str, max_tokens: int, **more: Any) -> Completed:
+        """Ask for one completion. Raises ServerError."""
+        body: dict[str, Any] = {"model": self.model, "prompt": prompt if isinstance(prompt, str) else list(prompt)}
+        body |= {"max_tokens": max_tokens, "temperature": 0, "stream": True}
+        body |= {"stream_options": {"include_usage": True}, **self.extra, **more}
+        times, pieces = list[float](), list[str]()
+        usage: dict[str, Any] = {}
+        began = time.perf_counter()
+        for chunk in self._chunks("/v1/completions", body):
+            for choice in chunk.get("choices") or ():
+                if choice.get("text"):
+                    times.append(time.perf_counter())
+                    pieces.append(choice["text"])
+            usage = chunk.get("usage") or usage
+        details = usage.get("prompt_tokens_details") or {}
+        return Completed(
+            text="".join(pieces),
+            began=began,
+            times=tuple(times),
+            ended=time.perf_counter(),
+            prompt_tokens=usage.get("prompt_tokens"),
+            new_tokens=usage.get("completion_tokens") or len(pieces),
+            cached_tokens=details.get("cached_tokens"),
+            kept=usage.get("kv"),
+        )
+
+    def _chunks(self, path: str, body: Mapping[str, Any]) -> Any:
+        import httpx
+
+        try:
+            with self._http.stream("POST", f"{self.url}{path}", json=body) as reply:
+                if not reply.is_success:
+                    reply.read()
+                    raise self._refused(reply)
+                for line in reply.iter_lines():
+                    data = line.removeprefix("data:").strip()
+                    if not line.startswith("data:") or data == "[DONE]":
+                        continue
+                    chunk = json.loads(data)
+                    if chunk.get("error"):
+                        raise ServerError(f"the server at {self.url} failed: {short(chunk['error'])}")
+                    yield chunk
+        except (httpx.HTTPError, ValueError) as error:
+            raise ServerError(f"the server at {self.url} cannot be asked: {error or type(error).__name__}") from error
+
+    def _first_model(self) -> str:
+        import httpx
+
+        try:
+            reply = self._http.get(f"{self.url}/v1/models", timeout=30)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ServerError(f"no server answers at {self.url}: {error or type(error).__name__}") from error
+        if not reply.is_success:
+            raise self._refused(reply)
+        try:
+            return str(reply.json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ServerError(f"{self.url}/v1/models lists no model; is it an OpenAI-compatible server?") from error
+
+    def _refused(self, reply: httpx.Response) -> ServerError:
+        hint = f"; set {KEY}" if reply.status_code == 401 else ""
+        message = f"the server at {self.url} answers {reply.status_code}: {short(reply.text)}{hint}"
+        return ServerError(message, reply.status_code)
+
+
+def parse_extra(text: str | None) -> dict[str, Any]:
+    """Read members of a request's body, JSON as text. Raises InputError for what is no JSON object."""
+    if text is None:
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise InputError(f"--extra is a JSON object, got {text!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f'--extra is a JSON object such as \'{{"kv": {{"method": "full"}}}}\', got {text!r}')
+    return found
+
+
+def check_tokenizer_of(client: ServerClient, ids: Sequence[int], text: str, name: str) -> None:
+    """Raise InputError where a server counts another number of tokens in a text than a tokenizer does.
+
+    Args:
+        client: of the server.
+        ids: the text's tokens, by the tokenizer.
+        text: of some hundred tokens.
+        name: of the tokenizer, for the message.
+    """
+    counted = client.complete(text, 1).prompt_tokens
+    # One more or less is a beginning of sequence that one of them writes.
+    if counted is not None and abs(counted - len(ids)) > 1:
+        raise InputError(
+            f"the server's {client.model} reads {counted} tokens where the tokenizer of {name} writes {len(ids)}: "
+            "name the model that the server has, as the first argument"
+        )

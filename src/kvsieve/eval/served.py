@@ -1,0 +1,142 @@
+"""Scores of the tasks' samples by a server: the prompts of `kvsieve eval`, token for token, and the same scoring."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from kvsieve.client import ServerClient
+from kvsieve.errors import InputError
+from kvsieve.eval.grid import Grid, Unit
+from kvsieve.tasks.prompter import Prompter
+from kvsieve.tasks.public import recorded
+from kvsieve.tasks.samples import Sample
+
+FILE = "server.json"
+LEFT_OUT = "a server tells no logits of all words and no KV entries: KL, agreement with full KV and costs are left out"
+
+
+def score_server(
+    grid: Grid,
+    client: ServerClient,
+    tokenizer: Any,
+    folder: Path,
+    run: Mapping[str, Any],
+    *,
+    clients: int = 1,
+    resume: bool = False,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> dict[str, Any]:
+    """Ask a server for the answers to a grid's samples, and write them with their scores to a folder.
+
+    Args:
+        grid: asked with the question visible; its settings are not used.
+        client: of the server.
+        tokenizer: of the server's model.
+        folder: where server.json is written, after every few samples.
+        run: what else is to be told of the run.
+        clients: requests at once.
+        resume: go on with what the folder has.
+        progress: called with (samples done, samples in all, what comes next).
+
+    Returns:
+        What is in server.json: `run`, `rows`, `means`.
+
+    Raises:
+        InputError: a folder that has other results, or results and no `resume`.
+        ServerError: the server refuses, or goes away; what was finished stays.
+    """
+    file, prompter = folder / FILE, Prompter(tokenizer)
+    rows = _known(file, run, resume)
+    done = {(row["task"], row["length"], row["sample"]) for row in rows}
+    units = list(grid.units())
+    todo = [unit for unit in units if (unit.task.name, unit.length, unit.index) not in done]
+    report = {"run": dict(run), "left_out": LEFT_OUT, "rows": rows, "means": means(rows)}
+
+    def ask(made: tuple[Unit, Sample]) -> dict[str, Any]:
+        return _row(client, prompter, *made)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(clients) as pool:
+        for start in range(0, len(todo), clients):
+            some = todo[start : start + clients]
+            if progress is not None:
+                progress(len(rows), len(units), str(some[0]))
+            made = [(unit, unit.task.sample(unit.index, unit.length, grid.seed, prompter.count)) for unit in some]
+            rows.extend(pool.map(ask, made))
+            report["means"] = means(rows)
+            _write(file, report)
+    if progress is not None:
+        progress(len(units), len(units), "done")
+    return report
+
+
+def _row(client: ServerClient, prompter: Prompter, unit: Unit, sample: Sample) -> dict[str, Any]:
+    encoded = prompter.encode(sample)
+    ids: list[int] = encoded.prompt[0].tolist()
+    prompt_tokens, answers, scores = len(ids), [], []
+    for turn, more in zip(sample.turns, (None, *encoded.followups), strict=True):
+        ids = ids if more is None else ids + more[0].tolist()
+        answer = client.complete(ids, turn.max_new_tokens).text.strip()
+        answers.append(answer)
+        scores.append(turn.score(answer, turn.answers))
+    metrics = {name: statistics.fmean(each[name] for each in scores) for name in scores[0]}
+    return {
+        "task": unit.task.name,
+        "length": unit.length,
+        "sample": unit.index,
+        "score": metrics["score"],
+        "metrics": metrics,
+        "answers": answers,
+        "expected": [recorded(unit.task.name, turn.answers) for turn in sample.turns],
+        "prompt_tokens": prompt_tokens,
+        "meta": dict(sample.meta),
+    }
+
+
+def means(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Mean score of each task at each length, and its standard error."""
+    cells: dict[tuple[str, int], list[float]] = {}
+    for row in rows:
+        cells.setdefault((row["task"], row["length"]), []).append(row["score"])
+    return [
+        {
+            "task": task,
+            "length": length,
+            "samples": len(scores),
+            "score": round(statistics.fmean(scores), 4),
+            "error": round(statistics.stdev(scores) / math.sqrt(len(scores)), 4) if len(scores) > 1 else None,
+        }
+        for (task, length), scores in cells.items()
+    ]
+
+
+def _known(file: Path, run: Mapping[str, Any], resume: bool) -> list[dict[str, Any]]:
+    """Rows that the folder has already."""
+    if not file.exists():
+        return []
+    if not resume:
+        raise InputError(f"{file} is there already; go on with --resume, or name another --out")
+    try:
+        found = json.loads(file.read_text())
+        before, rows = found["run"], list(found["rows"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise InputError(f"{file} cannot be read: {error}; name another --out") from error
+    for name in ("server_model", "tokenizer", "seed", "haystack", "extra"):
+        if before.get(name) != run.get(name):
+            raise InputError(
+                f"{file} is of {name} {before.get(name)!r}, this run is of {run.get(name)!r}; name another --out"
+            )
+    return rows
+
+
+def _write(file: Path, report: Mapping[str, Any]) -> None:
+    """Write at once or not at all."""
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(report, ensure_ascii=True, indent=1) + "\n")
+    part.replace(file)
