@@ -13,7 +13,7 @@ import typer
 from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
-from kvsieve.cli.served import ExtraOption, Load, ServerOption, bench_server, check_local, check_options, print_load
+from kvsieve.cli.served import ExtraOption, Load, ServerOption, bench_server, check_options, print_load
 from kvsieve.cli.specs import (
     CodecsOption,
     MethodRun,
@@ -87,12 +87,11 @@ def bench_command(
     as_json: JsonOption = False,
 ) -> None:
     """Time and memory per method beside plain transformers, in one run, with the machine's limit."""
+    check_options(context, server, ("lengths", "new_tokens", "rounds"))
     if server is not None:
-        check_options(context, ("lengths", "new_tokens", "rounds"))
         load = Load(parse_contexts(lengths or LENGTHS, "--lengths"), clients, new_tokens, rounds)
         print_load(bench_server(server, model, extra, load, out), as_json)
         return
-    check_local(context)
     if plots is not None:
         from kvsieve.report.plot_style import require_matplotlib
 

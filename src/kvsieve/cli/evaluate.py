@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,9 +16,9 @@ from kvsieve.cli.loading import (
     check_dtype,
     load_model,
 )
-from kvsieve.cli.output import JsonOption, emit_json, say, show
+from kvsieve.cli.output import JsonOption, emit_json, progress_bar, show
 from kvsieve.cli.report import aggregated, print_means
-from kvsieve.cli.served import ExtraOption, ServerOption, check_local, check_options, eval_server, print_scores
+from kvsieve.cli.served import ExtraOption, ServerOption, check_options, eval_server, print_scores
 from kvsieve.cli.specs import (
     CodecsOption,
     PrefillsOption,
@@ -76,10 +74,7 @@ def eval_command(
     as_json: JsonOption = False,
 ) -> None:
     """Score methods on long-context tasks, with their time and memory; `kvsieve report` draws the results."""
-    if server is not None:
-        check_options(context, _OF_SAMPLES)
-    else:
-        check_local(context)
+    check_options(context, server, _OF_SAMPLES)
     check_dtype(dtype)
     for option, value, least in (("--samples", samples, 1), ("--cost-samples", cost_samples, 0), ("--batch", batch, 1)):
         if value < least:
@@ -111,8 +106,6 @@ def eval_command(
     )
     grid.check(None)
     if server is not None:
-        if grid.questions != ("visible",):
-            raise InputError("--question: a server reads a prompt in one piece, so a question is asked visibly only")
         print_scores(eval_server(grid, server, model, extra, clients, out, resume, haystack), out, as_json)
         return
     check_device(device)
@@ -180,38 +173,3 @@ def lengths_of(text: str) -> list[int]:
     if not lengths or min(lengths) < 1:
         raise InputError(f"--lengths must be numbers of tokens like 2048,4096, got {text!r}")
     return lengths
-
-
-@contextlib.contextmanager
-def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar with the time left on stderr; a line now and then where nobody watches."""
-    import time
-
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        began, last = time.monotonic(), [time.monotonic()]
-
-        def note(done: int, total: int, what: str) -> None:
-            now = time.monotonic()
-            if now - last[0] > 60 and done:
-                last[0] = now
-                say(f"{done} of {total} done, about {(now - began) / done * (total - done) / 60:.0f} minutes left")
-
-        yield note
-        return
-    columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()]
-    columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
-    # The last minutes say more about what is left than all of it: samples differ a lot.
-    with Progress(*columns, console=console, speed_estimate_period=300) as progress:
-        task = progress.add_task("starting", total=None)
-        yield lambda done, total, what: progress.update(task, completed=done, total=total, description=what)

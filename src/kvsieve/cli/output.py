@@ -79,6 +79,41 @@ def prefill_progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar with the time left on stderr; a line now and then where nobody watches."""
+    import time
+
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        began, last = time.monotonic(), [time.monotonic()]
+
+        def note(done: int, total: int, what: str) -> None:
+            now = time.monotonic()
+            if now - last[0] > 60 and done:
+                last[0] = now
+                say(f"{done} of {total} done, about {(now - began) / done * (total - done) / 60:.0f} minutes left")
+
+        yield note
+        return
+    columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()]
+    columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
+    # The last minutes say more about what is left than all of it: samples differ a lot.
+    with Progress(*columns, console=console, speed_estimate_period=300) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda done, total, what: progress.update(task, completed=done, total=total, description=what)
+
+
 def print_table(headers: list[str], rows: list[list[str]], *, left: int = 1) -> None:
     """A table on stdout; all columns but the first `left` are numbers."""
     from rich import box

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsieve.cli.output import emit_json, print_table, say, show
+from kvsieve.cli.output import emit_json, print_table, progress_bar, say, show
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,13 +26,20 @@ ExtraOption = Annotated[
 ]
 
 
-def check_options(context: typer.Context, allowed: Sequence[str]) -> None:
-    """Raise InputError for an option that was given and means nothing to a server."""
-    given = {
-        name
-        for name in context.params
-        if getattr(context.get_parameter_source(name), "name", "") in ("COMMANDLINE", "ENVIRONMENT")
-    }
+def check_options(context: typer.Context, server: str | None, allowed: Sequence[str]) -> None:
+    """Raise InputError for an option that was given and means nothing here: to a server, or without one.
+
+    Args:
+        context: of the command.
+        server: as given.
+        allowed: options that mean something to a server, beside those that both commands have.
+    """
+    told = ("COMMANDLINE", "ENVIRONMENT")
+    given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") in told}
+    if server is None:
+        for name in sorted(given & {"clients", "extra"}):
+            raise InputError(f"--{name}: only with --server")
+        return
     wrong = sorted(given - {*allowed, "server", "clients", "extra", "model", "out", "as_json"})
     if wrong:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
@@ -40,13 +47,6 @@ def check_options(context: typer.Context, allowed: Sequence[str]) -> None:
             f"{named}: not with --server, which reads and answers as it was started; give what it takes per request "
             "as --extra"
         )
-
-
-def check_local(context: typer.Context) -> None:
-    """Raise InputError for options of a server without one."""
-    for name in ("clients", "extra"):
-        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE":
-            raise InputError(f"--{name}: only with --server")
 
 
 def opened(server: str, extra: str | None, model: str | None) -> tuple[ServerClient, Any, str]:
@@ -67,7 +67,7 @@ def opened(server: str, extra: str | None, model: str | None) -> tuple[ServerCli
 
 @dataclass(frozen=True)
 class Load:
-    """What a server is asked: tokens of prompts, requests at once as a list in text, tokens and rounds of answers."""
+    """Load on a server: tokens of prompts, requests at once as a list in text, tokens and rounds of answers."""
 
     lengths: list[int]
     clients: str
@@ -138,7 +138,8 @@ def eval_server(
     grid: Grid, server: str, model: str | None, extra: str | None, clients: str, out: Path, resume: bool, haystack: str
 ) -> dict[str, Any]:
     """Score a server; what is in its server.json."""
-    from kvsieve.cli.evaluate import progress_bar
+    if grid.questions != ("visible",):
+        raise InputError("--question: a server reads a prompt in one piece, so a question is asked visibly only")
     from kvsieve.eval.served import LEFT_OUT, score_server
     from kvsieve.report.environment import environment
 
