@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from typing import get_args
 
 import pytest
 import torch
@@ -126,6 +127,13 @@ def test_products_in_bfloat16_round_queries_and_weights_only(pair, dim, wide, gr
     wanted = packed_attention(query.float(), store, scale=0.125, kernel=True)
     ours = packed_attention(query, store, scale=0.125, kernel=True)
     torch.testing.assert_close(ours.float(), wanted, atol=1e-2 * wanted.abs().max().item(), rtol=0)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no gcc")
+@pytest.mark.parametrize("name", get_args(build.Name))
+def test_every_source_compiles(name):
+    """Without its kernel everything goes on in plain torch, and no other test would tell."""
+    assert build.library(name).reason is None
 
 
 def test_large_logits_and_numbers_neither_overflow_nor_vanish():

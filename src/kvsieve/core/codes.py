@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import PlanError, UnsupportedModelError
+
+# Levels up to which a processor is faster by comparing a number with every border than by searching.
+_COMPARED = 16
 
 # What finds the scale and zero of [N, ..., group, ...] numbers; see `fit_range`.
 Fit = Callable[["CodeFormat", Tensor, int], tuple[Tensor, Tensor | None]]
@@ -174,7 +178,7 @@ def encode(form: CodeFormat, x: Tensor, fit: Fit = fit_range) -> Codes:
     if form.levels is None:
         codes = ratio.round_().clamp_(0, (1 << form.bits) - 1).to(torch.uint8)
     else:
-        codes = torch.bucketize(ratio, _borders(form.levels, x.device)).to(torch.uint8)
+        codes = nearest_codes(form.levels, ratio)
     if form.axis == "token":
         codes = codes.flatten(-2)
         half, offset = half[..., 0], None if offset is None else offset[..., 0]
@@ -208,15 +212,32 @@ def _refuse_overflow(*parts: Tensor) -> None:
         )
 
 
+def nearest_codes(levels: tuple[float, ...], x: Tensor) -> Tensor:
+    """Code uint8 of the level that is nearest to each number of x."""
+    step = _step(levels)
+    if step is not None:
+        return x.sub(levels[0]).div_(step).round_().clamp_(0, len(levels) - 1).to(torch.uint8)
+    if x.device.type != "cpu" or len(levels) > _COMPARED:
+        return torch.bucketize(x, _borders(levels, x.device)).to(torch.uint8)
+    codes = torch.zeros_like(x, dtype=torch.uint8)
+    for border in _borders(levels, x.device).tolist():
+        codes += x > border
+    return codes
+
+
 def nearest(levels: tuple[float, ...], x: Tensor) -> Tensor:
     """Level that is nearest to each number of x."""
-    return _levels(levels, x.device)[torch.bucketize(x, _borders(levels, x.device))]
+    codes = nearest_codes(levels, x)
+    return _levels(levels, x.device).index_select(0, codes.flatten().int()).view_as(x)
 
 
 def decode(form: CodeFormat, codes: Codes, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return numbers [N, T, dim], as `encode` was given them; computed in float32."""
     found = unpack(codes.packed, form.bits, dim)
-    x = found.float() if form.levels is None else _levels(form.levels, found.device)[found.int()]
+    if form.levels is None:
+        x = found.float()
+    else:
+        x = _levels(form.levels, found.device).index_select(0, found.flatten().int()).view(found.shape)
     grouped = x if form.axis == "channel" else x.unflatten(-1, (-1, form.group))
     scale, zero = (
         None if part is None else (part if form.axis == "channel" else part[..., None]).float()
@@ -254,6 +275,13 @@ def rotation(dim: int, device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _levels(levels: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(levels, dtype=torch.float32, device=device)
+
+
+@functools.lru_cache(maxsize=64)
+def _step(levels: tuple[float, ...]) -> float | None:
+    """Distance of levels from each other; None where they are not evenly spaced."""
+    steps = {high - low for low, high in itertools.pairwise(levels)}
+    return steps.pop() if len(steps) == 1 else None
 
 
 @functools.lru_cache(maxsize=64)

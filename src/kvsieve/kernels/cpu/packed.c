@@ -232,7 +232,7 @@ static void halves(const _Float16 *restrict from, int n, float *restrict x) {
     for (; j < n; j++) x[j] = (float)from[j];
 }
 
-static float largest(const float *restrict x, int n) {
+static float top_of(const float *restrict x, int n) {
     float most[FEW], all = -INFINITY;
     int j = 0;
     for (int i = 0; i < FEW; i++) most[i] = -INFINITY;
@@ -298,7 +298,7 @@ static void soften(const Job *job, const float *base, const uint8_t *real, int f
             for (int t = 0; t < fill; t++) l[t] = job->cap * tanhf(l[t] / job->cap);
         if (real)
             for (int t = 0; t < fill; t++) l[t] = real[t] ? l[t] : -INFINITY;
-        float most = largest(l, fill);
+        float most = top_of(l, fill);
         float now = most > my->top[g] ? most : my->top[g], total = 0;
         if (now == -INFINITY) {
             for (int t = 0; t < fill; t++) l[t] = 0;
