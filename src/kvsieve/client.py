@@ -88,7 +88,8 @@ class ServerClient:
         self.extra = dict(extra or {})
         key = os.environ.get(KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        # Some servers close a connection after a stream without saying so, and the next request would be lost.
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http: httpx.Client = httpx.Client(headers=headers, timeout=timeout, limits=limits)
         self.model = model or self._first_model()
 

