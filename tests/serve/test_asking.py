@@ -151,6 +151,7 @@ WRONG = {
     "no clients": (["bench", "--server", "URL", "--clients", "0"], "--clients is a number"),
     "no JSON": (["bench", "--server", "URL", "--extra", "{kv"], "--extra is a JSON object"),
     "nobody there": (["bench", "--server", "http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
+    "no gap to read in": (["serve", "--gap", "1"], "--gap must be more than 1, got 1.0"),
     "a hidden question": (["eval", "--server", "URL", "--question", "hidden", "--out", "x"], "visibly only"),
 }
 
