@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,7 @@ class ServerClient:
             kept=usage.get("kv"),
         )
 
-    def _chunks(self, path: str, body: Mapping[str, Any]) -> Any:
+    def _chunks(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         import httpx
 
         try:

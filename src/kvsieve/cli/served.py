@@ -142,6 +142,7 @@ def eval_server(
         raise InputError("--question: a server reads a prompt in one piece, so a question is asked visibly only")
     from kvsieve.eval.served import LEFT_OUT, score_server
     from kvsieve.report.environment import environment
+    from kvsieve.tasks.public import data_digests
 
     count = _numbers("--clients", clients)[-1]
     client, tokenizer, name = opened(server, extra, model)
@@ -155,6 +156,7 @@ def eval_server(
         "seed": grid.seed,
         "haystack": haystack,
         "tasks": {task.name: task.title for task in grid.tasks},
+        "data": data_digests(grid.tasks),
     }
     with progress_bar() as progress:
         return score_server(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,17 +59,16 @@ def score_server(
     todo = [unit for unit in units if (unit.task.name, unit.length, unit.index) not in done]
     report = {"run": dict(run), "left_out": LEFT_OUT, "rows": rows, "means": means(rows)}
 
-    def ask(made: tuple[Unit, Sample]) -> dict[str, Any]:
-        return _row(client, prompter, *made)
-
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(clients) as pool:
         for start in range(0, len(todo), clients):
             some = todo[start : start + clients]
             if progress is not None:
                 progress(len(rows), len(units), str(some[0]))
-            made = [(unit, unit.task.sample(unit.index, unit.length, grid.seed, prompter.count)) for unit in some]
-            rows.extend(pool.map(ask, made))
+            samples = [each.task.sample(each.index, each.length, grid.seed, prompter.count) for each in some]
+            # Tokenizers are used by one thread at a time.
+            prompts = [_prompts(prompter, sample) for sample in samples]
+            rows.extend(pool.map(partial(_row, client), some, samples, prompts))
             report["means"] = means(rows)
             _write(file, report)
     if progress is not None:
@@ -76,15 +76,19 @@ def score_server(
     return report
 
 
-def _row(client: ServerClient, prompter: Prompter, unit: Unit, sample: Sample) -> dict[str, Any]:
+def _prompts(prompter: Prompter, sample: Sample) -> list[list[int]]:
+    """Token ids of the whole conversation up to each answer; the right ones stand where answers came before."""
     encoded = prompter.encode(sample)
-    ids: list[int] = encoded.prompt[0].tolist()
-    prompt_tokens, answers, scores = len(ids), [], []
-    for turn, more in zip(sample.turns, (None, *encoded.followups), strict=True):
-        ids = ids if more is None else ids + more[0].tolist()
-        answer = client.complete(ids, turn.max_new_tokens).text.strip()
-        answers.append(answer)
-        scores.append(turn.score(answer, turn.answers))
+    out: list[list[int]] = [encoded.prompt[0].tolist()]
+    for more in encoded.followups:
+        out.append(out[-1] + more[0].tolist())
+    return out
+
+
+def _row(client: ServerClient, unit: Unit, sample: Sample, prompts: Sequence[list[int]]) -> dict[str, Any]:
+    turns = list(zip(sample.turns, prompts, strict=True))
+    answers = [client.complete(ids, turn.max_new_tokens).text.strip() for turn, ids in turns]
+    scores = [turn.score(answer, turn.answers) for turn, answer in zip(sample.turns, answers, strict=True)]
     metrics = {name: statistics.fmean(each[name] for each in scores) for name in scores[0]}
     return {
         "task": unit.task.name,
@@ -94,7 +98,7 @@ def _row(client: ServerClient, prompter: Prompter, unit: Unit, sample: Sample) -
         "metrics": metrics,
         "answers": answers,
         "expected": [recorded(unit.task.name, turn.answers) for turn in sample.turns],
-        "prompt_tokens": prompt_tokens,
+        "prompt_tokens": len(prompts[0]),
         "meta": dict(sample.meta),
     }
 
@@ -127,7 +131,7 @@ def _known(file: Path, run: Mapping[str, Any], resume: bool) -> list[dict[str, A
         before, rows = found["run"], list(found["rows"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{file} cannot be read: {error}; name another --out") from error
-    for name in ("server_model", "tokenizer", "seed", "haystack", "extra"):
+    for name in ("server_model", "tokenizer", "seed", "haystack", "data", "extra"):
         if before.get(name) != run.get(name):
             raise InputError(
                 f"{file} is of {name} {before.get(name)!r}, this run is of {run.get(name)!r}; name another --out"
