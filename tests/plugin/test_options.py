@@ -115,6 +115,8 @@ def test_plans_that_are_not_carried_are_refused_with_the_reason(text, reason):
         ({"kv_cache_dtype": "fp8"}, "fp8"),
         ({"latent": True}, "latent attention"),
         ({"generates": False}, "no decoder"),
+        ({"recurrent": True}, "recurrent layers"),
+        ({"asynchronous": True}, "--no-async-scheduling"),
         ({"second_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
     ],
 )
@@ -144,7 +146,6 @@ def test_prefix_caching_stays_for_reading_and_goes_for_evicting():
     assert needs_no_prefix_caching(options("snapkv"), FACTS) is None
     assert needs_no_prefix_caching(options("quest"), caching) is None
     assert "other entries" in needs_no_prefix_caching(options("snapkv"), caching)
-    assert "recurrent" in needs_no_prefix_caching(options("quest"), dataclasses.replace(caching, recurrent=True))
 
 
 def test_a_plan_is_settled_for_the_model_once_and_read_alike_in_every_process():

@@ -57,6 +57,7 @@ def test_entries_are_those_that_kvsieve_keeps_on_transformers(engine, checkpoint
         assert [each.tokens for each in answers(llm, prompts)] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [*PLANS, "streamingllm:budget=96:every=24", "keydiff:budget=25%:every=40"])
 def test_blocks_go_back_and_answers_are_the_same_however_prompts_are_scheduled(engine, plan):
     prompts = prompts_of([300, 45, 517, 258, 129, 384], seed=5)
@@ -70,6 +71,7 @@ def test_blocks_go_back_and_answers_are_the_same_however_prompts_are_scheduled(e
     assert [each.tokens for each in together] == [each.tokens for each in alone]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [PLANS[0], PLANS[5]])
 def test_preemption_changes_nothing(engine, plan):
     """A request that comes back has its answer read again together with its prompt."""
@@ -116,6 +118,7 @@ def stepped(llm, prompts: list[list[int]], tokens: int, every: int) -> tuple[lis
     return [done[number] for number in sorted(done)], preempted
 
 
+@pytest.mark.slow
 def test_an_aborted_request_leaves_nothing(engine):
     from vllm import SamplingParams
 
@@ -150,6 +153,7 @@ def test_eviction_switches_prefix_caching_off_aloud(engine, caplog_vllm):
     assert "prefix caching is switched off" in caplog_vllm.text
 
 
+@pytest.mark.slow
 def test_counts_are_among_vllms_metrics(engine):
     with engine("knorm:budget=96") as llm:
         answers(llm, prompts_of([320, 256, 40]))
@@ -158,6 +162,7 @@ def test_counts_are_among_vllms_metrics(engine):
         assert 2 * 96 <= counted[2] <= 2 * (96 + BLOCK)
 
 
+@pytest.mark.slow
 def test_more_fit_into_a_small_pool(engine):
     """Prompts of 16 blocks, of which 3 stay, in a pool of 50: all are there at once while they answer."""
     prompts = prompts_of([512] * 6, seed=11)
@@ -166,6 +171,7 @@ def test_more_fit_into_a_small_pool(engine):
         assert metric(llm, "num_preemptions") == 0
 
 
+@pytest.mark.slow
 def test_a_small_budget_changes_answers(engine):
     prompts = prompts_of([512])
     with engine(None) as llm:

@@ -48,6 +48,7 @@ def test_all_pages_read_is_dense_attention(engine, sparse_rows, plan, batched):
     assert sum(sparse_rows) == 3 * len(prompts) * 23
 
 
+@pytest.mark.slow
 def test_a_budget_reads_fewer_pages_of_long_requests_only(engine, sparse_rows):
     prompts = prompts_of([600, 40])
     with engine(None) as llm:
@@ -59,6 +60,7 @@ def test_a_budget_reads_fewer_pages_of_long_requests_only(engine, sparse_rows):
     assert_alike(sparse[1:], dense[1:])
 
 
+@pytest.mark.slow
 def test_what_is_known_of_pages_stays_with_cached_prefixes(engine):
     (prompt,) = prompts_of([400])
     other = [*prompt[:320], *prompts_of([50], seed=1)[0]]
@@ -71,6 +73,7 @@ def test_what_is_known_of_pages_stays_with_cached_prefixes(engine):
         assert_alike([answers(llm, [each])[0] for each in (prompt, other)], first)
 
 
+@pytest.mark.slow
 def test_preemption_changes_nothing(engine):
     prompts = prompts_of([200, 180, 220, 190, 210, 170], seed=3)
     with engine("quest:budget=96", enable_prefix_caching=False) as llm:

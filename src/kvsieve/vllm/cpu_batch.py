@@ -115,6 +115,11 @@ class SieveCPUBuilder(CPUAttentionMetadataBuilder):
         assert options is not None
         self._self_test = options.self_test
         everything = isinstance(kv_cache_spec, FullAttentionSpec) and kv_cache_spec.sliding_window is None
+        if everything and kv_cache_spec.block_size != vllm_config.cache_config.block_size:
+            raise CacheStateError(
+                f"vLLM cuts its blocks of {vllm_config.cache_config.block_size} entries into pages of "
+                f"{kv_cache_spec.block_size}; kvsieve's plugin takes a block for a page, so give that as block_size="
+            )
         self._reader = options.plan.read if everything and isinstance(options.plan.read, PageReader) else None
         self._retention: BlockRetention | None = None
         if isinstance(kv_cache_spec, RetainedSpec):

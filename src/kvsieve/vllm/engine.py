@@ -10,7 +10,8 @@ from typing import Any
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.profiles import Fingerprint
 from kvsieve.vllm.carried import check_carried
-from kvsieve.vllm.options import ANY_VERSION, EngineOptions
+from kvsieve.vllm.names import ANY_VERSION
+from kvsieve.vllm.options import EngineOptions
 from kvsieve.vllm.pages import PageReader, check_page
 
 # Of vLLM, those that the contract tests have run with.
@@ -35,6 +36,7 @@ class EngineFacts:
         latent: the model has latent attention.
         generates: it is a decoder that generates text.
         recurrent: some layers have recurrent states.
+        asynchronous: steps are scheduled before the last one is over.
         prefix_caching: with prefix caching.
         second_runner: vLLM's second model runner is used.
     """
@@ -49,6 +51,7 @@ class EngineFacts:
     latent: bool = False
     generates: bool = True
     recurrent: bool = False
+    asynchronous: bool = False
     prefix_caching: bool = False
     second_runner: bool = False
 
@@ -58,7 +61,7 @@ def check_version(version: str) -> None:
     if version not in TESTED and os.environ.get(ANY_VERSION) != "1":
         raise UnsupportedOptionError(
             f"kvsieve's plugin is tested with vLLM {', '.join(TESTED)}, this is {version}: install vllm=={TESTED[-1]}, "
-            f"or leave kvsieve out of the configuration, or set {ANY_VERSION}=1 and run `make test-vllm` first"
+            f"or leave the plan out, or set {ANY_VERSION}=1 and run the contract tests in tests/vllm first"
         )
 
 
@@ -78,6 +81,8 @@ def check_engine(options: EngineOptions, facts: EngineFacts) -> None:
         (facts.kv_transfer, "a KV connector brings in and takes away blocks that the plugin would not see"),
         (facts.context_parallel, "context parallelism: no process sees all of a request's entries"),
         (facts.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16"), f"a cache in {facts.kv_cache_dtype}"),
+        (facts.recurrent, "recurrent layers, for which vLLM makes pages of other sizes than its blocks"),
+        (facts.asynchronous, "asynchronous scheduling, which is not tested: --no-async-scheduling"),
         (facts.latent, "latent attention, whose pages hold no keys"),
         (not facts.generates, "a model that is no decoder generating text"),
         (facts.second_runner, "vLLM's second model runner, which is not tested: set VLLM_USE_V2_MODEL_RUNNER=0"),
@@ -94,12 +99,8 @@ def check_engine(options: EngineOptions, facts: EngineFacts) -> None:
 
 def needs_no_prefix_caching(options: EngineOptions, facts: EngineFacts) -> str | None:
     """Tell why prefix caching must be off; None where it may be on, or is off."""
-    if not facts.prefix_caching:
-        return None
-    if options.plan.evict is not None:
+    if facts.prefix_caching and options.plan.evict is not None:
         return "an evictor puts other entries into the blocks that a prompt begins with"
-    if facts.recurrent:
-        return "vLLM may copy parts of blocks for models with recurrent layers, and what is known of pages stays behind"
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,10 +10,8 @@ from kvsieve.errors import PlanError, short
 from kvsieve.named import plan as plan_named
 from kvsieve.plans import Plan
 from kvsieve.specs import split_specs
+from kvsieve.vllm.names import KEY, asked_for
 
-KEY = "kvsieve"
-PLAN_VARIABLE = "KVSIEVE_VLLM_PLAN"
-ANY_VERSION = "KVSIEVE_VLLM_ANY_VERSION"
 _FIELDS = ("plan", "settled", "self_test")
 
 
@@ -45,9 +42,7 @@ class EngineOptions:
         Raises:
             PlanError: the options or the plan cannot be read.
         """
-        found = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
-        if found is None:
-            found = os.environ.get(PLAN_VARIABLE) or None
+        found = asked_for(additional_config)
         if found is None:
             return None
         if isinstance(found, str):

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvsieve.vllm.engine import PROMPT_LENGTHS, EngineFacts, check_engine, needs_no_prefix_caching, settle
-from kvsieve.vllm.metrics import install
-from kvsieve.vllm.options import KEY, EngineOptions
+from kvsieve.vllm.names import KEY, asked_for
+
+if TYPE_CHECKING:
+    from kvsieve.vllm.engine import EngineFacts
 
 logger = logging.getLogger("vllm.kvsieve")
 CPU_BACKEND = "kvsieve.vllm.cpu_backend.SieveCPUBackend"
@@ -56,9 +57,14 @@ def configure(vllm_config: Any) -> None:
 
     # It may know the backend of an earlier engine of this process.
     _cached_get_attn_backend.cache_clear()
-    options = EngineOptions.given(vllm_config.additional_config)
-    if options is None or vllm_config.model_config is None:
+    if asked_for(vllm_config.additional_config) is None or vllm_config.model_config is None:
         return
+    from kvsieve.vllm.engine import PROMPT_LENGTHS, check_engine, needs_no_prefix_caching, settle
+    from kvsieve.vllm.metrics import install
+    from kvsieve.vllm.options import EngineOptions
+
+    options = EngineOptions.given(vllm_config.additional_config)
+    assert options is not None
     cache, model = vllm_config.cache_config, vllm_config.model_config
     if not cache.user_specified_block_size and vllm_config.device_config.device_type == "cpu":
         cache.block_size = BLOCK_SIZE
@@ -81,6 +87,8 @@ def facts_of(vllm_config: Any) -> EngineFacts:
     """Gather the facts of a configuration."""
     import vllm
 
+    from kvsieve.vllm.engine import EngineFacts
+
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return EngineFacts(
         version=vllm.__version__,
@@ -93,6 +101,7 @@ def facts_of(vllm_config: Any) -> EngineFacts:
         latent=model.use_mla,
         generates=model.runner_type == "generate" and not model.is_encoder_decoder and not model.is_attention_free,
         recurrent=model.is_hybrid,
+        asynchronous=bool(vllm_config.scheduler_config.async_scheduling),
         prefix_caching=bool(cache.enable_prefix_caching),
         second_runner=vllm_config.use_v2_model_runner,
     )
@@ -103,6 +112,12 @@ def _ours(found: str) -> str:
     from vllm.config import get_current_vllm_config
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if EngineOptions.given(get_current_vllm_config().additional_config) is None:
+    if asked_for(get_current_vllm_config().additional_config) is None:
         return found
-    return CPU_BACKEND if found == AttentionBackendEnum.CPU_ATTN.get_path() else found
+    if found != AttentionBackendEnum.CPU_ATTN.get_path():
+        from kvsieve.errors import UnsupportedOptionError
+
+        raise UnsupportedOptionError(
+            f"kvsieve extends vLLM's CPU_ATTN backend, and a layer of this model has {found}; leave the plan out"
+        )
+    return CPU_BACKEND

@@ -1,0 +1,382 @@
+"""The vLLM plugin measured: sparse reading and eviction beside vLLM's own dense attention.
+
+    python benchmarks/vllm_plugin.py --model CHECKPOINT [--parts layer,decode,pool,needles,identical,preempt]
+        [--lengths 7500] [--rounds 5] [--dtype bfloat16] [--small] [--out FILE]
+
+In vLLM's environment (`make test-vllm` makes one: .venv-vllm/bin/python). One engine runs at a time, each part in a
+process of its own.
+
+layer: one layer's attention for one token, dense with blocks of 32 and of 128 entries, and the choice of pages with the
+attention to them, on random entries that no cache of the processor holds. decode: time per token of one request, dense
+and sparse taking turns on one engine and the same cached prompt, and dense again on an engine with blocks of 128. pool:
+eight prompts in a pool of 260 blocks, dense and with eviction in turn. needles: right answers. identical: mixed batches
+that read all pages beside dense ones, token by token. preempt: answers after forced preemptions beside undisturbed
+ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_KVCACHE_SPACE": "2",
+    "HF_HUB_OFFLINE": "1",
+}
+EVICT, READ = "snapkv:budget=512", "quest:budget=256"
+# Query heads, KV heads and channels: SmolLM2-135M, Qwen2.5-0.5B, and those of 8B models.
+GEOMETRIES = {"smollm2-135m": (9, 3, 64), "qwen2.5-0.5b": (14, 2, 64), "8b": (32, 8, 128)}
+
+
+@contextlib.contextmanager
+def engine(given: argparse.Namespace, plan: str | None, *, self_test: bool = False, **options: Any) -> Iterator[Any]:
+    """Make an engine in this process."""
+    from vllm import LLM
+
+    config = {} if plan is None else {"kvsieve": {"plan": plan, "self_test": self_test}}
+    options = {"block_size": 32, "max_num_seqs": 8, "enforce_eager": True, "seed": 0, "dtype": given.dtype, **options}
+    yield LLM(given.model, additional_config=config, disable_log_stats=False, **options)
+
+
+def needle_prompts(llm: Any, lengths: list[int], each: int) -> list[tuple[list[int], str]]:
+    """Prompts of RULER's first needle task, as token ids, and their answers."""
+    from kvsieve.tasks import chosen_tasks
+    from kvsieve.tasks.prompter import Prompter
+
+    prompter, task = Prompter(llm.get_tokenizer()), chosen_tasks(["ruler_niah_single_1"])[0]
+    samples = [task.sample(index, length, 0, prompter.count) for length in lengths for index in range(each)]
+    return [(prompter.encode(sample).prompt[0].tolist(), sample.turns[0].answers[0]) for sample in samples]
+
+
+def answered(llm: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
+    """Answer prompts greedily, all at once."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+
+
+def metric(llm: Any, name: str) -> float:
+    """Return a counter of vLLM's."""
+    return next(each.value for each in llm.get_metrics() if each.name == f"vllm:{name}")
+
+
+def core(llm: Any) -> Any:
+    """Return the engine within an engine of this process."""
+    return llm.llm_engine.engine_core.engine_core
+
+
+def layer(given: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of one layer's attention."""
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    from kvsieve.vllm.pages import PageBounds, choose_pages, question_of, told
+
+    current_platform.import_kernels()
+    dtype, counts = getattr(torch, given.dtype), 8
+    out: dict[str, Any] = {"pages_read": counts, "kernel": told(), "threads": torch.get_num_threads()}
+
+    def one(length: int, heads: int, kv_heads: int, dim: int, page: int) -> dict[str, Callable[[], Any]]:
+        blocks, copies = -(-length // page) + 1, 4
+        isa, groups, turn = _get_attn_isa(dtype, page, dim), heads // kv_heads, [0]
+        caches = [torch.randn(blocks, kv_heads, page, 2 * dim).to(dtype) for _ in range(copies)]
+        bounds = [PageBounds(blocks, kv_heads, dim, page, caches[0]) for _ in range(copies)]
+        for each in bounds:
+            each.table.normal_()
+        query = torch.randn(1, heads, dim).to(dtype)
+        key, slot = torch.randn(1, kv_heads, dim).to(dtype), torch.tensor([length - 1 + page])
+        table = torch.arange(1, blocks, dtype=torch.int32)[None]
+
+        def call(asked: Any, keys_in: Any, lengths: Any, pages: Any, asked_heads: int, kv: int) -> Callable[[], Any]:
+            starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+            schedule = ops.cpu_attn_get_scheduler_metadata(
+                len(lengths), asked_heads, kv, dim, lengths, dtype, starts, True, -1, isa, True
+            )
+            into = torch.empty_like(asked)
+            keys, values = keys_in.chunk(2, dim=2)
+            return lambda: ops.cpu_attention_with_kv_cache(
+                asked, keys, values, into, starts, lengths, dim**-0.5, True, None, -1, pages, 0.0, schedule, None
+            )
+
+        whole = [
+            call(query, each.view(blocks, kv_heads, 2 * page, dim), torch.tensor([length], dtype=torch.int32), table,
+                 heads, kv_heads)
+            for each in caches
+        ]  # fmt: skip
+        size, count = torch.tensor([length], dtype=torch.int32), torch.tensor([counts], dtype=torch.int32)
+
+        def choose(number: int) -> Any:
+            bounds[number].update(key, slot)
+            asked = question_of(query.view(1, kv_heads, groups, dim), dim**-0.5, None)
+            return choose_pages(bounds[number].table, asked, table, size, count, counts, page)
+
+        read = torch.full((kv_heads,), (length - 1) % page + 1 + (counts - 1) * page, dtype=torch.int32)
+        chosen = choose(0).flatten(0, 1)
+        few = [
+            call(query.view(kv_heads, groups, dim), each.view(blocks * kv_heads, 1, 2 * page, dim), read, chosen,
+                 groups, 1)
+            for each in caches
+        ]  # fmt: skip
+
+        def next_one() -> int:
+            turn[0] = (turn[0] + 1) % copies
+            return turn[0]
+
+        def sparse() -> None:
+            number = next_one()
+            choose(number)
+            few[number]()
+
+        return {
+            "dense": lambda: whole[next_one()](),
+            "choice": lambda: choose(next_one()),
+            "sparse": sparse,
+        }
+
+    for name, (heads, kv_heads, dim) in GEOMETRIES.items():
+        for length in given.lengths:
+            runs = one(length, heads, kv_heads, dim, 32)
+            runs["dense_blocks_of_128"] = one(length, heads, kv_heads, dim, 128)["dense"]
+            spent: dict[str, list[float]] = {each: [] for each in runs}
+            for turn in range(10 * given.rounds + 1):
+                for each, run in runs.items():
+                    began = time.perf_counter()
+                    run()
+                    if turn:
+                        spent[each].append(time.perf_counter() - began)
+            medians = {each: 1e3 * statistics.median(seconds) for each, seconds in spent.items()}
+            best = min(medians["dense"], medians["dense_blocks_of_128"])
+            out[f"{name} {length}"] = {
+                **{each: round(number, 4) for each, number in medians.items()},
+                "sparse_to_best_dense": round(medians["sparse"] / best, 3),
+            }
+    return out
+
+
+def decode(given: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds per token of one request behind a cached prompt."""
+    out = {}
+    for length in given.lengths:
+        spent = child(given, "turns", lengths=str(length))
+        spent["dense_blocks_of_128"] = child(given, "wide", lengths=str(length))
+        medians = {way: 1e3 * statistics.median(each) for way, each in spent.items()}
+        best = min(number for way, number in medians.items() if way.startswith("dense"))
+        ratios = [one / other for one, other in zip(spent["sparse"], spent["dense"], strict=True)]
+        out[str(length)] = {
+            **{f"{way}_ms": round(number, 2) for way, number in medians.items()},
+            "sparse_to_dense_in_turn": round(statistics.median(ratios), 3),
+            "sparse_to_best_dense": round(medians["sparse"] / best, 3),
+        }
+    return out
+
+
+def turns(given: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds per token, dense and sparse taking turns on one engine."""
+    tokens, (length,) = (8 if given.small else 64), given.lengths
+    spent: dict[str, list[float]] = {"dense": [], "sparse": []}
+    with engine(given, READ, max_model_len=length + tokens + 32, enable_prefix_caching=True) as llm:
+        prompt = needle_prompts(llm, [length], 1)[0][0]
+        answered(llm, [prompt], 2)
+        for turn in range(given.rounds + 1):
+            for way in ("dense", "sparse") if turn % 2 else ("sparse", "dense"):
+                with densely(llm) if way == "dense" else contextlib.nullcontext():
+                    seconds = per_token(answered(llm, [prompt], tokens)[0])
+                if turn:
+                    spent[way].append(seconds)
+    return spent
+
+
+def wide(given: argparse.Namespace) -> list[float]:
+    """Seconds per token of vLLM as it is, with its own size of blocks."""
+    tokens, (length,) = (8 if given.small else 64), given.lengths
+    options = {"max_model_len": length + tokens + 32, "enable_prefix_caching": True, "block_size": 128}
+    with engine(given, None, **options) as llm:
+        prompt = needle_prompts(llm, [length], 1)[0][0]
+        return [per_token(answered(llm, [prompt], tokens)[0]) for _ in range(given.rounds + 1)][1:]
+
+
+@contextlib.contextmanager
+def densely(llm: Any) -> Iterator[None]:
+    """Let the engine read everything, by vLLM's own path, and look at no page."""
+    runner = core(llm).model_executor.driver_worker.worker.model_runner
+    builders = [builder for groups in runner.attn_groups for group in groups for builder in group.metadata_builders]
+    readers = [builder._reader for builder in builders]
+    for builder in builders:
+        builder._reader = None
+    yield
+    for builder, reader in zip(builders, readers, strict=True):
+        builder._reader = reader
+
+
+def per_token(output: Any) -> float:
+    """Seconds per token behind the first."""
+    told = output.metrics
+    return (told.last_token_ts - told.first_token_ts) / (len(output.outputs[0].token_ids) - 1)
+
+
+def pool(given: argparse.Namespace) -> dict[str, Any]:
+    """Seconds until eight prompts are answered in a pool of 260 blocks, and how many are right."""
+    out: dict[str, Any] = {}
+    for turn in range(2):
+        for plan in (None, EVICT) if turn else (EVICT, None):
+            told = child(given, "crowd", plan=plan or "")
+            out.setdefault(plan or "dense", []).append(told)
+    seconds = {name: statistics.median(each["seconds"] for each in runs) for name, runs in out.items()}
+    return {**out, "evicted_to_dense": round(seconds[EVICT] / seconds["dense"], 3)}
+
+
+def crowd(given: argparse.Namespace) -> dict[str, Any]:
+    """One run of `pool`."""
+    length, tokens = (300, 16) if given.small else (2048, 128)
+    options = {"num_gpu_blocks_override": 60 if given.small else 260, "enable_prefix_caching": False}
+    with engine(given, given.plan or None, max_model_len=length + tokens + 64, **options) as llm:
+        prompts = needle_prompts(llm, [length], 8)
+        answered(llm, [prompts[0][0]], 2)
+        began = time.perf_counter()
+        outputs = answered(llm, [ids for ids, _ in prompts], tokens)
+        seconds = time.perf_counter() - began
+        right = sum(answer in output.outputs[0].text for output, (_, answer) in zip(outputs, prompts, strict=True))
+        counted = {name: metric(llm, f"kvsieve_{name}") for name in ("blocks_freed", "entries_kept") if given.plan}
+        return {
+            "seconds": round(seconds, 2), "needles": right, "of": len(prompts),
+            "preemptions": metric(llm, "num_preemptions"), **counted,
+        }  # fmt: skip
+
+
+def needles(given: argparse.Namespace) -> dict[str, Any]:
+    """Right answers at each length, five prompts each, all lengths in one batch; dense, sparse and with eviction."""
+    return {plan or "dense": child(given, "found", plan=plan) for plan in ("", READ, "hsa:budget=512", EVICT)}
+
+
+def found(given: argparse.Namespace) -> dict[str, str]:
+    """One plan of `needles`."""
+    lengths, each = ([300] if given.small else given.lengths), 5
+    with engine(given, given.plan or None, max_model_len=max(lengths) + 64, enable_prefix_caching=False) as llm:
+        prompts = needle_prompts(llm, lengths, each)
+        outputs = answered(llm, [ids for ids, _ in prompts], 24)
+    right = [answer in output.outputs[0].text for output, (_, answer) in zip(outputs, prompts, strict=True)]
+    return {str(length): f"{sum(right[at * each : (at + 1) * each])}/{each}" for at, length in enumerate(lengths)}
+
+
+def identical(given: argparse.Namespace) -> dict[str, Any]:
+    """Batches, of 50 with prompts of mixed lengths, in which all tokens are those of dense attention, in float32."""
+    dense = child(given, "batches", plan="")
+    return {
+        plan: f"{sum(one == other for one, other in zip(child(given, 'batches', plan=plan), dense, strict=True))}"
+        f"/{len(dense)}"
+        for plan in (READ, "hsa:budget=512", EVICT)
+    }
+
+
+def batches(given: argparse.Namespace) -> list[Any]:
+    """Tokens of the batches of `identical`, with everything read or packed in reverse."""
+    given.dtype, rng, out = "float32", random.Random(0), []
+    options = {"max_model_len": 1024, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
+    with engine(given, given.plan or None, self_test=bool(given.plan), **options) as llm:
+        text = llm.get_tokenizer()(Path(__file__).read_text())["input_ids"]
+        for _ in range(2 if given.small else 50):
+            parts = [(rng.randrange(0, len(text) - 700), rng.randrange(5, 500)) for _ in range(rng.randrange(2, 7))]
+            outputs = answered(llm, [text[at : at + length] for at, length in parts], 12)
+            out.append([list(output.outputs[0].token_ids) for output in outputs])
+    return out
+
+
+def preempt(given: argparse.Namespace) -> dict[str, Any]:
+    """Requests whose answers are the same after forced preemptions, in float32, and how many preemptions there were."""
+    out = {}
+    for plan in (EVICT.replace("512", "128"), READ, "rocketkv:budget=128"):
+        free, forced = child(given, "disturbed", plan=plan, every="0"), child(given, "disturbed", plan=plan, every="4")
+        same = sum(one == other for one, other in zip(free["tokens"], forced["tokens"], strict=True))
+        out[plan] = {"same": f"{same}/{len(free['tokens'])}", "preemptions": forced["preemptions"]}
+    return out
+
+
+def disturbed(given: argparse.Namespace) -> dict[str, Any]:
+    """Answer requests step by step, and put one back after every so many steps, 20 times."""
+    from vllm import SamplingParams
+
+    given.dtype, done, step, preempted = "float32", {}, 0, 0
+    options = {"max_model_len": 1024, "max_num_batched_tokens": 200, "enable_prefix_caching": False}
+    with engine(given, given.plan, **options) as llm:
+        text = llm.get_tokenizer()(Path(__file__).read_text())["input_ids"]
+        sampling = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+        for number, length in enumerate((400, 250, 333)):
+            ids = text[number * 500 : number * 500 + length]
+            llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
+        scheduler = core(llm).scheduler
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                if output.finished:
+                    done[output.request_id] = list(output.outputs[0].token_ids)
+            step += 1
+            if given.every and step % given.every == 0 and scheduler.running and preempted < 20:
+                request = scheduler.running.pop(preempted % len(scheduler.running))
+                scheduler._preempt_request(request, 0.0)
+                preempted += 1
+    return {"tokens": [done[number] for number in sorted(done)], "preemptions": preempted}
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
+    each.__name__: each for each in (layer, decode, pool, needles, identical, preempt)
+}
+INNER: dict[str, Callable[[argparse.Namespace], Any]] = {
+    each.__name__: each for each in (turns, wide, crowd, found, batches, disturbed)
+}
+
+
+def child(given: argparse.Namespace, part: str, **changed: str) -> Any:
+    """Run a part in a process of its own, whose last line is its result."""
+    options = {"model": given.model, "dtype": given.dtype, "rounds": given.rounds, "plan": given.plan, **changed}
+    options.setdefault("lengths", ",".join(map(str, given.lengths)))
+    command = [sys.executable, __file__, "--inner", part, *(f"--{name}={value}" for name, value in options.items())]
+    command += ["--small"] if given.small else []
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(run.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", required=True, help="a checkpoint's directory")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--lengths", default="7500")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--small", action="store_true", help="few tokens, to try the script")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "vllm.json")
+    for name, default in (("inner", ""), ("plan", ""), ("every", "0")):
+        parser.add_argument(f"--{name}", default=default, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    given.lengths, given.every = [int(each) for each in given.lengths.split(",")], int(given.every)
+    os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
+    if given.inner:
+        print(json.dumps({**PARTS, **INNER}[given.inner](given)), flush=True)
+        return
+    from kvsieve.report.environment import environment
+
+    report = json.loads(given.out.read_text()) if given.out.exists() else {}
+    for part in given.parts.split(","):
+        told = child(given, part) if part == "layer" else PARTS[part](given)
+        stamp = {"environment": environment(), "model": Path(given.model).name, "dtype": given.dtype}
+        report[f"{part}, {Path(given.model).name}"] = {**stamp, "result": told}
+        given.out.write_text(json.dumps(report, indent=1) + "\n")
+        print(json.dumps({part: told}, indent=1), flush=True)
+
+
+if __name__ == "__main__":
+    main()
