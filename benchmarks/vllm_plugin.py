@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 SETTINGS = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_KVCACHE_SPACE": "2",
     "HF_HUB_OFFLINE": "1",
 }
+# Parts that reach into an engine. Its threads are not bound to cores then: vLLM does that for processes that it starts.
+WITHIN = ("layer", "turns", "wide", "disturbed")
 EVICT, READ = "snapkv:budget=512", "quest:budget=256"
 # Query heads, KV heads and channels: SmolLM2-135M, Qwen2.5-0.5B, and those of 8B models.
 GEOMETRIES = {"smollm2-135m": (9, 3, 64), "qwen2.5-0.5b": (14, 2, 64), "8b": (32, 8, 128)}
@@ -346,7 +347,9 @@ def child(given: argparse.Namespace, part: str, **changed: str) -> Any:
     options.setdefault("lengths", ",".join(map(str, given.lengths)))
     command = [sys.executable, __file__, "--inner", part, *(f"--{name}={value}" for name, value in options.items())]
     command += ["--small"] if given.small else []
-    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    environment = os.environ | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if part in WITHIN else {})
+    environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if part in WITHIN else {}
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(run.stdout.strip().splitlines()[-1])
 
 
