@@ -35,7 +35,8 @@ def check_options(context: typer.Context, server: str | None, allowed: Sequence[
         allowed: options that mean something to a server, beside those that both commands have.
     """
     told = ("COMMANDLINE", "ENVIRONMENT")
-    given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") in told}
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source is not None and source.name in told}
     if server is None:
         for name in sorted(given & {"clients", "extra"}):
             raise InputError(f"--{name}: only with --server")
