@@ -1,6 +1,6 @@
 """Clients of the scheduler side by side: tokens per second, and the gaps between tokens while a long prompt is read.
 
-    python benchmarks/serve.py [MODEL] [--clients 8] [--rounds 3] [--tokens 7500] [--gaps 2.5,inf] [--chunk 128]
+    python benchmarks/serve.py [MODEL] [--clients 8] [--rounds 3] [--tokens 7500] [--gaps 2.25,inf] [--chunk 128]
         [--out FILE]
 
 All in one process, without HTTP. In a round, one client and then several generate as many tokens each; told is the
@@ -30,6 +30,7 @@ from kvsieve.report.environment import environment
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.ticket import Order, Summary, Ticket
+from kvsieve.tasks.haystack import load_haystack
 
 
 class Client:
@@ -62,8 +63,11 @@ class Client:
             self.token()
 
 
-def prompts(vocabulary: int, length: int, count: int, seed: int) -> torch.Tensor:
-    return torch.randint(100, vocabulary - 100, (count, length), generator=torch.Generator().manual_seed(seed))
+def prompts(tokenizer: Any, length: int, count: int, seed: int) -> torch.Tensor:
+    """Pieces of a text from places drawn by `seed`, so that answers are text as well, told token by token."""
+    text = torch.tensor(tokenizer(load_haystack("topics")).input_ids)
+    starts = torch.randint(len(text) - length, (count,), generator=torch.Generator().manual_seed(seed))
+    return torch.stack([text[start : start + length] for start in starts])
 
 
 def throughput(scheduler: Scheduler, plan: Plan, ids: torch.Tensor, tokens: int) -> float:
@@ -89,8 +93,7 @@ def reading(sieve: Any, tokenizer: Any, plan: Plan, gap: float, given: argparse.
     """Gaps of running streams before and while a long prompt is read."""
     scheduler = Scheduler(sieve, tokenizer, ServerLimits(chunk=given.chunk, gap=gap))
     scheduler.start()
-    words = sieve.config.vocab_size
-    streams = [Client(scheduler, each, plan, 8000) for each in prompts(words, 200, given.streams, 5)]
+    streams = [Client(scheduler, each, plan, 8000) for each in prompts(tokenizer, 200, given.streams, 5)]
     for client in streams:
         client.token()
     began = time.perf_counter()
@@ -99,14 +102,14 @@ def reading(sieve: Any, tokenizer: Any, plan: Plan, gap: float, given: argparse.
         client.drain()
     idle = gaps(streams, began, time.perf_counter())
     came = time.perf_counter()
-    long = Client(scheduler, prompts(words, given.tokens, 1, 6)[0], plan, 2)
+    long = Client(scheduler, prompts(tokenizer, given.tokens, 1, 6)[0], plan, 2)
     long.token()
     read = time.perf_counter()
     for client in streams:
         client.drain()
         client.ticket.cancel()
     busy = gaps(streams, came, read)
-    alone = Client(scheduler, prompts(words, given.tokens, 1, 7)[0], plan, 2)
+    alone = Client(scheduler, prompts(tokenizer, given.tokens, 1, 7)[0], plan, 2)
     ttft = alone.summary().ttft_s
     scheduler.close()
     before, while_read = (statistics.quantiles(each, n=20)[-1] for each in (idle, busy))
@@ -132,7 +135,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4, help="answers that run while a prompt is read")
     parser.add_argument("--idle", type=float, default=4.0, help="seconds of the streams alone")
     parser.add_argument("--tokens", type=int, default=7500)
-    parser.add_argument("--gaps", default="2.5,inf", help="empty for none")
+    parser.add_argument("--gaps", default="2.25,inf", help="empty for none")
     parser.add_argument("--chunk", type=int, default=128)
     parser.add_argument("--decode", default="auto")
     parser.add_argument("--methods", default="full,snapkv:budget=10%")
@@ -154,7 +157,7 @@ def main() -> None:
             plan = kvsieve.plan(name, **({"budget": budget} if budget else {}))
             scheduler = Scheduler(sieve, tokenizer, ServerLimits(running=given.clients, chunk=128))
             scheduler.start()
-            ids = prompts(model.config.vocab_size, given.prompt, given.clients, 1)
+            ids = prompts(tokenizer, given.prompt, given.clients, 1)
             throughput(scheduler, plan, ids[:2], 8)
             one, all_ = [], []
             for turn in range(given.rounds):

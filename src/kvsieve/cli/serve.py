@@ -46,7 +46,7 @@ def serve_command(
     chunk: Annotated[int, typer.Option(help="Prompt tokens per pass.")] = 128,
     gap: Annotated[
         float, typer.Option(help="Longest gap between tokens while prompts are read, in gaps without.")
-    ] = 2.5,
+    ] = 2.25,
     kv_memory: Annotated[
         str | None, typer.Option(help="Memory for running conversations; half of what is free if left out.")
     ] = None,

@@ -29,7 +29,7 @@ class ServerLimits:
     max_tokens: int = 4096
     answers: int = 8
     chunk: int = 128
-    gap: float = 2.5
+    gap: float = 2.25
     kv_bytes: int | None = None
     body_bytes: int = 8 << 20
     messages: int = 1000
