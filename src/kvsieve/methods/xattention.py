@@ -1,7 +1,7 @@
 """XAttention (arXiv 2503.16428): blocks are ranked by sums over their antidiagonals.
 
 Every tile of `stride` queries and as many keys is represented by its antidiagonal: the last query with the first key,
-and so on. All sums of a layer are one product, of `stride` queries in reverse order side by side with as many keys. A
+and so on. All sums of a layer are one product, of `stride` queries side by side with as many keys in reverse order. A
 softmax over these, each over the stride, gives the weight of every tile, and the sum over its tiles that of a block.
 For each block of queries the fewest blocks are computed that have `threshold` of the weight.
 
@@ -59,16 +59,17 @@ class XAttention(BlockPrefill, heads="own"):
     def weights(self, ctx: PromptContext) -> Tensor:
         """Estimated attention weight of every block, summed over its queries, float32 [B, Hq, queries, keys]."""
         grid, stride, (batch, heads) = ctx.grid, self.stride, ctx.keys.shape[:2]
-        asked = grid.padded_queries(ctx.query).unflatten(2, (-1, stride)).flip(3).flatten(3)
+        asked = grid.padded_queries(ctx.query).unflatten(2, (-1, stride))
         keys = grid.padded_keys(ctx.keys, grid.first + grid.query_blocks * grid.own - grid.key_blocks)
-        keys = keys.unflatten(2, (-1, stride)).flatten(3).transpose(2, 3)
+        # Keys in reverse order give the same products as queries would, and are fewer.
+        keys = keys.unflatten(2, (-1, stride)).flip(3).flatten(3).transpose(2, 3)
         rows, tiles = self.queries // stride, self.block // stride
         out = torch.zeros(batch, asked.shape[1], grid.query_blocks, grid.key_blocks, device=keys.device)
         for first in range(0, grid.query_blocks, _PART):
             last = min(first + _PART, grid.query_blocks)
             seen = (grid.first + last * grid.own) * tiles
             part = asked[:, :, first * rows : last * rows]
-            logits = part.reshape(batch, heads, -1, part.shape[-1]) @ keys[..., :seen]
+            logits = part.reshape(batch, heads, -1, keys.shape[2]) @ keys[..., :seen]
             logits = cap(logits.float() * (ctx.scale / stride), ctx.terms).view(*part.shape[:3], seen)
             at = torch.arange(first * rows, last * rows, device=keys.device)[:, None] + grid.first * tiles
             places = torch.arange(seen, device=keys.device)

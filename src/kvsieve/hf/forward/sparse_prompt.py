@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kvsieve.attention import dense_attention, prompt_attention
 from kvsieve.attention.dense import real_entries
@@ -120,5 +121,6 @@ def _sampled_recall(asked: Asked, keys: Tensor, chosen: Tensor, grid: BlockGrid)
     logits = cap(logits * asked.scale, asked.terms).view(batch, query_heads, len(at), -1)
     places = torch.arange(grid.length, device=keys.device)
     logits.masked_fill_(places > (grid.length - grid.new + at)[:, None], float("-inf"))
+    weights = pad(logits.softmax(-1), (grid.pad, grid.key_blocks * grid.block - grid.pad - grid.length))
     blocks = chosen.repeat_interleave(query_heads // chosen.shape[1], 1)[:, :, at // grid.queries]
-    return (logits.softmax(-1) * blocks[..., (places + grid.pad) // grid.block]).sum(-1)
+    return (weights.unflatten(-1, (-1, grid.block)).sum(-1) * blocks).sum(-1)
