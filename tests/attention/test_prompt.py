@@ -5,40 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.attention import masked_attention, prompt_attention
 from kvsieve.attention import prompt as prompt_module
+from kvsieve.attention import prompt_attention
 from kvsieve.core.blocks import BlockGrid, covering
+from kvsieve.kernels.cpu import prompt as compiled
 from kvsieve.types import AttentionTerms
-
-# Rows, query heads, KV heads, new, stored, queries and keys of a block, sets.
-SHAPES = [
-    (1, 4, 2, 100, 100, 16, 8, 2),
-    (2, 4, 2, 75, 131, 16, 8, 4),
-    (1, 6, 3, 33, 200, 32, 8, 3),
-    (1, 2, 2, 40, 45, 16, 16, 2),
-    (2, 3, 1, 64, 64, 16, 4, 1),
-]
-
-
-def problem(shape, dtype=torch.float64, wide=12):
-    batch, query_heads, heads, new, length, queries, block, sets = shape
-    made = torch.Generator().manual_seed(sum(shape))
-    parts = ((query_heads, new, 8), (heads, length, 8), (heads, length, wide))
-    query, keys, values = (torch.randn(batch, *part, generator=made, dtype=torch.float64).to(dtype) for part in parts)
-    grid = BlockGrid(new, length, queries, block)
-    chosen = torch.rand(batch, sets, grid.query_blocks, grid.key_blocks, generator=made) < 0.4
-    return query, keys, values, chosen, grid
-
-
-def mask_of(chosen, grid, query_heads):
-    """The same choice, by entries."""
-    full = (chosen & grid.visible(chosen.device)) | grid.diagonal(chosen.device)
-    full = full.repeat_interleave(query_heads // chosen.shape[1], 1)
-    full = full.repeat_interleave(grid.queries, 2).repeat_interleave(grid.block, 3)
-    full = full[:, :, : grid.new, grid.pad : grid.pad + grid.length]
-    own = torch.arange(grid.length - grid.new, grid.length)[:, None]
-    return full & (torch.arange(grid.length) <= own)
-
+from prompt_blocks import SHAPES, exact, problem
 
 TERMS = [
     None,
@@ -55,7 +27,7 @@ def test_skipping_equals_masking(shape, terms, monkeypatch):
     query, keys, values, chosen, grid = problem(shape)
     if terms is not None and terms.sinks is not None:
         terms = AttentionTerms(None, terms.sinks[: shape[1]])
-    expected = masked_attention(query, keys, values, mask_of(chosen, grid, shape[1]), scale=0.3, terms=terms)
+    expected = exact(query, keys, values, chosen, grid, 0.3, terms)
     found = prompt_attention(query, keys, values, chosen, grid, scale=0.3, terms=terms)
     assert found.shape == expected.shape
     assert torch.allclose(found, expected, atol=1e-12)
@@ -64,8 +36,7 @@ def test_skipping_equals_masking(shape, terms, monkeypatch):
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03), (torch.float16, 4e-3)])
 def test_dtypes(dtype, near):
     query, keys, values, chosen, grid = problem(SHAPES[1], dtype, wide=8)
-    mask = mask_of(chosen, grid, 4)
-    expected = masked_attention(*(part.double() for part in (query, keys, values)), mask, scale=0.3)
+    expected = exact(query, keys, values, chosen, grid, 0.3)
     found = prompt_attention(query, keys, values, chosen, grid, scale=0.3)
     assert found.dtype == dtype
     assert (found.double() - expected).abs().max() < near
@@ -79,6 +50,64 @@ def test_what_is_skipped_is_not_read():
     # The first block of queries has it on its diagonal.
     assert found[:, :, grid.queries :].isfinite().all()
     assert found[:, :, : grid.queries].isnan().any()
+
+
+# Sizes that the C kernel takes: rows, query heads, KV heads, new, stored, queries and keys of a block, sets.
+COMPILED = [
+    ((1, 4, 2, 300, 300, 128, 128, 4), 64, 64),
+    ((2, 4, 2, 200, 471, 128, 64, 2), 64, 64),
+    ((1, 6, 2, 400, 430, 256, 128, 6), 40, 80),
+    ((1, 2, 1, 150, 333, 192, 192, 1), 128, 128),
+    ((1, 3, 3, 70, 70, 64, 64, 3), 10, 32),
+]
+
+
+@pytest.mark.skipif(prompt_module.why_torch() is not None, reason="no processor or compiler for it")
+@pytest.mark.parametrize(("shape", "dim", "wide"), COMPILED, ids=str)
+@pytest.mark.parametrize("terms", TERMS, ids=["plain", "capped", "sinks"])
+def test_the_compiled_kernel_is_as_near_as_products_are(shape, dim, wide, terms, monkeypatch):
+    query, keys, values, chosen, grid = problem(shape, torch.bfloat16, dim, wide)
+    if terms is not None and terms.sinks is not None:
+        terms = AttentionTerms(None, terms.sinks[: shape[1]].bfloat16())
+    expected = exact(query, keys, values, chosen, grid, 0.3, terms)
+    found = prompt_attention(query, keys, values, chosen, grid, scale=0.3, terms=terms)
+    monkeypatch.setattr(compiled, "takes", lambda *given: False)
+    plain = prompt_attention(query, keys, values, chosen, grid, scale=0.3, terms=terms)
+    assert found.shape == expected.shape and found.dtype == torch.bfloat16
+    error, theirs = ((each.double() - expected).abs().max() for each in (found, plain))
+    assert not torch.equal(found, plain) and error <= max(theirs, 0.01)
+
+
+@pytest.mark.skipif(prompt_module.why_torch() is not None, reason="no processor or compiler for it")
+def test_the_compiled_kernel_looks_at_nothing_else():
+    query, keys, values, chosen, grid = problem(COMPILED[1][0], torch.bfloat16, 64, 64)
+    assert grid.pad
+    chosen[..., 0] = False
+    first = grid.block - grid.pad
+    keys[:, :, :first], values[:, :, :first] = float("nan"), float("inf")
+    assert prompt_attention(query, keys, values, chosen, grid, scale=0.3).isfinite().all()
+
+
+def test_other_sizes_dtypes_and_processors_take_torchs_operations(monkeypatch):
+    query, keys, values, chosen, grid = problem(COMPILED[0][0], torch.bfloat16, 64, 64)
+    assert compiled.takes(query, values, grid, 0.3) and not compiled.takes(query.float(), values.float(), grid, 0.3)
+    assert not compiled.takes(query, values, BlockGrid(300, 300, 96, 96), 0.3)
+    assert not compiled.takes(query, values[..., :-1], grid, 0.3) and not compiled.takes(query, values, grid, -0.3)
+
+    def never(*given, **options):
+        raise AssertionError
+
+    monkeypatch.setattr(compiled, "block_attention", never)
+    monkeypatch.setattr(prompt_module, "cpu_kind", lambda: "AMX")
+    assert "AVX-512 BF16" in prompt_module.why_torch()
+    found = prompt_attention(query, keys, values, chosen, grid, scale=0.3)
+    assert (found.double() - exact(query, keys, values, chosen, grid, 0.3)).abs().max() < 0.08
+
+
+def test_a_gradient_is_refused_where_there_is_none():
+    query, keys, values, chosen, grid = problem(SHAPES[0])
+    with pytest.raises(RuntimeError, match="automatic differentiation"):
+        prompt_attention(query.requires_grad_(), keys, values, chosen, grid, scale=0.3)
 
 
 def test_blocks_cover_a_share_and_what_is_always_chosen():

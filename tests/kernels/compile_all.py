@@ -14,8 +14,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from kvsieve.core.blocks import BlockGrid
 from kvsieve.core.kv_rows import DeviceLength, KVRows
 from kvsieve.kernels import decode, packed, window
+from kvsieve.kernels.blocks import block_attention
 from kvsieve.kernels.decode import decode_attention, kv_row_attention, ragged_decode
 from kvsieve.kernels.inputs import PackedBlocks
 from kvsieve.kernels.packed import packed_decode
@@ -83,6 +85,10 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     update_pages(table, torch.zeros(heads, dim, dtype=dtype), count, 16)
     update_pages(table[:, :1], torch.zeros(heads, dim, dtype=dtype), 5, 1)
     encoded(heads, groups, dim, value_dim)
+    grid = BlockGrid(1000, length, 128, 128)
+    lists = torch.zeros(1, heads, grid.query_blocks, grid.key_blocks + 1, dtype=torch.int32)
+    asked, counts = query.expand(-1, -1, 1000, -1).contiguous(), lists[..., 0].contiguous()
+    block_attention(asked, keys, values, lists, counts, grid, scale=0.1, terms=terms)
 
 
 def encoded(heads: int, groups: int, dim: int, value_dim: int) -> None:

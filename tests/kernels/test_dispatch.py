@@ -10,7 +10,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import kvsieve
 from kvsieve import kernels
-from kvsieve.kernels import decode, packed, pages, window
+from kvsieve.kernels import blocks, decode, packed, pages, window
 from kvsieve.models.families import build
 
 PLANS = {
@@ -20,6 +20,7 @@ PLANS = {
     "hsa": {"budget": 16},
     "quest": {"budget": 16, "page": 4, "per_query_head": True},
     "rocketkv-mt": {"budget": 16, "window": 4, "kernel": 5},
+    "xattention": {"block": 16, "queries": 32, "least": 32, "local": 0, "full": 0, "threshold": 0.5},
 }
 GPU = torch.device("cuda", 0)
 
@@ -55,6 +56,7 @@ def test_a_model_answers_the_same(model, name, monkeypatch):
         answers.append(torch.stack(out.logits))
         if on:
             prompt = {"norm_kernel", "mass_kernel"} if "window" in PLANS[name] else set()
+            prompt |= {"blocks_kernel"} if "block" in PLANS[name] else set()
             assert prompt | {"split_kernel"} <= launched
             launched.clear()
     assert not launched
@@ -91,7 +93,7 @@ def test_the_reason_names_what_is_missing(gpu, monkeypatch):
 
 
 def test_every_function_is_found_and_others_are_not():
-    modules = {"decode": decode, "packed": packed, "pages": pages, "window": window}
+    modules = {"blocks": blocks, "decode": decode, "packed": packed, "pages": pages, "window": window}
     for name, module in kernels._FUNCTIONS.items():
         assert getattr(kernels, name) is getattr(modules[module], name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsieve import kernels
 from kvsieve.core.blocks import BlockGrid
 from kvsieve.core.softmax import cap, sinks_of
+from kvsieve.devices import AVX512_BF16, cpu_kind
+from kvsieve.kernels.cpu import prompt as compiled
 from kvsieve.types import AttentionTerms
 
 # Logits held at a time, so that they stay near the processor.
@@ -28,8 +31,8 @@ def prompt_attention(
 ) -> Tensor:
     """Causal attention of the last L of N entries over those of the chosen blocks.
 
-    It is what attention under a mask of these blocks is, to the precision of the dtype. What is skipped is neither
-    read nor computed.
+    It is what attention under a mask of these blocks is, to the precision of the dtype; what is skipped is not
+    computed. GPUs have a Triton kernel, processors with AVX-512 BF16 one in C, and all else takes torch's operations.
 
     Args:
         query: [B, Hq, L, D].
@@ -44,8 +47,39 @@ def prompt_attention(
     Returns:
         [B, Hq, L, Dv].
     """
+    before = chosen & ~grid.diagonal(chosen.device) & grid.visible(chosen.device)
+    lists, counts = _listed(before)
+    # Kernels have no gradient; torch refuses one where it is wanted.
+    learns = torch.is_grad_enabled() and any(each.requires_grad for each in (query, keys, values))
+    if learns:
+        return _by_products(query, keys, values, lists, counts, grid, scale, terms)
+    if kernels.usable(query, keys, values):
+        return kernels.block_attention(query, keys, values, lists, counts, grid, scale=scale, terms=terms)
+    if query.device.type == "cpu" and compiled.takes(query, values, grid, scale) and why_torch() is None:
+        return compiled.block_attention(query, keys, values, lists, counts, grid, scale=scale, terms=terms)
+    return _by_products(query, keys, values, lists, counts, grid, scale, terms)
+
+
+def why_torch() -> str | None:
+    """Return why torch's operations compute all prompts on this CPU; None where the C kernel computes bfloat16."""
+    if cpu_kind() != AVX512_BF16:
+        return f"it is for {AVX512_BF16}"
+    return compiled.reason()
+
+
+def _by_products(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lists: Tensor,
+    counts: Tensor,
+    grid: BlockGrid,
+    scale: float,
+    terms: AttentionTerms | None,
+) -> Tensor:
+    """Compute `prompt_attention` by torch's operations; lists and counts as `_listed` gives them."""
     batch, query_heads, new, dim = query.shape
-    sets, blocks = chosen.shape[1], grid.query_blocks
+    sets, blocks = counts.shape[1], grid.query_blocks
     each = query_heads // sets
     shape = (batch, sets, each, blocks, grid.queries)
     asked = grid.padded_queries(query).reshape(*shape, dim).transpose(2, 3).reshape(-1, each * grid.queries, dim)
@@ -53,12 +87,11 @@ def prompt_attention(
     if sinks is not None:
         sinks = sinks.expand(batch, sets, blocks, each, grid.queries).reshape(-1, each * grid.queries).to(query.dtype)
     items = _Items(
-        asked, *_blocks_of(grid, keys, values), _lists(grid, chosen, keys.shape[1]), grid, scale, terms, sinks
+        asked, *_blocks_of(grid, keys, values), _with_own(grid, lists, keys.shape[1]), grid, scale, terms, sinks
     )
     out = query.new_empty(*asked.shape[:2], values.shape[-1])
-    counts = (chosen & ~grid.diagonal(chosen.device) & grid.visible(chosen.device)).sum(-1).flatten()
-    order = counts.argsort(descending=True)
-    listed = counts[order].tolist()
+    order = counts.flatten().argsort(descending=True)
+    listed = counts.flatten()[order].tolist()
     for first, last in _batches(listed, asked.shape[1] * grid.block, grid.own):
         which = order[first:last]
         out[which] = items.attend(which, listed[first:last])
@@ -136,15 +169,24 @@ def _blocks_of(grid: BlockGrid, keys: Tensor, values: Tensor) -> tuple[Tensor, T
     return tuple(parts)  # type: ignore[return-value]
 
 
-def _lists(grid: BlockGrid, chosen: Tensor, heads: int) -> Tensor:
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Number the chosen blocks of each row of [..., blocks], in order, then the last one, and count them: int32."""
+    blocks = chosen.shape[-1]
+    place = chosen.cumsum(-1, dtype=torch.int32)
+    # What is not chosen goes to a place of its own.
+    at = torch.where(chosen, place - 1, blocks).long()
+    numbers = torch.arange(blocks, dtype=torch.int32, device=chosen.device).expand_as(chosen)
+    lists = place.new_full((*chosen.shape[:-1], blocks + 1), blocks - 1).scatter_(-1, at, numbers)
+    return lists, place[..., -1].contiguous()
+
+
+def _with_own(grid: BlockGrid, lists: Tensor, heads: int) -> Tensor:
     """See `_Items.lists`."""
-    device, (batch, sets, blocks, _) = chosen.device, chosen.shape
-    before = chosen & ~grid.diagonal(device) & grid.visible(device)
-    lists = before.flatten(0, 2).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)
-    items = torch.arange(batch * sets * blocks, device=device)
-    own = grid.first + items[:, None] % blocks * grid.own + torch.arange(grid.own, device=device)
+    batch, sets, blocks, _ = lists.shape
+    items = torch.arange(batch * sets * blocks, device=lists.device)
+    own = grid.first + items[:, None] % blocks * grid.own + torch.arange(grid.own, device=lists.device)
     kv_rows = items // blocks // (sets // heads)
-    return torch.cat([own, lists], 1) + (kv_rows * (grid.first + blocks * grid.own))[:, None]
+    return torch.cat([own, lists.flatten(0, 2)], 1) + (kv_rows * (grid.first + blocks * grid.own))[:, None]
 
 
 def _batches(counts: list[int], each: int, own: int) -> Iterator[tuple[int, int]]:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.attention import dense_attention, ragged_attention, sparse_attention
+from kvsieve.attention import dense_attention, prompt_attention, ragged_attention, sparse_attention
+from kvsieve.core.blocks import BlockGrid
 from kvsieve.core.codes import CodeFormat, Codes, decode, encode
 from kvsieve.core.kv_rows import Choice, KVRows
 from kvsieve.core.scoring import window_mass
@@ -32,6 +34,8 @@ class Shape:
         return torch.randn(size, device=self.device).to(self.dtype)
 
 
+# Tokens of sparse prompts, and the part of their blocks that is computed.
+PROMPTS = ((8192, 0.25), (32768, 0.25), (32768, 0.1), (32768, 1.0))
 LLAMA = {"heads": 8, "groups": 4, "dim": 128}
 
 
@@ -210,6 +214,36 @@ def encoded(shape: Shape, batch: int, blocks: int, tokens: int, bits: int) -> Ke
     return KernelTask(f"decode, {bits} bits", f"{batch} x {blocks * tokens}", moved, tensors, run, plain)
 
 
+def prompt(shape: Shape, batch: int, grid: BlockGrid, density: float) -> KernelTask:
+    """A prompt's attention over some of its blocks; plain: over all, under a mask, a head at a time."""
+    heads, scale = shape.heads * shape.groups, shape.dim**-0.5
+
+    def run(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor) -> Tensor:
+        return prompt_attention(query, keys, values, chosen, grid, scale=scale)
+
+    def plain(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor) -> Tensor:
+        seen = (chosen & grid.visible(chosen.device)) | grid.diagonal(chosen.device)
+        slots = torch.arange(grid.length, device=chosen.device)
+        causal = slots <= slots[grid.length - grid.new :, None]
+        outs = []
+        for head in range(heads):
+            mask = seen[:, head, None].repeat_interleave(grid.queries, 2).repeat_interleave(grid.block, 3)
+            mask = mask[:, :, : grid.new, grid.pad : grid.pad + grid.length] & causal
+            k, v = (part[:, head // shape.groups, None] for part in (keys, values))
+            outs.append(F.scaled_dot_product_attention(query[:, head, None], k, v, attn_mask=mask, scale=scale))
+        return torch.cat(outs, 1)
+
+    def tensors() -> tuple[Tensor, ...]:
+        query = shape.random(batch, heads, grid.new, shape.dim)
+        stored = (shape.random(batch, shape.heads, grid.length, shape.dim) for _ in range(2))
+        chosen = torch.rand(batch, heads, grid.query_blocks, grid.key_blocks, device=shape.device) < density
+        return query, *stored, chosen
+
+    moved = 2 * batch * shape.dim * shape.dtype.itemsize * (heads * grid.new + shape.heads * grid.length)
+    what = f"{batch} x {grid.new} of {grid.length}, {density:.0%} of blocks"
+    return KernelTask("prompt, chosen blocks", what, moved, tensors, run, plain)
+
+
 def small(shape: Shape) -> list[KernelTask]:
     """Every kernel on odd sizes."""
     return [
@@ -221,6 +255,7 @@ def small(shape: Shape) -> list[KernelTask]:
         update(shape, 2, 33),
         mass(shape, 2, 333, 13),
         *(encoded(shape, 2, 7, 20, bits) for bits in (4, 2)),
+        prompt(shape, 2, BlockGrid(50, 83, 32, 16), 0.4),
     ]
 
 
@@ -237,4 +272,5 @@ def large(shape: Shape) -> list[KernelTask]:
         update(shape, 1, 8192),
         *(mass(shape, 1, *size) for size in ((32768, 32), (131072, 8), (131072, 32))),
         *(encoded(shape, *size) for size in ((1, 256, 128, 4), (1, 1024, 128, 4), (4, 256, 128, 4), (1, 1024, 128, 2))),
+        *(prompt(shape, 1, BlockGrid(length, length, 128, 128), part) for length, part in PROMPTS),
     ]

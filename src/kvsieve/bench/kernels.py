@@ -5,6 +5,7 @@ Rates are of launches in a CUDA graph, as decoding runs them, over so many diffe
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +43,8 @@ def check(device: torch.device) -> list[dict[str, Any]]:
 def measure(device: torch.device) -> dict[str, Any]:
     """The rate of a copy, and for every task of `large` milliseconds by kernel and in plain torch and the rate's share.
 
-    Window masses also as a share of what their layer takes to read the prompt.
+    Window masses also as a share of what their layer takes to read the prompt, and sparse prompts as one of torch's
+    attention over all blocks.
     """
     shape = Shape(**LLAMA, device=device, dtype=torch.bfloat16)
     copied = _copy_rate(device)
@@ -63,10 +65,17 @@ def measure(device: torch.device) -> dict[str, Any]:
             if length not in prefill:
                 prefill[length] = _layer_ms(shape, length)
             row |= {"layer_ms": prefill[length], "share_of_layer": by_kernel / prefill[length]}
+        if task.name == "prompt, chosen blocks":
+            full = _milliseconds([functools.partial(_over_all, *each[:3]) for each in sets])
+            row |= {"full_ms": full, "share_of_full": by_kernel / full}
         rows.append(row)
         del sets
         torch.cuda.empty_cache()
     return {"copy_gb_per_s": copied / 1e6, "rows": rows}
+
+
+def _over_all(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
 
 
 def _copy_rate(device: torch.device) -> float:
@@ -114,6 +123,6 @@ def _layer_ms(shape: Shape, length: int, inner: int = 14336) -> float:
         for weight in weights:
             F.linear(x, weight)
         F.linear(wide, down)
-        return F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True)
+        return _over_all(query, keys, values)
 
     return _milliseconds([run])

@@ -191,6 +191,7 @@ def _device() -> dict[str, Any]:
             "Triton kernels": kernels,
         }
     from kvsieve.attention.choice import cpu_paths
+    from kvsieve.attention.prompt import why_torch
     from kvsieve.devices import auto_dtype, cpu_kind
     from kvsieve.kernels.cpu.build import library
 
@@ -202,6 +203,7 @@ def _device() -> dict[str, Any]:
         "attention": str(cpu_paths(auto_dtype("cpu").dtype)),
         "C kernel of codecs": library("packed").told,
         "C kernel of readers": library("reading").told,
+        "C kernel of sparse prompts": library("prompt").told if why_torch() is None else f"not used, {why_torch()}",
     }
 
 

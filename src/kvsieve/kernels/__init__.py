@@ -20,6 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Public functions by the module that defines them.
 _FUNCTIONS = {
+    "block_attention": "blocks",
     "decode_attention": "decode",
     "exact_decode": "packed",
     "kv_row_attention": "decode",

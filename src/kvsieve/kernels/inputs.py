@@ -50,6 +50,25 @@ class StoredRows(Protocol):
     def length(self) -> Length | None: ...
 
 
+class PromptGrid(Protocol):
+    """The part of `core.blocks.BlockGrid` that a kernel reads."""
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def queries(self) -> int: ...
+
+    @property
+    def block(self) -> int: ...
+
+    @property
+    def pad(self) -> int: ...
+
+    @property
+    def query_blocks(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class PackedBlocks:
     """Encoded keys or values of P blocks of T entries: the parts of `core.codes.Codes` and its format.

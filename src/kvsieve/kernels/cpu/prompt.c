@@ -1,0 +1,314 @@
+// Attention of a prompt over chosen blocks of keys, in bfloat16, of which a processor multiplies two at a time (AVX-512
+// BF16). Keys and values of a layer are laid out in pairs once; a block of a head's queries is one task, which goes
+// through its blocks of keys under an online softmax, so that logits never leave a core's nearest caches.
+#include <string.h>
+#include "common.h"
+
+// Rows whose logits are held at a time; queries of a task's part; entries that they meet at a time; lanes of a vector.
+#define ROWS 32
+#define PART 128
+#define TILE 128
+#define LANES 16
+// Rows, and vectors of entries or channels, of a product that stays in registers.
+#define FEW 4
+
+typedef struct {
+    const uint16_t *query, *keys, *values; // of [B, Hq, L, D], [B, H, N, D], [B, H, N, Dv], by strides
+    uint16_t *out;                         // [B, L, Hq, Dv]
+    const int32_t *lists, *counts;         // [B, sets, query blocks, listed], [B, sets, query blocks]
+    const float *sinks;                    // [Hq], or null
+    uint32_t *pairs;                       // [B * H, places * (D + Dv) / 2]
+    char *scratch;                         // `scratch_of` bytes for each thread
+    int64_t query_row, query_head, query_slot, key_row, key_head, key_slot, value_row, value_head, value_slot;
+    int64_t batch, query_heads, heads, sets, fresh, length, pad, queries, block, query_blocks, listed, dim, wide, places;
+    float scale, cap;
+} Job;
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#include <immintrin.h>
+
+typedef struct {
+    uint32_t *asked, *powers; // [PART, D / 2], [ROWS, TILE / 2]
+    float *sums, *logits;     // [PART, Dv], [ROWS, TILE]
+    float *most, *total, *shrink;
+} Scratch;
+
+// Entries of a tile that are seen: from `low` on, and up to each row's own where `own`, that of row 0, is not negative.
+typedef struct {
+    const uint32_t *keys, *values;
+    int64_t size, low, own;
+} Tile;
+
+INLINE uint32_t pair(const uint16_t *at) {
+    uint32_t two;
+    memcpy(&two, at, sizeof two);
+    return two;
+}
+
+INLINE __m512bh two_of(const uint32_t *at) { return (__m512bh)_mm512_loadu_si512(at); }
+
+// Places [first, first + TILE) of a KV row. Keys: pairs of channels, LANES entries side by side. Values: pairs of
+// entries, channels side by side. Places that hold no entry are 0.
+static void lay_out(const Job *job, int64_t row, int64_t first) {
+    int64_t b = row / job->heads, h = row % job->heads, half = job->dim / 2, wide = job->wide;
+    const uint16_t *keys = job->keys + b * job->key_row + h * job->key_head;
+    const uint16_t *values = job->values + b * job->value_row + h * job->value_head;
+    uint32_t *to = job->pairs + row * job->places * (job->dim + wide) / 2;
+    uint32_t *theirs = to + job->places * half;
+    static const uint16_t none[2] = {0, 0};
+    for (int64_t p = first; p < first + TILE; p++) {
+        int64_t entry = p - job->pad;
+        int there = entry >= 0 && entry < job->length;
+        uint32_t *at = to + p / LANES * half * LANES + p % LANES;
+        const uint16_t *key = keys + entry * job->key_slot;
+        for (int64_t c = 0; c < half; c++) at[c * LANES] = there ? pair(key + 2 * c) : pair(none);
+    }
+    for (int64_t p = first; p < first + TILE; p += 2) {
+        uint16_t *restrict at = (uint16_t *)(theirs + p / 2 * wide);
+        for (int k = 0; k < 2; k++) {
+            int64_t entry = p + k - job->pad;
+            const uint16_t *restrict value = values + entry * job->value_slot;
+            if (entry >= 0 && entry < job->length)
+                for (int64_t j = 0; j < wide; j++) at[2 * j + k] = value[j];
+            else
+                for (int64_t j = 0; j < wide; j++) at[2 * j + k] = 0;
+        }
+    }
+}
+
+// Products of FEW rows with FEW * LANES entries.
+INLINE void dots(const uint32_t *q, const uint32_t *k, int64_t half, float *logits) {
+    __m512 a[FEW][FEW];
+    for (int r = 0; r < FEW; r++)
+        for (int t = 0; t < FEW; t++) a[r][t] = _mm512_setzero_ps();
+    for (int64_t c = 0; c < half; c++) {
+        __m512bh x[FEW];
+        for (int t = 0; t < FEW; t++) x[t] = two_of(k + (t * half + c) * LANES);
+        for (int r = 0; r < FEW; r++) {
+            __m512bh y = (__m512bh)_mm512_set1_epi32((int)q[r * half + c]);
+            for (int t = 0; t < FEW; t++) a[r][t] = _mm512_dpbf16_ps(a[r][t], y, x[t]);
+        }
+    }
+    for (int r = 0; r < FEW; r++)
+        for (int t = 0; t < FEW; t++) _mm512_storeu_ps(logits + r * TILE + t * LANES, a[r][t]);
+}
+
+// Sums of FEW rows, in `vectors` * LANES channels, shrunk, and the values of `count` pairs of entries added.
+INLINE void add_values(const uint32_t *p, const uint32_t *v, int64_t wide, int64_t count, const float *shrink, float *to,
+                       int vectors) {
+    __m512 a[FEW][FEW];
+    for (int r = 0; r < FEW; r++)
+        for (int t = 0; t < vectors; t++)
+            a[r][t] = _mm512_mul_ps(_mm512_loadu_ps(to + r * wide + t * LANES), _mm512_set1_ps(shrink[r]));
+    for (int64_t c = 0; c < count; c++) {
+        __m512bh x[FEW];
+        for (int t = 0; t < vectors; t++) x[t] = two_of(v + c * wide + t * LANES);
+        for (int r = 0; r < FEW; r++) {
+            __m512bh y = (__m512bh)_mm512_set1_epi32((int)p[r * (TILE / 2) + c]);
+            for (int t = 0; t < vectors; t++) a[r][t] = _mm512_dpbf16_ps(a[r][t], y, x[t]);
+        }
+    }
+    for (int r = 0; r < FEW; r++)
+        for (int t = 0; t < vectors; t++) _mm512_storeu_ps(to + r * wide + t * LANES, a[r][t]);
+}
+
+// 2 to the power of x.
+INLINE __m512 power(__m512 x) {
+    __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
+    __m512 y = _mm512_set1_ps(1.33335581e-3f);
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.61812911e-3f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.55041087e-2f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.40226507e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.93147181e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, n);
+}
+
+static void cap_all(float *x, int64_t n, float scale, float cap) {
+    __m512 one = _mm512_set1_ps(1.0f), two = _mm512_set1_ps(2.0f), most = _mm512_set1_ps(cap);
+    __m512 factor = _mm512_set1_ps(2.88539008f * scale / cap);
+    for (int64_t i = 0; i < n; i += LANES) {
+        __m512 e = power(_mm512_mul_ps(_mm512_loadu_ps(x + i), factor));
+        __m512 part = _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(e, one)));
+        _mm512_storeu_ps(x + i, _mm512_mul_ps(part, most));
+    }
+}
+
+// Logits before `low` and from `high` on are hidden.
+static void hide(float *x, int64_t n, int64_t low, int64_t high) {
+    for (int64_t i = 0; i < low && i < n; i++) x[i] = -INFINITY;
+    for (int64_t i = high > 0 ? high : 0; i < n; i++) x[i] = -INFINITY;
+}
+
+// A row's n logits become powers; its greatest logit, in units of log 2, and its total follow.
+INLINE void weigh(const float *x, int64_t n, float factor, uint16_t *powers, float *most, float *total, float *shrink) {
+    __m512 top = _mm512_loadu_ps(x);
+    for (int64_t i = LANES; i < n; i += LANES) top = _mm512_max_ps(top, _mm512_loadu_ps(x + i));
+    float is = _mm512_reduce_max_ps(top) * factor, now = is > *most ? is : *most;
+    *shrink = now == *most ? 1.0f : exp2f(*most - now);
+    *most = now;
+    // Where nothing was seen yet, all powers are 0.
+    __m512 by = _mm512_set1_ps(factor), less = _mm512_set1_ps(now == -INFINITY ? 0.0f : now);
+    __m512 least = _mm512_set1_ps(-126.0f), sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < n; i += 2 * LANES) {
+        __m512 y[2];
+        for (int k = 0; k < 2; k++) {
+            __m512 z = _mm512_fmsub_ps(_mm512_loadu_ps(x + i + k * LANES), by, less);
+            y[k] = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, least, _CMP_GT_OQ), power(z));
+            sum = _mm512_add_ps(sum, y[k]);
+        }
+        _mm512_storeu_si512(powers + i, (__m512i)_mm512_cvtne2ps_pbh(y[1], y[0]));
+    }
+    *total = *total * *shrink + _mm512_reduce_add_ps(sum);
+}
+
+// `rows` queries, a multiple of FEW, meet a tile.
+INLINE void meet(const Job *job, const Tile *tile, int64_t rows, int64_t half, int64_t wide, Scratch *my) {
+    float factor = 1.44269504f * (job->cap > 0 ? 1.0f : job->scale);
+    for (int64_t first = 0; first < rows; first += ROWS) {
+        int64_t some = rows - first < ROWS ? rows - first : ROWS, size = tile->size;
+        if (tile->own >= 0) {
+            // What lies behind the last of these rows is left out, in whole products.
+            int64_t seen = (tile->own + first + some + FEW * LANES - 1) / (FEW * LANES) * (FEW * LANES);
+            size = seen < size ? seen : size;
+        }
+        for (int64_t k = 0; k < size; k += FEW * LANES)
+            for (int64_t r = 0; r < some; r += FEW)
+                dots(my->asked + (first + r) * half, tile->keys + k * half, half, my->logits + r * TILE + k);
+        for (int64_t r = 0; r < some; r++) {
+            float *x = my->logits + r * TILE;
+            int64_t at = first + r;
+            if (job->cap > 0) cap_all(x, size, job->scale, job->cap);
+            if (tile->low || tile->own >= 0) hide(x, size, tile->low, tile->own >= 0 ? tile->own + at + 1 : size);
+            weigh(x, size, factor, (uint16_t *)(my->powers + r * (TILE / 2)), my->most + at, my->total + at,
+                  my->shrink + at);
+        }
+        for (int64_t j = 0; j < wide; j += FEW * LANES)
+            for (int64_t r = 0; r < some; r += FEW) {
+                const uint32_t *p = my->powers + r * (TILE / 2), *v = tile->values + j;
+                float *to = my->sums + (first + r) * wide + j, *shrink = my->shrink + first + r;
+                switch (wide - j < FEW * LANES ? (wide - j) / LANES : FEW) {
+                case 1: add_values(p, v, wide, size / 2, shrink, to, 1); break;
+                case 2: add_values(p, v, wide, size / 2, shrink, to, 2); break;
+                case 3: add_values(p, v, wide, size / 2, shrink, to, 3); break;
+                default: add_values(p, v, wide, size / 2, shrink, to, FEW);
+                }
+            }
+    }
+}
+
+// Sizes that the compiler knows become straight code.
+static void meet_sized(const Job *job, const Tile *tile, int64_t rows, Scratch *my) {
+    if (job->dim == 64 && job->wide == 64) meet(job, tile, rows, 32, 64, my);
+    else if (job->dim == 128 && job->wide == 128) meet(job, tile, rows, 64, 128, my);
+    else meet(job, tile, rows, job->dim / 2, job->wide, my);
+}
+
+static void write_out(const Job *job, int64_t b, int64_t head, int64_t from, int64_t rows, Scratch *my) {
+    int64_t wide = job->wide;
+    for (int64_t r = 0; r < rows; r++) {
+        float share = 1.0f / my->total[r];
+        if (job->sinks) {
+            float sink = 1.44269504f * job->sinks[head], over = sink > my->most[r] ? sink : my->most[r];
+            float rest = exp2f(my->most[r] - over);
+            share = rest / (my->total[r] * rest + exp2f(sink - over));
+        }
+        uint16_t *out = job->out + ((b * job->fresh + from + r) * job->query_heads + head) * wide;
+        for (int64_t j = 0; j < wide; j += LANES) {
+            __m512 x = _mm512_mul_ps(_mm512_loadu_ps(my->sums + r * wide + j), _mm512_set1_ps(share));
+            _mm256_storeu_si256((__m256i *)(out + j), (__m256i)_mm512_cvtneps_pbh(x));
+        }
+    }
+}
+
+// The part from `inside` on of a block of a head's queries.
+static void one_part(const Job *job, int64_t b, int64_t head, int64_t block, int64_t inside, Scratch *my) {
+    int64_t groups = job->query_heads / job->heads, half = job->dim / 2, from = block * job->queries + inside;
+    int64_t rows = job->queries - inside < PART ? job->queries - inside : PART;
+    rows = job->fresh - from < rows ? job->fresh - from : rows;
+    if (rows <= 0) return;
+    int64_t whole = (rows + FEW - 1) / FEW * FEW;
+    const uint16_t *asked = job->query + b * job->query_row + head * job->query_head + from * job->query_slot;
+    for (int64_t r = 0; r < whole; r++) {
+        if (r < rows) memcpy(my->asked + r * half, asked + r * job->query_slot, half * 4);
+        else memset(my->asked + r * half, 0, half * 4);
+        my->most[r] = -INFINITY, my->total[r] = 0;
+    }
+    memset(my->sums, 0, whole * job->wide * sizeof(float));
+    const uint32_t *keys = job->pairs + (b * job->heads + head / groups) * job->places * (job->dim + job->wide) / 2;
+    const uint32_t *values = keys + job->places * half;
+    int64_t item = (b * job->sets + head / (job->query_heads / job->sets)) * job->query_blocks + block;
+    for (int64_t i = 0; i < job->counts[item]; i++) {
+        int64_t first = job->lists[item * job->listed + i] * job->block, end = first + job->block;
+        for (int64_t at = first; at < end; at += TILE) {
+            int64_t low = job->pad - at, size = end - at < TILE ? end - at : TILE;
+            if (low >= size) continue;
+            Tile tile = {keys + at * half, values + at / 2 * job->wide, size, low > 0 ? low : 0, -1};
+            meet_sized(job, &tile, whole, my);
+        }
+    }
+    int64_t diagonal = job->pad + job->length - job->fresh + block * job->queries;
+    for (int64_t at = diagonal; at < diagonal + inside + rows; at += TILE) {
+        int64_t low = job->pad - at, own = diagonal + inside - at;
+        Tile tile = {keys + at * half, values + at / 2 * job->wide, TILE, low > 0 ? low : 0, own};
+        meet_sized(job, &tile, whole, my);
+    }
+    write_out(job, b, head, from, rows, my);
+}
+
+INLINE char *part_of(char **at, int64_t bytes) {
+    char *here = *at;
+    *at += (bytes + 63) / 64 * 64;
+    return here;
+}
+
+static int64_t divide(const Job *job, char *scratch, Scratch *my) {
+    char *at = scratch;
+    my->asked = (uint32_t *)part_of(&at, PART * job->dim * 2);
+    my->powers = (uint32_t *)part_of(&at, ROWS * TILE * 2);
+    my->logits = (float *)part_of(&at, ROWS * TILE * 4);
+    my->sums = (float *)part_of(&at, PART * job->wide * 4);
+    my->most = (float *)part_of(&at, PART * 4);
+    my->total = (float *)part_of(&at, PART * 4);
+    my->shrink = (float *)part_of(&at, PART * 4);
+    return at - scratch;
+}
+
+// Bytes of scratch that a thread needs; 0 where the compiler knows no products of bfloat16.
+int64_t scratch_of(const Job *job) {
+    Scratch my;
+    return divide(job, 0, &my);
+}
+
+void read_blocks(const Job *job, int64_t threads) {
+    int64_t rows = job->batch * job->heads, tiles = job->places / TILE, items = job->batch * job->query_heads;
+    Scratch sized;
+    int64_t bytes = divide(job, 0, &sized);
+#pragma omp parallel num_threads((int)threads) if (threads > 1)
+    {
+        int thread = 0;
+#ifdef _OPENMP
+        extern int omp_get_thread_num(void);
+        thread = omp_get_thread_num();
+#endif
+        Scratch my;
+        divide(job, job->scratch + thread * bytes, &my);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < rows * tiles; i++) lay_out(job, i / tiles, i % tiles * TILE);
+        // The last queries see most, and come first.
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < items * job->query_blocks; i++) {
+            int64_t block = job->query_blocks - 1 - i / items, head = i % items;
+            for (int64_t inside = 0; inside < job->queries; inside += PART)
+                one_part(job, head / job->query_heads, head % job->query_heads, block, inside, &my);
+        }
+    }
+}
+#else
+int64_t scratch_of(const Job *job) {
+    (void)job;
+    return 0;
+}
+
+void read_blocks(const Job *job, int64_t threads) { (void)job, (void)threads; }
+#endif
