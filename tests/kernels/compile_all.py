@@ -21,6 +21,7 @@ from kvsieve.kernels.blocks import block_attention
 from kvsieve.kernels.decode import decode_attention, kv_row_attention, ragged_decode
 from kvsieve.kernels.inputs import PackedBlocks
 from kvsieve.kernels.packed import packed_decode
+from kvsieve.kernels.paged import paged_scores
 from kvsieve.kernels.pages import page_bounds, page_scores, update_pages
 from kvsieve.kernels.window import pooled, window_mass
 from kvsieve.types import AttentionTerms
@@ -82,6 +83,8 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     table = torch.zeros(heads, 2, dim, 4096, dtype=dtype)
     page_bounds(table, packed, count)
     page_scores(table[..., :4001], torch.zeros(heads, groups, 9), slots[:, :9])
+    bounds, question = torch.zeros(9, heads, 2, dim, dtype=dtype), torch.zeros(3, heads, groups, 2, dim)
+    paged_scores(bounds, question, *(torch.zeros(3, *each, dtype=torch.int32) for each in ((1001,), ())), 32)
     update_pages(table, torch.zeros(heads, dim, dtype=dtype), count, 16)
     update_pages(table[:, :1], torch.zeros(heads, dim, dtype=dtype), 5, 1)
     encoded(heads, groups, dim, value_dim)

@@ -20,6 +20,7 @@ KERNELS = {
     "mass_kernel",
     "pool_kernel",
     "packed_kernel",
+    "paged_kernel",
     "scores_kernel",
     "update_kernel",
 }
@@ -45,5 +46,5 @@ def test_every_kernel_compiles_and_reads_wide(tmp_path):
         assert {line["name"] for line in mine} == KERNELS
         assert all(line["shared"] <= MEMORY[capability] for line in mine)
     # On an H200 keys, values and tables come in pieces of 16 bytes, not one number at a time.
-    large = {"blocks_kernel", "split_kernel", "norm_kernel", "mass_kernel", "scores_kernel"}
+    large = {"blocks_kernel", "split_kernel", "norm_kernel", "mass_kernel", "paged_kernel", "scores_kernel"}
     assert all(line["wide"] for line in lines if line["capability"] == 90 and line["name"] in large)

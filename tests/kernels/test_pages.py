@@ -77,3 +77,18 @@ def test_entry_after_entry_makes_the_same_table(dtype, page, on_device):
     theirs = table_of(keys, page).bounds()
     assert torch.equal(table[..., : theirs.shape[-1]], theirs)
     assert table[..., theirs.shape[-1] :].eq(7).all()
+
+
+@pytest.mark.parametrize("dtype, groups", MIXES.values(), ids=MIXES)
+def test_scores_of_pages_that_lie_anywhere(dtype, groups):
+    torch.manual_seed(0)
+    bounds, page = torch.randn(90, 3, 2, 40).to(dtype), 8
+    sizes = torch.tensor([8 * 70 - 3, 8 * 64, 5], dtype=torch.int32)
+    table = torch.stack([torch.randperm(90)[:75] for _ in sizes]).to(torch.int32)
+    question = torch.randn(3, 3, groups, 2, 40)
+    ours = kernels.paged_scores(bounds, question, table[:, :72], sizes, page)
+    held = bounds[table[:, :72].long()].double().flatten(3)
+    theirs = torch.einsum("rhgc,rphc->rhgp", question.flatten(3).double(), held)
+    for row, there in enumerate((70, 64, 1)):
+        torch.testing.assert_close(ours[row, ..., :there].double(), theirs[row, ..., :there], atol=2e-3, rtol=1e-4)
+        assert ours[row, ..., there:].eq(float("-inf")).all()

@@ -44,7 +44,38 @@ def test_a_gap_grows_while_decoding():
     assert rolls.moments(163, 179, 195) == [195] and rolls.moments(163, 179, 194) == []
 
 
-@pytest.mark.parametrize("text", ["knorm:budget=40", "snapkv:budget=30%:paper=true", "keydiff:budget=25%:every=5"])
+def test_lagkv_acts_where_a_partition_has_filled():
+    keeps = retention("lagkv:lag=16:sinks=4:budget=25%")
+    # Partitions end at 4 + 16 n; of 163 tokens 5 blocks stay, 41 entries being the budget and 36 the least.
+    assert keeps.kept_blocks(163) == 5 and keeps.remembers
+    # At 164 there is no block to be freed.
+    assert keeps.moments(163, 0, 200) == [163, 180, 196]
+    assert [keeps.gap(163, processed) for processed in (163, 164, 179, 180, 196)] == [
+        (5, 20), (5, 20), (5, 20), (5, 22), (5, 24),
+    ]  # fmt: skip
+    once = retention("lagkv:lag=16:sinks=4:budget=25%:decode=false")
+    assert once.moments(163, 0, 200) == [163] and not once.remembers
+
+
+def test_queries_of_the_tokens_before_a_moment_are_wanted():
+    keeps = retention("snapkv:budget=40:window=6:every=10")
+    assert [at for at in range(130) if keeps.wants_queries(100, at)] == [
+        *range(95, 100), *range(105, 110), *range(115, 120), *range(125, 130),
+    ]  # fmt: skip
+    assert not any(retention("snapkv:budget=40:window=6").wants_queries(100, at) for at in range(100, 130))
+    assert all(retention("snapkv:budget=40:window=6:every=3").wants_queries(4, at) for at in range(1, 30))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "knorm:budget=40",
+        "snapkv:budget=30%:paper=true",
+        "keydiff:budget=25%:every=5",
+        "snapkv:budget=40:window=6:every=10",
+        "lagkv:budget=25%:lag=16:sinks=4",
+    ],
+)
 def test_what_is_freed_holds_nothing_that_is_read_later(text):
     """Pages are filled and packed as workers do, and freed as the scheduler does, however a request is cut up."""
     rng, keeps = random.Random(0), retention(text)

@@ -67,7 +67,9 @@ def test_options_that_cannot_be_read_are_refused(given, told):
         "keydiff:every=64",
         "knorm",
         "streamingllm:every=32",
+        "lagkv",
         "lagkv:decode=false",
+        "snapkv:every=64",
     ],
 )
 def test_carried_plans(text):
@@ -92,8 +94,6 @@ def test_carried_plans(text):
         ("quest:sparse_questions=true", "sparse_questions"),
         ("snapkv:skip_layers=2", "freed in all layers"),
         ("snapkv:per_query_head=true", "more heads"),
-        ("snapkv:every=64", "not kept"),
-        ("lagkv", "lagkv:decode=false"),
         ("keydiff:chunks=true", "chunks as its schedule has it"),
         ("snapkv:budget=64MiB", "no meaning here"),
     ],
@@ -108,22 +108,34 @@ def test_plans_that_are_not_carried_are_refused_with_the_reason(text, reason):
     ("changed", "reason"),
     [
         ({"version": "0.33.1"}, "install vllm==0.32.0"),
-        ({"device": "cuda"}, "only vLLM's CPU backend"),
+        ({"device": "rocm"}, "attention on rocm"),
         ({"speculative": True}, "speculative decoding"),
         ({"kv_transfer": True}, "KV connector"),
         ({"context_parallel": True}, "context parallelism"),
         ({"kv_cache_dtype": "fp8"}, "fp8"),
         ({"latent": True}, "latent attention"),
         ({"generates": False}, "no decoder"),
-        ({"recurrent": True}, "recurrent layers"),
         ({"asynchronous": True}, "--no-async-scheduling"),
         ({"second_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
+        ({"microbatches": True}, "--enable-dbo"),
+        ({"bidirectional": True}, "attend to later ones"),
     ],
 )
 def test_engines_that_a_plan_does_not_go_with_are_refused(changed, reason):
     check_engine(options("quest:budget=256"), FACTS)
     with pytest.raises(UnsupportedOptionError, match=reason):
         check_engine(options("quest:budget=256"), dataclasses.replace(FACTS, **changed))
+
+
+def test_both_devices_go_with_a_plan():
+    check_engine(options("quest:budget=256"), dataclasses.replace(FACTS, device="cuda"))
+
+
+def test_with_recurrent_layers_entries_are_read_and_not_evicted():
+    recurrent = dataclasses.replace(FACTS, recurrent=True)
+    check_engine(options("quest:budget=256"), recurrent)
+    with pytest.raises(UnsupportedOptionError, match="too large to be freed"):
+        check_engine(options("rocketkv:budget=256"), recurrent)
 
 
 def test_another_version_can_be_tried(monkeypatch):
@@ -154,3 +166,5 @@ def test_a_plan_is_settled_for_the_model_once_and_read_alike_in_every_process():
     assert settled.settled and settled.plan.evict.window == 16 and settled.plan.unset is None
     again = EngineOptions.given({"kvsieve": json.loads(json.dumps(settled.handed_on()))})
     assert again.settled and again.plan == settled.plan and settle(again, None, None) == again
+    paged = dataclasses.replace(settled, page=32)
+    assert EngineOptions.given({"kvsieve": json.loads(json.dumps(paged.handed_on()))}) == paged

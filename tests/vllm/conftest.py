@@ -45,7 +45,7 @@ def checkpoint(tmp_path_factory) -> str:
 
 @pytest.fixture
 def engine(checkpoint):
-    """Make engines with a plan, one after another; None for none."""
+    """Make engines with a plan, one after another, None for none; of another `model` where one is given."""
     pytest.importorskip("vllm")
 
     @contextlib.contextmanager
@@ -55,10 +55,11 @@ def engine(checkpoint):
 
         given = {} if plan is None else {"kvsieve": {"plan": plan, "self_test": self_test}}
         options = {
-            "max_model_len": 1024, "max_num_seqs": 6, "max_num_batched_tokens": 1024, "block_size": BLOCK,
-            "enforce_eager": True, "seed": 0, "skip_tokenizer_init": True, "num_gpu_blocks_override": 200, **options,
+            "model": checkpoint, "max_model_len": 1024, "max_num_seqs": 6, "max_num_batched_tokens": 1024,
+            "block_size": BLOCK, "enforce_eager": True, "seed": 0, "skip_tokenizer_init": True,
+            "num_gpu_blocks_override": 200, **options,
         }  # fmt: skip
-        llm = LLM(checkpoint, dtype="float32", additional_config=given, disable_log_stats=False, **options)
+        llm = LLM(dtype="float32", additional_config=given, disable_log_stats=False, **options)
         try:
             yield llm
         finally:

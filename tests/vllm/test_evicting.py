@@ -17,6 +17,12 @@ PLANS = [
     "streamingllm:budget=96",
     "rocketkv:budget=128:window=16",
 ]
+# The same again while decoding; the second looks at queries from before the last time.
+REPEATED = [
+    "lagkv:budget=96:lag=32:sinks=32",
+    "snapkv:budget=96:window=48:kernel=7:every=32",
+    "keydiff:budget=96:every=32",
+]
 
 
 def core(llm):
@@ -39,6 +45,15 @@ def test_everything_packed_in_reverse_is_dense_attention(engine, batched):
 
 @pytest.mark.parametrize("plan", PLANS[:5])
 def test_entries_are_those_that_kvsieve_keeps_on_transformers(engine, checkpoint, plan):
+    same_on_transformers(engine, checkpoint, plan, 24)
+
+
+@pytest.mark.parametrize("plan", REPEATED)
+def test_entries_are_those_that_kvsieve_keeps_while_decoding(engine, checkpoint, plan):
+    same_on_transformers(engine, checkpoint, plan, 80)
+
+
+def same_on_transformers(engine, checkpoint, plan: str, tokens: int) -> None:
     from transformers import AutoModelForCausalLM
 
     import kvsieve
@@ -50,15 +65,15 @@ def test_entries_are_those_that_kvsieve_keeps_on_transformers(engine, checkpoint
     prompts, expected = prompts_of([256, 320]), []
     for ids in prompts:
         with kvsieve.attach(model, parse_plan(plan)) as sieve:
-            out = sieve.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)
+            out = sieve.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False)
             assert out.stats.kv_entries == [96] * 3
             expected.append(tuple(out.sequences[0, len(ids) :].tolist()))
     with engine(plan) as llm:
-        assert [each.tokens for each in answers(llm, prompts)] == expected
+        assert [each.tokens for each in answers(llm, prompts, tokens)] == expected
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", [*PLANS, "streamingllm:budget=96:every=24", "keydiff:budget=25%:every=40"])
+@pytest.mark.parametrize("plan", [*PLANS, *REPEATED, "streamingllm:budget=96:every=24"])
 def test_blocks_go_back_and_answers_are_the_same_however_prompts_are_scheduled(engine, plan):
     prompts = prompts_of([300, 45, 517, 258, 129, 384], seed=5)
     with engine(plan, max_num_seqs=1) as llm:
@@ -86,7 +101,7 @@ def test_preemption_changes_nothing(engine, plan):
     assert [each.tokens for each in tight] == [each.tokens for each in free]
 
 
-@pytest.mark.parametrize("plan", [PLANS[0], PLANS[5], "streamingllm:budget=96:every=24", "quest:budget=96"])
+@pytest.mark.parametrize("plan", [f"{PLANS[0]}:every=12", PLANS[5], REPEATED[0], "quest:budget=96"])
 def test_preemption_at_every_place(engine, plan):
     """Requests are put back by force, again and again: while their prompts are read, at their ends, and behind them."""
     prompts = prompts_of([300, 140, 257], seed=7)

@@ -28,6 +28,7 @@ _FUNCTIONS = {
     "ragged_decode": "decode",
     "page_bounds": "pages",
     "page_scores": "pages",
+    "paged_scores": "paged",
     "update_pages": "pages",
     "pooled": "window",
     "window_mass": "window",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvsieve.errors import PlanError
 from kvsieve.methods.adakv import GroupedSnapKV
-from kvsieve.methods.base import ScoredEvictor
 from kvsieve.methods.hsa import HSA
 from kvsieve.methods.keydiff import KeyDiff
 from kvsieve.methods.knorm import KNorm
@@ -25,8 +24,6 @@ _NO_ROLE = {
     "rest": "entries lie in vLLM's pages, in its own dtypes, and no page holds encoded ones",
 }
 _EVICTORS: tuple[type[Evictor], ...] = (SnapKV, GroupedSnapKV, RocketEviction, LagKV, KeyDiff, KNorm, StreamingLLM)
-# Those that choose without queries or scores of their own from earlier, and so can act again while decoding.
-_REPEATABLE: tuple[type[Evictor], ...] = (KeyDiff, KNorm, StreamingLLM)
 
 
 def check_carried(plan: Plan) -> None:
@@ -47,8 +44,7 @@ def check_carried(plan: Plan) -> None:
     if reasons:
         raise PlanError(
             f"vLLM cannot carry the plan {plan.name}: {'; '.join(reasons)}. It carries quest, hsa, rocketkv, snapkv, "
-            "lagkv:decode=false, keydiff, knorm and streamingllm; kvsieve's own server (`kvsieve serve`) carries every "
-            "plan"
+            "lagkv, keydiff, knorm and streamingllm; kvsieve's own server (`kvsieve serve`) carries every plan"
         )
 
 
@@ -71,10 +67,6 @@ def _evictor_reasons(evict: Evictor) -> list[str]:
         reasons.append(f"chunks=True: {CHUNKED}")
     if isinstance(evict, SnapKV) and evict.per_query_head:
         reasons.append("per_query_head=True stores more heads than vLLM's pages have")
-    if isinstance(evict, LagKV) and evict.decode:
-        reasons.append("LagKV goes on while decoding by scores that it remembers per request: give lagkv:decode=false")
-    if every(evict) is not None and type(evict) not in _REPEATABLE:
-        reasons.append(f"every= of {name} needs queries or scores of earlier tokens, which are not kept")
     return reasons
 
 
@@ -89,8 +81,3 @@ def _reader_reasons(read: Reader) -> list[str]:
     if read.sparse_questions:
         reasons.append("sparse_questions=True: prompts are read by vLLM's own kernels")
     return reasons
-
-
-def every(evict: Evictor) -> int | None:
-    """Return after how many generated tokens it acts again; None for the end of prompts only."""
-    return evict.every if isinstance(evict, ScoredEvictor) else None

@@ -1,40 +1,28 @@
-"""Attention on vLLM's CPU pages under a plan: sparse reading of generated tokens, and eviction behind prompts."""
+"""vLLM's backend for CPUs, CPU_ATTN, under a plan."""
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
-from vllm.config import get_current_vllm_config
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionType
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
+from vllm import envs
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
 
-from kvsieve.errors import UnsupportedModelError
-from kvsieve.vllm.blocks import spec_for
-from kvsieve.vllm.cpu_batch import Packing, PagedCall, SieveCPUBuilder, SieveCPUMetadata, SparseCall
-from kvsieve.vllm.cpu_pages import page_layout
-from kvsieve.vllm.options import EngineOptions
-from kvsieve.vllm.packing import LayerFacts, ObservedQueries, choose_entries
-from kvsieve.vllm.pages import PageBounds, PageReader, choose_pages, question_of, reads_layer
+from kvsieve.vllm.attention import PlannedAttention, PlannedBackend, planner_for
+from kvsieve.vllm.calls import PagedCall, PlannedStep
+from kvsieve.vllm.cpu_pages import PageLayout, page_layout
 
 
-class SieveCPUBackend(CPUAttentionBackend):
-    """vLLM's CPU backend under a plan.
-
-    Attributes:
-        options: of the engine that is being built in this process.
-    """
-
-    options: ClassVar[EngineOptions | None] = None
-
-    @classmethod
-    def customize_spec(cls, spec: Any) -> Any:
-        """Return what a layer's cache is to be: under an evictor, with a manager that frees blocks."""
-        assert cls.options is not None
-        return spec_for(spec, cls.options.plan, cls.options.self_test)
+class SieveCPUBackend(PlannedBackend, CPUAttentionBackend):
+    """vLLM's CPU backend under a plan."""
 
     @staticmethod
     def get_impl_cls() -> type[SieveCPUAttention]:
@@ -47,121 +35,54 @@ class SieveCPUBackend(CPUAttentionBackend):
         return SieveCPUBuilder
 
 
-class SieveCPUAttention(CPUAttentionBackendImpl):
-    """A layer's attention under a plan; layers that do not attend to everything are as without one."""
+@dataclass
+class SieveCPUMetadata(PlannedStep, CPUAttentionMetadata):
+    """vLLM's metadata, and a plan's."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        config = get_current_vllm_config()
-        options = EngineOptions.given(config.additional_config)
-        assert options is not None
-        SieveCPUBackend.options = options
-        self._options, self._page = options, config.cache_config.block_size
-        self._acts = self.attn_type == AttentionType.DECODER and self.sliding_window == -1
-        if self._acts:
-            self._refuse(options)
-        self._layers = config.model_config.hf_text_config.num_hidden_layers
-        self._facts: LayerFacts | None = None
-        self._bounds: PageBounds | None = None
-        self._reads = False
-        evict = options.plan.evict
-        self._queries = ObservedQueries(evict.window if evict is not None else 0, config.scheduler_config.max_num_seqs)
 
-    def _refuse(self, options: EngineOptions) -> None:
-        """Refuse what only a layer tells of itself."""
-        odd = {
-            "attention sinks": self.sinks is not None,
-            "ALiBi": self.alibi_slopes is not None,
-            "entries shared with another layer": self.kv_sharing_target_layer_name is not None,
-        }
-        found = [name for name, is_so in odd.items() if is_so]
-        if found:
-            raise UnsupportedModelError(
-                f"kvsieve's plan {options.plan.name} does not go with layers of this model, which have "
-                f"{' and '.join(found)}; leave the plan out, or use kvsieve's own server, `kvsieve serve`"
-            )
+class SieveCPUBuilder(CPUAttentionMetadataBuilder):
+    """Makes the metadata of a step; one that needs no more than vLLM's is left as it is."""
 
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        **scales: Any,
-    ) -> Tensor:
-        """Attend as without a plan, or round by round; see CPUAttentionBackendImpl.forward."""
-        if not isinstance(attn_metadata, SieveCPUMetadata):
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
-        if self._facts is None:
-            self._know(layer)
-        if attn_metadata.rounds is None:
-            self._look(key, kv_cache, attn_metadata.slot_mapping, slice(0, attn_metadata.num_actual_tokens))
-            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
-        for each in attn_metadata.rounds:
-            self._look(key, kv_cache, attn_metadata.slot_mapping, each.rows)
-            call = each.whole
-            if each.sparse is not None and self._reads:
-                self._read_sparsely(layer, query, kv_cache, output, each.sparse)
-                call = each.rest
-            if call is not None:
-                keys, values = kv_cache.view(*kv_cache.shape[:2], 2 * self._page, -1).chunk(2, dim=2)
-                self._attend(layer, query, keys, values, output, call)
-            for block, segment in each.seen:
-                self._queries.see(block, segment.start, query[segment.rows], segment.request.prompt)
-            for packing in each.packings:
-                self._pack(layer, query, kv_cache, packing)
-        return output
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._planner = planner_for(self, self.num_heads, lambda tensor: tensor, self._schedule)
+        self._init_reorder_batch_threshold(1)
 
-    def _know(self, layer: Any) -> None:
-        index = extract_layer_index(layer.layer_name)
-        self._facts = LayerFacts(index, self._layers, self.scale, self.logits_soft_cap or None)
-        read = self._options.plan.read
-        self._reads = isinstance(read, PageReader) and reads_layer(read, index, self._layers)
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        """Make the metadata; see AttentionMetadataBuilder."""
+        told = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if self._planner is None:
+            return told
+        return SieveCPUMetadata(**vars(told), rounds=self._planner.rounds(common_attn_metadata))
 
-    def _look(self, key: Tensor, kv_cache: Tensor, slots: Tensor, rows: slice | Tensor) -> None:
-        """Take the keys of some rows, which are stored by now, into their pages' bounds."""
-        if not self._reads:
-            return
-        pages, heads, size, wide = kv_cache.shape
-        if self._bounds is None or len(self._bounds.table) != pages:
-            self._bounds = PageBounds(pages, heads, wide // 2, size, key)
-        self._bounds.update(key[rows], slots[rows])
+    def _schedule(self, heads: int, kv_heads: int, lengths: Tensor, starts: Tensor) -> Tensor:
+        """Divide a call among the kernel's threads."""
+        schedule: Tensor = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=len(lengths),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=self.head_dim,
+            seq_lens=lengths,
+            dtype=self.dtype,
+            query_start_loc=starts,
+            causal=True,
+            sliding_window_size=-1,
+            isa=self.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            dynamic_causal=None,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        return schedule
 
-    def _attend(self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, call: PagedCall) -> None:
-        """Attend to all pages of each request, with queries and outputs [rows, heads, dim]."""
-        is_slice = isinstance(call.rows, slice)
-        asked = query[call.rows]
-        into = output[call.rows] if is_slice else torch.empty_like(asked)
-        self._kernel(layer, asked, keys, values, into.view(asked.shape), call, call.table)
-        if not is_slice:
-            output[call.rows] = into.view(len(into), *output.shape[1:])
 
-    def _read_sparsely(self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, sparse: SparseCall) -> None:
-        """Attend to the pages that each KV head chooses, each head of each page being a page of its own."""
-        assert self._bounds is not None
-        pages, heads, size, wide = kv_cache.shape
-        dim, groups, call = wide // 2, self.num_queries_per_kv, sparse.call
-        asked = query[call.rows].reshape(-1, heads, groups, dim)
-        question = question_of(asked, self.scale, sparse.channels)
-        chosen = choose_pages(
-            self._bounds.table, question, sparse.table, sparse.sizes, sparse.counts, sparse.most, size
-        ).flatten(0, 1)
-        keys, values = kv_cache.view(pages * heads, 1, 2 * size, dim).chunk(2, dim=2)
-        asked = asked.flatten(0, 1)
-        if isinstance(call.rows, slice):
-            into = output[call.rows].view(asked.shape)
-            self._kernel(layer, asked, keys, values, into, call, chosen)
-        else:
-            into = torch.empty_like(asked)
-            self._kernel(layer, asked, keys, values, into, call, chosen)
-            output[call.rows] = into.view(-1, *output.shape[1:])
+class SieveCPUAttention(PlannedAttention, CPUAttentionBackendImpl):
+    """A layer's attention with vLLM's CPU kernels."""
 
-    def _kernel(
-        self, layer: Any, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, call: PagedCall, table: Tensor
+    def _attend_pages(
+        self, layer: Any, query: Tensor, cache: Tensor, output: Tensor, call: PagedCall, table: Tensor
     ) -> None:
+        pages, heads, size, wide = cache.shape
+        keys, values = cache.view(pages, heads, 2 * size, wide // 2).chunk(2, dim=2)
         ops.cpu_attention_with_kv_cache(
             query=query,
             key_cache=keys,
@@ -183,20 +104,12 @@ class SieveCPUAttention(CPUAttentionBackendImpl):
             kv_cache_dtype=self.kv_cache_dtype,
         )
 
-    def _pack(self, layer: Any, query: Tensor, kv_cache: Tensor, packing: Packing) -> None:
-        """Put the entries that stay into the request's first pages."""
-        assert self._facts is not None and self._options.plan.evict is not None
-        evict, segment, size = self._options.plan.evict, packing.segment, self._page
-        layout = page_layout(layer.isa, size, kv_cache.shape[3] // 2, kv_cache.dtype)
-        keys, values = layout.read(kv_cache, packing.pages, packing.stored)
-        kept, tail = packing.kept * size, packing.stored % size
-        if self._options.self_test:
-            chosen = torch.arange(kept - 1, -1, -1).expand(len(keys), -1)
-        else:
-            asked = self._queries.last(int(packing.pages[0]), segment.start, query[segment.rows])
-            chosen = choose_entries(evict, self._facts, asked, keys, values, kept, tail)
-        keys, values = (each.gather(1, chosen[..., None].expand(-1, -1, each.shape[2])) for each in (keys, values))
-        into = packing.pages[: packing.kept]
-        layout.write(kv_cache, into, keys, values)
-        if self._bounds is not None:
-            self._bounds.replace(into, keys)
+    def _read_entries(self, layer: Any, cache: Tensor, pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        return _layout(layer, cache).read(cache, pages, size)
+
+    def _write_entries(self, layer: Any, cache: Tensor, pages: Tensor, keys: Tensor, values: Tensor) -> None:
+        _layout(layer, cache).write(cache, pages, keys, values)
+
+
+def _layout(layer: Any, cache: Tensor) -> PageLayout:
+    return page_layout(layer.isa, cache.shape[2], cache.shape[3] // 2, cache.dtype)

@@ -16,8 +16,8 @@ from kvsieve.vllm.pages import PageReader, check_page
 
 # Of vLLM, those that the contract tests have run with.
 TESTED = ("0.32.0",)
-# vLLM tells its attention backends the lengths of prompts where a model has a window of this kind; on CPUs nothing else
-# looks at it. So large a window would hide nothing.
+# vLLM tells its attention backends the lengths of prompts where a model has a window of this kind; where they are
+# extended, nothing else looks at it. So large a window would hide nothing.
 PROMPT_LENGTHS = 1 << 30
 
 
@@ -27,7 +27,7 @@ class EngineFacts:
 
     Attributes:
         version: of vLLM.
-        device: "cpu", "cuda" ...
+        device: "cpu", "cuda", "rocm" ...
         block_size: entries of a block.
         speculative: with speculative decoding.
         kv_transfer: with a KV connector.
@@ -39,6 +39,8 @@ class EngineFacts:
         asynchronous: steps are scheduled before the last one is over.
         prefix_caching: with prefix caching.
         second_runner: vLLM's second model runner is used.
+        microbatches: a step is divided into batches that overlap.
+        bidirectional: some tokens attend to later ones.
     """
 
     version: str
@@ -54,6 +56,8 @@ class EngineFacts:
     asynchronous: bool = False
     prefix_caching: bool = False
     second_runner: bool = False
+    microbatches: bool = False
+    bidirectional: bool = False
 
 
 def check_version(version: str) -> None:
@@ -76,16 +80,21 @@ def check_engine(options: EngineOptions, facts: EngineFacts) -> None:
     plan = options.plan
     check_carried(plan)
     reasons = [
-        (facts.device != "cpu", f"attention on {facts.device}: only vLLM's CPU backend is extended so far"),
+        (facts.device not in ("cpu", "cuda"), f"attention on {facts.device}: vLLM's backends for it are not extended"),
         (facts.speculative, "speculative decoding reads several tokens at once, some of which are taken back"),
         (facts.kv_transfer, "a KV connector brings in and takes away blocks that the plugin would not see"),
         (facts.context_parallel, "context parallelism: no process sees all of a request's entries"),
         (facts.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16"), f"a cache in {facts.kv_cache_dtype}"),
-        (facts.recurrent, "recurrent layers, for which vLLM makes pages of other sizes than its blocks"),
+        (
+            facts.recurrent and plan.evict is not None,
+            "recurrent layers: vLLM's blocks are then as large as their states, too large to be freed one by one",
+        ),
         (facts.asynchronous, "asynchronous scheduling, which is not tested: --no-async-scheduling"),
         (facts.latent, "latent attention, whose pages hold no keys"),
         (not facts.generates, "a model that is no decoder generating text"),
         (facts.second_runner, "vLLM's second model runner, which is not tested: set VLLM_USE_V2_MODEL_RUNNER=0"),
+        (facts.microbatches, "batches of a step that overlap, which are not tested: leave --enable-dbo out"),
+        (facts.bidirectional, "tokens that attend to later ones"),
     ]
     found = [reason for is_so, reason in reasons if is_so]
     if found:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,17 +30,32 @@ class LayerFacts:
     softcap: float | None = None
 
 
-def choose_entries(
-    evictor: Evictor, layer: LayerFacts, query: Tensor, keys: Tensor, values: Tensor, kept: int, tail: int
-) -> Tensor:
+@dataclass(frozen=True)
+class Offered:
+    """A request's entries in a layer, among which an evictor chooses.
+
+    Attributes:
+        query: [L, query heads, D], those of the last L tokens.
+        keys: [H, N, D], all that is stored.
+        values: [H, N, Dv].
+        state: the evictor's, of the request.
+        ends_prompt: the prompt is complete only now.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    state: dict[str, Any] = field(default_factory=dict)
+    ends_prompt: bool = True
+
+
+def choose_entries(evictor: Evictor, layer: LayerFacts, offered: Offered, kept: int, tail: int) -> Tensor:
     """Choose the entries of each KV head that fill the blocks which stay.
 
     Args:
         evictor: ranks the entries.
         layer: the layer's facts.
-        query: [L, query heads, D], those of the last L tokens.
-        keys: [H, N, D], all that is stored.
-        values: [H, N, Dv].
+        offered: the entries.
         kept: entries to choose.
         tail: last entries, which stay where they are and are not among those chosen.
 
@@ -49,10 +65,11 @@ def choose_entries(
     Raises:
         CacheStateError: the evictor chose another number of entries.
     """
+    query, keys, values = offered.query, offered.keys, offered.values
     heads, size = keys.shape[:2]
     index = torch.arange(size, dtype=torch.int32, device=keys.device).expand(1, heads, size)
     new = len(query)
-    step = Step(size - new, new, "prefill", True, 0, 0, (size,), (size,))
+    step = Step(size - new, new, "prefill" if offered.ends_prompt else "decode", True, 0, 0, (size,), (size,))
     ctx = LayerContext(
         layer_idx=layer.layer_idx,
         num_layers=layer.num_layers,
@@ -64,6 +81,7 @@ def choose_entries(
         index=index,
         valid=None,
         stored=(size,),
+        state=offered.state,
         protected=index >= size - tail if tail else None,
         terms=None if layer.softcap is None else AttentionTerms(layer.softcap),
     )
@@ -78,7 +96,7 @@ def choose_entries(
 
 
 class ObservedQueries:
-    """Queries of a prompt's end that were read before its last chunk, by request.
+    """Queries of a request's last tokens, kept for the pass in which an evictor looks at them.
 
     A request is known by the block that it begins with, which no other holds at the same time. What is left of one
     that never came to its end is forgotten when the next begins there.
@@ -89,40 +107,62 @@ class ObservedQueries:
     """
 
     def __init__(self, window: int, most: int) -> None:
-        self.window = window
-        self._most = most
+        self._window, self._most = window, most
         self._held: dict[int, tuple[int, Tensor]] = {}
 
-    def see(self, block: int, start: int, query: Tensor, prompt: int) -> None:
-        """Keep what a chunk's last queries add for the prompt's end, if its last chunk will be too short.
+    def hold(self, block: int, end: int, query: Tensor) -> None:
+        """Keep the last queries.
 
         Args:
             block: the request's first block.
-            start: tokens processed before the chunk.
-            query: [L, query heads, D], the chunk's.
-            prompt: tokens of the prompt.
+            end: tokens of it that have been processed.
+            query: [L, query heads, D], those of the last L tokens.
         """
-        end = start + len(query)
-        before = self._before(block, start, len(query))
-        if prompt - end >= self.window or end >= prompt:
-            return
+        self._held.pop(block, None)
         while len(self._held) >= 2 * self._most:
             self._held.pop(next(iter(self._held)))
-        self._held[block] = end, torch.cat([*before, query])[-self.window :].clone()
+        self._held[block] = end, query[-self._window :].clone()
 
-    def last(self, block: int, start: int, query: Tensor) -> Tensor:
-        """Return the queries of a prompt's end, at most `window` and at least the chunk's; arguments as in `see`."""
-        before = self._before(block, start, len(query))
-        return torch.cat([*before, query]) if before else query
+    def joined(self, block: int, start: int, query: Tensor) -> Tensor:
+        """Put the queries that were kept before a segment's own.
 
-    def _before(self, block: int, start: int, new: int) -> list[Tensor]:
-        """Take out what was kept of the tokens before a chunk; nothing where it is long enough, or the first."""
-        end, held = self._held.pop(block, (start, None))
-        if not start or new >= self.window or held is None:
-            return []
+        Args:
+            block: the request's first block.
+            start: tokens processed before the segment.
+            query: [L, query heads, D], the segment's.
+
+        Raises:
+            CacheStateError: others were kept.
+        """
+        end, held = self._held.pop(block, (0, query[:0]))
         if end != start:
             raise CacheStateError(
                 f"queries of {end} tokens are kept for a request that has read {start}; this is an error of kvsieve, "
                 "please report it"
             )
-        return [held]
+        return torch.cat([held, query])
+
+
+class EvictorStates:
+    """Findings of an evictor about requests, for when it acts on them again; known as in ObservedQueries.
+
+    Args:
+        most: requests at a time. The states of twice as many are kept, the ones asked for last.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: dict[int, dict[str, Any]] = {}
+
+    def of(self, block: int, begins: bool) -> dict[str, Any]:
+        """Return a request's state; to be called in every step of it.
+
+        Args:
+            block: the request's first block.
+            begins: its prompt is complete only now; what an earlier request left there is forgotten.
+        """
+        state = self._held.pop(block, {})
+        while len(self._held) >= 2 * self._most:
+            self._held.pop(next(iter(self._held)))
+        self._held[block] = {} if begins else state
+        return self._held[block]

@@ -5,8 +5,8 @@ over each page, per KV head. A reader asks with weights for them: Quest's are th
 logits, HSA's are those of the few channels in which the queries are largest. Softmax weights of pages are summed over
 the query heads of a KV head, as everywhere in kvsieve, and the pages that weigh most are read whole.
 
-Plain torch, or on CPUs the C kernels of `kernels.cpu.pages`, which choose the same pages up to ties; nothing here
-knows vLLM.
+Plain torch, or on CPUs the C kernels of `kernels.cpu.pages`, and on GPUs a Triton kernel that asks all pages of all
+heads at once, both of which choose the same pages up to ties; nothing here knows vLLM.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvsieve import kernels
 from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.core.page_weights import held_part
 from kvsieve.errors import PlanError
@@ -185,8 +186,7 @@ def choose_pages(
     places = torch.arange(width, device=table.device)
     pages = (sizes.long() + page - 1) // page
     newest, beyond = places == (pages - 1)[:, None], places >= pages[:, None]
-    held = bounds[table.long()].float().flatten(3)
-    scores = torch.einsum("rhgc,rphc->rhgp", question.flatten(3), held)
+    scores = page_logits(bounds, question, table, sizes, page)
     # A page counts by its part that is filled, in the softmax; its weight is that of one that is full.
     part = torch.where(newest, (sizes - (pages - 1) * page)[:, None] / page, 1.0)
     scores = scores + part.log()[:, None, None]
@@ -199,6 +199,14 @@ def choose_pages(
     chosen = table[:, None].expand(-1, heads, -1).gather(2, best) * heads
     chosen = chosen + torch.arange(heads, device=table.device, dtype=torch.int32)[:, None]
     return torch.nn.functional.pad(chosen, (0, most - best.shape[-1])).to(torch.int32)
+
+
+def page_logits(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, page: int) -> Tensor:
+    """Ask every page of every request, float32 [requests, heads, groups, width]; arguments as in `choose_pages`."""
+    if kernels.usable(bounds, question):
+        return kernels.paged_scores(bounds, question, table, sizes, page)
+    held = bounds[table.long()].float().flatten(3)
+    return torch.einsum("rhgc,rphc->rhgp", question.flatten(3), held)
 
 
 def usable(bounds: Tensor) -> bool:

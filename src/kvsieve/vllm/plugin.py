@@ -7,6 +7,7 @@ The other names the attention backend of a layer: where a plan is configured, it
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,12 @@ if TYPE_CHECKING:
     from kvsieve.vllm.engine import EngineFacts
 
 logger = logging.getLogger("vllm.kvsieve")
-CPU_BACKEND = "kvsieve.vllm.cpu_backend.SieveCPUBackend"
-# Of vLLM on CPUs blocks have 128 entries unless told otherwise: coarse for pages.
+# vLLM's backends that are extended, by their names there, and those that extend them.
+BACKENDS = {
+    "CPU_ATTN": "kvsieve.vllm.cpu_backend.SieveCPUBackend",
+    "TRITON_ATTN": "kvsieve.vllm.triton_backend.SieveTritonBackend",
+}
+# Entries of a block unless told otherwise. vLLM has 128 on CPUs, coarse for pages, and 16 on GPUs, many to choose from.
 BLOCK_SIZE = 32
 
 
@@ -38,9 +43,17 @@ def register() -> None:
 
     @classmethod  # type: ignore[misc]
     @functools.wraps(backend)
-    def get_attn_backend_cls(cls: Any, *args: Any, **kwargs: Any) -> str:
-        found: str = backend(cls, *args, **kwargs)
-        return _ours(found)
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, *args: Any, **kwargs: Any) -> str:
+        from vllm.config import get_current_vllm_config
+
+        plan = asked_for(get_current_vllm_config().additional_config)
+        if plan is not None and selected_backend is None and cls.device_type == "cuda":
+            from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+            # vLLM prefers others there, and tells why where this one does not go with the model.
+            selected_backend = AttentionBackendEnum.TRITON_ATTN
+        found: str = backend(cls, selected_backend, *args, **kwargs)
+        return found if plan is None else _ours(found)
 
     platform.check_and_update_config = check_and_update_config
     platform.get_attn_backend_cls = get_attn_backend_cls
@@ -66,33 +79,56 @@ def configure(vllm_config: Any) -> None:
     options = EngineOptions.given(vllm_config.additional_config)
     assert options is not None
     cache, model = vllm_config.cache_config, vllm_config.model_config
-    if not cache.user_specified_block_size and vllm_config.device_config.device_type == "cpu":
+    if not cache.user_specified_block_size:
         cache.block_size = BLOCK_SIZE
+        # On GPUs vLLM chooses again later, unless a user has.
+        cache.user_specified_block_size = vllm_config.device_config.device_type == "cuda"
     facts = facts_of(vllm_config)
     check_engine(options, facts)
     options = settle(options, model.hf_config, model.tokenizer)
+    if facts.recurrent:
+        # vLLM makes blocks there as large as the recurrent states are; pages stay small.
+        options = dataclasses.replace(options, page=facts.block_size)
     why = needs_no_prefix_caching(options, facts)
     if why is not None:
         logger.warning("kvsieve: prefix caching is switched off, because %s", why)
         cache.enable_prefix_caching = False
+    whole_graphs_off(vllm_config.compilation_config)
     install()
     model.model_arch_config.rswa_window = PROMPT_LENGTHS
     if not isinstance(vllm_config.additional_config, dict):
         vllm_config.additional_config = {}
     vllm_config.additional_config[KEY] = options.handed_on()
-    logger.info("kvsieve: %r; a page is a block of %d entries (--block-size)", options.plan, facts.block_size)
+    logger.info("kvsieve: %r; pages have %d entries (--block-size)", options.plan, facts.block_size)
+
+
+def whole_graphs_off(compilation_config: Any) -> None:
+    """Leave attention out of CUDA graphs, aloud; what lies between the layers' attention may stay in them."""
+    from vllm.config import CUDAGraphMode
+
+    mode = compilation_config.cudagraph_mode
+    if mode is None or not mode.has_full_cudagraphs():
+        return
+    left = CUDAGraphMode.PIECEWISE if mode.has_piecewise_cudagraphs() else CUDAGraphMode.NONE
+    logger.warning(
+        "kvsieve: CUDA graphs are %s instead of %s, because what attention reads is decided anew in every step",
+        left.name,
+        mode.name,
+    )
+    compilation_config.cudagraph_mode = left
 
 
 def facts_of(vllm_config: Any) -> EngineFacts:
     """Gather the facts of a configuration."""
     import vllm
+    from vllm.platforms import current_platform
 
     from kvsieve.vllm.engine import EngineFacts
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     return EngineFacts(
         version=vllm.__version__,
-        device=vllm_config.device_config.device_type,
+        device="rocm" if current_platform.is_rocm() else vllm_config.device_config.device_type,
         block_size=cache.block_size,
         speculative=vllm_config.speculative_config is not None,
         kv_transfer=vllm_config.kv_transfer_config is not None,
@@ -104,20 +140,21 @@ def facts_of(vllm_config: Any) -> EngineFacts:
         asynchronous=bool(vllm_config.scheduler_config.async_scheduling),
         prefix_caching=bool(cache.enable_prefix_caching),
         second_runner=vllm_config.use_v2_model_runner,
+        microbatches=parallel.use_ubatching,
+        bidirectional=bool(model.is_mm_prefix_lm or vllm_config.attention_config.use_non_causal),
     )
 
 
 def _ours(found: str) -> str:
-    """Return the path of the attention backend for the configuration that vLLM builds with."""
-    from vllm.config import get_current_vllm_config
+    """Return the path of the backend that extends one of vLLM's."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    if asked_for(get_current_vllm_config().additional_config) is None:
-        return found
-    if found != AttentionBackendEnum.CPU_ATTN.get_path():
-        from kvsieve.errors import UnsupportedOptionError
+    for name, ours in BACKENDS.items():
+        if found == AttentionBackendEnum[name].get_path():
+            return ours
+    from kvsieve.errors import UnsupportedOptionError
 
-        raise UnsupportedOptionError(
-            f"kvsieve extends vLLM's CPU_ATTN backend, and a layer of this model has {found}; leave the plan out"
-        )
-    return CPU_BACKEND
+    raise UnsupportedOptionError(
+        f"kvsieve extends vLLM's backends {' and '.join(BACKENDS)}, and a layer of this model has {found}; leave the "
+        "plan or --attention-backend out"
+    )

@@ -2,16 +2,29 @@
 
 Once a prompt of P tokens is complete, each KV head's best entries among the prompt's whole blocks lie in the first r
 blocks; the prompt's last, partly filled block stays as it is, and new tokens go on behind it. The blocks in between
-hold nothing: a gap. Both sides know P and how many tokens have been processed, and nothing else is needed to tell where
-the gap is, so there is no state that a preemption, a resumption or an abort could leave behind.
+hold nothing: a gap. An evictor that acts while decoding, too, widens it. Both sides know P and how many tokens have
+been processed, and nothing else is needed to tell where the gap is, so there is no state that a preemption, a
+resumption or an abort could leave behind.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvsieve.methods.base import ScoredEvictor
+from kvsieve.methods.lagkv import LagKV
 from kvsieve.roles import Evictor
-from kvsieve.vllm.carried import every
+
+
+def rhythm(evictor: Evictor, prompt: int) -> tuple[int, int] | None:
+    """Return n and a length L: behind the prompt it acts at lengths that differ from L by multiples of n; None: never.
+
+    With ``every=n`` these lengths count from the prompt's end, LagKV's are where another partition has filled.
+    """
+    if isinstance(evictor, LagKV):
+        return (evictor.lag, evictor.sinks) if evictor.decode else None
+    again = evictor.every if isinstance(evictor, ScoredEvictor) else None
+    return None if again is None else (again, prompt)
 
 
 @dataclass(frozen=True)
@@ -28,17 +41,23 @@ class BlockRetention:
     block: int
     self_test: bool = False
 
+    @property
+    def remembers(self) -> bool:
+        """True where the evictor goes on from what it found out about the same request before."""
+        return isinstance(self.evictor, LagKV) and self.evictor.decode and not self.self_test
+
     def kept_blocks(self, prompt: int) -> int:
         """Return r, the whole blocks that a prompt's best entries fill: as many as its budget has room for.
 
-        The last, partly filled block counts towards the budget; at least the evictor's minimum stays.
+        The last, partly filled block counts towards the budget; at least the evictor's minimum stays, also where that
+        block is empty because the evictor acts again.
         """
         if self.self_test:
             return prompt // self.block
         tail = prompt % self.block
         room = (self.evictor.entries(prompt) - tail) // self.block
-        least = -(-(self.evictor.minimum - tail) // self.block)
-        return max(room, least, 1)
+        least = self.evictor.minimum - (tail if rhythm(self.evictor, prompt) is None else 0)
+        return max(room, -(-least // self.block), 1)
 
     def gap(self, prompt: int, processed: int) -> tuple[int, int]:
         """Return the first block that holds nothing and the first behind it that holds entries again.
@@ -52,10 +71,7 @@ class BlockRetention:
         """
         if processed < prompt:
             return 0, 0
-        kept = self.kept_blocks(prompt)
-        again = every(self.evictor)
-        acted = prompt if again is None else prompt + (processed - prompt) // again * again
-        end = acted // self.block
+        kept, end = self.kept_blocks(prompt), self._acted(prompt, processed) // self.block
         return (kept, end) if end > kept else (0, 0)
 
     def moments(self, prompt: int, start: int, end: int) -> list[int]:
@@ -66,16 +82,32 @@ class BlockRetention:
             start: tokens processed before a pass.
             end: tokens processed after it.
         """
-        again = every(self.evictor)
-        asked = [prompt] if start < prompt <= end else []
-        if again is not None:
-            first = prompt + (max(start - prompt, 0) // again + 1) * again
-            asked += range(first, end + 1, again)
+        asked, at = [], self._next(prompt, start)
+        while at is not None and at <= end:
+            asked.append(at)
+            at = self._next(prompt, at)
         if self.self_test:
-            return [at for at in asked if at == prompt and prompt >= self.block]
+            return [at for at in asked if prompt >= self.block]
         return [at for at in asked if self.gap(prompt, at) != self.gap(prompt, at - 1)]
+
+    def wants_queries(self, prompt: int, processed: int) -> bool:
+        """Tell whether the queries of the last tokens that were processed are looked at when the evictor acts next."""
+        at = self._next(prompt, processed)
+        return processed > 0 and at is not None and at - processed < self.evictor.window
 
     def stored(self, prompt: int, processed: int) -> int:
         """Return the entries of a KV head that lie in blocks once so many tokens were processed."""
         first, end = self.gap(prompt, processed)
         return processed - (end - first) * self.block
+
+    def _acted(self, prompt: int, processed: int) -> int:
+        """Return the length at which the evictor acted last, of a prompt that was read."""
+        again = rhythm(self.evictor, prompt)
+        return prompt if again is None else max(prompt, processed - (processed - again[1]) % again[0])
+
+    def _next(self, prompt: int, processed: int) -> int | None:
+        """Return the length at which the evictor acts next."""
+        if processed < prompt:
+            return prompt
+        again = None if self.self_test else rhythm(self.evictor, prompt)
+        return None if again is None else processed + again[0] - (processed - again[1]) % again[0]

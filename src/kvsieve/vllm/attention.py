@@ -1,0 +1,240 @@
+"""Attention of a layer on vLLM's pages under a plan: what its backends for CPUs and GPUs have in common.
+
+Both subclass a backend of vLLM's own, whose cache is [pages, KV heads, entries of a page, keys and values]. A backend
+adds how one call of its kernel is made, and how entries lie in a page.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvsieve.errors import CacheStateError, UnsupportedModelError
+from kvsieve.vllm.batch import GroupFacts, StepPlanner
+from kvsieve.vllm.blocks import RetainedSpec, spec_for
+from kvsieve.vllm.calls import PagedCall, PlannedStep, SegmentEnd, SparseCall
+from kvsieve.vllm.options import EngineOptions
+from kvsieve.vllm.packing import EvictorStates, LayerFacts, ObservedQueries, Offered, choose_entries
+from kvsieve.vllm.pages import PageBounds, PageReader, choose_pages, question_of, reads_layer
+
+
+class PlannedBackend:
+    """Base of backends under a plan, before vLLM's own.
+
+    Attributes:
+        options: of the engine that is being built in this process.
+    """
+
+    options: ClassVar[EngineOptions | None] = None
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """Return what a layer's cache is to be: under an evictor, with a manager that frees blocks."""
+        options = PlannedBackend.options
+        assert options is not None
+        return spec_for(spec, options.plan, options.self_test)
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
+        """Return the size of pages where blocks hold several, else what vLLM's own backend says."""
+        options = PlannedBackend.options
+        if options is not None and options.page is not None:
+            return [options.page]
+        sizes: list[Any] = super().get_supported_kernel_block_sizes(kv_cache_spec)  # type: ignore[misc]
+        return sizes
+
+
+def planner_for(
+    builder: Any, heads: int, moved: Callable[[Tensor], Tensor], schedule: Callable[[int, int, Tensor, Tensor], Any]
+) -> StepPlanner | None:
+    """Make the planner of a group's steps; None where a plan changes nothing in its layers.
+
+    Args:
+        builder: vLLM's AttentionMetadataBuilder of the group.
+        heads: query heads of this process.
+        moved: see StepPlanner.
+        schedule: see StepPlanner.
+    """
+    spec, config = builder.kv_cache_spec, builder.vllm_config
+    options = EngineOptions.given(config.additional_config)
+    assert options is not None
+    if not isinstance(spec, FullAttentionSpec) or spec.sliding_window is not None:
+        return None
+    page = options.page or config.cache_config.block_size
+    if spec.block_size != page:
+        raise CacheStateError(
+            f"vLLM's pages are to have {page} entries and have {spec.block_size}; give that as block_size="
+        )
+    reader = options.plan.read if isinstance(options.plan.read, PageReader) else None
+    retention = spec.retention if isinstance(spec, RetainedSpec) else None
+    if reader is None and retention is None:
+        return None
+    layers = config.model_config.hf_text_config.num_hidden_layers
+    all_sparse = reader is not None and all(reads_layer(reader, index, layers) for index in range(layers))
+    facts = GroupFacts(
+        page=page,
+        heads=heads,
+        kv_heads=spec.num_kv_heads,
+        dim=spec.head_size,
+        reader=reader,
+        all_sparse=all_sparse,
+        retention=retention,
+        self_test=options.self_test,
+    )
+    return StepPlanner(facts, moved, schedule)
+
+
+class PlannedAttention(AttentionImpl):
+    """Base of a layer's attention under a plan, before vLLM's own; layers that see a window are as without one."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = get_current_vllm_config()
+        options = EngineOptions.given(config.additional_config)
+        assert options is not None
+        PlannedBackend.options = options
+        self._options = options
+        if self.attn_type == AttentionType.DECODER and self.sliding_window in (-1, (-1, -1)):
+            self._refuse(options)
+        self._layers = config.model_config.hf_text_config.num_hidden_layers
+        self._facts: LayerFacts | None = None
+        self._bounds: PageBounds | None = None
+        self._reads = False
+        evict, most = options.plan.evict, config.scheduler_config.max_num_seqs
+        self._queries = ObservedQueries(evict.window if evict is not None else 0, most)
+        self._states = EvictorStates(most)
+
+    @abstractmethod
+    def _attend_pages(
+        self, layer: Any, query: Tensor, cache: Tensor, output: Tensor, call: PagedCall, table: Tensor
+    ) -> None:
+        """Call the kernel: requests attend to the pages in `table` of [pages, KV heads, page, 2 * dim], causally.
+
+        query and output: [rows, query heads, dim], those of `call` alone.
+        """
+
+    @abstractmethod
+    def _read_entries(self, layer: Any, cache: Tensor, pages: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Read keys and values [KV heads, size, dim] of the first `size` entries of int64 `pages`, in order."""
+
+    @abstractmethod
+    def _write_entries(self, layer: Any, cache: Tensor, pages: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Fill int64 `pages` with keys and values [KV heads, len(pages) * page, dim]."""
+
+    def _refuse(self, options: EngineOptions) -> None:
+        """Refuse what only a layer tells of itself."""
+        odd = {
+            "attention sinks": self.sinks is not None,
+            "ALiBi": self.alibi_slopes is not None,
+            "entries shared with another layer": self.kv_sharing_target_layer_name is not None,
+        }
+        found = [name for name, is_so in odd.items() if is_so]
+        if found:
+            raise UnsupportedModelError(
+                f"kvsieve's plan {options.plan.name} does not go with layers of this model, which have "
+                f"{' and '.join(found)}; leave the plan out, or use kvsieve's own server, `kvsieve serve`"
+            )
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        **scales: Any,
+    ) -> Tensor:
+        """Attend as without a plan, or round by round; see AttentionImpl.forward."""
+        if not isinstance(attn_metadata, PlannedStep):
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
+        if self._facts is None:
+            self._know(layer)
+        told: Any = attn_metadata
+        slots = told.slot_mapping
+        if attn_metadata.rounds is None:
+            self._look(key, kv_cache, slots, slice(0, told.num_actual_tokens))
+            return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
+        for each in attn_metadata.rounds:
+            self._look(key, kv_cache, slots, each.rows)
+            call = each.whole
+            if each.sparse is not None and self._reads:
+                self._read_sparsely(layer, query, kv_cache, output, each.sparse)
+                call = each.rest
+            if call is not None:
+                assert call.table is not None
+                self._attend(layer, query, kv_cache, output, call, call.table)
+            for end in each.ends:
+                self._end(layer, query, kv_cache, end)
+        return output
+
+    def _know(self, layer: Any) -> None:
+        index = extract_layer_index(layer.layer_name)
+        self._facts = LayerFacts(index, self._layers, self.scale, self.logits_soft_cap or None)
+        read = self._options.plan.read
+        self._reads = isinstance(read, PageReader) and reads_layer(read, index, self._layers)
+
+    def _look(self, key: Tensor, kv_cache: Tensor, slots: Tensor, rows: slice | Tensor) -> None:
+        """Take the keys of some rows, which are stored by now, into their pages' bounds."""
+        if not self._reads:
+            return
+        pages, heads, size, wide = kv_cache.shape
+        if self._bounds is None or len(self._bounds.table) != pages:
+            self._bounds = PageBounds(pages, heads, wide // 2, size, key)
+        self._bounds.update(key[rows], slots[rows])
+
+    def _attend(self, layer: Any, query: Tensor, cache: Tensor, output: Tensor, call: PagedCall, table: Tensor) -> None:
+        """Attend with the rows of a call; cache: vLLM's, or one whose pages have one KV head."""
+        asked = query[call.rows]
+        shape = (-1, self.num_heads // self.num_kv_heads * cache.shape[1], asked.shape[-1])
+        into = output[call.rows] if isinstance(call.rows, slice) else torch.empty_like(asked)
+        self._attend_pages(layer, asked.reshape(shape), cache, into.view(shape), call, table)
+        if not isinstance(call.rows, slice):
+            output[call.rows] = into.view(len(into), *output.shape[1:])
+
+    def _read_sparsely(self, layer: Any, query: Tensor, kv_cache: Tensor, output: Tensor, sparse: SparseCall) -> None:
+        """Attend to the pages that each KV head chooses, each head of each page being a page of its own."""
+        assert self._bounds is not None
+        pages, heads, size, wide = kv_cache.shape
+        asked = query[sparse.call.rows].reshape(-1, heads, self.num_heads // heads, wide // 2)
+        question = question_of(asked, self.scale, sparse.channels)
+        chosen = choose_pages(
+            self._bounds.table, question, sparse.table, sparse.sizes, sparse.counts, sparse.most, size
+        ).flatten(0, 1)
+        self._attend(layer, query, kv_cache.view(pages * heads, 1, size, wide), output, sparse.call, chosen)
+
+    def _end(self, layer: Any, query: Tensor, kv_cache: Tensor, end: SegmentEnd) -> None:
+        """Keep what the evictor looks at later, and put the entries that stay into the request's first pages."""
+        segment = end.segment
+        asked = query[segment.rows]
+        if end.earlier:
+            asked = self._queries.joined(end.block, segment.start, asked)
+        if end.later:
+            self._queries.hold(end.block, segment.end, asked)
+        ends_prompt = segment.start < segment.request.prompt
+        state = self._states.of(end.block, ends_prompt) if end.block >= 0 else {}
+        packing = end.packing
+        if packing is None:
+            return
+        evict, size = self._options.plan.evict, kv_cache.shape[2]
+        assert self._facts is not None and evict is not None
+        keys, values = self._read_entries(layer, kv_cache, packing.pages, packing.stored)
+        kept, tail = packing.kept * size, packing.stored % size
+        if self._options.self_test:
+            chosen = torch.arange(kept - 1, -1, -1, device=keys.device).expand(len(keys), -1)
+        else:
+            chosen = choose_entries(evict, self._facts, Offered(asked, keys, values, state, ends_prompt), kept, tail)
+        keys, values = (each.gather(1, chosen[..., None].expand(-1, -1, each.shape[2])) for each in (keys, values))
+        into = packing.pages[: packing.kept]
+        self._write_entries(layer, kv_cache, into, keys, values)
+        if self._bounds is not None:
+            self._bounds.replace(into, keys)

@@ -1,0 +1,206 @@
+"""Division of a step into calls of a kernel of paged attention, and into moments at which entries are packed.
+
+Nothing here knows vLLM's kernels. Numbers come from the host, and go to the device without waiting for it, except for
+requests that must be known again in a later step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import CacheStateError
+from kvsieve.vllm.calls import Packing, PagedCall, Round, SegmentEnd, SparseCall
+from kvsieve.vllm.pages import PageReader, page_budget
+from kvsieve.vllm.retention import BlockRetention
+from kvsieve.vllm.rounds import ScheduledTokens, Segment, joined, rounds_of
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """Layers whose blocks are alike, and a plan's roles in them.
+
+    Attributes:
+        page: entries of a page.
+        heads: query heads of this process.
+        kv_heads: KV heads of this process.
+        dim: channels of a key.
+        reader: reads while decoding; None where everything is read.
+        all_sparse: no layer is exempt from it.
+        retention: what is kept of prompts; None for everything.
+        self_test: see EngineOptions.
+    """
+
+    page: int
+    heads: int
+    kv_heads: int
+    dim: int
+    reader: PageReader | None
+    all_sparse: bool
+    retention: BlockRetention | None
+    self_test: bool
+
+
+class StepPlanner:
+    """Divides steps into rounds.
+
+    Args:
+        facts: of the layers.
+        moved: brings a tensor to their device.
+        schedule: makes what the kernel needs for a call with so many query heads, KV heads, and with the lengths
+            and the starts of its requests, which are still on the host.
+    """
+
+    def __init__(
+        self,
+        facts: GroupFacts,
+        moved: Callable[[Tensor], Tensor],
+        schedule: Callable[[int, int, Tensor, Tensor], Any],
+    ) -> None:
+        self._facts, self._moved, self._schedule = facts, moved, schedule
+
+    def rounds(self, common: Any) -> list[Round] | None:
+        """Return a step's rounds; None where it is one that vLLM's own backend does alike.
+
+        Args:
+            common: vLLM's CommonAttentionMetadata.
+        """
+        rounds = rounds_of(_requests(common), self._facts.retention, self._facts.reader is not None)
+        made = [self._round(segments, common.block_table_tensor) for segments in rounds]
+        gaps = any(self._gap(segment)[1] for segments in rounds for segment in segments)
+        plain = len(made) == 1 and made[0].sparse is None and not made[0].ends
+        return None if plain and not gaps else made
+
+    def _gap(self, segment: Segment) -> tuple[int, int]:
+        """Return the blocks of the request that hold nothing while the segment is attended to."""
+        keeps = self._facts.retention
+        return (0, 0) if keeps is None else keeps.gap(segment.request.prompt, segment.start)
+
+    def _round(self, segments: Sequence[Segment], table: Tensor) -> Round:
+        gaps = [self._gap(segment) for segment in segments]
+        sizes = [
+            segment.end - (end - first) * self._facts.page for segment, (first, end) in zip(segments, gaps, strict=True)
+        ]
+        pages = self._pages(segments, sizes, gaps, table)
+        read = [number for number, segment in enumerate(segments) if segment.decodes]
+        sparse = self._sparse(segments, sizes, pages, read)
+        others = [number for number in range(len(segments)) if sparse is not None and number not in set(read)]
+        everywhere = sparse is not None and self._facts.all_sparse
+        return Round(
+            self._rows(segments),
+            None if everywhere else self._call(segments, sizes, pages),
+            sparse,
+            self._call([segments[n] for n in others], [sizes[n] for n in others], self._pick(pages, others))
+            if others
+            else None,
+            self._ends(segments, sizes, pages),
+        )
+
+    def _pages(
+        self, segments: Sequence[Segment], sizes: Sequence[int], gaps: Sequence[tuple[int, int]], table: Tensor
+    ) -> Tensor:
+        """Return int32 [n, width]: the pages that hold something, of each segment's request."""
+        pages = self._pick(table, [segment.request.number for segment in segments])
+        if not any(end for _, end in gaps):
+            return pages
+        used = [-(-size // self._facts.page) for size in sizes]
+        index = torch.arange(max(used)).repeat(len(gaps), 1)
+        for row, (first, end) in enumerate(gaps):
+            index[row, first : used[row]] += end - first
+        return pages.gather(1, self._moved(index.clamp_(max=pages.shape[1] - 1)))
+
+    def _pick(self, table: Tensor, numbers: Sequence[int]) -> Tensor:
+        """Return rows of a table, whose numbers ascend."""
+        first, last = numbers[0], numbers[-1]
+        if last - first == len(numbers) - 1:
+            return table[first : last + 1]
+        return table.index_select(0, self._moved(torch.tensor(numbers)))
+
+    def _call(self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor) -> PagedCall:
+        """Make a call in which segments attend to all their pages."""
+        rows = [segment.end - segment.start for segment in segments]
+        starts = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        lengths = torch.tensor(sizes, dtype=torch.int32)
+        schedule = self._schedule(self._facts.heads, self._facts.kv_heads, lengths, starts)
+        longest = max(rows), max(sizes)
+        return PagedCall(
+            self._rows(segments), self._moved(starts), self._moved(lengths), longest, pages.contiguous(), schedule
+        )
+
+    def _sparse(
+        self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor, read: Sequence[int]
+    ) -> SparseCall | None:
+        """Make the call of the segments, by their numbers, that read sparsely; None where they read everything."""
+        facts, reader = self._facts, self._facts.reader
+        if reader is None or not read:
+            return None
+        page, heads = facts.page, facts.kv_heads
+        segments, sizes = [segments[number] for number in read], [sizes[number] for number in read]
+        budgets = [page_budget(reader, segment.end, facts.dim, page) for segment in segments]
+        used = [-(-size // page) for size in sizes]
+        counts = [
+            pages_used if facts.self_test else min(budget.pages, pages_used)
+            for budget, pages_used in zip(budgets, used, strict=True)
+        ]
+        if counts == used and not facts.self_test:
+            return None
+        entries = [(size - 1) % page + 1 + (count - 1) * page for size, count in zip(sizes, counts, strict=True)]
+        lengths = torch.tensor(entries, dtype=torch.int32).repeat_interleave(heads)
+        starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
+        schedule = self._schedule(facts.heads // heads, 1, lengths, starts)
+        channels = [budget.channels for budget in budgets]
+        return SparseCall(
+            PagedCall(
+                self._rows(segments), self._moved(starts), self._moved(lengths), (1, max(entries)), None, schedule
+            ),
+            self._pick(pages, read)[:, : max(used)].contiguous(),
+            self._moved(torch.tensor(sizes, dtype=torch.int32)),
+            self._moved(torch.tensor(counts, dtype=torch.int32)),
+            self._moved(torch.tensor(channels)) if any(channels) else None,
+            max(counts),
+        )
+
+    def _ends(self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor) -> list[SegmentEnd]:
+        keeps = self._facts.retention
+        if keeps is None:
+            return []
+        ends, blocks = [], None
+        for number, segment in enumerate(segments):
+            prompt = segment.request.prompt
+            earlier, later = (keeps.wants_queries(prompt, at) for at in (segment.start, segment.end))
+            known = earlier or later or (keeps.remembers and segment.end >= prompt)
+            if not known and not segment.packs:
+                continue
+            if known and blocks is None:
+                # The device is idle now, so hardly waited for: no step is scheduled before the last one is over.
+                blocks = pages[:, 0].tolist()
+            packing = None
+            if segment.packs:
+                own = pages[number, : -(-sizes[number] // self._facts.page)].long()
+                packing = Packing(own, sizes[number], keeps.kept_blocks(prompt))
+            ends.append(SegmentEnd(segment, blocks[number] if known and blocks else -1, earlier, later, packing))
+        return ends
+
+    def _rows(self, segments: Sequence[Segment]) -> slice | Tensor:
+        rows = joined([segment.rows for segment in segments])
+        return rows if isinstance(rows, slice) else self._moved(torch.tensor(rows))
+
+
+def _requests(common: Any) -> list[ScheduledTokens]:
+    """Read a step's requests from vLLM's metadata, without waiting for the device."""
+    if common.rswa_prefix_lens is None or common.seq_lens_cpu_upper_bound is None:
+        raise CacheStateError("vLLM told no lengths of prompts or requests, which kvsieve's plugin asks it for")
+    # Exact, as there is no speculative decoding.
+    rows, ends = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
+    prompts = common.rswa_prefix_lens.tolist()
+    new = [end - start for start, end in itertools.pairwise(rows)]
+    return [
+        ScheduledTokens(number, rows[number], ends[number] - new[number], ends[number], prompts[number])
+        for number in range(common.num_reqs)
+        if new[number]
+    ]

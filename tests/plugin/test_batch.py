@@ -1,0 +1,126 @@
+"""Steps divided into calls: pages that hold something, rows that read sparsely, and no waiting for the device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvsieve.errors import CacheStateError
+from kvsieve.vllm.batch import GroupFacts, StepPlanner
+from kvsieve.vllm.options import parse_plan
+from kvsieve.vllm.pages import PageBounds, choose_pages, question_of
+from kvsieve.vllm.retention import BlockRetention
+
+PAGE, WIDTH = 8, 16
+
+
+def planner(text: str, *, moved=lambda tensor: tensor, **given) -> StepPlanner:
+    plan = parse_plan(text)
+    retention = None if plan.evict is None else BlockRetention(plan.evict, PAGE)
+    facts = GroupFacts(
+        page=PAGE, heads=4, kv_heads=2, dim=16, reader=plan.read, all_sparse=plan.read is not None,
+        retention=retention, self_test=False,
+    )  # fmt: skip
+    return StepPlanner(facts, moved, lambda heads, kv_heads, lengths, starts: (heads, kv_heads, lengths.tolist()))
+
+
+def step(*requests: tuple[int, int, int]):
+    """A step of requests, each with its tokens before it, after it, and of its prompt; request n has pages n00, ..."""
+    rows = torch.tensor([0, *(end - start for start, end, _ in requests)]).cumsum(0)
+    table = torch.arange(WIDTH, dtype=torch.int32) + 100 * (1 + torch.arange(len(requests), dtype=torch.int32))[:, None]
+    return SimpleNamespace(
+        num_reqs=len(requests), query_start_loc_cpu=rows, block_table_tensor=table,
+        seq_lens_cpu_upper_bound=torch.tensor([end for _, end, _ in requests]),
+        rswa_prefix_lens=torch.tensor([prompt for *_, prompt in requests]),
+    )  # fmt: skip
+
+
+def test_a_step_like_any_other_is_left_to_vllm():
+    assert planner("knorm:budget=40").rounds(step((0, 40, 60), (3, 4, 3))) is None
+    assert planner("quest:budget=32").rounds(step((0, 40, 60), (20, 21, 3))) is None
+
+
+def test_pages_between_those_that_hold_something_are_left_out():
+    (made,) = planner("knorm:budget=40").rounds(step((70, 71, 67), (0, 20, 60), (90, 91, 90)))
+    # Of 67 tokens 4 blocks stay, and the 9th goes on; of 90, 4 and those from the 12th on.
+    assert made.whole.lengths.tolist() == [4 * 8 + 7, 20, 4 * 8 + 3] and made.whole.longest == (20, 39)
+    assert made.whole.table[0, :5].tolist() == [100, 101, 102, 103, 108]
+    assert made.whole.table[1, :3].tolist() == [200, 201, 202]
+    assert made.whole.table[2, :5].tolist() == [300, 301, 302, 303, 311]
+    assert made.whole.schedule == (4, 2, [39, 20, 35]) and made.sparse is None and not made.ends
+
+
+def test_a_prompts_end_is_packed_and_what_comes_behind_it_is_another_round():
+    first, second = planner("snapkv:budget=40:window=6").rounds(step((57, 70, 64), (50, 51, 50)))
+    (end,) = first.ends
+    assert (end.segment.start, end.segment.end, end.earlier, end.later, end.block) == (57, 64, False, False, -1)
+    assert end.packing.pages.tolist() == list(range(100, 108)) and (end.packing.stored, end.packing.kept) == (64, 5)
+    assert second.whole.lengths.tolist() == [5 * 8 + 6]
+    assert second.whole.table[0, :6].tolist() == [*range(100, 105), 108]
+    assert first.rows.tolist() == [*range(7), 13] and second.rows == slice(7, 13)
+
+
+def test_queries_are_kept_from_chunk_to_chunk_where_the_last_one_is_short():
+    plans = planner("snapkv:budget=40:window=6")
+    (end,) = plans.rounds(step((20, 59, 64)))[0].ends
+    assert (end.earlier, end.later, end.block, end.packing) == (False, True, 100, None)
+    (end,) = plans.rounds(step((59, 64, 64)))[0].ends
+    assert (end.earlier, end.later, end.block) == (True, False, 100) and end.packing is not None
+    assert plans.rounds(step((0, 20, 64))) is None
+
+
+def test_queries_are_kept_before_and_across_moments_while_decoding():
+    plans = planner("snapkv:budget=40:window=6:every=10")
+    ends = [[end for each in plans.rounds(step((at, at + 1, 64))) or [] for end in each.ends] for at in range(63, 96)]
+    # Kept behind 69 ... 73 for 74, and so on; the queries that a segment joins are those kept behind the one before it.
+    kept = [at for at, found in zip(range(64, 97), ends, strict=True) if found and found[0].later]
+    assert kept == [*range(69, 74), *range(79, 84), *range(89, 94)]
+    assert [at for at, found in zip(range(63, 96), ends, strict=True) if found and found[0].earlier] == [63, *kept]
+    packed = [at for at, found in zip(range(64, 97), ends, strict=True) if found and found[0].packing]
+    assert packed == [64, 74, 84, 94]
+
+
+def test_an_evictor_that_remembers_is_told_of_every_generated_token():
+    plans = planner("lagkv:budget=25%:lag=8:sinks=8")
+    (end,) = plans.rounds(step((70, 71, 64)))[0].ends
+    assert end.block == 100 and end.packing is None
+    (end,) = plans.rounds(step((71, 72, 64)))[0].ends
+    assert end.packing.kept == 3 and end.packing.stored == 3 * 8 + 8
+    assert plans.rounds(step((0, 20, 64))) is None
+
+
+def test_each_head_of_a_generated_token_is_a_request():
+    (made,) = planner("quest:budget=32").rounds(step((100, 101, 90), (10, 11, 5), (0, 20, 20)))
+    assert made.whole is None and made.rest.lengths.tolist() == [20] and made.rest.rows == slice(2, 22)
+    sparse = made.sparse
+    # Four pages of the first, the last of which has 5 entries, and both of the second.
+    assert sparse.counts.tolist() == [4, 2] and sparse.most == 4 and sparse.sizes.tolist() == [101, 11]
+    assert sparse.call.lengths.tolist() == [29, 29, 11, 11] and sparse.call.starts.tolist() == [0, 1, 2, 3, 4]
+    assert sparse.table.shape == (2, 13) and sparse.call.schedule == (2, 1, [29, 29, 11, 11])
+
+
+@pytest.mark.parametrize("text", ["quest:budget=32", "hsa:budget=64", "rocketkv:budget=64:window=4", "knorm:budget=40"])
+def test_a_generated_token_does_not_wait_for_the_device(text):
+    """Tensors without values stand for those of a device: whoever asked for one would be refused."""
+    away = torch.device("meta")
+    common = step((110, 111, 100), (95, 96, 90), (0, 24, 60), (120, 121, 100))
+    common.block_table_tensor = common.block_table_tensor.to(away)
+    (made,) = planner(text, moved=lambda tensor: tensor.to(away)).rounds(common)
+    assert all(call is None or call.table.device == away for call in (made.whole, made.rest))
+    keys = torch.zeros(24, 2, 16, device=away)
+    bounds = PageBounds(500, 2, 16, PAGE, keys)
+    bounds.update(keys, torch.zeros(24, dtype=torch.int64, device=away))
+    sparse = made.sparse
+    if sparse is not None:
+        question = question_of(torch.zeros(3, 2, 2, 16, device=away), 0.25, sparse.channels)
+        chosen = choose_pages(bounds.table, question, sparse.table, sparse.sizes, sparse.counts, sparse.most, PAGE)
+        assert chosen.shape == (3, 2, sparse.most) and chosen.dtype == torch.int32
+
+
+def test_lengths_that_vllm_does_not_tell_are_missed():
+    common = step((0, 5, 5))
+    common.rswa_prefix_lens = None
+    with pytest.raises(CacheStateError, match="no lengths"):
+        planner("quest:budget=32").rounds(common)
