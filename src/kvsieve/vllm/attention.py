@@ -23,7 +23,7 @@ from kvsieve.vllm.blocks import RetainedSpec, spec_for
 from kvsieve.vllm.calls import PagedCall, PlannedStep, SegmentEnd, SparseCall
 from kvsieve.vllm.options import EngineOptions
 from kvsieve.vllm.packing import EvictorStates, LayerFacts, ObservedQueries, Offered, choose_entries
-from kvsieve.vllm.pages import PageBounds, PageReader, choose_pages, question_of, reads_layer
+from kvsieve.vllm.pages import PageBounds, PageReader, check_page, choose_pages, question_of, reads_layer
 
 
 class PlannedBackend:
@@ -42,15 +42,6 @@ class PlannedBackend:
         assert options is not None
         return spec_for(spec, options.plan, options.self_test)
 
-    @classmethod
-    def get_supported_kernel_block_sizes(cls, kv_cache_spec: Any = None) -> list[Any]:
-        """Return the size of pages where blocks hold several, else what vLLM's own backend says."""
-        options = PlannedBackend.options
-        if options is not None and options.page is not None:
-            return [options.page]
-        sizes: list[Any] = super().get_supported_kernel_block_sizes(kv_cache_spec)  # type: ignore[misc]
-        return sizes
-
 
 def planner_for(
     builder: Any, heads: int, moved: Callable[[Tensor], Tensor], schedule: Callable[[int, int, Tensor, Tensor], Any]
@@ -68,12 +59,16 @@ def planner_for(
     assert options is not None
     if not isinstance(spec, FullAttentionSpec) or spec.sliding_window is not None:
         return None
-    page = options.page or config.cache_config.block_size
+    page = config.cache_config.block_size
     if spec.block_size != page:
         raise CacheStateError(
-            f"vLLM's pages are to have {page} entries and have {spec.block_size}; give that as block_size="
+            f"vLLM cuts its blocks of {page} entries into pages of {spec.block_size}; kvsieve's plugin takes a block "
+            "for a page, so give that as block_size="
         )
     reader = options.plan.read if isinstance(options.plan.read, PageReader) else None
+    if reader is not None:
+        # Blocks are larger than at the start of the engine where recurrent states are.
+        check_page(reader, page)
     retention = spec.retention if isinstance(spec, RetainedSpec) else None
     if reader is None and retention is None:
         return None

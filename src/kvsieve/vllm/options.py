@@ -12,7 +12,7 @@ from kvsieve.plans import Plan
 from kvsieve.specs import split_specs
 from kvsieve.vllm.names import KEY, asked_for
 
-_FIELDS = ("plan", "settled", "self_test", "page")
+_FIELDS = ("plan", "settled", "self_test")
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,12 @@ class EngineOptions:
         settled: nothing of the plan is left to the model.
         self_test: read sparsely even what is read whole, and evict by packing everything in reverse, so that tests can
             compare with dense attention.
-        page: entries of a page, where the engine's blocks hold several pages; None where a block is a page.
     """
 
     plan: Plan
     text: str
     settled: bool = False
     self_test: bool = False
-    page: int | None = None
 
     @classmethod
     def given(cls, additional_config: Any) -> EngineOptions | None:
@@ -56,11 +54,11 @@ class EngineOptions:
             )
         text, settled = found["plan"], found.get("settled")
         plan = Plan.from_dict(settled) if settled is not None else parse_plan(text)
-        return cls(plan, text, settled is not None, bool(found.get("self_test", False)), found.get("page"))
+        return cls(plan, text, settled is not None, bool(found.get("self_test", False)))
 
     def handed_on(self) -> dict[str, Any]:
         """Return what `given` reads, for the engine's other processes."""
-        return {"plan": self.text, "settled": self.plan.to_dict(), "self_test": self.self_test, "page": self.page}
+        return {"plan": self.text, "settled": self.plan.to_dict(), "self_test": self.self_test}
 
 
 def parse_plan(text: str) -> Plan:

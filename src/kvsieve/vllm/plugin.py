@@ -7,7 +7,6 @@ The other names the attention backend of a layer: where a plan is configured, it
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 from typing import TYPE_CHECKING, Any
@@ -86,9 +85,6 @@ def configure(vllm_config: Any) -> None:
     facts = facts_of(vllm_config)
     check_engine(options, facts)
     options = settle(options, model.hf_config, model.tokenizer)
-    if facts.recurrent:
-        # vLLM makes blocks there as large as the recurrent states are; pages stay small.
-        options = dataclasses.replace(options, page=facts.block_size)
     why = needs_no_prefix_caching(options, facts)
     if why is not None:
         logger.warning("kvsieve: prefix caching is switched off, because %s", why)

@@ -1,0 +1,52 @@
+"""Contract with models that have recurrent layers: they are left alone, and pages are as large as vLLM makes blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engines_of_vllm import BLOCK, answers, assert_alike, differ, prompts_of
+
+pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` makes an environment that has it")
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory) -> str:
+    """A random model of which every second layer attends."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    torch.manual_seed(0)
+    # vLLM's model still asks for what begins with "block_". A wide convolution makes states larger than 32 entries.
+    config = Lfm2Config(
+        vocab_size=400, hidden_size=128, intermediate_size=256, num_hidden_layers=4, conv_L_cache=40, conv_dim=128,
+        layer_types=["conv", "full_attention"] * 2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=2048, initializer_range=0.12, tie_word_embeddings=False, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0, block_dim=128, block_multiple_of=32, block_ffn_dim_multiplier=1.0,
+        block_auto_adjust_ff_dim=False,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("hybrid")
+    Lfm2ForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_all_pages_read_is_dense_attention(engine, hybrid):
+    prompts = prompts_of([40, 300, 129, 512, 7])
+    with engine(None, model=hybrid) as llm:
+        dense = answers(llm, prompts)
+    with engine("quest:budget=128", model=hybrid, self_test=True) as llm:
+        assert llm.llm_engine.vllm_config.cache_config.block_size == 2 * BLOCK
+        assert_alike(answers(llm, prompts), dense)
+    with engine("quest:budget=128", model=hybrid) as llm:
+        assert differ(answers(llm, prompts), dense)
+
+
+@pytest.mark.parametrize(
+    ("plan", "told"),
+    [("snapkv:budget=96:window=16", "recurrent layers"), ("quest:budget=96", "budget= to 128")],
+)
+def test_what_does_not_fit_stops_the_start(engine, hybrid, plan, told):
+    from kvsieve.errors import PlanError, UnsupportedOptionError
+
+    with pytest.raises((PlanError, UnsupportedOptionError, ValueError), match=told), engine(plan, model=hybrid):
+        pass
