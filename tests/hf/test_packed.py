@@ -97,7 +97,8 @@ def test_weights_that_change_are_packed_again():
 
 @pytest.fixture
 def large(monkeypatch, tmp_path):
-    """Weights of any size matter, and nothing is known of this machine."""
+    """Weights of any size matter, nothing is known of this machine, and nothing is fused."""
+    monkeypatch.setattr(packed_choice, "fused_or_none", lambda decoder: None)
     monkeypatch.setattr(packed_choice, "_LEAST", 0)
     monkeypatch.setattr(packed_choice, "_KNOWN", {})
     monkeypatch.setenv("KVSIEVE_CACHE", str(tmp_path))

@@ -16,7 +16,8 @@ DtypeOption = Annotated[
 ]
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the best there is if left out.")]
 DecodeOption = Annotated[
-    str, typer.Option(help="How tokens are generated: auto (graph on CUDA, else eager), eager, packed, graph, compile.")
+    str,
+    typer.Option(help="How tokens are generated: auto (docs/performance.md), eager, fused, packed, graph, compile."),
 ]
 
 

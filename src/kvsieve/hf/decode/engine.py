@@ -24,7 +24,8 @@ from kvsieve.cache.base import MIN_ROOM
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.latent import LatentLayer
-from kvsieve.hf.decode.packed_choice import packed_by_default
+from kvsieve.hf.decode.fused_modules import FusedModules
+from kvsieve.hf.decode.packed_choice import by_default, fused_or_none
 from kvsieve.hf.decode.packed_weights import PackedLinears
 from kvsieve.hf.decode.recorded_pass import RecordedPass
 from kvsieve.hf.decode.recorders import RECORDERS, Refused, Run
@@ -32,7 +33,7 @@ from kvsieve.hf.forward import passes as forward
 from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.forward.session import Session
 
-ENGINES = ("auto", "eager", "packed", "graph", "compile")
+ENGINES = ("auto", "eager", "fused", "packed", "graph", "compile")
 
 # Tokens that room is made for at a time; an answer that is longer is recorded again.
 _ROOM = 4096
@@ -44,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs the decoder's passes while a plan is attached. asked: "eager", "packed", "graph" or "compile".
+    """Runs the decoder's passes while a plan is attached. asked: "eager", "fused", "packed", "graph" or "compile".
 
     refusal: why no pass can be run as asked, None while some may.
 
@@ -61,9 +62,9 @@ class Engine:
         devices = {parameter.device for parameter in decoder.parameters()}
         device = next(iter(devices), torch.device("cpu"))
         self._packed: PackedLinears | None = None
+        self._fused: FusedModules | None = None
         if asked == "auto":
-            self._packed = None if divided or len(devices) > 1 else packed_by_default(decoder, output)
-            asked = "graph" if device.type == "cuda" else "eager" if self._packed is None else "packed"
+            asked, self._packed, self._fused = by_default(decoder, output, alone=not divided and len(devices) == 1)
         self.asked = asked
         self.decoder = decoder
         self.refusal: str | None = None
@@ -72,13 +73,16 @@ class Engine:
         self._own = decoder.__dict__.get("forward")
         self._forward = decoder.forward
         self._names = list(inspect.signature(decoder.forward).parameters)
-        if asked == "eager" or self._packed is not None:
+        if asked == "eager" or self._packed is not None or self._fused is not None:
             return
         try:
             if divided or len(devices) > 1:
                 raise Refused("the model lies on several devices")
+            if asked == "fused":
+                self._fused = FusedModules(decoder)
+                return
             if asked == "packed":
-                self._packed = PackedLinears(decoder, output)
+                self._packed, self._fused = PackedLinears(decoder, output), fused_or_none(decoder)
                 return
             if "position_ids" not in self._names:
                 raise Refused(f"{type(decoder).__name__} takes no position_ids")
@@ -91,18 +95,25 @@ class Engine:
         """Bytes that packed weights take now, and the seconds that packing has taken."""
         return (0, 0.0) if self._packed is None else (self._packed.bytes, self._packed.seconds)
 
+    @property
+    def fused_modules(self) -> int:
+        """Modules whose small operations are one compiled call."""
+        return 0 if self._fused is None else self._fused.count
+
     def install(self) -> None:
         """Replace the decoder's forward, if that is of use; `remove` brings it back."""
-        if self._packed is not None:
-            self._packed.install()
-        elif self.asked != "eager" and self.refusal is None:
+        for part in (self._packed, self._fused):
+            if part is not None:
+                part.install()
+        if self.asked in RECORDERS and self.refusal is None:
             self.decoder.forward = functools.wraps(self._forward)(functools.partial(self._dispatch))
 
     def remove(self) -> None:
         """Leave the decoder as it was found, and free what was recorded."""
         self._known.clear()
-        if self._packed is not None:
-            self._packed.remove()
+        for part in (self._packed, self._fused):
+            if part is not None:
+                part.remove()
         if "forward" in self.decoder.__dict__:
             del self.decoder.forward
         if self._own is not None:

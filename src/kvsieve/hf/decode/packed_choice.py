@@ -1,4 +1,4 @@
-"""Deciding whether weights are packed where nobody has said: where memory allows it, and where it is clearly faster."""
+"""Deciding what is packed and fused where nobody has said: where memory allows it, and where it is clearly faster."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvsieve.display import mebibytes
+from kvsieve.hf.decode.fused_modules import FusedModules
 from kvsieve.hf.decode.packed_weights import PackedLinears, multiplied
 from kvsieve.kernels.cpu.build import cache_folder, processor
 
@@ -33,6 +34,18 @@ _CLEARLY = 0.9
 _TIMED, _ROUNDS = 64 << 20, 5
 
 
+def by_default(
+    decoder: nn.Module, output: nn.Module | None, *, alone: bool
+) -> tuple[str, PackedLinears | None, FusedModules | None]:
+    """Return the engine that "auto" means, and what it replaces. alone: heads are not divided, nor layers."""
+    if next((each.device.type for each in decoder.parameters()), "cpu") == "cuda":
+        return "graph", None, None
+    large = sum(each.nbytes for each in decoder.parameters()) >= _LEAST
+    packed = packed_by_default(decoder, output) if alone else None
+    fused = fused_or_none(decoder) if alone and large else None
+    return "packed" if packed is not None else "fused" if fused is not None else "eager", packed, fused
+
+
 def packed_by_default(decoder: nn.Module, output: nn.Module | None) -> PackedLinears | None:
     """Return a CPU's packed weights where they are of use; None where they are not, or nowhere to be had."""
     try:
@@ -43,6 +56,15 @@ def packed_by_default(decoder: nn.Module, output: nn.Module | None) -> PackedLin
     if reason is not None:
         _log.info("weights are not packed: %s", reason)
     return packed if reason is None else None
+
+
+def fused_or_none(decoder: nn.Module) -> FusedModules | None:
+    """Return a decoder's fused operations; None where there are none."""
+    try:
+        return FusedModules(decoder)
+    except ValueError as reason:
+        _log.info("no operations are fused: %s", reason)
+        return None
 
 
 def why_not_by_default(layers: Sequence[nn.Linear]) -> str | None:

@@ -67,7 +67,7 @@ class Decoding:
     """The engine that computed the tokens after the first.
 
     Attributes:
-        engine: "eager", "packed", "graph" or "compile", whichever ran most of them.
+        engine: "eager", "fused", "packed", "graph" or "compile", whichever ran most of them.
         reason: why it was not the one asked for, else None.
         captures: how often a pass was recorded or compiled.
         capture_s: the seconds that took.
@@ -76,6 +76,7 @@ class Decoding:
             process but a machine's first.
         packed_bytes: that packed weights take beside the model's own.
         packed_s: seconds that packing them took while the plan was attached; `capture_s` has them in the call that did.
+        fused_modules: norms, gated MLPs and attention whose small operations are one compiled call each.
     """
 
     engine: str
@@ -86,6 +87,7 @@ class Decoding:
     compile_s: float = 0.0
     packed_bytes: int = 0
     packed_s: float = 0.0
+    fused_modules: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -255,7 +257,8 @@ def _decoding(engine: Engine, passes: Passes, reads: Reads) -> Decoding:
     elif reads.sparse:
         reading, seconds = "compiled", compile_seconds()
     packed, packing = engine.packed_cost
-    return Decoding(ran, reason, passes.captures, passes.capture_s, reading, seconds, packed, round(packing, 3))
+    told = ran, reason, passes.captures, passes.capture_s, reading, seconds, packed, round(packing, 3)
+    return Decoding(*told, engine.fused_modules)
 
 
 def _traffic(cache: SieveCache) -> Traffic | None:

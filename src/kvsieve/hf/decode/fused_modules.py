@@ -1,0 +1,177 @@
+"""The small operations of decoder layers in one compiled call each, for passes of few tokens on a CPU.
+
+A norm, rotary positions and a gated activation are a dozen operations of torch, each of which costs more than it
+computes for one token. Which modules are replaced is no guess: their forward must consist of what the kernel computes
+and of nothing else, by the names in its code, and one of each kind is compared with the kernel first.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvsieve.kernels.cpu import layers as kernel
+
+# Tokens of a pass up to which a kernel is called: beyond, torch's own operations are no slower.
+_FEW = 64
+# All that the forward of such a module may name.
+_NORM = {"dtype", "to", "torch", "float32", "pow", "mean", "rsqrt", "variance_epsilon", "weight"}
+_GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_ROTARY = {"unsqueeze", "rotate_half"}
+_TURN = "apply_rotary_pos_emb"
+# How far each number may be from the model's own, and how far beside its size.
+_NEAR = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (1e-3, 1e-2)}
+
+
+class FusedModules:
+    """Norms, gated MLPs and attention of a decoder whose small operations are fused.
+
+    `install` replaces their forward on the instance, `remove` brings it back.
+
+    Args:
+        decoder: of a model.
+
+    Attributes:
+        count: modules that are replaced.
+
+    Raises:
+        ValueError: there is nothing to fuse, or no kernel; with the reason.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        kinds = {(each.device.type, each.dtype) for each in decoder.parameters()}
+        if len(kinds) != 1 or next(iter(kinds)) not in [("cpu", dtype) for dtype in kernel.DTYPES]:
+            found = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds)) or "none"
+            raise ValueError(f"fused operations are for weights in float32 or bfloat16 on a CPU, found {found}")
+        if kernel.built().reason is not None:
+            raise ValueError(f"fused operations are compiled, which is {kernel.built().told}")
+        self._made = dict(_replacements(decoder))
+        self.count = len(self._made)
+        if not self._made:
+            raise ValueError("none of its modules is one that is known, such as Llama's norms and gated MLPs")
+
+    def install(self) -> None:
+        """Let the modules compute in compiled calls where a pass has few tokens."""
+        for module, forward in self._made.items():
+            module.forward = forward
+
+    def remove(self) -> None:
+        """Bring the modules' own forward back."""
+        for module in self._made:
+            module.__dict__.pop("forward", None)
+
+
+def _replacements(decoder: nn.Module) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """Yield modules with what takes the place of their forward."""
+    known: dict[object, bool] = {}
+
+    def agrees(kind: object, check: Callable[..., bool], *given: Any) -> bool:
+        if kind not in known:
+            known[kind] = check(*given)
+        return known[kind]
+
+    for module in decoder.modules():
+        own: Any = type(module).forward
+        names = _names_of(own)
+        if names is None or "forward" in module.__dict__:
+            continue
+        if names <= _NORM and "rsqrt" in names and set(module._parameters) == {"weight"}:
+            if agrees(own, _norm_agrees, module):
+                yield module, _norm(module)
+        elif names == _GATED:
+            if agrees((own, type(module.act_fn)), _gate_agrees, module):
+                yield module, _gated(module)
+        elif _TURN in names:
+            turn = own.__globals__.get(_TURN)
+            if isinstance(turn, types.FunctionType) and agrees(turn, _rotary_agrees, turn, decoder):
+                yield module, types.MethodType(_with_rotary(own, turn), module)
+
+
+def _names_of(function: Any) -> set[str] | None:
+    """Names that a function's code uses; None where it is no plain function."""
+    return set(function.__code__.co_names) if isinstance(function, types.FunctionType) else None
+
+
+def _norm(module: Any) -> Callable[[Tensor], Tensor]:
+    own, eps = module.forward, module.variance_epsilon
+    few, parameters = _FEW * module.weight.numel(), module._parameters
+
+    def forward(hidden_states: Tensor) -> Tensor:
+        weight = parameters["weight"]
+        if hidden_states.numel() > few or _computes_otherwise(hidden_states, weight):
+            return own(hidden_states)
+        return kernel.rms_norm(hidden_states, weight, eps)
+
+    return forward
+
+
+def _gated(module: Any) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        gate, up = module.gate_proj(x), module.up_proj(x)
+        if x.shape[:-1].numel() > _FEW or _computes_otherwise(gate, up):
+            return module.down_proj(module.act_fn(gate) * up)
+        return module.down_proj(kernel.gated_silu(gate, up))
+
+    return forward
+
+
+def _with_rotary(forward: types.FunctionType, own: Callable[..., Any]) -> types.FunctionType:
+    """Return the same forward, calling another function where it turns queries and keys."""
+
+    def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if args or kwargs or cos.shape[-1] != q.shape[-1] or q.shape[2] * q.shape[0] > _FEW:
+            return own(q, k, cos, sin, *args, **kwargs)
+        heads_inside = q.transpose(1, 2), k.transpose(1, 2)
+        if _computes_otherwise(heads_inside[0], cos) or _computes_otherwise(heads_inside[1], sin):
+            return own(q, k, cos, sin)
+        return kernel.rotate(q, cos, sin), kernel.rotate(k, cos, sin)
+
+    names = {**forward.__globals__, _TURN: turned}
+    made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
+
+
+def _computes_otherwise(x: Tensor, other: Tensor) -> bool:
+    """Tell that gradients, another dtype or another layout in memory are asked for, which kernels do not serve."""
+    wants_gradient = torch.is_grad_enabled() and (x.requires_grad or other.requires_grad)
+    plain = x.dtype == other.dtype and x.is_contiguous() and other.is_contiguous()
+    return wants_gradient or not plain or torch.is_autocast_enabled("cpu")
+
+
+def _near(found: Tensor, wanted: Tensor) -> bool:
+    atol, rtol = _NEAR[wanted.dtype]
+    return found.shape == wanted.shape and torch.allclose(found, wanted, rtol=rtol, atol=atol)
+
+
+def _random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(1))).to(dtype)
+
+
+@torch.no_grad()
+def _norm_agrees(module: Any) -> bool:
+    weight = module.weight
+    x = _random(1, 2, weight.numel(), dtype=weight.dtype, scale=3)
+    return weight.dim() == 1 and _near(kernel.rms_norm(x, weight, module.variance_epsilon), module.forward(x))
+
+
+@torch.no_grad()
+def _gate_agrees(module: Any) -> bool:
+    x = _random(2, 512, dtype=next(module.parameters()).dtype, scale=2)
+    return _near(kernel.gated_silu(x, x), module.act_fn(x) * x)
+
+
+@torch.no_grad()
+def _rotary_agrees(turn: types.FunctionType, decoder: nn.Module) -> bool:
+    if _names_of(turn) != _ROTARY:
+        return False
+    dtype = next(decoder.parameters()).dtype
+    q, cos, sin = _random(1, 2, 3, 16, dtype=dtype).transpose(1, 2), *_random(2, 1, 2, 16, dtype=dtype)
+    return _near(kernel.rotate(q, cos, sin), turn(q, q, cos, sin)[0])
+
+
+__all__ = ["FusedModules"]

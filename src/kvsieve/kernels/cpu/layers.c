@@ -1,0 +1,88 @@
+// The small operations of a decoder layer for few tokens, each in one call: root-mean-square norms, rotary positions,
+// gated activations. Numbers are rounded where the model's own operations round.
+#include <string.h>
+#include "common.h"
+
+// Numbers of a call from which on several threads take part.
+#define MANY 32768
+
+static inline uint16_t to_half(float x) {
+    union { float f; uint32_t i; } u = {x};
+    if (x != x) return 0x7fc0;
+    return (uint16_t)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
+}
+
+INLINE float loaded(const void *x, int64_t at, int half) {
+    return half ? of_half(((const uint16_t *)x)[at]) : ((const float *)x)[at];
+}
+
+INLINE void store(void *x, int64_t at, float is, int half) {
+    if (half) ((uint16_t *)x)[at] = to_half(is);
+    else ((float *)x)[at] = is;
+}
+
+// What is left of a number once it has been stored.
+INLINE float rounded(float x, int half) { return half ? of_half(to_half(x)) : x; }
+
+INLINE void norm_row(const void *x, const void *weight, void *out, int64_t from, int64_t dim, float eps, int half) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < dim; i++) {
+        float is = loaded(x, from + i, half);
+        sum += is * is;
+    }
+    float factor = 1.0f / sqrtf(sum / (float)dim + eps);
+    for (int64_t i = 0; i < dim; i++)
+        store(out, from + i, loaded(weight, i, half) * rounded(loaded(x, from + i, half) * factor, half), half);
+}
+
+// x, out [rows, dim]; weight [dim].
+void rms_norm(const void *x, const void *weight, void *out, int64_t rows, int64_t dim, float eps, int64_t half,
+              int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && rows > 1 && rows * dim > MANY)
+    for (int64_t row = 0; row < rows; row++)
+        if (half) norm_row(x, weight, out, row * dim, dim, eps, 1);
+        else norm_row(x, weight, out, row * dim, dim, eps, 0);
+}
+
+INLINE void rotate_head(const void *x, const void *cosine, const void *sine, void *out, int64_t from, int64_t at,
+                        int64_t dim, int half) {
+    int64_t middle = dim / 2;
+    for (int64_t i = 0; i < middle; i++) {
+        int64_t j = i + middle;
+        float a = loaded(x, from + i, half), b = loaded(x, from + j, half);
+        float first = rounded(a * loaded(cosine, at + i, half), half), turned = rounded(b * loaded(sine, at + i, half), half);
+        float second = rounded(b * loaded(cosine, at + j, half), half), other = rounded(a * loaded(sine, at + j, half), half);
+        store(out, from + i, first - turned, half);
+        store(out, from + j, second + other, half);
+    }
+}
+
+// x, out [tokens, heads, dim]; cosine and sine [angles, dim], of token t those at t % angles.
+void rotate(const void *x, const void *cosine, const void *sine, void *out, int64_t tokens, int64_t heads, int64_t dim,
+            int64_t angles, int64_t half) {
+    for (int64_t token = 0; token < tokens; token++)
+        for (int64_t head = 0; head < heads; head++) {
+            int64_t from = (token * heads + head) * dim, at = token % angles * dim;
+            if (half) rotate_head(x, cosine, sine, out, from, at, dim, 1);
+            else rotate_head(x, cosine, sine, out, from, at, dim, 0);
+        }
+}
+
+INLINE void gate_some(const void *gate, const void *up, void *out, int64_t from, int64_t to, int half) {
+    for (int64_t i = from; i < to; i++) {
+        float x = loaded(gate, i, half), power = exp_of(x < 0 ? x : -x);
+        float open = rounded((x < 0 ? x * power : x) / (1.0f + power), half);
+        store(out, i, open * loaded(up, i, half), half);
+    }
+}
+
+// gate, up, out [count]: silu(gate) * up.
+void gated_silu(const void *gate, const void *up, void *out, int64_t count, int64_t half, int64_t threads) {
+    int64_t part = 4096, parts = (count + part - 1) / part;
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && count > MANY)
+    for (int64_t i = 0; i < parts; i++) {
+        int64_t from = i * part, to = from + part < count ? from + part : count;
+        if (half) gate_some(gate, up, out, from, to, 1);
+        else gate_some(gate, up, out, from, to, 0);
+    }
+}
