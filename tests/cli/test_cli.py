@@ -524,7 +524,7 @@ def test_run_generates_as_asked(cli, model_dir, prompt_file):
     _, out, _ = cli(*given, "--decode", "packed")
     assert json.loads(out)["results"][0]["stats"]["decoding"]["engine"] == "packed"
     code, out, err = cli(*given, "--decode", "quick")
-    assert code == 2 and "--decode must be one of auto, eager, packed, graph, compile, got 'quick'" in err
+    assert code == 2 and "--decode must be one of auto, eager, fused, packed, graph, compile, got 'quick'" in err
 
 
 def test_control_tokens_in_a_prompt_are_text(cli, model_dir, tmp_path):

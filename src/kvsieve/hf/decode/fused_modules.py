@@ -156,7 +156,7 @@ def _random(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
 def _norm_agrees(module: Any) -> bool:
     weight = module.weight
     x = _random(1, 2, weight.numel(), dtype=weight.dtype, scale=3)
-    return weight.dim() == 1 and _near(kernel.rms_norm(x, weight, module.variance_epsilon), module.forward(x))
+    return weight.dim() == 1 and _near(kernel.rms_norm(x, weight, module.variance_epsilon), module(x))
 
 
 @torch.no_grad()

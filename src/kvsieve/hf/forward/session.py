@@ -139,17 +139,13 @@ class Session:
     def _read(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor, room: int) -> Tensor:
         """Store and read token by token: each chooses by itself among what was stored when it came."""
         tokens, stored, outs = self.tokens, asked.stored, []
-        reader, layers = self.plan.read, self.model.num_layers
-        if tokens.size == 1:
-            layer.store.append(key, value, tokens.token_index, tokens.valid, reserve=room)
-            return asked.output(read_token(reader, self.cache, layer, index, layers, stored))
         for at in range(tokens.size):
             one = slice(at, at + 1)
             valid = None if tokens.valid is None else tokens.valid[:, one]
             layer.store.append(key[:, :, one], value[:, :, one], tokens.token_index[:, one], valid, reserve=room)
             alone = replace(stored, query=stored.query[:, :, one])
-            outs.append(read_token(reader, self.cache, layer, index, layers, alone))
-        return asked.output(torch.cat(outs, 2))
+            outs.append(read_token(self.plan.read, self.cache, layer, index, self.model.num_layers, alone))
+        return asked.output(outs[0] if len(outs) == 1 else torch.cat(outs, 2))
 
     def _show(self, index: int, layer: SieveLayer, asked: Asked, out: Tensor) -> None:
         """Show the layer, with all queries of the pass, to the driver and to an evictor that observes."""
