@@ -79,6 +79,16 @@ def test_the_compiled_kernel_is_as_near_as_products_are(shape, dim, wide, terms,
 
 
 @pytest.mark.skipif(prompt_module.why_torch() is not None, reason="no processor or compiler for it")
+def test_threads_share_its_work(monkeypatch):
+    given = problem(COMPILED[1][0], torch.bfloat16, 64, 64)
+    found = []
+    for threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(prompt_attention(*given, scale=0.3))
+    assert torch.equal(*found)
+
+
+@pytest.mark.skipif(prompt_module.why_torch() is not None, reason="no processor or compiler for it")
 def test_the_compiled_kernel_looks_at_nothing_else():
     query, keys, values, chosen, grid = problem(COMPILED[1][0], torch.bfloat16, 64, 64)
     assert grid.pad
