@@ -115,7 +115,6 @@ def test_plans_that_are_not_carried_are_refused_with_the_reason(text, reason):
         ({"kv_cache_dtype": "fp8"}, "fp8"),
         ({"latent": True}, "latent attention"),
         ({"generates": False}, "no decoder"),
-        ({"asynchronous": True}, "--no-async-scheduling"),
         ({"second_runner": True}, "VLLM_USE_V2_MODEL_RUNNER=0"),
         ({"microbatches": True}, "--enable-dbo"),
         ({"bidirectional": True}, "attend to later ones"),

@@ -178,6 +178,19 @@ def test_on_a_gpu_the_backend_is_ours(monkeypatch):
         Platform.get_attn_backend_cls(AttentionBackendEnum.FLASH_ATTN)
 
 
+def test_vllm_lets_it_serve_models_of_full_attention():
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from kvsieve.vllm.triton_backend import SieveTritonBackend
+
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        asked = AttentionSelectorConfig(128, dtype, "auto", 32, use_rswa=True)
+        found = SieveTritonBackend.validate_configuration(device_capability=DeviceCapability(9, 0), **asked._asdict())
+        assert found == []
+    assert [each.name for each in SieveTritonBackend.supported_kv_cache_layouts()] == ["LBHNC"]
+
+
 def test_attention_is_in_no_cuda_graph(caplog_vllm):
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backend import AttentionCGSupport

@@ -177,7 +177,7 @@ class StepPlanner:
             if not known and not segment.packs:
                 continue
             if known and blocks is None:
-                # The device is idle now, so hardly waited for: no step is scheduled before the last one is over.
+                # Waits for what the device has been given: for the last step, where steps are scheduled asynchronously.
                 blocks = pages[:, 0].tolist()
             packing = None
             if segment.packs:

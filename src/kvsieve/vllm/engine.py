@@ -36,7 +36,6 @@ class EngineFacts:
         latent: the model has latent attention.
         generates: it is a decoder that generates text.
         recurrent: some layers have recurrent states.
-        asynchronous: steps are scheduled before the last one is over.
         prefix_caching: with prefix caching.
         second_runner: vLLM's second model runner is used.
         microbatches: a step is divided into batches that overlap.
@@ -53,7 +52,6 @@ class EngineFacts:
     latent: bool = False
     generates: bool = True
     recurrent: bool = False
-    asynchronous: bool = False
     prefix_caching: bool = False
     second_runner: bool = False
     microbatches: bool = False
@@ -89,7 +87,6 @@ def check_engine(options: EngineOptions, facts: EngineFacts) -> None:
             facts.recurrent and plan.evict is not None,
             "recurrent layers: vLLM's blocks are then as large as their states, too large to be freed one by one",
         ),
-        (facts.asynchronous, "asynchronous scheduling, which is not tested: --no-async-scheduling"),
         (facts.latent, "latent attention, whose pages hold no keys"),
         (not facts.generates, "a model that is no decoder generating text"),
         (facts.second_runner, "vLLM's second model runner, which is not tested: set VLLM_USE_V2_MODEL_RUNNER=0"),

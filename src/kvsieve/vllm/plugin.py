@@ -133,7 +133,6 @@ def facts_of(vllm_config: Any) -> EngineFacts:
         latent=model.use_mla,
         generates=model.runner_type == "generate" and not model.is_encoder_decoder and not model.is_attention_free,
         recurrent=model.is_hybrid,
-        asynchronous=bool(vllm_config.scheduler_config.async_scheduling),
         prefix_caching=bool(cache.enable_prefix_caching),
         second_runner=vllm_config.use_v2_model_runner,
         microbatches=parallel.use_ubatching,
