@@ -1,4 +1,4 @@
-"""Attention on this processor: torch's fused kernel beside matrix products (kvsieve.attention.blocked).
+"""Attention on this processor: torch's fused kernel beside products (kvsieve.attention.causal, single_query_attention).
 
     python benchmarks/attention.py [--lengths 1000,2000,4000,7500] [--rounds 7] [--out FILE]
 
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kvsieve
-from kvsieve.attention import blocked, choice, dense
+from kvsieve.attention import blocked, causal, choice, dense
 from kvsieve.bench.prompts import text_ids
 from kvsieve.report.environment import environment
 
@@ -51,7 +51,7 @@ def prompt(length: int, rounds: int) -> dict[str, float]:
     return in_turns(
         {
             "fused_ms": lambda: F.scaled_dot_product_attention(query, keys, values, is_causal=True, enable_gqa=True),
-            "products_ms": lambda: blocked.blocked_attention(query, keys, values, scale=SCALE),
+            "products_ms": lambda: causal.causal_attention(query, keys, values, scale=SCALE),
         },
         rounds,
     )

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsieve.attention.blocked import blocked_attention, single_query_attention
+from kvsieve.attention.blocked import single_query_attention
+from kvsieve.attention.causal import causal_attention
 from kvsieve.attention.chunk import chunk_attention
 from kvsieve.devices import AVX512_BF16, cpu_kind
 from kvsieve.kernels.cpu.build import cache_folder, processor
@@ -30,7 +31,7 @@ LONG = 1024
 _CLEARLY = 0.9
 _ROUNDS = 5
 # Changes with what is measured and how, so that what earlier versions have found is not used.
-_FORMAT = 2
+_FORMAT = 3
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -67,8 +68,9 @@ class CpuPaths:
 def faster_here(query: Tensor) -> bool:
     """Tell whether two matrix products are faster than torch's fused CPU kernel for many queries such as these.
 
-    In bfloat16 logits are rounded to it then, as in transformers' eager attention; the model's output is as near to
-    float32 as with the fused kernel (benchmarks/attention.py).
+    In bfloat16 they are the C kernel's where there is one for the processor (`causal_attention`). Torch's round logits
+    to bfloat16, as transformers' eager attention does; the model's output is as near to float32 as with the fused
+    kernel (benchmarks/attention.py).
     """
     return _asked(query) and cpu_paths(query.dtype).prompt_products
 
@@ -163,7 +165,7 @@ def measured(dtype: torch.dtype) -> dict[str, list[float]]:
     layers = [(stored.clone(), stored.clone()) for _ in range(12)]
     pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "prompt": (
-            lambda: blocked_attention(query, keys, values, scale=scale),
+            lambda: causal_attention(query, keys, values, scale=scale),
             lambda: chunk_attention(query, keys, values, scale=scale),
         ),
         "token": (

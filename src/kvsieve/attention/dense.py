@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from kvsieve import kernels
-from kvsieve.attention.blocked import blocked_attention, single_query_attention
+from kvsieve.attention.blocked import single_query_attention
+from kvsieve.attention.causal import causal_attention
 from kvsieve.attention.choice import LONG, faster_for_token, faster_here
 from kvsieve.attention.chunk import can_split, chunk_attention, token_attention
 from kvsieve.types import AttentionTerms
@@ -55,7 +56,7 @@ def dense_attention(
     if plain and _only_sinks(terms) and valid is None and can_split(query, values) and not faster_here(query):
         return chunk_attention(query, keys, values, scale=scale, terms=terms)
     if terms is not None or (plain and (faster_here(query) or _uneven(keys, values))):
-        return blocked_attention(query, keys, values, scale=scale, valid=valid, terms=terms)
+        return causal_attention(query, keys, values, scale=scale, valid=valid, terms=terms)
     if new == length and valid is None:
         return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
     if plain and valid is None and can_split(query, values):

@@ -1,0 +1,79 @@
+"""Attention of many new tokens by products: in C on processors that have it, by torch's operations elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvsieve.attention import causal, dense_attention
+from kvsieve.attention.blocked import blocked_attention
+from kvsieve.attention.causal import causal_attention
+from kvsieve.attention.prompt import why_torch
+from kvsieve.kernels.cpu import prompt as compiled
+from kvsieve.types import AttentionTerms
+
+here = pytest.mark.skipif(why_torch() is not None, reason="no processor or compiler for it")
+TERMS = {
+    "plain": None,
+    "capped": AttentionTerms(softcap=2.0),
+    "sinks": AttentionTerms(sinks=torch.tensor([0.3, -1.0, 2.0, 0.0])),
+}
+
+
+def some(new, length, *, batch=1, dim=32, dtype=torch.bfloat16):
+    made = torch.Generator().manual_seed(new + length)
+    query = torch.randn(batch, new, 4, dim, generator=made).transpose(1, 2)
+    keys, values = (torch.randn(batch, 2, length + 5, dim, generator=made)[:, :, :length] for _ in range(2))
+    return query.to(dtype), keys.to(dtype), values.to(dtype)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """New tokens of each call of the C kernel."""
+    found, own = [], compiled.block_attention
+    monkeypatch.setattr(
+        compiled,
+        "block_attention",
+        lambda query, *rest, **named: found.append(query.shape[2]) or own(query, *rest, **named),
+    )
+    return found
+
+
+@here
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize(
+    "new, length, batch", [(64, 64, 1), (300, 300, 2), (129, 1000, 1), (128, 256, 1), (70, 135, 2)]
+)
+def test_the_kernel_sees_all_earlier_entries_and_no_later_one(new, length, batch, terms, calls):
+    query, keys, values = some(new, length, batch=batch)
+    found = causal_attention(query, keys, values, scale=0.2, terms=TERMS[terms])
+    exact = blocked_attention(*(part.double() for part in (query, keys, values)), scale=0.2, terms=TERMS[terms])
+    assert calls == [new] and found.shape == exact.shape and found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, atol=0.01, rtol=0.01)
+
+
+@here
+def test_prompts_in_bfloat16_go_there(calls, monkeypatch):
+    monkeypatch.setattr("kvsieve.attention.dense.faster_here", lambda query: True)
+    query, keys, values = some(100, 150)
+    exact = dense_attention(query.double(), keys.double(), values.double(), scale=0.2)
+    torch.testing.assert_close(dense_attention(query, keys, values, scale=0.2).double(), exact, atol=0.01, rtol=0.01)
+    assert calls == [100]
+
+
+@pytest.mark.parametrize("case", ["few", "padded", "float32", "elsewhere"])
+def test_what_the_kernel_does_not_take_is_computed_by_torch(case, calls, monkeypatch):
+    query, keys, values = some(
+        20 if case == "few" else 80, 120, dtype=torch.float32 if case == "float32" else torch.bfloat16
+    )
+    valid = torch.ones(1, 1, 120, dtype=torch.bool) if case == "padded" else None
+    if case == "elsewhere":
+        monkeypatch.setattr(causal, "why_torch", lambda: "it is for another processor")
+    found = causal_attention(query, keys, values, scale=0.2, valid=valid)
+    assert torch.equal(found, blocked_attention(query, keys, values, scale=0.2, valid=valid)) and not calls
+
+
+def test_a_gradient_is_refused_aloud():
+    query, keys, values = some(80, 120)
+    with pytest.raises(RuntimeError, match="requires grad|automatic differentiation"):
+        causal_attention(query.requires_grad_(), keys, values, scale=0.2)
