@@ -34,6 +34,7 @@ def asynchronous(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "preempted"),
     [("rocketkv:budget=128:window=16", True), ("snapkv:budget=96:window=16:kernel=7:every=12", False)],
