@@ -2,8 +2,8 @@
 
     python benchmarks/fused.py [MODEL] [--length 2048] [--rounds 12] [--out FILE]
 
-With packed weights in bfloat16, with plain ones in float32: what `decode="auto"` does. Told are medians of rounds of four
-tokens, and of the ratios within a round.
+With packed weights in bfloat16, with plain ones in float32: what `decode="auto"` does. Told are medians of rounds of
+four tokens, and of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ TOKENS = 4
 
 @torch.no_grad()
 def measure(model: Any, plan: kvsieve.Plan, ids: torch.Tensor, rounds: int) -> dict[str, float]:
-    fused, spent = FusedModules(model.get_decoder()), {"plain": [], "fused": []}
+    fused = FusedModules(model.get_decoder())
+    spent: dict[str, list[float]] = {"plain": [], "fused": []}
     with kvsieve.attach(model, plan, decode="eager") as sieve:
         cache, token = sieve.prefill(ids), ids[:, :1]
         for turn in range(rounds + 1):
