@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.attention import causal, dense_attention
+from kvsieve.attention import dense_attention, prompt
 from kvsieve.attention.blocked import blocked_attention
 from kvsieve.attention.causal import causal_attention
 from kvsieve.attention.prompt import why_torch
@@ -68,7 +68,7 @@ def test_what_the_kernel_does_not_take_is_computed_by_torch(case, calls, monkeyp
     )
     valid = torch.ones(1, 1, 120, dtype=torch.bool) if case == "padded" else None
     if case == "elsewhere":
-        monkeypatch.setattr(causal, "why_torch", lambda: "it is for another processor")
+        monkeypatch.setattr(prompt, "why_torch", lambda: "it is for another processor")
     found = causal_attention(query, keys, values, scale=0.2, valid=valid)
     assert torch.equal(found, blocked_attention(query, keys, values, scale=0.2, valid=valid)) and not calls
 

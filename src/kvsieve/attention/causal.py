@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.attention.blocked import blocked_attention
-from kvsieve.attention.prompt import why_torch
+from kvsieve.attention.prompt import is_compiled
 from kvsieve.core.blocks import BlockGrid
 from kvsieve.kernels.cpu import prompt as compiled
 from kvsieve.types import AttentionTerms
@@ -31,15 +31,10 @@ def causal_attention(
     grid = BlockGrid(new, length, _BLOCK, _BLOCK)
     # Torch's operations refuse a gradient aloud.
     learns = torch.is_grad_enabled() and any(each.requires_grad for each in (query, keys, values))
-    if valid is not None or new < _LEAST or learns or not _takes(query, values, grid, scale):
+    if valid is not None or new < _LEAST or learns or not is_compiled(query, values, grid, scale):
         return blocked_attention(query, keys, values, scale=scale, valid=valid, terms=terms)
     rows = query.shape[0], 1, grid.query_blocks
     # Each block of queries is given all blocks of keys before its own.
     lists = torch.arange(grid.key_blocks, dtype=torch.int32).expand(*rows, -1).contiguous()
     counts = (torch.arange(grid.query_blocks, dtype=torch.int32) + grid.first).expand(rows).contiguous()
     return compiled.block_attention(query, keys, values, lists, counts, grid, scale=scale, terms=terms)
-
-
-def _takes(query: Tensor, values: Tensor, grid: BlockGrid, scale: float) -> bool:
-    on_cpu = query.device.type == values.device.type == "cpu"
-    return on_cpu and compiled.takes(query, values, grid, scale) and why_torch() is None

@@ -55,9 +55,14 @@ def prompt_attention(
         return _by_products(query, keys, values, lists, counts, grid, scale, terms)
     if kernels.usable(query, keys, values):
         return kernels.block_attention(query, keys, values, lists, counts, grid, scale=scale, terms=terms)
-    if query.device.type == "cpu" and compiled.takes(query, values, grid, scale) and why_torch() is None:
+    if is_compiled(query, values, grid, scale):
         return compiled.block_attention(query, keys, values, lists, counts, grid, scale=scale, terms=terms)
     return _by_products(query, keys, values, lists, counts, grid, scale, terms)
+
+
+def is_compiled(query: Tensor, values: Tensor, grid: BlockGrid, scale: float) -> bool:
+    """Tell whether the C kernel computes attention of these on a CPU."""
+    return query.device.type == "cpu" and compiled.takes(query, values, grid, scale) and why_torch() is None
 
 
 def why_torch() -> str | None:
