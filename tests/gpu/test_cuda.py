@@ -1,0 +1,144 @@
+"""What plans do on a GPU is what they do on the CPU: every method, codec and family, in turns and in CUDA graphs.
+
+Run where there is a GPU: `pytest tests/gpu`. Everything is float32, so that both devices choose the same entries.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+
+import pytest
+import torch
+
+import kvsieve
+from kvsieve.errors import KvsieveError
+from kvsieve.methods import KIVI
+from kvsieve.models.families import available, build
+from small import plan_of, stored
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning"),
+]
+
+METHODS = [name for name in kvsieve.list_methods() if not kvsieve.method_info(name).is_codec]
+CODECS = [name for name in kvsieve.list_methods() if kvsieve.method_info(name).is_codec]
+GREEDY = {
+    "do_sample": False,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "max_new_tokens": 10,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+}
+
+
+@functools.cache
+def model_on(device, family="llama"):
+    if device == "cpu":
+        return build(family)
+    return copy.deepcopy(model_on("cpu", family)).to(device)
+
+
+@functools.cache
+def talk():
+    """A padded batch of prompts, their mask, and what is said after the answer."""
+    made = torch.Generator().manual_seed(11)
+    ids = torch.randint(2, 120, (2, 150), generator=made)
+    mask = torch.ones_like(ids)
+    ids[1, :37], mask[1, :37] = 0, 0
+    return ids, mask, torch.randint(2, 120, (2, 60), generator=made)
+
+
+def two_turns(device, plan, *, family="llama", decode="auto", padded=True, chunk=None):
+    """Logits of two turns' answers, and what is stored after each."""
+    ids, mask, more = (each.to(device) for each in talk())
+    if not padded:
+        ids, mask, more = ids[:1], mask[:1], more[:1]
+    pads = (mask == 0).sum(1).tolist()
+    found, held = [], []
+    with kvsieve.attach(model_on(device, family), plan, decode=decode) as sieve:
+        first = sieve.generate(ids, mask, chunk=chunk, **GREEDY)
+        held.append(stored(first.cache, pads))
+        whole = torch.cat([first.sequences, more], 1)
+        seen = torch.cat([mask, torch.ones_like(whole[:, mask.shape[1] :])], 1)
+        second = sieve.generate(whole, seen, cache=first.cache, chunk=chunk, **GREEDY)
+        held.append(stored(second.cache, pads))
+    for result in (first, second):
+        assert result.sequences.device.type == device
+        found.append(torch.stack(result.output.logits, 1).cpu())
+    return found, held, [first.stats, second.stats]
+
+
+def assert_same(plan, **options):
+    engine = options.pop("decode", "auto")
+    theirs, kept, _ = two_turns("cpu", plan, decode="eager", **options)
+    ours, held, told = two_turns("cuda", plan, decode=engine, **options)
+    assert held[0] == kept[0]
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, atol=2e-3, rtol=2e-3)
+    assert held[1] == kept[1]
+    return told
+
+
+@pytest.mark.parametrize("decode", ["eager", "auto"])
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method(name, decode):
+    assert_same(plan_of(name, model_on("cpu")), decode=decode, padded=False)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_in_a_padded_batch(name):
+    assert_same(plan_of(name, model_on("cpu")), padded=True)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_in_chunks(name):
+    assert_same(plan_of(name, model_on("cpu")), padded=False, chunk=64)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("evict", ["full", "snapkv", "adakv", "rocketkv", "quest", "hsa"])
+@pytest.mark.parametrize("name", CODECS)
+def test_every_codec(name, evict, padded):
+    encoding = plan_of(name, model_on("cpu"), block=16, tail=16)
+    # `mixed` has an evictor of its own.
+    if encoding.evict is not None and evict != "full":
+        pytest.skip(f"{name} evicts by itself")
+    plan = encoding
+    if encoding.evict is None:
+        plan = dataclasses.replace(plan_of(evict, model_on("cpu")), codec=encoding.codec)
+    assert_same(plan, padded=padded)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "rocketkv", "fastkv"])
+@pytest.mark.parametrize("family", [each.name for each in available()])
+def test_every_family(family, name):
+    try:
+        plan = plan_of(name, model_on("cpu", family))
+        two_turns("cpu", plan, family=family, decode="eager", padded=False)
+    except KvsieveError as error:
+        pytest.skip(str(error).splitlines()[0])
+    assert_same(plan, family=family, padded=False)
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "rocketkv", "adakv", "lagkv"])
+def test_tokens_come_from_a_graph(name):
+    told = assert_same(plan_of(name, model_on("cpu")), decode="graph", padded=False)
+    assert told[0].decoding.engine == "graph", told[0].decoding
+
+
+def test_a_cache_saved_on_the_gpu_is_gone_on_with_on_the_cpu(tmp_path):
+    ids, _, more = talk()
+    plan = plan_of("snapkv", model_on("cpu"), codec=KIVI(bits=8, block=16, tail=16))
+    answers = []
+    with kvsieve.attach(model_on("cuda"), plan) as sieve:
+        first = sieve.generate(ids[:1].cuda(), **GREEDY)
+        sieve.save(first.cache, tmp_path / "chat", ids=first.sequences)
+        whole = torch.cat([first.sequences.cpu(), more[:1]], 1)
+        answers.append(sieve.generate(whole.cuda(), cache=first.cache, **GREEDY).sequences.cpu())
+    with kvsieve.attach(model_on("cpu"), plan) as sieve:
+        answers.append(sieve.generate(whole, cache=sieve.load(tmp_path / "chat").cache, **GREEDY).sequences)
+    assert torch.equal(*answers)
