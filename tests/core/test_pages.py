@@ -48,7 +48,7 @@ def test_chosen_channels_of_all_pages():
     table.update(kv_rows(keys, 10))
     channels = torch.tensor([[5, 0], [2, 3]])
     greatest = torch.tensor([[True, False], [False, True]])
-    rows = table.rows(channels, greatest)
+    rows = table.rows(channels + ~greatest * 6)
     for row in range(2):
         for i in range(2):
             half = 0 if greatest[row, i] else 1

@@ -18,6 +18,7 @@ from kvsieve.core.blocks import BlockGrid
 from kvsieve.core.kv_rows import DeviceLength, KVRows
 from kvsieve.kernels import decode, packed, window
 from kvsieve.kernels.blocks import block_attention
+from kvsieve.kernels.choice import largest_channels, page_entries
 from kvsieve.kernels.decode import decode_attention, kv_row_attention, ragged_decode
 from kvsieve.kernels.inputs import PackedBlocks
 from kvsieve.kernels.packed import packed_decode
@@ -85,8 +86,11 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     page_scores(table[..., :4001], torch.zeros(heads, groups, 9), slots[:, :9])
     bounds, question = torch.zeros(9, heads, 2, dim, dtype=dtype), torch.zeros(3, heads, groups, 2, dim)
     paged_scores(bounds, question, *(torch.zeros(3, *each, dtype=torch.int32) for each in ((1001,), ())), 32)
-    update_pages(table, torch.zeros(heads, dim, dtype=dtype), count, 16)
-    update_pages(table[:, :1], torch.zeros(heads, dim, dtype=dtype), 5, 1)
+    stored, tail = torch.zeros(9, dim, dtype=dtype), torch.zeros(heads, dtype=torch.int64)
+    update_pages(table, KVRows(stored, stored, None, tail, 1, 65536, DeviceLength(count)), 16)
+    update_pages(table[:, :1], KVRows(stored, stored, slots[:, :3], tail, 1, 5), 1)
+    largest_channels(packed, 9, 0.1, 2)
+    page_entries(torch.zeros(heads, groups, 4001), 16, 256, True, 64009, count)
     encoded(heads, groups, dim, value_dim)
     grid = BlockGrid(1000, length, 128, 128)
     lists = torch.zeros(1, heads, grid.query_blocks, grid.key_blocks + 1, dtype=torch.int32)

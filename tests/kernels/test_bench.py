@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 def test_the_comparison_passes_and_fails(monkeypatch):
     monkeypatch.setattr(kernels, "DTYPES", (torch.bfloat16,))
     rows = bench.check(CPU)
-    assert len(rows) == 20 and all(row["passes"] for row in rows)
+    assert len(rows) == 22 and all(row["passes"] for row in rows)
     monkeypatch.setattr(kernels, "page_bounds", lambda table, query: torch.zeros(()))
     assert {row["kernel"] for row in bench.check(CPU) if not row["passes"]} == {"page scores, Quest"}
 
@@ -31,7 +31,7 @@ def test_the_comparison_passes_and_fails(monkeypatch):
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_rates_are_shares_of_the_copys(monkeypatch):
     """Everything but the clock and the GPU."""
-    taken = iter([0.5] + [2.0, 8.0] * 6 + [2.0, 8.0, 40.0] + [2.0, 8.0] * 2 + [2.0, 8.0, 5.0])
+    taken = iter([0.5] + [2.0, 8.0] * 7 + [2.0, 8.0, 40.0] + [2.0, 8.0] * 2 + [2.0, 8.0, 5.0])
     monkeypatch.setattr(bench, "_milliseconds", lambda runs: [run() for run in runs] and next(taken))
     monkeypatch.setattr(bench, "_copy_rate", lambda device: 1e6 * next(taken))
     monkeypatch.setattr(bench, "LLAMA", {"heads": 2, "groups": 2, "dim": 16})
@@ -39,7 +39,7 @@ def test_rates_are_shares_of_the_copys(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1 << 14))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
     report = bench.measure(CPU)
-    assert report["copy_gb_per_s"] == 0.5 and len(report["rows"]) == 10
+    assert report["copy_gb_per_s"] == 0.5 and len(report["rows"]) == 11
     for row in report["rows"]:
         assert (row["inputs"] - 1) * row["bytes"] < 1 << 16 <= row["inputs"] * row["bytes"] or row["inputs"] == 1
         assert row["share_of_copy"] == row["bytes"] / 2.0 / 5e5

@@ -14,6 +14,8 @@ pytestmark = pytest.mark.slow
 
 KERNELS = {
     "blocks_kernel",
+    "channels_kernel",
+    "entries_kernel",
     "split_kernel",
     "merge_kernel",
     "norm_kernel",

@@ -10,7 +10,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import kvsieve
 from kvsieve import kernels
-from kvsieve.kernels import blocks, decode, packed, paged, pages, window
+from kvsieve.kernels import blocks, choice, decode, packed, paged, pages, window
 from kvsieve.models.families import build
 
 PLANS = {
@@ -93,7 +93,10 @@ def test_the_reason_names_what_is_missing(gpu, monkeypatch):
 
 
 def test_every_function_is_found_and_others_are_not():
-    modules = {"blocks": blocks, "decode": decode, "packed": packed, "paged": paged, "pages": pages, "window": window}
+    modules = {
+        "blocks": blocks, "choice": choice, "decode": decode, "packed": packed, "paged": paged, "pages": pages,
+        "window": window,
+    }  # fmt: skip
     for name, module in kernels._FUNCTIONS.items():
         assert getattr(kernels, name) is getattr(modules[module], name)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvsieve import kernels
-from kvsieve.core.kv_rows import KVRows
+from kvsieve.core.kv_rows import DeviceLength, KVRows
 from kvsieve.core.pages import PageTable
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,7 +33,7 @@ def test_scores_in_chosen_channels(dtype, groups, chosen, page):
     at = channels if table.halves == 1 else channels + (~greatest) * 40
     ours = kernels.page_scores(table.bounds(), weights, at)
     assert ours.dtype == torch.float32
-    rows = table.rows(channels, greatest).double()
+    rows = table.rows(at).double()
     # A bfloat16 table's weights keep 16 bits.
     bits = 15 if dtype == torch.bfloat16 else 20
     most = weights.double().abs() @ rows.abs() * 2**-bits + 1e-6
@@ -58,10 +58,10 @@ def test_pages_that_are_not_there(pages):
     ours = kernels.page_scores(table[..., :pages], weights)
     torch.testing.assert_close(ours, theirs[..., :pages], atol=1e-5, rtol=1e-5)
     # The end of the last row is the end of memory.
-    ours = kernels.page_scores(table[..., pages - 1 :], weights, pages=1)
+    ours = kernels.page_scores(table[..., pages - 1 :], weights, length=1)
     torch.testing.assert_close(ours[..., 0], theirs[..., pages - 1], atol=1e-5, rtol=1e-5)
     for count in (pages, torch.tensor(pages), torch.tensor([pages], dtype=torch.int32)):
-        ours = kernels.page_scores(table, weights, pages=count)
+        ours = kernels.page_scores(table, weights, length=count)
         torch.testing.assert_close(ours[..., :pages], theirs[..., :pages], atol=1e-5, rtol=1e-5)
         assert ours[..., pages:].eq(float("-inf")).all()
 
@@ -72,8 +72,12 @@ def test_pages_that_are_not_there(pages):
 def test_entry_after_entry_makes_the_same_table(dtype, page, on_device):
     keys = torch.randn(3, 20, 5).to(dtype)
     table = torch.full((3, 1 if page == 1 else 2, 5, 21), 7.0).to(dtype)
+    # The first four of each are listed, and lie the other way round.
+    body = torch.arange(3)[:, None] * 20 + torch.tensor([3, 2, 1, 0])
+    flat = torch.cat([keys[:, :4].flip(1), keys[:, 4:]], 1).flatten(0, 1)
     for length in range(1, 21):
-        kernels.update_pages(table, keys[:, length - 1], torch.tensor(length) if on_device else length, page)
+        size, known = (20, DeviceLength(torch.tensor(length))) if on_device else (length, None)
+        kernels.update_pages(table, KVRows(flat, flat, body, body[:, -1] + 4, 1, size, known), page)
     theirs = table_of(keys, page).bounds()
     assert torch.equal(table[..., : theirs.shape[-1]], theirs)
     assert table[..., theirs.shape[-1] :].eq(7).all()

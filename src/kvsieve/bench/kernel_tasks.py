@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +10,8 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.attention import dense_attention, prompt_attention, ragged_attention, sparse_attention
+from kvsieve.bench.kernel_task import KernelTask, Shape
+from kvsieve.bench.page_tasks import best, bounds, estimates, update
 from kvsieve.core.blocks import BlockGrid
 from kvsieve.core.codes import CodeFormat, Codes, decode, encode
 from kvsieve.core.kv_rows import Choice, KVRows
@@ -19,36 +19,9 @@ from kvsieve.core.scoring import window_mass
 from kvsieve.kernels.inputs import PackedBlocks
 from kvsieve.methods.hsa import hsa_setting
 
-
-@dataclass(frozen=True)
-class Shape:
-    """A layer: H KV heads, G query heads for each, D channels."""
-
-    heads: int
-    groups: int
-    dim: int
-    device: torch.device
-    dtype: torch.dtype
-
-    def random(self, *size: int) -> Tensor:
-        return torch.randn(size, device=self.device).to(self.dtype)
-
-
 # Tokens of sparse prompts, and the part of their blocks that is computed.
 PROMPTS = ((8192, 0.25), (32768, 0.25), (32768, 0.1), (32768, 1.0))
 LLAMA = {"heads": 8, "groups": 4, "dim": 128}
-
-
-@dataclass(frozen=True)
-class KernelTask:
-    """One kernel on one shape. tensors: makes its inputs; run: by kernel; plain: in torch; bytes: least a run moves."""
-
-    name: str
-    shape: str
-    bytes: int
-    tensors: Callable[[], tuple[Tensor, ...]]
-    run: Callable[..., Tensor]
-    plain: Callable[..., Tensor]
 
 
 def dense(shape: Shape, batch: int, length: int) -> KernelTask:
@@ -107,61 +80,6 @@ def chosen(shape: Shape, batch: int, length: int, count: int) -> KernelTask:
 
     moved = kv_rows * count * (2 * shape.dim * shape.dtype.itemsize + 8)
     return KernelTask("decode, chosen entries", f"{batch} x {count} of {length}", moved, tensors, run, run)
-
-
-def estimates(shape: Shape, batch: int, pages: int, channels: int) -> KernelTask:
-    """HSA's scores of pages in chosen channels."""
-    kv_rows, dim = batch * shape.heads, shape.dim
-
-    def plain(table: Tensor, weights: Tensor, at: Tensor) -> Tensor:
-        rows = table.flatten(1, 2).gather(1, at[..., None].expand(-1, -1, pages))
-        return weights @ rows.to(weights.dtype)
-
-    def tensors() -> tuple[Tensor, ...]:
-        at = torch.rand(kv_rows, 2 * dim, device=shape.device).argsort(-1)[:, :channels].contiguous()
-        weights = torch.randn(kv_rows, shape.groups, channels, device=shape.device)
-        return shape.random(kv_rows, 2, dim, pages), weights, at
-
-    moved = kv_rows * pages * (channels * shape.dtype.itemsize + 4 * shape.groups)
-    what = f"{batch} x {pages} pages, {channels} channels"
-    return KernelTask("page scores, HSA", what, moved, tensors, kernels.page_scores, plain)
-
-
-def bounds(shape: Shape, batch: int, pages: int) -> KernelTask:
-    """Quest's bounds of pages."""
-    kv_rows = batch * shape.heads
-
-    def plain(table: Tensor, query: Tensor) -> Tensor:
-        query, table = query.to(torch.promote_types(query.dtype, torch.float32)), table.to(query.dtype)
-        table = table.to(query.dtype)
-        return query.clamp(min=0) @ table[:, 0] + query.clamp(max=0) @ table[:, 1]
-
-    def tensors() -> tuple[Tensor, ...]:
-        return shape.random(kv_rows, 2, shape.dim, pages), shape.random(kv_rows, shape.groups, shape.dim)
-
-    moved = kv_rows * pages * (2 * shape.dim * shape.dtype.itemsize + 4 * shape.groups)
-    return KernelTask("page scores, Quest", f"{batch} x {pages} pages", moved, tensors, kernels.page_bounds, plain)
-
-
-def update(shape: Shape, batch: int, pages: int) -> KernelTask:
-    """A new entry's key taken into the newest page of 16."""
-    kv_rows = batch * shape.heads
-
-    def run(table: Tensor, keys: Tensor, length: Tensor) -> Tensor:
-        kernels.update_pages(table, keys, length, 16)
-        return table
-
-    def plain(table: Tensor, keys: Tensor, length: Tensor) -> Tensor:
-        at = (length - 1) // 16
-        old = table.index_select(3, at)[..., 0]
-        wider = torch.stack([torch.maximum(old[:, 0], keys), torch.minimum(old[:, 1], keys)], 1)
-        return table.index_copy_(3, at, wider[..., None])
-
-    def tensors() -> tuple[Tensor, ...]:
-        length = torch.tensor([16 * pages - 3], device=shape.device)
-        return shape.random(kv_rows, 2, shape.dim, pages), shape.random(kv_rows, shape.dim), length
-
-    return KernelTask("page update", f"{batch} x {pages} pages", kv_rows * shape.dim * 10, tensors, run, plain)
 
 
 def mass(shape: Shape, batch: int, length: int, window: int) -> KernelTask:
@@ -253,6 +171,7 @@ def small(shape: Shape) -> list[KernelTask]:
         estimates(shape, 2, 301, 7),
         bounds(shape, 2, 301),
         update(shape, 2, 33),
+        best(shape, 2, 301, 7, 64),
         mass(shape, 2, 333, 13),
         *(encoded(shape, 2, 7, 20, bits) for bits in (4, 2)),
         prompt(shape, 2, BlockGrid(50, 83, 32, 16), 0.4),
@@ -270,6 +189,7 @@ def large(shape: Shape) -> list[KernelTask]:
         estimates(shape, 8, 131072 // at_4096.page, at_4096.channels),
         *(bounds(shape, batch, 8192) for batch in (1, 4)),
         update(shape, 1, 8192),
+        best(shape, 1, 8192, 16, 256),
         *(mass(shape, 1, *size) for size in ((32768, 32), (131072, 8), (131072, 32))),
         *(encoded(shape, *size) for size in ((1, 256, 128, 4), (1, 1024, 128, 4), (4, 256, 128, 4), (1, 1024, 128, 2))),
         *(prompt(shape, 1, BlockGrid(length, length, 128, 128), part) for length, part in PROMPTS),

@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.bench.kernel_tasks import LLAMA, Shape, large, small
+from kvsieve.bench.kernel_task import Shape
+from kvsieve.bench.kernel_tasks import LLAMA, large, small
 
 # Largest error that passes, relative to the largest number of the twin in float64, by the dtype of the result.
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-4}

@@ -7,9 +7,14 @@ import math
 import torch
 from torch import Tensor
 
-from kvsieve.core.kv_rows import DeviceLength
+from kvsieve import kernels
+from kvsieve.core.kv_rows import DeviceLength, KVRows
+from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap, softmax
 from kvsieve.types import AttentionTerms
+
+# Pages of a KV row that the kernel's one program holds.
+_MOST_PAGES = 16384
 
 
 def largest(sizes: Tensor, count: int) -> Tensor:
@@ -25,6 +30,30 @@ def held_part(chosen: Tensor, query: Tensor) -> Tensor:
     tiny = torch.finfo(query.dtype).tiny
     part, whole = (each.abs().sum(-1, keepdim=True) for each in (chosen, query))
     return (part / whole.clamp_min(tiny)).clamp_min(tiny)
+
+
+def largest_channels(query: Tensor, count: int, scale: float, halves: int) -> tuple[Tensor, Tensor]:
+    """Choose the channels in which a group's queries are largest, and weigh them for the scores of pages.
+
+    Args:
+        query: [X, G, D].
+        count: channels to choose.
+        scale: factor of the query-key products.
+        halves: of the page table. Of 2, a channel's greatest or least value counts, by the sign of the queries' sum.
+
+    Returns:
+        Weights [X, G, count], the queries at SparQ's temperature, and the table's rows that they are for, half * D +
+        channel, int64 [X, count].
+    """
+    if kernels.usable(query):
+        return kernels.largest_channels(query, count, scale, halves)
+    query = query.to(score_dtype(query.dtype))
+    channels = largest(query.abs().sum(1), count)
+    chosen = query.gather(2, channels[:, None].expand(-1, query.shape[1], -1))
+    weights = chosen * (scale / held_part(chosen, query).sqrt())
+    if halves == 2:
+        channels = channels + (query.sum(1).gather(1, channels) <= 0) * query.shape[-1]
+    return weights, channels
 
 
 def page_softmax(
@@ -60,6 +89,30 @@ def page_softmax(
     weights = softmax(scores, sinks)
     weights[..., -1] *= page / short
     return weights
+
+
+def entries_of_pages(
+    scores: Tensor, kv_rows: KVRows, page: int, count: int, newest: bool, terms: AttentionTerms | None = None
+) -> Tensor:
+    """Choose the entries of the pages with the highest `page_softmax`, summed over a group's query heads.
+
+    Args:
+        scores: [X, G, pages]; written to.
+        kv_rows: what the pages are of.
+        page: entries per page.
+        count: entries to choose.
+        newest: see `best_entries`.
+        terms: cap and sinks [X, G, 1] of the layer's attention; None for neither.
+
+    Returns:
+        int64 [X, count], in no order.
+    """
+    length = kv_rows.length
+    if terms is None and scores.dtype == torch.float32 and kernels.usable(scores) and scores.shape[-1] <= _MOST_PAGES:
+        on_device = None if length is None else length.count
+        return kernels.page_entries(scores, page, count, newest, kv_rows.size, on_device)
+    weights = page_softmax(scores, kv_rows.size, page, length, terms).sum(1)
+    return best_entries(weights, kv_rows.size, page, count, newest, length)
 
 
 def best_entries(

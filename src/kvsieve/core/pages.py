@@ -42,7 +42,7 @@ class PageTable:
         Where the length of the KV rows is on the device, only the newest entry is taken in; all others must be in.
         """
         if kv_rows.length is not None:
-            self._take(kv_rows.keys_at(kv_rows.newest()), kv_rows.length, self._pages(kv_rows.size))
+            self._take(kv_rows, kv_rows.length)
         elif self.size < kv_rows.size:
             self._add(kv_rows.keys_at(kv_rows.span(self.size, kv_rows.size)))
 
@@ -51,12 +51,11 @@ class PageTable:
         assert self._table is not None
         return self._table[..., : self._pages(self.size if size is None else size)]
 
-    def rows(self, channels: Tensor, greatest: Tensor, size: int | None = None) -> Tensor:
+    def rows(self, at: Tensor, size: int | None = None) -> Tensor:
         """Copy the bounds of chosen channels for all pages.
 
         Args:
-            channels: int64 [X, k].
-            greatest: bool [X, k], True for the largest values, False for the smallest.
+            at: int64 [X, k], half * D + channel.
             size: pages of so many entries; None for those taken in.
 
         Returns:
@@ -66,20 +65,17 @@ class PageTable:
         pages = self._pages(self.size if size is None else size)
         kv_rows, _, dim, capacity = self._table.shape
         if self._starts is None or len(self._starts) != kv_rows:
-            self._starts = torch.arange(kv_rows, device=channels.device)[:, None] * (self.halves * dim)
-        at = channels + self._starts
-        if self.halves == 2:
-            at = at + (~greatest) * dim
+            self._starts = torch.arange(kv_rows, device=at.device)[:, None] * (self.halves * dim)
+        at = at + self._starts
         # Rows are cut before they are copied: there is room for further pages behind those that are in use.
         return self._table.view(-1, capacity)[:, :pages].index_select(0, at.view(-1)).view(*at.shape, pages)
 
-    def scores(self, weights: Tensor, channels: Tensor, greatest: Tensor, kv_rows: KVRows) -> tuple[Tensor, int]:
+    def scores(self, weights: Tensor, at: Tensor, kv_rows: KVRows) -> tuple[Tensor, int]:
         """Weighted sums over chosen channels, for every page.
 
         Args:
             weights: [X, G, k].
-            channels: int64 [X, k]; see `rows`.
-            greatest: bool [X, k]; see `rows`.
+            at: int64 [X, k]; see `rows`.
             kv_rows: what the table was made of.
 
         Returns:
@@ -87,11 +83,11 @@ class PageTable:
         """
         assert self._table is not None
         pages = self._pages(kv_rows.size)
-        metadata_bytes = channels.numel() * pages * self._table.element_size()
+        metadata_bytes = at.numel() * pages * self._table.element_size()
         if kernels.usable(self._table, weights):
-            at = channels + (~greatest) * self._table.shape[2] if self.halves == 2 else channels
-            return kernels.page_scores(self._table[..., :pages], weights, at, self._count(kv_rows)), metadata_bytes
-        return weights @ self.rows(channels, greatest, kv_rows.size).to(weights.dtype), metadata_bytes
+            table, count = self._table[..., :pages], self._count(kv_rows)
+            return kernels.page_scores(table, weights, at, count, self.page), metadata_bytes
+        return weights @ self.rows(at, kv_rows.size).to(weights.dtype), metadata_bytes
 
     def bound(self, query: Tensor, kv_rows: KVRows) -> tuple[Tensor, int]:
         """Upper bound of the logits that a query can have in each page.
@@ -107,7 +103,7 @@ class PageTable:
         bounds = self.bounds(kv_rows.size)
         metadata_bytes = bounds.numel() * bounds.element_size()
         if kernels.usable(bounds, query):
-            return kernels.page_bounds(bounds, query, self._count(kv_rows)), metadata_bytes
+            return kernels.page_bounds(bounds, query, self._count(kv_rows), self.page), metadata_bytes
         bounds = bounds.to(query.dtype)
         if self.halves == 1:
             return query @ bounds[:, 0], metadata_bytes
@@ -123,9 +119,10 @@ class PageTable:
         """Count an entry that was taken into the buffer in place."""
         self.size += 1
 
-    def _count(self, kv_rows: KVRows) -> Tensor | None:
-        """Pages that hold entries, where the length is on the device; else None."""
-        return None if kv_rows.length is None else kv_rows.length.occupancy(self.page, self._pages(kv_rows.size)).count
+    @staticmethod
+    def _count(kv_rows: KVRows) -> Tensor | None:
+        """Entries that exist, where the length is on the device; else None."""
+        return None if kv_rows.length is None else kv_rows.length.count
 
     def make_room(self, entries: int) -> None:
         needed = self._pages(entries)
@@ -163,14 +160,14 @@ class PageTable:
         self._table = table
         return table
 
-    def _take(self, keys: Tensor, length: DeviceLength, pages: int) -> None:
-        """Take in the newest key [X, 1, D]: a page begins with it, or its bounds widen."""
+    def _take(self, kv_rows: KVRows, length: DeviceLength) -> None:
+        """Take in the newest key of every KV row: a page begins with it, or its bounds widen."""
         assert self._table is not None
-        if kernels.usable(self._table, keys):
-            kernels.update_pages(self._table, keys[:, 0], length.count, self.page)
+        if kv_rows.in_buffers and kernels.usable(self._table):
+            kernels.update_pages(self._table, kv_rows, self.page)
             return
-        occupancy = length.occupancy(self.page, pages)
-        new = keys.transpose(1, 2)[:, None].expand(-1, self.halves, -1, -1)
+        occupancy = length.occupancy(self.page, self._pages(kv_rows.size))
+        new = kv_rows.keys_at(kv_rows.newest()).transpose(1, 2)[:, None].expand(-1, self.halves, -1, -1)
         if self.page > 1:
             old = self._table.index_select(3, occupancy.newest)
             wider = torch.stack([torch.maximum(old[:, 0], new[:, 0]), torch.minimum(old[:, 1], new[:, 1])], 1)

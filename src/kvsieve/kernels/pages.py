@@ -7,13 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvsieve.kernels.inputs import StoredRows
 from kvsieve.kernels.launch import cdiv, on, padded, power_of_two, precision, rows
 
 # Pages and table rows of a tile: 32 pieces of 256 bytes; eight such programs of three stages fit a multiprocessor.
 _PAGES, _ROWS = 128, 32
 
 
-@triton.jit(do_not_specialize=["number", "capacity", "wanted", "index_row"])
+@triton.jit(do_not_specialize=["number", "page_size", "capacity", "wanted", "index_row"])
 def scores_kernel(
     table,
     weights,
@@ -21,6 +22,7 @@ def scores_kernel(
     number_of,
     out,
     number,
+    page_size,
     capacity,
     width,
     wanted,
@@ -43,6 +45,7 @@ def scores_kernel(
         real = tl.load(number_of).to(tl.int32)
     else:
         real = number
+    real = (real + page_size - 1) // page_size
     page = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     group = tl.arange(0, PADDED_GROUPS)
     table += kv_row * table_row
@@ -83,33 +86,43 @@ def scores_kernel(
     )
 
 
-@triton.jit(do_not_specialize=["number", "page", "key_row"])
+@triton.jit(do_not_specialize=["size", "page", "kept", "body_row"])
 def update_kernel(
     table,
     keys,
-    number_of,
-    number,
+    body,
+    tail,
+    length,
+    size,
     page,
     capacity,
+    kept,
+    stride,
+    body_row,
+    key_slot,
     table_row,
     table_half,
     table_channel,
-    key_row,
     HALVES: tl.constexpr,
     DIM: tl.constexpr,
     COUNT: tl.constexpr,
+    LISTED: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):
     kv_row = tl.program_id(0).to(tl.int64)
     if COUNT:
-        newest = tl.load(number_of).to(tl.int32) - 1
+        newest = tl.load(length).to(tl.int32) - 1
     else:
-        newest = number - 1
+        newest = size - 1
+    slot = tl.load(tail + kv_row) + (newest - kept) * stride
+    if LISTED:
+        listed = tl.load(body + kv_row * body_row + newest, mask=newest < kept, other=0)
+        slot = tl.where(newest < kept, listed, slot)
     at = newest // page
     begins = newest % page == 0
     dim = tl.arange(0, PADDED_DIM)
     real = (dim < DIM) & (at < capacity)
-    key = tl.load(keys + kv_row * key_row + dim, mask=real, other=0.0)
+    key = tl.load(keys + slot * key_slot + dim, mask=real, other=0.0)
     places = table + kv_row * table_row + dim.to(tl.int64) * table_channel + at
     tl.store(places, tl.where(begins, key, tl.maximum(tl.load(places, mask=real, other=0.0), key)), mask=real)
     if HALVES == 2:
@@ -118,7 +131,11 @@ def update_kernel(
 
 
 def page_scores(
-    table: Tensor, weights: Tensor, rows_of: Tensor | None = None, pages: Tensor | int | None = None
+    table: Tensor,
+    weights: Tensor,
+    rows_of: Tensor | None = None,
+    length: Tensor | int | None = None,
+    page: int = 1,
 ) -> Tensor:
     """Weighted sums of a table's rows, for every page.
 
@@ -129,7 +146,8 @@ def page_scores(
             width is a multiple of 16.
         weights: [X, G, J].
         rows_of: int64 [X, J], half * D + channel of the row that each weight is for; None for all rows in order.
-        pages: pages that exist, an int or one integer on the device; None for P. Those behind them score -inf.
+        length: entries that exist, an int or one integer on the device; None for all. Pages behind them score -inf.
+        page: entries per page.
 
     Returns:
         float32 [X, G, P].
@@ -138,15 +156,16 @@ def page_scores(
     groups, wanted = weights.shape[1:]
     table, weights = rows(table), weights.to(torch.float32).contiguous()
     out = weights.new_empty(kv_rows, groups, capacity)
-    on_device = isinstance(pages, Tensor)
+    on_device = isinstance(length, Tensor)
     with on(table):
         scores_kernel[cdiv(capacity, _PAGES), kv_rows](
             table,
             weights,
             None if rows_of is None else rows(rows_of),
-            pages if on_device else None,
+            length if on_device else None,
             out,
-            0 if on_device else capacity if pages is None else pages,
+            0 if on_device else capacity * page if length is None else length,
+            page,
             capacity,
             _width(table),
             wanted,
@@ -175,13 +194,14 @@ def _width(table: Tensor) -> int:
     return width if whole else table.shape[3]
 
 
-def page_bounds(table: Tensor, query: Tensor, pages: Tensor | int | None = None) -> Tensor:
+def page_bounds(table: Tensor, query: Tensor, length: Tensor | int | None = None, page: int = 1) -> Tensor:
     """Compute Quest's bounds ``sum_d max(q_d * max_d, q_d * min_d)`` of every page.
 
     Args:
         table: see `page_scores`.
         query: [X, G, D].
-        pages: see `page_scores`.
+        length: see `page_scores`.
+        page: see `page_scores`.
 
     Returns:
         float32 [X, G, P].
@@ -189,36 +209,30 @@ def page_bounds(table: Tensor, query: Tensor, pages: Tensor | int | None = None)
     query = query.to(torch.float32)
     if table.shape[1] == 2:
         query = torch.cat([query.clamp(min=0), query.clamp(max=0)], -1)
-    return page_scores(table, query, pages=pages)
+    return page_scores(table, query, None, length, page)
 
 
-def update_pages(table: Tensor, keys: Tensor, length: Tensor | int, page: int) -> None:
+def update_pages(table: Tensor, kv_rows: StoredRows, page: int) -> None:
     """Take the newest entry of each KV row into the table, in place.
 
     An entry that begins a page is its bounds; others widen them.
 
     Args:
         table: [X, halves, D, P].
-        keys: [X, D].
-        length: entries of each KV row with the new one, an int or one integer on the device.
+        kv_rows: X of them, the newest entry among them, the length on the device or not.
         page: entries per page.
     """
-    kv_rows, halves, dim, capacity = table.shape
-    keys = rows(keys)
-    on_device = isinstance(length, Tensor)
+    count, halves, dim, capacity = table.shape
+    body, keys = kv_rows.body, rows(kv_rows.keys)
     with on(table):
-        update_kernel[kv_rows,](
-            table,
-            keys,
-            length if on_device else None,
-            0 if on_device else length,
-            page,
-            capacity,
-            *table.stride()[:3],
-            keys.stride(0),
+        update_kernel[count,](
+            *(table, keys, body, kv_rows.tail, None if kv_rows.length is None else kv_rows.length.count),
+            *(kv_rows.size, page, capacity, 0 if body is None else body.shape[1], kv_rows.stride),
+            *(0 if body is None else body.stride(0), keys.stride(0), *table.stride()[:3]),
             HALVES=halves,
             DIM=dim,
-            COUNT=on_device,
+            COUNT=kv_rows.length is not None,
+            LISTED=body is not None,
             PADDED_DIM=power_of_two(dim),
             num_warps=1,
         )

@@ -24,8 +24,7 @@ from torch import Tensor
 from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.page_recipe import PageRecipe, page_table
-from kvsieve.core.page_weights import best_entries, held_part, largest, page_softmax
-from kvsieve.core.scoring import score_dtype
+from kvsieve.core.page_weights import entries_of_pages, largest_channels
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
@@ -83,15 +82,10 @@ class HSA(BudgetReader, static_shapes=True):
     ) -> Choice:
         table = page_table(state, setting.page)
         table.update(kv_rows)
-        query = query.to(score_dtype(query.dtype))
-        channels = largest(query.abs().sum(1), setting.channels)
-        greatest = query.sum(1).gather(1, channels) > 0
-        chosen = query.gather(2, channels[:, None].expand(-1, query.shape[1], -1))
-        part = held_part(chosen, query)
-        estimates, metadata_bytes = table.scores(chosen * (scale / part.sqrt()), channels, greatest, kv_rows)
-        weights = page_softmax(estimates, kv_rows.size, setting.page, kv_rows.length, terms).sum(1)
+        weights, at = largest_channels(query, setting.channels, scale, table.halves)
+        scores, metadata_bytes = table.scores(weights, at, kv_rows)
         count = min(setting.count, kv_rows.size)
-        entries = best_entries(weights, kv_rows.size, setting.page, count, self.newest, kv_rows.length)
+        entries = entries_of_pages(scores, kv_rows, setting.page, count, self.newest, terms)
         return Choice(entries, metadata_bytes=metadata_bytes)
 
 

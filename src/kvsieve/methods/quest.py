@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.page_recipe import PageRecipe, page_table
-from kvsieve.core.page_weights import best_entries, page_softmax
+from kvsieve.core.page_weights import best_entries, entries_of_pages
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import check_int
@@ -83,10 +83,11 @@ class Quest(BudgetReader, static_shapes=True):
     ) -> Choice:
         table = page_table(state, setting.page)
         table.update(kv_rows)
-        weights, metadata_bytes = table.bound(query.to(score_dtype(query.dtype)) * scale, kv_rows)
-        # A cap bends bounds as it bends logits, so they stay bounds, and each query head's order as it is.
-        if not self.per_query_head:
-            weights = page_softmax(weights, kv_rows.size, setting.page, kv_rows.length, terms).sum(1)
+        scores, metadata_bytes = table.bound(query.to(score_dtype(query.dtype)) * scale, kv_rows)
         count = min(setting.count, kv_rows.size)
-        entries = best_entries(weights, kv_rows.size, setting.page, count, self.newest, kv_rows.length)
+        if self.per_query_head:
+            # A cap bends bounds as it bends logits, so they stay bounds, and each query head's order as it is.
+            entries = best_entries(scores, kv_rows.size, setting.page, count, self.newest, kv_rows.length)
+        else:
+            entries = entries_of_pages(scores, kv_rows, setting.page, count, self.newest, terms)
         return Choice(entries, metadata_bytes=metadata_bytes)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.page_recipe import PageRecipe, page_table, value_mean
-from kvsieve.core.page_weights import best_entries, held_part, largest, page_softmax
+from kvsieve.core.page_weights import best_entries, held_part, largest, largest_channels, page_softmax
 from kvsieve.core.scoring import score_dtype
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.registry import register_method
@@ -68,30 +68,27 @@ class SparQ(BudgetReader, static_shapes=True):
         table = page_table(state, 1)
         table.update(kv_rows)
         count, groups = min(setting.count, kv_rows.size), query.shape[1]
-        query = query.to(score_dtype(query.dtype))
-        asked = query if self.per_query_head else query.abs().sum(1, keepdim=True)
-        channels = largest(asked.abs(), setting.channels)
-        everything = torch.ones_like(channels.flatten(1), dtype=torch.bool)
-        # Each query head's own channels [X, G, r], or the group's [X, 1, r].
-        chosen = query.gather(2, channels.expand(-1, groups, -1))
-        part = held_part(chosen, query)
-        chosen = chosen * (scale / part.sqrt())
         if self.per_query_head:
-            rows = table.rows(channels.flatten(1), everything, kv_rows.size)
+            query = query.to(score_dtype(query.dtype))
+            # Each query head's own channels [X, G, r].
+            channels = largest(query.abs(), setting.channels)
+            chosen = query.gather(2, channels)
+            chosen = chosen * (scale / held_part(chosen, query).sqrt())
+            rows = table.rows(channels.flatten(1), kv_rows.size)
             metadata_bytes = rows.nbytes
             rows = rows.to(query.dtype).unflatten(1, (-1, setting.channels))
-            estimates = page_softmax((chosen[:, :, None] @ rows)[:, :, 0], kv_rows.size, 1, kv_rows.length, terms)
-            weights = estimates.clone()
+            logits = (chosen[:, :, None] @ rows)[:, :, 0]
         else:
-            logits, metadata_bytes = table.scores(chosen, channels[:, 0], everything, kv_rows)
-            estimates = page_softmax(logits, kv_rows.size, 1, kv_rows.length, terms)
-            weights = estimates.sum(1)
-        entries = best_entries(weights, kv_rows.size, 1, count, self.newest, kv_rows.length)
+            weights, at = largest_channels(query, setting.channels, scale, table.halves)
+            logits, metadata_bytes = table.scores(weights, at, kv_rows)
+        estimates = page_softmax(logits, kv_rows.size, 1, kv_rows.length, terms)
+        summed = estimates.clone() if self.per_query_head else estimates.sum(1)
+        entries = best_entries(summed, kv_rows.size, 1, count, self.newest, kv_rows.length)
         blend = None
         if self.mean_value:
             if terms is not None and terms.sinks is not None:
                 # Shares among entries alone.
                 estimates = estimates / estimates.sum(-1, keepdim=True).clamp_min(torch.finfo(estimates.dtype).tiny)
             held = estimates.gather(2, entries if self.per_query_head else entries[:, None].expand(-1, groups, -1))
-            blend = held.sum(-1), value_mean(state).update(kv_rows, query.dtype)
+            blend = held.sum(-1), value_mean(state).update(kv_rows, score_dtype(query.dtype))
         return Choice(entries, blend, metadata_bytes)
