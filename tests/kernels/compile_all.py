@@ -99,15 +99,19 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
 
 
 def encoded(heads: int, groups: int, dim: int, value_dim: int) -> None:
-    """Keys of 4 bits per channel, values of 3 bits per token that stand for levels."""
+    """Keys of 4 bits per channel; values of 3 bits per token that stand for levels, and of 2, 4 and 8 bits."""
     query, blocks = torch.zeros(heads, groups, dim), torch.zeros(heads, 512, dtype=torch.int64)
-    codes = [torch.zeros(1024, 128, size, dtype=torch.uint8) for size in (dim // 2, value_dim // 8 * 3)]
-    by_channel, by_token = (
-        torch.zeros(1024, *size, dtype=torch.float16) for size in ((1, dim), (128, value_dim // 16))
-    )
-    keys = PackedBlocks(codes[0], by_channel, by_channel, None, 4, dim, 0)
-    values = PackedBlocks(codes[1], by_token, None, torch.zeros(16), 3, value_dim, 16)
-    packed_decode(query, query[..., 0], blocks, blocks, keys, values, 50.0)
+
+    def made(bits: int, size: int, group: int, zero: bool, levels: torch.Tensor | None = None) -> PackedBlocks:
+        packed = torch.zeros(1024, 128, size * bits // 8, dtype=torch.uint8)
+        scale = torch.zeros(1024, *((128, size // group) if group else (1, size)), dtype=torch.float16)
+        return PackedBlocks(packed, scale, scale if zero else None, levels, bits, size, group)
+
+    keys = made(4, dim, 0, True)
+    packed_decode(query, query[..., 0], blocks, blocks, keys, made(3, value_dim, 16, False, torch.zeros(16)), 50.0)
+    packed_decode(query, query[..., 0], blocks, blocks, keys, made(4, value_dim, value_dim, True), 50.0)
+    packed_decode(query, None, blocks, blocks, made(2, dim, dim, True), made(2, value_dim, value_dim // 4, True))
+    packed_decode(query, None, blocks, blocks, made(8, dim, dim // 2, False), made(8, value_dim, 0, True))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ KERNELS = {
     "mass_kernel",
     "pool_kernel",
     "packed_kernel",
+    "planes_kernel",
     "paged_kernel",
     "scores_kernel",
     "update_kernel",

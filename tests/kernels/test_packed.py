@@ -16,17 +16,20 @@ from kvsieve.kernels import packed
 from kvsieve.types import AttentionTerms
 
 HEADS = 2
+KERNELS = "packed_kernel", "planes_kernel"
 LEVELS = CodeFormat(3, "token", 8, zero=False, levels=(-1.7, -0.8, -0.4, -0.1, 0.3, 0.6, 1.1, 2.0))
-KIVI_4 = CodeFormat(4, "channel"), CodeFormat(4, "token", 8)
+KIVI_4 = CodeFormat(4, "channel"), CodeFormat(4, "token", 12)
+TURNED = CodeFormat(4, "token", 24, rotated=True, centered=True)
+ANY, PLANES = KERNELS
 PAIRS = {
-    "kivi-3": (CodeFormat(3, "channel"), CodeFormat(3, "token", 12)),
-    "bits-8-2": (CodeFormat(8, "token", 24, zero=False), CodeFormat(2, "channel")),
-    "bits-5-7": (CodeFormat(5, "channel"), CodeFormat(7, "token", 24)),
-    "levels": (LEVELS, LEVELS),
-    "turned": (
-        CodeFormat(4, "token", 24, rotated=True, centered=True),
-        CodeFormat(4, "token", 24, rotated=True, centered=True),
-    ),
+    "kivi-3": (CodeFormat(3, "channel"), CodeFormat(3, "token", 12), ANY),
+    "kivi-4, 8": (CodeFormat(4, "channel"), CodeFormat(4, "token", 8), ANY),
+    "bits-5-7": (CodeFormat(5, "channel"), CodeFormat(7, "token", 24), ANY),
+    "levels": (LEVELS, LEVELS, ANY),
+    "bits-8-2": (CodeFormat(8, "token", 24, zero=False), CodeFormat(2, "channel"), PLANES),
+    "bits-2-8": (CodeFormat(2, "token", 12), CodeFormat(8, "token", 12), PLANES),
+    "bits-4-4": (CodeFormat(4, "token", 6), CodeFormat(4, "channel", zero=False), PLANES),
+    "turned": (TURNED, TURNED, PLANES),
 }
 
 
@@ -35,6 +38,7 @@ def parts(monkeypatch):
     """KV rows are split as far as they can be; tiles are smaller than blocks."""
     monkeypatch.setattr(packed, "multiprocessors", lambda device: 50)
     monkeypatch.setattr(packed, "_BYTES", 2048)
+    monkeypatch.setattr(packed, "BLOCK", 16)
 
 
 def filled(pair: tuple[CodeFormat, CodeFormat], dtype=torch.float32, block: int = 20, valid=None, batch: int = 1):
@@ -44,23 +48,38 @@ def filled(pair: tuple[CodeFormat, CodeFormat], dtype=torch.float32, block: int 
     return PackedStore.build(store, Formats(of_keys=pair[0], of_values=pair[1], block=block))
 
 
-def compare(store: PackedStore, groups: int, monkeypatch, terms: AttentionTerms | None = None) -> None:
-    launched = []
-    run = packed.packed_kernel
-    spy = type("Spy", (), {"__getitem__": lambda self, grid: launched.append(grid) or run[grid]})
-    monkeypatch.setattr(packed, "packed_kernel", spy())
-    query = torch.randn(len(store.lengths), HEADS * groups, 1, 24).to(store.dtype)
-    ours = packed_attention(query, store, scale=0.2, terms=terms)
-    monkeypatch.setattr(packed, "packed_kernel", run)
-    assert launched and ours.isfinite().all()
+def compare(
+    store: PackedStore, groups: int, monkeypatch, terms: AttentionTerms | None = None, kernel: str = PLANES
+) -> None:
+    launched = set()
+
+    class Spy:
+        def __init__(self, name: str) -> None:
+            self.name, self.run = name, vars(packed)[name]
+
+        def __getitem__(self, grid):
+            launched.add(self.name)
+            return self.run[grid]
+
+    dim = store.keys.shape[-1]
+    query = torch.randn(len(store.lengths), HEADS * groups, 1, dim).to(store.dtype)
+    with monkeypatch.context() as patched:
+        for name in KERNELS:
+            patched.setattr(packed, name, Spy(name))
+        ours = packed_attention(query, store, scale=0.2, terms=terms)
+    assert launched == {kernel} and ours.isfinite().all()
     wanted = reference_attention(query, store.keys, store.values, scale=0.2, valid=store.valid, terms=terms)
     close = 1e-5 if store.dtype == torch.float32 else 3e-2
     torch.testing.assert_close(ours, wanted, atol=close, rtol=close)
 
 
-@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_every_format(pair, monkeypatch):
-    compare(filled(pair), 3, monkeypatch)
+@pytest.mark.parametrize(("keys", "values", "kernel"), PAIRS.values(), ids=PAIRS)
+def test_every_format(keys, values, kernel, monkeypatch):
+    compare(filled((keys, values)), 3, monkeypatch, kernel=kernel)
+
+
+def test_more_query_heads_than_a_tile_has_rows(monkeypatch):
+    compare(filled(KIVI_4), 11, monkeypatch)
 
 
 @pytest.mark.parametrize("terms", [None, AttentionTerms(0.7, torch.tensor([0.5, -9, 2, 0, 9, -4]))], ids=["", "terms"])
@@ -73,7 +92,7 @@ def test_padding_and_heads_of_their_own(terms, monkeypatch):
 
 def test_bfloat16_in_one_part(monkeypatch):
     monkeypatch.setattr(packed, "multiprocessors", lambda device: 1)
-    monkeypatch.setattr(packed, "PER_SM", 1)
+    monkeypatch.setattr(packed, "PROGRAMS", 1)
     compare(filled(KIVI_4, torch.bfloat16), 1, monkeypatch)
 
 
