@@ -120,6 +120,9 @@ def _launch_planes(
 ) -> None:
     """Run `planes_kernel`, which takes formats that `_planes` does."""
     rows, parts, groups, _ = outputs[0].shape
+    padded_groups = max(8, power_of_two(groups))
+    # As many logits, however many query heads share the entries.
+    block = max(16, min(BLOCK * 8 // padded_groups, padded(keys.packed.shape[1])))
     planes_kernel[rows, parts](
         *inputs,
         *(keys.packed.view(torch.int16), keys.scale, keys.zero),
@@ -129,8 +132,8 @@ def _launch_planes(
         **_facts(inputs, keys, values, softcap),
         **_planes("KEY", keys),
         **_planes("VALUE", values),
-        ROWS=max(8, power_of_two(groups)),
-        BLOCK=min(BLOCK, padded(keys.packed.shape[1])),
+        ROWS=padded_groups,
+        BLOCK=block,
         num_warps=WARPS,
         num_stages=STAGES,
     )
