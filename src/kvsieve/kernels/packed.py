@@ -155,7 +155,7 @@ def _facts(
 
 
 def _planes(name: str, blocks: PackedBlocks) -> dict[str, int]:
-    """What `planes_kernel` is told about keys or values; nothing of formats that it does not take."""
+    """Arguments of `planes_kernel` for keys or values; none where it does not take their format."""
     if blocks.bits not in (2, 4, 8) or blocks.levels is not None:
         return {}
     # Bytes of an entry are channels that one place of a byte holds.
