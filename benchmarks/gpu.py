@@ -1,6 +1,6 @@
 """What methods cost on a GPU: Llama-3.1-8B's geometry with random weights in bf16, nothing to download.
 
-    python benchmarks/gpu.py [--contexts 8k,32k,128k] [--batches 1,4,8] [--cells TEXT] [--minutes N] [--out FILE]
+    python benchmarks/gpu.py [--contexts 8k,32k,128k] [--batches 1,4,8] [--cells TEXTS] [--minutes N] [--out FILE]
     python benchmarks/gpu.py --show benchmarks/results/gpu.json      # tables of saved numbers
     python benchmarks/gpu.py --tiny --out FILE                       # the whole script on the CPU, in seconds
 
@@ -38,7 +38,7 @@ from kvsieve.bench.tables import notes, tables
 from kvsieve.bench.work import Work
 from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.output import print_table, printed_warnings
-from kvsieve.cli.specs import MethodRun, compared_methods
+from kvsieve.cli.specs import MethodRun, compared_methods, with_codecs
 from kvsieve.hf.decode.engine import ENGINES
 from kvsieve.hf.generate.peak_memory import measure_peak
 from kvsieve.report.environment import environment
@@ -48,8 +48,10 @@ METHODS = (
     "full,fastkv:paper=true:tsp_layer=15:tsp_rate=0.2:budget=10%,snapkv:paper=true:budget=10%,lagkv:budget=10%,"
     "adakv:paper=true:budget=10%,"
     "asl:paper=true:budget=2048:first=15:tau=2,gemfilter:paper=true:budget=1024:layer=13,"
-    "rocketkv:budget=256,rocketkv:budget=512,rocketkv:budget=1024,rocketkv:budget=2048,rocketkv:budget=4096"
+    "rocketkv:budget=256,rocketkv:budget=1024,rocketkv:budget=4096,quest:budget=256,hsa:budget=256"
 )
+# Of full KV and of the first evictor.
+CODECS: list[str | None] = ["kivi:bits=4", "kivi:bits=2"]
 LLAMA = dict(
     vocab_size=128256,
     hidden_size=4096,
@@ -85,6 +87,7 @@ TINY_METHODS = (
     "adakv:paper=true:budget=10%,"
     "gemfilter:paper=true:budget=40:layer=0,rocketkv:budget=64"
 )
+TINY_CODECS: list[str | None] = ["kivi:bits=4:block=8:tail=8"]
 CHUNKS = (None, 65536, 16384, 4096)
 # Left to the allocator and to what is not counted.
 SPARE = 0.08
@@ -279,7 +282,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--new-tokens", type=int)
     parser.add_argument("--decode", default="auto", choices=ENGINES, help="of kvsieve; auto is a CUDA graph here")
-    parser.add_argument("--cells", default="", help="measure only cells whose context/batch/contender holds this text")
+    parser.add_argument("--cells", default="", help="only those whose context/batch/contender holds one of these")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no cell after so many")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "gpu.json")
     parser.add_argument("--tiny", action="store_true", help="a tiny geometry on the CPU: tries the script")
@@ -299,7 +302,10 @@ def measure(arguments: argparse.Namespace) -> None:
     tiny = arguments.tiny
     config = TINY if tiny else LLAMA
     runs: dict[str, MethodRun | None] = {BASELINE: None, GENERATE: None}
-    for run in compared_methods(TINY_METHODS if tiny else METHODS, None):
+    methods = compared_methods(TINY_METHODS if tiny else METHODS, None)
+    for run in methods + with_codecs(
+        [run for run in methods if run.name in ("full", "snapkv")], TINY_CODECS if tiny else CODECS
+    ):
         runs[run.full_label] = run
     settings = {
         "config": config,
@@ -329,7 +335,7 @@ def measure(arguments: argparse.Namespace) -> None:
     limits = Limits(found, rates, element_bytes(model))
     for context, batch, name in itertools.product(fresh["contexts"], fresh["batches"], runs):
         cell = Cell(context, batch, name)
-        if cell.key in report["cells"] or arguments.cells not in cell.key:
+        if cell.key in report["cells"] or not any(text in cell.key for text in arguments.cells.split(",")):
             continue
         if time.monotonic() - began > 60 * arguments.minutes:
             print(f"stopped after {arguments.minutes:g} minutes, before {cell.key}; the same command goes on there")

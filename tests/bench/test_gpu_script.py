@@ -46,13 +46,13 @@ def call(gpu, monkeypatch, capsys):
 def test_cells_are_measured_once_and_summed_up(gpu, call, tmp_path):
     out = tmp_path / "gpu.json"
     tiny = ("--tiny", "--out", out, "--batches", "2")
-    call(*tiny, "--contexts", "256", "--cells", "transformers")
+    call(*tiny, "--contexts", "256", "--cells", "transformers,nothing else")
     first = json.loads(out.read_text())
     assert list(first["cells"]) == ["256/2/transformers", "256/2/transformers generate"]
     printed = call(*tiny, "--contexts", "256,384")
     report = json.loads(out.read_text())
     assert report["cells"]["256/2/transformers"] == first["cells"]["256/2/transformers"]
-    assert len(report["cells"]) == 2 * len(report["contenders"]) == 18
+    assert len(report["cells"]) == 2 * len(report["contenders"]) == 22
     assert all("env" in cell and len(cell["samples"]) == 1 for cell in report["cells"].values())
     summary = report["summary"]["2"]["384"]
     assert list(summary) == list(report["contenders"])
