@@ -196,11 +196,15 @@ def check_kernel(owner: object, value: object) -> None:
 def last_real(ctx: LayerContext, count: int | tuple[int, ...]) -> Tensor:
     """bool [B or 1, 1 or H, N]: True for the last `count` real entries of each row; a tuple holds one per row."""
     length = ctx.keys.shape[2]
-    last = torch.tensor(count, device=ctx.keys.device).view(-1, 1, 1)
+    last: int | Tensor = count if isinstance(count, int) else _per_row(ctx, count)
     if ctx.valid is None:
-        return torch.arange(length, device=ctx.keys.device) >= length - last
+        return torch.arange(length, device=ctx.keys.device).view(1, 1, -1) >= length - last
     from_end = ctx.valid.flip(-1).cumsum(-1).flip(-1)
     return ctx.valid & (from_end <= last)
+
+
+def _per_row(ctx: LayerContext, count: tuple[int, ...]) -> Tensor:
+    return torch.tensor(count).view(-1, 1, 1).to(ctx.keys.device, non_blocking=True)
 
 
 def first_real(ctx: LayerContext, count: int) -> Tensor:

@@ -150,13 +150,14 @@ class LagKV(Evictor, heads="own", query_aware=False):
         for row, sizes in enumerate(judged):
             slots = self._slots(ctx, row, done[row] if sizes else 0)
             stay = torch.ones_like(slots, dtype=torch.bool)
+            lengths.append(ctx.stored[row])
             if acts[row]:
-                judged[row], own = self._cut(ctx, row, slots, sizes, counts[row], stay)
+                judged[row], own, gone = self._cut(ctx, row, slots, sizes, counts[row], stay)
+                lengths[row] -= gone
             else:
                 own = self._known(ctx, row, sum(sizes))
             scores.append(own)
             mask[row].scatter_(1, slots, stay)
-            lengths.append(int(stay[0].sum()))
         if tuple(lengths) == ctx.stored:
             return None
         most, widest = max(map(len, judged)), max(map(sum, judged))
@@ -191,20 +192,22 @@ class LagKV(Evictor, heads="own", query_aware=False):
 
     def _cut(
         self, ctx: LayerContext, row: int, slots: Tensor, sizes: list[int], count: int, stay: Tensor
-    ) -> tuple[list[int], Tensor]:
-        """Choose which of a row's `slots` stay, in bool `stay` [H, n]; what partitions keep, and its scores [H, m].
+    ) -> tuple[list[int], Tensor, int]:
+        """Choose which of a row's `slots` stay, in bool `stay` [H, n].
 
         sizes: what is left of the partitions that were judged before.
+
+        Returns what partitions keep, the scores [H, m] of that, and how many entries go.
         """
         done, stored = self.sinks + sum(sizes), slots.shape[1]
         new = max((stored - done) // self.lag - 1, 0)
         end = done + new * self.lag
         whole = [*sizes, *[self.lag] * new]
-        must = torch.zeros(len(slots), end - self.sinks, dtype=torch.bool, device=slots.device)
+        must, protected = None, [0] * len(whole)
         if ctx.protected is not None:
             must = ctx.protected[row].gather(1, slots[:, self.sinks : end])
-        # The same tokens are protected in all heads, and stay in all of them.
-        protected = [int(part.sum()) for part in must[0].cpu().split(whole)]
+            # The same tokens are protected in all heads, and stay in all of them.
+            protected = [int(part.sum()) for part in must[0].cpu().split(whole)]
         if self.chunks:
             kept = [*sizes, *(max(self._fixed, held) for held in protected[len(sizes) :])]
         else:
@@ -214,12 +217,21 @@ class LagKV(Evictor, heads="own", query_aware=False):
             rows = slots[:, done : end + self.lag, None]
             pair = (each[row].gather(1, rows.expand(-1, -1, each.shape[-1])) for each in (ctx.keys, ctx.values))
             scores = torch.cat([scores, self._scores(*pair).flatten(1)], 1)
-        real = torch.arange(self.lag, device=slots.device) < torch.tensor(whole, device=slots.device)[:, None]
-        table = scores.new_full((len(slots), *real.shape), float("-inf"))
-        table[:, real] = scores.masked_fill(must, float("inf"))
-        best = top_mask(table, torch.tensor([kept] * len(slots)))[:, real]
+        ranked = scores if must is None else scores.masked_fill(must, float("inf"))
+        best = self._best(ranked, whole, kept)
         stay[:, self.sinks : end] = best
-        return kept, scores[best].view(len(slots), -1)
+        chosen = pack(best, (sum(kept),) * len(slots)).indices
+        return kept, scores.gather(1, chosen), sum(whole) - sum(kept)
+
+    def _best(self, scores: Tensor, sizes: list[int], kept: list[int]) -> Tensor:
+        """bool [H, m]: the best ``kept[p]`` of each of the partitions that scores [H, m] are of."""
+        table, places = scores, None
+        if min(sizes) < self.lag:
+            real = torch.arange(self.lag) < torch.tensor(sizes)[:, None]
+            places = real.flatten().nonzero()[:, 0].to(scores.device, non_blocking=True)
+            table = scores.new_full((len(scores), real.numel()), float("-inf")).index_copy_(1, places, scores)
+        best = top_mask(table.unflatten(1, (-1, self.lag)), torch.tensor([kept] * len(scores))).flatten(1)
+        return best if places is None else best.index_select(1, places)
 
     def _scores(self, keys: Tensor, values: Tensor) -> Tensor:
         """[H, (P + 1) L, D] each -> [H, P, L] scores of the first P partitions."""

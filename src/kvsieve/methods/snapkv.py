@@ -75,9 +75,11 @@ class SnapKV(ScoredEvictor, heads="own", query_aware=True):
 
     def scores(self, ctx: LayerContext) -> Tensor:
         scores = self.context_scores(ctx)
+        unseen = ctx.keys.shape[2] - scores.shape[-1]
+        if ctx.valid is None and unseen == self.window:
+            return torch.nn.functional.pad(scores, (0, unseen), value=float("inf"))
         recent = last_real(ctx, self.window)
         if recent.shape[1] > 1:
             recent = recent.repeat_interleave(scores.shape[1] // recent.shape[1], 1)
-        unseen = ctx.keys.shape[2] - scores.shape[-1]
         scores = torch.nn.functional.pad(scores, (0, unseen))
         return scores.masked_fill(recent, float("inf"))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsieve.core.checks import look
 from kvsieve.errors import CacheStateError, InputError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Turn
@@ -200,6 +201,7 @@ def _commit(session: Session, *, finished: bool) -> None:
     cache, turn, step = session.cache, session.cache.turn, session.step
     if not (finished or session.stopped):
         return
+    look(session.checks)
     if finished and step.phase == "prefill":
         _check_states(cache)
     cache.advance(step.num_new)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.cache import keep
+from kvsieve.core.checks import Check, gathered, look
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
@@ -47,6 +48,7 @@ class Session:
         shared: ``ctx.shared``.
         hidden: [B, L, C], what enters the layer that runs; kept for evictors that need it only.
         moved: True once other tokens travel than those of the pass.
+        checks: of what the plan computed, not looked at yet; see `core.checks`.
     """
 
     plan: Plan
@@ -64,6 +66,7 @@ class Session:
     shared: dict[str, Any] = field(default_factory=dict)
     hidden: Tensor | None = None
     moved: bool = False
+    checks: list[Check] = field(default_factory=list)
     _selection: Selection | None = None
 
     def __post_init__(self) -> None:
@@ -118,7 +121,8 @@ class Session:
         if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
             asked = replace(asked, query=self._recent(layer, query, evictor.window))
         if reduces:
-            self._reduce(index, layer, asked)
+            with gathered(self.checks):
+                self._reduce(index, layer, asked)
         if codec is not None:
             encode_after(self.plan, self.cache, index, step, reduced=reduces)
         return out
@@ -231,6 +235,7 @@ class Session:
             self._selection = selection if source <= index < self.model.num_layers - 1 else None
             return
         if selection is not None:
+            look(self.checks)
             self.chosen, self.stopped = selection, True
             raise StopForward
         # What a layer has attended to can go at once.
@@ -253,6 +258,7 @@ class Session:
             arguments.note_given(given)
             deferred = self.cache.turn.deferred
             if not self.step.is_last_chunk:
+                look(self.checks)
                 deferred.append((hidden, *arguments.noted))
                 self.stopped = True
                 raise StopForward
@@ -290,11 +296,5 @@ class Session:
             return given
         given = self.arguments.deeper(given)
         if isinstance(self.cache.layers[index], StateLayer):
-            name = next(name for name in ("mamba_attention_mask", "attention_mask") if name in names)
-            mask = None if self.tokens.valid is None else self.tokens.valid.long()
-            if isinstance(given.get(name), dict):
-                # One for each part of the layer, of which attention needs none.
-                states = ("conv", "linear_attention")
-                mask = {part: mask if part in states else each for part, each in given[name].items()}  # type: ignore[assignment]
-            given[name] = mask
+            self.tokens.mask_states(given, names)
         return given

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,17 @@ class Tokens:
         """Columns of the real ones, int32 [1 or B, L], -1 for padding and filler."""
         found = self.token_index.to(torch.int32)
         return found if self.valid is None else found.masked_fill(~self.valid, -1)
+
+    def mask_states(self, given: dict[str, Any], names: Collection[str]) -> None:
+        """Put a mask of them among the arguments that a recurrent layer, of parameters `names`, is given."""
+        name = next(name for name in ("mamba_attention_mask", "attention_mask") if name in names)
+        mask = None if self.valid is None else self.valid.long()
+        if isinstance(given.get(name), dict):
+            # One for each part of the layer, of which attention needs none.
+            states = ("conv", "linear_attention")
+            given[name] = {part: mask if part in states else each for part, each in given[name].items()}
+        else:
+            given[name] = mask
 
     def narrow(self, selection: Selection) -> Tokens:
         """Keep those of a selection [B, K] among them."""

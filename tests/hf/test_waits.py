@@ -1,0 +1,108 @@
+"""While a prompt is read, the host waits for the device a few times, however many layers the model has."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import kvsieve
+from faraway import Away, sent, watched
+from kvsieve.models.families import build
+from small import plan_of, stored
+
+pytestmark = pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
+
+# Of ids, whether they are known, on the way to the driver and by the decoder's hook; of a mask, whether it hides any.
+CHECKS = 3
+# And once for all layers, whether scores are numbers.
+ONCE = CHECKS + 1
+# The others' waits: of the whole prompt, and of each layer.
+MORE = {
+    "a-shape": (CHECKS, 4),
+    "adakv": (ONCE, 18),
+    "asl": (6, 0),
+    "cake": (10, 12),
+    "duoattention": (ONCE, 11),
+    "dynamickv": (ONCE + 1, 12),
+    "expectedattention": (ONCE, 1),
+    "flashprefill": (CHECKS, 4),
+    "flexprefill": (CHECKS, 4),
+    "gemfilter": (9, 0),
+    "h2o": (ONCE, 1),
+    "lookahead": (11, 0),
+    "minference": (CHECKS, 4),
+    "mixed": (ONCE + 6, 17),
+    "pyramidinfer": (ONCE, 2),
+    "qfilters": (ONCE, 1),
+    "specprefill": (13, 0),
+    "squeezeattention": (ONCE, 5),
+    "xattention": (CHECKS, 4),
+    "zigzagkv": (10, 12),
+}
+# Finch and KVzip move a prompt's tokens to and fro between passes.
+METHODS = [
+    name
+    for name in kvsieve.list_methods()
+    if not kvsieve.method_info(name).is_codec and name not in ("finch", "kvzip", "per-layer")
+]
+
+
+@functools.cache
+def models(layers):
+    here = build("llama", num_hidden_layers=layers, dtype=torch.float64)
+    return here, sent(build("llama", num_hidden_layers=layers, dtype=torch.float64))
+
+
+def prompt(rows=1):
+    return torch.randint(2, 120, (rows, 150), generator=torch.Generator().manual_seed(1))
+
+
+def kept(cache, padding=(0,)):
+    """Which tokens are stored, and the last keys of first heads."""
+    return stored(cache, padding), [layer.store.keys[:, :1, -20:].cpu() for layer in cache.layers]
+
+
+def assert_same(found, wanted):
+    assert found[0] == wanted[0]
+    for mine, other in zip(found[1], wanted[1], strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_waits_do_not_grow_with_the_layers(name):
+    """And what is kept there is what is kept here."""
+    least, each = MORE.get(name, (ONCE, 0))
+    for layers in (3, 5):
+        here, away = models(layers)
+        with kvsieve.attach(away, plan_of(name, here)) as sieve, watched() as waits:
+            cache = sieve.prefill(Away(prompt()))
+            assert sum(waits.values()) <= least + each * layers, waits
+            found = kept(cache)
+    with kvsieve.attach(here, plan_of(name, here)) as sieve:
+        assert_same(found, kept(sieve.prefill(prompt())))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "lagkv", "adakv", "fastkv", "knorm"])
+def test_what_is_kept_of_padded_rows_is_the_same(name):
+    here, away = models(3)
+    ids, mask = prompt(2), torch.ones(2, 150, dtype=torch.long)
+    mask[1, :37] = 0
+    with kvsieve.attach(away, plan_of(name, here)) as sieve, watched():
+        found = kept(sieve.prefill(Away(ids), Away(mask)), (0, 37))
+    with kvsieve.attach(here, plan_of(name, here)) as sieve:
+        assert_same(found, kept(sieve.prefill(ids, mask), (0, 37)))
+
+
+def test_scores_that_are_no_numbers_are_refused_when_the_prompt_has_been_read():
+    _, away = models(3)
+    weight = away.model.layers[0].self_attn.k_proj.weight.inner
+    before = weight.clone()
+    try:
+        weight.fill_(float("nan"))
+        plan = kvsieve.plan("snapkv", budget=40, window=4)
+        with kvsieve.attach(away, plan) as sieve, watched(), pytest.raises(ValueError, match="NaN"):
+            sieve.prefill(Away(prompt()))
+    finally:
+        weight.copy_(before)
