@@ -1,29 +1,36 @@
 """The vLLM plugin measured: sparse reading and eviction beside vLLM's own dense attention.
 
     python benchmarks/vllm_plugin.py --model CHECKPOINT [--parts layer,decode,pool,needles,identical,preempt]
-        [--lengths 7500] [--rounds 5] [--dtype bfloat16] [--small] [--out FILE]
+        [--lengths 7500] [--batches 1] [--readers quest:budget=256] [--graphs] [--rounds 5] [--dtype bfloat16]
+        [--small] [--out FILE]
 
-In vLLM's environment (`make test-vllm` makes one: .venv-vllm/bin/python). One engine runs at a time, each part in a
-process of its own.
+In vLLM's environment (`make test-vllm` makes one: .venv-vllm/bin/python), on the device that vLLM finds there. One
+engine runs at a time, each part in a process of its own. `--model random:8b` is a model of random weights in the sizes
+of Llama 3.1 8B, for the times alone.
 
 layer: one layer's attention for one token, dense with blocks of 32 and of 128 entries, and the choice of pages with the
-attention to them, on random entries that no cache of the processor holds. decode: time per token of one request, dense
-and sparse taking turns on one engine and the same cached prompt, and dense again on an engine with blocks of 128. pool:
-eight prompts in a pool of 260 blocks, dense and with eviction in turn. needles: right answers. identical: mixed batches
-that read all pages beside dense ones, token by token. preempt: answers after forced preemptions beside undisturbed
-ones.
+attention to them, on random entries that no cache of the processor holds; on GPUs for each number of `--batches`, with
+FlashAttention in place of wide blocks. decode: time per token of `--batches` requests at once, dense and sparse taking
+turns on one engine and the same cached prompts, and vLLM as it is without the plugin: with blocks of 128 on CPUs, on
+GPUs with the attention, the blocks and the CUDA graphs that it chooses itself. On GPUs engines otherwise run without
+graphs; `--graphs` measures the plugin with the pieces that it leaves in them, too. pool: eight prompts in a pool of 260
+blocks, dense and with eviction in turn. needles: right answers. identical: mixed batches that read all pages beside
+dense ones, token by token. preempt: answers after forced preemptions beside undisturbed ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
+import itertools
 import json
 import os
 import random
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,13 +40,24 @@ SETTINGS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_CPU_KVCACHE_SPACE": "2",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
     "HF_HUB_OFFLINE": "1",
 }
+RANDOM, MARK = "random:8b", "result: "
 # Parts that reach into an engine. Its threads are not bound to cores then: vLLM does that for processes that it starts.
-WITHIN = ("layer", "turns", "wide", "disturbed")
+WITHIN = ("layer", "turns", "itself", "disturbed")
 EVICT, READ = "snapkv:budget=512", "quest:budget=256"
 # Query heads, KV heads and channels: SmolLM2-135M, Qwen2.5-0.5B, and those of 8B models.
 GEOMETRIES = {"smollm2-135m": (9, 3, 64), "qwen2.5-0.5b": (14, 2, 64), "8b": (32, 8, 128)}
+
+
+@functools.cache
+def on_gpu() -> bool:
+    """Tell whether vLLM finds a GPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
 
 
 @contextlib.contextmanager
@@ -49,11 +67,31 @@ def engine(given: argparse.Namespace, plan: str | None, *, self_test: bool = Fal
 
     config = {} if plan is None else {"kvsieve": {"plan": plan, "self_test": self_test}}
     options = {"block_size": 32, "max_num_seqs": 8, "enforce_eager": True, "seed": 0, "dtype": given.dtype, **options}
-    yield LLM(given.model, additional_config=config, disable_log_stats=False, **options)
+    if on_gpu():
+        # The rest is for the pages' bounds, of which vLLM does not know.
+        options.setdefault("gpu_memory_utilization", 0.85)
+    if given.model != RANDOM:
+        yield LLM(given.model, additional_config=config, disable_log_stats=False, **options)
+        return
+    from transformers import LlamaConfig
+
+    heads, kv_heads, dim = GEOMETRIES["8b"]
+    sizes = LlamaConfig(
+        vocab_size=128256, hidden_size=heads * dim, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=131072,
+        tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        sizes.save_pretrained(folder)
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+        yield LLM(folder, additional_config=config, disable_log_stats=False, **options)
 
 
 def needle_prompts(llm: Any, lengths: list[int], each: int) -> list[tuple[list[int], str]]:
     """Prompts of RULER's first needle task, as token ids, and their answers."""
+    if llm.llm_engine.model_config.skip_tokenizer_init:
+        drawn = random.Random(0)
+        return [([drawn.randrange(3, 30000) for _ in range(length)], "") for length in lengths for _ in range(each)]
     from kvsieve.tasks import chosen_tasks
     from kvsieve.tasks.prompter import Prompter
 
@@ -66,7 +104,8 @@ def answered(llm: Any, prompts: list[list[int]], tokens: int) -> list[Any]:
     """Answer prompts greedily, all at once."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    words = not llm.llm_engine.model_config.skip_tokenizer_init
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=words)
     return llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
 
 
@@ -82,6 +121,8 @@ def core(llm: Any) -> Any:
 
 def layer(given: argparse.Namespace) -> dict[str, Any]:
     """Milliseconds of one layer's attention."""
+    if on_gpu():
+        return layer_on_gpu(given)
     import torch
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
@@ -170,46 +211,84 @@ def layer(given: argparse.Namespace) -> dict[str, Any]:
     return out
 
 
-def decode(given: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds per token of one request behind a cached prompt."""
-    out = {}
-    for length in given.lengths:
-        spent = child(given, "turns", lengths=str(length))
-        spent["dense_blocks_of_128"] = child(given, "wide", lengths=str(length))
-        medians = {way: 1e3 * statistics.median(each) for way, each in spent.items()}
-        best = min(number for way, number in medians.items() if way.startswith("dense"))
-        ratios = [one / other for one, other in zip(spent["sparse"], spent["dense"], strict=True)]
-        out[str(length)] = {
-            **{f"{way}_ms": round(number, 2) for way, number in medians.items()},
-            "sparse_to_dense_in_turn": round(statistics.median(ratios), 3),
-            "sparse_to_best_dense": round(medians["sparse"] / best, 3),
-        }
+def layer_on_gpu(given: argparse.Namespace) -> dict[str, Any]:
+    """`layer` on a GPU, for each number of requests: medians, launched and replayed from a CUDA graph."""
+    import torch
+
+    from vllm_layer_gpu import calls, milliseconds
+
+    dtype, out = getattr(torch, given.dtype), {"pages_read": 8}
+    for name, (heads, kv_heads, dim) in GEOMETRIES.items():
+        for length, batch in itertools.product(given.lengths, given.batches):
+            runs = calls(length, batch, heads, kv_heads, dim, 32, out["pages_read"], dtype)
+            told = {each: [milliseconds(run, 50) for _ in range(given.rounds)] for each, run in runs.items()}
+            out[f"{name}, {length} tokens, {batch} at once"] = {
+                each: {how: round(statistics.median(one[how] for one in times), 4) for how in times[0]}
+                for each, times in told.items()
+            }
+            del runs
+            torch.cuda.empty_cache()
     return out
 
 
-def turns(given: argparse.Namespace) -> dict[str, list[float]]:
+def decode(given: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds per token behind cached prompts, by their length and number."""
+    spent = {
+        plan + ", graphs" * graphs: child(given, "turns", plan=plan, graphs=graphs)
+        for plan in given.readers.split(",")
+        for graphs in ((False, True) if given.graphs else (False,))
+    }
+    alone = child(given, "itself", graphs=on_gpu())
+    out: dict[str, Any] = {}
+    for case, seconds in alone.items():
+        told = out[case] = {"vllm_itself_ms": round(1e3 * statistics.median(seconds), 2)}
+        for plan, cases in spent.items():
+            dense, sparse = (1e3 * statistics.median(cases[case][way]) for way in ("dense", "sparse"))
+            ratios = [one / other for one, other in zip(cases[case]["sparse"], cases[case]["dense"], strict=True)]
+            told[plan] = {
+                "dense_ms": round(dense, 2),
+                "sparse_ms": round(sparse, 2),
+                "sparse_to_dense_in_turn": round(statistics.median(ratios), 3),
+                "sparse_to_best_dense": round(sparse / min(dense, told["vllm_itself_ms"]), 3),
+            }
+    return out
+
+
+def cached(given: argparse.Namespace, plan: str | None, **options: Any) -> Iterator[tuple[Any, str, list[list[int]]]]:
+    """Yield an engine and prompts that it has read, for each length and number of requests."""
+    batches, tokens = given.batches, 8 if given.small else 64
+    options |= {"max_model_len": max(given.lengths) + tokens + 32, "enable_prefix_caching": True}
+    options |= {"enforce_eager": not given.graphs, "max_num_seqs": max(8, *batches)}
+    with engine(given, plan, **options) as llm:
+        for length in given.lengths:
+            prompts = [ids for ids, _ in needle_prompts(llm, [length], max(batches))]
+            for batch in batches:
+                answered(llm, prompts[:batch], 2)
+                yield llm, f"{length} tokens, {batch} at once", prompts[:batch]
+
+
+def turns(given: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Seconds per token, dense and sparse taking turns on one engine."""
-    tokens, (length,) = (8 if given.small else 64), given.lengths
-    spent: dict[str, list[float]] = {"dense": [], "sparse": []}
-    with engine(given, READ, max_model_len=length + tokens + 32, enable_prefix_caching=True) as llm:
-        prompt = needle_prompts(llm, [length], 1)[0][0]
-        answered(llm, [prompt], 2)
+    out: dict[str, dict[str, list[float]]] = {}
+    for llm, case, prompts in cached(given, given.plan):
+        spent = out[case] = {"dense": [], "sparse": []}
         for turn in range(given.rounds + 1):
             for way in ("dense", "sparse") if turn % 2 else ("sparse", "dense"):
                 with densely(llm) if way == "dense" else contextlib.nullcontext():
-                    seconds = per_token(answered(llm, [prompt], tokens)[0])
+                    seconds = per_token(answered(llm, prompts, 8 if given.small else 64))
                 if turn:
                     spent[way].append(seconds)
-    return spent
+    return out
 
 
-def wide(given: argparse.Namespace) -> list[float]:
+def itself(given: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds per token of vLLM as it is, with its own size of blocks."""
-    tokens, (length,) = (8 if given.small else 64), given.lengths
-    options = {"max_model_len": length + tokens + 32, "enable_prefix_caching": True, "block_size": 128}
-    with engine(given, None, **options) as llm:
-        prompt = needle_prompts(llm, [length], 1)[0][0]
-        return [per_token(answered(llm, [prompt], tokens)[0]) for _ in range(given.rounds + 1)][1:]
+    tokens = 8 if given.small else 64
+    own = {"block_size": None if on_gpu() else 128}
+    return {
+        case: [per_token(answered(llm, prompts, tokens)) for _ in range(given.rounds + 1)][1:]
+        for llm, case, prompts in cached(given, None, **own)
+    }
 
 
 @contextlib.contextmanager
@@ -217,18 +296,19 @@ def densely(llm: Any) -> Iterator[None]:
     """Let the engine read everything, by vLLM's own path, and look at no page."""
     runner = core(llm).model_executor.driver_worker.worker.model_runner
     builders = [builder for groups in runner.attn_groups for group in groups for builder in group.metadata_builders]
-    readers = [builder._reader for builder in builders]
+    planners = [builder._planner for builder in builders]
     for builder in builders:
-        builder._reader = None
+        builder._planner = None
     yield
-    for builder, reader in zip(builders, readers, strict=True):
-        builder._reader = reader
+    for builder, planner in zip(builders, planners, strict=True):
+        builder._planner = planner
 
 
-def per_token(output: Any) -> float:
-    """Seconds per token behind the first."""
-    told = output.metrics
-    return (told.last_token_ts - told.first_token_ts) / (len(output.outputs[0].token_ids) - 1)
+def per_token(outputs: list[Any]) -> float:
+    """Seconds per token of requests that are answered at once, behind the first token of them all."""
+    began = max(output.metrics.first_token_ts for output in outputs)
+    ended = max(output.metrics.last_token_ts for output in outputs)
+    return (ended - began) / (len(outputs[0].outputs[0].token_ids) - 1)
 
 
 def pool(given: argparse.Namespace) -> dict[str, Any]:
@@ -289,6 +369,10 @@ def batches(given: argparse.Namespace) -> list[Any]:
     """Tokens of the batches of `identical`, with everything read or packed in reverse."""
     given.dtype, rng, out = "float32", random.Random(0), []
     options = {"max_model_len": 1024, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
+    if on_gpu():
+        # The kernel that the plugin extends, in float32 indeed.
+        options["attention_config"] = {"backend": "TRITON_ATTN"}
+        os.environ["TRITON_F32_DEFAULT"] = "ieee"
     with engine(given, given.plan or None, self_test=bool(given.plan), **options) as llm:
         text = llm.get_tokenizer()(Path(__file__).read_text())["input_ids"]
         for _ in range(2 if given.small else 50):
@@ -337,20 +421,21 @@ PARTS: dict[str, Callable[[argparse.Namespace], Any]] = {
     each.__name__: each for each in (layer, decode, pool, needles, identical, preempt)
 }
 INNER: dict[str, Callable[[argparse.Namespace], Any]] = {
-    each.__name__: each for each in (turns, wide, crowd, found, batches, disturbed)
+    each.__name__: each for each in (turns, itself, crowd, found, batches, disturbed)
 }
 
 
-def child(given: argparse.Namespace, part: str, **changed: str) -> Any:
-    """Run a part in a process of its own, whose last line is its result."""
+def child(given: argparse.Namespace, part: str, *, graphs: bool = False, **changed: str) -> Any:
+    """Run a part in a process of its own, which prints its result behind a mark."""
     options = {"model": given.model, "dtype": given.dtype, "rounds": given.rounds, "plan": given.plan, **changed}
     options.setdefault("lengths", ",".join(map(str, given.lengths)))
+    options["batches"] = ",".join(map(str, given.batches))
     command = [sys.executable, __file__, "--inner", part, *(f"--{name}={value}" for name, value in options.items())]
-    command += ["--small"] if given.small else []
+    command += ["--small"] * given.small + ["--graphs"] * graphs
     environment = os.environ | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if part in WITHIN else {})
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if part in WITHIN else {}
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    return json.loads(run.stdout.strip().splitlines()[-1])
+    return json.loads(run.stdout.rpartition(MARK)[2].splitlines()[0])
 
 
 def main() -> None:
@@ -358,6 +443,9 @@ def main() -> None:
     parser.add_argument("--model", required=True, help="a checkpoint's directory")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--lengths", default="7500")
+    parser.add_argument("--batches", default="1", help="numbers of requests at once")
+    parser.add_argument("--readers", default=READ, help="plans of `decode`, separated by commas")
+    parser.add_argument("--graphs", action="store_true", help="measure the plugin with CUDA graphs, too")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--small", action="store_true", help="few tokens, to try the script")
@@ -366,9 +454,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", default=default, help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.lengths, given.every = [int(each) for each in given.lengths.split(",")], int(given.every)
+    given.batches = [int(each) for each in given.batches.split(",")]
     os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
     if given.inner:
-        print(json.dumps({**PARTS, **INNER}[given.inner](given)), flush=True)
+        print(MARK + json.dumps({**PARTS, **INNER}[given.inner](given)), flush=True)
         return
     from kvsieve.report.environment import environment
 
