@@ -253,5 +253,5 @@ class Selection:
         import torch
 
         size = self.indices.shape[-1]
-        lengths = torch.tensor(counts, device=self.indices.device)
+        lengths = torch.tensor(counts).to(self.indices.device, non_blocking=True)
         return torch.arange(size, device=self.indices.device) >= size - lengths[..., None]

@@ -21,25 +21,20 @@ ONCE = CHECKS + 1
 # The others' waits: of the whole prompt, and of each layer.
 MORE = {
     "a-shape": (CHECKS, 4),
-    "adakv": (ONCE, 18),
+    "adakv": (ONCE + 1, 1),
     "asl": (6, 0),
-    "cake": (10, 12),
-    "duoattention": (ONCE, 11),
-    "dynamickv": (ONCE + 1, 12),
-    "expectedattention": (ONCE, 1),
+    "cake": (ONCE, 2),
+    "dynamickv": (ONCE, 3),
     "flashprefill": (CHECKS, 4),
     "flexprefill": (CHECKS, 4),
     "gemfilter": (9, 0),
-    "h2o": (ONCE, 1),
     "lookahead": (11, 0),
     "minference": (CHECKS, 4),
     "mixed": (ONCE + 6, 17),
-    "pyramidinfer": (ONCE, 2),
-    "qfilters": (ONCE, 1),
     "specprefill": (13, 0),
-    "squeezeattention": (ONCE, 5),
+    "squeezeattention": (ONCE, 2),
     "xattention": (CHECKS, 4),
-    "zigzagkv": (10, 12),
+    "zigzagkv": (ONCE, 2),
 }
 # Finch and KVzip move a prompt's tokens to and fro between passes.
 METHODS = [

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsieve.cache.base import MIN_ROOM, Store, grown
 from kvsieve.cache.store import DenseStore
+from kvsieve.core.selection import slots_of
 from kvsieve.types import Selection
 
 # Into how many equal parts attention may cut a flat buffer, one per thread; a power of two.
@@ -39,6 +40,8 @@ class RaggedStore(Store):
         self._body = 0
         self.hides_newest = False
         self._counts = torch.zeros(0, 0, dtype=torch.int64)
+        # Real entries of each row, of all its heads; None where they must be counted.
+        self._totals: tuple[int, ...] | None = None
         # [H, H], what `put` writes for a new token's slots.
         self._own = torch.zeros(0, 0)
 
@@ -60,21 +63,22 @@ class RaggedStore(Store):
             real = torch.ones(1, 1, 1, dtype=torch.bool, device=slots.device)
         real = (real[:, None] if real.ndim == 2 else real).expand(batch, heads, size)
         counts = real.sum(-1)
-        totals = counts.sum(-1)
-        used = int(totals.max())
+        told = selection.head_lengths or tuple((each,) * heads for each in selection.lengths or (size,) * batch)
+        totals = tuple(map(sum, told))
+        used = max(totals)
         out = cls()
         capacity = whole(used + max(reserve, 1) * heads)
         out._keys, out._values = (part.new_zeros(batch, capacity, part.shape[-1]) for part in (keys, values))
         out._index = index.new_full((batch, capacity), -1)
         out.valid_buffer = keys.new_full((batch, heads, capacity), torch.finfo(keys.dtype).min)
-        for row in range(batch):
-            head, kept = real[row].nonzero(as_tuple=True)
-            slot, mine = slots[row, head, kept], slice(0, len(head))
+        for row, total in enumerate(totals):
+            at, mine = slots_of(real[row].flatten(), total), slice(0, total)
+            head, slot = at // size, slots[row].flatten()[at]
             for to, part in ((out._keys, keys), (out._values, values), (out._index, index)):
                 to[row, mine] = part[row, head // copies, slot]
-            out.valid_buffer[row, head, torch.arange(len(head), device=head.device)] = 0
+            out.valid_buffer[row, head, torch.arange(total, device=at.device)] = 0
         out.size = out._body = used
-        out._counts, out.lengths = counts, tuple(counts.amax(-1).tolist())
+        out._counts, out._totals, out.lengths = counts, totals, tuple(map(max, told))
         return out
 
     @property
@@ -83,7 +87,9 @@ class RaggedStore(Store):
 
     @property
     def entries(self) -> int:
-        return -(-int(self._visible().sum((1, 2)).max()) // self.heads)
+        if self._totals is None:
+            self._totals = tuple(self._visible().sum((1, 2)).tolist())
+        return -(-max(self._totals) // self.heads)
 
     @property
     def flat(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,6 +171,7 @@ class RaggedStore(Store):
             self.derived = {}
         counts = ((new,) * batch if valid is None else tuple(valid.sum(-1).tolist())) if counts is None else counts
         self.lengths = tuple(old + count for old, count in zip(self.lengths, counts, strict=True))
+        self._add(counts)
         self.size = end
 
     @property
@@ -200,6 +207,7 @@ class RaggedStore(Store):
 
     def advance_host_length(self) -> None:
         super().advance_host_length()
+        self._add((1,) * len(self.lengths))
         self.hides_newest = False
 
     def remask(self, mask: Tensor) -> None:
@@ -210,8 +218,14 @@ class RaggedStore(Store):
         visible = self._owned() & real[:, None]
         bias = torch.full_like(self._bias(), torch.finfo(self._bias().dtype).min)
         bias[:, :, : self.size].masked_fill_(visible, 0)
-        self.valid_buffer = bias
+        self.valid_buffer, self._totals = bias, None
         self.lengths = tuple(visible.sum(-1).amax(-1).tolist())
+
+    def _add(self, counts: tuple[int, ...]) -> None:
+        """Count so many new tokens of each row."""
+        if self._totals is not None:
+            each = zip(self._totals, counts, strict=True)
+            self._totals = tuple(total + count * self.heads for total, count in each)
 
     def _bias(self) -> Tensor:
         if self.valid_buffer is None:
@@ -247,7 +261,7 @@ class RaggedStore(Store):
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._apply(change)
-        self._counts = change(self._counts)
+        self._counts, self._totals = change(self._counts), None
 
 
 @functools.lru_cache(maxsize=64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -55,23 +57,22 @@ def _nan() -> Exception:
 def pack(mask: Tensor, counts: tuple[int, ...]) -> Selection:
     """Turn a keep-mask [B, ..., N], with ``counts[b]`` entries set in each head of row b, into a Selection."""
     size = max(counts)
-    even = all(count == size for count in counts)
-    if mask.device.type != "cpu":
-        indices = _placed(mask, size, None if even else torch.tensor(counts))
-    elif even:
-        indices = mask.nonzero()[:, -1].view(*mask.shape[:-1], size)
-    else:
-        indices = _packed(mask, size)
-    return Selection(indices, None if even else tuple(counts))
+    if all(count == size for count in counts):
+        return Selection(slots_of(mask, size))
+    return Selection(_packed(mask, size, counts), tuple(counts))
 
 
-def pack_ragged(mask: Tensor) -> Selection:
-    """Turn a keep-mask [B, H, N] whose heads keep different numbers of entries into a Selection, ragged if needed."""
-    per_head = mask.sum(-1)
-    if bool((per_head == per_head[:, :1]).all()):
-        return pack(mask, tuple(per_head[:, 0].tolist()))
-    lengths = tuple(per_head.amax(-1).tolist())
-    return Selection(_packed(mask, max(lengths)), lengths, tuple(map(tuple, per_head.tolist())))
+def pack_ragged(mask: Tensor, per_head: Sequence[Sequence[int]] | None = None) -> Selection:
+    """Turn a keep-mask [B, H, N] whose heads keep different numbers of entries into a Selection, ragged if needed.
+
+    per_head: how many are set for each row and head; None where that is to be read from the mask.
+    """
+    if per_head is None:
+        per_head = mask.sum(-1).tolist()
+    if all(count == row[0] for row in per_head for count in row):
+        return pack(mask, tuple(row[0] for row in per_head))
+    lengths, counts = tuple(map(max, per_head)), tuple(map(tuple, per_head))
+    return Selection(_packed(mask, max(lengths), counts), lengths, counts)
 
 
 def select_top(scores: Tensor, counts: tuple[int, ...]) -> Selection:
@@ -79,21 +80,28 @@ def select_top(scores: Tensor, counts: tuple[int, ...]) -> Selection:
     return pack(top_mask(scores, counts), counts)
 
 
-def _placed(mask: Tensor, size: int, counts: Tensor | None) -> Tensor:
-    """Slots of the entries set in a mask, ascending, at the right end of `size` places, and 0 before them.
+def slots_of(mask: Tensor, count: int) -> Tensor:
+    """Slots, ascending, of the entries set along the last dimension of a mask, `count` everywhere: int64 [..., count].
 
-    The host waits for nothing: how many are set is known. That is ``counts[b]`` in row b, `size` where None is given.
+    The host does not wait for the device.
     """
-    place = mask.cumsum(-1)
-    if counts is not None:
-        before = (size - counts).to(mask.device, non_blocking=True)
-        place = place + before.view(*before.shape, *(1,) * (mask.ndim - before.ndim))
-    # What is not set goes to a place of its own, the first.
+    if mask.device.type == "cpu":
+        return mask.nonzero()[:, -1].view(*mask.shape[:-1], count)
+    return _placed(mask, mask.cumsum(-1), count)
+
+
+def _packed(mask: Tensor, size: int, counts: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Tensor:
+    """Move the kept slots, so many per row or head, to the right end of `size` places; the rest is filler."""
+    if mask.device.type == "cpu":
+        # A stable sort of the mask does so.
+        order = mask.to(torch.uint8).argsort(dim=-1, stable=True)
+        return order[..., mask.shape[-1] - size :]
+    before = (size - torch.tensor(counts)).to(mask.device, non_blocking=True)
+    return _placed(mask, mask.cumsum(-1) + before.view(*before.shape, *(1,) * (mask.ndim - before.ndim)), size)
+
+
+def _placed(mask: Tensor, place: Tensor, size: int) -> Tensor:
+    """Put the slots that are set in a mask at their places, from 1 to `size`, and 0 where none comes."""
     slots = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape)
+    # What is not set goes to place 0, which is left out.
     return place.new_zeros(*mask.shape[:-1], size + 1).scatter_(-1, place * mask, slots)[..., 1:]
-
-
-def _packed(mask: Tensor, size: int) -> Tensor:
-    # A stable sort of the mask moves the kept slots to the right end in ascending order, filler to the left.
-    order = mask.to(torch.uint8).argsort(dim=-1, stable=True)
-    return order[..., mask.shape[-1] - size :]

@@ -25,6 +25,7 @@ from torch import Tensor
 from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate, winners
+from kvsieve.core.checks import refuse
 from kvsieve.core.scoring import Kernel, Pool, group_mean, pool, pooled_mass
 from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
@@ -38,6 +39,9 @@ from kvsieve.roles import Traits
 from kvsieve.types import LayerContext, Selection
 
 Rule = Literal["paper", "kvpress"]
+
+# Per row and head: how many entries are stored, how many of them must stay, and how many of those score +inf.
+_Facts = list[list[list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +102,11 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
         selection = None
         if any(count < stored for count, stored in zip(counts, ctx.stored, strict=True)):
             scores, counts = apply_protection(ctx, hide_padding(ctx, self.base.scores(ctx)), counts)
-            budgets = self.head_budgets(ctx.ranks.gather(scores), counts)
+            budgets = self.head_budgets(ctx.ranks.gather(scores), counts, ctx.shared.setdefault("adakv", []))
             budgets = budgets[:, ctx.ranks.own(budgets.shape[1])]
-            later = _match(later, budgets.shape[1]).where(fits[:, None], budgets.cpu())
-            selection = pack_ragged(top_mask(scores, budgets) & ~scores.isneginf())
+            later = _match(later, budgets.shape[1]).where(fits[:, None], budgets)
+            # No head gets more than it has.
+            selection = pack_ragged(top_mask(scores, budgets), budgets.tolist())
         ctx.state["heads"] = later.clone()
         return selection
 
@@ -115,48 +120,81 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
         heads = torch.maximum(_match(heads, scores.shape[1]), scores.isposinf().sum(-1))
         return pack_ragged(top_mask(scores, heads) & ~scores.isneginf())
 
-    def head_budgets(self, scores: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """int64 [B, H] entries of each head, ``counts[b]`` on average; scores [B, H, N], +inf for what stays."""
-        heads = scores.shape[1]
-        stored = (~scores.isneginf()).sum(-1)
-        totals = [min(count * heads, have) for count, have in zip(counts, stored.sum(-1).tolist(), strict=True)]
+    def head_budgets(self, scores: Tensor, counts: tuple[int, ...], like: list[_Facts] | None = None) -> Tensor:
+        """Entries of each head, ``counts[b]`` on average: int64 [B, H], on the host.
+
+        Args:
+            scores: [B, H, N], +inf for what stays.
+            counts: one number per row.
+            like: facts of the layer before, and then of this one. They are mostly the same, so that the host waits for
+                the device once.
+        """
+        facts = torch.stack([~scores.isneginf(), _is_held(scores), scores.isposinf()]).sum(-1)
+        known: _Facts = like[-1] if like and scores.device.type != "cpu" else facts.tolist()
+        while True:
+            totals, rests = self._to_share(counts, known)
+            *found, won = torch.cat([facts, self._won(scores, counts, totals, rests)[None]]).tolist()
+            if found == known:
+                break
+            known = found
+        if like is not None:
+            like[:] = [known]
+        if self.rule == "kvpress":
+            return torch.tensor(won)
+        rows = zip(totals, rests, *known, won, strict=True)
+        return torch.tensor([self._divided(*row) for row in rows])
+
+    @staticmethod
+    def _to_share(counts: tuple[int, ...], facts: _Facts) -> tuple[list[int], list[int]]:
+        """Entries of each row, and those of them that its heads win."""
+        stored, held, _ = facts
+        rows = zip(counts, stored, strict=True)
+        totals = [min(count * len(have), sum(have)) for count, have in rows]
+        return totals, [max(total - sum(each), 0) for total, each in zip(totals, held, strict=True)]
+
+    def _won(self, scores: Tensor, counts: tuple[int, ...], totals: list[int], rests: list[int]) -> Tensor:
+        """int64 [B, H]: how many each head has of the best entries of all."""
         if self.rule == "kvpress":
             safe = top_mask(scores, tuple(int(count * self.alpha) for count in counts)) & ~scores.isneginf()
             return winners(scores.masked_fill(safe, float("inf")), totals)
-        held = scores >= torch.finfo(scores.dtype).max
-        free = scores.masked_fill(held, float("-inf"))
-        pinned = held.sum(-1).tolist()
-        rests = [max(total - sum(each), 0) for total, each in zip(totals, pinned, strict=True)]
+        free = scores.masked_fill(_is_held(scores), float("-inf"))
         if self.normalize:
-            free = self._normalized(free, [rest // heads for rest in rests])
-        won = winners(free, rests).tolist()
-        must = scores.isposinf().sum(-1).tolist()
-        out = []
-        for row, (total, rest, have, wins) in enumerate(zip(totals, rests, stored.tolist(), won, strict=True)):
-            if rest == 0:
-                # What the caller protects leaves no room, maybe not even for what the base would always keep.
-                out.append(allocate([1] * heads, total, must[row], have))
-                continue
-            floor = int(rest // heads * self.alpha)
-            sure = [min(each + floor, most) for each, most in zip(pinned[row], have, strict=True)]
-            room = [most - each for most, each in zip(have, sure, strict=True)]
-            needed = [min(int(each == 0), most) for each, most in zip(sure, room, strict=True)]
-            parts = allocate(wins, total - sum(sure), needed, room)
-            out.append([each + part for each, part in zip(sure, parts, strict=True)])
-        return torch.tensor(out, device=scores.device)
+            free = self._normalized(free, [rest // scores.shape[1] for rest in rests])
+        return winners(free, rests)
+
+    def _divided(
+        self, total: int, rest: int, stored: list[int], held: list[int], must: list[int], won: list[int]
+    ) -> list[int]:
+        """Divide a row's `total` entries among its heads."""
+        if rest == 0:
+            # What the caller protects leaves no room, maybe not even for what the base would always keep.
+            return allocate([1] * len(won), total, must, stored)
+        floor = int(rest // len(won) * self.alpha)
+        sure = [min(each + floor, most) for each, most in zip(held, stored, strict=True)]
+        room = [most - each for most, each in zip(stored, sure, strict=True)]
+        needed = [min(int(each == 0), most) for each, most in zip(sure, room, strict=True)]
+        parts = allocate(won, total - sum(sure), needed, room)
+        return [each + part for each, part in zip(sure, parts, strict=True)]
 
     def _normalized(self, scores: Tensor, budgets: list[int]) -> Tensor:
         """Scores [B, H, N] times the part of their sum that the best ``budgets[b]`` of each head hold."""
         absent = scores.isneginf()
         mass = scores.masked_fill(absent, 0)
-        if bool((mass < 0).any()):
-            raise PlanError(
-                f"AdaKV: {type(self.base).__name__} ranks by scores that can be negative, of which no head can catch a "
-                "part; set normalize=False, or choose a base that ranks by attention"
-            )
+        refuse((mass < 0).any(), self._negative)
         caught = mass.masked_fill(~top_mask(scores, tuple(budgets)), 0).sum(-1, keepdim=True)
         weight = caught / mass.sum(-1, keepdim=True).clamp_min(torch.finfo(mass.dtype).tiny)
         return (mass * weight).masked_fill(absent, float("-inf"))
+
+    def _negative(self) -> Exception:
+        return PlanError(
+            f"AdaKV: {type(self.base).__name__} ranks by scores that can be negative, of which no head can catch a "
+            "part; set normalize=False, or choose a base that ranks by attention"
+        )
+
+
+def _is_held(scores: Tensor) -> Tensor:
+    """Tell what stays whatever the others are worth."""
+    return scores >= torch.finfo(scores.dtype).max
 
 
 def _match(per_head: Tensor, heads: int) -> Tensor:

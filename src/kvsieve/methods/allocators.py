@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.core.allocation import allocate, water_fill
-from kvsieve.core.selection import pack_ragged, top_mask
+from kvsieve.core.selection import pack, pack_ragged, top_mask
 from kvsieve.methods.base import ScoredEvictor, Wrapper, apply_protection, hide_padding, keep_best, skipped, skips
 from kvsieve.types import LayerContext, Selection
 
@@ -84,7 +84,8 @@ class LayerScores:
     """A layer of this pass, as it is now.
 
     scores: [B, X, n] of what it stores, +inf for what must stay, -inf for filler. Per row: counts, entries asked for;
-    floors, fewest to keep; stored, how many there are; weights, what it is weighed by. state: the layer's own.
+    floors, fewest to keep; stored, how many there are; weights, what it is weighed by. state: the layer's own. even:
+    all heads store as many.
     """
 
     index: int
@@ -94,10 +95,12 @@ class LayerScores:
     stored: list[int]
     weights: list[float]
     state: dict[str, Any]
+    even: bool
 
     def cut(self, kept: list[int]) -> Selection:
         """The best ``kept[b]`` of each row, which is all that is here from now on."""
-        chosen = pack_ragged(top_mask(self.scores, tuple(kept)) & ~self.scores.isneginf())
+        best = top_mask(self.scores, tuple(kept))
+        chosen = pack(best, tuple(kept)) if self.even else pack_ragged(best & ~self.scores.isneginf())
         scores, real = self.scores.gather(-1, chosen.indices), chosen.real()
         if real is not None:
             scores = scores.masked_fill(~(real[:, None] if real.ndim == 2 else real), float("-inf"))
@@ -187,7 +190,8 @@ class Cascade(Allocator, recuts=True):
         scores = torch.zeros(ctx.keys.shape[:3], device=ctx.keys.device)
         if not bool(whole.all()):
             scores = self.base.scores(ctx)
-            scores = scores.masked_fill(whole.to(scores.device)[:, None, None], 0)
+            if bool(whole.any()):
+                scores = scores.masked_fill(whole.to(scores.device, non_blocking=True)[:, None, None], 0)
         scores, kept = apply_protection(ctx, hide_padding(ctx, scores), kept)
         scores = ctx.ranks.gather(scores) if self.compares else scores
         asked = list(map(max, counts, kept))
@@ -196,7 +200,8 @@ class Cascade(Allocator, recuts=True):
             min(stored, max(stored if count >= stored else self.minimum, held))
             for count, stored, held in zip(asked, ctx.stored, must, strict=True)
         ]
-        return LayerScores(ctx.layer_idx, scores, asked, floors, list(ctx.stored), self.weigh(ctx), ctx.state)
+        weights, even = self.weigh(ctx), ctx.valid is None
+        return LayerScores(ctx.layer_idx, scores, asked, floors, list(ctx.stored), weights, ctx.state, even)
 
     def _remember(self, seen: Sequence[LayerScores], rows: Sequence[Sequence[int]]) -> None:
         """Note what each layer may hold while decoding: what it got, and its part of what the prompt had no use for."""

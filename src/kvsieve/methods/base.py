@@ -220,8 +220,8 @@ def positions(ctx: LayerContext) -> Tensor:
     Exact for this pass's tokens; for earlier ones as well, unless a later turn brought further padding.
     """
     fed = ctx.step.start + ctx.step.num_new
-    padding = torch.tensor([fed - length for length in ctx.step.lengths], device=ctx.index.device)
-    return (ctx.index.long() - padding[:, None, None]).clamp_min(0)
+    padding = _per_row(ctx, tuple(fed - length for length in ctx.step.lengths))
+    return (ctx.index.long() - padding).clamp_min(0)
 
 
 def model_facts(ctx: LayerContext) -> ModelFacts:

@@ -89,21 +89,27 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
             return None
         if not self._share_out(ctx, counts):
             return None
-        kept = ctx.state["streaming"].to(ctx.keys.device)
-        scores = self.scores(ctx)
-        for row, count in enumerate(counts):
-            sinks = first_real(ctx, min(self.sinks, count // 5 if count <= self.sinks + self.recent else self.sinks))
-            scores = scores.clone() if row == 0 else scores
+        scores, firsts = self.scores(ctx).clone(), [self._firsts(count) for count in counts]
+        for row, count in enumerate(firsts):
+            sinks = first_real(ctx, count)
             scores[row].masked_fill_(sinks[row if len(sinks) > 1 else 0], float("inf"))
         if ctx.valid is not None:
             scores = scores.masked_fill(~ctx.valid, float("-inf"))
         scores, _ = apply_protection(ctx, scores, counts)
-        kept = torch.maximum(kept, scores.isposinf().sum(-1))
-        mask = top_mask(scores, kept)
-        selection = pack_ragged(mask if ctx.valid is None else mask & ctx.valid)
+        if ctx.valid is None and ctx.protected is None and ctx.quotas is None:
+            kept = torch.maximum(ctx.state["streaming"], torch.tensor(firsts)[:, None]).clamp(max=scores.shape[-1])
+            selection = pack_ragged(top_mask(scores, kept), kept.tolist())
+        else:
+            kept = torch.maximum(ctx.state["streaming"].to(scores.device), scores.isposinf().sum(-1))
+            mask = top_mask(scores, kept)
+            selection = pack_ragged(mask if ctx.valid is None else mask & ctx.valid)
         left = selection.lengths or (selection.indices.shape[-1],) * len(counts)
         ctx.state["lost"] += torch.tensor(ctx.stored) - torch.tensor(ctx.ranks.most(left))
         return selection
+
+    def _firsts(self, count: int) -> int:
+        """Sinks of a row of which so many entries stay."""
+        return min(self.sinks, count // 5 if count <= self.sinks + self.recent else self.sinks)
 
     def _share_out(self, ctx: LayerContext, counts: tuple[int, ...]) -> bool:
         """Note what heads that stream may hold, [B, H] in the layer's state; False where all heads still have all.

@@ -65,7 +65,8 @@ class DynamicKV(Cascade, heads="all", query_aware=True):
             budget += scores.shape[0] * max(layer.counts[row] - self.spare, 0)
         scores = torch.cat(lines)
         best = top_mask(scores[None], (budget,))[0] & ~scores.isneginf()
-        return [float(part.sum()) for part in best.split([len(line) for line in lines])]
+        wins = torch.stack([part.sum() for part in best.split([len(line) for line in lines])])
+        return [float(won) for won in wins.tolist()]
 
     def targets(self, seen: Sequence[LayerScores], row: int, ahead: int, *, last: bool) -> list[int]:
         most = [self._most(layer, row) for layer in seen]

@@ -107,7 +107,8 @@ class H2O(ScoredEvictor, heads="own", query_aware=True):
             return None
         scores = mass if ctx.valid is None else mass.masked_fill(~ctx.valid, float("-inf"))
         scores, kept = apply_protection(ctx, scores, kept)
-        must = scores.isposinf().sum(-1).amax(-1).tolist()
+        free = ctx.protected is None and ctx.quotas is None
+        must = [0] * len(kept) if free else scores.isposinf().sum(-1).amax(-1).tolist()
         scores, most = scores.clone(), torch.finfo(scores.dtype).max
         for row, count in enumerate(kept):
             recent = last_real(ctx, int((count - must[row]) * self.recent))

@@ -117,7 +117,9 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
         # Columns of the offered tokens, counted from the right end: a row's own are the first of them.
         from_end = torch.arange(ctx.offered, 0, -1, device=ctx.keys.device)
         dtype = score_dtype(ctx.query.dtype)
-        tail, length = (torch.tensor(each, dtype=dtype, device=ctx.keys.device)[:, None] for each in (tails, offered))
+        tail, length = (
+            torch.tensor(each, dtype=dtype)[:, None].to(ctx.keys.device, non_blocking=True) for each in (tails, offered)
+        )
         weights = 1 + (self.distance_weight - 1) * (tail - from_end) / (tail - 1).clamp_min(1)
         weights = weights.masked_fill(from_end > tail, 0)[:, -max(tails) :]
         always = from_end <= tail

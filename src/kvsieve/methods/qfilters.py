@@ -66,7 +66,7 @@ class QFilters(ScoredEvictor, heads="own", query_aware=False):
                 "`kvsieve calibrate`"
             )
         keys = ctx.keys.to(score_dtype(ctx.keys.dtype))
-        filters = torch.tensor(mine, dtype=keys.dtype, device=keys.device)
+        filters = torch.tensor(mine, dtype=keys.dtype).to(keys.device, non_blocking=True)
         scores = (keys @ filters[:, :, None]).squeeze(-1)
         return scores.masked_fill(last_real(ctx, self.recent), float("inf")) if self.recent else scores
 
