@@ -79,6 +79,22 @@ def test_waits_do_not_grow_with_the_layers(name):
         assert_same(found, kept(sieve.prefill(prompt())))
 
 
+@pytest.mark.parametrize("name", ["snapkv", "lagkv", "duoattention", "fastkv", "rocketkv"])
+def test_chunks_and_later_turns_wait_no_more(name):
+    """But for the ids of each chunk."""
+    here, away = models(3)
+    ids = prompt()
+    with kvsieve.attach(away, plan_of(name, here)) as sieve, watched() as waits:
+        cache = sieve.prefill(Away(ids[:, :90]), chunk=30)
+        assert sum(waits.values()) <= ONCE + 2, waits
+        waits.clear()
+        cache = sieve.prefill(Away(ids), cache=cache)
+        assert sum(waits.values()) <= ONCE, waits
+        found = kept(cache)
+    with kvsieve.attach(here, plan_of(name, here)) as sieve:
+        assert_same(found, kept(sieve.prefill(ids, cache=sieve.prefill(ids[:, :90], chunk=30))))
+
+
 @pytest.mark.parametrize("name", ["snapkv", "lagkv", "adakv", "fastkv", "knorm"])
 def test_what_is_kept_of_padded_rows_is_the_same(name):
     here, away = models(3)

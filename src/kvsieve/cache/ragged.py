@@ -40,8 +40,9 @@ class RaggedStore(Store):
         self._body = 0
         self.hides_newest = False
         self._counts = torch.zeros(0, 0, dtype=torch.int64)
-        # Real entries of each row, of all its heads; None where they must be counted.
+        # Real entries of each row, of all its heads, and the largest of `_counts`; None where they must be looked up.
         self._totals: tuple[int, ...] | None = None
+        self._most: int | None = None
         # [H, H], what `put` writes for a new token's slots.
         self._own = torch.zeros(0, 0)
 
@@ -79,6 +80,7 @@ class RaggedStore(Store):
             out.valid_buffer[row, head, torch.arange(total, device=at.device)] = 0
         out.size = out._body = used
         out._counts, out._totals, out.lengths = counts, totals, tuple(map(max, told))
+        out._most = max(out.lengths)
         return out
 
     @property
@@ -247,7 +249,9 @@ class RaggedStore(Store):
     def _padded(self, buffer: Tensor) -> Tensor:
         """Turn [B, capacity, X] into [B, H, N, X], each head's entries at the right end, in order."""
         batch, heads = self._counts.shape
-        most, width = int(self._counts.max()), buffer.shape[-1]
+        if self._most is None:
+            self._most = int(self._counts.max())
+        most, width = self._most, buffer.shape[-1]
         slots = self._counts.cumsum(-1)[..., None] - most + torch.arange(most, device=buffer.device)
         rows = slots.clamp_min(0).view(batch, heads * most, 1).expand(-1, -1, width)
         body = buffer.gather(1, rows).view(batch, heads, most, width)
@@ -261,7 +265,7 @@ class RaggedStore(Store):
 
     def _apply(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._apply(change)
-        self._counts, self._totals = change(self._counts), None
+        self._counts, self._totals, self._most = change(self._counts), None, None
 
 
 @functools.lru_cache(maxsize=64)

@@ -45,7 +45,8 @@ def look(checks: list[Check]) -> None:
     checks.clear()
     if not made:
         return
-    found = torch.stack([wrong.any().to(made[0][0].device) for wrong, _ in made]).tolist()
-    for is_wrong, (_, error) in zip(found, made, strict=True):
-        if is_wrong:
+    parts = [wrong.flatten().to(made[0][0].device) for wrong, _ in made]
+    found = torch.cat(parts).cpu().split([len(part) for part in parts])
+    for part, (_, error) in zip(found, made, strict=True):
+        if bool(part.any()):
             raise error()

@@ -27,16 +27,18 @@ def top_mask(scores: Tensor, counts: tuple[int, ...] | Tensor) -> Tensor:
     Raises:
         ValueError: a score is NaN; see `core.checks`.
     """
-    wanted = (counts if isinstance(counts, Tensor) else torch.tensor(counts)).clamp(0, scores.shape[-1])
-    least, largest = torch.stack(torch.aminmax(wanted)).tolist()
+    length = scores.shape[-1]
+    edges = torch.stack(torch.aminmax(counts)).tolist() if isinstance(counts, Tensor) else (min(counts), max(counts))
+    least, largest = (min(max(edge, 0), length) for edge in edges)
     if largest == 0:
         return torch.zeros_like(scores, dtype=torch.bool)
     # The threshold is the count-th best score: everything above it stays, and the first of its ties fill up.
     best = scores.topk(largest, dim=-1, sorted=least < largest).values
+    wanted: int | Tensor = largest
     if least == largest:
-        wanted, threshold = largest, best.amin(-1, keepdim=True)
-        first = threshold
+        threshold = first = best.amin(-1, keepdim=True)
     else:
+        wanted = (counts if isinstance(counts, Tensor) else torch.tensor(counts)).clamp(0, length)
         wanted = wanted.to(scores.device, non_blocking=True)
         wanted = wanted.view(*wanted.shape, *(1,) * (scores.ndim - wanted.ndim))
         threshold = best.gather(-1, (wanted - 1).clamp_min(0).expand(*scores.shape[:-1], 1))
