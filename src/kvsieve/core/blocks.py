@@ -56,6 +56,12 @@ class BlockGrid:
         """Number of blocks of keys."""
         return self.first + -(-self.new // self.block)
 
+    @property
+    def pairs(self) -> int:
+        """Number of pairs of a block of queries and one of keys that it sees."""
+        ends = (self.first + (number + 1) * self.own for number in range(self.query_blocks))
+        return sum(min(end, self.key_blocks) for end in ends)
+
     def visible(self, device: torch.device) -> Tensor:
         """Tell which blocks of keys each block of queries sees, bool [query_blocks, key_blocks]."""
         return self.behind(device) < self.own

@@ -20,8 +20,8 @@ from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import decoder_of, layers_of, tensor_parallel_mesh, text_config
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.forward.passes import cancel_session, open_session
-from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest, PassResult
-from kvsieve.hf.forward.session import Session, StopForward
+from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest, PassResult, StopForward
+from kvsieve.hf.forward.session import Session
 from kvsieve.hf.inputs import check_ids
 from kvsieve.hf.kinds import growing_layers, layer_kinds
 from kvsieve.hf.model.facts import Facts

@@ -96,6 +96,12 @@ class PromptBlocks:
     recall: float = 0.0
     sampled: int = 0
 
+    def add_computed(self, pairs: Tensor) -> None:
+        self.computed += int(pairs)
+
+    def add_recall(self, recall: Tensor) -> None:
+        self.recall += float(recall)
+
 
 @dataclass
 class TurnRecord:

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from kvsieve.plans import Plan
 
 
+class StopForward(Exception):
+    """Ends a forward pass early on purpose; the driver catches it."""
+
+
 @dataclass(frozen=True)
 class PassRequest:
     """A driver's request for one pass, beyond what the conversation tells.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.cache import keep
-from kvsieve.core.checks import Check, gathered, look
+from kvsieve.core.checks import Value, gathered, look
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
@@ -18,17 +18,13 @@ from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.forward.drafted import choose_drafted
 from kvsieve.hf.forward.encode import decode_before, encode_after
 from kvsieve.hf.forward.evict import check_protected, evict
-from kvsieve.hf.forward.request import Asked, ModelContext, PassRequest
+from kvsieve.hf.forward.request import Asked, ModelContext, PassRequest, StopForward
 from kvsieve.hf.forward.sparse_prompt import attend_stored
 from kvsieve.hf.forward.sparse_read import read_token
 from kvsieve.hf.forward.travel import Arguments, Tokens, gather, joined
 from kvsieve.hf.forward.windows import attend_window
 from kvsieve.plans import Plan
 from kvsieve.types import LayerContext, Selection, Step
-
-
-class StopForward(Exception):
-    """Ends a forward pass early on purpose; the driver catches it."""
 
 
 @dataclass
@@ -48,7 +44,7 @@ class Session:
         shared: ``ctx.shared``.
         hidden: [B, L, C], what enters the layer that runs; kept for evictors that need it only.
         moved: True once other tokens travel than those of the pass.
-        checks: of what the plan computed, not looked at yet; see `core.checks`.
+        checks: values that the plan computed, not looked at yet; see `core.checks`.
     """
 
     plan: Plan
@@ -66,7 +62,7 @@ class Session:
     shared: dict[str, Any] = field(default_factory=dict)
     hidden: Tensor | None = None
     moved: bool = False
-    checks: list[Check] = field(default_factory=list)
+    checks: list[Value] = field(default_factory=list)
     _selection: Selection | None = None
 
     def __post_init__(self) -> None:
@@ -115,7 +111,9 @@ class Session:
             out = self._read(index, layer, asked, key, value, room)
         else:
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
-            out = attend_stored(self.plan.prefill, self.cache.turn, step, (index, self.model.num_layers), asked, store)
+            where = index, self.model.num_layers
+            with gathered(self.checks):
+                out = attend_stored(self.plan.prefill, self.cache.turn, step, where, asked, store)
         self._lend(index, layer, made, changes=reduces or self.request.on_layer is not None or codec is not None)
         self._show(index, layer, asked, out)
         if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:

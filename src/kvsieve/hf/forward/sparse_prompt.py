@@ -12,6 +12,7 @@ from kvsieve.attention import dense_attention, prompt_attention
 from kvsieve.attention.dense import real_entries
 from kvsieve.cache import LayerStore
 from kvsieve.core.blocks import BlockGrid, PromptContext
+from kvsieve.core.checks import tell
 from kvsieve.core.softmax import cap
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.records import PromptBlocks, Turn
@@ -99,17 +100,20 @@ def _sparsely(
     chosen = (chosen | grid.diagonal(chosen.device)) & visible
     _count(record, chosen, grid, query)
     recalled = _sampled_recall(asked, keys, chosen, grid)
-    record.recall += float(recalled.sum())
     record.sampled += recalled.numel()
+    tell(recalled.sum(), record.add_recall)
     return prompt_attention(asked.query, keys, values, chosen, grid, scale=asked.scale, terms=terms)
 
 
 def _count(record: PromptBlocks, chosen: Tensor | None, grid: BlockGrid, query: Tensor) -> None:
     """Count the blocks that are computed, None for all, and those there are."""
     batch, query_heads = query.shape[:2]
-    causal = int(grid.visible(query.device).sum()) * batch * query_heads
+    causal = grid.pairs * batch * query_heads
     record.causal += causal
-    record.computed += causal if chosen is None else int(chosen.sum()) * (query_heads // chosen.shape[1])
+    if chosen is None:
+        record.computed += causal
+    else:
+        tell(chosen.sum() * (query_heads // chosen.shape[1]), record.add_computed)
 
 
 def _sampled_recall(asked: Asked, keys: Tensor, chosen: Tensor, grid: BlockGrid) -> Tensor:
