@@ -16,7 +16,10 @@ from kvsieve.version import __version__
 
 
 def environment() -> dict[str, Any]:
-    """Versions, processor, device, threads, time (UTC) and, in a checkout, the commit measured (JSON-ready)."""
+    """Versions, processor, device, threads, time (UTC) and, in a checkout, the commit measured (JSON-ready).
+
+    In a copy of a checkout without its history the variable KVSIEVE_COMMIT names the commit.
+    """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "kvsieve": __version__,
@@ -42,10 +45,12 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with "+" when tracked files differ from it; None outside a checkout."""
+    """The checkout's commit, with "+" when tracked files of the package differ from it; None outside a checkout."""
+    if "KVSIEVE_COMMIT" in os.environ:
+        return os.environ["KVSIEVE_COMMIT"]
 
     def git(*arguments: str) -> str:
-        root = Path(__file__).resolve().parent
+        root = Path(__file__).resolve().parents[1]
         return subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
         ).stdout.strip()
