@@ -8,15 +8,16 @@ from kvsieve.report import environment as stamps
 
 
 def test_the_commit_is_that_of_the_whole_package(monkeypatch):
-    asked = []
+    asked, told = [], [""]
 
     def run(command, **options):
         asked.append(command[3:])
-        return subprocess.CompletedProcess(command, 0, "abc\n" if "rev-parse" in command else asked_status)
+        return subprocess.CompletedProcess(command, 0, "abc\n" if "rev-parse" in command else told[0])
 
     monkeypatch.delenv("KVSIEVE_COMMIT", raising=False)
     monkeypatch.setattr(stamps.subprocess, "run", run)
-    for asked_status, commit in (("", "abc"), (" M core/pages.py\n", "abc+")):
+    for status, commit in (("", "abc"), (" M core/pages.py\n", "abc+")):
+        told[0] = status
         assert stamps.environment()["commit"] == commit
     monkeypatch.setenv("KVSIEVE_COMMIT", "def")
     assert stamps.environment()["commit"] == "def"
