@@ -254,6 +254,13 @@ def test_recorded_passes_are_refused_and_packed_weights_work(model, talk):
     decoding = answers["graph"].stats.decoding
     assert decoding.engine == "eager" and "KIVI encodes entries" in decoding.reason
     assert torch.equal(logits(answers["eager"]), logits(answers["graph"]))
+    # Nor where another plan goes on with the cache, as evaluation does once the prompt is complete.
+    ids = talk[0][:1]
+    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=40, window=4, rest=CODEC, paper=True)) as sieve:
+        kept = sieve.generate(ids, **GREEDY)
+    with recorder_stand_in(), kvsieve.attach(model, Plan(), decode="graph") as sieve:
+        after = sieve.generate(torch.cat([kept.sequences, talk[2][:1]], 1), cache=sieve.adopt(kept.cache), **GREEDY)
+    assert after.stats.decoding.engine == "eager" and "holds encoded entries" in after.stats.decoding.reason
     small = build("llama", dtype=torch.bfloat16)
     for decode in ("eager", "packed"):
         with kvsieve.attach(small, snapkv(), decode=decode) as sieve:

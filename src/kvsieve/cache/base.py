@@ -46,9 +46,11 @@ class Store:
         valid_buffer: tells real entries from padding and filler; None while every entry is real.
         derived: metadata that others have computed from the entries, objects whose ``all_tensors()`` gives their
             tensors; emptied whenever entries change other than by appending.
+        fixed_slots: False where an entry, once stored, may move, so that no pass can be recorded that writes it.
     """
 
     is_ragged = False
+    fixed_slots = True
 
     def __init__(self) -> None:
         self.size = 0

@@ -34,6 +34,8 @@ class PackedStore(PackedParts):
     `attention.packed_attention`, which decodes block by block.
     """
 
+    fixed_slots = False
+
     @classmethod
     def build(cls, store: DenseStore | RaggedStore, codec: Codec, *, ends_prompt: bool = False) -> PackedStore:
         """Encode what a store holds, which is used up; ends_prompt: as in `settle`."""

@@ -265,6 +265,8 @@ def _check_plan(session: Session) -> None:
     evictor, reader, codec = session.plan.evict, session.plan.read, session.plan.codec or session.plan.rest
     if codec is not None:
         raise Refused(f"{type(codec).__name__} encodes entries, whose blocks have no fixed place")
+    if any(not layer.store.fixed_slots for layer in session.cache.sieve_layers.values()):
+        raise Refused("the cache holds encoded entries, whose blocks have no fixed place")
     if evictor is not None and evictor.when.steps is not None:
         name = type(evictor).__name__
         if evictor.when.observes:
