@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvsieve.core.kv_rows import DeviceLength, KVRows
+from kvsieve.core.page_means import PageMeans
 from kvsieve.core.page_weights import best_entries, page_softmax
 from kvsieve.core.pages import PageTable
 
@@ -29,6 +30,34 @@ def test_incremental_equals_recomputed(page):
             members = keys[:, at * page : min((at + 1) * page, size)]
             assert torch.equal(bounds[:, 0, :, at], members.amax(1))
             assert torch.equal(bounds[:, -1, :, at], members.amin(1))
+
+
+@pytest.mark.parametrize("page", [1, 3, 50])
+def test_means_are_those_of_each_pages_keys(page):
+    keys, query = torch.randn(2, 41, 5, dtype=torch.float64), torch.randn(2, 3, 5, dtype=torch.float64)
+    table, at_once = PageMeans(page), PageMeans(page)
+    at_once.update(kv_rows(keys, 41))
+    for size in (4, 5, 6, 7, 20, 21, 40, 41):
+        rows = kv_rows(keys, size)
+        table.update(rows)
+        scores, metadata_bytes = table.bound(query, rows)
+        means = torch.stack([part.mean(1) for part in keys[:, :size].split(page, 1)], 2)
+        torch.testing.assert_close(scores, query @ means)
+        assert metadata_bytes == means.numel() * 8
+    assert table.bounds().equal(at_once.bounds())
+
+
+def test_means_of_half_precision_keys_lose_nothing():
+    keys = (1 + torch.rand(2, 300, 5) / 2**6).bfloat16()
+    table = PageMeans(256)
+    for size in range(1, 301):
+        table.update(kv_rows(keys, size))
+    ones = torch.eye(5)[None].expand(2, -1, -1)
+    scores, _ = table.bound(ones, kv_rows(keys, 300))
+    wanted = torch.stack([keys[:, :256].float().mean(1), keys[:, 256:].float().mean(1)], 2)
+    torch.testing.assert_close(scores, wanted, rtol=1e-5, atol=0)
+    # A key of two bytes a number is read, and a sum of four.
+    assert table.update_bytes(299, 300) == 2 * 5 * (2 + 4) and table.update_bytes(256, 257) == 2 * 5 * 2
 
 
 def test_a_page_bounds_the_logits_of_its_entries():
@@ -77,10 +106,11 @@ def test_the_cut_falls_inside_a_page_and_short_pages_are_made_up_for():
 
 @pytest.mark.parametrize("newest", [False, True])
 @pytest.mark.parametrize("page", [1, 3, 4, 7, 25])
-def test_a_length_on_the_device_gives_what_the_same_entries_give(page, newest):
+@pytest.mark.parametrize("kind", [PageTable, PageMeans])
+def test_a_length_on_the_device_gives_what_the_same_entries_give(kind, page, newest):
     """Entries are taken in one at a time, in buffers of fixed size; what lies beyond the end is never chosen."""
     keys, query = torch.randn(2, 41, 5, dtype=torch.float64), torch.randn(2, 3, 5, dtype=torch.float64)
-    fixed, grown = PageTable(page), PageTable(page)
+    fixed, grown = kind(page), kind(page)
     fixed.update(kv_rows(keys, 20))
     fixed.make_room(41)
     table = fixed.tensors()[0]

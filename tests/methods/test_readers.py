@@ -94,12 +94,13 @@ def test_hsa(step, page, channels, count, newest):
             torch.testing.assert_close(out[row, g], attend(q, keys[row], values[row], wanted, 6**-0.5))
 
 
-def slow_quest(query, keys, page, count, grouped, newest):
+def slow_quest(query, keys, page, count, grouped, newest, means=False):
     size, dim = keys.shape
     bounds = []
     for q in query:
         pages = [keys[m : m + page] for m in range(0, size, page)]
         least = [sum(max(float(q[d] * p[:, d].max()), float(q[d] * p[:, d].min())) for d in range(dim)) for p in pages]
+        least = [float(q @ p.mean(0)) for p in pages] if means else least
         bounds.append([least[j // page] / math.sqrt(dim) for j in range(size)])
     last = newest_entries(size, page, count) if newest else ()
     if not grouped:
@@ -112,12 +113,13 @@ def slow_quest(query, keys, page, count, grouped, newest):
 @pytest.mark.parametrize(
     "page, count, newest", [(1, 9, False), (4, 13, True), (5, 30, False), (47, 12, True), (24, 8, True)]
 )
-def test_quest(step, page, count, newest, grouped):
+@pytest.mark.parametrize("means", [False, True], ids=["bounds", "means"])
+def test_quest(step, page, count, newest, grouped, means):
     query, keys, values = step
-    reader = Quest(budget=64, page=16, per_query_head=not grouped, newest=newest)
+    reader = Quest(budget=64, page=16, per_query_head=not grouped, newest=newest, means=means)
     choice, out = read(reader, query, keys, values, Setting(16, count, page))
     for row in range(2):
-        wanted = slow_quest(query[row], keys[row], page, count, grouped, newest)
+        wanted = slow_quest(query[row], keys[row], page, count, grouped, newest, means)
         for g, q in enumerate(query[row]):
             mine = choice.entries[row] if grouped else choice.entries[row, g]
             assert sorted(mine.tolist()) == wanted[g]

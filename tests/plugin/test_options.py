@@ -144,7 +144,7 @@ def test_another_version_can_be_tried(monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("quest:budget=256:page=16", "block_size=16"), ("quest:budget=48", "budget= to 64"), ("hsa:budget=64", "128")],
+    [("quest:budget=256:page=12", "pages of 12"), ("quest:budget=48", "budget= to 64"), ("hsa:budget=64", "128")],
 )
 def test_pages_are_the_engines_blocks(text, told):
     check_engine(options("quest:budget=256:page=32"), FACTS)

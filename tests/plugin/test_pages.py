@@ -6,12 +6,22 @@ import pytest
 import torch
 
 from kvsieve.core.kv_rows import KVRows
+from kvsieve.errors import PlanError
 from kvsieve.kernels.cpu import pages as compiled
 from kvsieve.methods.hsa import HSA
 from kvsieve.methods.quest import Quest
 from kvsieve.methods.readers import Setting
 from kvsieve.vllm import pages
-from kvsieve.vllm.pages import PageBounds, PageBudget, choose_pages, page_budget, question_of, reads_layer
+from kvsieve.vllm.pages import (
+    PageBounds,
+    PageBudget,
+    check_page,
+    choose_pages,
+    page_budget,
+    question_of,
+    question_of_means,
+    reads_layer,
+)
 
 PAGE, HEADS, GROUPS, DIM = 8, 2, 3, 16
 NO_C = "the C kernels are not there"
@@ -26,13 +36,13 @@ def way(request, monkeypatch):
     return request.param
 
 
-def filled(sizes: list[int], dtype: torch.dtype = torch.float32):
-    """Keys of requests in pages that lie anywhere, their table, and the bounds."""
+def filled(sizes: list[int], dtype: torch.dtype = torch.float32, parts: int = 1, means: bool = False):
+    """Keys of requests in pages that lie anywhere, their table, and what is known of the pages or their parts."""
     torch.manual_seed(0)
     width = -(-max(sizes) // PAGE)
     free = torch.randperm(60) + 1
     table = free[: len(sizes) * width].view(len(sizes), width)
-    bounds = PageBounds(61, HEADS, DIM, PAGE, torch.zeros(1, dtype=dtype))
+    bounds = PageBounds(61, HEADS, DIM, PAGE, torch.zeros(1, dtype=dtype), parts=parts, means=means)
     keys = [torch.randn(size, HEADS, DIM).to(dtype) for size in sizes]
     for own, pages_of in zip(keys, table, strict=True):
         slots = (pages_of[:, None] * PAGE + torch.arange(PAGE)).flatten()[: len(own)]
@@ -50,6 +60,17 @@ def test_bounds_are_those_of_each_pages_keys(way, dtype):
     for own, pages_of in ((keys, table[0]), (short, table[1])):
         for page, part in zip(pages_of.tolist(), own.split(PAGE), strict=False):
             assert bounds.table[page].equal(torch.stack([part.amax(0), part.amin(0)], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_sums_are_those_of_each_parts_keys(way, dtype, parts):
+    (keys, short), table, bounds = filled([43, 17], dtype, parts, means=True)
+    assert bounds.table.dtype == torch.float32 and bounds.page == PAGE // parts
+    for own, pages_of in ((keys, table[0]), (short, table[1])):
+        places = (pages_of[:, None] * parts + torch.arange(parts)).flatten().tolist()
+        for place, part in zip(places, own.split(PAGE // parts), strict=False):
+            torch.testing.assert_close(bounds.table[place, :, 0], part.float().sum(0))
 
 
 def test_a_page_that_begins_anew_forgets_and_padding_goes_nowhere(way):
@@ -74,7 +95,7 @@ def chosen_pages(sizes: list[int], counts: list[int], question: torch.Tensor, ta
     """Indices in the table of the pages that each request's heads read."""
     found = choose_pages(
         bounds.table, question, table, torch.tensor(sizes, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32),
-        max(counts), PAGE,
+        max(counts), PAGE, bounds.parts,
     )  # fmt: skip
     out = []
     for request, (size, count) in enumerate(zip(sizes, counts, strict=True)):
@@ -105,6 +126,30 @@ def test_pages_are_those_whose_entries_kvsieves_own_readers_read(way, reader):
             assert set(read[:-1]) == set(best[: count - 1])
 
 
+@pytest.mark.parametrize("means", [False, True], ids=["bounds", "means"])
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_page_weighs_what_the_best_of_its_parts_does(way, parts, means):
+    sizes, counts, small = [96, 91], [4, 3], PAGE // parts
+    keys, table, bounds = filled(sizes, parts=parts, means=means)
+    query = torch.randn(2, HEADS, GROUPS, DIM)
+    question = question_of_means(query, 0.5, small) if means else question_of(query, 0.5, None)
+    found = chosen_pages(sizes, counts, question, table, bounds)
+    for own, asking, pages_read, size, count in zip(keys, query, found, sizes, counts, strict=True):
+        for head, read in enumerate(pages_read):
+            pieces, weights = own[:, head].split(small), torch.zeros(-(-size // small))
+            for q in asking[head]:
+                one = [
+                    float(q @ each.mean(0) if means else torch.maximum(q * each.amax(0), q * each.amin(0)).sum())
+                    for each in pieces
+                ]
+                number = torch.tensor([len(each) for each in pieces])
+                shares = (0.5 * torch.tensor(one)).exp()
+                weights += shares / (shares * number).sum()
+            best = [float(each.max()) for each in weights.split(parts)][:-1]
+            order = sorted(range(len(best)), key=lambda page: -best[page])
+            assert read == [*sorted(order[: count - 1]), (size - 1) // PAGE]
+
+
 def test_a_short_request_reads_all_its_pages(way):
     sizes, counts = [96, 13], [3, 9]
     _, table, bounds = filled(sizes)
@@ -129,6 +174,22 @@ def test_layers_that_read_everything():
         True,
         False,
     ]
+
+
+def test_sums_of_packed_pages(way):
+    _, table, bounds = filled([43], parts=2, means=True)
+    keys = torch.randn(HEADS, 2 * PAGE, DIM)
+    bounds.replace(table[0, :2].long(), keys)
+    places = [2 * page + part for page in table[0, :2].tolist() for part in (0, 1)]
+    for place, part in zip(places, keys.split(PAGE // 2, 1), strict=True):
+        torch.testing.assert_close(bounds.table[place, :, 0], part.sum(1))
+
+
+def test_a_reader_whose_pages_do_not_divide_the_engines_is_refused():
+    check_page(Quest(budget=256, page=8), 32)
+    for page in (12, 64):
+        with pytest.raises(PlanError, match=f"blocks of 32 entries cannot be divided into pages of {page}"):
+            check_page(Quest(budget=256, page=page), 32)
 
 
 def test_bounds_of_packed_pages(way):

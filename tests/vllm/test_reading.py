@@ -35,7 +35,7 @@ def test_without_a_plan_vllm_is_as_it_was(engine):
         assert [type(layer.impl) for layer in layers] == [CPUAttentionBackendImpl] * 3
 
 
-@pytest.mark.parametrize("plan", ["quest:budget=64", "hsa:budget=128"])
+@pytest.mark.parametrize("plan", ["quest:budget=64", "quest:budget=64:page=8:means=true", "hsa:budget=128"])
 @pytest.mark.parametrize("batched", [64, 1024])
 def test_all_pages_read_is_dense_attention(engine, sparse_rows, plan, batched):
     prompts = prompts_of(LENGTHS)

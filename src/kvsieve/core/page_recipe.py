@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.core.kv_rows import KVRows
+from kvsieve.core.page_means import PageMeans
 from kvsieve.core.pages import PageTable
 
 
@@ -47,9 +48,9 @@ class PageRecipe:
         return kv_rows * channels * -(-size // self.page) * itemsize
 
 
-def page_table(state: dict[str, Any], page: int) -> PageTable:
-    """Return the page table in the scratch of some KV rows, a new one the first time."""
-    table: PageTable = state.setdefault("pages", PageTable(page))
+def page_table(state: dict[str, Any], page: int, means: bool = False) -> PageTable:
+    """Return the page table in the scratch of some KV rows, a new one the first time; means: of keys, not bounds."""
+    table: PageTable = state.setdefault("pages", (PageMeans if means else PageTable)(page))
     return table
 
 

@@ -8,6 +8,9 @@ query heads, cut to the entry, with pages of ``2 S / t`` entries, so that bounds
 each. `page=16, per_query_head=True, skip_layers=2` is the original: a set per query head, the whole budget for exact
 reads.
 
+With `means=True` a page weighs what the mean of its keys does, as in MoBA (arXiv 2502.13189): a bound adds up the most
+that each channel can have, and no entry of a long page may come near it.
+
 Differences from the original: the newest page is part of the budget, and no more than half of what is read: of a page
 that is longer, the newest entries; the last page that is needed is read in part.
 """
@@ -45,10 +48,12 @@ class Quest(BudgetReader, static_shapes=True):
     """Read the pages whose bounds are highest. page: entries per page, None to spend half the budget on bounds.
 
     per_query_head: a set for each query head, not one for those that share a KV head.
+    means: weigh a page by the logit of the mean of its keys, not by its bound.
     """
 
     page: int | None = None
     per_query_head: bool = False
+    means: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +75,9 @@ class Quest(BudgetReader, static_shapes=True):
             )
 
     def recipe(self, setting: Setting) -> PageRecipe | None:
-        return None if self.per_query_head else PageRecipe(setting.page, setting.count, self.newest)
+        if self.per_query_head or self.means:
+            return None
+        return PageRecipe(setting.page, setting.count, self.newest)
 
     def choose(
         self,
@@ -81,7 +88,7 @@ class Quest(BudgetReader, static_shapes=True):
         setting: Setting,
         terms: AttentionTerms | None = None,
     ) -> Choice:
-        table = page_table(state, setting.page)
+        table = page_table(state, setting.page, self.means)
         table.update(kv_rows)
         scores, metadata_bytes = table.bound(query.to(score_dtype(query.dtype)) * scale, kv_rows)
         count = min(setting.count, kv_rows.size)

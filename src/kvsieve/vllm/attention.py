@@ -23,7 +23,17 @@ from kvsieve.vllm.blocks import RetainedSpec, spec_for
 from kvsieve.vllm.calls import PagedCall, PlannedStep, SegmentEnd, SparseCall
 from kvsieve.vllm.options import EngineOptions
 from kvsieve.vllm.packing import EvictorStates, LayerFacts, ObservedQueries, Offered, choose_entries
-from kvsieve.vllm.pages import PageBounds, PageReader, check_page, choose_pages, question_of, reads_layer
+from kvsieve.vllm.pages import (
+    PageBounds,
+    PageReader,
+    by_means,
+    check_page,
+    choose_pages,
+    parts_of,
+    question_of,
+    question_of_means,
+    reads_layer,
+)
 
 
 class PlannedBackend:
@@ -102,6 +112,7 @@ class PlannedAttention(AttentionImpl):
         self._layers = config.model_config.hf_text_config.num_hidden_layers
         self._facts: LayerFacts | None = None
         self._bounds: PageBounds | None = None
+        self._reader = options.plan.read if isinstance(options.plan.read, PageReader) else None
         self._reads = False
         evict, most = options.plan.evict, config.scheduler_config.max_num_seqs
         self._queries = ObservedQueries(evict.window if evict is not None else 0, most)
@@ -175,16 +186,17 @@ class PlannedAttention(AttentionImpl):
     def _know(self, layer: Any) -> None:
         index = extract_layer_index(layer.layer_name)
         self._facts = LayerFacts(index, self._layers, self.scale, self.logits_soft_cap or None)
-        read = self._options.plan.read
-        self._reads = isinstance(read, PageReader) and reads_layer(read, index, self._layers)
+        self._reads = self._reader is not None and reads_layer(self._reader, index, self._layers)
 
     def _look(self, key: Tensor, kv_cache: Tensor, slots: Tensor, rows: slice | Tensor) -> None:
         """Take the keys of some rows, which are stored by now, into their pages' bounds."""
         if not self._reads:
             return
         pages, heads, size, wide = kv_cache.shape
-        if self._bounds is None or len(self._bounds.table) != pages:
-            self._bounds = PageBounds(pages, heads, wide // 2, size, key)
+        parts = parts_of(self._reader, size)
+        if self._bounds is None or len(self._bounds.table) != pages * parts:
+            means = by_means(self._reader)
+            self._bounds = PageBounds(pages, heads, wide // 2, size, key, parts=parts, means=means)
         self._bounds.update(key[rows], slots[rows])
 
     def _attend(self, layer: Any, query: Tensor, cache: Tensor, output: Tensor, call: PagedCall, table: Tensor) -> None:
@@ -201,9 +213,19 @@ class PlannedAttention(AttentionImpl):
         assert self._bounds is not None
         pages, heads, size, wide = kv_cache.shape
         asked = query[sparse.call.rows].reshape(-1, heads, self.num_heads // heads, wide // 2)
-        question = question_of(asked, self.scale, sparse.channels)
+        if by_means(self._reader):
+            question = question_of_means(asked, self.scale, self._bounds.page)
+        else:
+            question = question_of(asked, self.scale, sparse.channels)
         chosen = choose_pages(
-            self._bounds.table, question, sparse.table, sparse.sizes, sparse.counts, sparse.most, size
+            self._bounds.table,
+            question,
+            sparse.table,
+            sparse.sizes,
+            sparse.counts,
+            sparse.most,
+            size,
+            self._bounds.parts,
         ).flatten(0, 1)
         self._attend(layer, query, kv_cache.view(pages * heads, 1, size, wide), output, sparse.call, chosen)
 

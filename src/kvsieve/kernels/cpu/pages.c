@@ -1,29 +1,38 @@
-// Pages of a paged KV cache: bounds of their keys, kept beside the cache, and the pages with the highest scores.
+// Pages of a paged KV cache: bounds of their keys, kept beside the cache, and the pages with the highest scores. Where
+// `halves` is 1, sums of their keys in float32 take the place of bounds. A page of the cache may be `parts` pages here; it
+// weighs what the best of them weighs.
 #include <string.h>
 #include "common.h"
 
 typedef struct {
     const void *keys;     // [tokens, heads, dim], `apart` numbers from token to token
-    const int64_t *slots; // [tokens]: page * size + place in it; negative: not stored
-    void *bounds;         // [pages, heads, 2, dim]: greatest, then least values
-    int64_t tokens, apart, heads, dim, size, half;
+    const int64_t *slots; // [tokens]: page * size + place in it, of a part; negative: not stored
+    void *bounds;         // [pages * parts, heads, halves, dim]: greatest, then least values
+    int64_t tokens, apart, heads, dim, size, halves, half; // half: keys are bfloat16
 } Update;
 
 typedef struct {
     const void *bounds;    // as above
-    const float *question; // [requests, heads, groups, 2, dim]: weights of greatest and least values
+    const float *question; // [requests, heads, groups, halves, dim]: weights of what is known of a page
     const int32_t *table;  // [requests, width]: pages of each request
     const int32_t *sizes;  // [requests]: entries of each
     const int32_t *counts; // [requests]: pages to choose of each
     int32_t *chosen;       // [requests, heads, most]: page * heads + head, in the order of the table
     char *scratch;         // `bytes` for each thread
-    int64_t requests, width, most, heads, groups, dim, page, half, bytes;
+    int64_t requests, width, most, heads, groups, dim, page, parts, halves, half, bytes; // half: bounds are
 } Choice;
 
 INLINE void take_in(const Update *job, int64_t token, int64_t head, int half) {
     int64_t slot = job->slots[token], dim = job->dim;
     if (slot < 0) return;
     int begins = slot % job->size == 0;
+    if (job->halves == 1) {
+        const float *key = (const float *)job->keys + token * job->apart + head * dim;
+        const uint16_t *narrow = (const uint16_t *)job->keys + token * job->apart + head * dim;
+        float *restrict sums = (float *)job->bounds + (slot / job->size * job->heads + head) * dim;
+        for (int64_t d = 0; d < dim; d++) sums[d] = (begins ? 0 : sums[d]) + (half ? of_half(narrow[d]) : key[d]);
+        return;
+    }
     int64_t from = token * job->apart + head * dim, to = (slot / job->size * job->heads + head) * 2 * dim;
     if (!half) {
         const float *restrict key = (const float *)job->keys + from;
@@ -54,11 +63,11 @@ void update_bounds(const Update *job, int64_t threads) {
 }
 
 INLINE void score(const Choice *job, int64_t request, int64_t head, int64_t pages, int half, float *scores, float *x) {
-    int64_t wide = 2 * job->dim, groups = job->groups;
+    int64_t wide = job->halves * job->dim, groups = job->groups;
     const float *asked = job->question + (request * job->heads + head) * groups * wide;
     const int32_t *table = job->table + request * job->width;
     for (int64_t i = 0; i < pages; i++) {
-        int64_t at = ((int64_t)table[i] * job->heads + head) * wide;
+        int64_t at = ((table[i / job->parts] * job->parts + i % job->parts) * job->heads + head) * wide;
         const float *restrict bounds = (const float *)job->bounds + at;
         if (half) {
             const uint16_t *restrict from = (const uint16_t *)job->bounds + at;
@@ -79,6 +88,8 @@ static void weigh(const Choice *job, int64_t pages, float part, float *scores, f
     memset(weights, 0, pages * sizeof(float));
     for (int64_t g = 0; g < job->groups; g++) {
         float *restrict s = scores + g * pages, most = -INFINITY, sum = 0;
+        // Its keys' sum is that of a part of a page.
+        if (job->halves == 1) s[pages - 1] /= part;
         s[pages - 1] += logf(part);
         for (int64_t i = 0; i < pages; i++) most = s[i] > most ? s[i] : most;
         for (int64_t i = 0; i < pages; i++) sum += s[i] = exp_of(s[i] - most);
@@ -95,12 +106,21 @@ static void choose(const Choice *job, int64_t request, int64_t head, char *scrat
         for (int64_t i = 0; i < pages; i++) chosen[i] = table[i] * heads + (int32_t)head;
         return;
     }
-    float *scores = (float *)scratch, *weights = scores + job->groups * job->width, *x = weights + job->width;
+    int64_t wide = job->width * job->parts, small = job->page / job->parts, parts = (size + small - 1) / small;
+    float *scores = (float *)scratch, *weights = scores + job->groups * wide, *x = weights + wide;
     int32_t *found = (int32_t *)(x + 2 * job->dim), *spare = found + job->width;
-    if (job->half) score(job, request, head, pages, 1, scores, x);
-    else score(job, request, head, pages, 0, scores, x);
-    weigh(job, pages, (float)(size - (pages - 1) * job->page) / job->page, scores, weights);
-    // The newest page is read in any case, and competes no more.
+    if (job->half) score(job, request, head, parts, 1, scores, x);
+    else score(job, request, head, parts, 0, scores, x);
+    weigh(job, parts, (float)(size - (parts - 1) * small) / small, scores, weights);
+    // The newest page is read in any case, and competes no more; all others have all their parts.
+    for (int64_t i = 0; i < pages - 1; i++) {
+        float best = weights[i * job->parts];
+        for (int64_t j = 1; j < job->parts; j++) {
+            float other = weights[i * job->parts + j];
+            best = other > best ? other : best;
+        }
+        weights[i] = best;
+    }
     largest(weights, pages - 1, count - 1, found, spare);
     memset(spare, 0, pages * sizeof(int32_t));
     for (int64_t i = 0; i < count - 1; i++) spare[found[i]] = 1;
@@ -111,7 +131,7 @@ static void choose(const Choice *job, int64_t request, int64_t head, char *scrat
 
 // Bytes of scratch that `choose_pages` wants for each thread.
 int64_t choice_scratch(const Choice *job) {
-    return ((job->groups + 3) * job->width + 2 * job->dim) * 4 / 64 * 64 + 64;
+    return (((job->groups + 1) * job->parts + 2) * job->width + 2 * job->dim) * 4 / 64 * 64 + 64;
 }
 
 void choose_pages(const Choice *job, int64_t threads) {

@@ -17,14 +17,15 @@ DTYPES = (torch.float32, torch.bfloat16)
 class _UpdateFields(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "slots", "bounds")),
-        *((name, c_int64) for name in ("tokens", "apart", "heads", "dim", "size", "half")),
+        *((name, c_int64) for name in ("tokens", "apart", "heads", "dim", "size", "halves", "half")),
     )
 
 
 class _ChoiceFields(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("bounds", "question", "table", "sizes", "counts", "chosen", "scratch")),
-        *((name, c_int64) for name in ("requests", "width", "most", "heads", "groups", "dim", "page", "half", "bytes")),
+        *((name, c_int64) for name in ("requests", "width", "most", "heads", "groups", "dim", "page", "parts")),
+        *((name, c_int64) for name in ("halves", "half", "bytes")),
     )
 
 
@@ -34,44 +35,47 @@ def built() -> Library:
 
 
 def update_bounds(bounds: Tensor, keys: Tensor, slots: Tensor, size: int) -> None:
-    """Take new keys into the bounds of their pages.
+    """Take new keys into the bounds of their pages, or the sums.
 
     Args:
-        bounds: [pages, heads, 2, dim] in one of DTYPES, contiguous; written to.
-        keys: [tokens, heads, dim], the same dtype, each token's heads contiguous.
+        bounds: [pages, heads, 2, dim] in one of DTYPES, or sums, float32 [pages, heads, 1, dim]; contiguous; changed.
+        keys: [tokens, heads, dim], the bounds' dtype, with sums one of DTYPES; each token's heads contiguous.
         slots: int64 [tokens], page * size + place; a page's places come in order. Negative: left out.
         size: entries of a page.
     """
     tokens, heads, dim = keys.shape
-    job = _UpdateFields(tokens=tokens, apart=keys.stride(0), heads=heads, dim=dim, size=size)
+    job = _UpdateFields(tokens=tokens, apart=keys.stride(0), heads=heads, dim=dim, size=size, halves=bounds.shape[2])
     job.keys, job.slots, job.bounds = keys.data_ptr(), slots.data_ptr(), bounds.data_ptr()
     job.half = keys.dtype == torch.bfloat16
     _kernels()[0](byref(job), torch.get_num_threads())
 
 
 def choose_pages(
-    bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, counts: Tensor, most: int, page: int
+    bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, counts: Tensor, most: int, page: int, parts: int
 ) -> Tensor:
     """Choose the pages with the highest weights for each request and KV head; `vllm.pages.choose_pages` tells more.
 
     Args:
-        bounds: [pages, heads, 2, dim] in one of DTYPES, contiguous.
-        question: float32 [requests, heads, groups, 2, dim], contiguous.
+        bounds: [pages, heads, 2, dim] in one of DTYPES, or sums, float32 [pages, heads, 1, dim]; contiguous. One page
+            of the cache may be several here, in order.
+        question: float32 [requests, heads, groups, 2 or 1, dim], contiguous.
         table: int32 [requests, width], contiguous.
         sizes: int32 [requests].
         counts: int32 [requests], at least 2.
         most: largest of the counts.
-        page: entries of a page.
+        page: entries of a page of the cache.
+        parts: pages that it is here.
 
     Returns:
         int32 [requests, heads, most].
     """
-    requests, heads, groups, _, dim = question.shape
+    requests, heads, groups, halves, dim = question.shape
     chosen = torch.zeros(requests, heads, most, dtype=torch.int32)
     job = _ChoiceFields(requests=requests, width=table.shape[1], most=most, heads=heads, groups=groups, dim=dim)
     job.bounds, job.question, job.table = bounds.data_ptr(), question.data_ptr(), table.data_ptr()
     job.sizes, job.counts, job.chosen = sizes.data_ptr(), counts.data_ptr(), chosen.data_ptr()
-    job.page, job.half = page, bounds.dtype == torch.bfloat16
+    job.parts = parts
+    job.page, job.halves, job.half = page, halves, bounds.dtype == torch.bfloat16
     _, choose, needed = _kernels()
     threads = torch.get_num_threads()
     job.bytes = needed(byref(job))

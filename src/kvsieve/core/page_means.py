@@ -1,0 +1,79 @@
+"""Means of the keys of pages of consecutive entries, kept up to date."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvsieve import kernels
+from kvsieve.core.kv_rows import DeviceLength, KVRows
+from kvsieve.core.pages import PageTable
+from kvsieve.core.scoring import score_dtype
+
+
+class PageMeans(PageTable):
+    """Sums of the keys of each page of consecutive entries, in float32 at least, added up in the entries' order."""
+
+    def __init__(self, page: int) -> None:
+        super().__init__(page)
+        # Bytes of a number of the keys.
+        self._item = 0
+
+    @property
+    def halves(self) -> int:
+        return 1
+
+    def update(self, kv_rows: KVRows) -> None:
+        self._item = kv_rows.keys.element_size()
+        super().update(kv_rows)
+
+    def bound(self, query: Tensor, kv_rows: KVRows) -> tuple[Tensor, int]:
+        """Logits of the mean key of every page, with the bytes read for them; see PageTable.bound."""
+        sums = self.bounds(kv_rows.size)
+        metadata_bytes = sums.numel() * sums.element_size()
+        if kernels.usable(sums, query):
+            scores = kernels.page_scores(sums, query / self.page, pages=self._count(kv_rows))
+        else:
+            scores = query / self.page @ sums[:, 0].to(query.dtype)
+        if kv_rows.length is not None:
+            part = kv_rows.length.occupancy(self.page, scores.shape[-1]).part
+            scores /= part.clamp_min(1 / self.page).to(scores.dtype)
+        elif kv_rows.size % self.page:
+            scores[..., -1] *= self.page / (kv_rows.size % self.page)
+        return scores, metadata_bytes
+
+    def accumulators(self) -> tuple[Tensor, ...]:
+        return self.tensors()
+
+    def update_bytes(self, before: int, after: int) -> int:
+        if self._table is None:
+            return 0
+        kv_rows, _, dim, _ = self._table.shape
+        begun = self._table.element_size() if before % self.page and after > before else 0
+        return kv_rows * dim * ((after - before) * self._item + begun)
+
+    def _take(self, keys: Tensor, length: DeviceLength, pages: int) -> None:
+        table = self.buffer
+        occupancy = length.occupancy(self.page, pages)
+        new = keys.transpose(1, 2)[:, None].to(table.dtype)
+        begun = torch.where(occupancy.first, 0, table.index_select(3, occupancy.newest))
+        table.index_copy_(3, occupancy.newest, begun + new)
+
+    def _add(self, keys: Tensor) -> None:
+        keys = keys.to(score_dtype(keys.dtype))
+        first = min(keys.shape[1], -self.size % self.page)
+        needed = self._pages(self.size + keys.shape[1])
+        if self._table is None or needed > self._table.shape[-1]:
+            self._table = self._grow(keys, needed)
+        # One by one, so that it does not matter how many come at once.
+        for each in keys[:, :first].unbind(1):
+            self._table[:, 0, :, self.pages - 1] += each
+        start, rest = self.pages, keys[:, first:]
+        self.size += keys.shape[1]
+        if rest.shape[1]:
+            rest = torch.nn.functional.pad(rest, (0, 0, 0, -rest.shape[1] % self.page))
+            begun, *more = rest.unflatten(1, (-1, self.page)).unbind(2)
+            sums = begun.clone()
+            for each in more:
+                sums += each
+            self._table[:, 0, :, start:needed] = sums.transpose(1, 2)
