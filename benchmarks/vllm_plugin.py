@@ -48,6 +48,7 @@ RANDOM, MARK = "random:8b", "result: "
 # Parts that reach into an engine. Its threads are not bound to cores then: vLLM does that for processes that it starts.
 WITHIN = ("layer", "turns", "itself", "disturbed")
 EVICT, READ = "snapkv:budget=512", "quest:budget=256"
+MEANS = f"{READ}:page=4:means=true"
 # Query heads, KV heads and channels: SmolLM2-135M, Qwen2.5-0.5B, and those of 8B models.
 GEOMETRIES = {"smollm2-135m": (9, 3, 64), "qwen2.5-0.5b": (14, 2, 64), "8b": (32, 8, 128)}
 
@@ -342,7 +343,7 @@ def crowd(given: argparse.Namespace) -> dict[str, Any]:
 
 def needles(given: argparse.Namespace) -> dict[str, Any]:
     """Right answers at each length, five prompts each, all lengths in one batch; dense, sparse and with eviction."""
-    return {plan or "dense": child(given, "found", plan=plan) for plan in ("", READ, "hsa:budget=512", EVICT)}
+    return {plan or "dense": child(given, "found", plan=plan) for plan in ("", READ, MEANS, "hsa:budget=512", EVICT)}
 
 
 def found(given: argparse.Namespace) -> dict[str, str]:

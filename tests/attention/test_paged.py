@@ -164,6 +164,7 @@ def test_what_is_not_compiled_says_why():
     store, query = dense(80), torch.randn(1, HEADS * GROUPS, 1, DIM)
     setting = Setting(64, 32, 4)
     assert Quest(budget=64, per_query_head=True).recipe(setting) is None
+    assert Quest(budget=64, means=True).recipe(setting) is None
     assert SparQ(budget=64, per_query_head=True).recipe(setting) is None
     assert "not compiled" in why_not_compiled(query, store, [ExactTopK(budget=64).recipe(setting)])
     assert "bfloat16" in why_not_compiled(query.bfloat16(), store, [])

@@ -32,7 +32,7 @@ class PageMeans(PageTable):
         sums = self.bounds(kv_rows.size)
         metadata_bytes = sums.numel() * sums.element_size()
         if kernels.usable(sums, query):
-            scores = kernels.page_scores(sums, query / self.page, pages=self._count(kv_rows))
+            scores = kernels.page_scores(sums, query / self.page, None, self._count(kv_rows), self.page)
         else:
             scores = query / self.page @ sums[:, 0].to(query.dtype)
         if kv_rows.length is not None:
@@ -52,10 +52,10 @@ class PageMeans(PageTable):
         begun = self._table.element_size() if before % self.page and after > before else 0
         return kv_rows * dim * ((after - before) * self._item + begun)
 
-    def _take(self, keys: Tensor, length: DeviceLength, pages: int) -> None:
+    def _take(self, kv_rows: KVRows, length: DeviceLength) -> None:
         table = self.buffer
-        occupancy = length.occupancy(self.page, pages)
-        new = keys.transpose(1, 2)[:, None].to(table.dtype)
+        occupancy = length.occupancy(self.page, self._pages(kv_rows.size))
+        new = kv_rows.keys_at(kv_rows.newest()).transpose(1, 2)[:, None].to(table.dtype)
         begun = torch.where(occupancy.first, 0, table.index_select(3, occupancy.newest))
         table.index_copy_(3, occupancy.newest, begun + new)
 
