@@ -22,6 +22,7 @@ READ = {
     "snapkv": kvsieve.plan("snapkv", budget=40, window=4),
     "hsa": kvsieve.plan("hsa", budget=16),
     "quest": kvsieve.plan("quest", budget=24),
+    "means of quest": kvsieve.plan("quest", budget=24, page=5, means=True),
     "quest original": kvsieve.plan("quest", budget=16, page=4, per_query_head=True),
     "sparq": kvsieve.plan("sparq", budget=32),
     "sparq original": kvsieve.plan("sparq", budget=32, per_query_head=True, mean_value=False),

@@ -25,6 +25,7 @@ PLANS = {
     "adakv": {"budget": 24, "window": 4},
     "exacttopk": {"budget": 16},
     "quest": {"budget": 16},
+    "quest means": {"budget": 16, "page": 4, "means": True},
     "quest original": {"budget": 16, "page": 4, "per_query_head": True, "skip_layers": 1},
     "sparq": {"budget": 16},
     "hsa": {"budget": 16},

@@ -22,6 +22,7 @@ from kvsieve.roles import Reader
 READERS = {
     "exacttopk": {"budget": 16},
     "quest": {"budget": 16},
+    "quest means": {"budget": 16, "page": 4, "means": True},
     "quest original": {"budget": 16, "page": 4, "per_query_head": True, "skip_layers": 1},
     "sparq": {"budget": 16},
     "hsa": {"budget": 16},
