@@ -1,14 +1,15 @@
 """What methods keep of full KV's score: the table of docs/results.md and README.md, from results of `make retained`.
 
-    python benchmarks/retained.py [RESULTS]
+    python benchmarks/retained.py [RESULTS ...] [--tasks needle,ruler_vt]
 
-Of the needle and RULER's single and multi-key needles: scores per task, the ratio of the mean scores with the 95%
-interval of a bootstrap over prompts, the prompts that full KV answers and a method does not, and the mean KL.
+Of the needle and RULER's single and multi-key needles, or of the tasks that are named: scores per task, the ratio of
+the mean scores with the 95% interval of a bootstrap over prompts, the prompts that full KV answers and a method does
+not, and the mean KL.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections import defaultdict
 from pathlib import Path
 
@@ -24,9 +25,14 @@ DRAWS = 10_000
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("results", nargs="*", type=Path, default=[RESULTS], help="runs of one model, one table of all")
+    parser.add_argument("--tasks", default=",".join(TASKS))
+    given = parser.parse_args()
+    tasks = given.tasks.split(",")
     rows = defaultdict(dict)
-    for row in load(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS).samples:
-        if row["task"] in TASKS:
+    for row in (row for folder in given.results for row in load(folder).samples):
+        if row["task"] in tasks:
             rows[row["method"], row["budget"]][row["task"], row["sample"]] = row["score"], row["kl"]
     full = rows["full", None]
     samples = sorted(key for key in full if all(key in mine for mine in rows.values()))
@@ -36,14 +42,14 @@ def main() -> None:
     for (method, budget), mine in rows.items():
         scores = np.array([mine[key][0] for key in samples])
         low, high = np.percentile(scores[drawn].mean(1) / theirs[drawn].mean(1), [2.5, 97.5])
-        each = [np.mean([mine[key][0] for key in samples if key[0] == task]) for task in TASKS]
+        each = [np.mean([mine[key][0] for key in samples if key[0] == task]) for task in tasks]
         lost = sum(their == 1 and our < 1 for their, our in zip(theirs, scores, strict=True))
         kept = f"{scores.mean() / theirs.mean():.0%} [{100 * low:.0f}, {100 * high:.0f}]"
         kl = np.mean([mine[key][1] for key in samples])
         cells = [f"{100 * score:.0f}" for score in each]
         out.append([method, budget or "all", *cells, kept, f"{lost} of {int((theirs == 1).sum())}", f"{kl:.3f}"])
     print(f"{len(samples)} prompts")
-    print(markdown_table(["method", "budget", *TASKS, "of full KV", "lost", "KL"], out))
+    print(markdown_table(["method", "budget", *tasks, "of full KV", "lost", "KL"], out))
 
 
 if __name__ == "__main__":
