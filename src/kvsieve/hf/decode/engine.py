@@ -263,10 +263,9 @@ def _alike(made: RecordedPass, inputs: dict[str, Tensor], options: dict[str, Any
 def _check_plan(session: Session) -> None:
     """Raise Refused for a plan that does on this token what cannot be recorded."""
     evictor, reader, codec = session.plan.evict, session.plan.read, session.plan.codec or session.plan.rest
-    if codec is not None:
-        raise Refused(f"{type(codec).__name__} encodes entries, whose blocks have no fixed place")
-    if any(not layer.store.fixed_slots for layer in session.cache.sieve_layers.values()):
-        raise Refused("the cache holds encoded entries, whose blocks have no fixed place")
+    if codec is not None or any(not layer.store.fixed_slots for layer in session.cache.sieve_layers.values()):
+        who = "the cache holds encoded" if codec is None else f"{type(codec).__name__} encodes"
+        raise Refused(f"{who} entries, whose blocks have no fixed place")
     if evictor is not None and evictor.when.steps is not None:
         name = type(evictor).__name__
         if evictor.when.observes:
