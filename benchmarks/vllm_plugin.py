@@ -129,7 +129,7 @@ def layer(given: argparse.Namespace) -> dict[str, Any]:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    from kvsieve.vllm.pages import PageBounds, choose_pages, question_of, told
+    from kvsieve.vllm.pages import PageBounds, choose_pages, question_of, question_of_means, told
 
     current_platform.import_kernels()
     dtype, counts = getattr(torch, given.dtype), 8
@@ -140,7 +140,9 @@ def layer(given: argparse.Namespace) -> dict[str, Any]:
         isa, groups, turn = _get_attn_isa(dtype, page, dim), heads // kv_heads, [0]
         caches = [torch.randn(blocks, kv_heads, page, 2 * dim).to(dtype) for _ in range(copies)]
         bounds = [PageBounds(blocks, kv_heads, dim, page, caches[0]) for _ in range(copies)]
-        for each in bounds:
+        # Of parts of 4 entries, as under MEANS.
+        sums = [PageBounds(blocks, kv_heads, dim, page, caches[0], parts=page // 4, means=True) for _ in range(copies)]
+        for each in (*bounds, *sums):
             each.table.normal_()
         query = torch.randn(1, heads, dim).to(dtype)
         key, slot = torch.randn(1, kv_heads, dim).to(dtype), torch.tensor([length - 1 + page])
@@ -164,10 +166,13 @@ def layer(given: argparse.Namespace) -> dict[str, Any]:
         ]  # fmt: skip
         size, count = torch.tensor([length], dtype=torch.int32), torch.tensor([counts], dtype=torch.int32)
 
-        def choose(number: int) -> Any:
-            bounds[number].update(key, slot)
-            asked = question_of(query.view(1, kv_heads, groups, dim), dim**-0.5, None)
-            return choose_pages(bounds[number].table, asked, table, size, count, counts, page)
+        asked = query.view(1, kv_heads, groups, dim)
+        questions = (lambda: question_of(asked, dim**-0.5, None)), (lambda: question_of_means(asked, dim**-0.5, 4))
+
+        def choose(number: int, by_means: bool = False) -> Any:
+            known = (sums if by_means else bounds)[number]
+            known.update(key, slot)
+            return choose_pages(known.table, questions[by_means](), table, size, count, counts, page, known.parts)
 
         read = torch.full((kv_heads,), (length - 1) % page + 1 + (counts - 1) * page, dtype=torch.int32)
         chosen = choose(0).flatten(0, 1)
@@ -181,15 +186,17 @@ def layer(given: argparse.Namespace) -> dict[str, Any]:
             turn[0] = (turn[0] + 1) % copies
             return turn[0]
 
-        def sparse() -> None:
+        def sparse(by_means: bool) -> None:
             number = next_one()
-            choose(number)
+            choose(number, by_means)
             few[number]()
 
         return {
             "dense": lambda: whole[next_one()](),
             "choice": lambda: choose(next_one()),
-            "sparse": sparse,
+            "choice_by_means": lambda: choose(next_one(), True),
+            "sparse": lambda: sparse(False),
+            "sparse_by_means": lambda: sparse(True),
         }
 
     for name, (heads, kv_heads, dim) in GEOMETRIES.items():
@@ -208,6 +215,7 @@ def layer(given: argparse.Namespace) -> dict[str, Any]:
             out[f"{name} {length}"] = {
                 **{each: round(number, 4) for each, number in medians.items()},
                 "sparse_to_best_dense": round(medians["sparse"] / best, 3),
+                "sparse_by_means_to_best_dense": round(medians["sparse_by_means"] / best, 3),
             }
     return out
 
