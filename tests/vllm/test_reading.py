@@ -9,6 +9,7 @@ from engines_of_vllm import answers, assert_alike, differ, metric, prompts_of
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` makes an environment that has it")
 
 LENGTHS = [40, 300, 129, 512, 7]
+PLANS = ["quest:budget=96", "quest:budget=96:page=8:means=true"]
 
 
 @pytest.fixture
@@ -61,24 +62,26 @@ def test_a_budget_reads_fewer_pages_of_long_requests_only(engine, sparse_rows):
 
 
 @pytest.mark.slow
-def test_what_is_known_of_pages_stays_with_cached_prefixes(engine):
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_is_known_of_pages_stays_with_cached_prefixes(engine, plan):
     (prompt,) = prompts_of([400])
     other = [*prompt[:320], *prompts_of([50], seed=1)[0]]
-    with engine("quest:budget=96", enable_prefix_caching=True) as llm:
+    with engine(plan, enable_prefix_caching=True) as llm:
         first = [answers(llm, [each])[0] for each in (prompt, other)]
         again = [answers(llm, [each])[0] for each in (prompt, other)]
         assert metric(llm, "prefix_cache_hits") >= 320
     assert_alike(again, first)
-    with engine("quest:budget=96", enable_prefix_caching=False) as llm:
+    with engine(plan, enable_prefix_caching=False) as llm:
         assert_alike([answers(llm, [each])[0] for each in (prompt, other)], first)
 
 
 @pytest.mark.slow
-def test_preemption_changes_nothing(engine):
+@pytest.mark.parametrize("plan", PLANS)
+def test_preemption_changes_nothing(engine, plan):
     prompts = prompts_of([200, 180, 220, 190, 210, 170], seed=3)
-    with engine("quest:budget=96", enable_prefix_caching=False) as llm:
+    with engine(plan, enable_prefix_caching=False) as llm:
         free = answers(llm, prompts, 60)
-    with engine("quest:budget=96", enable_prefix_caching=False, num_gpu_blocks_override=34) as llm:
+    with engine(plan, enable_prefix_caching=False, num_gpu_blocks_override=34) as llm:
         tight = answers(llm, prompts, 60)
         assert metric(llm, "num_preemptions") > 0
     assert [each.tokens for each in tight] == [each.tokens for each in free]

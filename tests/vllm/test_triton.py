@@ -115,6 +115,7 @@ def test_all_pages_read_is_dense_attention(engine, monkeypatch, in_torch, batche
     [
         "rocketkv:budget=128:window=16",
         "quest:budget=96:skip_layers=1",
+        "quest:budget=96:page=8:means=true",
         "snapkv:budget=96:window=16:kernel=7:every=12",
         "hsa:budget=128",
         "lagkv:budget=96:lag=32:sinks=32",
