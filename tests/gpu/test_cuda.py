@@ -19,10 +19,10 @@ from kvsieve.methods import KIVI
 from kvsieve.models.families import available, build
 from small import plan_of, stored
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-    pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning"),
-]
+if not torch.cuda.is_available():
+    pytest.skip("there is no GPU", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
 
 METHODS = [name for name in kvsieve.list_methods() if not kvsieve.method_info(name).is_codec]
 CODECS = [name for name in kvsieve.list_methods() if kvsieve.method_info(name).is_codec]
