@@ -1,12 +1,14 @@
 """Peak memory while a prompt is read, each contender in a fresh process: what comes on top of the loaded model.
 
     python benchmarks/peak_memory.py [MODEL] [--tokens 7500] [--cases transformers,full,snapkv] [--chunk 1024]
+        [--decode eager]
 
 A process that has measured something else holds freed memory, compiled products of other shapes and copies of weights,
 so each case has one of its own. The model is loaded and every weight read, freed memory is returned, and what is
 resident then is taken from the resident peak of reading the prompt and generating two tokens. `transformers` is its own
 cache; any other case is a method of kvsieve, at 10% where it has a budget, and `NAME/chunked` reads it in chunks.
-`allowed_bytes` is the final KV, one layer's KV of the whole prompt, and half a GiB.
+`allowed_bytes` is the final KV, one layer's KV of the whole prompt, and half a GiB. The engine's packed copy of the weights,
+made for the second token, is part of the peak; `--decode eager` leaves it out.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from kvsieve.attention.choice import cpu_paths
 from kvsieve.bench.contenders import Contender, KvsieveMethod, Transformers
 from kvsieve.bench.prompts import TokensPrompt, text_ids
 from kvsieve.devices import cpu_kind
+from kvsieve.hf.decode.engine import ENGINES
 from kvsieve.hf.generate.peak_memory import measure_peak
 from kvsieve.report.environment import environment
 
@@ -30,16 +33,16 @@ HALF_GIB = 2**29
 CHUNKED = "/chunked"
 
 
-def contender(model: Any, case: str, chunk: int) -> Contender:
+def contender(model: Any, case: str, chunk: int, decode: str) -> Contender:
     """Make the contender of a case."""
     name, chunked = case.removesuffix(CHUNKED), chunk if case.endswith(CHUNKED) else None
     if name == "transformers":
         return Transformers(model, chunked)
     plan = kvsieve.plan(name) if name == "full" else kvsieve.plan(name, budget="10%")
-    return KvsieveMethod(model, plan, case, chunked)
+    return KvsieveMethod(model, plan, case, chunked, decode)
 
 
-def measure(name: str | None, case: str, tokens: int, chunk: int) -> dict[str, Any]:
+def measure(name: str | None, case: str, tokens: int, chunk: int, decode: str) -> dict[str, Any]:
     """Measure one case in this process."""
     model, tokenizer = kvsieve.models.load(name, device="cpu")
     weights = {weight.data_ptr(): weight for weight in model.parameters()}.values()
@@ -50,7 +53,7 @@ def measure(name: str | None, case: str, tokens: int, chunk: int) -> dict[str, A
     del tokenizer
     with measure_peak(model.device) as before:
         pass
-    run = contender(model, case, chunk).run(prompt, 2)
+    run = contender(model, case, chunk, decode).run(prompt, 2)
     assert before.bytes is not None and run["peak_bytes"] is not None, "peak memory is only told on Linux"
     config = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -75,21 +78,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=7500)
     parser.add_argument("--cases", default="transformers,full,snapkv,snapkv/chunked")
     parser.add_argument("--chunk", type=int, default=1024)
+    parser.add_argument("--decode", default="auto", choices=ENGINES, help="of kvsieve")
     parser.add_argument("--alone", action="store_true", help="measure the one case in this process and print")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "peak_memory.json")
     given = parser.parse_args()
     if given.alone:
-        print(json.dumps(measure(given.model, given.cases, given.tokens, given.chunk)))
+        print(json.dumps(measure(given.model, given.cases, given.tokens, given.chunk, given.decode)))
         return
     report = json.loads(given.out.read_text()) if given.out.exists() else {}
     model = "SmolLM2-135M-Instruct" if given.model is None else Path(given.model).name
     for case in given.cases.split(","):
         named = [] if given.model is None else [given.model]
         options = ["--alone", "--tokens", str(given.tokens), "--cases", case, "--chunk", str(given.chunk)]
+        options += ["--decode", given.decode]
         command = [sys.executable, __file__, *named, *options]
         row = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
         cell = {"environment": environment(), "kind": cpu_kind(), "chunk": given.chunk, **row}
-        report.setdefault(model, {}).setdefault(str(given.tokens), {})[case] = cell
+        called = case if given.decode == "auto" else f"{case}, {given.decode}"
+        report.setdefault(model, {}).setdefault(str(given.tokens), {})[called] = cell
         given.out.write_text(json.dumps(report, indent=1) + "\n")
         mib = {key: round(value / 2**20) for key, value in row.items() if key.endswith("_bytes")}
         print(model, given.tokens, case, mib, flush=True)
