@@ -7,8 +7,8 @@ A process that has measured something else holds freed memory, compiled products
 so each case has one of its own. The model is loaded and every weight read, freed memory is returned, and what is
 resident then is taken from the resident peak of reading the prompt and generating two tokens. `transformers` is its own
 cache; any other case is a method of kvsieve, at 10% where it has a budget, and `NAME/chunked` reads it in chunks.
-`allowed_bytes` is the final KV, one layer's KV of the whole prompt, and half a GiB. The engine's packed copy of the weights,
-made for the second token, is part of the peak; `--decode eager` leaves it out.
+`allowed_bytes` is the final KV, one layer's KV of the whole prompt, and half a GiB. The engine's packed copy of the
+weights, made for the second token, is part of the peak; `--decode eager` leaves it out.
 """
 
 from __future__ import annotations
