@@ -13,9 +13,6 @@ from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap, softmax
 from kvsieve.types import AttentionTerms
 
-# Pages of a KV row that the kernel's one program holds.
-_MOST_PAGES = 16384
-
 
 def largest(sizes: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest of `sizes` [..., D], the lower one of equals first: int64 [..., count]."""
@@ -108,7 +105,8 @@ def entries_of_pages(
         int64 [X, count], in no order.
     """
     length = kv_rows.length
-    if terms is None and scores.dtype == torch.float32 and kernels.usable(scores) and scores.shape[-1] <= _MOST_PAGES:
+    fits = scores.shape[-1] <= kernels.MOST_PAGES
+    if terms is None and scores.dtype == torch.float32 and kernels.usable(scores) and fits:
         on_device = None if length is None else length.count
         return kernels.page_entries(scores, page, count, newest, kv_rows.size, on_device)
     weights = page_softmax(scores, kv_rows.size, page, length, terms).sum(1)

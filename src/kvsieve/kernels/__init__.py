@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Pages of a KV row that the one program of `page_entries` holds.
+MOST_PAGES = 16384
 
 # Public functions by the module that defines them.
 _FUNCTIONS = {

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from kvsieve.kernels.launch import on, padded, power_of_two, rows
 
-# Pages of a KV row that one program holds.
-MOST_PAGES = 16384
 # Channels that all others are compared with at a time.
 _COMPARED = 32
 
@@ -106,7 +104,7 @@ def page_entries(
     """Entries of the pages with the highest weights; see `core.page_weights.entries_of_pages`.
 
     Args:
-        scores: float32 [X, G, P], at most MOST_PAGES pages.
+        scores: float32 [X, G, P], at most `kernels.MOST_PAGES` pages.
         page: entries per page.
         count: entries to choose.
         newest: take the newest entries whatever they weigh.
