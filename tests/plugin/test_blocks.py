@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvsieve.errors import PlanError
 from kvsieve.vllm.options import parse_plan
 from kvsieve.vllm.retention import BlockRetention
 from kvsieve.vllm.rounds import ScheduledTokens, joined, rounds_of
@@ -24,6 +25,13 @@ def test_whole_blocks_fill_the_budget_with_the_last_one():
     # The evictor's least: a window of 32 and one more.
     assert retention("snapkv:budget=1%:paper=true").kept_blocks(160) == 5
     assert retention("knorm:budget=1").kept_blocks(163) == 1
+
+
+def test_a_budget_that_no_block_fits_into_is_refused():
+    for text in ("knorm:budget=8", "snapkv:budget=1%:paper=true"):
+        retention(text).check()
+    with pytest.raises(PlanError, match="KNorm: a budget of 7 entries has no room .* of 8; raise budget= to 8"):
+        retention("knorm:budget=7").check()
 
 
 def test_a_gap_opens_once_the_prompt_is_processed():

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from engines_of_vllm import BLOCK, Answer, answers, assert_alike, differ, metric, prompts_of
+from engines_of_vllm import (
+    BLOCK,
+    Answer,
+    answers,
+    answers_on_transformers,
+    assert_alike,
+    differ,
+    free_blocks,
+    metric,
+    prompts_of,
+    stepped,
+)
 
 pytest.importorskip("vllm", reason="vLLM is not installed; `make test-vllm` makes an environment that has it")
 
@@ -23,15 +33,6 @@ REPEATED = [
     "snapkv:budget=96:window=48:kernel=7:every=32",
     "keydiff:budget=96:every=32",
 ]
-
-
-def core(llm):
-    """The engine's scheduler and executor."""
-    return llm.llm_engine.engine_core.engine_core
-
-
-def free_blocks(llm) -> int:
-    return core(llm).scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
 
 
 @pytest.mark.parametrize("batched", [64, 1024])
@@ -54,20 +55,8 @@ def test_entries_are_those_that_kvsieve_keeps_while_decoding(engine, checkpoint,
 
 
 def same_on_transformers(engine, checkpoint, plan: str, tokens: int) -> None:
-    from transformers import AutoModelForCausalLM
-
-    import kvsieve
-    from kvsieve.vllm.options import parse_plan
-
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    # vLLM does not stop at it either.
-    model.generation_config.eos_token_id = None
-    prompts, expected = prompts_of([256, 320]), []
-    for ids in prompts:
-        with kvsieve.attach(model, parse_plan(plan)) as sieve:
-            out = sieve.generate(torch.tensor([ids]), max_new_tokens=tokens, do_sample=False)
-            assert out.stats.kv_entries == [96] * 3
-            expected.append(tuple(out.sequences[0, len(ids) :].tolist()))
+    prompts = prompts_of([256, 320])
+    expected = answers_on_transformers(checkpoint, plan, prompts, tokens, [96] * 3)
     with engine(plan) as llm:
         assert [each.tokens for each in answers(llm, prompts, tokens)] == expected
 
@@ -111,26 +100,6 @@ def test_preemption_at_every_place(engine, plan):
         got, preempted = stepped(llm, prompts, 40, every=3)
     assert preempted >= 20
     assert got == [each.tokens for each in free]
-
-
-def stepped(llm, prompts: list[list[int]], tokens: int, every: int) -> tuple[list[tuple[int, ...]], int]:
-    """Answer step by step, and preempt one request after every so many steps, at most 25 times."""
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    for number, ids in enumerate(prompts):
-        llm.llm_engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
-    scheduler, done, step, preempted = core(llm).scheduler, {}, 0, 0
-    while llm.llm_engine.has_unfinished_requests():
-        for output in llm.llm_engine.step():
-            if output.finished:
-                done[output.request_id] = tuple(output.outputs[0].token_ids)
-        step += 1
-        if step % every == 0 and scheduler.running and preempted < 25:
-            request = scheduler.running.pop(step // every % len(scheduler.running))
-            scheduler._preempt_request(request, 0.0)
-            preempted += 1
-    return [done[number] for number in sorted(done)], preempted
 
 
 @pytest.mark.slow

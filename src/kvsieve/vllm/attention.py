@@ -80,6 +80,8 @@ def planner_for(
         # Blocks are larger than at the start of the engine where recurrent states are.
         check_page(reader, page)
     retention = spec.retention if isinstance(spec, RetainedSpec) else None
+    if retention is not None:
+        retention.check()
     if reader is None and retention is None:
         return None
     layers = config.model_config.hf_text_config.num_hidden_layers

@@ -35,14 +35,16 @@ class RetainedSpec(FullAttentionSpec):
         """Merge those of a group's layers, which are alike."""
         return replace(super().merge(specs), retention=specs[0].retention)
 
-    @property
-    def prefix_cacheable(self) -> bool:
-        """False: the blocks that a prompt begins with come to hold entries of all of it."""
-        return False
-
 
 class RetainedManager(FullAttentionManager):
-    """Frees the blocks of a gap, one step after the workers have packed what stays."""
+    """Frees the blocks of a gap, one step after the workers have packed what stays.
+
+    Of a model whose layers are of several kinds it has a group of those that attend to everything; vLLM's own managers
+    have the others.
+    """
+
+    def cache_blocks(self, *args: Any, **kwargs: Any) -> None:
+        """Cache nothing: the blocks that a prompt begins with come to hold entries of all of it."""
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -56,7 +58,8 @@ class RetainedManager(FullAttentionManager):
         self._remove_blocks_in_range(request_id, first, end)
         freed = self.block_pool.get_num_free_blocks() - before
         if freed:
-            COUNTS.add(freed, retention.stored(num_prompt_tokens, processed_computed_tokens))
+            stored = retention.stored(num_prompt_tokens, processed_computed_tokens)
+            COUNTS.add((request_id, processed_computed_tokens), freed, stored)
 
 
 def spec_for(spec: Any, plan: Plan, self_test: bool) -> Any:

@@ -83,10 +83,6 @@ def check_engine(options: EngineOptions, facts: EngineFacts) -> None:
         (facts.kv_transfer, "a KV connector brings in and takes away blocks that the plugin would not see"),
         (facts.context_parallel, "context parallelism: no process sees all of a request's entries"),
         (facts.kv_cache_dtype not in ("auto", "float32", "bfloat16", "float16"), f"a cache in {facts.kv_cache_dtype}"),
-        (
-            facts.recurrent and plan.evict is not None,
-            "recurrent layers: vLLM's blocks are then as large as their states, too large to be freed one by one",
-        ),
         (facts.latent, "latent attention, whose pages hold no keys"),
         (not facts.generates, "a model that is no decoder generating text"),
         (facts.second_runner, "vLLM's second model runner, which is not tested: set VLLM_USE_V2_MODEL_RUNNER=0"),

@@ -23,15 +23,18 @@ class FreedCounts:
 
     def __init__(self) -> None:
         self._sums = dict.fromkeys(_TOLD, 0)
+        self._last: tuple[str, int] | None = None
 
-    def add(self, blocks: int, entries: int) -> None:
-        """Count one request's eviction.
+    def add(self, moment: tuple[str, int], blocks: int, entries: int) -> None:
+        """Count one request's eviction, once for all groups of layers that take part in it.
 
         Args:
+            moment: the request, and its tokens that were processed.
             blocks: freed.
             entries: per KV head that its other blocks hold.
         """
-        for name, count in zip(self._sums, (1, blocks, entries), strict=True):
+        counted, self._last = moment == self._last, moment
+        for name, count in zip(self._sums, (0, blocks, 0) if counted else (1, blocks, entries), strict=True):
             self._sums[name] += count
 
     def take(self) -> dict[str, int]:

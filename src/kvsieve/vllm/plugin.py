@@ -89,6 +89,9 @@ def configure(vllm_config: Any) -> None:
     if why is not None:
         logger.warning("kvsieve: prefix caching is switched off, because %s", why)
         cache.enable_prefix_caching = False
+        if facts.recurrent:
+            # What vLLM itself decides where it is off: a request keeps one state per recurrent layer, the latest.
+            cache.mamba_cache_mode, cache.mamba_block_size = "none", model.max_model_len
     whole_graphs_off(vllm_config.compilation_config)
     install()
     model.model_arch_config.rswa_window = PROMPT_LENGTHS

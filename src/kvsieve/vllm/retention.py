@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvsieve.errors import PlanError
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.methods.lagkv import LagKV
 from kvsieve.roles import Evictor
+
+# Tokens of a prompt longer than any: what a share of it is fits every block.
+_LONGEST = 1 << 30
 
 
 def rhythm(evictor: Evictor, prompt: int) -> tuple[int, int] | None:
@@ -40,6 +44,19 @@ class BlockRetention:
     evictor: Evictor
     block: int
     self_test: bool = False
+
+    def check(self) -> None:
+        """Refuse a budget that no block fits into, as they may be large where states of recurrent layers are.
+
+        Raises:
+            PlanError: the block is larger than what is kept of the longest prompt.
+        """
+        most = self.evictor.entries(_LONGEST)
+        if most < self.block:
+            raise PlanError(
+                f"{type(self.evictor).__name__}: a budget of {most} entries has no room for one of the engine's blocks "
+                f"of {self.block}; raise budget= to {self.block} or more, or start vLLM with a smaller block_size"
+            )
 
     @property
     def remembers(self) -> bool:
