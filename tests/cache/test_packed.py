@@ -16,7 +16,7 @@ from kvsieve.methods import KIVI, Rotated
 from kvsieve.types import Selection
 
 HEADS, DIM = 2, 16
-KIVI_4 = KIVI(bits=4, block=16, tail=8, group=8)
+KIVI_4 = KIVI(bits=4, block=16, tail=8, group=8, sinks=0)
 
 
 def packed(length: int, codec=KIVI_4, batch: int = 1, valid=None) -> tuple[PackedStore, torch.Tensor, torch.Tensor]:
@@ -126,7 +126,7 @@ def test_a_padded_row_is_encoded_when_it_would_be_alone(codec):
                 torch.testing.assert_close(ours[0][:, mine], theirs[0], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("codec", [KIVI_4, KIVI(bits=8, block=16, tail=8, group=16)], ids=["4bit", "8bit"])
+@pytest.mark.parametrize("codec", [KIVI_4, KIVI(bits=8, block=16, tail=8, group=16, sinks=0)], ids=["4bit", "8bit"])
 def test_many_evictions_while_decoding(codec, monkeypatch):
     store, *_ = packed(200, codec)
     encoded: list[int] = []
@@ -246,6 +246,23 @@ def test_all_encoded_entries_are_evicted(sinks):
     assert torch.equal(clone.keys[1], store.keys[0])
 
 
+def test_a_prompt_whose_blocks_are_all_filled_alike_loses_entries():
+    """Of 13 entries 12 are encoded, six to a block, which has more places once one is encoded again."""
+    torch.manual_seed(3)
+    store = DenseStore()
+    store.append(*torch.randn(2, 1, HEADS, 13, DIM), torch.arange(13)[None], None)
+    store = PackedStore.build(store, KIVI(bits=8, block=8, tail=8, group=8, sinks=0), ends_prompt=True)
+    (one,) = store.bodies
+    assert one.fills.tolist() == [[6, 6]] * HEADS and one.tokens == 6
+    keys, tokens = store.keys.clone(), [at for at in range(13) if at not in (7, 10)]
+    mask = torch.zeros(1, HEADS, 13, dtype=torch.bool)
+    mask[..., [7, 10]] = True
+    drop(store, mask)
+    assert store.index[0].tolist() == [tokens] * HEADS
+    torch.testing.assert_close(store.keys, keys[:, :, tokens], atol=0.05, rtol=0)
+    attends(store)
+
+
 def test_a_head_that_keeps_nothing_encoded():
     store, *_ = packed(200, batch=2)
     mask = torch.zeros(2, HEADS, store.size, dtype=torch.bool)
@@ -304,7 +321,7 @@ def test_a_short_row_encodes_when_it_would_alone():
     assert counts[7:9] == [[192, 32], [192, 48]] and counts[-1] == [208, 48]
 
 
-@pytest.mark.parametrize("codec", [KIVI_4, Rotated(block=16, tail=8)], ids=["kivi", "rotated"])
+@pytest.mark.parametrize("codec", [KIVI_4, Rotated(block=16, tail=8, sinks=0)], ids=["kivi", "rotated"])
 def test_a_prompt_leaves_no_more_than_the_newest_exact_and_no_room(codec):
     """70 entries, of which 2 are the newest: 5 blocks of 14 at most, not 4 of 16 and 6 exact ones."""
     torch.manual_seed(0)

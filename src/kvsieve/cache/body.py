@@ -118,6 +118,8 @@ class Body:
             assert part.codes is not None
             part.codes = part.widened(part.codes, tokens)
         self.index = grown(self.index, tokens)
+        # Blocks that were full are not any more.
+        self.is_full = False
 
     def _apply(self, change: object) -> None:
         for part in (self.keys, self.values):

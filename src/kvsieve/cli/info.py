@@ -203,6 +203,7 @@ def _device() -> dict[str, Any]:
         "attention": str(cpu_paths(auto_dtype("cpu").dtype)),
         "C kernel of layers": library("layers").told,
         "C kernel of codecs": library("packed").told,
+        "C kernel of codebooks": library("codes").told,
         "C kernel of readers": library("reading").told,
         "C kernel of prompts": library("prompt").told if why_torch() is None else f"not used, {why_torch()}",
     }

@@ -9,12 +9,13 @@ import math
 import torch
 from torch import Tensor
 
-from kvsieve.core.codes import CodeFormat, nearest
+from kvsieve.core.codes import CodeFormat, level_tensor, nearest
 
 # Rounds of Lloyd's iteration: of 16 levels, none moves by more than 1e-12 any more.
 _ROUNDS = 2000
-# Rounds by which a scale and the codes that suit it follow each other.
-_FITS = 3
+# Scales that are tried, over the root mean square: one alone may lead to the second best. Of 64 channels the squared error
+# is 1 to 4% more than with the best of 40; by the root mean square alone it is 6% more at 3 bits, 17% at 4.
+_STARTS = (0.8, 0.9, 1.0, 1.1, 1.2)
 
 
 @functools.cache
@@ -49,13 +50,23 @@ def float8_levels() -> tuple[float, ...]:
 
 
 def least_squares_scale(form: CodeFormat, x: Tensor, dim: int) -> Tensor:
-    """Scale by which the levels of a format come closest to all numbers along dimension `dim`, which stays with size 1.
+    """Scale by which the levels of a format come close to all numbers along dimension `dim`, which stays with size 1.
 
-    Codes by the scale, then the scale by the codes, in turn, from the root mean square on.
+    Of the codes by several scales, the scale of least squares for those that it brings closest.
     """
+    from kvsieve.kernels.cpu import codes as compiled
+
     assert form.levels is not None
-    scale = x.square().mean(dim, keepdim=True).sqrt()
-    for _ in range(_FITS):
-        near = nearest(form.levels, x / scale.clamp_min(torch.finfo(torch.float32).tiny))
-        scale = (x * near).sum(dim, keepdim=True) / near.square().sum(dim, keepdim=True)
+    levels = level_tensor(form.levels, x.device)
+    last = dim % x.dim() == x.dim() - 1
+    if last and compiled.takes(x, len(levels)) and torch.equal(levels, -levels.flip(0)):
+        return compiled.fit_levels(x.contiguous(), levels, _STARTS)
+    root = x.square().mean(dim, keepdim=True).sqrt()
+    scale, most = root, torch.full_like(root, -1.0)
+    for start in _STARTS:
+        near = nearest(form.levels, x / (root * start).clamp_min(torch.finfo(torch.float32).tiny))
+        product, norm = (x * near).sum(dim, keepdim=True), near.square().sum(dim, keepdim=True)
+        # What these codes take off the squared error.
+        gain = product.square() / norm
+        scale, most = torch.where(gain > most, product / norm, scale), torch.maximum(gain, most)
     return scale

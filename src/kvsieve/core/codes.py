@@ -214,9 +214,13 @@ def _refuse_overflow(*parts: Tensor) -> None:
 
 def nearest_codes(levels: tuple[float, ...], x: Tensor) -> Tensor:
     """Code uint8 of the level that is nearest to each number of x."""
+    from kvsieve.kernels.cpu import codes as compiled
+
     step = _step(levels)
     if step is not None:
         return x.sub(levels[0]).div_(step).round_().clamp_(0, len(levels) - 1).to(torch.uint8)
+    if compiled.takes(x, len(levels)):
+        return compiled.code_levels(x.contiguous(), _borders(levels, x.device))
     if x.device.type != "cpu" or len(levels) > _COMPARED:
         return torch.bucketize(x, _borders(levels, x.device)).to(torch.uint8)
     codes = torch.zeros_like(x, dtype=torch.uint8)
@@ -228,7 +232,7 @@ def nearest_codes(levels: tuple[float, ...], x: Tensor) -> Tensor:
 def nearest(levels: tuple[float, ...], x: Tensor) -> Tensor:
     """Level that is nearest to each number of x."""
     codes = nearest_codes(levels, x)
-    return _levels(levels, x.device).index_select(0, codes.flatten().int()).view_as(x)
+    return level_tensor(levels, x.device).index_select(0, codes.flatten().int()).view_as(x)
 
 
 def decode(form: CodeFormat, codes: Codes, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -237,7 +241,7 @@ def decode(form: CodeFormat, codes: Codes, dim: int, dtype: torch.dtype = torch.
     if form.levels is None:
         x = found.float()
     else:
-        x = _levels(form.levels, found.device).index_select(0, found.flatten().int()).view(found.shape)
+        x = level_tensor(form.levels, found.device).index_select(0, found.flatten().int()).view(found.shape)
     grouped = x if form.axis == "channel" else x.unflatten(-1, (-1, form.group))
     scale, zero = (
         None if part is None else (part if form.axis == "channel" else part[..., None]).float()
@@ -273,7 +277,8 @@ def rotation(dim: int, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=64)
-def _levels(levels: tuple[float, ...], device: torch.device) -> Tensor:
+def level_tensor(levels: tuple[float, ...], device: torch.device) -> Tensor:
+    """Levels as float32 [L], kept for the next call."""
     return torch.tensor(levels, dtype=torch.float32, device=device)
 
 
@@ -287,5 +292,5 @@ def _step(levels: tuple[float, ...]) -> float | None:
 @functools.lru_cache(maxsize=64)
 def _borders(levels: tuple[float, ...], device: torch.device) -> Tensor:
     """Numbers between each level and the next."""
-    each = _levels(levels, device)
+    each = level_tensor(levels, device)
     return (each[1:] + each[:-1]) / 2

@@ -14,12 +14,12 @@ class BlockCodec(Codec, heads="own"):
 
     block: entries that are encoded together, per KV head.
     tail: newest entries that stay exact, at most.
-    sinks: first entries that stay exact.
+    sinks: first entries that stay exact: in most models the first token's key is unlike all others, and much attended.
     """
 
     block: int = 128
     tail: int = 64
-    sinks: int = 0
+    sinks: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("block", 8), ("tail", 1), ("sinks", 0)):

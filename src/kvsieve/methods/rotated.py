@@ -7,7 +7,7 @@ sum of values is turned back once.
 
 Differences from QuaRot: the rotation is applied to post-RoPE keys and to values in attention instead of being folded
 into the weights; levels are those of the codebook instead of a range's whole numbers. From TurboQuant: the scale is
-that of least squares for the codes chosen (three rounds) instead of the vector's norm; the codebook is that of the
+that of least squares for the codes chosen, the best of five, instead of the vector's norm; the codebook is that of the
 normal distribution, the limit of a turned vector's; there is no second stage that makes products unbiased; one number
 of bits for all channels. From both: the mean of each key channel over the first entries encoded is taken off before and
 added when they are read, since some models' keys have a large constant part, which would take the levels of what
