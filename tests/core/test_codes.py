@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvsieve.core.codebooks import float8_levels, gaussian_levels, least_squares_scale
+from kvsieve.core.codebooks import float8_levels, gaussian_levels, level_scale
 from kvsieve.core.codes import CodeFormat, Codes, decode, encode, nearest, nearest_codes, pack, planes, rotation, unpack
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.kernels.cpu import codes as compiled
@@ -104,7 +104,7 @@ def test_levels_are_those_of_lloyd_and_max(bits, error):
 def test_the_scale_is_that_of_least_squares():
     form = CodeFormat(2, "token", 64, zero=False, levels=gaussian_levels(2))
     x = golden((2, 5, 1, 64), 9)
-    scale = least_squares_scale(form, x, 3)
+    scale = level_scale(form, x, 3)
 
     def error(by):
         return (x - nearest(form.levels, x / (scale * by)) * scale * by).square().sum(3)
@@ -112,7 +112,7 @@ def test_the_scale_is_that_of_least_squares():
     assert bool((error(1.0) <= error(0.9)).all() and (error(1.0) <= error(1.1)).all())
     assert bool((error(1.0) < (x - nearest(form.levels, x)).square().sum(3)).any())
     # Of 7 times the numbers it is 7 times the scale.
-    torch.testing.assert_close(least_squares_scale(form, 7 * x, 3), 7 * scale)
+    torch.testing.assert_close(level_scale(form, 7 * x, 3), 7 * scale)
 
 
 @pytest.mark.parametrize("bits, most", [(2, 1.01), (3, 1.02), (4, 1.05)])
@@ -126,9 +126,24 @@ def test_the_scale_is_near_the_best(bits, most):
 
     root = x.square().mean(3, keepdim=True).sqrt()
     best = torch.stack([error(root * (0.7 + 0.01 * step)) for step in range(60)]).amin(0)
-    ratio = error(least_squares_scale(form, x, 3)).sum() / best.sum()
+    ratio = error(level_scale(form, x, 3)).sum() / best.sum()
     assert ratio < most
     assert error(root).sum() / best.sum() > ratio
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_products_with_decoded_keys_are_little_shorter(bits):
+    """With what was encoded; a scale of least squares shortens them by as much as it misses."""
+    form = CodeFormat(bits, "token", 64, zero=False, levels=gaussian_levels(bits))
+    x = torch.randn(400, 1, 64, generator=torch.Generator().manual_seed(2))
+
+    def kept(products):
+        made = encode(form, x, lambda form, x, dim: (level_scale(form, x, dim, products=products), None))
+        return ((decode(form, made, 64) * x).sum() / x.square().sum()).item()
+
+    # Mean squared errors of these codebooks.
+    assert kept(False) == pytest.approx(1 - {2: 0.1175, 3: 0.0345, 4: 0.0095}[bits], abs=0.01)
+    assert 0 < 1 - kept(True) < 0.6 * (1 - kept(False))
 
 
 @pytest.mark.skipif(compiled.built().reason is not None, reason=str(compiled.built().reason))
@@ -139,10 +154,12 @@ def test_compiled_scales_and_codes_are_those_of_torch(bits, size, monkeypatch):
     form = CodeFormat(bits, "token", size, zero=False, levels=levels)
     x = golden((7, 3, 1, size), bits) * torch.logspace(-6, 4, 7)[:, None, None, None]
     x[2, 1] = 0
-    scale, codes = least_squares_scale(form, x, 3), nearest_codes(levels, x)
+    scale, codes = level_scale(form, x, 3), nearest_codes(levels, x)
+    long = level_scale(form, x, 3, products=True)
     asked = []
     monkeypatch.setattr(compiled, "takes", lambda x, levels: asked.append(levels) or False)
-    torch.testing.assert_close(scale, least_squares_scale(form, x, 3), rtol=1e-5, atol=0)
+    torch.testing.assert_close(scale, level_scale(form, x, 3), rtol=1e-5, atol=0)
+    torch.testing.assert_close(long, level_scale(form, x, 3, products=True), rtol=1e-5, atol=0)
     assert torch.equal(codes, nearest_codes(levels, x)) and asked
     assert scale[2, 1].item() == 0 and len(codes.unique()) > (1 if size == 1 else 3)
 
@@ -197,7 +214,7 @@ def test_equal_numbers(form):
         (CodeFormat(4, "token", 8), None),
         (
             CodeFormat(4, "token", 16, zero=False, levels=gaussian_levels(4)),
-            lambda form, x, dim: (least_squares_scale(form, x, dim), None),
+            lambda form, x, dim: (level_scale(form, x, dim), None),
         ),
         (
             CodeFormat(4, "channel", apart=3),

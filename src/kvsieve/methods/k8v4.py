@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvsieve.core.codebooks import least_squares_scale
+from kvsieve.core.codebooks import level_scale
 from kvsieve.core.codes import CodeFormat
 from kvsieve.errors import PlanError
 from kvsieve.methods.codecs import GroupCodec
@@ -64,4 +64,4 @@ class K8V4(GroupCodec, heads="own"):
         return CodeFormat(self.value_bits, "token", min(self.group, dim))
 
     def fit(self, form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
-        return super().fit(form, x, dim) if form.levels is None else (least_squares_scale(form, x, dim), None)
+        return super().fit(form, x, dim) if form.levels is None else (level_scale(form, x, dim), None)

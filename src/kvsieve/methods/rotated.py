@@ -7,13 +7,14 @@ sum of values is turned back once.
 
 Differences from QuaRot: the rotation is applied to post-RoPE keys and to values in attention instead of being folded
 into the weights; levels are those of the codebook instead of a range's whole numbers. From TurboQuant: the scale is
-that of least squares for the codes chosen, the best of five, instead of the vector's norm; the codebook is that of the
-normal distribution, the limit of a turned vector's; there is no second stage that makes products unbiased; one number
-of bits for all channels. From both: the mean of each key channel over the first entries encoded is taken off before and
-added when they are read, since some models' keys have a large constant part, which would take the levels of what
-differs between tokens; attention over them is exact in that part. Key channels are then divided by the root of their
-standard deviation, and queries multiplied by it: as if scales of queries and keys had been made even, the error of a
-product hardly depends on which of the two is large.
+fitted to the codes chosen, the best of five, instead of the vector's norm: a value's by least squares; a key's keeps
+the key's product with itself, which takes the place of a second stage that makes products unbiased, and does half of
+it. The codebook is that of the normal distribution, the limit of a turned vector's; there is one number of bits for
+all channels. From both: the mean of each key channel over the first entries encoded is taken off before and added when
+they are read, since some models' keys have a large constant part, which would take the levels of what differs between
+tokens; attention over them is exact in that part. Key channels are then divided by the root of their standard
+deviation, and queries multiplied by it: as if scales of queries and keys had been made even, the error of a product
+hardly depends on which of the two is large. The first entry stays exact (`sinks`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from kvsieve.core.codebooks import gaussian_levels, least_squares_scale
+from kvsieve.core.codebooks import gaussian_levels, level_scale
 from kvsieve.core.codes import CodeFormat
 from kvsieve.methods.codecs import BlockCodec
 from kvsieve.registry import register_method
@@ -54,4 +55,4 @@ class Rotated(BlockCodec, heads="own"):
         return CodeFormat(self.bits, "token", dim, zero=False, levels=gaussian_levels(self.bits), rotated=True)
 
     def fit(self, form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
-        return least_squares_scale(form, x, dim), None
+        return level_scale(form, x, dim, products=form.centered), None

@@ -10,7 +10,7 @@ typedef struct {
     const float *borders; // between each level and the next, of the negative ones too
     float *scale;         // [vectors]
     uint8_t *codes;       // [vectors, size]
-    int64_t vectors, size, half, begins;
+    int64_t vectors, size, half, begins, products; // products: keep a vector's product with itself
 } Job;
 
 // Of the codes by each start, the scale with the least squared error for those whose error is least: with a.n / n.n as
@@ -34,7 +34,7 @@ INLINE void fit(const Job *job, int64_t vector, int half) {
             product += is * level, norm += level * level;
         }
         float gain = product * product / norm;
-        if (gain > best) best = gain, found = product / norm;
+        if (gain > best) best = gain, found = !job->products ? product / norm : product > 0 ? squares / product : 0;
     }
     job->scale[vector] = found;
 }

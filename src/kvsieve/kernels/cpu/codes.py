@@ -18,7 +18,7 @@ _LEVELS = (4, 8, 16)
 class _Fields(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("x", "levels", "starts", "borders", "scale", "codes")),
-        *((name, c_int64) for name in ("vectors", "size", "half", "begins")),
+        *((name, c_int64) for name in ("vectors", "size", "half", "begins", "products")),
     )
 
 
@@ -33,13 +33,14 @@ def takes(x: Tensor, levels: int) -> bool:
     return here and built().reason is None
 
 
-def fit_levels(x: Tensor, levels: Tensor, starts: Sequence[float]) -> Tensor:
-    """Return the scale of each vector by which levels come close to its numbers.
+def fit_levels(x: Tensor, levels: Tensor, starts: Sequence[float], *, products: bool) -> Tensor:
+    """Return the scale of each vector by which levels come close to its numbers, as `core.codebooks.level_scale` does.
 
     Args:
         x: float32 [..., size], contiguous.
         levels: float32 [L], ascending, symmetric about 0; L is one of 4, 8, 16.
         starts: scales to start from, over the vector's root mean square.
+        products: keep the vector's product with itself, in place of least squares.
 
     Returns:
         float32 [..., 1]; NaN or infinite where a vector is.
@@ -47,6 +48,7 @@ def fit_levels(x: Tensor, levels: Tensor, starts: Sequence[float]) -> Tensor:
     made = torch.empty(*x.shape[:-1], 1)
     positive, given = levels[len(levels) // 2 :].contiguous(), torch.tensor(starts)
     job = _Fields(vectors=made.numel(), size=x.shape[-1], half=len(positive), begins=len(given))
+    job.products = products
     job.x, job.levels, job.starts, job.scale = x.data_ptr(), positive.data_ptr(), given.data_ptr(), made.data_ptr()
     _kernels()[0](byref(job), torch.get_num_threads())
     return made
