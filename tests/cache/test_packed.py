@@ -226,6 +226,15 @@ def test_rows_share_blocks_until_they_differ():
     assert torch.equal(store.keys, kept[2:])
 
 
+def test_a_row_goes_on_when_a_longer_one_has_gone():
+    store, *_ = packed(200, batch=2, valid=torch.arange(200) >= torch.tensor([[0], [160]]))
+    store.reorder(torch.tensor([1]))
+    wide = store.bodies[0].width
+    append(store, 40)
+    assert store.bodies[0].width == wide + 32
+    attends(store)
+
+
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_all_encoded_entries_are_evicted(sinks):
     store, *_ = packed(200, Whole(block=16, tail=8, sinks=sinks))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from kvsieve.core.codebooks import float8_levels, gaussian_levels, level_scale
-from kvsieve.core.codes import CodeFormat, Codes, decode, encode, nearest, nearest_codes, pack, planes, rotation, unpack
+from kvsieve.core.codes import CodeFormat, Codes, decode, encode, nearest, nearest_codes, pack, planes, unpack
+from kvsieve.core.rotation import rotation
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.kernels.cpu import codes as compiled
 from layers import golden

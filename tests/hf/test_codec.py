@@ -245,22 +245,24 @@ def test_no_more_than_one_layer_is_exact_at_a_time_and_no_decoded_copy_survives(
     assert cache.nbytes() < 0.6 * sum(each.heads * 2 * 92 * (2 * 16 * 4 + 4) for each in stores(cache))
 
 
-def test_recorded_passes_are_refused_and_packed_weights_work(model, talk):
+def test_recorded_passes_and_packed_weights(model, talk):
     answers = {}
     with recorder_stand_in():
         for decode in ("eager", "graph"):
             with kvsieve.attach(model, snapkv(), decode=decode) as sieve:
                 answers[decode] = sieve.generate(*talk[:2], **GREEDY)
-    decoding = answers["graph"].stats.decoding
-    assert decoding.engine == "eager" and "KIVI encodes entries" in decoding.reason
-    assert torch.equal(logits(answers["eager"]), logits(answers["graph"]))
-    # Nor where another plan goes on with the cache, as evaluation does once the prompt is complete.
+    assert answers["graph"].stats.decoding.engine == "graph"
+    torch.testing.assert_close(logits(answers["eager"]), logits(answers["graph"]), atol=1e-3, rtol=0)
+    # Also where another plan goes on with the cache, as evaluation does once the prompt is complete.
     ids = talk[0][:1]
     with kvsieve.attach(model, kvsieve.plan("snapkv", budget=40, window=4, rest=CODEC, paper=True)) as sieve:
         kept = sieve.generate(ids, **GREEDY)
-    with recorder_stand_in(), kvsieve.attach(model, Plan(), decode="graph") as sieve:
-        after = sieve.generate(torch.cat([kept.sequences, talk[2][:1]], 1), cache=sieve.adopt(kept.cache), **GREEDY)
-    assert after.stats.decoding.engine == "eager" and "holds encoded entries" in after.stats.decoding.reason
+    whole = torch.cat([kept.sequences, talk[2][:1]], 1)
+    for decode in ("eager", "graph"):
+        with recorder_stand_in(), kvsieve.attach(model, Plan(), decode=decode) as sieve:
+            answers[decode] = sieve.generate(whole, cache=sieve.adopt(kept.cache.fork()), **GREEDY)
+    assert answers["graph"].stats.decoding.engine == "graph" and min(encoded(answers["graph"].cache)) > 0
+    torch.testing.assert_close(logits(answers["eager"]), logits(answers["graph"]), atol=1e-3, rtol=0)
     small = build("llama", dtype=torch.bfloat16)
     for decode in ("eager", "packed"):
         with kvsieve.attach(small, snapkv(), decode=decode) as sieve:

@@ -13,14 +13,16 @@ from kvsieve import kernels
 from kvsieve.cache.body import Body
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.pool import BlockPool
-from kvsieve.core.codes import Codes, rotation
+from kvsieve.core.codes import Codes
+from kvsieve.core.kv_rows import DeviceLength
+from kvsieve.core.rotation import rotation
 from kvsieve.core.softmax import cap
 from kvsieve.kernels.cpu import packed as native
 from kvsieve.kernels.inputs import PackedBlocks
 from kvsieve.types import AttentionTerms
 
-# Numbers that the plain path decodes at once.
-_AT_ONCE = 1 << 20
+# Numbers that the plain path decodes at once: what caches hold; on GPUs in fewer launches.
+_AT_ONCE, _AT_ONCE_ON_GPUS = 1 << 20, 1 << 22
 
 # Exact entries that the kernel takes at a time where none are encoded.
 _TOKENS = 128
@@ -30,7 +32,13 @@ _Sums = tuple[Tensor, Tensor, Tensor]
 
 
 def packed_attention(
-    query: Tensor, store: PackedStore, *, scale: float, terms: AttentionTerms | None = None, kernel: bool | None = None
+    query: Tensor,
+    store: PackedStore,
+    *,
+    scale: float,
+    terms: AttentionTerms | None = None,
+    kernel: bool | None = None,
+    length: DeviceLength | None = None,
 ) -> Tensor:
     """Attention of each KV head's queries over that head's entries; no decoded copy outlives a block.
 
@@ -40,6 +48,7 @@ def packed_attention(
         scale: factor of the query-key products.
         terms: cap and sinks; None for neither.
         kernel: use a compiled kernel; None where there is one.
+        length: exact entries that are there, known on the device only; the C kernel does not run then. None: all.
 
     Returns:
         [B, Hq, 1, Dv].
@@ -50,12 +59,13 @@ def packed_attention(
     sinks = None if terms is None or terms.sinks is None else terms.sinks.float().view(store.heads, -1).repeat(batch, 1)
     bodies = [body for body in store.bodies if body.width]
     if kernel is not False and _fused(query, store, bodies):
-        exact = _exact_by_triton(query.reshape(rows, -1, dim), store, scale, terms)
+        exact = _exact_by_triton(query.reshape(rows, -1, dim), store, scale, terms, length)
         out = _together([exact, *(_by_triton(asked, body, terms) for body in bodies)], sinks)
-    elif kernel or (kernel is None and query.device.type == "cpu" and native.reason() is None):
+    elif kernel or (kernel is None and length is None and query.device.type == "cpu" and native.reason() is None):
         out = _by_kernel(asked, store, bodies, terms, sinks, narrow=query.dtype == torch.bfloat16)
     else:
-        out = _together([_over_exact(asked, store, terms), *(_plain(asked, body, terms) for body in bodies)], sinks)
+        exact = _over_exact(asked, store, terms, length)
+        out = _together([exact, *(_plain(asked, body, terms) for body in bodies)], sinks)
     return out.reshape(batch, query_heads, 1, -1).to(query.dtype)
 
 
@@ -102,9 +112,12 @@ def _fused(query: Tensor, store: PackedStore, bodies: list[Body]) -> bool:
     return not any(part.form.apart for body in bodies for part in (body.keys, body.values))
 
 
-def _exact_by_triton(query: Tensor, store: PackedStore, scale: float, terms: AttentionTerms | None) -> _Sums:
+def _exact_by_triton(
+    query: Tensor, store: PackedStore, scale: float, terms: AttentionTerms | None, length: DeviceLength | None
+) -> _Sums:
     exact, alone = store.exact, None if terms is None else AttentionTerms(terms.softcap)
-    out, norm = kernels.exact_decode(query, exact.keys, exact.values, scale=scale, valid=exact.valid, terms=alone)
+    count, keys, values = None if length is None else length.count, exact.keys, exact.values
+    out, norm = kernels.exact_decode(query, keys, values, scale=scale, length=count, valid=exact.valid, terms=alone)
     return out.float()[:, None], norm[:, None], torch.ones_like(norm)[:, None]
 
 
@@ -125,19 +138,22 @@ def _blocks(pool: BlockPool, device: torch.device) -> PackedBlocks:
     return PackedBlocks(codes.packed, codes.scale, codes.zero, levels, form.bits, pool.dim, group)
 
 
-def _seen(store: PackedStore) -> Tensor | None:
-    """Mask of the exact entries that are seen, bool [R, size]; None for all."""
-    valid = store.exact.valid
+def _seen(store: PackedStore, length: DeviceLength | None = None) -> Tensor | None:
+    """Mask of the exact entries that are seen, bool [R or 1, size]; None for all. length: as in packed_attention."""
+    valid, there = store.exact.valid, None if length is None else length.real(store.exact.size)[None]
     if valid is None:
-        return None
-    real = valid.expand(-1, store.heads, -1).flatten(0, 1).clone()
+        return there
+    real = valid.expand(-1, store.heads, -1).flatten(0, 1)
+    if there is not None:
+        return real & there
+    real = real.clone()
     # Padding sees itself.
     real[:, -1] = True
     return real
 
 
-def _over_exact(query: Tensor, store: PackedStore, terms: AttentionTerms | None) -> _Sums:
-    keys, values, real = store.exact.keys.flatten(0, 1), store.exact.values.flatten(0, 1), _seen(store)
+def _over_exact(query: Tensor, store: PackedStore, terms: AttentionTerms | None, length: DeviceLength | None) -> _Sums:
+    keys, values, real = store.exact.keys.flatten(0, 1), store.exact.values.flatten(0, 1), _seen(store, length)
     logits = cap(query @ keys.float().transpose(1, 2), terms)
     if real is not None:
         logits.masked_fill_(~real[:, None], float("-inf"))
@@ -186,7 +202,7 @@ def _told(pool: BlockPool) -> native.PackedPart:
 _known: WeakKeyDictionary[BlockPool, tuple[Codes, native.PackedPart]] = WeakKeyDictionary()
 
 
-@functools.lru_cache(maxsize=32)
+@functools.cache  # For good: a recorded pass reads them where they lie.
 def _levels(levels: tuple[float, ...], device: torch.device) -> Tensor:
     """Levels of all codes, at least 16 of them: the kernel looks up whole vectors."""
     return torch.tensor([*levels, *[0.0] * (16 - len(levels))], device=device)
@@ -195,7 +211,8 @@ def _levels(levels: tuple[float, ...], device: torch.device) -> Tensor:
 def _plain(query: Tensor, body: Body, terms: AttentionTerms | None) -> _Sums:
     """In plain torch, some blocks of all KV rows at a time."""
     block, rows = body.tokens, len(body.table)
-    step = max(1, _AT_ONCE // (rows * block * max(body.keys.dim, body.values.dim)))
+    at_once = _AT_ONCE_ON_GPUS if query.is_cuda else _AT_ONCE
+    step = max(1, at_once // (rows * block * max(body.keys.dim, body.values.dim)))
     out = []
     for start in range(0, body.table.shape[1], step):
         table, fills = body.table[:, start : start + step], body.fills[:, start : start + step]

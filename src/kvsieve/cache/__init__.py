@@ -1,6 +1,7 @@
 """Stores of keys and values. Pure torch; the adapters that transformers sees are in kvsieve.hf.cache."""
 
 from kvsieve.cache.base import Store, View
+from kvsieve.cache.fixed import FixedEntries
 from kvsieve.cache.keep import LayerStore, keep, set_aside
 from kvsieve.cache.latent import LatentStore
 from kvsieve.cache.packed import PackedStore
@@ -10,6 +11,7 @@ from kvsieve.cache.store import DenseStore
 
 __all__ = [
     "DenseStore",
+    "FixedEntries",
     "LatentStore",
     "LayerStore",
     "PackedStore",

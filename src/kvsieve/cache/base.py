@@ -46,11 +46,9 @@ class Store:
         valid_buffer: tells real entries from padding and filler; None while every entry is real.
         derived: metadata that others have computed from the entries, objects whose ``all_tensors()`` gives their
             tensors; emptied whenever entries change other than by appending.
-        fixed_slots: False where an entry, once stored, may move, so that no pass can be recorded that writes it.
     """
 
     is_ragged = False
-    fixed_slots = True
 
     def __init__(self) -> None:
         self.size = 0
@@ -86,6 +84,16 @@ class Store:
     def capacity(self) -> int:
         """Slots there are, used or not."""
         return self.buffers()[0].shape[-2]
+
+    @property
+    def next_slot(self) -> int:
+        """First slot of the buffers that `put` writes to that is not in use."""
+        return self.size
+
+    @property
+    def has_room(self) -> bool:
+        """True where these buffers have room for a token."""
+        return self.size + self.stride <= self.capacity
 
     @property
     def value_buffer(self) -> Tensor:

@@ -27,8 +27,8 @@ class Body:
         keys: encoded keys.
         values: encoded values.
         index: int32 [P, T], token index of each entry of the pool.
-        used: blocks of the pool that are in use.
-        table: int64 [R, M], blocks of each KV row; 0 beyond its last one.
+        used: blocks of the pool that are in use; those behind are room for more, and are written in place.
+        table: int64 [R, M], blocks of each KV row; 0 beyond its last one. Never written to: another takes its place.
         fills: int64 [R, M], entries of each of these blocks, T but where some were evicted; 0 beyond the last one.
     """
 
@@ -74,7 +74,8 @@ class Body:
         ]
         first = self._put(made, index)
         each = torch.bincount(rows, minlength=count)
-        wide = int((held + each).max())
+        # There may be places for more blocks than are left, once rows have gone.
+        wide = max(self.table.shape[1], int((held + each).max()))
         table, filled = (part.new_zeros(count, wide) for part in (self.table, self.fills))
         table[:, : self.table.shape[1]], filled[:, : self.fills.shape[1]] = self.table, self.fills
         number = torch.arange(len(rows), device=rows.device)
@@ -95,20 +96,32 @@ class Body:
         made = [part.widened(codes, self.tokens) for part, codes in zip((self.keys, self.values), made, strict=True)]
         index = index if index.shape[1] == self.tokens else grown(index, self.tokens)
         if self.used > len(self.index):
-            more = max(new, len(self.index) // 32)
-
-            def wider(part: Tensor) -> Tensor:
-                fresh = part.new_empty(first + more, *part.shape[1:])
-                fresh[:first] = part[:first]
-                return fresh
-
-            self._apply(wider)
+            self._grow(first, first + max(new, len(self.index) // 32))
         for part, fresh in ((self.keys, made[0]), (self.values, made[1])):
             assert part.codes is not None
             for to, new_part in zip(part.codes.tensors(), fresh.tensors(), strict=True):
                 to[first : self.used] = new_part
         self.index[first : self.used] = index
         return first
+
+    def make_room(self, tokens: int) -> None:
+        """Have room for the blocks of `tokens` more entries of each KV row, once there are blocks."""
+        if self.index is None:
+            return
+        self.widen(self.codec.block)
+        most = self.used + len(self.table) * -(-tokens // self.codec.block)
+        if most > len(self.index):
+            self._grow(self.used, most)
+
+    def _grow(self, used: int, capacity: int) -> None:
+        """Let the pool's buffers have `capacity` places, of which the first `used` stay what they are."""
+
+        def wider(part: Tensor) -> Tensor:
+            fresh = part.new_empty(capacity, *part.shape[1:])
+            fresh[:used] = part[:used]
+            return fresh
+
+        self._apply(wider)
 
     def widen(self, tokens: int) -> None:
         """Let blocks have `tokens` places at least. What is encoded stays as it is."""
@@ -208,6 +221,13 @@ class Body:
         if not share and self.index is not None:
             other._apply(Tensor.clone)
         return other
+
+    def used_bytes(self) -> int:
+        """Bytes of encoded keys and values, without room for more."""
+        if self.index is None or not self.used:
+            return 0
+        held = [part.codes for part in (self.keys, self.values) if part.codes is not None]
+        return sum(tensor.nbytes for codes in held for tensor in codes.tensors()) * self.used // len(self.index)
 
     def tensors(self) -> Iterator[Tensor]:
         """Every tensor held."""

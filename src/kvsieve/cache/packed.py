@@ -34,8 +34,6 @@ class PackedStore(PackedParts):
     `attention.packed_attention`, which decodes block by block.
     """
 
-    fixed_slots = False
-
     @classmethod
     def build(cls, store: DenseStore | RaggedStore, codec: Codec, *, ends_prompt: bool = False) -> PackedStore:
         """Encode what a store holds, which is used up; ends_prompt: as in `settle`."""
@@ -119,7 +117,40 @@ class PackedStore(PackedParts):
         return View(number, view.real, max(store.lengths))
 
     def make_room(self, tokens: int) -> None:
-        self.exact.make_room(self.room(tokens))
+        if self.codec is None:
+            self.exact.make_room(tokens)
+            return
+        # They pass through the same exact slots, block by block.
+        left = self.most_exact(self.codec) - self.exact.size
+        self.exact.make_room(min(tokens, max(left, self.codec.block)))
+        self.bodies[-1].make_room(tokens)
+        if self.exact.valid_buffer is None and not self.bodies[-1].is_even:
+            # KV rows that do not encode at the same time will have filler among the newest.
+            shape = self.batch, self.heads, self.exact.capacity
+            self.exact.valid_buffer = torch.ones(shape, dtype=torch.bool, device=self.device)
+
+    @property
+    def next_slot(self) -> int:
+        return self.exact.size
+
+    @property
+    def has_room(self) -> bool:
+        return self.exact.has_room
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        pools = [part.codes for body in self.bodies for part in (body.keys, body.values)]
+        return (*self.exact.tensors, *(part for codes in pools if codes is not None for part in codes.tensors()))
+
+    def prepare_slots(self, token_index: int) -> None:
+        self.exact.prepare_slots(token_index)
+
+    def put(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        self.exact.put(keys, values, slots)
+
+    def advance_host_length(self) -> None:
+        self.exact.advance_host_length()
+        self.lengths = tuple(length + 1 for length in self.lengths)
 
     def reorder(self, rows: Tensor) -> None:
         rows = rows.to(self.device)

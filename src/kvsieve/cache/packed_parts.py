@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvsieve.cache.base import Store, storage_bytes
+from kvsieve.cache.base import Store
 from kvsieve.cache.body import Body
 from kvsieve.cache.store import DenseStore
 
@@ -151,6 +151,10 @@ class PackedParts(Store):
         """Exact entries to leave room for where `tokens` are to come."""
         return tokens if self.codec is None else min(tokens, self.codec.block)
 
+    def most_exact(self, codec: Codec) -> int:
+        """Exact slots there can be while tokens come one by one: then as many are encoded as fill a block."""
+        return (self.first or codec.sinks) + codec.tail + codec.block
+
     def totals(self) -> Tensor:
         """Number of real entries of each KV row, int64 [B * H]."""
         counts = torch.stack([body.counts for body in self.bodies]).sum(0)
@@ -163,8 +167,5 @@ class PackedParts(Store):
         return self.exact.dims
 
     def entry_size(self) -> int:
-        encoded = storage_bytes(
-            tensor for body in self.bodies for part in (body.keys, body.values) for tensor in part.tensors()
-        )
-        rows = self.batch * self.heads
+        encoded, rows = sum(body.used_bytes() for body in self.bodies), self.batch * self.heads
         return (encoded + rows * self.exact.size * self.exact.entry_size()) // (rows * self.size)

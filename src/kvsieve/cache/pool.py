@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvsieve.core.codes import CodeFormat, Codes, decode, encode, rotation
+from kvsieve.core.codes import CodeFormat, Codes, decode, encode
+from kvsieve.core.rotation import rotation
 
 if TYPE_CHECKING:
     from kvsieve.roles import Codec

@@ -195,7 +195,7 @@ class RaggedStore(Store):
     def prepare_slots(self, token_index: int) -> None:
         index, heads = self.buffers()[2][:, self.size :], self.heads
         index.copy_(token_index + torch.arange(index.shape[1], device=index.device) // heads)
-        self._own = _bias_of_turns(heads, heads, 0, self._bias().dtype, index.device)
+        self._own = _bias_of_a_token(heads, self._bias().dtype, index.device)
         # Nobody's until they are put: all of the buffer is read.
         self._bias()[:, :, self.size :] = torch.finfo(self._bias().dtype).min
 
@@ -279,6 +279,11 @@ def _bias_of_turns(heads: int, slots: int, after: int, dtype: torch.dtype, devic
     """Bias of new tokens' slots, and of `after` slots behind them that belong to no head: [H, slots + after]."""
     own = torch.nn.functional.pad(_turns(heads, slots, device), (0, after))
     return torch.zeros(heads, slots + after, dtype=dtype, device=device).masked_fill_(~own, torch.finfo(dtype).min)
+
+
+@functools.cache  # For good: a recorded pass reads it where it lies.
+def _bias_of_a_token(heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _bias_of_turns(heads, heads, 0, dtype, device)
 
 
 def whole(slots: int) -> int:

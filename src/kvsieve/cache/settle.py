@@ -30,6 +30,8 @@ def settle(store: PackedParts, codec: Codec, *, ends_prompt: bool) -> None:
         count = int(_encodable(torch.tensor([left]), codec, ends_prompt, torch.tensor([not body.width])))
         if count > 0:
             _encode_alike(store, count, sinks, ends_prompt)
+        else:
+            store.due = exact.size + codec.block - left
     else:
         _encode_rows(store, sinks, ends_prompt)
 
@@ -77,7 +79,8 @@ def _encode_alike(store: PackedParts, count: int, sinks: int, ends_prompt: bool)
     exact, body, rows = store.exact, store.bodies[-1], store.batch * store.heads
     store.first += sinks
     taken = slice(store.first, store.first + count)
-    size = body.codec.block
+    codec = body.codec
+    size = codec.block
     if count % size:
         slots = torch.arange(taken.start, taken.stop, device=store.device).expand(rows, -1)
         body.add(*blocks_of(exact, slots, torch.full((rows,), count, device=store.device), size))
@@ -87,14 +90,13 @@ def _encode_alike(store: PackedParts, count: int, sinks: int, ends_prompt: bool)
         )
         body.add(keys, values, index, torch.arange(rows, device=store.device).repeat_interleave(count // size))
     left = torch.cat([torch.arange(store.first), torch.arange(taken.stop, exact.size)]).to(store.device)
-    room = 0 if ends_prompt else min(MIN_ROOM, size)
-    _replace(store, left.expand(store.batch, store.heads, -1), None, room)
+    _replace(store, left.expand(store.batch, store.heads, -1), None, _room(codec, ends_prompt), reuse=not ends_prompt)
 
 
 def _encode_rows(store: PackedParts, sinks: int, ends_prompt: bool) -> None:
     """Encode each KV row's own number of its real entries."""
     exact, body = store.exact, store.bodies[-1]
-    codec, room = body.codec, 0 if ends_prompt else min(MIN_ROOM, body.codec.block)
+    codec, room = body.codec, _room(body.codec, ends_prompt)
     shape = store.batch, store.heads
     real = torch.ones(1, 1, 1, dtype=torch.bool, device=store.device) if exact.valid is None else exact.valid
     real = real.expand(*shape, exact.size)
@@ -122,38 +124,58 @@ def _encode_rows(store: PackedParts, sinks: int, ends_prompt: bool) -> None:
         slots = torch.cat([torch.arange(store.first, device=store.device).expand(*shape, -1), few, slots], -1)
         whole = torch.cat([real[..., : store.first], there, there_too], -1)
         store.first += sinks
-        _replace(store, slots, whole, room)
+        _replace(store, slots, whole, room, reuse=not ends_prompt)
     else:
-        narrow(store, stays, room)
+        narrow(store, stays, room, reuse=not ends_prompt)
 
 
-def narrow(store: PackedParts, stays: Tensor, room: int) -> None:
+def _room(codec: Codec, ends_prompt: bool) -> int:
+    """Exact entries to leave room for once some have been encoded."""
+    return 0 if ends_prompt else min(MIN_ROOM, codec.block)
+
+
+def narrow(store: PackedParts, stays: Tensor, room: int, *, reuse: bool = False) -> None:
     """Keep exact slots, bool [B, H, slots]: filler takes the place of first ones that go, others close up.
 
-    room: tokens to leave room for.
+    room: tokens to leave room for. reuse: as in `_replace`.
     """
     slots, real = _right_aligned(stays[..., store.first :], store.first)
     head = torch.arange(store.first, device=store.device).expand(*stays.shape[:2], -1)
-    _replace(store, torch.cat([head, slots], -1), torch.cat([stays[..., : store.first], real], -1), room)
+    kept, there = torch.cat([head, slots], -1), torch.cat([stays[..., : store.first], real], -1)
+    _replace(store, kept, there, room, reuse=reuse)
 
 
-def _replace(store: PackedParts, slots: Tensor, real: Tensor | None, room: int) -> None:
-    """Make new exact entries of slots [B, H, K] of the old ones; real: bool, False for filler."""
-    old, fresh = store.exact, DenseStore()
+def _replace(store: PackedParts, slots: Tensor, real: Tensor | None, room: int, *, reuse: bool) -> None:
+    """Make new exact entries of slots [B, H, K] of the old ones.
 
-    def gathered(part: Tensor) -> Tensor:
+    Args:
+        store: holds them.
+        slots: int64 [B, H, K].
+        real: bool, False for filler; None where there is none.
+        room: tokens to leave room for.
+        reuse: buffers that are hardly larger than needed serve on, so that recorded passes do.
+    """
+    old, kept, codec = store.exact, slots.shape[2], store.codec
+    fits = codec is not None and kept < old.capacity <= store.most_exact(codec) + codec.block
+    reuse = reuse and fits and not old._shared
+    capacity = old.capacity if reuse else kept + room
+    fresh = old if reuse else DenseStore()
+
+    def gathered(part: Tensor, buffer: Tensor) -> Tensor:
         at = slots if part.ndim == 3 else slots[..., None].expand(-1, -1, -1, part.shape[3])
-        out = part.new_zeros(*slots.shape[:2], slots.shape[2] + room, *part.shape[3:])
-        out[:, :, : slots.shape[2]] = part.gather(2, at)
+        out = buffer if reuse else part.new_zeros(*slots.shape[:2], capacity, *part.shape[3:])
+        out[:, :, :kept] = part.gather(2, at)
         return out
 
-    fresh._keys, fresh._values, fresh._index = (gathered(part) for part in (old.keys, old.values, old.index))
-    fresh.size = slots.shape[2]
-    fresh.lengths = (fresh.size,) * len(slots)
-    if real is not None and not bool(real.all()):
-        fresh.valid_buffer = torch.ones(*slots.shape[:2], fresh.size + room, dtype=torch.bool, device=slots.device)
-        fresh.valid_buffer[:, :, : fresh.size] = real
-        fresh._index[:, :, : fresh.size].masked_fill_(~real, -1)
+    parts = zip((old.keys, old.values, old.index), old.buffers(), strict=True)
+    fresh._keys, fresh._values, fresh._index = (gathered(*each) for each in parts)
+    fresh.size, fresh.lengths = kept, (kept,) * len(slots)
+    if real is not None and (fresh.valid_buffer is not None or not bool(real.all())):
+        shape = (*slots.shape[:2], capacity)
+        if fresh.valid_buffer is None or fresh.valid_buffer.shape != shape:
+            fresh.valid_buffer = torch.ones(shape, dtype=torch.bool, device=slots.device)
+        fresh.valid_buffer[:, :, :kept] = real
+        fresh._index[:, :, :kept].masked_fill_(~real, -1)
         fresh.lengths = tuple(real.sum(-1).amax(-1).tolist())
     store.exact, store.due = fresh, 0
     store.derived = {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import Literal, Self
@@ -258,25 +257,7 @@ def decode(form: CodeFormat, codes: Codes, dim: int, dtype: torch.dtype = torch.
     return x.to(dtype)
 
 
-@functools.lru_cache(maxsize=32)
-def rotation(dim: int, device: torch.device) -> Tensor:
-    """A random rotation float32 [dim, dim], the same in every process: signs, then Hadamard's matrix.
-
-    Where `dim` is no power of two, the orthogonal part of a random matrix.
-    """
-    random = torch.Generator().manual_seed(dim)
-    if dim & (dim - 1):
-        made = torch.linalg.qr(torch.randn(dim, dim, generator=random, dtype=torch.float64))[0]
-    else:
-        made = torch.ones(1, 1, dtype=torch.float64)
-        while len(made) < dim:
-            made = torch.cat([torch.cat([made, made], 1), torch.cat([made, -made], 1)])
-        signs = torch.randint(0, 2, (dim, 1), generator=random) * 2 - 1
-        made = made * signs / math.sqrt(dim)
-    return made.float().to(device)
-
-
-@functools.lru_cache(maxsize=64)
+@functools.cache  # For good: a recorded pass reads them where they lie.
 def level_tensor(levels: tuple[float, ...], device: torch.device) -> Tensor:
     """Levels as float32 [L], kept for the next call."""
     return torch.tensor(levels, dtype=torch.float32, device=device)

@@ -29,7 +29,14 @@ _MERGED = 32
 
 
 def exact_decode(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None, terms: Terms | None
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scale: float,
+    length: Tensor | None = None,
+    valid: Tensor | None,
+    terms: Terms | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the entries beside the encoded ones; the last of them is seen, padding or not.
 
@@ -38,6 +45,7 @@ def exact_decode(
         keys: [B, H, N, D], a view of a larger buffer or not.
         values: [B, H, N, Dv], a view of a larger buffer or not.
         scale: factor of the query-key products.
+        length: entries, one integer on the device; None for N.
         valid: bool [B, H or 1, N], False for padding; None when all entries are real.
         terms: cap; None for none.
 
@@ -45,7 +53,8 @@ def exact_decode(
         Output [B * H, G, Dv] and log-sum-exp float32 [B * H, G].
     """
     mask = None if valid is None else valid.expand(-1, keys.shape[1], -1)
-    return attend(query, keys, values, Entries(keys.shape[2], keys.shape[2]), scale=scale, mask=mask, terms=terms)
+    entries = Entries(keys.shape[2] if length is None else length, keys.shape[2])
+    return attend(query, keys, values, entries, scale=scale, mask=mask, terms=terms)
 
 
 def packed_decode(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
+from kvsieve.cache import PackedStore
 from kvsieve.cache.base import MIN_ROOM
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
@@ -161,7 +162,7 @@ class Engine:
             made.inputs[name].copy_(tensor)
         with self._may_fail(cache), made.activate():
             hidden = run().clone()
-        made.advance_host_lengths(cache)
+        made.finish(cache)
         return self._output(last_hidden_state=hidden, past_key_values=cache)  # type: ignore[operator]
 
     @contextlib.contextmanager
@@ -183,7 +184,6 @@ class Engine:
         """Raise Refused for a pass that fixed shapes cannot serve."""
         cache = session.cache
         config = getattr(self.decoder, "config", None)
-        device = session.tokens.token_index.device.type
         if session.tokens.size > 1:
             raise Refused("a pass of several tokens")
         if session.tokens.valid is not None:
@@ -197,7 +197,7 @@ class Engine:
         if session.request.plan is not None:
             raise Refused("a pass of the plan's own")
         _check_plan(session)
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(device):
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(session.tokens.token_index.device.type):
             raise Refused("gradients or autocast are on; use torch.no_grad() and a model in its own dtype")
         for name in ("output_hidden_states", "output_attentions"):
             asked = kwargs.get(name)
@@ -262,10 +262,10 @@ def _alike(made: RecordedPass, inputs: dict[str, Tensor], options: dict[str, Any
 
 def _check_plan(session: Session) -> None:
     """Raise Refused for a plan that does on this token what cannot be recorded."""
-    evictor, reader, codec = session.plan.evict, session.plan.read, session.plan.codec or session.plan.rest
-    if codec is not None or any(not layer.store.fixed_slots for layer in session.cache.sieve_layers.values()):
-        who = "the cache holds encoded" if codec is None else f"{type(codec).__name__} encodes"
-        raise Refused(f"{who} entries, whose blocks have no fixed place")
+    evictor, reader = session.plan.evict, session.plan.read
+    for layer in session.cache.sieve_layers.values():
+        if isinstance(layer.store, PackedStore) and (reader is not None or layer.view is not None):
+            raise Refused("encoded entries are decoded one by one as they are chosen")
     if evictor is not None and evictor.when.steps is not None:
         name = type(evictor).__name__
         if evictor.when.observes:
@@ -296,5 +296,5 @@ def _make_room(session: Session) -> None:
         store = layer.store
         some = max(MIN_ROOM, store.size // store.stride // 8)
         tokens = min(expected, some if acts else _ROOM) if expected > 0 else some
-        if not acts or store.size + store.stride > store.capacity:
+        if not acts or not store.has_room:
             store.make_room(tokens)
