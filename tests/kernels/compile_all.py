@@ -21,7 +21,7 @@ from kvsieve.kernels.blocks import block_attention
 from kvsieve.kernels.choice import largest_channels, page_entries
 from kvsieve.kernels.decode import decode_attention, kv_row_attention, ragged_decode
 from kvsieve.kernels.inputs import PackedBlocks
-from kvsieve.kernels.packed import packed_decode
+from kvsieve.kernels.packed import exact_decode, packed_decode
 from kvsieve.kernels.paged import paged_scores
 from kvsieve.kernels.pages import page_bounds, page_scores, update_pages
 from kvsieve.kernels.window import pooled, window_mass
@@ -91,6 +91,9 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     update_pages(table[:, :1], KVRows(stored, stored, slots[:, :3], tail, 1, 5), 1)
     largest_channels(packed, 9, 0.1, 2)
     page_entries(torch.zeros(heads, groups, 4001), 16, 256, True, 64009, count)
+    exact_decode(
+        packed, keys[:, :, :200], values[:, :, :200], scale=0.1, length=count, valid=valid[..., :200], terms=None
+    )
     encoded(heads, groups, dim, value_dim)
     grid = BlockGrid(1000, length, 128, 128)
     lists = torch.zeros(1, heads, grid.query_blocks, grid.key_blocks + 1, dtype=torch.int32)

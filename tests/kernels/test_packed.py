@@ -9,8 +9,9 @@ from codecs_of_tests import Formats
 from kvsieve import kernels
 from kvsieve.attention import packed_attention
 from kvsieve.attention.reference import reference_attention
-from kvsieve.cache import DenseStore, PackedStore, keep
+from kvsieve.cache import DenseStore, FixedEntries, PackedStore, keep
 from kvsieve.core.codes import CodeFormat
+from kvsieve.core.kv_rows import DeviceLength
 from kvsieve.core.selection import pack_ragged
 from kvsieve.kernels import packed
 from kvsieve.types import AttentionTerms
@@ -88,6 +89,23 @@ def test_padding_and_heads_of_their_own(terms, monkeypatch):
     real = store.valid.expand(-1, HEADS, -1) & (torch.rand(2, HEADS, store.size) > 0.4)
     real[1, 0, :-5], real[..., -1] = False, True
     compare(keep(store, pack_ragged(real)), 3, monkeypatch, terms)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize("name", ["kivi-3", "levels", "turned"])
+def test_at_fixed_places_with_room_for_more(name, padded):
+    """Places without a block, of which whole parts are, and exact slots that are not in use count for nothing."""
+    valid = torch.arange(50) >= torch.tensor([[20], [0]]) if padded else None
+    store = filled(PAIRS[name][:2], torch.float32, 16, valid, 2)
+    store.make_room(100)
+    store.prepare_slots(50)
+    fixed, length = FixedEntries(store).store, DeviceLength(torch.tensor(store.next_slot))
+    assert fixed.bodies[0].table.shape[1] > 2 * store.bodies[0].table.shape[1]
+    assert fixed.exact.size > store.exact.size
+    query = torch.randn(2, HEADS * 3, 1, 24)
+    ours = packed_attention(query, fixed, scale=0.2, length=length)
+    wanted = reference_attention(query, store.keys, store.values, scale=0.2, valid=store.valid)
+    torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_bfloat16_in_one_part(monkeypatch):

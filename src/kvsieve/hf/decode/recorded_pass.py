@@ -20,7 +20,6 @@ from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.compat import Cache
 from kvsieve.hf.decode.recorded_layer import DeviceCounters, RecordedLayer
 from kvsieve.hf.forward import passes as forward
-from kvsieve.hf.forward.encode import encode_after
 from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.sparse_read import Reading, reading_of
@@ -137,10 +136,10 @@ class RecordedPass(Session):
     def finish(self, cache: SieveCache) -> None:
         """Do the host's part of a pass that has been run: count, and encode what has left the newest entries."""
         self.passes += 1
-        for ours, (index, layer) in zip(self.layers, cache.sieve_layers.items(), strict=True):
+        for ours, layer in zip(self.layers, cache.sieve_layers.values(), strict=True):
             ours.advance_host_lengths(layer, cache.turn.record.reads)
             if self.plan.codec is not None:
-                encode_after(self.plan, cache, index, self.step, reduced=False)
+                layer.encode(self.plan.codec, ends_prompt=False)
 
     def run(self) -> Tensor:
         """Hidden states [B, 1, C] of the tokens in `inputs`, whose entries are stored; the numbers have moved on."""
