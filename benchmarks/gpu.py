@@ -51,7 +51,7 @@ METHODS = (
     "rocketkv:budget=256,rocketkv:budget=1024,rocketkv:budget=4096,quest:budget=256,hsa:budget=256"
 )
 # Of full KV and of the first evictor.
-CODECS: list[str | None] = ["kivi:bits=4", "kivi:bits=2"]
+CODECS: list[str | None] = ["kivi:bits=4", "kivi:bits=2", "rotated:bits=4"]
 LLAMA = dict(
     vocab_size=128256,
     hidden_size=4096,
