@@ -61,6 +61,6 @@ def _with_room(body: Body) -> Body:
 
 
 def _lists(body: Body) -> list[Tensor]:
-    """What says where a body's entries lie and how they are decoded, besides the pool."""
+    """Return the tensors that tell where a body's entries lie and how they are decoded, besides the pool."""
     parts = (body.keys.mean, body.keys.root, body.values.mean, body.values.root)
     return [body.table, body.fills, *(part for part in parts if part is not None)]
