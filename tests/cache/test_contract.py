@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from kvsieve.methods import KIVI
 from kvsieve.types import Selection
 
 BATCH, HEADS, DIM, WIDE = 2, 3, 8, 16
+SEEDS = 30
 
 CODECS = {
     "packed": Whole(),
@@ -44,7 +47,7 @@ class Told:
         vars(other).update(vars(self), store=store, rows=[[list(head) for head in row] for row in self.rows])
         return other
 
-    def append(self, new: int, valid: torch.Tensor | None = None) -> None:
+    def append(self, new: int, valid: torch.Tensor | None = None, *, ends_prompt: bool = False) -> None:
         """Append tokens; valid: bool [B, new]."""
         batch, columns = len(self.rows), range(self.fed, self.fed + new)
         number = torch.tensor(
@@ -62,7 +65,7 @@ class Told:
                         self.rows[row][head].append((column, int(number[row, head, at])))
         self.fed += new
         if isinstance(self.store, PackedStore):
-            self.store.settle()
+            self.store.settle(ends_prompt=ends_prompt)
 
     def mask(self, stays) -> torch.Tensor:
         """Keep-mask bool [B, H, size] of the store; stays: tells by row, head and place among the real entries."""
@@ -94,8 +97,9 @@ class Told:
                 told[head] = [entries[at] for at in place[row, head][slots].tolist()]
         self.store = keep(self.store, selection)
 
-    def check(self) -> None:
-        store, exact = self.store, self.kind != "kivi"
+    def check(self, rounds: int = 1) -> None:
+        """Compare all that is told of the store; rounds: times that an entry may have been encoded."""
+        store, most = self.store, 0.0 if self.kind != "kivi" else 0.4 * rounds
         keys, values, index, real = store.keys, store.values, store.index, self.real()
         batch = len(self.rows)
         slots = keys.shape[2]
@@ -106,7 +110,7 @@ class Told:
             for head, entries in enumerate(told):
                 mine = real[row, head]
                 assert index[row, head][mine].tolist() == [column for column, _ in entries]
-                compare((keys[row, head][mine], values[row, head][mine]), entries, exact)
+                compare((keys[row, head][mine], values[row, head][mine]), entries, most)
         counts = [[len(head) for head in row] for row in self.rows]
         assert store.lengths == tuple(max(each) for each in counts)
         assert store.entries == max(-(-sum(each) // HEADS) for each in counts)
@@ -114,21 +118,23 @@ class Told:
             assert store.size <= store.capacity
         else:
             assert store.size == slots
-        assert 0 < store.entry_bytes() < store.nbytes() and 0 < store.entry_size() <= (DIM + WIDE) * 4 * 2
-        read_kv_rows(store, None, [head for row in self.rows for head in row], exact)
+        assert 0 < store.entry_bytes() < store.nbytes() and 0 < store.entry_size()
+        # A few entries may lie in a block of many.
+        assert store.entries < 16 or store.entry_size() <= (DIM + WIDE) * 4 * 2
+        read_kv_rows(store, None, [head for row in self.rows for head in row], most)
 
 
 def vectors(number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return number[..., None] + 2 * torch.arange(DIM), 900 - number[..., None] - torch.arange(WIDE)
 
 
-def compare(found, entries, exact: bool) -> None:
+def compare(found, entries, most: float) -> None:
     wanted = vectors(torch.tensor([number for _, number in entries], dtype=torch.int64))
     for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs.float(), atol=0.0 if exact else 0.4, rtol=0)
+        torch.testing.assert_close(ours, theirs.float(), atol=most, rtol=0)
 
 
-def read_kv_rows(store, view, entries, exact: bool) -> None:
+def read_kv_rows(store, view, entries, most: float) -> None:
     """Every KV row, by the groups that readers see, has these entries in order."""
     grouped = group_rows(store, view, [None] * len(store.lengths))
     seen = []
@@ -138,7 +144,7 @@ def read_kv_rows(store, view, entries, exact: bool) -> None:
         which = range(len(entries)) if group.kv_rows is None else group.kv_rows.tolist()
         for at, number in enumerate(which):
             assert kv_rows.size == len(entries[number])
-            compare((keys[at], values[at]), entries[number], exact)
+            compare((keys[at], values[at]), entries[number], most)
         seen += which
     assert sorted(seen) == list(range(len(entries)))
 
@@ -146,6 +152,32 @@ def read_kv_rows(store, view, entries, exact: bool) -> None:
 @pytest.fixture(params=KINDS)
 def kind(request) -> str:
     return request.param
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_any_turn_of_things(kind, seed):
+    """Prompts, tokens, evictions, copies and other rows, in any order; the end of a prompt encodes what fills no block."""
+    made = random.Random(seed)
+    first = [made.choice([0, 0, 3, 11]) for _ in range(BATCH)]
+    length = made.randint(14, 60)
+    told = Told(kind, length, padding(*first, length=length) if any(first) else None)
+    for _ in range(made.randint(3, 8)):
+        step = made.choice(["prompt", "tokens", "drop", "drop", "copy", "rows"])
+        if step == "prompt":
+            told.append(made.randint(1, 40), ends_prompt=True)
+        elif step == "tokens":
+            for _ in range(made.randint(1, 20)):
+                told.append(1)
+        elif step == "drop":
+            left = made.choice([0.1, 0.5, 0.9])
+            told.drop(lambda row, head, place, left=left: not place or made.random() < left)
+        elif step == "copy":
+            told = told.copy(made.choice([told.store.clone, told.store.share])())
+        else:
+            rows = [made.randrange(len(told.rows)) for _ in told.rows]
+            told.store.reorder(torch.tensor(rows))
+            told.rows = [[list(head) for head in told.rows[row]] for row in rows]
+        told.check(rounds=5)
 
 
 def padding(*first: int, length: int) -> torch.Tensor:
@@ -279,5 +311,5 @@ def test_a_view_and_what_is_stored_after_it(kind, padded):
         told.append(1)
     later = [[head[-14:] for head in row] for row in told.rows]
     entries = [old + new for row, after in zip(chosen, later, strict=True) for old, new in zip(row, after, strict=True)]
-    read_kv_rows(told.store, view, entries, kind != "kivi")
+    read_kv_rows(told.store, view, entries, 0.4 if kind == "kivi" else 0.0)
     told.check()

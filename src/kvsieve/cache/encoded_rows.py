@@ -52,7 +52,8 @@ def entries_at(store: PackedParts, what: str, rows: Tensor, entries: Tensor) -> 
     number = torch.where(entries < start, entries, (entries - encoded[rows]).clamp_min(0))
     if valid is not None:
         number = (~real).to(torch.uint8).argsort(dim=-1, stable=True)[rows, number]
-    out = exact[rows, number]
+    # With nothing exact, all are encoded.
+    out = exact[rows, number] if exact.shape[1] else exact.new_empty(len(rows), exact.shape[2])
     for body in store.bodies:
         mine = ((entries >= start) & (entries < start + body.counts[rows])).nonzero()[:, 0]
         if len(mine):
