@@ -28,7 +28,7 @@ def built() -> Library:
 
 
 def takes(x: Tensor, levels: int) -> bool:
-    """Whether the kernels take numbers, and so many levels."""
+    """Tell whether the kernels take numbers, and so many levels."""
     here = x.device.type == "cpu" and x.dtype == torch.float32 and levels in _LEVELS
     return here and built().reason is None
 
