@@ -77,9 +77,7 @@ class Body:
         # There may be places for more blocks than are left, once rows have gone.
         wide = max(self.table.shape[1], int((held + each).max()))
         table, filled = (part.new_zeros(count, wide) for part in (self.table, self.fills))
-        # Rows that had more blocks may be gone.
-        both = min(wide, self.table.shape[1])
-        table[:, :both], filled[:, :both] = self.table[:, :both], self.fills[:, :both]
+        table[:, : self.table.shape[1]], filled[:, : self.fills.shape[1]] = self.table, self.fills
         number = torch.arange(len(rows), device=rows.device)
         place = held[rows] + number - (each.cumsum(0) - each)[rows]
         table[rows, place] = number + first
