@@ -22,7 +22,7 @@ from kvsieve.kernels.choice import largest_channels, page_entries
 from kvsieve.kernels.decode import decode_attention, kv_row_attention, ragged_decode
 from kvsieve.kernels.inputs import PackedBlocks
 from kvsieve.kernels.packed import exact_decode, packed_decode
-from kvsieve.kernels.paged import paged_scores
+from kvsieve.kernels.paged import paged_choice, paged_scores
 from kvsieve.kernels.pages import page_bounds, page_scores, update_pages
 from kvsieve.kernels.window import pooled, window_mass
 from kvsieve.types import AttentionTerms
@@ -85,7 +85,9 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     page_bounds(table, packed, count)
     page_scores(table[..., :4001], torch.zeros(heads, groups, 9), slots[:, :9])
     bounds, question = torch.zeros(9, heads, 2, dim, dtype=dtype), torch.zeros(3, heads, groups, 2, dim)
-    paged_scores(bounds, question, *(torch.zeros(3, *each, dtype=torch.int32) for each in ((1001,), ())), 32)
+    pages, sizes = torch.zeros(3, 1001, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    paged_choice(paged_scores(bounds, question, pages, sizes, 32), pages, sizes, sizes, 8, 32, 1, False)
+    paged_choice(paged_scores(bounds, question, pages, sizes, 4, 8), pages, sizes, sizes, 8, 4, 8, True)
     stored, tail = torch.zeros(9, dim, dtype=dtype), torch.zeros(heads, dtype=torch.int64)
     update_pages(table, KVRows(stored, stored, None, tail, 1, 65536, DeviceLength(count)), 16)
     update_pages(table[:, :1], KVRows(stored, stored, slots[:, :3], tail, 1, 5), 1)

@@ -24,6 +24,7 @@ KERNELS = {
     "packed_kernel",
     "planes_kernel",
     "paged_kernel",
+    "paged_choice_kernel",
     "scores_kernel",
     "update_kernel",
 }

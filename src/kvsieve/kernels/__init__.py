@@ -32,6 +32,8 @@ _FUNCTIONS = {
     "page_bounds": "pages",
     "page_entries": "choice",
     "page_scores": "pages",
+    "choice_fits": "paged",
+    "paged_choice": "paged",
     "paged_scores": "paged",
     "update_pages": "pages",
     "pooled": "window",

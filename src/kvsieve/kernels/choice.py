@@ -1,6 +1,7 @@
 """A token's choice of what it reads, a program per KV row: its query's largest channels, and the best pages' entries.
 
-In torch each is some twenty operations on a few numbers, which take longer to launch than to compute.
+Or, of a paged cache, the best pages themselves. In torch each is some twenty operations on a few numbers, which take
+longer to launch than to compute.
 """
 
 from __future__ import annotations
@@ -98,6 +99,44 @@ def channels_kernel(
     tl.store(table_rows + row * count + rank, at, mask=chosen)
 
 
+@triton.jit
+def summed_weights(
+    scores,
+    score_group,
+    each,
+    there,
+    share,
+    GROUPS: tl.constexpr,
+    SUMS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """Weights of entries in pages, by softmax over all of them, summed over query heads."""
+    weight = tl.full([PAGES], 0.0, tl.float32)
+    for group in range(GROUPS):
+        score = tl.load(scores + group * score_group + each, mask=there, other=float("-inf"))
+        if SUMS:
+            # That of the sum of its keys, as if a page were full.
+            score = tl.where(there, score / tl.where(there, share, 1.0), float("-inf"))
+        # All entries of a page have its score.
+        size_of = tl.exp(score - tl.max(score, 0))
+        weight += size_of / tl.sum(size_of * share, 0)
+    return weight
+
+
+@triton.jit
+def least_taken(bits, held, wanted):
+    """Bits of the greatest weight down to which pages hold what is wanted."""
+    # Numbers from 0 on are in the order of their bits.
+    least = 0
+    most_bits = 0x7F800000
+    while least < most_bits:
+        middle = least + (most_bits - least + 1) // 2
+        enough = tl.sum(tl.where(bits >= middle, held, 0), 0) >= wanted
+        least = tl.where(enough, middle, least)
+        most_bits = tl.where(enough, most_bits, middle - 1)
+    return least
+
+
 def page_entries(
     scores: Tensor, page: int, count: int, newest: bool, size: int, length: Tensor | None = None
 ) -> Tensor:
@@ -156,13 +195,7 @@ def entries_kernel(
     held = tl.where(each < pages, held, 0)
     there = held > 0
     share = held.to(tl.float32) / page
-    scores += row * score_row
-    weight = tl.full([PAGES], 0.0, tl.float32)
-    for group in range(GROUPS):
-        score = tl.load(scores + group * score_group + each, mask=there, other=float("-inf"))
-        # All entries of a page have its score.
-        size_of = tl.exp(score - tl.max(score, 0))
-        weight += size_of / tl.sum(size_of * share, 0)
+    weight = summed_weights(scores + row * score_row, score_group, each, there, share, GROUPS, False, PAGES)
 
     out += row * count
     own = 0
@@ -175,15 +208,8 @@ def entries_kernel(
         # What is taken anyway competes no more.
         held = tl.where(each == (end - 1) // page, held - own, held)
     wanted = count - own
-    # Numbers from 0 on are in the order of their bits. The greatest weight down to which pages hold what is wanted:
     bits = tl.where(held > 0, weight.to(tl.int32, bitcast=True), -1)
-    least = 0
-    most_bits = 0x7F800000
-    while least < most_bits:
-        middle = least + (most_bits - least + 1) // 2
-        enough = tl.sum(tl.where(bits >= middle, held, 0), 0) >= wanted
-        least = tl.where(enough, middle, least)
-        most_bits = tl.where(enough, most_bits, middle - 1)
+    least = least_taken(bits, held, wanted)
     above = tl.where(bits > least, held, 0)
     equal = tl.where(bits == least, held, 0)
     rest = wanted - tl.sum(above, 0)

@@ -1,4 +1,7 @@
-"""Scores of pages of a paged cache, whose bounds lie page by page, wherever a table says."""
+"""Pages of a paged cache, whose bounds lie page by page, wherever a table says: their scores, and the best of them.
+
+A page of the cache may be several pages here, its parts, in order; it weighs what the best of them does.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvsieve.kernels.launch import cdiv, on, padded, precision, rows
+from kvsieve.kernels import MOST_PAGES
+from kvsieve.kernels.choice import least_taken, summed_weights
+from kvsieve.kernels.launch import cdiv, on, padded, power_of_two, precision, rows
 
 # Pages and channels of a tile: 64 pieces of 128 bytes.
 _PAGES, _CHANNELS = 64, 64
 
 
-@triton.jit(do_not_specialize=["page", "width"])
+@triton.jit(do_not_specialize=["page", "parts", "width"])
 def paged_kernel(
     bounds,
     question,
@@ -21,6 +26,7 @@ def paged_kernel(
     sizes,
     out,
     page,
+    parts,
     width,
     heads,
     bounds_page,
@@ -39,7 +45,8 @@ def paged_kernel(
     there = (tl.load(sizes + request) + page - 1) // page
     place = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     inside = place < there
-    at = tl.load(table + request * table_row + place, mask=inside, other=0).to(tl.int64)
+    at = tl.load(table + request * table_row + place // parts, mask=inside, other=0).to(tl.int64)
+    at = at * parts + place % parts
     group = tl.arange(0, PADDED_GROUPS)
     sums = tl.full([PAGES, PADDED_GROUPS], 0.0, tl.float32)
     # Nothing is read for tiles of pages that a shorter request does not have.
@@ -70,21 +77,22 @@ def paged_kernel(
     )
 
 
-def paged_scores(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, page: int) -> Tensor:
+def paged_scores(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, page: int, parts: int = 1) -> Tensor:
     """Weighted sums of the bounds of pages that lie anywhere, for every KV head of every request; see page_scores.
 
     Args:
-        bounds: [P, H, 2, D], greatest and least values of every page.
-        question: float32 [R, H, G, 2, D].
-        table: int32 [R, width], pages of each request in order.
+        bounds: [P * parts, H, 2, D], greatest and least values of every part, or float32 [P * parts, H, 1, D], sums.
+        question: float32 [R, H, G, 2 or 1, D].
+        table: int32 [R, width], pages of the cache of each request in order.
         sizes: int32 [R], entries of each.
-        page: entries of a page.
+        page: entries of a part.
+        parts: of a page of the cache.
 
     Returns:
-        float32 [R, H, G, width]; -inf behind a request's pages.
+        float32 [R, H, G, width * parts]; -inf behind a request's entries.
     """
     requests, heads, groups = question.shape[:3]
-    channels, width = bounds.shape[2] * bounds.shape[3], table.shape[1]
+    channels, width = bounds.shape[2] * bounds.shape[3], table.shape[1] * parts
     question, table = question.contiguous(), rows(table)
     if bounds.stride(3) != 1 or bounds.stride(2) != bounds.shape[3]:
         raise ValueError(f"bounds of a page must lie side by side, got strides {bounds.stride()}")
@@ -97,6 +105,7 @@ def paged_scores(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor,
             sizes,
             out,
             page,
+            parts,
             width,
             heads,
             bounds.stride(0),
@@ -113,3 +122,100 @@ def paged_scores(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor,
             num_stages=3,
         )
     return out
+
+
+@triton.jit(do_not_specialize=["page", "width", "most", "score_row", "score_group", "table_row"])
+def paged_choice_kernel(
+    scores,
+    table,
+    sizes,
+    counts,
+    out,
+    page,
+    width,
+    most,
+    heads,
+    score_row,
+    score_group,
+    table_row,
+    GROUPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    PADDED_PARTS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    request, head = row // heads, row % heads
+    end = tl.load(sizes + request)
+    pages = (end + page * PARTS - 1) // (page * PARTS)
+    wanted = tl.minimum(tl.load(counts + request), pages)
+    each = tl.arange(0, BLOCKS * PADDED_PARTS)
+    block = each // PADDED_PARTS
+    part = each % PADDED_PARTS
+    place = block * PARTS + part
+    held = tl.minimum(tl.maximum(end - place * page, 0), page)
+    held = tl.where((part < PARTS) & (block < width), held, 0)
+    share = held.to(tl.float32) / page
+    weight = summed_weights(
+        scores + row * score_row, score_group, place, held > 0, share, GROUPS, SUMS, BLOCKS * PADDED_PARTS
+    )
+    # All parts of a page that competes are full; the newest page is read in any case.
+    bits = tl.where((block < pages - 1) & (held > 0), weight.to(tl.int32, bitcast=True), -1)
+    if PADDED_PARTS > 1:
+        bits = tl.max(tl.reshape(bits, [BLOCKS, PADDED_PARTS]), 1)
+    block = tl.arange(0, BLOCKS)
+    there = (bits >= 0).to(tl.int32)
+    least = least_taken(bits, there, wanted - 1)
+    above = (bits > least).to(tl.int32)
+    equal = (bits == least).to(tl.int32)
+    rest = wanted - 1 - tl.sum(above, 0)
+    taken = above + tl.where(tl.cumsum(equal, 0) <= rest, equal, 0)
+    taken = tl.where((block == pages - 1) & (wanted > 0), 1, taken)
+    at = tl.load(table + request * table_row + block, mask=taken > 0, other=0)
+    out += row * most
+    tl.store(out + tl.cumsum(taken, 0) - 1, (at * heads + head).to(tl.int32), mask=taken > 0)
+    # What lies behind them names a page that is there.
+    for start in range(wanted, most, 32):
+        behind = start + tl.arange(0, 32)
+        tl.store(out + behind, tl.zeros([32], tl.int32) + head.to(tl.int32), mask=behind < most)
+
+
+def paged_choice(
+    scores: Tensor, table: Tensor, sizes: Tensor, counts: Tensor, most: int, page: int, parts: int, sums: bool
+) -> Tensor:
+    """Choose the pages that each request's KV heads read; `vllm.pages.choose_pages` tells more.
+
+    Args:
+        scores: float32 [R, H, G, width * parts], at most `kernels.MOST_PAGES` of them; see `paged_scores`.
+        table: int32 [R, width].
+        sizes: int32 [R].
+        counts: int32 [R].
+        most: largest of the counts.
+        page: entries of a part.
+        parts: of a page of the cache.
+        sums: the scores are those of sums of keys.
+
+    Returns:
+        int32 [R, H, most].
+    """
+    requests, heads, groups = scores.shape[:3]
+    table, width = rows(table), table.shape[1]
+    out = torch.empty(requests, heads, most, dtype=torch.int32, device=scores.device)
+    blocks, wide = padded(width), power_of_two(parts)
+    with on(scores):
+        paged_choice_kernel[requests * heads,](
+            *(scores, table, sizes, counts, out, page, width, most, heads),
+            *(scores.stride(1), scores.stride(2), table.stride(0)),
+            GROUPS=groups,
+            PARTS=parts,
+            SUMS=sums,
+            BLOCKS=blocks,
+            PADDED_PARTS=wide,
+            num_warps=min(16, max(1, blocks * wide // 512)),
+        )
+    return out
+
+
+def choice_fits(width: int, parts: int) -> bool:
+    """Tell whether the one program of `paged_choice` holds so many pages of a request."""
+    return padded(width) * power_of_two(parts) <= MOST_PAGES

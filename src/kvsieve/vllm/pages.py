@@ -7,8 +7,8 @@ which makes bounds of the logits, HSA's are those of the few channels in which t
 of pages are summed over the query heads of a KV head, as everywhere in kvsieve, and blocks that weigh most are read
 whole.
 
-Plain torch, or on CPUs the C kernels of `kernels.cpu.pages`, and on GPUs a Triton kernel that asks all pages of all
-heads at once, both of which choose the same pages up to ties; nothing here knows vLLM.
+Plain torch, or on CPUs the C kernels of `kernels.cpu.pages`, and on GPUs two Triton kernels, which ask all pages of all
+heads and choose among them; all choose the same pages up to ties; nothing here knows vLLM.
 """
 
 from __future__ import annotations
@@ -225,8 +225,10 @@ def choose_pages(
     """
     if usable(bounds):
         return compiled.choose_pages(bounds, question, table, sizes, counts, most, page, parts)
-    width = table.shape[1]
-    heads = bounds.shape[1]
+    width, heads = table.shape[1], bounds.shape[1]
+    if kernels.usable(bounds, question) and kernels.choice_fits(width, parts):
+        scores = kernels.paged_scores(bounds, question, table, sizes, page // parts, parts)
+        return kernels.paged_choice(scores, table, sizes, counts, most, page // parts, parts, bounds.shape[2] == 1)
     weights = _weights(bounds, question, _parted(table, parts), sizes, page // parts)
     weights = weights.unflatten(-1, (width, parts)).amax(-1)
     places = torch.arange(width, device=table.device)
