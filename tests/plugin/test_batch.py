@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,17 @@ import torch
 
 from kvsieve.errors import CacheStateError
 from kvsieve.vllm.batch import GroupFacts, StepPlanner
+from kvsieve.vllm.graphs import ReplayedSteps
 from kvsieve.vllm.options import parse_plan
-from kvsieve.vllm.pages import PageBounds, choose_pages, question_of
+from kvsieve.vllm.pages import (
+    PageBounds,
+    by_means,
+    choose_pages,
+    page_budget,
+    parts_of,
+    question_of,
+    question_of_means,
+)
 from kvsieve.vllm.retention import BlockRetention
 
 PAGE, WIDTH = 8, 16
@@ -117,6 +127,78 @@ def test_a_generated_token_does_not_wait_for_the_device(text):
         question = question_of(torch.zeros(3, 2, 2, 16, device=away), 0.25, sparse.channels)
         chosen = choose_pages(bounds.table, question, sparse.table, sparse.sizes, sparse.counts, sparse.most, PAGE)
         assert chosen.shape == (3, 2, sparse.most) and chosen.dtype == torch.int32
+
+
+def replayed(text: str, *, moved=lambda tensor: tensor, all_sparse: bool = True) -> ReplayedSteps:
+    facts = replace(planner(text).facts, all_sparse=all_sparse)
+    return ReplayedSteps(facts, 3, WIDTH * PAGE, moved, lambda *given: None)
+
+
+def generated(*ends: int, prompt: int = 5):
+    """A step of one generated token each, filled up to a graph's size where a request has no tokens."""
+    common = step(*((max(end - 1, 0), end, prompt if end else 0) for end in ends))
+    given = {"num_actual_tokens": len(ends), "max_query_len": 1, "query_start_loc": common.query_start_loc_cpu.int()}
+    return SimpleNamespace(**vars(common), **given, seq_lens=torch.tensor(ends, dtype=torch.int32))
+
+
+def test_steps_that_are_replayed_have_the_same_tensors():
+    """Of 4 pages' budget; the last of them is partly filled, and a request without tokens reads an entry of page 0."""
+    steps = replayed("quest:budget=32")
+    first = steps.round(generated(101, 11, 0)).sparse
+    assert first.counts.tolist() == [4, 2, 1] and first.call.lengths.tolist() == [29, 29, 11, 11, 1, 1]
+    assert first.call.starts.tolist() == [*range(7)] and first.most == 4 and first.channels is None
+    again = steps.round(generated(102, 17, 90)).sparse
+    assert first.counts.tolist() == [4, 3, 4] and first.call.lengths.tolist() == [30, 30, 17, 17, 26, 26]
+    for one, other in ((first.counts, again.counts), (first.call.lengths, again.call.lengths)):
+        assert one.data_ptr() == other.data_ptr()
+    # A graph of fewer requests.
+    assert steps.round(generated(40, 9)).sparse.call.lengths.tolist() == [32, 32, 9, 9]
+
+
+def test_of_a_share_the_longest_request_decides_how_wide_graphs_are():
+    sparse = replayed("quest:budget=50%").round(generated(60, 16)).sparse
+    assert sparse.counts.tolist() == [3, 2] and sparse.most == WIDTH // 2
+    channels = replayed("hsa:budget=40").round(generated(101, 16)).sparse.channels
+    assert channels.tolist() == [
+        page_budget(parse_plan("hsa:budget=40").read, end, 16, PAGE).channels for end in (101, 16)
+    ]
+
+
+def test_layers_that_read_everything_are_replayed_too():
+    common = generated(101, 11, 0)
+    assert replayed("quest:budget=32").round(common).whole is None
+    whole = replayed("quest:budget=32:skip_layers=1", all_sparse=False).round(common).whole
+    assert whole.lengths is common.seq_lens and whole.table is common.block_table_tensor
+    assert whole.starts is common.query_start_loc and whole.longest == (1, WIDTH * PAGE)
+
+
+def test_steps_that_are_not_of_generated_tokens_alone_are_not_replayed():
+    steps = replayed("quest:budget=32")
+    assert steps.round(generated(20, 9)) is not None
+    # The last token of a prompt, unless the step is made up, a chunk beside, and more requests than there is room for.
+    assert steps.round(generated(20, 5)) is None and steps.round(generated(20, 5), captured=True) is not None
+    assert steps.round(SimpleNamespace(**vars(generated(20, 9)) | {"num_actual_tokens": 4})) is None
+    assert steps.round(generated(20, 9, 9, 9)) is None
+
+
+@pytest.mark.parametrize("text", ["quest:budget=32", "quest:budget=32:page=4:means=true", "hsa:budget=64"])
+def test_a_step_that_is_replayed_does_not_wait_for_the_device(text):
+    away = torch.device("meta")
+    common = generated(110, 96, 0)
+    common.block_table_tensor, common.seq_lens = common.block_table_tensor.to(away), common.seq_lens.to(away)
+    steps = replayed(text, moved=lambda tensor: tensor.to(away))
+    sparse = steps.round(common).sparse
+    reader = parse_plan(text).read
+    keys = torch.zeros(3, 2, 16, device=away)
+    bounds = PageBounds(500, 2, 16, PAGE, keys, parts=parts_of(reader, PAGE), means=by_means(reader))
+    bounds.update(keys, torch.zeros(3, dtype=torch.int64, device=away))
+    query = torch.zeros(3, 2, 2, 16, device=away)
+    asked = (
+        question_of_means(query, 0.25, bounds.page) if by_means(reader) else question_of(query, 0.25, sparse.channels)
+    )
+    numbers = sparse.sizes, sparse.counts, sparse.most
+    chosen = choose_pages(bounds.table, asked, sparse.table, *numbers, PAGE, bounds.parts)
+    assert chosen.shape == (3, 2, sparse.most) and chosen.dtype == torch.int32
 
 
 def test_lengths_that_vllm_does_not_tell_are_missed():

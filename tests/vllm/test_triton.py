@@ -192,19 +192,98 @@ def test_vllm_lets_it_serve_models_of_full_attention():
     assert [each.name for each in SieveTritonBackend.supported_kv_cache_layouts()] == ["LBHNC"]
 
 
-def test_attention_is_in_no_cuda_graph(caplog_vllm):
+@pytest.fixture
+def replayed(in_torch, monkeypatch):
+    """Steps of generated tokens made once for each number of requests, and used again, as a CUDA graph would.
+
+    Whatever another step changes must then come by tensors that are the same ones. Returns the steps' numbers of
+    requests.
+    """
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionMetadataBuilder
+
+    from kvsieve.vllm.graphs import ReplayedSteps
+
+    made, steps, begin, again = {}, [], TritonAttentionMetadataBuilder.__init__, ReplayedSteps.round
+
+    def begun(self, kv_cache_spec, layer_names, vllm_config, device) -> None:
+        begin(self, kv_cache_spec, layer_names, vllm_config, device)
+        self.decode_cudagraph_enabled = True
+        vllm_config.compilation_config.cudagraph_capture_sizes = [1, 2, 4, 8]
+
+    def replay(self, common, captured=False):
+        found = again(self, common, captured)
+        if found is None:
+            return None
+        steps.append(common.num_reqs)
+        return made.setdefault((id(self), common.num_reqs), found)
+
+    monkeypatch.setattr(TritonAttentionMetadataBuilder, "__init__", begun)
+    monkeypatch.setattr(ReplayedSteps, "round", replay)
+    return steps
+
+
+@pytest.mark.parametrize(
+    "plan", ["quest:budget=96:skip_layers=1", "quest:budget=30%:page=8:means=true", "hsa:budget=128"]
+)
+def test_steps_that_are_replayed_read_what_others_read(engine, monkeypatch, replayed, plan):
+    prompts = prompts_of(LENGTHS, seed=2)
+    options = {"max_num_batched_tokens": 300, "enable_prefix_caching": False}
+    expected = of_cpus(engine, monkeypatch, plan, prompts, 40, **options)
+    assert not replayed
+    with engine(plan, **options) as llm:
+        assert_alike(answers(llm, prompts, 40), expected)
+    # Requests come one after another, and are answered together.
+    assert len(set(replayed)) > 1 and replayed.count(len(prompts)) > 20
+
+
+def test_a_prompts_last_token_is_not_replayed(engine, monkeypatch, replayed):
+    (prompt,) = prompts_of([301])
+    options = {"max_num_batched_tokens": 300, "enable_prefix_caching": False}
+    expected = of_cpus(engine, monkeypatch, "quest:budget=64", [prompt], 8, **options)
+    with engine("quest:budget=64", **options) as llm:
+        assert_alike(answers(llm, [prompt], 8), expected)
+    assert replayed == [1] * 7
+
+
+def test_generated_tokens_are_in_cuda_graphs_unless_something_is_evicted(caplog_vllm):
     from vllm.config import CUDAGraphMode
     from vllm.v1.attention.backend import AttentionCGSupport
 
-    from kvsieve.vllm.plugin import whole_graphs_off
+    from kvsieve.vllm.plugin import settle_graphs
     from kvsieve.vllm.triton_backend import SieveTritonBuilder
 
-    assert SieveTritonBuilder.get_cudagraph_support(None, None) == AttentionCGSupport.NEVER
+    for plan, support in (
+        ("quest:budget=256", "UNIFORM_SINGLE_TOKEN_DECODE"), ("hsa:budget=256", "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ("snapkv:budget=256", "NEVER"), ("rocketkv:budget=256", "NEVER"),
+    ):  # fmt: skip
+        given = SimpleNamespace(additional_config={"kvsieve": plan})
+        assert SieveTritonBuilder.get_cudagraph_support(given, None) == AttentionCGSupport[support]
     for before, after in (
         ("FULL_AND_PIECEWISE", "PIECEWISE"), ("FULL", "NONE"), ("FULL_DECODE_ONLY", "NONE"), ("PIECEWISE", "PIECEWISE"),
         ("NONE", "NONE"),
     ):  # fmt: skip
-        config = SimpleNamespace(cudagraph_mode=CUDAGraphMode[before])
-        whole_graphs_off(config)
-        assert config.cudagraph_mode == CUDAGraphMode[after]
+        for evicts, left in ((True, after), (False, before)):
+            config = SimpleNamespace(cudagraph_mode=CUDAGraphMode[before], cudagraph_num_of_warmups=0)
+            settle_graphs(config, evicts)
+            assert config.cudagraph_mode == CUDAGraphMode[left]
+            # Without a warm-up what is known of pages would be made, and emptied, by the graph.
+            assert config.cudagraph_num_of_warmups == (1 if not evicts and "FULL" in before else 0)
     assert "PIECEWISE instead of FULL_AND_PIECEWISE" in caplog_vllm.text
+
+
+def test_a_batch_in_which_a_prompt_ends_is_told_not_to_be_of_generated_tokens():
+    from kvsieve.vllm.graphs import _prompts_aside
+
+    determine = _prompts_aside(lambda self, **given: given)
+    for plan, computed, uniform in (
+        ("quest:budget=256", [30, 12, 0], None), ("quest:budget=256", [30, 11, 0], False), (None, [30, 11, 0], None),
+    ):  # fmt: skip
+        runner = SimpleNamespace(
+            vllm_config=SimpleNamespace(additional_config={} if plan is None else {"kvsieve": plan}),
+            input_batch=SimpleNamespace(
+                num_computed_tokens_cpu=torch.tensor(computed), num_prompt_tokens=torch.tensor([20, 12, 9])
+            ),
+        )
+        assert determine(runner, num_reqs=2).get("force_uniform_decode") is uniform
+        # As given, where a graph is captured.
+        assert determine(runner, num_reqs=2, force_uniform_decode=True)["force_uniform_decode"] is True

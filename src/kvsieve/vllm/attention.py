@@ -197,6 +197,10 @@ class PlannedAttention(AttentionImpl):
         pages, heads, size, wide = kv_cache.shape
         parts = parts_of(self._reader, size)
         if self._bounds is None or len(self._bounds.table) != pages * parts:
+            if kv_cache.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise CacheStateError(
+                    "vLLM captured a CUDA graph without a warm-up; it would empty what is known of pages"
+                )
             means = by_means(self._reader)
             self._bounds = PageBounds(pages, heads, wide // 2, size, key, parts=parts, means=means)
         self._bounds.update(key[rows], slots[rows])

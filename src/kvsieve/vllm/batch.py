@@ -46,6 +46,37 @@ class GroupFacts:
     self_test: bool
 
 
+@dataclass(frozen=True)
+class PagesRead:
+    """What one generated token reads sparsely.
+
+    Attributes:
+        count: pages.
+        entries: in them.
+        channels: see PageBudget.
+    """
+
+    count: int
+    entries: int
+    channels: int
+
+
+def pages_read(facts: GroupFacts, length: int, size: int) -> PagesRead:
+    """Work out what a generated token reads.
+
+    Args:
+        facts: of the layers, whose plan reads sparsely.
+        length: tokens of the request; 0 for none, which reads one entry.
+        size: entries that are stored of them.
+    """
+    assert facts.reader is not None
+    size = max(size, 1)
+    budget = page_budget(facts.reader, max(length, 1), facts.dim, facts.page)
+    used = -(-size // facts.page)
+    count = used if facts.self_test else min(budget.pages, used)
+    return PagesRead(count, (size - 1) % facts.page + 1 + (count - 1) * facts.page, budget.channels)
+
+
 class StepPlanner:
     """Divides steps into rounds.
 
@@ -54,6 +85,9 @@ class StepPlanner:
         moved: brings a tensor to their device.
         schedule: makes what the kernel needs for a call with so many query heads, KV heads, and with the lengths
             and the starts of its requests, which are still on the host.
+
+    Attributes:
+        facts: as given.
     """
 
     def __init__(
@@ -62,7 +96,7 @@ class StepPlanner:
         moved: Callable[[Tensor], Tensor],
         schedule: Callable[[int, int, Tensor, Tensor], Any],
     ) -> None:
-        self._facts, self._moved, self._schedule = facts, moved, schedule
+        self.facts, self._moved, self._schedule = facts, moved, schedule
 
     def rounds(self, common: Any) -> list[Round] | None:
         """Return a step's rounds; None where it is one that vLLM's own backend does alike.
@@ -70,7 +104,7 @@ class StepPlanner:
         Args:
             common: vLLM's CommonAttentionMetadata.
         """
-        rounds = rounds_of(_requests(common), self._facts.retention, self._facts.reader is not None)
+        rounds = rounds_of(_requests(common), self.facts.retention, self.facts.reader is not None)
         made = [self._round(segments, common.block_table_tensor) for segments in rounds]
         gaps = any(self._gap(segment)[1] for segments in rounds for segment in segments)
         plain = len(made) == 1 and made[0].sparse is None and not made[0].ends
@@ -78,19 +112,19 @@ class StepPlanner:
 
     def _gap(self, segment: Segment) -> tuple[int, int]:
         """Return the blocks of the request that hold nothing while the segment is attended to."""
-        keeps = self._facts.retention
+        keeps = self.facts.retention
         return (0, 0) if keeps is None else keeps.gap(segment.request.prompt, segment.start)
 
     def _round(self, segments: Sequence[Segment], table: Tensor) -> Round:
         gaps = [self._gap(segment) for segment in segments]
         sizes = [
-            segment.end - (end - first) * self._facts.page for segment, (first, end) in zip(segments, gaps, strict=True)
+            segment.end - (end - first) * self.facts.page for segment, (first, end) in zip(segments, gaps, strict=True)
         ]
         pages = self._pages(segments, sizes, gaps, table)
         read = [number for number, segment in enumerate(segments) if segment.decodes]
         sparse = self._sparse(segments, sizes, pages, read)
         others = [number for number in range(len(segments)) if sparse is not None and number not in set(read)]
-        everywhere = sparse is not None and self._facts.all_sparse
+        everywhere = sparse is not None and self.facts.all_sparse
         return Round(
             self._rows(segments),
             None if everywhere else self._call(segments, sizes, pages),
@@ -108,7 +142,7 @@ class StepPlanner:
         pages = self._pick(table, [segment.request.number for segment in segments])
         if not any(end for _, end in gaps):
             return pages
-        used = [-(-size // self._facts.page) for size in sizes]
+        used = [-(-size // self.facts.page) for size in sizes]
         index = torch.arange(max(used)).repeat(len(gaps), 1)
         for row, (first, end) in enumerate(gaps):
             index[row, first : used[row]] += end - first
@@ -126,7 +160,7 @@ class StepPlanner:
         rows = [segment.end - segment.start for segment in segments]
         starts = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         lengths = torch.tensor(sizes, dtype=torch.int32)
-        schedule = self._schedule(self._facts.heads, self._facts.kv_heads, lengths, starts)
+        schedule = self._schedule(self.facts.heads, self.facts.kv_heads, lengths, starts)
         longest = max(rows), max(sizes)
         return PagedCall(
             self._rows(segments), self._moved(starts), self._moved(lengths), longest, pages.contiguous(), schedule
@@ -136,24 +170,19 @@ class StepPlanner:
         self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor, read: Sequence[int]
     ) -> SparseCall | None:
         """Make the call of the segments, by their numbers, that read sparsely; None where they read everything."""
-        facts, reader = self._facts, self._facts.reader
+        facts, reader = self.facts, self.facts.reader
         if reader is None or not read:
             return None
         page, heads = facts.page, facts.kv_heads
         segments, sizes = [segments[number] for number in read], [sizes[number] for number in read]
-        budgets = [page_budget(reader, segment.end, facts.dim, page) for segment in segments]
-        used = [-(-size // page) for size in sizes]
-        counts = [
-            pages_used if facts.self_test else min(budget.pages, pages_used)
-            for budget, pages_used in zip(budgets, used, strict=True)
-        ]
+        told = [pages_read(facts, segment.end, size) for segment, size in zip(segments, sizes, strict=True)]
+        used, counts = [-(-size // page) for size in sizes], [each.count for each in told]
         if counts == used and not facts.self_test:
             return None
-        entries = [(size - 1) % page + 1 + (count - 1) * page for size, count in zip(sizes, counts, strict=True)]
+        entries, channels = [each.entries for each in told], [each.channels for each in told]
         lengths = torch.tensor(entries, dtype=torch.int32).repeat_interleave(heads)
         starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
         schedule = self._schedule(facts.heads // heads, 1, lengths, starts)
-        channels = [budget.channels for budget in budgets]
         return SparseCall(
             PagedCall(
                 self._rows(segments), self._moved(starts), self._moved(lengths), (1, max(entries)), None, schedule
@@ -166,7 +195,7 @@ class StepPlanner:
         )
 
     def _ends(self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor) -> list[SegmentEnd]:
-        keeps = self._facts.retention
+        keeps = self.facts.retention
         if keeps is None:
             return []
         ends, blocks = [], None
@@ -181,7 +210,7 @@ class StepPlanner:
                 blocks = pages[:, 0].tolist()
             packing = None
             if segment.packs:
-                own = pages[number, : -(-sizes[number] // self._facts.page)].long()
+                own = pages[number, : -(-sizes[number] // self.facts.page)].long()
                 packing = Packing(own, sizes[number], keeps.kept_blocks(prompt))
             ends.append(SegmentEnd(segment, blocks[number] if known and blocks else -1, earlier, later, packing))
         return ends

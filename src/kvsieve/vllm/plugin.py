@@ -92,7 +92,7 @@ def configure(vllm_config: Any) -> None:
         if facts.recurrent:
             # What vLLM itself decides where it is off: a request keeps one state per recurrent layer, the latest.
             cache.mamba_cache_mode, cache.mamba_block_size = "none", model.max_model_len
-    whole_graphs_off(vllm_config.compilation_config)
+    settle_graphs(vllm_config.compilation_config, options.plan.evict is not None)
     install()
     model.model_arch_config.rswa_window = PROMPT_LENGTHS
     if not isinstance(vllm_config.additional_config, dict):
@@ -101,16 +101,20 @@ def configure(vllm_config: Any) -> None:
     logger.info("kvsieve: %r; pages have %d entries (--block-size)", options.plan, facts.block_size)
 
 
-def whole_graphs_off(compilation_config: Any) -> None:
-    """Leave attention out of CUDA graphs, aloud; what lies between the layers' attention may stay in them."""
+def settle_graphs(compilation_config: Any, evicts: bool) -> None:
+    """Leave attention out of CUDA graphs where something is evicted, aloud; what lies between may stay in them."""
     from vllm.config import CUDAGraphMode
 
     mode = compilation_config.cudagraph_mode
     if mode is None or not mode.has_full_cudagraphs():
         return
+    if not evicts:
+        # What is known of pages must be there before, and kernels be loaded.
+        compilation_config.cudagraph_num_of_warmups = max(compilation_config.cudagraph_num_of_warmups, 1)
+        return
     left = CUDAGraphMode.PIECEWISE if mode.has_piecewise_cudagraphs() else CUDAGraphMode.NONE
     logger.warning(
-        "kvsieve: CUDA graphs are %s instead of %s, because what attention reads is decided anew in every step",
+        "kvsieve: CUDA graphs are %s instead of %s, because behind what step something is evicted is not known to them",
         left.name,
         mode.name,
     )

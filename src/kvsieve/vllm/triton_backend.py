@@ -2,7 +2,8 @@
 
 Of vLLM's backends for CUDA this one fits best: its kernel reads any paged cache by strides and a block table, so that a
 KV head of a page can be a page of its own, it is there wherever Triton is, and its cache is laid out as on CPUs. No
-step waits for the device but those behind which something is packed or kept for that.
+step waits for the device but those behind which something is packed or kept for that, and where nothing is evicted a
+step of generated tokens can be replayed from a CUDA graph.
 
 Not measured, and not run on a GPU: tests run it on CPU tensors, with Triton's interpreter in place of a GPU.
 """
@@ -21,6 +22,8 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvsieve.vllm.attention import PlannedAttention, PlannedBackend, planner_for
 from kvsieve.vllm.calls import PagedCall, PlannedStep
+from kvsieve.vllm.graphs import ReplayedSteps, install
+from kvsieve.vllm.options import EngineOptions
 
 
 class SieveTritonBackend(PlannedBackend, triton_attn.TritonAttentionBackend):
@@ -69,7 +72,7 @@ class SplitSoftmax:
 class SieveTritonBuilder(triton_attn.TritonAttentionMetadataBuilder):
     """Makes the metadata of a step; one that needs no more than vLLM's is left as it is."""
 
-    # Which pages are read, and how many rounds a step has, is decided anew in every step.
+    # How many rounds a step has is decided anew in every step; see get_cudagraph_support.
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
@@ -86,14 +89,40 @@ class SieveTritonBuilder(triton_attn.TritonAttentionMetadataBuilder):
             self.softmax_segm_expsum.view(-1, heads, parts),
         )
         self._planner = planner_for(self, heads, self._moved, self._schedule)
+        self._replayed: ReplayedSteps | None = None
+        if self._planner is not None and self.decode_cudagraph_enabled:
+            install()
+            most = min(
+                vllm_config.scheduler_config.max_num_seqs, max(vllm_config.compilation_config.cudagraph_capture_sizes)
+            )
+            longest = vllm_config.model_config.max_model_len
+            self._replayed = ReplayedSteps(self._planner.facts, most, longest, self._moved, self._schedule)
         self._init_reorder_batch_threshold(1)
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Tell that steps in which all requests generate can be replayed, unless something is evicted behind them."""
+        options = EngineOptions.given(vllm_config.additional_config)
+        reads = options is not None and options.plan.evict is None
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if reads else cls._cudagraph_support
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
+        """Make the metadata of a step that is made up, of one token of each request."""
+        told = self.build(0, common_attn_metadata)
+        if self._replayed is not None:
+            told.rounds = [self._replayed.round(common_attn_metadata, captured=True)]
+        # As vLLM does, since graphs of long requests take long to capture.
+        told.seq_lens.fill_(1)
+        return told
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Make the metadata; see AttentionMetadataBuilder."""
         told = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self._planner is None:
             return told
-        return SieveTritonMetadata(**vars(told), rounds=self._planner.rounds(common_attn_metadata))
+        replayed = None if self._replayed is None else self._replayed.round(common_attn_metadata)
+        rounds = self._planner.rounds(common_attn_metadata) if replayed is None else [replayed]
+        return SieveTritonMetadata(**vars(told), rounds=rounds)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         moved: Tensor = async_tensor_h2d(tensor, self.device)

@@ -1,0 +1,123 @@
+"""Generated tokens in CUDA graphs: a step's numbers in tensors that stay where they are.
+
+A graph launches again what was launched when it was captured, with the same shapes, on the same addresses; what is
+decided on the host in between is lost. So lengths, counts and pages lie in tensors that every step fills anew, as wide
+as the longest request needs, and every layer reads sparsely even where a short request reads all its pages. vLLM's own
+tensors of a step, the block table and the lengths among them, are such already.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvsieve.errors import CacheStateError
+from kvsieve.methods.hsa import HSA
+from kvsieve.vllm.batch import GroupFacts, pages_read
+from kvsieve.vllm.calls import PagedCall, Round, SparseCall
+from kvsieve.vllm.options import EngineOptions
+
+
+class ReplayedSteps:
+    """Makes rounds of generated tokens whose tensors are always the same ones.
+
+    Args:
+        facts: of the layers, whose plan reads and does not evict.
+        requests: most requests of a step.
+        longest: most tokens of a request.
+        moved: see StepPlanner.
+        schedule: see StepPlanner; what it makes must not depend on values of tensors.
+    """
+
+    def __init__(
+        self,
+        facts: GroupFacts,
+        requests: int,
+        longest: int,
+        moved: Callable[[Tensor], Tensor],
+        schedule: Callable[[int, int, Tensor, Tensor], Any],
+    ) -> None:
+        assert facts.reader is not None and facts.retention is None
+        self._facts, self._moved, self._schedule = facts, moved, schedule
+        self._requests, self._longest = requests, longest
+        # Budgets grow with lengths.
+        self._most = max(pages_read(facts, longest, longest).count, 2)
+        self._counts = moved(torch.ones(requests, dtype=torch.int32))
+        self._lengths = moved(torch.ones(requests * facts.kv_heads, dtype=torch.int32))
+        self._starts = moved(torch.arange(requests * facts.kv_heads + 1, dtype=torch.int32))
+        self._channels = moved(torch.zeros(requests, dtype=torch.int64))
+
+    def round(self, common: Any, captured: bool = False) -> Round | None:
+        """Fill the tensors for a step; None where not all of its rows are generated tokens, or too many.
+
+        Args:
+            common: vLLM's CommonAttentionMetadata.
+            captured: the step is made up, for a graph to be captured.
+        """
+        number = common.num_reqs
+        if number > self._requests or common.num_actual_tokens != number or common.max_query_len != 1:
+            return None
+        if common.rswa_prefix_lens is None or common.seq_lens_cpu_upper_bound is None:
+            raise CacheStateError("vLLM told no lengths of prompts or requests, which kvsieve's plugin asks it for")
+        ends, prompts = common.seq_lens_cpu_upper_bound.tolist(), common.rswa_prefix_lens.tolist()
+        # Rows behind the requests fill up the graph's size, and have no length.
+        if not captured and any(0 < end <= prompt for end, prompt in zip(ends, prompts, strict=True)):
+            return None
+        self._fill(ends)
+        facts, rows, heads = self._facts, slice(0, number), self._facts.kv_heads
+        table, sizes = common.block_table_tensor, common.seq_lens
+        lengths, starts = self._lengths[: number * heads], self._starts[: number * heads + 1]
+        sparse = SparseCall(
+            PagedCall(
+                rows, starts, lengths, (1, self._most * facts.page), None,
+                self._schedule(facts.heads // heads, 1, lengths, starts),
+            ),
+            table,
+            sizes,
+            self._counts[:number],
+            self._channels[:number] if isinstance(facts.reader, HSA) else None,
+            self._most,
+        )  # fmt: skip
+        whole = None
+        if not facts.all_sparse:
+            schedule = self._schedule(facts.heads, heads, sizes, common.query_start_loc)
+            whole = PagedCall(rows, common.query_start_loc, sizes, (1, self._longest), table, schedule)
+        return Round(rows, whole, sparse, None, [])
+
+    def _fill(self, ends: list[int]) -> None:
+        """Put what the requests' lengths decide into the tensors; an entry of page 0 is read where there is none."""
+        read = [pages_read(self._facts, end, end) for end in ends]
+        for into, numbers in (
+            (self._counts, [each.count for each in read]),
+            (self._lengths, [each.entries for each in read for _ in range(self._facts.kv_heads)]),
+            (self._channels, [each.channels for each in read]),
+        ):
+            into[: len(numbers)].copy_(self._moved(torch.tensor(numbers, dtype=into.dtype)))
+
+
+@functools.cache
+def install() -> None:
+    """Keep steps that end a prompt with one token out of the graphs of generated tokens; once in a process.
+
+    vLLM takes such a step for one in which all requests generate.
+    """
+    runner = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    runner._determine_batch_execution_and_padding = _prompts_aside(runner._determine_batch_execution_and_padding)
+
+
+def _prompts_aside(determine: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(determine)
+    def determined(self: Any, *args: Any, **given: Any) -> Any:
+        asked = given.get("force_uniform_decode") is None
+        if asked and EngineOptions.given(self.vllm_config.additional_config) is not None:
+            number, batch = given["num_reqs"], self.input_batch
+            if (batch.num_computed_tokens_cpu[:number] < batch.num_prompt_tokens[:number]).any():
+                given["force_uniform_decode"] = False
+        return determine(self, *args, **given)
+
+    return determined
