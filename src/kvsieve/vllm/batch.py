@@ -48,7 +48,7 @@ class GroupFacts:
 
 @dataclass(frozen=True)
 class PagesRead:
-    """What one generated token reads sparsely.
+    """Pages and entries that one generated token reads.
 
     Attributes:
         count: pages.
