@@ -150,6 +150,27 @@ def test_a_page_weighs_what_the_best_of_its_parts_does(way, parts, means):
             assert read == [*sorted(order[: count - 1]), (size - 1) // PAGE]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("means", [False, True], ids=["bounds", "means"])
+def test_sizes_that_the_compiler_knows_choose_what_torch_does(monkeypatch, means, dim, dtype):
+    """Of 64, 128 and 256 numbers of a page; more pages than are fetched ahead, parts of blocks among them."""
+    if compiled.built().reason is not None:
+        pytest.skip(f"{NO_C}: {compiled.built().reason}")
+    torch.manual_seed(dim)
+    parts, sizes = 2, torch.tensor([30 * PAGE, 21 * PAGE - 3], dtype=torch.int32)
+    bounds = PageBounds(61, HEADS, dim, PAGE, torch.zeros(1, dtype=dtype), parts=parts, means=means)
+    bounds.update(torch.randn(60 * PAGE, HEADS, dim).to(dtype), torch.arange(60 * PAGE) + PAGE)
+    query = torch.randn(2, HEADS, GROUPS, dim)
+    question = question_of_means(query, 0.2, bounds.page) if means else question_of(query, 0.2, None)
+    table = (torch.randperm(60) + 1).view(2, 30).to(torch.int32)
+    given = bounds.table, question, table, sizes, torch.tensor([6, 5], dtype=torch.int32), 6, PAGE, parts
+    in_c = choose_pages(*given)
+    monkeypatch.setattr(pages, "usable", lambda bounds: False)
+    in_torch = choose_pages(*given)
+    assert torch.equal(in_c[0], in_torch[0]) and torch.equal(in_c[1, :, :5], in_torch[1, :, :5])
+
+
 def test_a_short_request_reads_all_its_pages(way):
     sizes, counts = [96, 13], [3, 9]
     _, table, bounds = filled(sizes)

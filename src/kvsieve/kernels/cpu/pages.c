@@ -62,12 +62,26 @@ void update_bounds(const Update *job, int64_t threads) {
             else take_in(job, token, head, 0);
 }
 
-INLINE void score(const Choice *job, int64_t request, int64_t head, int64_t pages, int half, float *scores, float *x) {
-    int64_t wide = job->halves * job->dim, groups = job->groups;
+// Pages that are fetched ahead: a head's lie apart by all heads' numbers, farther than the processor itself looks.
+#define AHEAD 8
+
+// Where what is known of the i-th page of a request begins.
+INLINE int64_t place_of(const Choice *job, const int32_t *table, int64_t head, int64_t i, int64_t wide) {
+    return ((table[i / job->parts] * job->parts + i % job->parts) * job->heads + head) * wide;
+}
+
+INLINE void score_wide(
+    const Choice *job, int64_t request, int64_t head, int64_t pages, int half, int64_t wide, float *scores, float *x
+) {
+    int64_t groups = job->groups, bytes = half ? 2 : 4;
     const float *asked = job->question + (request * job->heads + head) * groups * wide;
     const int32_t *table = job->table + request * job->width;
     for (int64_t i = 0; i < pages; i++) {
-        int64_t at = ((table[i / job->parts] * job->parts + i % job->parts) * job->heads + head) * wide;
+        if (i + AHEAD < pages) {
+            const char *next = (const char *)job->bounds + place_of(job, table, head, i + AHEAD, wide) * bytes;
+            for (int64_t line = 0; line < wide * bytes; line += 64) __builtin_prefetch(next + line);
+        }
+        int64_t at = place_of(job, table, head, i, wide);
         const float *restrict bounds = (const float *)job->bounds + at;
         if (half) {
             const uint16_t *restrict from = (const uint16_t *)job->bounds + at;
@@ -81,6 +95,15 @@ INLINE void score(const Choice *job, int64_t request, int64_t head, int64_t page
             scores[g * pages + i] = sum;
         }
     }
+}
+
+// Of the usual sizes with one known to the compiler.
+INLINE void score(const Choice *job, int64_t request, int64_t head, int64_t pages, int half, float *scores, float *x) {
+    int64_t wide = job->halves * job->dim;
+    if (wide == 64) score_wide(job, request, head, pages, half, 64, scores, x);
+    else if (wide == 128) score_wide(job, request, head, pages, half, 128, scores, x);
+    else if (wide == 256) score_wide(job, request, head, pages, half, 256, scores, x);
+    else score_wide(job, request, head, pages, half, wide, scores, x);
 }
 
 // Weights of the pages, as core/page_weights.py has them, summed over the query heads.
