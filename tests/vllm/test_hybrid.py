@@ -76,7 +76,7 @@ def test_all_pages_read_is_dense_attention(hybrids, wide):
         assert differ(answers(llm, prompts), dense)
 
 
-@pytest.mark.parametrize("batched", [64, 1024])
+@pytest.mark.parametrize("batched", [64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_everything_packed_in_reverse_is_dense_attention(hybrids, wide, batched):
     prompts = prompts_of(LENGTHS)
     with hybrids(None, wide, max_num_batched_tokens=batched) as llm:
@@ -136,7 +136,13 @@ def test_answers_are_the_same_however_prompts_are_scheduled(hybrids, hybrid, pla
         assert free_blocks(llm) == everything
 
 
-@pytest.mark.parametrize("plan", ["rocketkv:budget=128:window=16", "snapkv:budget=96:window=16:every=12"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        pytest.param("rocketkv:budget=128:window=16", marks=pytest.mark.slow),
+        "snapkv:budget=96:window=16:every=12",
+    ],
+)
 def test_preemption_at_every_place(hybrids, hybrid, plan):
     prompts = prompts_of([300, 140, 257], seed=7)
     with hybrids(plan, hybrid) as llm:
@@ -147,6 +153,7 @@ def test_preemption_at_every_place(hybrids, hybrid, plan):
     assert got == [each.tokens for each in free]
 
 
+@pytest.mark.slow
 def test_prefix_caching_is_switched_off_for_eviction_and_stays_for_reading(hybrids, hybrid, caplog_vllm):
     (prompt,) = prompts_of([400])
     for plan, cached in (("snapkv:budget=96:window=16", False), ("quest:budget=96", True)):

@@ -223,7 +223,12 @@ def replayed(in_torch, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "plan", ["quest:budget=96:skip_layers=1", "quest:budget=30%:page=8:means=true", "hsa:budget=128"]
+    "plan",
+    [
+        "quest:budget=96:skip_layers=1",
+        pytest.param("quest:budget=30%:page=8:means=true", marks=pytest.mark.slow),
+        pytest.param("hsa:budget=128", marks=pytest.mark.slow),
+    ],
 )
 def test_steps_that_are_replayed_read_what_others_read(engine, monkeypatch, replayed, plan):
     prompts = prompts_of(LENGTHS, seed=2)
