@@ -1,13 +1,15 @@
 """What sparse prompts save, and lose: time to the first token beside own full KV, scores, and the distance to full KV.
 
     python benchmarks/sparse_prompts.py [--model DIR] [--lengths 2048,7500] [--samples 4] [--rounds 3] [--out FILE]
+    python benchmarks/sparse_prompts.py --prefills xattention --methods fastkv --budget 10% --transformers ...
 
 quality: samples of the needle task and of RULER's multikey needles, the question visible. kl: mean over the tokens of
 full KV's own answer, in nats, of KL(full KV || plan). score: of the answer that the plan gives. density and recall: as
 the statistics tell them, means over samples.
 
 time: a prompt is read under full KV and every plan in turn, after one round that does not count. ttft: median over
-rounds of a plan's seconds over those of full KV in the same round.
+rounds of a plan's seconds over those of full KV in the same round; ttft_to_transformers: over those of transformers'
+own call, which `--transformers` adds. `--methods`: plans of these methods, alone and with every sparse prompt.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 import kvsieve
 from kvsieve.eval.evaluator import Evaluator
@@ -32,7 +36,7 @@ PREFILLS = (
     "a-shape:local=2048"
 )
 TASKS = ("needle", "ruler_niah_multikey_1")
-FULL = "full"
+FULL, THEIRS = "full", "transformers"
 
 
 def quality(model: Any, tokenizer: Any, plans: dict[str, Plan], length: int, samples: int) -> list[dict[str, Any]]:
@@ -61,8 +65,8 @@ def _mean(values: list[float]) -> float | None:
     return round(statistics.mean(values), 4) if values else None
 
 
-def times(model: Any, tokenizer: Any, plans: dict[str, Plan], length: int, rounds: int) -> list[dict[str, Any]]:
-    """One row per plan: the median of ratios of times to the first token."""
+def times(model: Any, tokenizer: Any, plans: dict[str, Plan | None], length: int, rounds: int) -> list[dict[str, Any]]:
+    """One row per plan: medians of ratios of times to the first token. None: transformers' own call."""
     (task,) = chosen_tasks(["needle"])
     evaluator = Evaluator(model, tokenizer)
     text = task.sample(5, length, 0, evaluator.prompter.count).context
@@ -70,18 +74,31 @@ def times(model: Any, tokenizer: Any, plans: dict[str, Plan], length: int, round
     seconds: dict[str, list[float]] = {name: [] for name in plans}
     for at in range(rounds + 1):
         for name, plan in plans.items():
-            with kvsieve.attach(model, plan) as sieve, torch.no_grad():
-                took = sieve.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0).stats.ttft_s
+            took = first_token(model, plan, ids)
             if at:
                 seconds[name].append(took)
         print(f"time, {length} tokens: round {at} of {rounds}", flush=True)
     rows = []
     for name, took in seconds.items():
-        ratio = statistics.median(mine / full for mine, full in zip(took, seconds[FULL], strict=True))
-        rows.append(
-            {"tokens": length, "plan": name, "ttft": round(ratio, 4), "ttft_s": round(statistics.median(took), 3)}
-        )
+        row: dict[str, Any] = {"tokens": length, "plan": name}
+        for key, other in (("ttft", FULL), ("ttft_to_transformers", THEIRS)):
+            if other in seconds:
+                row[key] = round(statistics.median(a / b for a, b in zip(took, seconds[other], strict=True)), 4)
+        rows.append(row | {"ttft_s": round(statistics.median(took), 3)})
     return rows
+
+
+def first_token(model: Any, plan: Plan | None, ids: torch.Tensor) -> float:
+    """Seconds to the first token."""
+    with torch.no_grad():
+        if plan is None:
+            began = time.perf_counter()
+            logits = model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
+            logits[0, -1].argmax().item()
+            return time.perf_counter() - began
+        with kvsieve.attach(model, plan) as sieve:
+            took: float = sieve.generate(ids, max_new_tokens=1, do_sample=False, pad_token_id=0).stats.ttft_s
+            return took
 
 
 def main() -> None:
@@ -91,12 +108,20 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="0 leaves quality out.")
     parser.add_argument("--rounds", type=int, default=3, help="0 leaves times out.")
     parser.add_argument("--prefills", default=PREFILLS)
+    parser.add_argument("--methods", default="", help="Plans of these methods too, alone and with every sparse prompt.")
+    parser.add_argument("--budget", default="10%", help="Of these methods.")
+    parser.add_argument("--transformers", action="store_true", help="Time transformers' own call too.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "sparse_prompts.json")
     given = parser.parse_args()
     model, tokenizer = kvsieve.models.load(given.model)
     name = given.model or "SmolLM2-135M-Instruct (demo model)"
-    plans = {FULL: Plan()}
-    plans |= {each: kvsieve.plan(FULL, prefill=each) for each in given.prefills.split(",") if each}
+    prefills = [each for each in given.prefills.split(",") if each]
+    plans = {FULL: Plan(), **{each: kvsieve.plan(FULL, prefill=each) for each in prefills}}
+    for method in filter(None, given.methods.split(",")):
+        told = f"{method} {given.budget}"
+        plans[told] = kvsieve.plan(method, budget=given.budget)
+        plans |= {f"{told}, {each}": kvsieve.plan(method, budget=given.budget, prefill=each) for each in prefills}
+    timed: dict[str, Plan | None] = {THEIRS: None, **plans} if given.transformers else {**plans}
     report: dict[str, Any] = {
         "environment": environment(),
         "model": f"{Path(name).name}, {str(model.dtype).removeprefix('torch.')}",
@@ -106,16 +131,16 @@ def main() -> None:
     }
     for length in map(int, given.lengths.split(",")):
         if given.rounds:
-            report["time"] += times(model, tokenizer, plans, length, given.rounds)
+            report["time"] += times(model, tokenizer, timed, length, given.rounds)
         if given.samples:
             report["quality"] += quality(model, tokenizer, plans, length, given.samples)
         given.out.write_text(json.dumps(report, indent=1) + "\n")
     for part, keys in (
-        ("time", ("tokens", "plan", "ttft", "ttft_s")),
+        ("time", ("tokens", "plan", "ttft", "ttft_to_transformers", "ttft_s")),
         ("quality", ("tokens", "task", "plan", "kl", "score", "density", "recall")),
     ):
         if report[part]:
-            print(markdown_table(list(keys), [[str(row[key]) for key in keys] for row in report[part]]))
+            print(markdown_table(list(keys), [[str(row.get(key, "")) for key in keys] for row in report[part]]))
 
 
 if __name__ == "__main__":
