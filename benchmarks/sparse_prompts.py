@@ -79,12 +79,12 @@ def times(model: Any, tokenizer: Any, plans: dict[str, Plan | None], length: int
                 seconds[name].append(took)
         print(f"time, {length} tokens: round {at} of {rounds}", flush=True)
     rows = []
-    for name, took in seconds.items():
+    for name, mine in seconds.items():
         row: dict[str, Any] = {"tokens": length, "plan": name}
         for key, other in (("ttft", FULL), ("ttft_to_transformers", THEIRS)):
             if other in seconds:
-                row[key] = round(statistics.median(a / b for a, b in zip(took, seconds[other], strict=True)), 4)
-        rows.append(row | {"ttft_s": round(statistics.median(took), 3)})
+                row[key] = round(statistics.median(a / b for a, b in zip(mine, seconds[other], strict=True)), 4)
+        rows.append(row | {"ttft_s": round(statistics.median(mine), 3)})
     return rows
 
 
