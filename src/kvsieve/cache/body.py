@@ -74,7 +74,8 @@ class Body:
         ]
         first = self._put(made, index)
         each = torch.bincount(rows, minlength=count)
-        wide = int((held + each).max())
+        # There may be places for more blocks than are left, once rows have gone.
+        wide = max(self.table.shape[1], int((held + each).max()))
         table, filled = (part.new_zeros(count, wide) for part in (self.table, self.fills))
         table[:, : self.table.shape[1]], filled[:, : self.fills.shape[1]] = self.table, self.fills
         number = torch.arange(len(rows), device=rows.device)
