@@ -120,10 +120,11 @@ CODECS := benchmarks/results/codecs
 SEVERAL := int8,k8v4,kivi:bits=4,hqq:bits=4,rotated:bits=4,k8v4:key_bits=4:value_bits=2:rotate_values=true,rotated:bits=3,kivi:bits=2,rotated:bits=2
 
 codecs: $(VENV)/.ready
-	$(BIN)/python benchmarks/codecs.py --parts quality --lengths 2048 --out $(CODECS).json
-	$(BIN)/python benchmarks/codecs.py --parts quality --lengths 2048 --samples 4 --model $(LARGER) --out $(CODECS)_qwen2.5-coder-0.5b.json
+	$(BIN)/python benchmarks/codecs.py --parts quality --lengths 2048 --budgets 10% --out $(CODECS).json
+	$(BIN)/python benchmarks/codecs.py --parts quality --lengths 2048 --budgets 10% --samples 4 --model $(LARGER) --out $(CODECS)_qwen2.5-coder-0.5b.json
 	$(BIN)/python benchmarks/codecs.py --parts drift --codecs kivi:bits=4,rotated:bits=4,kivi:bits=2 --out $(CODECS)_drift.json
 	$(BIN)/python benchmarks/codecs.py --parts rest --lengths 2048 --samples 3 --out $(CODECS)_rest.json
+	$(BIN)/python benchmarks/codecs.py --parts rest --lengths 2048 --samples 3 --model $(LARGER) --out $(CODECS)_rest_qwen2.5-coder-0.5b.json
 	$(BIN)/python benchmarks/codecs.py --parts planted --codecs "$(SEVERAL)" --lengths 1024 --samples 3 --out $(CODECS)_planted.json
 	$(BIN)/python benchmarks/codecs.py --parts peer --codecs kivi:bits=4,rotated:bits=4 --lengths 2048,7500 --out $(CODECS)_peer.json
 

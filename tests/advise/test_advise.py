@@ -72,14 +72,17 @@ def test_intervals_hold_the_mean_over_other_documents():
     def draw(count):
         return [[rng.lognormvariate(centre, 0.9) for _ in range(count)] for centre in (-5, -3)]
 
-    held = 0
+    held, wide = 0, []
     for _ in range(300):
         groups, more, others = draw(3), draw(3), draw(3)
         mean, low, high = prediction_interval(groups, [[*a, *b] for a, b in zip(groups, more, strict=True)])
         assert 0 <= low <= mean <= high
+        wide.append(high / mean)
         fresh = sum(sum(group) / 3 for group in others) / 2
         held += low <= fresh <= high
     assert held >= 270
+    # They tell something, also where what varies most is not among the documents that the mean is of.
+    assert max(wide) < 100
     assert prediction_interval([[0.0, 0.0]])[:2] == (0.0, 0.0)
     assert abs(student(0.95, 10) - 2.228) < 0.01 and abs(student(0.95, 2) - 4.303) < 0.15
 

@@ -37,7 +37,9 @@ def prediction_interval(
     if total <= 0:
         return mean, max(mean - FLOOR, 0.0), mean + FLOOR
     freedom = total**2 / sum(part**2 / (len(mine) - 1) for part, mine in zip(parts, known, strict=True))
-    reach = math.exp(min(student(level, freedom) * math.sqrt(total) / mean, 20.0))
+    # Relative to the mean of the same samples: of skewed losses, one that is large makes both large.
+    relative = math.sqrt(total) / fmean(fmean(mine) for mine in known)
+    reach = math.exp(min(student(level, freedom) * relative, 20.0))
     return mean, max(mean / reach - FLOOR, 0.0), mean * reach + FLOOR
 
 
