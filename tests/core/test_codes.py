@@ -118,7 +118,7 @@ def test_the_scale_is_that_of_least_squares():
 
 @pytest.mark.parametrize("bits, most", [(2, 1.01), (3, 1.02), (4, 1.05)])
 def test_the_scale_is_near_the_best(bits, most):
-    """Beside the best of 60 scales, each made even to its codes; from the root mean square alone it is 1.02 to 1.19."""
+    """Beside the best of 60 scales, and nearer to it than the root mean square."""
     form = CodeFormat(bits, "token", 64, zero=False, levels=gaussian_levels(bits))
     x = torch.randn(500, 1, 1, 64, generator=torch.Generator().manual_seed(1))
 

@@ -16,7 +16,7 @@ from kvsieve.kernels.interpreter import interpreted
 from kvsieve.methods import HSA, DuoAttention, DynamicKV, KNorm, PyramidKV
 from kvsieve.models.families import build
 from kvsieve.roles import Reader
-from small import recorder_stand_in
+from small import one_compiled_graph, recorder_stand_in
 
 PLANS = {
     "full": {},
@@ -381,27 +381,12 @@ def test_nothing_is_left_behind(model, stand_in):
 
 
 @pytest.mark.parametrize("name", ["full", "adakv", "hsa"])
-def test_a_pass_is_one_graph_that_serves_later_answers(name, monkeypatch):
+def test_a_pass_is_one_graph_that_serves_later_answers(name):
     """torch.compile takes the whole step in one piece, so nothing in it waits for the device or depends on data."""
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    def record(run):
-        made = torch.compile(run, fullgraph=True, dynamic=False, backend=backend)
-        made()
-        return made
-
-    monkeypatch.setitem(fixed.RECORDERS, "compile", lambda device: record)
-    torch._dynamo.reset()
     model, plan = build("llama", dtype=torch.float64, num_hidden_layers=2), planned(name)
-    for seed in (3, 4):
-        wanted, logits = answer(model, plan, prompt(2, seed=seed), None, "eager", max_new_tokens=6)
-        ours, same = answer(model, plan, prompt(2, seed=seed), None, "compile", max_new_tokens=6)
-        torch.testing.assert_close(same, logits)
-        assert ours.stats.decoding.engine == "compile" and ours.stats.traffic == wanted.stats.traffic
-    assert len(graphs) == 1
-    names = {str(node.target) for node in graphs[0].graph.nodes}
-    assert not names & {"item", "nonzero", "tolist", "masked_select", "unique", "cpu"}
+    with one_compiled_graph():
+        for seed in (3, 4):
+            wanted, logits = answer(model, plan, prompt(2, seed=seed), None, "eager", max_new_tokens=6)
+            ours, same = answer(model, plan, prompt(2, seed=seed), None, "compile", max_new_tokens=6)
+            torch.testing.assert_close(same, logits)
+            assert ours.stats.decoding.engine == "compile" and ours.stats.traffic == wanted.stats.traffic

@@ -110,3 +110,29 @@ def recorder_stand_in(engine="graph"):
         yield
     finally:
         engines.RECORDERS[engine] = before
+
+
+@contextlib.contextmanager
+def one_compiled_graph():
+    """Let "compile" record passes as torch.compile takes them, uncompiled: as one graph that waits for nothing."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def record(run):
+        made = torch.compile(run, fullgraph=True, dynamic=False, backend=backend)
+        made()
+        return made
+
+    before = engines.RECORDERS["compile"]
+    engines.RECORDERS["compile"] = lambda device: record
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        engines.RECORDERS["compile"] = before
+    assert len(graphs) == 1
+    names = {str(node.target) for node in graphs[0].graph.nodes}
+    assert not names & {"item", "nonzero", "tolist", "masked_select", "unique", "cpu"}

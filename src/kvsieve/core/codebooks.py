@@ -13,8 +13,8 @@ from kvsieve.core.codes import CodeFormat, level_tensor, nearest
 
 # Rounds of Lloyd's iteration: of 16 levels, none moves by more than 1e-12 any more.
 _ROUNDS = 2000
-# Scales that are tried, over the root mean square: one alone may lead to the second best. Of 64 channels the squared
-# error is 1 to 4% more than with the best of 40; by the root mean square alone it is 6% more at 3 bits, 17% at 4.
+# Scales that are tried, over the root mean square, since one alone may lead to codes that are only second best. Of 64
+# channels the squared error is at most 1, 2 and 5% (2, 3 and 4 bits) above that of the best of 60.
 _STARTS = (0.8, 0.9, 1.0, 1.1, 1.2)
 
 
