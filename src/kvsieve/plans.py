@@ -28,6 +28,7 @@ from kvsieve.roles import (
     role_class,
     role_name,
 )
+from kvsieve.roles.codec import ASKED
 
 ROLES: dict[str, type[Role]] = {
     "propagate": Propagator,
@@ -189,7 +190,8 @@ class Plan:
 
     def queries(self, length: int) -> int:
         """`window` for a prompt of `length` tokens; the last chunk of a chunked prefill holds at least these."""
-        return max(self.window, 0 if self.propagate is None else self.propagate.queries(length))
+        asked = (0 if self.rest is None else ASKED, 0 if self.propagate is None else self.propagate.queries(length))
+        return max(self.window, *asked)
 
     def caution(self, num_layers: int) -> str | None:
         """What to warn of before the plan runs on a model of `num_layers` layers."""
@@ -267,9 +269,7 @@ def _record(kind: type[Any], value: Any) -> Any:
 
 def _lasting(value: Any) -> Any:
     """A parameter as it comes back from JSON, lists as tuples."""
-    if isinstance(value, list):
-        return tuple(value)
-    return str(value) if isinstance(value, Budget) else value
+    return tuple(value) if isinstance(value, list) else str(value) if isinstance(value, Budget) else value
 
 
 def _plain(value: Any) -> Any:

@@ -54,7 +54,15 @@ class Body:
         """T, places of a block."""
         return self.codec.block if self.index is None else self.index.shape[1]
 
-    def add(self, keys: Tensor, values: Tensor, index: Tensor, rows: Tensor, fills: Tensor | None = None) -> None:
+    def add(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        index: Tensor,
+        rows: Tensor,
+        fills: Tensor | None = None,
+        asked: Tensor | None = None,
+    ) -> None:
         """Encode blocks and put each behind its KV row's others.
 
         Args:
@@ -63,6 +71,7 @@ class Body:
             index: int32 [N, T].
             rows: int64 [N], ascending: the KV row of each block.
             fills: int64 [N], entries of each, the first ones. None: T.
+            asked: as in `BlockPool.encode`.
         """
         count = len(self.table)
         held = (self.fills > 0).sum(1)
@@ -70,7 +79,8 @@ class Body:
         if fills is not None:
             some = {each: (fills == each).nonzero()[:, 0] for each in sorted(set(fills.tolist()))}
         made = [
-            part.encode(self.codec, x, rows, held == 0, some) for part, x in ((self.keys, keys), (self.values, values))
+            self.keys.encode(self.codec, keys, rows, held == 0, some, asked),
+            self.values.encode(self.codec, values, rows, held == 0, some),
         ]
         first = self._put(made, index)
         each = torch.bincount(rows, minlength=count)

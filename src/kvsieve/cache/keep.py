@@ -11,6 +11,8 @@ from kvsieve.cache.store import DenseStore
 from kvsieve.types import Selection
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kvsieve.roles import Codec
 
 # What a layer's entries lie in.
@@ -42,9 +44,17 @@ def decoded(store: PackedStore) -> DenseStore:
 
 
 def set_aside(
-    store: LayerStore, selection: Selection, rest: Codec, codec: Codec | None = None, reserve: int = 0
+    store: LayerStore,
+    selection: Selection,
+    rest: Codec,
+    codec: Codec | None = None,
+    reserve: int = 0,
+    asked: Tensor | None = None,
 ) -> PackedStore:
-    """Encode by `rest` what a selection leaves out, in place of dropping it; `codec` is that of what stays."""
+    """Encode by `rest` what a selection leaves out, in place of dropping it; `codec` is that of what stays.
+
+    asked: as in `BlockPool.encode`.
+    """
     packed = store if isinstance(store, PackedStore) else PackedStore(codec, store.padded())
-    packed.set_aside(selection, rest, reserve)
+    packed.set_aside(selection, rest, reserve, asked)
     return packed

@@ -72,11 +72,14 @@ class PackedStore(PackedParts):
         reduce(self, selected(self, selection), reserve)
         self._count_changed()
 
-    def set_aside(self, selection: Selection, codec: Codec, reserve: int = 0) -> None:
-        """Encode the slots that are not selected by `codec`, the same in all calls; what it encoded before stays."""
+    def set_aside(self, selection: Selection, codec: Codec, reserve: int = 0, asked: Tensor | None = None) -> None:
+        """Encode the slots that are not selected by `codec`, the same in all calls; what it encoded before stays.
+
+        asked: as in `BlockPool.encode`.
+        """
         if self.aside is None:
             self.bodies.insert(0, self._body(codec))
-        set_aside(self, selection, reserve)
+        set_aside(self, selection, reserve, asked)
         self._count_changed()
 
     def _count_changed(self) -> None:

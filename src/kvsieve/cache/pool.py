@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # Of what channels are divided by, the least part of the most.
 _LEAST_ROOT = 0.01
 
+# What the mean channel of queries adds to each of theirs: those to come may ask for others than the few that are known.
+_MORE_ASKED = 0.2
+
 
 class BlockPool:
     """Encoded keys, or values, of all blocks of a pool.
@@ -41,19 +44,26 @@ class BlockPool:
         return self.form.rotated or self.mean is not None or self.root is not None
 
     def encode(
-        self, codec: Codec, x: Tensor, rows: Tensor, begin: Tensor, fills: Mapping[int, Tensor] | None = None
+        self,
+        codec: Codec,
+        x: Tensor,
+        rows: Tensor,
+        begin: Tensor,
+        fills: Mapping[int, Tensor] | None = None,
+        asked: Tensor | None = None,
     ) -> Codes:
         """Encode blocks [N, T, D] of the KV rows int64 [N].
 
         begin: bool [R], KV rows that have no blocks yet. fills: by how many of a block's entries are real, the first
         ones, the blocks int64 of so many; what others there are has no part in their codes. None where all are.
+        asked: float32 [R, D], mean squares of the queries that keys are balanced with; None for even ones.
         """
         x = x.float()
         if self.form.centered:
             self.mean = self._measured(self.mean, _means(x, rows, len(begin), fills), begin)
             x = x - self.mean[rows][:, None]
         if self.form.balanced:
-            root = _means(x.square(), rows, len(begin), fills).pow(0.25)
+            root = _balance(_means(x.square(), rows, len(begin), fills), asked)
             # Channels that hardly differ between tokens yet may do so later.
             root = root.clamp_min(_LEAST_ROOT * root.amax(1, keepdim=True))
             self.root = self._measured(self.root, torch.where(root > 0, root, torch.ones_like(root)), begin)
@@ -130,6 +140,19 @@ def grown(part: Tensor, tokens: int) -> Tensor:
     fresh = part.new_zeros(len(part), tokens, *part.shape[2:])
     fresh[:, : part.shape[1]] = part
     return fresh
+
+
+def _balance(squares: Tensor, asked: Tensor | None) -> Tensor:
+    """Divisors of the channels [R, D] of keys, of their mean squares and those of queries.
+
+    Once they are turned, all channels miss by as much. What a logit misses by then is least where each channel of the
+    keys, divided, is as large as that of the queries, multiplied.
+    """
+    if asked is None:
+        return squares.pow(0.25)
+    mean = asked.mean(1, keepdim=True)
+    even = torch.where(mean > 0, asked / mean.clamp_min(torch.finfo(torch.float32).tiny), torch.ones_like(asked))
+    return (squares / (even + _MORE_ASKED)).pow(0.25)
 
 
 def _means(x: Tensor, rows: Tensor, count: int, fills: Mapping[int, Tensor] | None) -> Tensor:

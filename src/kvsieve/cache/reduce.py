@@ -49,8 +49,11 @@ def reduce(store: PackedParts, stays: Tensor, reserve: int) -> None:
     narrow(store, torch.cat([stays[:, :, : store.first], stays[:, :, end:]], 2), store.room(reserve))
 
 
-def set_aside(store: PackedParts, selection: Selection, reserve: int) -> None:
-    """Encode the slots that are not selected, in place of dropping them; those set aside before stay so."""
+def set_aside(store: PackedParts, selection: Selection, reserve: int, asked: Tensor | None = None) -> None:
+    """Encode the slots that are not selected, in place of dropping them; those set aside before stay so.
+
+    asked: as in `BlockPool.encode`.
+    """
     rest, stays, valid = store.bodies[0], selected(store, selection), store.valid
     if store.is_sorted:
         aside = torch.zeros_like(stays)
@@ -64,4 +67,4 @@ def set_aside(store: PackedParts, selection: Selection, reserve: int) -> None:
     blocks = blocks_of(store, order, counts, rest.codec.block) if bool(counts.any()) else None
     reduce(store, real & stays, reserve)
     if blocks is not None:
-        rest.add(*blocks)
+        rest.add(*blocks, asked)

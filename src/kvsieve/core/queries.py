@@ -1,4 +1,4 @@
-"""Attention that any queries give to any entries, for methods that look at more than a prompt's last tokens."""
+"""Attention that any queries give to any entries, and how much they ask of each channel."""
 
 from __future__ import annotations
 
@@ -62,3 +62,21 @@ def query_mass(
             mass = mass * weights[:, :, None, first : first + block, None]
         out = torch.maximum(out, mass.amax(3)) if reduce == "max" else out + mass.sum(3)
     return out.flatten(1, 2)
+
+
+def mean_squares(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:
+    """Mean square of each channel of the queries that share a KV head.
+
+    Args:
+        query: [B, Hq, L, D].
+        heads: H.
+        valid: bool [B, H or 1, N], False for padding; the last L are these queries'. None: all real.
+
+    Returns:
+        float32 [B * H, D]; 0 where all are padding.
+    """
+    squares = query.float().square().unflatten(1, (heads, -1))
+    if valid is None:
+        return squares.mean((2, 3)).flatten(0, 1)
+    real = valid[:, :, None, -query.shape[2] :, None]
+    return ((squares * real).sum(3) / real.sum(3).clamp_min(1)).mean(2).flatten(0, 1)

@@ -120,7 +120,8 @@ class DocumentReader:
                 states[i] = ReadState([plan], *read, ids, [i])
         for propagate in dict.fromkeys(plan.propagate for plan in plans.values() if plan.acts_once):
             mine = {i: plan for i, plan in plans.items() if plan.acts_once and plan.propagate == propagate}
-            window = max(plan.window for plan in mine.values())
+            # Propagators see to theirs as they read.
+            window = max(plan.window if propagate else plan.queries(ids.shape[1]) for plan in mine.values())
             shared = read_shared(
                 self.model,
                 propagate,

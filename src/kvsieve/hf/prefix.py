@@ -23,6 +23,7 @@ from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 from kvsieve.roles import Evictor, Propagator
+from kvsieve.roles.codec import ASKED
 from kvsieve.types import LayerContext
 
 
@@ -42,8 +43,9 @@ class LayerRecorder:
                 state = self.learned.setdefault((ctx.layer_idx, each), {})
                 each.observe(dataclasses.replace(ctx, state=state))
         if ctx.step.ends_prompt:
-            # The window's queries are all an evictor may look at; the rest of them would be as large as the cache.
-            query = ctx.query[:, :, -max(self.window, 1) :].clone()
+            # The window's queries are all an evictor may look at, and those that keys are balanced for; the rest of
+            # them would be as large as the cache.
+            query = ctx.query[:, :, -max(self.window, ASKED) :].clone()
             self.seen[ctx.layer_idx] = dataclasses.replace(ctx, query=query, hidden=None, output=None)
 
 

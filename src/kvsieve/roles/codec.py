@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
     from kvsieve.core.codes import CodeFormat
 
+# Last queries of a prompt that keys are balanced for where they are set aside.
+ASKED = 32
+
 
 class Codec(Role, heads="own"):
     """Encodes stored entries in few bits once they have left the newest ones.

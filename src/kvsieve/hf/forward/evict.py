@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+from torch import Tensor
+
 from kvsieve.cache import keep, set_aside
+from kvsieve.core.queries import mean_squares
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.plans import Plan
 from kvsieve.protection import lost
 from kvsieve.roles import Role
+from kvsieve.roles.codec import ASKED
 from kvsieve.types import LayerContext, Selection
 
 
@@ -44,13 +48,21 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache) -> None:
                 # As many as are dropped come again before it acts next: the same buffers then serve on.
                 room = max(room, min(layer.store.size - selection.indices.shape[-1], turn.new_tokens))
             if plan.rest is not None:
-                layer.store = set_aside(layer.store, selection, plan.rest, plan.codec, room)
+                layer.store = set_aside(layer.store, selection, plan.rest, plan.codec, room, _asked(ctx, index))
             else:
                 # What a prompt leaves should take no more than its budget.
                 layer.store = keep(layer.store, selection, room, reuse=not step.ends_prompt)
         record.evicted.add(index)
         if prompt:
             record.kept[index] = layer.store.entries
+
+
+def _asked(ctx: LayerContext, index: int) -> Tensor | None:
+    """Mean squares of a prompt's last queries, as `mean_squares` has them; None for a layer that is not the context's.
+
+    Keys that are set aside are balanced for them.
+    """
+    return mean_squares(ctx.query[:, :, -ASKED:], ctx.keys.shape[1], ctx.valid) if index == ctx.layer_idx else None
 
 
 def check_protected(part: Role, ctx: LayerContext, selection: Selection, offered: int | None = None) -> None:

@@ -1,0 +1,112 @@
+"""Keys that are set aside are balanced for the queries that ask for them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import kvsieve
+from kvsieve.cache.pool import BlockPool
+from kvsieve.core.queries import mean_squares
+from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.shared import read_shared
+from kvsieve.methods import Rotated
+from kvsieve.models.families import build
+
+DIM = 64
+LINE = torch.zeros(4, dtype=torch.int64)
+
+
+def normal(*shape, seed):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def missed(keys, query, asked):
+    """Mean square of what logits of queries [Q, D] miss over encoded keys [N, T, D] of one KV row."""
+    pool, codec = BlockPool(Rotated(bits=2).keys(DIM), DIM), Rotated(bits=2)
+    made = pool.encode(codec, keys, LINE, LINE[:1] == 0, asked=asked)
+    found = pool.decode(made, LINE, torch.float32)
+    return ((found - keys) @ query.T).square().mean().item()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_logits_miss_less_where_queries_are_known(seed):
+    """The error goes to channels that queries hardly ask for, of queries that were not seen as well."""
+    keys, query = normal(4, 64, DIM, seed=seed), normal(96, DIM, seed=seed + 10)
+    query[:, ::8] *= 8
+    seen, others = query.split(48)
+    assert missed(keys, others, mean_squares(seen[None, None], 1)) < 0.8 * missed(keys, others, None)
+    # Of those that ask for all alike nothing is gained or lost.
+    even = normal(4096, DIM, seed=3)
+    assert missed(keys, even, mean_squares(even[None, None], 1)) == pytest.approx(missed(keys, even, None), rel=0.05)
+
+
+def test_channels_that_nothing_asked_for_are_told():
+    """Later queries may ask for them: of none, or of a single one, nothing is divided by numbers near 0."""
+    keys = normal(4, 64, DIM, seed=1)
+    none, one, even = (missed(keys, torch.eye(DIM), each) for each in (torch.zeros(1, DIM), torch.eye(1, DIM), None))
+    assert none == pytest.approx(even, rel=0.01) and one < 2 * even
+
+
+def test_padding_asks_for_nothing():
+    query = normal(2, 4, 8, 16, seed=0)
+    valid = torch.ones(2, 1, 30, dtype=torch.bool)
+    valid[1, :, :25] = False
+    found = mean_squares(query, 2, valid)
+    assert found.shape == (4, 16)
+    alone = [mean_squares(query[:1], 2), mean_squares(query[1:, :, 3:], 2)]
+    torch.testing.assert_close(found, torch.cat(alone))
+    assert not mean_squares(query, 2, torch.zeros_like(valid)).any()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build("llama")
+
+
+IDS = torch.randint(2, 120, (1, 200), generator=torch.Generator().manual_seed(3))
+
+
+def after(model, plan, ids=IDS, mask=None, chunk=None):
+    """Logits of a token after a prompt, and what keys of each layer that were set aside were divided by."""
+    with kvsieve.attach(model, plan) as sieve, torch.no_grad():
+        cache = sieve.prefill(ids, mask, chunk=chunk)
+        given = {} if mask is None else {"attention_mask": torch.cat([mask, mask[:, -1:]], 1)}
+        out = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, **given).logits[:, -1]
+    return out, [layer.store.aside.keys.root for layer in cache.sieve_layers.values() if layer.store.aside]
+
+
+@pytest.fixture(scope="module")
+def planted(model):
+    """The same model, of which queries are larger in a pair of channels and keys smaller."""
+    out, config = copy.deepcopy(model), model.config
+    dim = config.hidden_size // config.num_attention_heads
+    for layer in out.model.layers:
+        for linear, by in ((layer.self_attn.q_proj, 16.0), (layer.self_attn.k_proj, 1 / 16)):
+            linear.weight.data.unflatten(0, (-1, dim))[:, [dim // 4, dim // 4 + dim // 2]] *= by
+    return out
+
+
+@pytest.mark.parametrize("method, given", [("snapkv", {"paper": True}), ("knorm", {})])
+def test_what_is_set_aside_is_divided_for_the_last_queries(planted, method, given):
+    """However the prompt was read: at once, in chunks, padded beside a longer one, or once for several plans."""
+    plan = kvsieve.plan(method, budget=40, rest="2bit", **given)
+    _, roots = after(planted, plan)
+    dim = roots[0].shape[1]
+    others = [each for each in range(dim) if each not in (dim // 4, dim // 4 + dim // 2)]
+    for root in roots:
+        # Keys were made smaller by 16, so queries alone tell.
+        assert root[:, [dim // 4, dim // 4 + dim // 2]].mean() < root[:, others].mean() / 4
+    again = [after(planted, plan, chunk=50)[1]]
+    mask = torch.ones(2, 230, dtype=torch.int64)
+    mask[1, :30] = 0
+    ids = torch.cat([torch.cat([IDS[:, :30], IDS], 1)] * 2)
+    again.append([root.view(2, -1, dim)[1] for root in after(planted, plan, ids, mask)[1]])
+    shared = read_shared(planted, None, IDS, window=plan.window, evictors=[plan.evict], options=ReadOptions(50))
+    layers = shared.reduced(plan.evict, None, plan.rest).sieve_layers.values()
+    again.append([layer.store.aside.keys.root for layer in layers])
+    for found in again:
+        for one, other in zip(found, roots, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=0)
