@@ -86,7 +86,7 @@ def test_only_what_is_known_is_replaced(family, count, dtype):
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-def test_tokens_are_computed_by_the_kernels_and_prompts_by_torch(dtype, monkeypatch):
+def test_prompts_and_tokens_are_computed_by_the_kernels(dtype, monkeypatch):
     model, asked = build_model("qwen2", dtype=dtype), []
     for name in ("rms_norm", "gated_silu", "rotate"):
         own = getattr(layers, name)
@@ -102,9 +102,9 @@ def test_tokens_are_computed_by_the_kernels_and_prompts_by_torch(dtype, monkeypa
         assert (told.engine, told.reason, told.fused_modules) == (decode, None, 17 if decode == "fused" else 0)
         scores[decode] = torch.stack(result.output.logits).float()
     names = [name for name, _ in asked]
-    # Of five passes, each a token: four layers, two of whose norms, and the last one's; queries and keys.
-    assert [names.count(name) for name in ("rms_norm", "gated_silu", "rotate")] == [45, 20, 40]
-    assert all(shape[-2] == 1 for _, shape in asked)
+    # Of six passes: four layers, two of whose norms, and the last one's; queries and keys.
+    assert [names.count(name) for name in ("rms_norm", "gated_silu", "rotate")] == [54, 24, 48]
+    assert {shape[-2] for _, shape in asked} == {1, PROMPT.shape[1]}
     torch.testing.assert_close(
         scores["fused"],
         scores["eager"],
@@ -125,6 +125,23 @@ def test_padded_rows_and_hooks_are_served():
         assert seen == [40, 1, 1, 1, 1, 1]
     hook.remove()
     assert torch.equal(found["fused"], found["eager"])
+
+
+def test_an_mlp_takes_a_prompt_in_parts_unless_somebody_looks(monkeypatch):
+    monkeypatch.setattr(fused_modules, "_PART", 16)
+    mlp, seen = build_model("llama").get_decoder().layers[0].mlp, []
+    own = layers.gated_silu
+    monkeypatch.setattr(layers, "gated_silu", lambda gate, up: seen.append(gate.shape[:-1]) or own(gate, up))
+    x = torch.randn(2, 19, mlp.gate_proj.in_features, generator=torch.Generator().manual_seed(0))
+    forward = fused_modules._gated(mlp)
+    with torch.no_grad():
+        torch.testing.assert_close(forward(x), mlp(x))
+        assert seen == [(16,), (16,), (6,)]
+        hook = mlp.up_proj.register_forward_hook(lambda *given: seen.append(given[2].shape[:-1]))
+        seen.clear()
+        forward(x)
+        hook.remove()
+    assert seen == [(2, 19), (2, 19)]
 
 
 def test_gradients_come_by_the_models_own_operations():

@@ -1,8 +1,10 @@
-"""The small operations of decoder layers in one compiled call each, for passes of few tokens on a CPU.
+"""The small operations of decoder layers in one compiled call each, on a CPU.
 
 A norm, rotary positions and a gated activation are a dozen operations of torch, each of which costs more than it
-computes for one token. Which modules are replaced is no guess: their forward must consist of what the kernel computes
-and of nothing else, by the names in its code, and one of each kind is compared with the kernel first.
+computes for one token, and reads and writes all of a prompt's. An MLP takes a prompt in parts, so that what lies
+between its products stays near the processor and is never held for all tokens. Which modules are replaced is no guess:
+their forward must consist of what the kernel computes and of nothing else, by the names in its code, and one of each
+kind is compared with the kernel first.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from torch import Tensor, nn
 
 from kvsieve.kernels.cpu import layers as kernel
 
-# Tokens of a pass up to which a kernel is called: beyond, torch's own operations are no slower.
-_FEW = 64
+# Tokens that an MLP takes at a time.
+_PART = 1024
 # All that the forward of such a module may name.
 _NORM = {"dtype", "to", "torch", "float32", "pow", "mean", "rsqrt", "variance_epsilon", "weight"}
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
@@ -97,12 +99,11 @@ def _names_of(function: Any) -> set[str] | None:
 
 
 def _norm(module: Any) -> Callable[[Tensor], Tensor]:
-    own, eps = module.forward, module.variance_epsilon
-    few, parameters = _FEW * module.weight.numel(), module._parameters
+    own, eps, parameters = module.forward, module.variance_epsilon, module._parameters
 
     def forward(hidden_states: Tensor) -> Tensor:
         weight = parameters["weight"]
-        if hidden_states.numel() > few or _computes_otherwise(hidden_states, weight):
+        if _computes_otherwise(hidden_states, weight):
             return own(hidden_states)
         return kernel.rms_norm(hidden_states, weight, eps)
 
@@ -111,19 +112,31 @@ def _norm(module: Any) -> Callable[[Tensor], Tensor]:
 
 def _gated(module: Any) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
+        tokens = x.shape[:-1].numel()
+        if tokens <= _PART or not all(map(_can_be_divided, (module.gate_proj, module.up_proj, module.down_proj))):
+            return whole(x)
+        parts = x.reshape(tokens, -1).split(_PART)
+        return torch.cat([whole(part) for part in parts]).view(*x.shape[:-1], -1)
+
+    def whole(x: Tensor) -> Tensor:
         gate, up = module.gate_proj(x), module.up_proj(x)
-        if x.shape[:-1].numel() > _FEW or _computes_otherwise(gate, up):
+        if _computes_otherwise(gate, up):
             return module.down_proj(module.act_fn(gate) * up)
         return module.down_proj(kernel.gated_silu(gate, up))
 
     return forward
 
 
+def _can_be_divided(module: nn.Module) -> bool:
+    """Tell that a module computes each token by itself, and that nobody looks at what it is given."""
+    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+
+
 def _with_rotary(forward: types.FunctionType, own: Callable[..., Any]) -> types.FunctionType:
     """Return the same forward, calling another function where it turns queries and keys."""
 
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if args or kwargs or cos.shape[-1] != q.shape[-1] or q.shape[2] * q.shape[0] > _FEW:
+        if args or kwargs or cos.shape[-1] != q.shape[-1]:
             return own(q, k, cos, sin, *args, **kwargs)
         heads_inside = q.transpose(1, 2), k.transpose(1, 2)
         if _computes_otherwise(heads_inside[0], cos) or _computes_otherwise(heads_inside[1], sin):

@@ -1,4 +1,4 @@
-// The small operations of a decoder layer for few tokens, each in one call: root-mean-square norms, rotary positions,
+// The small operations of a decoder layer, each in one call: root-mean-square norms, rotary positions,
 // gated activations. Numbers are rounded where the model's own operations round.
 #include <string.h>
 #include "common.h"
@@ -47,6 +47,8 @@ void rms_norm(const void *x, const void *weight, void *out, int64_t rows, int64_
 INLINE void rotate_head(const void *x, const void *cosine, const void *sine, void *out, int64_t from, int64_t at,
                         int64_t dim, int half) {
     int64_t middle = dim / 2;
+    // What is written is another tensor than those that are read.
+#pragma GCC ivdep
     for (int64_t i = 0; i < middle; i++) {
         int64_t j = i + middle;
         float a = loaded(x, from + i, half), b = loaded(x, from + j, half);
@@ -59,7 +61,8 @@ INLINE void rotate_head(const void *x, const void *cosine, const void *sine, voi
 
 // x, out [tokens, heads, dim]; cosine and sine [angles, dim], of token t those at t % angles.
 void rotate(const void *x, const void *cosine, const void *sine, void *out, int64_t tokens, int64_t heads, int64_t dim,
-            int64_t angles, int64_t half) {
+            int64_t angles, int64_t half, int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (threads > 1 && tokens * heads * dim > MANY)
     for (int64_t token = 0; token < tokens; token++)
         for (int64_t head = 0; head < heads; head++) {
             int64_t from = (token * heads + head) * dim, at = token % angles * dim;

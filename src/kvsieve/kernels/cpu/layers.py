@@ -45,7 +45,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     batch, heads, length, dim = x.shape
     _kernels()[1](
         x.data_ptr(), cosine.data_ptr(), sine.data_ptr(), out.data_ptr(), batch * length, heads, dim,
-        cosine.shape[0] * length, x.dtype == torch.bfloat16,
+        cosine.shape[0] * length, x.dtype == torch.bfloat16, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -66,7 +66,7 @@ def _kernels() -> tuple[Callable[..., None], Callable[..., None], Callable[..., 
     assert loaded is not None
     norm, turn, gate = loaded.rms_norm, loaded.rotate, loaded.gated_silu
     norm.argtypes = (*(c_void_p,) * 3, c_int64, c_int64, c_float, c_int64, c_int64)
-    turn.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 5)
+    turn.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6)
     gate.argtypes = (*(c_void_p,) * 3, *(c_int64,) * 3)
     norm.restype = turn.restype = gate.restype = None
     return norm, turn, gate
