@@ -9,7 +9,9 @@ the statistics tell them, means over samples.
 
 time: a prompt is read under full KV and every plan in turn, after one round that does not count. ttft: median over
 rounds of a plan's seconds over those of full KV in the same round; ttft_to_transformers: over those of transformers'
-own call, which `--transformers` adds. `--methods`: plans of these methods, alone and with every sparse prompt.
+own call, which `--transformers` adds. products: share of that time which products with weights take, that a sparse
+prompt leaves as they are, by torch's profiler in one more reading; `--products` adds it. `--methods`: plans of these
+methods, alone and with every sparse prompt.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
 import kvsieve
@@ -65,7 +68,9 @@ def _mean(values: list[float]) -> float | None:
     return round(statistics.mean(values), 4) if values else None
 
 
-def times(model: Any, tokenizer: Any, plans: dict[str, Plan | None], length: int, rounds: int) -> list[dict[str, Any]]:
+def times(
+    model: Any, tokenizer: Any, plans: dict[str, Plan | None], length: int, rounds: int, products: bool
+) -> list[dict[str, Any]]:
     """One row per plan: medians of ratios of times to the first token. None: transformers' own call."""
     (task,) = chosen_tasks(["needle"])
     evaluator = Evaluator(model, tokenizer)
@@ -84,8 +89,17 @@ def times(model: Any, tokenizer: Any, plans: dict[str, Plan | None], length: int
         for key, other in (("ttft", FULL), ("ttft_to_transformers", THEIRS)):
             if other in seconds:
                 row[key] = round(statistics.median(a / b for a, b in zip(mine, seconds[other], strict=True)), 4)
-        rows.append(row | {"ttft_s": round(statistics.median(mine), 3)})
+        row["ttft_s"] = round(statistics.median(mine), 3)
+        rows.append(row | ({"products": products_of(model, plans[name], ids)} if products else {}))
     return rows
+
+
+def products_of(model: Any, plan: Plan | None, ids: torch.Tensor) -> float:
+    """Share of the time to the first token that products with weights take."""
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        took = first_token(model, plan, ids)
+    spent = sum(each.self_cpu_time_total for each in seen.key_averages() if each.key in ("aten::mm", "aten::addmm"))
+    return round(spent / 1e6 / took, 3)
 
 
 def first_token(model: Any, plan: Plan | None, ids: torch.Tensor) -> float:
@@ -111,6 +125,7 @@ def main() -> None:
     parser.add_argument("--methods", default="", help="Plans of these methods too, alone and with every sparse prompt.")
     parser.add_argument("--budget", default="10%", help="Of these methods.")
     parser.add_argument("--transformers", action="store_true", help="Time transformers' own call too.")
+    parser.add_argument("--products", action="store_true", help="Profile products with weights.")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "sparse_prompts.json")
     given = parser.parse_args()
     model, tokenizer = kvsieve.models.load(given.model)
@@ -131,12 +146,12 @@ def main() -> None:
     }
     for length in map(int, given.lengths.split(",")):
         if given.rounds:
-            report["time"] += times(model, tokenizer, timed, length, given.rounds)
+            report["time"] += times(model, tokenizer, timed, length, given.rounds, given.products)
         if given.samples:
             report["quality"] += quality(model, tokenizer, plans, length, given.samples)
         given.out.write_text(json.dumps(report, indent=1) + "\n")
     for part, keys in (
-        ("time", ("tokens", "plan", "ttft", "ttft_to_transformers", "ttft_s")),
+        ("time", ("tokens", "plan", "ttft", "ttft_to_transformers", "ttft_s", "products")),
         ("quality", ("tokens", "task", "plan", "kl", "score", "density", "recall")),
     ):
         if report[part]:
