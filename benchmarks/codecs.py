@@ -16,7 +16,8 @@ in 8 bins of equal width. No token ends it.
 planted: quality where one pair of channels of every key head, that rotary embeddings turn together, is multiplied by 50
 and that of its queries divided by it: full KV says what it said, and codecs meet the channels that some models have.
 
-rest: KL by task of SnapKV with the rest in 2 bits, and of SnapKV alone with the budget that takes as many bytes.
+rest: KL by task of SnapKV, 10% of the entries exact (--rest-budget), with the rest in 2 bits, and of SnapKV alone with
+the budget that takes as many bytes.
 
 peer: seconds per token and KL beside transformers' QuantizedCache (hqq, 4 bits, which needs that package), all fed the
 answer of full KV, token by token, in turns; medians over the rounds, ratios within a round.
@@ -144,9 +145,9 @@ def planted(model: Any, factor: float) -> None:
                     part.data.unflatten(0, (-1, dim))[:, [dim // 4, dim // 4 + dim // 2]] *= by
 
 
-def rests(model: Any, tokenizer: Any, length: int, samples: int) -> list[dict[str, Any]]:
-    """One row per task: KL of the rest in 2 bits, and of plain eviction that takes as many bytes."""
-    rest = kvsieve.plan("snapkv", budget="10%", rest="2bit")
+def rests(model: Any, tokenizer: Any, length: int, samples: int, budget: str) -> list[dict[str, Any]]:
+    """One row per task: KL of the rest in 2 bits, `budget` exact, and of plain eviction that takes as many bytes."""
+    rest = kvsieve.plan("snapkv", budget=budget, rest="2bit")
     share = kv_shares(model, tokenizer, {"rest": rest}, length)["rest"]
     plans = [Plan(), rest, kvsieve.plan("snapkv", budget=f"{100 * share:.2f}%")]
     evaluator, rows = Evaluator(model, tokenizer, chunk=1024), []
@@ -256,6 +257,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=6)
     parser.add_argument("--codecs", default=CODECS)
     parser.add_argument("--budgets", default="10%,25%")
+    parser.add_argument("--rest-budget", default="10%", help="Of the part rest: entries that stay exact.")
     parser.add_argument("--rounds", type=int, default=3, help="Of the part peer.")
     parser.add_argument("--drift-length", type=int, default=2048)
     parser.add_argument("--drift-tokens", type=int, default=2000)
@@ -284,7 +286,9 @@ def main() -> None:
     for length in map(int, given.lengths.split(",")):
         plans = plans_of(codecs, budgets)
         add(f"quality {length}", lambda n=length, p=plans: quality(model, tokenizer, p, n, given.samples))
-        add(f"rest {length}", lambda n=length: rests(model, tokenizer, n, given.samples))
+        exact = given.rest_budget
+        part = f"rest {length}" if exact == "10%" else f"rest {length} {exact}"
+        add(part, lambda n=length, b=exact: rests(model, tokenizer, n, given.samples, b))
         add(f"peer {length}", lambda n=length: peers(model, tokenizer, codecs, n, given.rounds))
     add("drift", lambda: drift(model, tokenizer, codecs, given.drift_length, given.drift_tokens))
     if "planted" in given.parts.split(","):

@@ -33,7 +33,8 @@ class CodeFormat:
         levels: the number of each code, ascending; None: the code itself.
         rotated: channels are turned by a random rotation before they are encoded (`rotation`).
         centered: the mean of each channel over the first entries encoded is taken off before.
-        balanced: each channel is divided before by the root of its standard deviation over the first entries encoded.
+        balanced: each channel is divided before by the root of its standard deviation over the first entries encoded,
+            or of that over the standard deviation of the queries that ask for them, where these are known.
         apart: numbers of a block, those that codes miss by the most steps of their scale, that are told beside them.
     """
 

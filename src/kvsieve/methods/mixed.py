@@ -4,7 +4,8 @@ Entries that an evictor would drop still matter a little, and to some answers a 
 it keeps stay exact. ``plan("snapkv", budget="20%", rest="2bit")`` is the same for any evictor.
 
 Differences from MiKV: importance is SnapKV's, where the paper has H2O's; what is important stays exact unless
-``codec=`` says otherwise, where the paper gives it more bits; the rest is rotated beside having its channels balanced.
+``codec=`` says otherwise, where the paper gives it more bits; key channels of the rest are balanced by the mean squares
+of keys and of the prompt's last 32 queries, where the paper takes the largest of all of both, and are then rotated.
 From ZipCache: importance is not normalised by how many queries can see an entry, since all observing queries see all
 others. From both: importance is settled at the end of a prompt; an entry that was encoded is not exact again, even
 where a later turn chooses it, and tokens of the answer stay exact until the next prompt.

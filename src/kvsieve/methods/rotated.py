@@ -14,7 +14,9 @@ all channels. From both: the mean of each key channel over the first entries enc
 they are read, since some models' keys have a large constant part, which would take the levels of what differs between
 tokens; attention over them is exact in that part. Key channels are then divided by the root of their standard
 deviation, and queries multiplied by it: as if scales of queries and keys had been made even, the error of a product
-hardly depends on which of the two is large. The first entry stays exact (`sinks`).
+hardly depends on which of the two is large. Of keys that an evictor sets aside (`rest=`) that is no guess: a
+channel is divided by the root of its deviation over its size in the prompt's last 32 queries, by mean squares, to which
+a fifth of all channels' mean is added. The first entry stays exact (`sinks`).
 """
 
 from __future__ import annotations
