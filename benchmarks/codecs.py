@@ -145,13 +145,13 @@ def planted(model: Any, factor: float) -> None:
                     part.data.unflatten(0, (-1, dim))[:, [dim // 4, dim // 4 + dim // 2]] *= by
 
 
-def rests(model: Any, tokenizer: Any, length: int, samples: int, budget: str) -> list[dict[str, Any]]:
+def rests(model: Any, tokenizer: Any, length: int, samples: int, budget: str, tasks: list[str]) -> list[dict[str, Any]]:
     """One row per task: KL of the rest in 2 bits, `budget` exact, and of plain eviction that takes as many bytes."""
     rest = kvsieve.plan("snapkv", budget=budget, rest="2bit")
     share = kv_shares(model, tokenizer, {"rest": rest}, length)["rest"]
     plans = [Plan(), rest, kvsieve.plan("snapkv", budget=f"{100 * share:.2f}%")]
     evaluator, rows = Evaluator(model, tokenizer, chunk=1024), []
-    for task in chosen_tasks(list(REST_TASKS), "topics"):
+    for task in chosen_tasks(tasks, "topics"):
         found = []
         for index in range(samples):
             sample = task.sample(index * 11 // samples, length, index, evaluator.prompter.count)
@@ -258,6 +258,7 @@ def main() -> None:
     parser.add_argument("--codecs", default=CODECS)
     parser.add_argument("--budgets", default="10%,25%")
     parser.add_argument("--rest-budget", default="10%", help="Of the part rest: entries that stay exact.")
+    parser.add_argument("--rest-tasks", default=",".join(REST_TASKS), help="Of the part rest.")
     parser.add_argument("--rounds", type=int, default=3, help="Of the part peer.")
     parser.add_argument("--drift-length", type=int, default=2048)
     parser.add_argument("--drift-tokens", type=int, default=2000)
@@ -288,7 +289,8 @@ def main() -> None:
         add(f"quality {length}", lambda n=length, p=plans: quality(model, tokenizer, p, n, given.samples))
         exact = given.rest_budget
         part = f"rest {length}" if exact == "10%" else f"rest {length} {exact}"
-        add(part, lambda n=length, b=exact: rests(model, tokenizer, n, given.samples, b))
+        tasks = given.rest_tasks.split(",")
+        add(part, lambda n=length, b=exact, t=tasks: rests(model, tokenizer, n, given.samples, b, t))
         add(f"peer {length}", lambda n=length: peers(model, tokenizer, codecs, n, given.rounds))
     add("drift", lambda: drift(model, tokenizer, codecs, given.drift_length, given.drift_tokens))
     if "planted" in given.parts.split(","):
