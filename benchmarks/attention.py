@@ -3,8 +3,9 @@
     python benchmarks/attention.py [--lengths 1000,2000,4000,7500] [--rounds 7] [--out FILE]
 
 bf16, the demo model's shape: milliseconds per layer for a whole prompt and for one decoded token (30 layers' keys and
-values in turn, so that they come from memory), both kinds in turns, medians of rounds and of their ratios. Then what
-the demo model makes of each: its next-token distributions beside those of the same weights in float32. Where
+values in turn, so that they come from memory; also by the C kernel for tokens), all kinds in turns, medians of rounds
+and of their ratios. Then what the demo model makes of each: its next-token distributions beside those of the same
+weights in float32. Where
 `kvsieve.attention.choice.faster_here` is False the products are timed all the same.
 """
 
@@ -25,6 +26,7 @@ from torch import Tensor
 import kvsieve
 from kvsieve.attention import blocked, causal, choice, dense
 from kvsieve.bench.prompts import text_ids
+from kvsieve.kernels.cpu import token as native
 from kvsieve.report.environment import environment
 
 HEADS, GROUPS, DIM, LAYERS = 3, 3, 64, 30
@@ -32,7 +34,10 @@ SCALE = DIM**-0.5
 
 
 def in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median milliseconds of each, and "ratio": the median of the second's to the first's within a round."""
+    """Median milliseconds of each, and medians of their ratios to the first's within a round.
+
+    "ratio" is the second's, "in_c_ratio" the third's where there is one.
+    """
     spent: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, run in contenders.items():
@@ -40,9 +45,11 @@ def in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[s
             run()
             if turn:
                 spent[name].append(1e3 * (time.perf_counter() - began))
-    first, second = spent.values()
+    first, *others = spent.values()
     out = {name: round(statistics.median(runs), 4) for name, runs in spent.items()}
-    return out | {"ratio": round(statistics.median(b / a for a, b in zip(first, second, strict=True)), 3)}
+    for name, runs in zip(("ratio", "in_c_ratio"), others, strict=False):
+        out[name] = round(statistics.median(b / a for a, b in zip(first, runs, strict=True)), 3)
+    return out
 
 
 def prompt(length: int, rounds: int) -> dict[str, float]:
@@ -59,6 +66,7 @@ def prompt(length: int, rounds: int) -> dict[str, float]:
 
 def token(length: int, rounds: int) -> dict[str, float]:
     query = torch.randn(1, HEADS, GROUPS, DIM, dtype=torch.bfloat16)
+    token = query.view(1, HEADS * GROUPS, 1, DIM)
     layers = [torch.randn(2, 1, HEADS, length, DIM, dtype=torch.bfloat16) for _ in range(LAYERS)]
     spent = in_turns(
         {
@@ -66,10 +74,11 @@ def token(length: int, rounds: int) -> dict[str, float]:
             "products_ms": lambda: [
                 blocked.single_query_attention(query, keys, values, None, scale=SCALE) for keys, values in layers
             ],
+            "in_c_ms": lambda: [native.token_attention(token, keys, values, scale=SCALE) for keys, values in layers],
         },
         rounds,
     )
-    return {name: part if name == "ratio" else round(part / LAYERS, 4) for name, part in spent.items()}
+    return {name: round(part / LAYERS, 4) if name.endswith("_ms") else part for name, part in spent.items()}
 
 
 def fidelity(length: int = 1500) -> dict[str, dict[str, float]]:

@@ -81,7 +81,7 @@ def test_steps_are_counted_to_the_end(model):
 
 def test_quick_chooses_the_layer_that_all_layers_give(model):
     """Whatever the bound; from the deepest on, it stops at the first layer that is not near."""
-    every = measure(model, some_prompts(2), some_prompts(1)[0], options=Options(parts=("tsp",)))
+    every = measure(model, some_prompts(1), some_prompts(1)[0], options=Options(parts=("tsp",)))
     bounds = sorted(every.measured["tsp"]["relative"])
     counts = []
     for tolerance in (0.0, *(1.001 * bound for bound in bounds)):
@@ -89,7 +89,7 @@ def test_quick_chooses_the_layer_that_all_layers_give(model):
         for every_layer in (True, False):
             steps = []
             options = Options(parts=("tsp",), tolerance=tolerance, every_layer=every_layer)
-            given = (model, some_prompts(2), some_prompts(1)[0])
+            given = (model, some_prompts(1), some_prompts(1)[0])
             profile = measure(*given, options=options, progress=lambda *each, steps=steps: steps.append(each))
             found = profile.measured["tsp"]
             assert steps[-1][0] == steps[-1][1] == len(steps) - 1

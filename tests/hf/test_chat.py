@@ -481,15 +481,19 @@ def test_what_cannot_be_loaded(tokenizer, full, tmp_path):
 # The long run
 
 
+# Each number of detours with and without an interrupt, and three times what fills a budget.
+MANY = 25
+
+
 @pytest.mark.parametrize("name", ["full", "snapkv", "rocketkv-mt"])
 @pytest.mark.slow
-def test_fifty_turns_with_forks_and_rollbacks(tokenizer, name):
+def test_many_turns_with_forks_and_rollbacks(tokenizer, name):
     """Nothing piles up, and what is there is what a conversation without detours would have."""
     model = build("llama", dtype=torch.float64, max_position_embeddings=2048)
     options, gone, sizes = {**PLAIN, "max_new_tokens": 5}, [], []
     with kvsieve.attach(model, kvsieve.plan(name, **PLANS[name])) as sieve:
         chat, straight = sieve.chat(tokenizer, "w9", **options), sieve.chat(tokenizer, "w9", **options)
-        for turn in range(50):
+        for turn in range(MANY):
             taken, before = chat.snapshot(), (size(chat), chat.ids.shape, len(chat.messages))
             fork = chat.fork()
             fork.ask(words(turn + 500, 9))
@@ -506,7 +510,7 @@ def test_fifty_turns_with_forks_and_rollbacks(tokenizer, name):
             straight.ask(words(turn, 10))
             sizes.append(chat.cache.nbytes())
         assert torch.equal(chat.ids, straight.ids) and chat.messages == straight.messages
-        assert chat.cache.entries() == straight.cache.entries() and len(chat.turns) == 50
+        assert chat.cache.entries() == straight.cache.entries() and len(chat.turns) == MANY
         assert chat.cache.nbytes() == straight.cache.nbytes()
         gc.collect()
         assert not [each for each in gone if each() is not None] and len(chat.cache._snapshots) == 1

@@ -48,7 +48,7 @@ def talk():
 def ask(sieve, cache, context, mask, question, **options):
     ids = torch.cat([context, question], 1)
     whole = torch.cat([mask, torch.ones_like(question)], 1)
-    given = {"reduce": False, "max_new_tokens": 14, **options}
+    given = {"reduce": False, "max_new_tokens": 10, **options}
     return sieve.generate(ids, whole, cache=cache, **given, **GREEDY)
 
 

@@ -136,8 +136,9 @@ def test_chunks_shorter_than_padding_and_convolutions(model, chunk):
 # Rows that are repeated and change places.
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 3}, {"num_beams": 4, "num_return_sequences": 2}], ids=str)
-@pytest.mark.parametrize("chunk", [None, 16])
+@pytest.mark.parametrize(
+    ("options", "chunk"), [({"num_beams": 3}, None), ({"num_beams": 4, "num_return_sequences": 2}, 16)], ids=str
+)
 def test_beams_are_those_of_transformers(model, options, chunk):
     """What was read in chunks is repeated with its rows, and rows change places at every token."""
     ids, mask, _ = talk()
@@ -307,20 +308,24 @@ def test_bytes_count_states_and_reset_forgets_them(model):
 
 # Conversations.
 
+CHATTING = {"suppress_tokens": [0, 1, 2], "min_new_tokens": 4, "max_new_tokens": 5, "chunk": 16}
+
+
+def said():
+    return [" ".join(f"w{(7 * at + each) % 80}" for each in range(30)) for at in range(3)]
+
 
 @pytest.mark.parametrize("plan", ["snapkv", "fastkv"])
 def test_a_chat_and_a_turn_of_it_that_fails(model, plan):
     if why_unsupported(model, plan_of(plan, model)) is not None:
         return
-    said = [" ".join(f"w{(7 * at + each) % 80}" for each in range(30)) for at in range(3)]
-    options = {"suppress_tokens": [0, 1, 2], "min_new_tokens": 4, "max_new_tokens": 5, "chunk": 16}
 
     def stop(piece):
         raise ZeroDivisionError
 
     with attached(model, plan) as sieve:
-        one, other = (sieve.chat(chat_tokenizer(), **options) for _ in range(2))
-        for message in said:
+        one, other = (sieve.chat(chat_tokenizer(), **CHATTING) for _ in range(2))
+        for message in said():
             held, before = contents(one.cache), one.ids
             with pytest.raises(ZeroDivisionError):
                 one.ask("w1 w2 w3", on_text=stop)
@@ -330,11 +335,12 @@ def test_a_chat_and_a_turn_of_it_that_fails(model, plan):
         same(contents(one.cache), contents(other.cache))
         fork = one.fork()
         assert fork.ask("w5 w6").text == one.ask("w5 w6").text
-        # Fed once, a conversation answers as one that is read anew.
-        ids = one.ids[:, :-1]
+
+
+def test_a_chat_fed_once_answers_as_one_that_is_read_anew(model):
     with attached(model, "full") as sieve:
-        chat = sieve.chat(chat_tokenizer(), **options)
-        for message in said:
+        chat = sieve.chat(chat_tokenizer(), **CHATTING)
+        for message in said():
             chat.ask(message)
         ids = chat.ids[:, :-1]
         cache = sieve.prefill(ids)
@@ -359,13 +365,13 @@ def test_plans_act_and_rows_and_chunks_agree(family, name):
         with kvsieve.attach(model, plan) as sieve, pytest.raises(InputError, match="padding behind its tokens"):
             sieve.generate(ids, mask, **GREEDY)
         ids, mask, _ = talk(0)
-    padding = 7 if mask.min() == 0 else 0
+    padding, few = 7 if mask.min() == 0 else 0, {**GREEDY, "max_new_tokens": 3}
     with kvsieve.attach(model, plan) as sieve:
-        both = sieve.generate(ids, mask, **GREEDY)
+        both = sieve.generate(ids, mask, **few)
         assert both.stats.applied
-        close(both, sieve.generate(ids[1:, padding:], **GREEDY), slice(1, None))
-        close(sieve.generate(ids, mask, chunk=13, **GREEDY), both)
-        asked = sieve.generate(ids, mask, question_tokens=5, **GREEDY)
+        close(both, sieve.generate(ids[1:, padding:], **few), slice(1, None))
+        close(sieve.generate(ids, mask, chunk=13, **few), both)
+        asked = sieve.generate(ids, mask, question_tokens=5, **{**few, "max_new_tokens": 1})
         assert asked.stats.applied and asked.cache.turn.record.question == 5
         whole = sieve.prefill(ids, mask, reduce=False)
         assert {whole.entries()[index] for index in whole.sieve_layers} == {48}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import torch
@@ -28,8 +29,11 @@ from kvsieve.kernels.window import pooled, window_mass
 from kvsieve.types import AttentionTerms
 
 
-def pretend(capability: int, **facts: object) -> None:
-    """Let every launch end with its machine code for this compute capability."""
+def pretend(capability: int, half: int | None, **facts: object) -> None:
+    """Let every launch end with its machine code for this compute capability.
+
+    half: 0 or 1, of each kernel the first launch and from then on every second one; None for all of them.
+    """
     target = GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(
         SimpleNamespace(
@@ -40,12 +44,18 @@ def pretend(capability: int, **facts: object) -> None:
     )
     decode.multiprocessors = packed.multiprocessors = window.multiprocessors = lambda device: 132
 
+    launches: Counter[str] = Counter()
+
     def compiled(kernel, grid):
         def call(*args, **sizes):
+            number = launches[kernel.__name__]
+            launches[kernel.__name__] += 1
+            if half is not None and number and number % 2 != half:
+                return
             found = kernel.warmup(*args, grid=grid, **sizes)
             assert found.asm["cubin"]
             wide = found.asm["ptx"].count("cp.async.cg.shared.global")
-            line = {"name": kernel.__name__, "shared": found.metadata.shared, "wide": wide}
+            line = {"name": kernel.__name__, "launch": number, "shared": found.metadata.shared, "wide": wide}
             print(json.dumps({"capability": capability, **facts, **line}), flush=True)
 
         return call
@@ -120,8 +130,8 @@ def encoded(heads: int, groups: int, dim: int, value_dim: int) -> None:
 
 
 if __name__ == "__main__":
-    # Each argument is CAPABILITY,DTYPE,G,D,Dv.
+    # Each argument is CAPABILITY,HALF,DTYPE,G,D,Dv, and HALF may be empty.
     for argument in sys.argv[1:]:
-        capability, dtype, *shape = argument.split(",")
-        pretend(int(capability), dtype=dtype)
+        capability, half, dtype, *shape = argument.split(",")
+        pretend(int(capability), int(half) if half else None, dtype=dtype)
         call_all(getattr(torch, dtype), *map(int, shape))

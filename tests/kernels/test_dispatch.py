@@ -47,7 +47,7 @@ def test_a_model_answers_the_same(model, name, monkeypatch):
             out = model.generate(
                 ids,
                 attention_mask=mask,
-                max_new_tokens=4,
+                max_new_tokens=3,
                 do_sample=False,
                 eos_token_id=None,
                 return_dict_in_generate=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 
 import pytest
@@ -206,3 +207,20 @@ def test_rows_of_a_batch_and_beams_go_their_own_way(model):
 def test_bad_parameters_are_refused(given):
     with pytest.raises(PlanError):
         kvsieve.plan("lagkv", **given)
+
+
+def test_tokens_that_drop_nothing_are_not_asked_about(monkeypatch):
+    asked, own = [], LagKV.select
+    monkeypatch.setattr(
+        LagKV, "select", lambda self, ctx, counts: asked.append(ctx.step.start) or own(self, ctx, counts)
+    )
+    model, ids = build("llama"), torch.arange(3, 63)[None]
+    with kvsieve.attach(model, kvsieve.Plan(evict=LagKV(budget=30, sinks=2, lag=8))) as sieve:
+        told = {"max_new_tokens": 21, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        stored = sieve.generate(ids, **told).cache.entries()
+        drops = sorted(set(asked[model.config.num_hidden_layers :]))
+        # Every layer acts when there is another partition of 8 tokens, and then alone.
+        assert len(drops) in (2, 3) and all(b - a == 8 for a, b in itertools.pairwise(drops))
+        asked.clear()
+        monkeypatch.setattr(LagKV, "is_noop", lambda self, *given: False)
+        assert sieve.generate(ids, **told).cache.entries() == stored and len(set(asked)) == 21

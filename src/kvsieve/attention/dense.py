@@ -12,6 +12,7 @@ from kvsieve.attention.blocked import single_query_attention
 from kvsieve.attention.causal import causal_attention
 from kvsieve.attention.choice import LONG, faster_for_token, faster_here
 from kvsieve.attention.chunk import can_split, chunk_attention, token_attention
+from kvsieve.kernels.cpu import token as native
 from kvsieve.types import AttentionTerms
 
 # Elements of one boolean mask block; a prompt of any length needs no N x N mask.
@@ -111,13 +112,16 @@ def _one_token(
     groups = query_heads // heads
     if kernels.usable(query, keys, values):
         return kernels.decode_attention(query, keys, values, scale=scale, valid=valid, terms=terms)
+    thin = faster_for_token(query, length) or (length >= LONG and _uneven(keys, values))
+    products = terms is not None or (thin and query.dtype == torch.float32)
+    if not products and native.serves(query, keys, values, batch * heads):
+        return native.token_attention(query, keys, values, scale=scale, valid=valid)
     # The query heads of a group become the rows of one query block: keys are read once per KV head.
     packed = query.reshape(batch, heads, groups, dim)
     mask = None
     if valid is not None:
         mask = valid[:, :, None, :].clone()
         mask[..., -1] = True
-    thin = faster_for_token(query, length) or (length >= LONG and _uneven(keys, values))
     if terms is not None and _only_sinks(terms) and mask is None and can_split(query, values) and not thin:
         out = token_attention(packed, keys, values, scale=scale, terms=terms)
     elif terms is not None or thin:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.attention.blocked import single_query_attention
+from kvsieve.kernels.cpu import token as native
 from kvsieve.types import AttentionTerms
 
 # Slots below which a part of its own is not worth a thread.
@@ -28,7 +29,8 @@ def ragged_attention(
 
     One call for all heads: a head's queries meet the other heads' entries too and are masked there, which costs
     arithmetic, of which decoding has plenty, and reads every key and value once. torch gives such a call one thread per
-    row, so on a CPU the buffer is cut into as many equal parts as there are threads, merged by their log-sum-exp.
+    row, so on a CPU the buffer is cut into as many equal parts as there are threads, merged by their log-sum-exp. Where
+    there is a compiler, a kernel in C reads each head's own entries alone.
 
     Args:
         query: [B, Hq, 1, D].
@@ -44,6 +46,8 @@ def ragged_attention(
     """
     if kernels.usable(query, keys, values, bias):
         return kernels.ragged_decode(query, keys, values, bias, scale=scale, terms=terms)
+    if terms is None and threads is None and native.serves(query, keys, values, bias.shape[0] * bias.shape[1]):
+        return native.ragged_token_attention(query, keys, values, bias, scale=scale)
     batch, query_heads, _, dim = query.shape
     heads, slots = bias.shape[1:]
     if terms is not None:

@@ -35,18 +35,18 @@ def reference_attention(
     batch, query_heads, new, _ = query.shape
     heads, length = keys.shape[1], keys.shape[2]
     out = torch.empty(batch, query_heads, new, values.shape[-1], dtype=torch.float64, device=query.device)
+    slots = torch.arange(length, device=query.device)
+    own = slots[length - new :, None]
     for row in range(batch):
         for head in range(query_heads):
             shared = head // (query_heads // heads)
             logits = query[row, head].double() @ keys[row, shared].double().T * scale
             if terms is not None and terms.softcap is not None:
                 logits = terms.softcap * torch.tanh(logits / terms.softcap)
-            for i in range(new):
-                own = length - new + i
-                for j in range(length):
-                    padding = valid is not None and not bool(valid[row, min(shared, valid.shape[1] - 1), j])
-                    if j > own or (padding and j != own):
-                        logits[i, j] = float("-inf")
+            seen = slots <= own
+            if valid is not None:
+                seen &= valid[row, min(shared, valid.shape[1] - 1)] | (slots == own)
+            logits = logits.masked_fill(~seen, float("-inf"))
             if terms is not None and terms.sinks is not None:
                 logits = torch.cat([logits, terms.sinks[head].double().expand(new, 1)], -1)
             out[row, head] = logits.softmax(-1)[:, :length] @ values[row, shared].double()

@@ -121,7 +121,8 @@ class Store:
 
     def entry_size(self) -> int:
         """Bytes of an entry's key and value; the mean where they differ."""
-        return sum(self.dims) * self.buffers()[0].element_size()
+        keys, values, _ = self.buffers()
+        return (keys.shape[-1] + values.shape[-1]) * keys.element_size()
 
     def make_room(self, tokens: int) -> None:
         """Allocate slots for `tokens` further tokens; buffers that have them stay the same objects."""

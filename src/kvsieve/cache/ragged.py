@@ -157,10 +157,11 @@ class RaggedStore(Store):
         end = self.size + new * heads
         if end > self.capacity:
             self._resize(whole(end + (reserve or max(MIN_ROOM, end // heads // 8)) * heads))
-        slots = slice(self.size, end)
-        for to, part in zip(self.buffers()[:2], (keys, values), strict=True):
-            to[:, slots].unflatten(1, (new, heads)).copy_(part.transpose(1, 2))
-        self.buffers()[2][:, slots].unflatten(1, (new, heads)).copy_(token_index[:, :, None].expand(batch, -1, heads))
+        # Token by token, the heads of each side by side.
+        slots, buffers = slice(self.size, end), self.buffers()
+        for to, part in zip(buffers[:2], (keys, values), strict=True):
+            to[:, slots] = part[:, :, 0] if new == 1 else part.transpose(1, 2).flatten(1, 2)
+        buffers[2][:, slots] = token_index if new == 1 else token_index.repeat_interleave(heads, 1)
         # What follows the end is read along: nobody's, whatever another user of the same buffers has put there.
         after = whole(end) - end
         own = _bias_of_turns(heads, new * heads, after, keys.dtype, keys.device)

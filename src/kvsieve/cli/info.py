@@ -205,6 +205,7 @@ def _device() -> dict[str, Any]:
         "C kernel of codecs": library("packed").told,
         "C kernel of codebooks": library("codes").told,
         "C kernel of readers": library("reading").told,
+        "C kernel of tokens": library("token").told,
         "C kernel of prompts": library("prompt").told if why_torch() is None else f"not used, {why_torch()}",
     }
 

@@ -45,7 +45,7 @@ _interpreted = False
 
 def usable(*tensors: Tensor) -> bool:
     """Tell whether kernels run on these tensors: all on a GPU that `reason` accepts, in dtypes of DTYPES."""
-    if any(each.dtype not in DTYPES for each in tensors):
+    if not (_interpreted or tensors[0].is_cuda) or any(each.dtype not in DTYPES for each in tensors):
         return False
     return _interpreted or (all(each.is_cuda for each in tensors) and reason(tensors[0].device) is None)
 

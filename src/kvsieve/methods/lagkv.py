@@ -126,8 +126,10 @@ class LagKV(Evictor, heads="own", query_aware=False):
             return True
         if "counts" not in state:
             return False
-        rows = zip(stored, state["counts"].tolist(), self._judged(state, len(stored)).sum(1).tolist(), strict=True)
-        return not any(self._acts(entries, count, self.sinks + judged, False) for entries, count, judged in rows)
+        # Asked at every token.
+        judged = state["judged"].sum(1).tolist() if "judged" in state else [0] * len(stored)
+        rows = zip(stored, state["counts"].tolist(), judged, strict=True)
+        return not any(self._acts(entries, count, self.sinks + done, False) for entries, count, done in rows)
 
     @staticmethod
     def _judged(state: dict[str, Any], rows: int) -> Tensor:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from kvsieve.display import mebibytes
 from kvsieve.hf.decode.fused_modules import FusedModules
-from kvsieve.hf.decode.packed_weights import PackedLinears, multiplied
+from kvsieve.hf.decode.packed_weights import PackedLinears
+from kvsieve.hf.decode.products import multiplied
 from kvsieve.kernels.cpu.build import cache_folder, processor
 
 _log = logging.getLogger(__name__)

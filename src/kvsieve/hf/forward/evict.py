@@ -10,11 +10,12 @@ from kvsieve.cache import keep, set_aside
 from kvsieve.core.queries import mean_squares
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.plans import Plan
 from kvsieve.protection import lost
 from kvsieve.roles import Role
 from kvsieve.roles.codec import ASKED
-from kvsieve.types import LayerContext, Selection
+from kvsieve.types import LayerContext, Selection, Step
 
 
 def evict(plan: Plan, ctx: LayerContext, cache: SieveCache) -> None:
@@ -63,6 +64,18 @@ def _asked(ctx: LayerContext, index: int) -> Tensor | None:
     Keys that are set aside are balanced for them.
     """
     return mean_squares(ctx.query[:, :, -ASKED:], ctx.keys.shape[1], ctx.valid) if index == ctx.layer_idx else None
+
+
+def drops_nothing(plan: Plan, step: Step, where: tuple[int, int], layer: SieveLayer) -> bool:
+    """Tell that an evictor that is asked at every token or so says that it would drop nothing of a layer now.
+
+    where: the layer's index, and how many there are.
+    """
+    evictor = plan.evict
+    # Where heads keep different numbers, other processes may have to act.
+    if evictor is None or step.phase == "prefill" or evictor.traits.ragged:
+        return False
+    return evictor.is_noop(*where, layer.store.lengths, layer.state)
 
 
 def check_protected(part: Role, ctx: LayerContext, selection: Selection, offered: int | None = None) -> None:

@@ -17,14 +17,14 @@ from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.forward.drafted import choose_drafted
 from kvsieve.hf.forward.encode import decode_before, encode_after
-from kvsieve.hf.forward.evict import check_protected, evict
+from kvsieve.hf.forward.evict import check_protected, drops_nothing, evict
 from kvsieve.hf.forward.request import Asked, ModelContext, PassRequest, StopForward
 from kvsieve.hf.forward.sparse_prompt import attend_stored
 from kvsieve.hf.forward.sparse_read import read_token
 from kvsieve.hf.forward.travel import Arguments, Tokens, gather, joined
 from kvsieve.hf.forward.windows import attend_window
 from kvsieve.plans import Plan
-from kvsieve.types import LayerContext, Selection, Step
+from kvsieve.types import LayerContext, Selection, Step, When
 
 
 @dataclass
@@ -67,6 +67,8 @@ class Session:
 
     def __post_init__(self) -> None:
         self.arguments = Arguments(self.step.num_new)
+        # Asked in every layer.
+        self.when = When() if self.plan.evict is None else self.plan.evict.when
 
     @property
     def end(self) -> int:
@@ -84,12 +86,10 @@ class Session:
     @property
     def acts_in_between(self) -> bool:
         """True where the evictor acts in this pass, which does not end a prompt."""
-        if self.plan.evict is None or self.step.ends_prompt:
-            return False
-        when = self.plan.evict.when
         if self.step.phase == "prefill":
-            return when.chunks
-        return when.steps is not None and (self.cache.turn.decoded + self.step.num_new) % when.steps == 0
+            return self.when.chunks and not self.step.ends_prompt
+        steps = self.when.steps
+        return steps is not None and (self.cache.turn.decoded + self.step.num_new) % steps == 0
 
     def attend(self, index: int, layer: StoreLayer, asked: Asked, key: Tensor, value: Tensor) -> Tensor:
         """Store this pass's keys and values, attend over everything stored, then let the plan reduce the layer."""
@@ -102,23 +102,22 @@ class Session:
         assert isinstance(layer, SieveLayer)
         tokens, step, query, made = self.tokens, self.step, asked.query, key
         reduces, evictor, codec = step.ends_prompt or self.acts_in_between, self.plan.evict, self.plan.codec
+        where = index, self.model.num_layers
         if reduces and codec is not None:
             decode_before(self.plan, layer)
-        store = layer.store
-        room = self.cache.turn.room(self.end, tokens.size)
-        key, value = key.detach(), value.detach()
+        store, room = layer.store, self.cache.turn.room(self.end, tokens.size)
+        key, value = (part.detach() if part.requires_grad else part for part in (key, value))
         if self.reads_as_answer:
             out = self._read(index, layer, asked, key, value, room)
         else:
             store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
-            where = index, self.model.num_layers
             with gathered(self.checks):
                 out = attend_stored(self.plan.prefill, self.cache.turn, step, where, asked, store)
         self._lend(index, layer, made, changes=reduces or self.request.on_layer is not None or codec is not None)
         self._show(index, layer, asked, out)
-        if evictor is not None and evictor.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
+        if evictor is not None and self.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
             asked = replace(asked, query=self._recent(layer, query, evictor.window))
-        if reduces:
+        if reduces and not drops_nothing(self.plan, step, where, layer):
             with gathered(self.checks):
                 self._reduce(index, layer, asked)
         if codec is not None:
@@ -141,19 +140,21 @@ class Session:
     def _read(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor, room: int) -> Tensor:
         """Store and read token by token: each chooses by itself among what was stored when it came."""
         tokens, stored, outs = self.tokens, asked.stored, []
+        told = self.plan.read, self.cache, layer, index, self.model.num_layers
+        if tokens.size == 1:
+            layer.store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
+            return asked.output(read_token(*told, stored))
         for at in range(tokens.size):
             one = slice(at, at + 1)
             valid = None if tokens.valid is None else tokens.valid[:, one]
             layer.store.append(key[:, :, one], value[:, :, one], tokens.token_index[:, one], valid, reserve=room)
-            alone = replace(stored, query=stored.query[:, :, one])
-            outs.append(read_token(self.plan.read, self.cache, layer, index, self.model.num_layers, alone))
-        return asked.output(outs[0] if len(outs) == 1 else torch.cat(outs, 2))
+            outs.append(read_token(*told, replace(stored, query=stored.query[:, :, one])))
+        return asked.output(torch.cat(outs, 2))
 
     def _show(self, index: int, layer: SieveLayer, asked: Asked, out: Tensor) -> None:
         """Show the layer, with all queries of the pass, to the driver and to an evictor that observes."""
-        evictor, on_layer = self.plan.evict, self.request.on_layer
-        when = None if evictor is None else evictor.when
-        observes = when is not None and when.observes and (self.step.phase == "prefill" or when.steps is not None)
+        evictor, on_layer, when = self.plan.evict, self.request.on_layer, self.when
+        observes = when.observes and (self.step.phase == "prefill" or when.steps is not None)
         if not observes and on_layer is None:
             return
         ctx = self._context(index, layer, asked)

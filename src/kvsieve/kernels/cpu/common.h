@@ -27,6 +27,12 @@ INLINE float of_half(uint16_t x) {
     return u.f;
 }
 
+INLINE uint16_t to_half(float x) {
+    union { float f; uint32_t i; } u = {x};
+    if (x != x) return 0x7fc0;
+    return (uint16_t)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
+}
+
 // Indices of the `count` largest of n numbers >= 0, of equal ones those that come first; in no order.
 __attribute__((unused)) static void largest(const float *x, int64_t n, int64_t count, int32_t *found, int32_t *spare) {
     // Such numbers are ordered as their bits are: digit by digit, those with the digits that decide are looked at.

@@ -6,12 +6,6 @@
 // Numbers of a call from which on several threads take part.
 #define MANY 32768
 
-static inline uint16_t to_half(float x) {
-    union { float f; uint32_t i; } u = {x};
-    if (x != x) return 0x7fc0;
-    return (uint16_t)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
-}
-
 INLINE float loaded(const void *x, int64_t at, int half) {
     return half ? of_half(((const uint16_t *)x)[at]) : ((const float *)x)[at];
 }

@@ -34,12 +34,6 @@ typedef struct {
     int64_t *slots, *channels;
 } Scratch;
 
-INLINE uint16_t to_half(float x) {
-    union { float f; uint32_t i; } u = {x};
-    if (x != x) return 0x7fc0;
-    return (uint16_t)((u.i + 0x7fff + ((u.i >> 16) & 1)) >> 16);
-}
-
 // n numbers from place `at` on.
 INLINE const float *numbers(const void *from, int64_t at, int half, int n, float *restrict x) {
     if (!half) return (const float *)from + at;

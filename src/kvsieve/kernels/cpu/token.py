@@ -1,0 +1,116 @@
+"""Calling the C kernel for attention of one token over all entries that are stored, where they lie."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from ctypes import Structure, byref, c_float, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kvsieve.kernels.cpu.build import Library, library
+
+_DTYPES = (torch.float32, torch.bfloat16)
+# Slots from which on a KV row is worth several threads, which the kernel does not give it.
+_LONG = 1024
+
+
+class _TokenFields(Structure):
+    """token.c tells what the fields are."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("query", "keys", "values", "seen", "out")),
+        *((name, c_int64) for name in ("batch", "heads", "groups", "dim", "size", "row", "head")),
+        *((name, c_int64) for name in ("item", "seen_row", "seen_head", "newest", "half")),
+        ("scale", c_float),
+    )
+
+
+def built() -> Library:
+    """Return the kernel's library, compiled now if it never was; see build.library."""
+    return library("token")
+
+
+def serves(query: Tensor, keys: Tensor, values: Tensor, rows: int) -> bool:
+    """Tell whether the kernel computes it, and well.
+
+    It does on a CPU, in one dtype of _DTYPES, without gradients, where entries stand side by side.
+
+    rows: KV rows, each of which is one thread's.
+    """
+    dtype = query.dtype
+    if not (query.is_cpu and dtype in _DTYPES and keys.dtype == dtype and values.dtype == dtype):
+        return False
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and query.requires_grad) or built().reason is not None:
+        return False
+    if keys.shape[-2] >= _LONG and rows < torch.get_num_threads():
+        return False
+    apart = keys.stride()
+    return apart == values.stride() and apart[-1] == 1 and apart[-2] == keys.shape[-1] == values.shape[-1]
+
+
+def token_attention(
+    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
+) -> Tensor:
+    """Attention of one token, which sees the newest entry and all that are valid.
+
+    Args:
+        query: [B, Hq, 1, D].
+        keys: [B, H, N, D], the first entries of buffers in which a head's lie one after another.
+        values: [B, H, N, D], in buffers of as many entries.
+        scale: factor of the query-key products.
+        valid: bool [B, H or 1, N], False for padding; None when all entries are real.
+
+    Returns:
+        [B, Hq, 1, D].
+    """
+    batch, heads, size, dim = keys.shape
+    told = _TokenFields(row=keys.stride(0) // dim, head=keys.stride(1) // dim, newest=1)
+    if valid is not None:
+        told.item, told.seen, told.seen_row = 1, valid.data_ptr(), valid.stride(0)
+        told.seen_head = valid.stride(1) if valid.shape[1] > 1 else 0
+    return _run(told, query, keys, values, (batch, heads, size), scale)
+
+
+def ragged_token_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float) -> Tensor:
+    """Attention of one token over each head's entries of a flat buffer.
+
+    Args:
+        query: [B, Hq, 1, D].
+        keys: [B, T, D], all heads' entries.
+        values: [B, T, D].
+        bias: [B, H, T] in the keys' dtype, 0 for a head's own entries.
+        scale: factor of the query-key products.
+
+    Returns:
+        [B, Hq, 1, D].
+    """
+    told = _TokenFields(row=keys.stride(0) // keys.shape[2], item=bias.element_size(), seen=bias.data_ptr())
+    told.seen_row, told.seen_head = bias.stride(0), bias.stride(1)
+    return _run(told, query, keys, values, bias.shape, scale)
+
+
+def _run(
+    told: _TokenFields, query: Tensor, keys: Tensor, values: Tensor, shape: tuple[int, ...], scale: float
+) -> Tensor:
+    query = query.contiguous()
+    out = torch.empty_like(query)
+    told.query, told.keys, told.values, told.out = (part.data_ptr() for part in (query, keys, values, out))
+    told.batch, told.heads, told.size = shape
+    told.groups, told.dim = query.shape[1] // shape[1], query.shape[3]
+    told.half, told.scale = query.dtype == torch.bfloat16, scale
+    _kernel()(byref(told), torch.get_num_threads())
+    return out
+
+
+@functools.cache
+def _kernel() -> Callable[..., None]:
+    loaded = built().loaded
+    assert loaded is not None
+    attend = loaded.attend
+    attend.argtypes, attend.restype = (c_void_p, c_int64), None
+    return attend
+
+
+__all__ = ["built", "ragged_token_attention", "serves", "token_attention"]

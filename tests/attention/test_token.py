@@ -1,0 +1,114 @@
+"""Attention of one token by the C kernel, beside the same in float64."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from kvsieve.attention import dense_attention, ragged_attention
+from kvsieve.kernels.cpu import token
+from kvsieve.types import AttentionTerms
+
+pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="kernels are compiled, and there is no gcc")
+CLOSE = {torch.float32: {"atol": 1e-6, "rtol": 1e-5}, torch.bfloat16: {"atol": 2e-3, "rtol": 1e-2}}
+SCALE = 0.3
+
+
+def numbers(*shape, dtype):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def softmax_of(query, keys, values, seen):
+    """[B, Hq, 1, D], keys and values [B, H, N, D], seen [B, H, N] -> float64."""
+    groups = query.shape[1] // keys.shape[1]
+    keys, values, seen = (part.repeat_interleave(groups, 1) for part in (keys, values, seen))
+    logits = query.double() @ keys.double().transpose(2, 3) * SCALE
+    return logits.masked_fill(~seen[:, :, None], float("-inf")).softmax(-1) @ values.double()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Names of the kernel's functions that attention calls."""
+    called = []
+    for name in ("token_attention", "ragged_token_attention"):
+        own = getattr(token, name)
+        monkeypatch.setattr(
+            token, name, lambda *given, own=own, name=name, **told: called.append(name) or own(*given, **told)
+        )
+    return called
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 300])
+@pytest.mark.parametrize("batch, heads, groups, dim", [(1, 3, 3, 64), (2, 2, 1, 128), (1, 1, 5, 20)])
+def test_dense_entries(calls, dtype, size, batch, heads, groups, dim):
+    keys, values = (numbers(2, batch, heads, size + 9, dim, dtype=dtype)[at, :, :, :size] for at in range(2))
+    query = numbers(batch, 1, heads * groups, dim, dtype=dtype).transpose(1, 2)
+    found = dense_attention(query, keys, values, scale=SCALE)
+    wanted = softmax_of(query, keys, values, torch.ones(batch, heads, size, dtype=torch.bool))
+    torch.testing.assert_close(found.double(), wanted, **CLOSE[dtype])
+    assert calls == ["token_attention"] and found.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("heads", [1, 3], ids=["for all heads", "for each head"])
+def test_entries_that_are_hidden(calls, dtype, heads):
+    keys, values = numbers(2, 2, 3, 150, 16, dtype=dtype)
+    query = numbers(2, 6, 1, 16, dtype=dtype)
+    valid = torch.rand(2, heads, 160, generator=torch.Generator().manual_seed(1))[:, :, :150] < 0.5
+    # The newest is seen all the same, and nothing else in the second row.
+    valid[:, :, -1], valid[1] = False, False
+    keys[1, :, :-1] = float("nan")
+    found = dense_attention(query, keys, values, scale=SCALE, valid=valid)
+    seen = valid.expand(2, 3, -1).clone()
+    seen[:, :, -1] = True
+    wanted = softmax_of(query, keys.nan_to_num(), values, seen)
+    torch.testing.assert_close(found.double(), wanted, **CLOSE[dtype])
+    assert calls == ["token_attention"]
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+def test_entries_of_all_heads_in_one_buffer(calls, dtype):
+    batch, heads, slots = 2, 3, 208
+    keys, values = numbers(2, batch, slots, 64, dtype=dtype)
+    query = numbers(batch, 9, 1, 64, dtype=dtype)
+    owner = torch.arange(slots).expand(batch, -1) * 7 % 5
+    own = owner[:, None] == torch.arange(heads)[:, None]
+    bias = torch.zeros(batch, heads, slots, dtype=dtype).masked_fill_(~own, torch.finfo(dtype).min)
+    # Nobody's slots may hold anything.
+    keys.masked_fill_((owner >= heads)[..., None], float("nan"))
+    found = ragged_attention(query, keys, values, bias, scale=SCALE)
+    every = (part.nan_to_num()[:, None].expand(-1, heads, -1, -1) for part in (keys, values))
+    torch.testing.assert_close(found.double(), softmax_of(query, *every, own), **CLOSE[dtype])
+    assert calls == ["ragged_token_attention"]
+
+
+def test_large_logits_are_no_infinities(calls):
+    keys, values = numbers(2, 1, 1, 200, 16, dtype=torch.float32)
+    query = numbers(1, 1, 1, 16, dtype=torch.float32)
+    found = dense_attention(query, 1e4 * keys, values, scale=1.0)
+    best = (query @ keys.transpose(2, 3)).argmax()
+    torch.testing.assert_close(found[0, 0, 0], values[0, 0, best])
+    assert calls == ["token_attention"]
+
+
+def test_what_it_does_not_compute_is_left_to_torch(calls, monkeypatch):
+    query, (keys, values) = numbers(1, 4, 1, 16, dtype=torch.float32), numbers(2, 1, 2, 30, 16, dtype=torch.float32)
+    wanted = dense_attention(query, keys, values, scale=SCALE)
+    calls.clear()
+
+    def same(asked, keys, values, **told):
+        found = dense_attention(asked, keys, values, scale=SCALE, **told)
+        torch.testing.assert_close(found.float(), wanted, atol=2e-3, rtol=2e-2)
+        return found
+
+    assert same(query.clone().requires_grad_(), keys, values).requires_grad
+    same(*(part.half() for part in (query, keys, values)))
+    same(query, keys, torch.cat([values, values], -1)[..., :16])
+    same(query, keys, values, terms=AttentionTerms(1e9, None))
+    monkeypatch.setattr(token, "_LONG", 30)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    same(query, keys, values)
+    assert calls == []
