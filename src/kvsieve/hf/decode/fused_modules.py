@@ -57,7 +57,7 @@ class FusedModules:
             raise ValueError("none of its modules is one that is known, such as Llama's norms and gated MLPs")
 
     def install(self) -> None:
-        """Let the modules compute in compiled calls where a pass has few tokens."""
+        """Let the modules compute in compiled calls."""
         for module, forward in self._made.items():
             module.forward = forward
 

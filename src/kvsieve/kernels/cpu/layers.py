@@ -1,4 +1,4 @@
-"""Calling the C kernels for the small operations of a decoder layer, on a few tokens."""
+"""Calling the C kernels for the small operations of a decoder layer."""
 
 from __future__ import annotations
 
