@@ -136,7 +136,7 @@ def doctor_command(
     else:
         for key, value in facts.items():
             absent = f"not installed, optional: pip install 'kvsieve[{_EXTRAS.get(key)}]'"
-            show(f"{key + ':':<17}{absent if value is None else value}")
+            show(f"{key + ':':<24}{absent if value is None else value}")
         if not problems:
             without = ", ".join(key for key, value in facts.items() if value is None)
             show("all that kvsieve needs is here" + (f"; optional and not here: {without}" if without else ""))
@@ -200,13 +200,13 @@ def _device() -> dict[str, Any]:
         "device": device,
         "kind of CPU": cpu_kind(),
         **_dtype(),
-        "attention": str(cpu_paths(auto_dtype("cpu").dtype)),
         "C kernel of layers": library("layers").told,
         "C kernel of codecs": library("packed").told,
         "C kernel of codebooks": library("codes").told,
         "C kernel of readers": library("reading").told,
         "C kernel of tokens": library("token").told,
         "C kernel of prompts": library("prompt").told if why_torch() is None else f"not used, {why_torch()}",
+        "attention in torch": str(cpu_paths(auto_dtype("cpu").dtype)),
     }
 
 
