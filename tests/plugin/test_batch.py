@@ -26,12 +26,12 @@ from kvsieve.vllm.retention import BlockRetention
 PAGE, WIDTH = 8, 16
 
 
-def planner(text: str, *, moved=lambda tensor: tensor, **given) -> StepPlanner:
+def planner(text: str, *, moved=lambda tensor: tensor, long: int | None = None) -> StepPlanner:
     plan = parse_plan(text)
     retention = None if plan.evict is None else BlockRetention(plan.evict, PAGE)
     facts = GroupFacts(
         page=PAGE, heads=4, kv_heads=2, dim=16, reader=plan.read, all_sparse=plan.read is not None,
-        retention=retention, self_test=False,
+        retention=retention, self_test=False, long=long,
     )  # fmt: skip
     return StepPlanner(facts, moved, lambda heads, kv_heads, lengths, starts: (heads, kv_heads, lengths.tolist()))
 
@@ -70,6 +70,24 @@ def test_a_prompts_end_is_packed_and_what_comes_behind_it_is_another_round():
     assert second.whole.lengths.tolist() == [5 * 8 + 6]
     assert second.whole.table[0, :6].tolist() == [*range(100, 105), 108]
     assert first.rows.tolist() == [*range(7), 13] and second.rows == slice(7, 13)
+
+
+def test_long_chunks_have_a_call_each_and_the_others_one_together():
+    plans = planner("snapkv:budget=40:window=6", long=20)
+    (made,) = plans.rounds(step((10, 40, 64), (7, 8, 4), (44, 64, 64), (0, 19, 64)))
+    assert [each.segment.rows for each in made.prompts] == [slice(0, 30), slice(31, 51)]
+    assert [each.stored for each in made.prompts] == [40, 64]
+    assert [each.pages.tolist() for each in made.prompts] == [list(range(100, 105)), list(range(300, 308))]
+    assert made.whole.lengths.tolist() == [8, 19] and made.whole.rows.tolist() == [30, *range(51, 70)]
+    assert [each.segment.rows for each in made.ends if each.packing is not None] == [slice(31, 51)]
+    (alone,) = plans.rounds(step((0, 30, 64)))
+    assert alone.whole is None and alone.rest is None and len(alone.prompts) == 1
+
+
+def test_beside_sparse_readers_long_chunks_keep_their_own_call():
+    (made,) = planner("quest:budget=16", long=20).rounds(step((60, 61, 50), (0, 20, 60), (0, 4, 60)))
+    assert made.sparse.sizes.tolist() == [61] and made.rest.lengths.tolist() == [4]
+    assert [each.segment.rows for each in made.prompts] == [slice(1, 21)] and made.whole is None
 
 
 def test_queries_are_kept_from_chunk_to_chunk_where_the_last_one_is_short():

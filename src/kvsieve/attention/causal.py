@@ -17,6 +17,12 @@ _BLOCK = 128
 _LEAST = 64
 
 
+def has_kernel(dtype: torch.dtype, dim: int) -> bool:
+    """Tell whether the C kernel attends to many tokens of this dtype, with so many channels, on this machine."""
+    like = torch.empty(1, 1, _LEAST, dim, dtype=dtype)
+    return is_compiled(like, like, BlockGrid(_LEAST, _LEAST, _BLOCK, _BLOCK), 1.0)
+
+
 def causal_attention(
     query: Tensor,
     keys: Tensor,

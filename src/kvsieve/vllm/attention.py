@@ -17,10 +17,12 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from kvsieve.attention.causal import causal_attention
 from kvsieve.errors import CacheStateError, UnsupportedModelError
+from kvsieve.types import AttentionTerms
 from kvsieve.vllm.batch import GroupFacts, StepPlanner
 from kvsieve.vllm.blocks import RetainedSpec, spec_for
-from kvsieve.vllm.calls import PagedCall, PlannedStep, SegmentEnd, SparseCall
+from kvsieve.vllm.calls import PagedCall, PlannedStep, PromptCall, SegmentEnd, SparseCall
 from kvsieve.vllm.options import EngineOptions
 from kvsieve.vllm.packing import EvictorStates, LayerFacts, ObservedQueries, Offered, choose_entries
 from kvsieve.vllm.pages import (
@@ -54,7 +56,11 @@ class PlannedBackend:
 
 
 def planner_for(
-    builder: Any, heads: int, moved: Callable[[Tensor], Tensor], schedule: Callable[[int, int, Tensor, Tensor], Any]
+    builder: Any,
+    heads: int,
+    moved: Callable[[Tensor], Tensor],
+    schedule: Callable[[int, int, Tensor, Tensor], Any],
+    long: int | None = None,
 ) -> StepPlanner | None:
     """Make the planner of a group's steps; None where a plan changes nothing in its layers.
 
@@ -63,6 +69,7 @@ def planner_for(
         heads: query heads of this process.
         moved: see StepPlanner.
         schedule: see StepPlanner.
+        long: see GroupFacts.
     """
     spec, config = builder.kv_cache_spec, builder.vllm_config
     options = EngineOptions.given(config.additional_config)
@@ -95,6 +102,7 @@ def planner_for(
         all_sparse=all_sparse,
         retention=retention,
         self_test=options.self_test,
+        long=long,
     )
     return StepPlanner(facts, moved, schedule)
 
@@ -174,6 +182,9 @@ class PlannedAttention(AttentionImpl):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         for each in attn_metadata.rounds:
             self._look(key, kv_cache, slots, each.rows)
+            new, read = (query, key, value), {}
+            for prompt in each.prompts:
+                read[prompt.segment.request.number] = self._attend_prompt(layer, new, kv_cache, output, prompt)
             call = each.whole
             if each.sparse is not None and self._reads:
                 self._read_sparsely(layer, query, kv_cache, output, each.sparse)
@@ -182,7 +193,7 @@ class PlannedAttention(AttentionImpl):
                 assert call.table is not None
                 self._attend(layer, query, kv_cache, output, call, call.table)
             for end in each.ends:
-                self._end(layer, query, kv_cache, end)
+                self._end(layer, query, kv_cache, end, read.get(end.segment.request.number))
         return output
 
     def _know(self, layer: Any) -> None:
@@ -204,6 +215,23 @@ class PlannedAttention(AttentionImpl):
             means = by_means(self._reader)
             self._bounds = PageBounds(pages, heads, wide // 2, size, key, parts=parts, means=means)
         self._bounds.update(key[rows], slots[rows])
+
+    def _attend_prompt(
+        self, layer: Any, new: tuple[Tensor, Tensor, Tensor], kv_cache: Tensor, output: Tensor, prompt: PromptCall
+    ) -> tuple[Tensor, Tensor]:
+        """Attend with many tokens of a request, and return its keys and values [KV heads, stored, dim].
+
+        new: the batch's queries, keys and values, [rows, heads, dim].
+        """
+        rows = prompt.segment.rows
+        query, key, value = (each[rows].transpose(0, 1) for each in new)
+        if prompt.stored > key.shape[1]:
+            key, value = self._read_entries(layer, kv_cache, prompt.pages, prompt.stored)
+        terms = AttentionTerms(self.logits_soft_cap) if self.logits_soft_cap else None
+        into = output[rows]
+        told = causal_attention(query[None], key[None], value[None], scale=self.scale, terms=terms)
+        into.copy_(told[0].transpose(0, 1).reshape(into.shape))
+        return key, value
 
     def _attend(self, layer: Any, query: Tensor, cache: Tensor, output: Tensor, call: PagedCall, table: Tensor) -> None:
         """Attend with the rows of a call; cache: vLLM's, or one whose pages have one KV head."""
@@ -235,8 +263,13 @@ class PlannedAttention(AttentionImpl):
         ).flatten(0, 1)
         self._attend(layer, query, kv_cache.view(pages * heads, 1, size, wide), output, sparse.call, chosen)
 
-    def _end(self, layer: Any, query: Tensor, kv_cache: Tensor, end: SegmentEnd) -> None:
-        """Keep what the evictor looks at later, and put the entries that stay into the request's first pages."""
+    def _end(
+        self, layer: Any, query: Tensor, kv_cache: Tensor, end: SegmentEnd, read: tuple[Tensor, Tensor] | None
+    ) -> None:
+        """Keep what the evictor looks at later, and put the entries that stay into the request's first pages.
+
+        read: the request's keys and values, where they are at hand.
+        """
         segment = end.segment
         asked = query[segment.rows]
         if end.earlier:
@@ -250,7 +283,7 @@ class PlannedAttention(AttentionImpl):
             return
         evict, size = self._options.plan.evict, kv_cache.shape[2]
         assert self._facts is not None and evict is not None
-        keys, values = self._read_entries(layer, kv_cache, packing.pages, packing.stored)
+        keys, values = read or self._read_entries(layer, kv_cache, packing.pages, packing.stored)
         kept, tail = packing.kept * size, packing.stored % size
         if self._options.self_test:
             chosen = torch.arange(kept - 1, -1, -1, device=keys.device).expand(len(keys), -1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import CacheStateError
-from kvsieve.vllm.calls import Packing, PagedCall, Round, SegmentEnd, SparseCall
+from kvsieve.vllm.calls import Packing, PagedCall, PromptCall, Round, SegmentEnd, SparseCall
 from kvsieve.vllm.pages import PageReader, page_budget
 from kvsieve.vllm.retention import BlockRetention
 from kvsieve.vllm.rounds import ScheduledTokens, Segment, joined, rounds_of
@@ -34,6 +34,7 @@ class GroupFacts:
         all_sparse: no layer is exempt from it.
         retention: what is kept of prompts; None for everything.
         self_test: see EngineOptions.
+        long: rows of a request from which on kvsieve's own kernel attends to them; None: vLLM's does to all.
     """
 
     page: int
@@ -44,6 +45,7 @@ class GroupFacts:
     all_sparse: bool
     retention: BlockRetention | None
     self_test: bool
+    long: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ class StepPlanner:
         rounds = rounds_of(_requests(common), self.facts.retention, self.facts.reader is not None)
         made = [self._round(segments, common.block_table_tensor) for segments in rounds]
         gaps = any(self._gap(segment)[1] for segments in rounds for segment in segments)
-        plain = len(made) == 1 and made[0].sparse is None and not made[0].ends
+        plain = len(made) == 1 and made[0].sparse is None and not made[0].prompts and not made[0].ends
         return None if plain and not gaps else made
 
     def _gap(self, segment: Segment) -> tuple[int, int]:
@@ -123,17 +125,31 @@ class StepPlanner:
         pages = self._pages(segments, sizes, gaps, table)
         read = [number for number, segment in enumerate(segments) if segment.decodes]
         sparse = self._sparse(segments, sizes, pages, read)
-        others = [number for number in range(len(segments)) if sparse is not None and number not in set(read)]
+        prompts = self._prompts(segments, sizes, pages)
+        apart = {each.segment.request.number for each in prompts}
+        whole = [number for number, segment in enumerate(segments) if segment.request.number not in apart]
+        rest = [number for number in whole if sparse is not None and number not in set(read)]
         everywhere = sparse is not None and self.facts.all_sparse
         return Round(
             self._rows(segments),
-            None if everywhere else self._call(segments, sizes, pages),
+            None if everywhere else self._call(segments, sizes, pages, whole),
             sparse,
-            self._call([segments[n] for n in others], [sizes[n] for n in others], self._pick(pages, others))
-            if others
-            else None,
+            self._call(segments, sizes, pages, rest),
+            prompts,
             self._ends(segments, sizes, pages),
         )
+
+    def _prompts(self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor) -> list[PromptCall]:
+        long = self.facts.long
+        return [
+            PromptCall(segment, self._own(pages, number, sizes[number]), sizes[number])
+            for number, segment in enumerate(segments)
+            if long is not None and segment.end - segment.start >= long
+        ]
+
+    def _own(self, pages: Tensor, number: int, size: int) -> Tensor:
+        """Return int64 numbers of the pages that hold a request's entries."""
+        return pages[number, : -(-size // self.facts.page)].long()
 
     def _pages(
         self, segments: Sequence[Segment], sizes: Sequence[int], gaps: Sequence[tuple[int, int]], table: Tensor
@@ -155,8 +171,14 @@ class StepPlanner:
             return table[first : last + 1]
         return table.index_select(0, self._moved(torch.tensor(numbers)))
 
-    def _call(self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor) -> PagedCall:
-        """Make a call in which segments attend to all their pages."""
+    def _call(
+        self, segments: Sequence[Segment], sizes: Sequence[int], pages: Tensor, numbers: Sequence[int]
+    ) -> PagedCall | None:
+        """Make a call in which the segments of these numbers attend to all their pages; None for none."""
+        if not numbers:
+            return None
+        segments, sizes = [segments[number] for number in numbers], [sizes[number] for number in numbers]
+        pages = self._pick(pages, numbers)
         rows = [segment.end - segment.start for segment in segments]
         starts = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         lengths = torch.tensor(sizes, dtype=torch.int32)
@@ -210,7 +232,7 @@ class StepPlanner:
                 blocks = pages[:, 0].tolist()
             packing = None
             if segment.packs:
-                own = pages[number, : -(-sizes[number] // self.facts.page)].long()
+                own = self._own(pages, number, sizes[number])
                 packing = Packing(own, sizes[number], keeps.kept_blocks(prompt))
             ends.append(SegmentEnd(segment, blocks[number] if known and blocks else -1, earlier, later, packing))
         return ends

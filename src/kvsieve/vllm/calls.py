@@ -53,6 +53,21 @@ class SparseCall:
 
 
 @dataclass(frozen=True)
+class PromptCall:
+    """Many tokens of one request, to which kvsieve's own kernel attends.
+
+    Attributes:
+        segment: the tokens.
+        pages: int64, all pages of the request.
+        stored: entries in them, the tokens' own included.
+    """
+
+    segment: Segment
+    pages: Tensor
+    stored: int
+
+
+@dataclass(frozen=True)
 class Packing:
     """Entries to be packed.
 
@@ -92,9 +107,10 @@ class Round:
 
     Attributes:
         rows: of the batch.
-        whole: all rows, each attending to everything; None where no layer wants it.
+        whole: all rows but those of `prompts`, each attending to everything; None for none, or where no layer wants it.
         sparse: rows that read sparsely; None for none.
         rest: the other rows; None for none.
+        prompts: long segments, for each of which there is a kernel of our own.
         ends: work behind some segments.
     """
 
@@ -102,6 +118,7 @@ class Round:
     whole: PagedCall | None
     sparse: SparseCall | None
     rest: PagedCall | None
+    prompts: list[PromptCall]
     ends: list[SegmentEnd]
 
 

@@ -16,9 +16,13 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from kvsieve.attention.causal import has_kernel
 from kvsieve.vllm.attention import PlannedAttention, PlannedBackend, planner_for
 from kvsieve.vllm.calls import PagedCall, PlannedStep
-from kvsieve.vllm.cpu_pages import PageLayout, page_layout
+from kvsieve.vllm.cpu_pages import MOST, PageLayout, page_layout
+
+# New tokens of a request that are worth the reading of what it has stored, entry by entry.
+LONG = 256
 
 
 class SieveCPUBackend(PlannedBackend, CPUAttentionBackend):
@@ -45,8 +49,17 @@ class SieveCPUBuilder(CPUAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._planner = planner_for(self, self.num_heads, lambda tensor: tensor, self._schedule)
+        self._planner = planner_for(self, self.num_heads, lambda tensor: tensor, self._schedule, self._long())
         self._init_reorder_batch_threshold(1)
+
+    def _long(self) -> int | None:
+        """Rows of a request from which on kvsieve's kernel, where there is one, attends to them faster than vLLM's.
+
+        With AMX vLLM's own multiplies matrices with it.
+        """
+        dtype, numbers = self.kv_cache_spec.dtype, self.block_size * self.head_dim
+        ours = self.isa != "amx" and dtype == self.dtype and numbers <= MOST and has_kernel(dtype, self.head_dim)
+        return LONG if ours else None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Make the metadata; see AttentionMetadataBuilder."""

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 
+# Numbers of a page that bits of 16 can tell apart.
+MOST = 1 << 15
+
 
 class PageLayout:
     """Order of the numbers of a page, by KV head.
@@ -28,7 +31,7 @@ class PageLayout:
         given = numbers.to(dtype)
         if dtype.itemsize == 2:
             # Few 16-bit floats are whole numbers; their bits are moved as they are.
-            if page * dim > 1 << 15:
+            if page * dim > MOST:
                 raise NotImplementedError(f"pages of {page} entries of {dim} channels have more numbers than 16 bits")
             given = numbers.to(torch.int16).view(dtype)
         given = given.view(page, 1, dim)

@@ -87,7 +87,7 @@ class ReplayedSteps:
         if not facts.all_sparse:
             schedule = self._schedule(facts.heads, heads, sizes, common.query_start_loc)
             whole = PagedCall(rows, common.query_start_loc, sizes, (1, self._longest), table, schedule)
-        return Round(rows, whole, sparse, None, [])
+        return Round(rows, whole, sparse, None, [], [])
 
     def _fill(self, ends: list[int]) -> None:
         """Put what the requests' lengths decide into the tensors; an entry of page 0 is read where there is none."""
