@@ -14,8 +14,9 @@ FlashAttention in place of wide blocks. decode: time per token of `--batches` re
 turns on one engine and the same cached prompts, and vLLM as it is without the plugin: with blocks of 128 on CPUs, on
 GPUs with the attention, the blocks and the CUDA graphs that it chooses itself. On GPUs engines otherwise run without
 graphs; `--graphs` measures the plugin with the pieces that it leaves in them, too. pool: eight prompts in a pool of 260
-blocks, dense and with eviction in turn. needles: right answers. identical: mixed batches that read all pages beside
-dense ones, token by token. preempt: answers after forced preemptions beside undisturbed ones.
+blocks, in turn with eviction, with eviction but vLLM's own attention to prompts, dense, and dense with no more requests
+at once than end there, so that none is preempted. needles: right answers. identical: mixed batches that read all pages
+beside dense ones, token by token. preempt: answers after forced preemptions beside undisturbed ones.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ SETTINGS = {
 RANDOM, MARK = "random:8b", "result: "
 # Parts that reach into an engine. Its threads are not bound to cores then: vLLM does that for processes that it starts.
 WITHIN = ("layer", "turns", "itself", "disturbed")
+# Requests of `pool` that dense attention brings to their ends without a preemption.
+FEW = 3
 EVICT, READ = "snapkv:budget=512", "quest:budget=256"
 MEANS = f"{READ}:page=4:means=true"
 # Query heads, KV heads and channels: SmolLM2-135M, Qwen2.5-0.5B, and those of 8B models.
@@ -322,19 +325,34 @@ def per_token(outputs: list[Any]) -> float:
 
 def pool(given: argparse.Namespace) -> dict[str, Any]:
     """Seconds until eight prompts are answered in a pool of 260 blocks, and how many are right."""
-    out: dict[str, Any] = {}
-    for turn in range(2):
-        for plan in (None, EVICT) if turn else (EVICT, None):
-            told = child(given, "crowd", plan=plan or "")
-            out.setdefault(plan or "dense", []).append(told)
-    seconds = {name: statistics.median(each["seconds"] for each in runs) for name, runs in out.items()}
-    return {**out, "evicted_to_dense": round(seconds[EVICT] / seconds["dense"], 3)}
+    few, own = f"dense, {FEW} at once", f"{EVICT}, vLLM's kernel"
+    sides: dict[str, dict[str, Any]] = {
+        EVICT: {"plan": EVICT}, own: {"plan": EVICT, "kernels": False}, few: {"most": str(FEW)}, "dense": {},
+    }  # fmt: skip
+    out: dict[str, Any] = {name: [] for name in sides}
+    for turn in range(given.rounds):
+        for name in reversed(sides) if turn % 2 else sides:
+            out[name].append(child(given, "crowd", **{"plan": "", **sides[name]}))
+    seconds = {name: [each["seconds"] for each in runs] for name, runs in out.items()}
+    best = [min(pair) for pair in zip(seconds[few], seconds["dense"], strict=True)]
+
+    def ratio(name: str, others: list[float]) -> float:
+        return round(statistics.median(a / b for a, b in zip(seconds[name], others, strict=True)), 3)
+
+    return {
+        **out,
+        "evicted_to_dense": ratio(EVICT, seconds["dense"]),
+        "evicted_to_best_dense": ratio(EVICT, best),
+        "evicted_with_vllms_kernel_to_dense": ratio(own, seconds["dense"]),
+        "evicted_with_vllms_kernel_to_best_dense": ratio(own, best),
+    }
 
 
 def crowd(given: argparse.Namespace) -> dict[str, Any]:
     """One run of `pool`."""
     length, tokens = (300, 16) if given.small else (2048, 128)
     options = {"num_gpu_blocks_override": 60 if given.small else 260, "enable_prefix_caching": False}
+    options |= {"max_num_seqs": given.most}
     with engine(given, given.plan or None, max_model_len=length + tokens + 64, **options) as llm:
         prompts = needle_prompts(llm, [length], 8)
         answered(llm, [prompts[0][0]], 2)
@@ -434,7 +452,7 @@ INNER: dict[str, Callable[[argparse.Namespace], Any]] = {
 }
 
 
-def child(given: argparse.Namespace, part: str, *, graphs: bool = False, **changed: str) -> Any:
+def child(given: argparse.Namespace, part: str, *, graphs: bool = False, kernels: bool = True, **changed: str) -> Any:
     """Run a part in a process of its own, which prints its result behind a mark."""
     options = {"model": given.model, "dtype": given.dtype, "rounds": given.rounds, "plan": given.plan, **changed}
     options.setdefault("lengths", ",".join(map(str, given.lengths)))
@@ -443,6 +461,7 @@ def child(given: argparse.Namespace, part: str, *, graphs: bool = False, **chang
     command += ["--small"] * given.small + ["--graphs"] * graphs
     environment = os.environ | ({"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} if part in WITHIN else {})
     environment |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if part in WITHIN else {}
+    environment |= {} if kernels else {"KVSIEVE_KERNELS": "0"}
     run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     return json.loads(run.stdout.rpartition(MARK)[2].splitlines()[0])
 
@@ -459,10 +478,11 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--small", action="store_true", help="few tokens, to try the script")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "vllm.json")
-    for name, default in (("inner", ""), ("plan", ""), ("every", "0")):
+    for name, default in (("inner", ""), ("plan", ""), ("every", "0"), ("most", "8")):
         parser.add_argument(f"--{name}", default=default, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    given.lengths, given.every = [int(each) for each in given.lengths.split(",")], int(given.every)
+    given.lengths = [int(each) for each in given.lengths.split(",")]
+    given.every, given.most = int(given.every), int(given.most)
     given.batches = [int(each) for each in given.batches.split(",")]
     os.environ.update({name: os.environ.get(name, value) for name, value in SETTINGS.items()})
     if given.inner:
