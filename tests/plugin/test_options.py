@@ -83,7 +83,7 @@ def test_carried_plans(text):
         ("fastkv", "token propagation"),
         ("kivi", "vLLM's pages"),
         ("snapkv:rest=2bit", "no page holds encoded ones"),
-        ("snapkv:prefill=xattention", "prompts are read by vLLM's own kernels"),
+        ("snapkv:prefill=xattention", "prompts are read by kernels that attend to every block"),
         ("adakv", "different number of entries per head"),
         ("h2o", "learns from pass to pass"),
         ("rocketkv-mt", "vLLM has no turns"),

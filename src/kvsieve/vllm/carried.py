@@ -19,7 +19,7 @@ CHUNKED = "vLLM cuts prompts into chunks as its schedule has it, and what is cho
 # Roles that nothing carries, and why.
 _NO_ROLE = {
     "propagate": "token propagation lets tokens stop after a layer; vLLM's models pass all tokens through all layers",
-    "prefill": "prompts are read by vLLM's own kernels, which attend to every block",
+    "prefill": "prompts are read by kernels that attend to every block",
     "codec": "entries lie in vLLM's pages, in its own dtypes; for 8 bits there is kv_cache_dtype='fp8'",
     "rest": "entries lie in vLLM's pages, in its own dtypes, and no page holds encoded ones",
 }
@@ -79,5 +79,5 @@ def _reader_reasons(read: Reader) -> list[str]:
     if not read.newest:
         reasons.append("newest=False: the page that is being filled is always read")
     if read.sparse_questions:
-        reasons.append("sparse_questions=True: prompts are read by vLLM's own kernels")
+        reasons.append("sparse_questions=True: prompts are read by kernels that attend to every block")
     return reasons
