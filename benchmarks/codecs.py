@@ -55,6 +55,8 @@ CODECS = (
     "kivi:bits=3,hqq:bits=3,outlier:bits=3,rotated:bits=3,kivi:bits=2,hqq:bits=2,outlier:bits=2,rotated:bits=2"
 )
 RESTS = ("2bit", "3bit", "4bit")
+# Of the part rest.
+EQUAL_RESTS = ("2bit", "rotated:bits=2:key_bits=3")
 REST_TASKS = ("needle", "ruler_niah_multikey_1", "ruler_niah_multivalue", "ruler_qa_1", "ruler_fwe", "passkey64")
 PEER, PEER_TOKENS = "QuantizedCache, hqq 4 bits", 33
 BINS = 8
@@ -145,21 +147,34 @@ def planted(model: Any, factor: float) -> None:
                     part.data.unflatten(0, (-1, dim))[:, [dim // 4, dim // 4 + dim // 2]] *= by
 
 
-def rests(model: Any, tokenizer: Any, length: int, samples: int, budget: str, tasks: list[str]) -> list[dict[str, Any]]:
-    """One row per task: KL of the rest in 2 bits, `budget` exact, and of plain eviction that takes as many bytes."""
-    rest = kvsieve.plan("snapkv", budget=budget, rest="2bit")
-    share = kv_shares(model, tokenizer, {"rest": rest}, length)["rest"]
-    plans = [Plan(), rest, kvsieve.plan("snapkv", budget=f"{100 * share:.2f}%")]
+def rests(
+    model: Any, tokenizer: Any, length: int, samples: int, budget: str, tasks: list[str], named: list[str]
+) -> list[dict[str, Any]]:
+    """One row per task and codec of the rest: KL with it, `budget` exact, and of plain eviction that takes as many.
+
+    Bytes are meant, and entries by `budget`.
+
+    named: the codecs.
+    """
+    kept = {rest: kvsieve.plan("snapkv", budget=budget, rest=rest) for rest in named}
+    shares = kv_shares(model, tokenizer, kept, length)
+    plans = [Plan()]
+    for rest, plan in kept.items():
+        plans += [plan, kvsieve.plan("snapkv", budget=f"{100 * shares[rest]:.2f}%")]
     evaluator, rows = Evaluator(model, tokenizer, chunk=1024), []
     for task in chosen_tasks(tasks, "topics"):
-        found = []
+        found: dict[str, list[list[float]]] = {rest: [] for rest in named}
         for index in range(samples):
             sample = task.sample(index * 11 // samples, length, index, evaluator.prompter.count)
-            found.append([one.kl for one in evaluator.run(sample, plans, "visible")[1:]])
-            print(f"rest: {task.name} {found[-1]}", flush=True)
-        means = [round(statistics.mean(each), 6) for each in zip(*found, strict=True)]
-        names = {"kl_rest": means[0], "kl_evicted": means[1], "per_sample": found}
-        rows.append({"task": task.name, "tokens": length, "kv": round(share, 5), "samples": samples, **names})
+            lost = [one.kl for one in evaluator.run(sample, plans, "visible")[1:]]
+            for at, rest in enumerate(named):
+                found[rest].append(lost[2 * at : 2 * at + 2])
+            print(f"rest: {task.name} {lost}", flush=True)
+        for rest, each in found.items():
+            means = [round(statistics.mean(part), 6) for part in zip(*each, strict=True)]
+            names = {"kl_rest": means[0], "kl_evicted": means[1], "per_sample": each}
+            told = {"task": task.name, "rest": rest, "tokens": length, "kv": round(shares[rest], 5), "samples": samples}
+            rows.append(told | names)
     return rows
 
 
@@ -259,6 +274,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="10%,25%")
     parser.add_argument("--rest-budget", default="10%", help="Of the part rest: entries that stay exact.")
     parser.add_argument("--rest-tasks", default=",".join(REST_TASKS), help="Of the part rest.")
+    parser.add_argument("--rests", default=",".join(EQUAL_RESTS), help="Codecs of the part rest.")
     parser.add_argument("--rounds", type=int, default=3, help="Of the part peer.")
     parser.add_argument("--drift-length", type=int, default=2048)
     parser.add_argument("--drift-tokens", type=int, default=2000)
@@ -289,8 +305,8 @@ def main() -> None:
         add(f"quality {length}", lambda n=length, p=plans: quality(model, tokenizer, p, n, given.samples))
         exact = given.rest_budget
         part = f"rest {length}" if exact == "10%" else f"rest {length} {exact}"
-        tasks = given.rest_tasks.split(",")
-        add(part, lambda n=length, b=exact, t=tasks: rests(model, tokenizer, n, given.samples, b, t))
+        told = given.samples, exact, given.rest_tasks.split(","), given.rests.split(",")
+        add(part, lambda n=length, t=told: rests(model, tokenizer, n, *t))
         add(f"peer {length}", lambda n=length: peers(model, tokenizer, codecs, n, given.rounds))
     add("drift", lambda: drift(model, tokenizer, codecs, given.drift_length, given.drift_tokens))
     if "planted" in given.parts.split(","):

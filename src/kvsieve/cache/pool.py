@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvsieve.core.codes import CodeFormat, Codes, decode, encode
 from kvsieve.core.rotation import rotation
+from kvsieve.core.shaping import encode_shaped
 
 if TYPE_CHECKING:
     from kvsieve.roles import Codec
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 # Of what channels are divided by, the least part of the most.
 _LEAST_ROOT = 0.01
 
-# What the mean channel of queries adds to each of theirs: those to come may ask for others than the few that are known.
-_MORE_ASKED = 0.2
+# What even queries add, as a part of the known ones' mean channel: those to come may ask for others than these few.
+_MORE_ASKED = 1.0
 
 
 class BlockPool:
@@ -56,20 +57,23 @@ class BlockPool:
 
         begin: bool [R], KV rows that have no blocks yet. fills: by how many of a block's entries are real, the first
         ones, the blocks int64 of so many; what others there are has no part in their codes. None where all are.
-        asked: float32 [R, D], mean squares of the queries that keys are balanced with; None for even ones.
+        asked: float32 [R, D, D], mean of q q^T over the queries that keys are encoded for; None for even ones.
         """
         x = x.float()
         if self.form.centered:
             self.mean = self._measured(self.mean, _means(x, rows, len(begin), fills), begin)
             x = x - self.mean[rows][:, None]
+        known = None if asked is None or not self.form.balanced else _known(asked)
         if self.form.balanced:
-            root = _balance(_means(x.square(), rows, len(begin), fills), asked)
+            root = _balance(_means(x.square(), rows, len(begin), fills), known)
             # Channels that hardly differ between tokens yet may do so later.
             root = root.clamp_min(_LEAST_ROOT * root.amax(1, keepdim=True))
             self.root = self._measured(self.root, torch.where(root > 0, root, torch.ones_like(root)), begin)
             x = x / self.root[rows][:, None]
         if self.form.rotated:
             x = x @ rotation(self.dim, x.device)
+        if known is not None:
+            return encode_shaped(self.form, x, codec.fit, self._metric(known), rows)
         if fills is None:
             return encode(self.form, x, codec.fit)
         # Of blocks with few real entries, others count as well: numbers kept apart are as many in every block.
@@ -79,6 +83,15 @@ class BlockPool:
         ]
         order = torch.cat(list(fills.values())).argsort()
         return Codes.joined(made).apply(lambda each: each[order])
+
+    def _metric(self, known: Tensor) -> Tensor:
+        """Second moments [R, D, D] of queries as encoded keys are matched with them."""
+        assert self.root is not None
+        made = known * self.root[:, :, None] * self.root[:, None]
+        if self.form.rotated:
+            turn = rotation(self.dim, made.device)
+            made = turn.T @ made @ turn
+        return made
 
     def widened(self, codes: Codes, tokens: int) -> Codes:
         """Codes of blocks of `tokens` entries, the last ones of which are none yet."""
@@ -142,17 +155,20 @@ def grown(part: Tensor, tokens: int) -> Tensor:
     return fresh
 
 
-def _balance(squares: Tensor, asked: Tensor | None) -> Tensor:
+def _known(asked: Tensor) -> Tensor:
+    """Second moments [R, D, D] of queries, as large as those of even ones, and as much of these; even where all are 0."""
+    mean = asked.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
+    even = torch.eye(asked.shape[1], device=asked.device)
+    return torch.where(mean > 0, asked / mean.clamp_min(torch.finfo(torch.float32).tiny), even) + _MORE_ASKED * even
+
+
+def _balance(squares: Tensor, known: Tensor | None) -> Tensor:
     """Divisors of the channels [R, D] of keys, of their mean squares and those of queries.
 
     Once they are turned, all channels miss by as much. What a logit misses by then is least where each channel of the
     keys, divided, is as large as that of the queries, multiplied.
     """
-    if asked is None:
-        return squares.pow(0.25)
-    mean = asked.mean(1, keepdim=True)
-    even = torch.where(mean > 0, asked / mean.clamp_min(torch.finfo(torch.float32).tiny), torch.ones_like(asked))
-    return (squares / (even + _MORE_ASKED)).pow(0.25)
+    return (squares if known is None else squares / known.diagonal(dim1=1, dim2=2)).pow(0.25)
 
 
 def _means(x: Tensor, rows: Tensor, count: int, fills: Mapping[int, Tensor] | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Attention that any queries give to any entries, and how much they ask of each channel."""
+"""Attention that any queries give to any entries, and what they ask for."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def query_mass(
     return out.flatten(1, 2)
 
 
-def mean_squares(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:
-    """Mean square of each channel of the queries that share a KV head.
+def second_moments(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:
+    """Mean of q q^T over the queries that share a KV head.
 
     Args:
         query: [B, Hq, L, D].
@@ -73,10 +73,14 @@ def mean_squares(query: Tensor, heads: int, valid: Tensor | None = None) -> Tens
         valid: bool [B, H or 1, N], False for padding; the last L are these queries'. None: all real.
 
     Returns:
-        float32 [B * H, D]; 0 where all are padding.
+        float32 [B * H, D, D]; 0 where all are padding.
     """
-    squares = query.float().square().unflatten(1, (heads, -1))
-    if valid is None:
-        return squares.mean((2, 3)).flatten(0, 1)
-    real = valid[:, :, None, -query.shape[2] :, None]
-    return ((squares * real).sum(3) / real.sum(3).clamp_min(1)).mean(2).flatten(0, 1)
+    grouped = query.float().unflatten(1, (heads, -1))
+    groups, count = grouped.shape[2:4]
+    if valid is not None:
+        real = valid[:, :, -count:].float()
+        # Each real query weighs as much as leaves a mean of these alone.
+        weight = real * (count / real.sum(-1, keepdim=True).clamp_min(1))
+        grouped = grouped * weight.sqrt()[:, :, None, :, None]
+    flat = grouped.flatten(2, 3).flatten(0, 1)
+    return flat.transpose(1, 2) @ flat / (groups * count)

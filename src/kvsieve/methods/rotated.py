@@ -46,15 +46,21 @@ class Rotated(BlockCodec, heads="own"):
     """Encode keys and values per token, turned by a random rotation, by the best scalar codebook.
 
     bits: 2, 3 or 4.
+    key_bits: of keys, 2, 3 or 4; None for as many as of values.
     """
 
     bits: Literal[2, 3, 4] = 4
+    key_bits: Literal[2, 3, 4] | None = None
 
     def keys(self, dim: int) -> CodeFormat:
-        return dataclasses.replace(self.values(dim), centered=True, balanced=True)
+        return dataclasses.replace(_format(self.key_bits or self.bits, dim), centered=True, balanced=True)
 
     def values(self, dim: int) -> CodeFormat:
-        return CodeFormat(self.bits, "token", dim, zero=False, levels=gaussian_levels(self.bits), rotated=True)
+        return _format(self.bits, dim)
 
     def fit(self, form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
         return level_scale(form, x, dim, products=form.centered), None
+
+
+def _format(bits: int, dim: int) -> CodeFormat:
+    return CodeFormat(bits, "token", dim, zero=False, levels=gaussian_levels(bits), rotated=True)

@@ -7,7 +7,7 @@ import dataclasses
 from torch import Tensor
 
 from kvsieve.cache import keep, set_aside
-from kvsieve.core.queries import mean_squares
+from kvsieve.core.queries import second_moments
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer
@@ -59,11 +59,11 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache) -> None:
 
 
 def _asked(ctx: LayerContext, index: int) -> Tensor | None:
-    """Mean squares of a prompt's last queries, as `mean_squares` has them; None for a layer that is not the context's.
+    """Of a prompt's last queries, as `second_moments` has them; None for a layer that is not the context's.
 
-    Keys that are set aside are balanced for them.
+    Keys that are set aside are encoded for them.
     """
-    return mean_squares(ctx.query[:, :, -ASKED:], ctx.keys.shape[1], ctx.valid) if index == ctx.layer_idx else None
+    return second_moments(ctx.query[:, :, -ASKED:], ctx.keys.shape[1], ctx.valid) if index == ctx.layer_idx else None
 
 
 def drops_nothing(plan: Plan, step: Step, where: tuple[int, int], layer: SieveLayer) -> bool:

@@ -1,4 +1,4 @@
-"""Calling the C kernels of codebooks: scales of vectors, and their codes."""
+"""Calling the C kernels of codebooks: scales of vectors, and their codes, each alone or all of a vector together."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from kvsieve.kernels.cpu.build import Library, library
 # Levels that the kernels have a form for.
 _LEVELS = (4, 8, 16)
 
+# Numbers of a vector that `shape_codes` takes.
+_MOST = 1024
+
 
 class _Fields(Structure):
     _fields_ = (
-        *((name, c_void_p) for name in ("x", "levels", "starts", "borders", "scale", "codes")),
-        *((name, c_int64) for name in ("vectors", "size", "half", "begins", "products")),
+        *((name, c_void_p) for name in ("x", "levels", "starts", "borders", "metric", "rows", "scale", "codes")),
+        *((name, c_int64) for name in ("vectors", "size", "half", "begins", "products", "each", "rounds")),
     )
 
 
@@ -68,11 +71,36 @@ def code_levels(x: Tensor, borders: Tensor) -> Tensor:
     return made
 
 
+def shapes(x: Tensor, levels: int) -> bool:
+    """Tell whether `shape_codes` takes vectors."""
+    return takes(x, levels) and x.shape[-1] <= _MOST
+
+
+def shape_codes(x: Tensor, metric: Tensor, rows: Tensor, levels: Tensor, codes: Tensor, rounds: int) -> Tensor:
+    """Choose codes anew, in place, as `core.shaping.encode_shaped` does; return the scales, float32 [N, T, 1].
+
+    Args:
+        x: float32 [N, T, D], contiguous.
+        metric: float32 [R, D, D], contiguous, symmetric.
+        rows: int64 [N], contiguous: which metric is each block's.
+        levels: float32 [L], ascending, symmetric about 0; L is one of 4, 8, 16.
+        codes: uint8 [N, T, D], contiguous.
+        rounds: times that each code is chosen.
+    """
+    made, positive = torch.empty(*x.shape[:-1], 1), levels[len(levels) // 2 :].contiguous()
+    job = _Fields(vectors=made.numel(), size=x.shape[-1], half=len(positive), each=x.shape[1], rounds=rounds)
+    job.x, job.metric, job.rows, job.levels = x.data_ptr(), metric.data_ptr(), rows.data_ptr(), positive.data_ptr()
+    job.scale, job.codes = made.data_ptr(), codes.data_ptr()
+    _kernels()[2](byref(job), torch.get_num_threads())
+    return made
+
+
 @functools.cache
-def _kernels() -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return what fits scales, and what codes by them."""
+def _kernels() -> tuple[Callable[..., None], ...]:
+    """Return what fits scales, what codes by them, and what chooses codes together."""
     loaded = built().loaded
     assert loaded is not None
-    for each in (loaded.fit_levels, loaded.code_levels):
+    found = loaded.fit_levels, loaded.code_levels, loaded.shape_codes
+    for each in found:
         each.argtypes, each.restype = (c_void_p, c_int64), None
-    return loaded.fit_levels, loaded.code_levels
+    return found
