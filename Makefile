@@ -125,7 +125,6 @@ codecs: $(VENV)/.ready
 	$(BIN)/python benchmarks/codecs.py --parts drift --codecs kivi:bits=4,rotated:bits=4,kivi:bits=2 --out $(CODECS)_drift.json
 	$(BIN)/python benchmarks/codecs.py --parts rest --lengths 2048 --samples 3 --out $(CODECS)_rest.json
 	$(BIN)/python benchmarks/codecs.py --parts rest --lengths 2048 --samples 3 --model $(LARGER) --out $(CODECS)_rest_qwen2.5-coder-0.5b.json
-	$(BIN)/python benchmarks/codecs.py --parts rest --rest-budget 20% --rest-tasks passkey64,ruler_niah_multivalue --lengths 2048 --samples 3 --model $(LARGER) --out $(CODECS)_rest_20_qwen2.5-coder-0.5b.json
 	$(BIN)/python benchmarks/codecs.py --parts planted --codecs "$(SEVERAL)" --lengths 1024 --samples 3 --out $(CODECS)_planted.json
 	$(BIN)/python benchmarks/codecs.py --parts peer --codecs kivi:bits=4,rotated:bits=4 --lengths 2048,7500 --out $(CODECS)_peer.json
 

@@ -16,8 +16,8 @@ in 8 bins of equal width. No token ends it.
 planted: quality where one pair of channels of every key head, that rotary embeddings turn together, is multiplied by 50
 and that of its queries divided by it: full KV says what it said, and codecs meet the channels that some models have.
 
-rest: KL by task of SnapKV, 10% of the entries exact (--rest-budget), with the rest in 2 bits, and of SnapKV alone with
-the budget that takes as many bytes.
+rest: KL by task of SnapKV, 10% of the entries exact (--rest-budget), with the rest in 2 bits, or its keys in 3
+(--rests), and of SnapKV alone with the budget that takes as many bytes.
 
 peer: seconds per token and KL beside transformers' QuantizedCache (hqq, 4 bits, which needs that package), all fed the
 answer of full KV, token by token, in turns; medians over the rounds, ratios within a round.

@@ -157,3 +157,14 @@ def test_what_is_set_aside_is_divided_for_the_last_queries(planted, method, give
     for found in again:
         for one, other in zip(found, roots, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=0)
+
+
+def test_keys_may_have_bits_of_their_own(model):
+    plan = kvsieve.plan("snapkv", budget=40, paper=True, rest="rotated:bits=2:key_bits=3")
+    with kvsieve.attach(model, plan) as sieve, torch.no_grad():
+        layers = sieve.prefill(IDS).sieve_layers.values()
+    for layer in layers:
+        aside = layer.store.aside
+        dim = aside.keys.dim
+        packed = [part.codes.packed.shape[2] for part in (aside.keys, aside.values)]
+        assert packed == [dim * 3 // 8, dim * 2 // 8] and aside.keys.form.balanced and not aside.values.form.balanced

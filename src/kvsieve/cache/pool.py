@@ -156,7 +156,7 @@ def grown(part: Tensor, tokens: int) -> Tensor:
 
 
 def _known(asked: Tensor) -> Tensor:
-    """Second moments [R, D, D] of queries, as large as those of even ones, and as much of these; even where all are 0."""
+    """Second moments [R, D, D] of queries, made as large as those of even ones, and some of these added."""
     mean = asked.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
     even = torch.eye(asked.shape[1], device=asked.device)
     return torch.where(mean > 0, asked / mean.clamp_min(torch.finfo(torch.float32).tiny), even) + _MORE_ASKED * even

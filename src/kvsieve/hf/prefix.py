@@ -43,7 +43,7 @@ class LayerRecorder:
                 state = self.learned.setdefault((ctx.layer_idx, each), {})
                 each.observe(dataclasses.replace(ctx, state=state))
         if ctx.step.ends_prompt:
-            # The window's queries are all an evictor may look at, and those that keys are balanced for; the rest of
+            # The window's queries are all an evictor may look at, and those that keys are encoded for; the rest of
             # them would be as large as the cache.
             query = ctx.query[:, :, -max(self.window, ASKED) :].clone()
             self.seen[ctx.layer_idx] = dataclasses.replace(ctx, query=query, hidden=None, output=None)

@@ -5,7 +5,8 @@ it keeps stay exact. ``plan("snapkv", budget="20%", rest="2bit")`` is the same f
 
 Differences from MiKV: importance is SnapKV's, where the paper has H2O's; what is important stays exact unless
 ``codec=`` says otherwise, where the paper gives it more bits; key channels of the rest are balanced by the mean squares
-of keys and of the prompt's last 32 queries, where the paper takes the largest of all of both, and are then rotated.
+of keys and of the prompt's last 32 queries, where the paper takes the largest of all of both, and are then rotated, and
+codes are chosen by what products with these queries miss.
 From ZipCache: importance is not normalised by how many queries can see an entry, since all observing queries see all
 others. From both: importance is settled at the end of a prompt; an entry that was encoded is not exact again, even
 where a later turn chooses it, and tokens of the answer stay exact until the next prompt.

@@ -16,7 +16,9 @@ tokens; attention over them is exact in that part. Key channels are then divided
 deviation, and queries multiplied by it: as if scales of queries and keys had been made even, the error of a product
 hardly depends on which of the two is large. Of keys that an evictor sets aside (`rest=`) that is no guess: a
 channel is divided by the root of its deviation over its size in the prompt's last 32 queries, by mean squares, to which
-a fifth of all channels' mean is added. The first entry stays exact (`sinks`).
+all channels' mean is added, and the codes of a key are chosen one after the other by what products with these queries
+miss, as QuantEase (arXiv 2309.01885) chooses those of weights (`core/shaping.py`). The first entry stays exact
+(`sinks`).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from kvsieve.core.codes import CodeFormat
 
-# Last queries of a prompt that keys are balanced for where they are set aside.
+# Last queries of a prompt that keys are encoded for where they are set aside.
 ASKED = 32
 
 
