@@ -87,16 +87,21 @@ def measure(tokens: int, rounds: int, new_tokens: int) -> dict[str, Any]:
     return found
 
 
-def in_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Run this script in a process that is held to a kind."""
-    command = [sys.executable, __file__, "--alone", "--tokens", str(given.tokens), "--rounds", str(given.rounds)]
+def held_to(name: str) -> dict[str, str]:
+    """Return the environment of a process that is held to a kind."""
     # Of a fixed name, so that kernels are compiled once.
     compiler = Path(tempfile.gettempdir()) / f"kvsieve-cc-{name}"
     compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CC", "gcc")} "$@" {COMPILED[name]}\n')
     compiler.chmod(0o755)
+    return os.environ | HELD[name] | {"CC": str(compiler)}
+
+
+def in_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Run this script in a process that is held to a kind."""
+    command = [sys.executable, __file__, "--alone", "--tokens", str(given.tokens), "--rounds", str(given.rounds)]
     done = subprocess.run(
         [*command, "--new-tokens", str(given.new_tokens)],
-        env=os.environ | HELD[name] | {"CC": str(compiler)},
+        env=held_to(name),
         stdout=subprocess.PIPE,
         text=True,
         check=True,

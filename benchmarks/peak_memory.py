@@ -1,20 +1,21 @@
 """Peak memory while a prompt is read, each contender in a fresh process: what comes on top of the loaded model.
 
     python benchmarks/peak_memory.py [MODEL] [--tokens 7500] [--cases transformers,full,snapkv] [--chunk 1024]
-        [--decode eager]
+        [--decode eager] [--runs 3]
 
 A process that has measured something else holds freed memory, compiled products of other shapes and copies of weights,
 so each case has one of its own. The model is loaded and every weight read, freed memory is returned, and what is
 resident then is taken from the resident peak of reading the prompt and generating two tokens. `transformers` is its own
 cache; any other case is a method of kvsieve, at 10% where it has a budget, and `NAME/chunked` reads it in chunks.
-`allowed_bytes` is the final KV, one layer's KV of the whole prompt, and half a GiB. The engine's packed copy of the
-weights, made for the second token, is part of the peak; `--decode eager` leaves it out.
+`allowed_bytes` is the final KV, one layer's KV of the whole prompt, and half a GiB. Every case is measured in several
+processes, since peaks of the same case differ: told are medians, and what was added in each run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,15 @@ def measure(name: str | None, case: str, tokens: int, chunk: int, decode: str) -
     }
 
 
+def median_of(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """One row of several: medians of numbers, and every run's added bytes."""
+    row: dict[str, Any] = dict(runs[0])
+    for name, first in row.items():
+        if isinstance(first, int | float):
+            row[name] = statistics.median_low(run[name] for run in runs)
+    return row | {"added_bytes_runs": sorted(run["added_bytes"] for run in runs)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", nargs="?", help="directory or hub id; the demo model if left out")
@@ -79,6 +89,7 @@ def main() -> None:
     parser.add_argument("--cases", default="transformers,full,snapkv,snapkv/chunked")
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--decode", default="auto", choices=ENGINES, help="of kvsieve")
+    parser.add_argument("--runs", type=int, default=3, help="processes for each case")
     parser.add_argument("--alone", action="store_true", help="measure the one case in this process and print")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "peak_memory.json")
     given = parser.parse_args()
@@ -92,12 +103,18 @@ def main() -> None:
         options = ["--alone", "--tokens", str(given.tokens), "--cases", case, "--chunk", str(given.chunk)]
         options += ["--decode", given.decode]
         command = [sys.executable, __file__, *named, *options]
-        row = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        row = median_of(
+            [
+                json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+                for _ in range(given.runs)
+            ]
+        )
         cell = {"environment": environment(), "kind": cpu_kind(), "chunk": given.chunk, **row}
         called = case if given.decode == "auto" else f"{case}, {given.decode}"
         report.setdefault(model, {}).setdefault(str(given.tokens), {})[called] = cell
         given.out.write_text(json.dumps(report, indent=1) + "\n")
         mib = {key: round(value / 2**20) for key, value in row.items() if key.endswith("_bytes")}
+        mib["runs"] = [round(value / 2**20) for value in row["added_bytes_runs"]]
         print(model, given.tokens, case, mib, flush=True)
 
 

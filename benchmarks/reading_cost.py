@@ -1,16 +1,15 @@
 """Time per token of sparse readers, of evictors and of full KV beside each other, token by token in turns.
 
-    python benchmarks/reading_cost.py [--model DIRECTORY] [--length 7500] [--batch 1] [--decode packed,eager]
+    python benchmarks/reading_cost.py [--model DIRECTORY] [--length 7500] [--batch 1] [--decode fused,eager]
         [--plans "full;rocketkv:budget=256"] [--peer-python PYTHON] [--out FILE]
 
 A prompt is not read: the cache of every plan is filled with random entries up to the last tokens, which are read, so
 that evictors act on a prompt of the whole length. What a token costs does not depend on the values of entries. Every
 plan then generates `--tokens` tokens in turn, round after round, in one process; ratios are taken within a round, and
 medians of them are reported, of the clock and of the processor's time, which is the steadier one on a busy machine.
-Weights are packed once for all contenders. transformers, with `--plain`, reads a
-`DynamicCache` of as many random entries. FastKV is left out: after its prompt it decodes as SnapKV does. With
-`--peer-python`, kvpress' SnapKV of 10% reads a prompt of such a length and generates in that interpreter,
-`--peer-rounds` times.
+transformers, with `--plain`, reads a `DynamicCache` of as many random entries. FastKV is left out: after its prompt it
+decodes as SnapKV does. With `--peer-python`, kvpress' SnapKV of 10% reads a prompt of such a length and generates in
+that interpreter, `--peer-rounds` times.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ from transformers import DynamicCache
 import kvsieve
 from kvsieve.bench.peer_process import Peer
 from kvsieve.bench.prompts import text_ids
-from kvsieve.hf.decode.packed_choice import measured_ratio
-from kvsieve.hf.decode.packed_weights import PackedLinears
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.report.environment import environment
 
@@ -81,18 +78,12 @@ def plain_cache(model: Any, batch: int, length: int) -> Any:
 
 
 class Contender:
-    """One way of generating a token on a cache that is ready. packed: weights to multiply with; None for plain ones."""
+    """One way of generating a token on a cache that is ready."""
 
     def __init__(
-        self,
-        model: Any,
-        plan: kvsieve.Plan | None,
-        packed: PackedLinears | None,
-        ids: torch.Tensor,
-        length: int,
-        new: int,
-    ):
-        self.model, self.plan, self.packed, self.token = model, plan, packed, ids[:, -1:]
+        self, model: Any, plan: kvsieve.Plan | None, decode: str, ids: torch.Tensor, length: int, new: int
+    ) -> None:
+        self.model, self.plan, self.decode, self.token = model, plan, decode, ids[:, -1:]
         self.cache: Any = None
         if plan is None:
             self.cache = plain_cache(model, len(ids), length)
@@ -105,18 +96,12 @@ class Contender:
         spent = []
         attached: Any = contextlib.nullcontext()
         if self.plan is not None:
-            attached = kvsieve.attach(self.model, self.plan, decode="eager")
+            attached = kvsieve.attach(self.model, self.plan, decode=self.decode)
         with attached, torch.no_grad():
-            if self.packed is not None:
-                self.packed.install()
             for _ in range(tokens + 1):
                 began = time.perf_counter(), time.process_time()
                 self.model(self.token, past_key_values=self.cache, logits_to_keep=1)
                 spent.append((time.perf_counter() - began[0], time.process_time() - began[1]))
-            if self.packed is not None:
-                # They stay packed for the next one.
-                for module in self.packed.layers:
-                    del module.forward
         return statistics.median(each[0] for each in spent[1:]), statistics.median(each[1] for each in spent[1:])
 
 
@@ -155,7 +140,7 @@ def main() -> None:
     parser.add_argument("--length", default="7500", help="several, separated by commas, take turns too")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--plans", default=PLANS, help="separated by semicolons; parameters as name=value")
-    parser.add_argument("--decode", default="packed", help="packed, eager or both, separated by a comma")
+    parser.add_argument("--decode", default="fused", help="fused, eager or both, separated by a comma")
     parser.add_argument("--plain", action="store_true", help="transformers beside them")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=6, help="of a round")
@@ -176,17 +161,11 @@ def main() -> None:
     new = (arguments.rounds + 1) * (arguments.tokens + 1)
     contenders: dict[str, Contender] = {}
     if arguments.plain:
-        contenders[f"transformers {lengths[-1]}"] = Contender(model, None, None, ids, lengths[-1], new)
-    packed, ratio = None, None
-    if "packed" in arguments.decode:
-        packed = PackedLinears(model.model, model.lm_head)
-        ratio = round(measured_ratio([layer.weight.detach() for layer in packed.layers]), 3)
-        packed.pack()
+        contenders[f"transformers {lengths[-1]}"] = Contender(model, None, "eager", ids, lengths[-1], new)
     for decode in arguments.decode.split(","):
-        weights = packed if decode == "packed" else None
         for told in arguments.plans.split(";"):
             for length in lengths:
-                contenders[f"{told} {decode} {length}"] = Contender(model, spec(told), weights, ids, length, new)
+                contenders[f"{told} {decode} {length}"] = Contender(model, spec(told), decode, ids, length, new)
     runs: dict[str, Callable[[], tuple[float, float]]] = {
         name: (lambda each=each: each.run(arguments.tokens)) for name, each in contenders.items()
     }
@@ -208,8 +187,6 @@ def main() -> None:
         },
         "numbers": "of the clock, and of the processor's time",
         "sparse reading": ways,
-        "packed weights": None if packed is None else {"bytes": packed.bytes, "seconds": round(packed.seconds, 2)},
-        "their products over plain ones": ratio,
     }
     for decode in arguments.decode.split(","):
         for length in lengths:

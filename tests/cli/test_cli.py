@@ -523,10 +523,12 @@ def test_demo_answers_right_three_ways(cli, real_model_in_float32):
 
 def test_run_generates_as_asked(cli, model_dir, prompt_file):
     given = ("run", model_dir, "--prompt-file", prompt_file, "--method", "snapkv", "--budget", "40", "--json")
-    _, out, _ = cli(*given, "--decode", "packed")
-    assert json.loads(out)["results"][0]["stats"]["decoding"]["engine"] == "packed"
+    _, out, _ = cli(*given, "--decode", "fused")
+    assert json.loads(out)["results"][0]["stats"]["decoding"]["engine"] == "fused"
     code, out, err = cli(*given, "--decode", "quick")
-    assert code == 2 and "--decode must be one of auto, eager, fused, packed, graph, compile, got 'quick'" in err
+    assert code == 2 and "--decode must be one of auto, eager, fused, graph, compile, got 'quick'" in err
+    code, out, err = cli(*given, "--decode", "packed")
+    assert code == 2 and "--decode 'packed' is gone" in err and "'fused'" in err
 
 
 def test_control_tokens_in_a_prompt_are_text(cli, model_dir, tmp_path):

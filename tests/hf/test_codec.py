@@ -245,7 +245,7 @@ def test_no_more_than_one_layer_is_exact_at_a_time_and_no_decoded_copy_survives(
     assert cache.nbytes() < 0.6 * sum(each.heads * 2 * 92 * (2 * 16 * 4 + 4) for each in stores(cache))
 
 
-def test_recorded_passes_and_packed_weights(model, talk):
+def test_recorded_and_fused_passes(model, talk):
     answers = {}
     with recorder_stand_in():
         for decode in ("eager", "graph"):
@@ -264,10 +264,10 @@ def test_recorded_passes_and_packed_weights(model, talk):
     assert answers["graph"].stats.decoding.engine == "graph" and min(encoded(answers["graph"].cache)) > 0
     torch.testing.assert_close(logits(answers["eager"]), logits(answers["graph"]), atol=1e-3, rtol=0)
     small = build("llama", dtype=torch.bfloat16)
-    for decode in ("eager", "packed"):
+    for decode in ("eager", "fused"):
         with kvsieve.attach(small, snapkv(), decode=decode) as sieve:
             answers[decode] = sieve.generate(*talk[:2], **GREEDY)
-    assert (logits(answers["eager"]) - logits(answers["packed"])).abs().max() < 0.1
+    assert (logits(answers["eager"]) - logits(answers["fused"])).abs().max() < 0.1
 
 
 @pytest.mark.parametrize(

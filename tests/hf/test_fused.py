@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import kvsieve
-from kvsieve.hf.decode import fused_modules, packed_choice
+from kvsieve.hf.decode import fused_decoder, fused_modules, linears
 from kvsieve.hf.decode.fused_modules import FusedModules
 from kvsieve.kernels.cpu import build, layers
 from kvsieve.models.families import build as build_model
@@ -159,8 +159,8 @@ def test_gradients_come_by_the_models_own_operations():
 def test_by_default_weights_that_matter_are_fused(monkeypatch):
     model = build_model("llama")
     engines = []
-    for least in (packed_choice._LEAST, 0):
-        monkeypatch.setattr(packed_choice, "_LEAST", least)
+    for least in (fused_decoder._LEAST, 0):
+        monkeypatch.setattr(fused_decoder, "_LEAST", least)
         with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
             engines.append(sieve.generate(PROMPT, **GREEDY).stats.decoding.engine)
     assert engines == ["eager", "fused"]
@@ -173,18 +173,30 @@ def test_by_default_weights_that_matter_are_fused(monkeypatch):
             lambda: build_model("llama", dtype=torch.float16),
             "in float32 or bfloat16 on a CPU, found torch.float16 on cpu",
         ),
-        (lambda: build_model("gpt_neox"), "none of its modules is one that is known"),
+        (
+            lambda: build_model("llama", dtype=torch.float16),
+            "no linear layers with plain weights in float32 or bfloat16",
+        ),
     ],
-    ids=["dtype", "family"],
+    ids=["operations", "products"],
 )
 def test_what_cannot_be_fused_runs_eagerly_and_says_why(make, reason):
     with kvsieve.attach(make(), kvsieve.plan("full"), decode="fused") as sieve:
         told = sieve.generate(PROMPT[:, :8], max_new_tokens=3, eos_token_id=None, pad_token_id=0).stats.decoding
-    assert told.engine == "eager" and reason in told.reason and told.fused_modules == 0
+    assert told.engine == "eager" and reason in told.reason and told.fused_modules == told.linear_layers == 0
+
+
+def test_a_family_without_known_operations_has_products():
+    with kvsieve.attach(build_model("gpt_neox"), kvsieve.plan("full"), decode="fused") as sieve:
+        told = sieve.generate(PROMPT[:, :8], max_new_tokens=3, eos_token_id=None, pad_token_id=0).stats.decoding
+    assert (told.engine, told.reason, told.fused_modules, told.linear_layers) == ("fused", None, 0, 17)
 
 
 def test_without_a_compiler_nothing_is_fused(monkeypatch):
     reason = "there is no C compiler: install gcc"
-    monkeypatch.setattr(fused_modules.kernel, "built", lambda: build.Library(None, reason))
-    with pytest.raises(ValueError, match=reason):
-        FusedModules(build_model("llama").get_decoder())
+    for each in (fused_modules, linears):
+        monkeypatch.setattr(each.kernel, "built", lambda: build.Library(None, reason))
+    decoder = build_model("llama").get_decoder()
+    for made in (FusedModules, linears.Linears, fused_decoder.FusedDecoder):
+        with pytest.raises(ValueError, match=reason):
+            made(decoder)

@@ -1,4 +1,4 @@
-"""Linear layers that read the same input are one product with packed weights, whatever a model does with them."""
+"""Linear layers multiply few tokens in C, those of one input in one call, whatever a model does with them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import kvsieve
+from kvsieve.errors import PlanError
 from kvsieve.hf.decode import products
-from kvsieve.hf.decode.packed_weights import PackedLinears
+from kvsieve.hf.decode.linears import Linears
+from kvsieve.kernels.cpu import products as kernel
 from kvsieve.models.families import build
+
+pytestmark = pytest.mark.skipif(kernel.built().reason is not None, reason=kernel.built().told)
 
 PROMPT = torch.arange(3, 83)[None]
 NAMES = ("q_proj", "k_proj", "v_proj")
@@ -42,75 +46,127 @@ def close(found, wanted):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Widths of the products that were computed with packed weights."""
-    widths, own = [], products.multiplied
+    """Widths of the products that the kernel computed."""
+    widths, own = [], products.kernel.multiply
 
-    def counted(given, *args):
-        out = own(given, *args)
-        widths.append(out.shape[-1])
-        return out
+    def counted(given, weights):
+        widths.append(weights.width)
+        return own(given, weights)
 
-    monkeypatch.setattr(products, "multiplied", counted)
+    monkeypatch.setattr(products.kernel, "multiply", counted)
     return widths
 
 
 @pytest.fixture
-def packed():
-    """Pack modules for the test."""
+def served():
+    """Let the kernel compute modules' products for the test."""
     made = []
 
-    def pack(*modules, **options):
-        made.append(PackedLinears(nn.Sequential(*modules), **options))
+    def serve(*modules, **options):
+        made.append(Linears(nn.Sequential(*modules), **options))
         made[-1].install()
-        made[-1].pack()
         return made[-1]
 
     with torch.no_grad():
-        yield pack
+        yield serve
     for each in made:
         each.remove()
 
 
 @pytest.mark.parametrize("bias", [(True, True, True), (False, False, False), (True, False, True)], ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 48), (3, 1, 48), (1, 5, 48), (2, 4, 48), (64, 48)], ids=str)
-def test_siblings_are_one_product(calls, packed, bias, shape):
+@pytest.mark.parametrize("shape", [(1, 1, 48), (3, 1, 48), (1, 5, 48), (2, 4, 48), (32, 48)], ids=str)
+def test_siblings_are_one_product(calls, served, bias, shape):
     module, given = Attention(bias), numbers(*shape)
-    apart = packed(module, joint=False)
+    apart = served(module, joint=False)
     separate = module.all(given)
     apart.remove()
     assert calls == [40, 16, 24]
-    packed(module)
+    served(module)
     found = module.all(given)
     assert calls[3:] == [80]
     for one, other, name in zip(found, separate, NAMES, strict=True):
         close(one, module.own(name, given))
-        # oneDNN may sum in another order; it did not where this was written.
-        torch.testing.assert_close(one, other, atol=2e-3, rtol=8e-3)
+        assert torch.equal(one, other)
         # Models reshape them as they do the outputs of layers of their own.
         assert one.is_contiguous() and one.view(-1, 8).shape[1] == 8
 
 
-def test_memory_is_that_of_the_weights(packed):
+def test_nothing_is_left_behind(served):
     module = Attention()
-    made = packed(module)
-    assert made.bytes == sum(getattr(module, name).weight.nbytes for name in NAMES)
+    before = [dict(vars(each)) for each in module.modules()]
+    made = served(module)
+    assert made.count == 3 and all("forward" in vars(getattr(module, name)) for name in NAMES)
+    module.all(numbers(1, 1, 48))
     made.remove()
-    assert made.bytes == 0 and not any("forward" in vars(each) for each in module.modules())
+    assert [dict(vars(each)) for each in module.modules()] == before
+
+
+@pytest.mark.parametrize("dtype", kernel.MOST_ROWS, ids=str)
+def test_many_tokens_are_torchs(calls, served, dtype):
+    module, most = Attention().to(dtype), kernel.MOST_ROWS[dtype]
+    served(module)
+    for rows, asked in ((0, 0), (1, 1), (most, 1), (most + 1, 0)):
+        given = numbers(rows, 48).to(dtype)
+        calls.clear()
+        for found, name in zip(module.all(given), NAMES, strict=True):
+            close(found, module.own(name, given))
+        assert len(calls) == asked
+
+
+def test_any_input_of_theirs_is_taken(calls, served):
+    module = Attention()
+    served(module)
+    wide = numbers(3, 96)
+    for given in (wide[:, ::2], wide.view(48, 6).T, wide[0, :48]):
+        for found, name in zip(module.all(given), NAMES, strict=True):
+            close(found, module.own(name, given))
+    assert len(calls) == 3
+    for wrong, error in ((numbers(1, 47), "shapes"), (numbers(1, 48).float(), "dtype")):
+        with pytest.raises(RuntimeError, match=error):
+            module.q_proj(wrong)
+
+
+def test_gradients_and_autocast_are_torchs(calls, served):
+    module, given = Attention(), numbers(1, 1, 48)
+    served(module)
+    with torch.enable_grad():
+        sum(part.sum() for part in module.all(given)).backward()
+        for name in NAMES:
+            assert getattr(module, name).weight.grad is not None
+            getattr(module, name).weight.requires_grad_(False)
+        # Of biases alone.
+        module.zero_grad()
+        module.k_proj(given).sum().backward()
+        assert module.k_proj.bias.grad is not None
+        module.requires_grad_(False)
+        module.all(given)
+        assert len(calls) == 1
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module.float().q_proj(given.float()).dtype == torch.bfloat16
+    assert len(calls) == 1
+
+
+def test_traces_see_torchs_operations(calls, served):
+    module, given = Attention(), numbers(1, 1, 48)
+    served(module)
+    found = torch.compile(module.q_proj, backend="eager", fullgraph=True)(given)
+    close(found, module.own("q_proj", given))
+    assert not calls
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0), (0, 1, 1, 2), (0, 0, 1, 2)], ids=str)
-def test_any_order_of_calls_is_right(packed, order):
+def test_any_order_of_calls_is_right(served, order):
     module = Attention()
-    packed(module)
+    served(module)
     for turn in range(3):
         given = numbers(1, 1, 48) * (turn + 1)
         for at in order:
             close(getattr(module, NAMES[at])(given), module.own(NAMES[at], given))
 
 
-def test_other_inputs_get_their_own_products(packed):
+def test_other_inputs_get_their_own_products(served):
     module = Attention()
-    packed(module)
+    served(module)
     given, other = numbers(1, 1, 48), -numbers(1, 1, 48)
     module.q_proj(given)
     close(module.k_proj(other), module.own("k_proj", other))
@@ -120,9 +176,9 @@ def test_other_inputs_get_their_own_products(packed):
 
 
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
-def test_an_input_that_is_written_to_between_calls(calls, packed, without_gradients):
+def test_an_input_that_is_written_to_between_calls(calls, served, without_gradients):
     module = Attention()
-    packed(module)
+    served(module)
     with without_gradients():
         given = numbers(1, 1, 48) * 1
         module.q_proj(given)
@@ -135,9 +191,9 @@ def test_an_input_that_is_written_to_between_calls(calls, packed, without_gradie
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("part", ["weight", "bias"])
 @pytest.mark.parametrize("when", ["before", "between"])
-def test_weights_that_are_written_to_count_at_once(packed, name, part, when):
+def test_weights_that_are_written_to_count_at_once(served, name, part, when):
     module, given = Attention(), numbers(1, 1, 48)
-    packed(module)
+    served(module)
     module.all(given)
     if when == "between":
         module.q_proj(given)
@@ -146,21 +202,68 @@ def test_weights_that_are_written_to_count_at_once(packed, name, part, when):
         close(getattr(module, each)(given), module.own(each, given))
 
 
-def test_layers_that_are_not_all_asked_are_products_of_their_own(calls, packed):
+def test_layers_that_are_not_all_asked_are_products_of_their_own(calls, served):
     module = Attention()
-    made = packed(module)
-    before = made.bytes
+    served(module)
     for _ in range(3):
         given = numbers(1, 1, 48)
         close(module.q_proj(given), module.own("q_proj", given))
-    assert calls == [80, 40, 40] and made.bytes == before
+    assert calls == [80, 40, 40]
     module.all(given)
     assert calls[3:] == [40, 16, 24]
 
 
-def test_hooks_see_and_change_what_is_theirs(packed):
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_in_other_memory_count_at_once(calls, served, name):
     module, given = Attention(), numbers(1, 1, 48)
-    packed(module)
+    served(module)
+    module.all(given)
+    layer, own = getattr(module, name), getattr(module, name).weight
+    square = numbers(48, 48)[: layer.out_features]
+    others = (
+        lambda: setattr(layer, "weight", nn.Parameter(square.clone())),
+        lambda: setattr(layer.weight, "data", -square),
+        # The kernel reads neither of them, which leaves all three to torch.
+        lambda: setattr(layer.weight, "data", square.T.contiguous().T),
+        lambda: module.double(),
+    )
+    for number, change in enumerate(others):
+        change()
+        calls.clear()
+        told = given.to(layer.weight.dtype)
+        for each in NAMES:
+            close(getattr(module, each)(told), module.own(each, told))
+        assert len(calls) == (number < 2)
+    assert layer.weight is not own
+
+
+def test_weights_of_inference_mode_are_served_one_by_one(calls, served):
+    with torch.inference_mode():
+        module, given = Attention(), numbers(1, 1, 48)
+        served(module)
+        for found, name in zip(module.all(given), NAMES, strict=True):
+            close(found, module.own(name, given))
+        module.q_proj.weight.mul_(-2)
+        close(module.q_proj(given), module.own("q_proj", given))
+    assert calls == [40, 16, 24, 40]
+
+
+def test_a_tied_output_layer_is_served_once(calls, served):
+    model = build("llama", dtype=torch.bfloat16, tie_word_embeddings=True)
+    decoder, output = model.get_decoder(), model.get_output_embeddings()
+    made = Linears(decoder, output)
+    assert output.weight is decoder.embed_tokens.weight and made.layers.count(output) == 1
+    assert Linears(model, output).layers.count(output) == 1
+    made.install()
+    given = numbers(1, 1, output.in_features)
+    close(output(given), F.linear(given, output.weight))
+    made.remove()
+    assert calls == [output.out_features]
+
+
+def test_hooks_see_and_change_what_is_theirs(served):
+    module, given = Attention(), numbers(1, 1, 48)
+    served(module)
     handles = [
         module.q_proj.register_forward_hook(lambda _, args, out: out.mul_(2)),
         module.k_proj.register_forward_pre_hook(lambda _, args: (-args[0],)),
@@ -176,7 +279,7 @@ def test_hooks_see_and_change_what_is_theirs(packed):
 
 def test_only_siblings_that_hang_in_one_place_go_together():
     def sets(*modules):
-        made = PackedLinears(nn.Sequential(*modules))
+        made = Linears(nn.Sequential(*modules))
         return [len(each.layers) for each in made.products]
 
     assert sets(Attention()) == [3]
@@ -198,7 +301,7 @@ def test_only_siblings_that_hang_in_one_place_go_together():
 # Attention and gated MLPs of four layers; Phi-3 has one weight for each, GPT-NeoX no gates.
 @pytest.mark.parametrize("family, joint, alone", [("llama", 8, 8), ("qwen2", 8, 8), ("phi3", 0, 16)])
 def test_products_of_families(family, joint, alone):
-    sizes = [len(each.layers) for each in PackedLinears(build(family, dtype=torch.bfloat16).get_decoder()).products]
+    sizes = [len(each.layers) for each in Linears(build(family, dtype=torch.bfloat16).get_decoder()).products]
     assert (sum(each > 1 for each in sizes), sizes.count(1)) == (joint, alone)
 
 
@@ -206,20 +309,29 @@ def test_products_of_families(family, joint, alone):
 def test_a_token_takes_four_products_a_layer(calls, rows):
     model, ids = build("qwen2", dtype=torch.bfloat16), PROMPT.repeat(rows, 1)
     told = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=40, window=4), decode="packed") as sieve:
+    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=40, window=4), decode="fused") as sieve:
         result = sieve.generate(ids, output_logits=True, return_dict_in_generate=True, **told)
-    assert len(calls) == 3 * (4 * 4 + 1)
+    # And the output layer for the prompt's last token.
+    assert len(calls) == 3 * (4 * 4 + 1) + 1
     with kvsieve.attach(model, kvsieve.plan("snapkv", budget=40, window=4), decode="eager") as sieve:
         wanted = sieve.generate(ids, output_logits=True, return_dict_in_generate=True, **told)
     torch.testing.assert_close(result.output.logits[1].float(), wanted.output.logits[1].float(), atol=0.03, rtol=0.03)
 
 
-def test_threads_that_meet_between_calls_get_their_own(packed):
+def test_threads_that_meet_between_calls_get_their_own(served):
     module, one, other = Attention(), numbers(1, 1, 48), -numbers(1, 1, 48)
-    packed(module)
+    served(module)
     # As two threads do it: the second begins before the first has all.
     queries = [module.q_proj(given) for given in (one, other)]
     for given, query in zip((one, other), queries, strict=True):
         close(query, module.own("q_proj", given))
         for name in NAMES[1:]:
             close(getattr(module, name)(given), module.own(name, given))
+
+
+def test_packed_weights_are_gone():
+    with (
+        pytest.raises(PlanError, match="decode 'packed' is gone.*'fused'"),
+        kvsieve.attach(build("llama"), kvsieve.plan("full"), decode="packed"),
+    ):
+        pass

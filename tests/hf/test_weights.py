@@ -104,12 +104,13 @@ def test_low_bit_weights_answer_as_their_values_do(plan):
     same_kept(answer(low, plan), answer(high, plan))
 
 
-def test_low_bit_weights_are_not_packed_again():
+def test_low_bit_weights_are_multiplied_by_their_own_library():
     model = replaced(build("llama", **SHAPE), EightBits)
-    with kvsieve.attach(model, kvsieve.plan("full"), decode="packed") as sieve:
+    with kvsieve.attach(model, kvsieve.plan("full"), decode="fused") as sieve:
+        assert not any("forward" in vars(each) for each in model.modules() if isinstance(each, EightBits))
         told = sieve.generate(IDS, **GREEDY).stats.decoding
-    assert told.engine == "eager"
-    assert told.reason.startswith("packed weights are copies of plain ones, and its EightBits layers (")
+    # The output layer is a plain one.
+    assert (told.engine, told.linear_layers) == ("fused", 1)
 
 
 def test_a_projection_of_floats_of_eight_bits_is_not_taken_at_face_value():
@@ -171,9 +172,8 @@ def test_weights_of_the_libraries(load, kind, folder, tmp_path):
             assert min(result.stats.kv_entries) <= 60 and result.stats.applied, name
             sieve.save(result.cache, tmp_path / f"{name}.kv")
             assert sieve.load(tmp_path / f"{name}.kv").cache.num_seen == result.cache.num_seen
-    with kvsieve.attach(model, kvsieve.plan("full"), decode="packed") as sieve:
-        told = sieve.generate(IDS, **GREEDY).stats.decoding
-    assert told.engine == "eager" and kind in told.reason
+    with kvsieve.attach(model, kvsieve.plan("full"), decode="fused"):
+        assert "forward" not in vars(projection)
 
 
 # adapters
@@ -248,10 +248,20 @@ def test_a_cache_belongs_to_the_adapter_that_read_it(adapted, tmp_path):
         sieve.generate(MORE, cache=cache, **GREEDY)
 
 
-def test_adapters_are_not_packed(adapted):
-    with kvsieve.attach(adapted, kvsieve.plan("full"), decode="packed") as sieve:
-        told = sieve.generate(IDS, **GREEDY).stats.decoding
-    assert told.engine == "eager" and "Linear layers (peft)" in told.reason
+def test_adapters_act_beside_compiled_products(adapted):
+    told = {}
+    for decode in ("eager", "fused"):
+        with kvsieve.attach(adapted, kvsieve.plan("full"), decode=decode) as sieve:
+            told[decode] = sieve.generate(IDS, output_logits=True, return_dict_in_generate=True, **GREEDY)
+    assert told["fused"].stats.decoding.linear_layers > 0
+    ours, wanted = (torch.stack(told[decode].output.logits) for decode in ("fused", "eager"))
+    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=1e-4)
+    # They are read as they lie.
+    layer = adapted.get_decoder().layers[0].self_attn.q_proj
+    with kvsieve.attach(adapted, kvsieve.plan("full"), decode="fused"), torch.no_grad():
+        apart = layer(torch.ones(1, 1, 128))
+        adapted.merge_adapter()
+        torch.testing.assert_close(layer(torch.ones(1, 1, 128)), apart, atol=1e-4, rtol=1e-4)
 
 
 # offloading
@@ -275,10 +285,10 @@ def test_layers_on_disk_answer_as_those_in_memory_do(plan, folder, tmp_path):
     assert not layer._forward_hooks and not layer._forward_pre_hooks
 
 
-def test_layers_on_disk_are_not_packed(folder, tmp_path):
+def test_layers_on_disk_are_not_fused(folder, tmp_path):
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     model = offloaded(folder, tmp_path, places | {"model.layers": "disk"})
-    with kvsieve.attach(model, kvsieve.plan("full"), decode="packed") as sieve:
+    with kvsieve.attach(model, kvsieve.plan("full"), decode="fused") as sieve:
         told = sieve.generate(IDS, **GREEDY).stats.decoding
     assert told.engine == "eager" and told.reason == "the model lies on several devices"
 

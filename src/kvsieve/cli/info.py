@@ -201,6 +201,7 @@ def _device() -> dict[str, Any]:
         "kind of CPU": cpu_kind(),
         **_dtype(),
         "C kernel of layers": library("layers").told,
+        "C kernel of products": library("products").told,
         "C kernel of codecs": library("packed").told,
         "C kernel of codebooks": library("codes").told,
         "C kernel of readers": library("reading").told,

@@ -17,7 +17,7 @@ DtypeOption = Annotated[
 DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the best there is if left out.")]
 DecodeOption = Annotated[
     str,
-    typer.Option(help="How tokens are generated: auto (docs/performance.md), eager, fused, packed, graph, compile."),
+    typer.Option(help="How tokens are generated: auto (docs/performance.md), eager, fused, graph, compile."),
 ]
 
 
@@ -29,11 +29,10 @@ def check_dtype(dtype: str) -> None:
 
 def check_loading(dtype: str, decode: str) -> None:
     """Raises PlanError for a --dtype or --decode that there is not."""
-    from kvsieve.hf.decode.engine import ENGINES
+    from kvsieve.hf.decode.engine import check_engine
 
     check_dtype(dtype)
-    if decode not in ENGINES:
-        raise PlanError(f"--decode must be one of {', '.join(ENGINES)}, got {decode!r}")
+    check_engine(decode, "--decode")
 
 
 def check_device(name: str | None) -> None:

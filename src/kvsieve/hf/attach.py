@@ -70,11 +70,9 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
         plan: made with `kvsieve.plan`, or of role objects.
         decode: how tokens after a prompt are computed: "eager" as transformers does; "graph" by a CUDA graph; "compile"
             by torch.compile, which takes a minute for each new size of the stores; "fused", on a CPU, with the small
-            operations of norms, positions and gates in one compiled call each; "packed", on a CPU in bfloat16, fused,
-            and with the model's weights once more in the form its matrix products want (their memory again from the
-            first decoded token on, other rounding); "auto" by a graph on CUDA, and on a CPU packed where memory allows
-            it and a measurement, made once per machine, finds that faster, else fused. What cannot be run so is run
-            eagerly, and ``stats.decoding`` says why.
+            operations of norms, positions and gates, and products of few tokens with the model's weights, in compiled
+            calls (other rounding); "auto" by a graph on CUDA, and on a CPU fused. What cannot be run so is run eagerly,
+            and ``stats.decoding`` says why.
         tokenizer: the model's, for plans that feed texts of their own (`kvzip`, which asks the model to repeat its
             prompt; ``sieve.chat(tokenizer)`` serves as well), for parameters that depend on how it splits digits,
             and for the text of ``result.kept``.

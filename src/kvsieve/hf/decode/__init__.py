@@ -1,1 +1,1 @@
-"""Computing the tokens after a prompt: eagerly, with packed weights, recorded or compiled."""
+"""Computing the tokens after a prompt: eagerly, in compiled calls, recorded or compiled as a whole."""

@@ -25,16 +25,14 @@ from kvsieve.cache.base import MIN_ROOM
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.latent import LatentLayer
-from kvsieve.hf.decode.fused_modules import FusedModules
-from kvsieve.hf.decode.packed_choice import by_default, fused_or_none
-from kvsieve.hf.decode.packed_weights import PackedLinears
+from kvsieve.hf.decode.fused_decoder import FusedDecoder, by_default
 from kvsieve.hf.decode.recorded_pass import RecordedPass
 from kvsieve.hf.decode.recorders import RECORDERS, Refused, Run
 from kvsieve.hf.forward import passes as forward
 from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.forward.session import Session
 
-ENGINES = ("auto", "eager", "fused", "packed", "graph", "compile")
+ENGINES = ("auto", "eager", "fused", "graph", "compile")
 
 # Tokens that room is made for at a time; an answer that is longer is recorded again.
 _ROOM = 4096
@@ -45,8 +43,19 @@ _INPUTS = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
 _log = logging.getLogger(__name__)
 
 
+def check_engine(asked: str, option: str) -> None:
+    """Raise PlanError for an engine that there is not. option: under what name it was asked for."""
+    if asked == "packed":
+        raise PlanError(
+            f"{option} 'packed' is gone: products of few tokens are as fast with weights as they lie. Leave it out, or "
+            "say 'fused', which has them"
+        )
+    if asked not in ENGINES:
+        raise PlanError(f"{option} must be one of {', '.join(ENGINES)}, got {asked!r}")
+
+
 class Engine:
-    """Runs the decoder's passes while a plan is attached. asked: "eager", "fused", "packed", "graph" or "compile".
+    """Runs the decoder's passes while a plan is attached. asked: "eager", "fused", "graph" or "compile".
 
     refusal: why no pass can be run as asked, None while some may.
 
@@ -58,14 +67,12 @@ class Engine:
     """
 
     def __init__(self, decoder: nn.Module, asked: str, divided: bool = False, output: nn.Module | None = None) -> None:
-        if asked not in ENGINES:
-            raise PlanError(f"decode must be one of {', '.join(map(repr, ENGINES))}; got {asked!r}")
+        check_engine(asked, "decode")
         devices = {parameter.device for parameter in decoder.parameters()}
         device = next(iter(devices), torch.device("cpu"))
-        self._packed: PackedLinears | None = None
-        self._fused: FusedModules | None = None
+        self._fused: FusedDecoder | None = None
         if asked == "auto":
-            asked, self._packed, self._fused = by_default(decoder, output, alone=not divided and len(devices) == 1)
+            asked, self._fused = by_default(decoder, output, alone=not divided and len(devices) == 1)
         self.asked = asked
         self.decoder = decoder
         self.refusal: str | None = None
@@ -74,16 +81,13 @@ class Engine:
         self._own = decoder.__dict__.get("forward")
         self._forward = decoder.forward
         self._names = list(inspect.signature(decoder.forward).parameters)
-        if asked == "eager" or self._packed is not None or self._fused is not None:
+        if asked == "eager" or self._fused is not None:
             return
         try:
             if divided or len(devices) > 1:
                 raise Refused("the model lies on several devices")
             if asked == "fused":
-                self._fused = FusedModules(decoder)
-                return
-            if asked == "packed":
-                self._packed, self._fused = PackedLinears(decoder, output), fused_or_none(decoder)
+                self._fused = FusedDecoder(decoder, output)
                 return
             if "position_ids" not in self._names:
                 raise Refused(f"{type(decoder).__name__} takes no position_ids")
@@ -92,29 +96,22 @@ class Engine:
             self.refusal = str(refused)
 
     @property
-    def packed_cost(self) -> tuple[int, float]:
-        """Bytes that packed weights take now, and the seconds that packing has taken."""
-        return (0, 0.0) if self._packed is None else (self._packed.bytes, self._packed.seconds)
-
-    @property
-    def fused_modules(self) -> int:
-        """Modules whose small operations are one compiled call."""
-        return 0 if self._fused is None else self._fused.count
+    def fused(self) -> tuple[int, int]:
+        """Modules whose small operations are one compiled call, and linear layers whose products of few tokens are."""
+        return (0, 0) if self._fused is None else (self._fused.modules, self._fused.linear_layers)
 
     def install(self) -> None:
         """Replace the decoder's forward, if that is of use; `remove` brings it back."""
-        for part in (self._packed, self._fused):
-            if part is not None:
-                part.install()
+        if self._fused is not None:
+            self._fused.install()
         if self.asked in RECORDERS and self.refusal is None:
             self.decoder.forward = functools.wraps(self._forward)(functools.partial(self._dispatch))
 
     def remove(self) -> None:
         """Leave the decoder as it was found, and free what was recorded."""
         self._known.clear()
-        for part in (self._packed, self._fused):
-            if part is not None:
-                part.remove()
+        if self._fused is not None:
+            self._fused.remove()
         if "forward" in self.decoder.__dict__:
             del self.decoder.forward
         if self._own is not None:

@@ -1,83 +1,66 @@
-"""Products with packed weights: of a linear layer, or of several that read the same input, in one call."""
+"""Products of few tokens with the weight of a linear layer, or in one call with those of several of one input."""
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kvsieve.kernels.cpu import products as kernel
+
 # Siblings that models give the same input, under the names they have in transformers. A model that does not is served
 # all the same: parts are taken for the very same input only.
 _TOGETHER = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-# Where a layer's weight and bias lie, and how often each has been written to; None for no bias.
-_State = tuple[tuple[int, int] | None, ...]
+# A layer's weight and bias, and where they lie.
+_Place = tuple[Tensor, int, Tensor | None, int]
+# How often a layer's weight and bias have been written to.
+_Version = tuple[int, int]
 
 
 class Product:
-    """A packed weight: of one linear layer, or of several one after another.
+    """Linear layers whose weights are multiplied with in one call.
 
     What is computed for the first of several is kept for the others, which are called next.
 
     Args:
-        layers: of equal input, whose weights are not of inference mode.
+        layers: of equal input; if several, with weights that are not of inference mode.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = tuple(layers)
         self._held = [layer._parameters for layer in layers]
-        self._widths = [layer.out_features for layer in layers]
-        self._packed: Any = None
-        self._bias: Tensor | None = None
-        self._states: list[_State] = []
-        # An input, what tells that it is still the same, and the parts that nobody has taken yet.
-        self._kept: tuple[Tensor, Any, list[Tensor | None]] | None = None
-
-    @property
-    def is_packed(self) -> bool:
-        """True from `pack` until `free`."""
-        return self._packed is not None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that the packed weight takes now."""
-        return sum(layer.weight.nbytes for layer in self.layers) if self.is_packed else 0
+        # Where the weights lay last, and what the kernel is told of them; None where it cannot read them.
+        self._known: tuple[list[_Place], kernel.Weights | None] = [], None
+        # An input, what tells that it is still the same, the weights' versions, and the parts that nobody has taken.
+        self._kept: tuple[Tensor, Any, list[_Version], list[Tensor | None]] | None = None
 
     @property
     def left_over(self) -> bool:
         """True while some layer has not taken its part of the last product."""
         return self._kept is not None
 
-    def pack(self) -> None:
-        """Pack the weights as they are now."""
-        weights = [layer.weight.detach() for layer in self.layers]
-        self._states = [_state(each) for each in self._held]
-        self._bias = _joined([layer.bias for layer in self.layers], self._widths, weights[0])
-        whole = weights[0] if len(weights) == 1 else torch.cat(weights)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(whole, 1)
-
     def free(self) -> None:
-        """Let go of all memory."""
-        self._packed = self._bias = self._kept = None
+        """Let go of all tensors."""
+        self._known, self._kept = ([], None), None
 
-    def of(self, given: Tensor) -> Tensor:
-        """Product [..., C] of [..., D], of all layers side by side; packed again where a weight was written to."""
-        for state, parameters in zip(self._states, self._held, strict=True):
-            if state != _state(parameters):
-                self.pack()
-                break
-        return multiplied(given, self._packed, self._bias)
+    def of(self, given: Tensor) -> tuple[Tensor, ...] | None:
+        """Products [..., C] of [..., D], of all layers; None where the kernel cannot read the weights as they lie."""
+        places, weights = self._known
+        if not _lie_so(places, self._held):
+            self._known = places, weights = _found(self._held)
+        if weights is None or given.dtype != places[0][0].dtype:
+            return None
+        return kernel.multiply(given.contiguous(), weights)
 
-    def first(self, given: Tensor) -> Tensor:
-        """Return the first layer's product, and keep the others'."""
-        parts = self.of(given).split_with_sizes(self._widths, -1)
-        if given.numel() > given.shape[-1]:
-            # Models may reshape them in any way.
-            parts = tuple(part.contiguous() for part in parts)
-        self._kept = given, _mark(given), [None, *parts[1:]]
+    def first(self, given: Tensor) -> Tensor | None:
+        """Return the first layer's product, and keep the others'; None as `of` does."""
+        parts = self.of(given)
+        if parts is None:
+            return None
+        self._kept = given, _mark(given), [_version(each) for each in self._held], [None, *parts[1:]]
         return parts[0]
 
     def take(self, given: Tensor, at: int) -> Tensor | None:
@@ -85,11 +68,13 @@ class Product:
         kept = self._kept
         if kept is None or kept[0] is not given or not _is_as_marked(given, kept[1]):
             return None
-        parts = kept[2]
+        versions, parts = kept[2:]
         part, parts[at] = parts[at], None
         if all(each is None for each in parts):
             self._kept = None
-        return part if self._states[at] == _state(self._held[at]) else None
+        held = self._held[at : at + 1]
+        same = _lie_so(self._known[0][at : at + 1], held) and versions[at] == _version(held[0])
+        return part if same else None
 
 
 def together(decoder: nn.Module, layers: Collection[nn.Linear]) -> Iterator[tuple[nn.Linear, ...]]:
@@ -101,7 +86,8 @@ def together(decoder: nn.Module, layers: Collection[nn.Linear]) -> Iterator[tupl
     """
     # A module that is shared comes once, but hangs in several places.
     hung = Counter(id(child) for module in decoder.modules() for child in module._modules.values())
-    known = {id(layer) for layer in layers}
+    # Whether memory is written to in place is not known of tensors of inference mode.
+    known = {id(layer) for layer in layers if not layer.weight.is_inference()}
     for module in decoder.modules():
         for names in _TOGETHER:
             found = [module._modules.get(name) for name in names]
@@ -111,28 +97,39 @@ def together(decoder: nn.Module, layers: Collection[nn.Linear]) -> Iterator[tupl
                 yield tuple(linear)
 
 
-def multiplied(given: Tensor, packed: Any, bias: Tensor | None = None) -> Tensor:
-    """Product [..., C] of [..., D] with a packed weight."""
-    out: Tensor = _product()(given, packed, bias, "none", [], "")
-    return out
+def is_readable(weight: Any, bias: Any) -> bool:
+    """Tell whether the kernel reads a layer's weight and bias as they are."""
+    if type(weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
+        return False
+    if not weight.is_cpu or weight.dtype not in kernel.MOST_ROWS or not weight.is_contiguous():
+        return False
+    return bias is None or (bias.is_cpu and bias.dtype == weight.dtype and bias.is_contiguous())
 
 
-@functools.cache
-def _product() -> Callable[..., Tensor]:
-    return torch.ops.mkldnn._linear_pointwise.default
+def _found(held: Sequence[Mapping[str, Any]]) -> tuple[list[_Place], kernel.Weights | None]:
+    pairs = [(parameters["weight"], parameters["bias"]) for parameters in held]
+    if not all(is_readable(*pair) for pair in pairs) or len({(each.dtype, each.shape[1]) for each, _ in pairs}) > 1:
+        return [], None
+    places = [(weight, weight.data_ptr(), bias, 0 if bias is None else bias.data_ptr()) for weight, bias in pairs]
+    with torch.no_grad():
+        return places, kernel.Weights(*zip(*pairs, strict=True))
 
 
-def _state(parameters: Mapping[str, Any]) -> _State:
+def _lie_so(places: Sequence[_Place], held: Sequence[Mapping[str, Any]]) -> bool:
+    """Tell that weights and biases are the same ones in the same memory, whatever is written there."""
+    if len(places) != len(held):
+        return False
+    for (weight, at, bias, bias_at), parameters in zip(places, held, strict=True):
+        if parameters["weight"] is not weight or weight.data_ptr() != at or not weight.is_contiguous():
+            return False
+        if parameters["bias"] is not bias or (bias is not None and bias.data_ptr() != bias_at):
+            return False
+    return True
+
+
+def _version(parameters: Mapping[str, Any]) -> _Version:
     weight, bias = parameters["weight"], parameters["bias"]
-    return (weight.data_ptr(), weight._version), None if bias is None else (bias.data_ptr(), bias._version)
-
-
-def _joined(biases: Sequence[Tensor | None], widths: Sequence[int], like: Tensor) -> Tensor | None:
-    """Biases one after another, None where there are none; a layer's own where it is alone."""
-    if len(biases) == 1 or all(each is None for each in biases):
-        return biases[0]
-    parts = zip(biases, widths, strict=True)
-    return torch.cat([like.new_zeros(width) if each is None else each.detach() for each, width in parts])
+    return weight._version, 0 if bias is None else bias._version
 
 
 def _mark(given: Tensor) -> Any:
@@ -144,4 +141,4 @@ def _is_as_marked(given: Tensor, mark: Any) -> bool:
     return torch.equal(given, mark) if given.is_inference() else given._version == mark
 
 
-__all__ = ["Product", "multiplied", "together"]
+__all__ = ["Product", "is_readable", "together"]

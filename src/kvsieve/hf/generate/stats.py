@@ -67,16 +67,15 @@ class Decoding:
     """The engine that computed the tokens after the first.
 
     Attributes:
-        engine: "eager", "fused", "packed", "graph" or "compile", whichever ran most of them.
+        engine: "eager", "fused", "graph" or "compile", whichever ran most of them.
         reason: why it was not the one asked for, else None.
         captures: how often a pass was recorded or compiled.
         capture_s: the seconds that took.
         reading: how entries that a reader had chosen were read: "compiled", or "torch" and why; None where none were.
         compile_s: seconds that compiling C code for it took in this process; 0 where it lay ready, as it does in every
             process but a machine's first.
-        packed_bytes: that packed weights take beside the model's own.
-        packed_s: seconds that packing them took while the plan was attached; `capture_s` has them in the call that did.
         fused_modules: norms, gated MLPs and attention whose small operations are one compiled call each.
+        linear_layers: linear layers whose products of few tokens are computed in compiled calls.
     """
 
     engine: str
@@ -85,9 +84,8 @@ class Decoding:
     capture_s: float
     reading: str | None = None
     compile_s: float = 0.0
-    packed_bytes: int = 0
-    packed_s: float = 0.0
     fused_modules: int = 0
+    linear_layers: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -256,9 +254,7 @@ def _decoding(engine: Engine, passes: Passes, reads: Reads) -> Decoding:
         reading = f"torch: {reads.not_compiled}"
     elif reads.sparse:
         reading, seconds = "compiled", compile_seconds()
-    packed, packing = engine.packed_cost
-    told = ran, reason, passes.captures, passes.capture_s, reading, seconds, packed, round(packing, 3)
-    return Decoding(*told, engine.fused_modules)
+    return Decoding(ran, reason, passes.captures, passes.capture_s, reading, seconds, *engine.fused)
 
 
 def _traffic(cache: SieveCache) -> Traffic | None:

@@ -48,18 +48,6 @@ def weight_by_images(linear: nn.Module, width: int, device: torch.device, dtype:
     return torch.cat(parts).T.to(dtype)
 
 
-def why_not_packed(decoder: nn.Module) -> str | None:
-    """One clause saying why a decoder's linear layers have no plain weights to copy; None if they have."""
-    for module in decoder.modules():
-        library = type(module).__module__.partition(".")[0]
-        if hasattr(module, "in_features") and library not in ("torch", "transformers"):
-            return f"its {type(module).__name__} layers ({library}) hold low-bit weights or adapters"
-        weight = getattr(module, "weight", None)
-        if type(module) is nn.Linear and type(weight) is not nn.Parameter:
-            return f"its linear layers hold their weights as {type(weight).__name__}"
-    return None
-
-
 def adapted_layer(decoder: nn.Module) -> Any | None:
     """Return a layer of PEFT that carries adapters, which tells those of all layers; None where there is none."""
     peft = sys.modules.get("peft.tuners.tuners_utils")
@@ -91,6 +79,5 @@ __all__ = [
     "is_linear",
     "plain_weight",
     "weight_by_images",
-    "why_not_packed",
     "why_out_of_reach",
 ]

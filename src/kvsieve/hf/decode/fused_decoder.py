@@ -1,0 +1,78 @@
+"""All that a CPU's decoder computes in compiled calls: small operations of layers, and products of few tokens."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from kvsieve.hf.decode.fused_modules import FusedModules
+from kvsieve.hf.decode.linears import Linears
+
+_log = logging.getLogger(__name__)
+
+# Bytes of weights below which these lie in the processor's cache, and take little time.
+_LEAST = 32 << 20
+
+
+class FusedDecoder:
+    """Small operations and products of a decoder; `install` replaces forwards on instances, `remove` brings them back.
+
+    Args:
+        decoder: of a model.
+        output: the model's output layer.
+
+    Attributes:
+        modules: the norms, gated MLPs and attention that are replaced.
+        linear_layers: linear layers, likewise.
+
+    Raises:
+        ValueError: there is neither of them, with both reasons.
+    """
+
+    def __init__(self, decoder: nn.Module, output: nn.Module | None = None) -> None:
+        self._parts: list[FusedModules | Linears] = []
+        self.modules = self.linear_layers = 0
+        reasons = []
+        try:
+            modules = FusedModules(decoder)
+            self._parts.append(modules)
+            self.modules = modules.count
+        except ValueError as reason:
+            reasons.append(str(reason))
+        try:
+            linears = Linears(decoder, output)
+            self._parts.append(linears)
+            self.linear_layers = linears.count
+        except ValueError as reason:
+            reasons.append(str(reason))
+        told = "; ".join(reasons)
+        if not self._parts:
+            raise ValueError(told)
+        if told:
+            _log.info("not all is compiled: %s", told)
+
+    def install(self) -> None:
+        """Let the modules compute in compiled calls."""
+        for part in self._parts:
+            part.install()
+
+    def remove(self) -> None:
+        """Bring the modules' own forward back."""
+        for part in self._parts:
+            part.remove()
+
+
+def by_default(decoder: nn.Module, output: nn.Module | None, *, alone: bool) -> tuple[str, FusedDecoder | None]:
+    """Return the engine that "auto" means, and what it replaces. alone: heads are not divided, nor layers."""
+    if next((each.device.type for each in decoder.parameters()), "cpu") == "cuda":
+        return "graph", None
+    if alone and sum(each.nbytes for each in decoder.parameters()) >= _LEAST:
+        try:
+            return "fused", FusedDecoder(decoder, output)
+        except ValueError as reason:
+            _log.info("nothing is compiled: %s", reason)
+    return "eager", None
+
+
+__all__ = ["FusedDecoder", "by_default"]

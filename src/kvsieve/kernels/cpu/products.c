@@ -1,0 +1,195 @@
+// Products of a few tokens with the weights of linear layers as they lie in memory, which are read once. Sums are of
+// float32.
+#include <stdlib.h>
+#include <string.h>
+#include "common.h"
+
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define PAIRS 1
+#else
+#define PAIRS 0
+#endif
+
+// Bytes of a vector.
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#define BYTES 64
+#elif defined(__AVX__)
+#define BYTES 32
+#else
+#define BYTES 16
+#endif
+#define LANES (BYTES / 4)
+// Rows of a weight that are read side by side where there are several rows of x. One after another they are a single
+// stream, which memory is fastest at; side by side each part of x is fetched once for all of them.
+#define BESIDE (LANES == 16 ? 4 : 2)
+#define TOGETHER 4 // rows of x
+// Rows of a weight of a thread's turn: of one row of x, of several; and the fewest where turns are few.
+#define TURN 16
+#define LONG 64
+#define LEAST 8
+// Bytes of weights from which on several threads take part.
+#define MANY 65536
+
+typedef float Floats __attribute__((vector_size(BYTES)));
+typedef uint32_t Words __attribute__((vector_size(BYTES)));
+
+typedef struct {
+    const void *weight, *bias; // [width, dim], [width]; null: no bias
+    int64_t width;
+} Weight;
+
+typedef struct {
+    int64_t count, dim, half; // half: all is bfloat16
+    Weight weights[];
+} Weights;
+
+// What the numbers of a row become before they meet weights: float32 of the even ones and of the odd ones, where there
+// are no instructions for pairs of bfloat16.
+#define IS_SPLIT(half) ((half) && !PAIRS)
+
+INLINE Words words_at(const char *from) {
+    Words x;
+    memcpy(&x, from, BYTES);
+    return x;
+}
+
+INLINE Floats floats_of(Words x) {
+    Floats y;
+    memcpy(&y, &x, BYTES);
+    return y;
+}
+
+INLINE Floats added(Floats sum, const char *x, Words w, int half) {
+    if (!half) return sum + floats_of(words_at(x)) * floats_of(w);
+#if PAIRS
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)words_at(x), (__m512bh)w);
+#else
+    sum += floats_of(words_at(x)) * floats_of(w << 16);
+    return sum + floats_of(words_at(x + BYTES)) * floats_of(w & 0xffff0000u);
+#endif
+}
+
+INLINE float total(Floats x) {
+#if BYTES == 64
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+#endif
+}
+
+// Sums [outputs, rows] of products of as many rows of a weight and of x, whose last vector may be a part: `rest` bytes.
+INLINE void tile(const char *w, int64_t next_w, const char *x, int64_t next_x, int64_t vectors, int64_t rest,
+                 int outputs, int rows, int half, float *sums) {
+    Floats a[BESIDE * TOGETHER];
+    int64_t each = IS_SPLIT(half) ? 2 * BYTES : BYTES;
+    for (int i = 0; i < outputs * rows; i++) a[i] = (Floats){0};
+    for (int64_t v = 0; v < vectors; v++)
+#pragma GCC unroll 8
+        for (int o = 0; o < outputs; o++) {
+            Words y = words_at(w + o * next_w + v * BYTES);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) a[o * rows + r] = added(a[o * rows + r], x + r * next_x + v * each, y, half);
+        }
+    if (rest)
+        for (int o = 0; o < outputs; o++) {
+            char last[BYTES] = {0};
+            memcpy(last, w + o * next_w + vectors * BYTES, (size_t)rest);
+            for (int r = 0; r < rows; r++)
+                a[o * rows + r] = added(a[o * rows + r], x + r * next_x + vectors * each, words_at(last), half);
+        }
+    for (int i = 0; i < outputs * rows; i++) sums[i] = total(a[i]);
+}
+
+typedef struct {
+    const char *x;
+    int64_t next, rows, vectors, rest; // next: bytes from row to row
+} Given;
+
+INLINE void put(const Weight *weight, void *out, int64_t at, int64_t row, float sum, int half) {
+    if (weight->bias) sum += half ? of_half(((const uint16_t *)weight->bias)[at]) : ((const float *)weight->bias)[at];
+    if (half) ((uint16_t *)out)[row * weight->width + at] = to_half(sum);
+    else ((float *)out)[row * weight->width + at] = sum;
+}
+
+// Products of `outputs` rows of a weight, `apart` from one another, with `rows` rows of x.
+INLINE void some(const Weight *weight, const Given *given, int64_t next, void *out, int64_t at, int64_t apart,
+                 int64_t row, int outputs, int rows, int half) {
+    float sums[BESIDE * TOGETHER];
+    const char *w = (const char *)weight->weight + at * next;
+    const char *x = given->x + row * given->next;
+    tile(w, next * apart, x, given->next, given->vectors, given->rest, outputs, rows, half, sums);
+    for (int o = 0; o < outputs; o++)
+        for (int r = 0; r < rows; r++) put(weight, out, at + o * apart, row + r, sums[o * rows + r], half);
+}
+
+// The same of all rows of a weight in [from, to).
+INLINE void turn_of(const Weight *weight, const Given *given, int64_t next, void *out, int64_t from, int64_t to,
+                    int64_t row, int beside, int rows, int half) {
+    int64_t apart = (to - from) / beside, at = from;
+    for (; at < from + apart; at++) some(weight, given, next, out, at, apart, row, beside, rows, half);
+    for (at = from + apart * beside; at < to; at++) some(weight, given, next, out, at, 1, row, 1, rows, half);
+}
+
+INLINE void all_rows(const Weight *weight, const Given *given, int64_t next, void *out, int64_t from, int64_t to,
+                     int half) {
+    int64_t row = 0;
+    for (; row + TOGETHER <= given->rows; row += TOGETHER)
+        turn_of(weight, given, next, out, from, to, row, BESIDE, TOGETHER, half);
+    for (; row + 2 <= given->rows; row += 2) turn_of(weight, given, next, out, from, to, row, BESIDE, 2, half);
+    if (row < given->rows) turn_of(weight, given, next, out, from, to, row, 1, 1, half);
+}
+
+// Rows as their vectors are read; null where there is no memory, x itself where they lie so.
+INLINE char *prepared(const Weights *all, const char *x, Given *given) {
+    int64_t size = all->half ? 2 : 4, bytes = all->dim * size, padded = (bytes + BYTES - 1) / BYTES;
+    given->vectors = bytes / BYTES, given->rest = bytes % BYTES;
+    given->x = x, given->next = bytes;
+    if (!given->rest && !IS_SPLIT(all->half)) return (char *)x;
+    given->next = padded * BYTES * (IS_SPLIT(all->half) ? 2 : 1);
+    char *made = aligned_alloc(64, (size_t)(given->rows * given->next + 63) / 64 * 64);
+    if (!made) return made;
+    memset(made, 0, (size_t)(given->rows * given->next));
+    for (int64_t row = 0; row < given->rows; row++) {
+        const char *from = x + row * bytes;
+        char *to = made + row * given->next;
+        if (!IS_SPLIT(all->half)) {
+            memcpy(to, from, (size_t)bytes);
+            continue;
+        }
+        for (int64_t v = 0; v < padded; v++) {
+            int64_t left = all->dim - v * 2 * LANES, n = left < 2 * LANES ? left : 2 * LANES;
+            float *split = (float *)(to + v * 2 * BYTES);
+            const uint16_t *is = (const uint16_t *)from + v * 2 * LANES;
+            for (int64_t i = 0; i < n; i++) split[(i & 1) * LANES + i / 2] = of_half(is[i]);
+        }
+    }
+    given->x = made;
+    return made;
+}
+
+// x [rows, dim]; out: [rows, width] of each weight, one after another. 0 where there was no memory.
+int64_t multiply(const Weights *all, const void *x, void *out, int64_t rows, int64_t threads) {
+    Given given = {.rows = rows};
+    char *made = prepared(all, x, &given);
+    if (!made) return 0;
+    int64_t turns = 0, wide = 0, size = all->half ? 2 : 4, turn = rows > 1 ? LONG : TURN;
+    for (int64_t i = 0; i < all->count; i++) wide += all->weights[i].width;
+    while (turn > LEAST && wide < 8 * threads * turn) turn /= 2;
+    for (int64_t i = 0; i < all->count; i++) turns += (all->weights[i].width + turn - 1) / turn;
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1 && wide * all->dim * size > MANY)
+    for (int64_t i = 0; i < turns; i++) {
+        const Weight *weight = all->weights;
+        int64_t from = i * turn, next = all->dim * size;
+        char *to = out;
+        for (int64_t before; from >= (before = (weight->width + turn - 1) / turn * turn); weight++)
+            from -= before, to += rows * weight->width * size;
+        int64_t end = from + turn < weight->width ? from + turn : weight->width;
+        if (all->half) all_rows(weight, &given, next, to, from, end, 1);
+        else all_rows(weight, &given, next, to, from, end, 0);
+    }
+    if (made != (char *)x) free(made);
+    return 1;
+}

@@ -1,0 +1,91 @@
+"""Products of a few rows with weights as they lie in memory are F.linear's, whatever the sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvsieve.kernels.cpu import build
+from kvsieve.kernels.cpu import products as kernel
+
+pytestmark = pytest.mark.skipif(kernel.built().reason is not None, reason=kernel.built().told)
+# Twice what rounding a sum to the dtype may change, and what the order of float32 sums does.
+NEAR = {torch.bfloat16: {"atol": 1e-3, "rtol": 2**-7}, torch.float32: {"atol": 1e-4, "rtol": 1e-5}}
+
+
+def numbers(*shape, dtype=torch.bfloat16):
+    made = torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return made.to(dtype)
+
+
+def wanted(given, weight, bias=None):
+    return F.linear(given.double(), weight.double(), None if bias is None else bias.double())
+
+
+@pytest.mark.parametrize("dtype", NEAR, ids=str)
+@pytest.mark.parametrize("dim", [1, 16, 31, 48, 64, 577])
+@pytest.mark.parametrize("width", [1, 7, 64, 131])
+def test_sizes(dim, width, dtype):
+    weight, bias = numbers(width, dim, dtype=dtype), numbers(width, dtype=dtype)
+    plain, shifted = kernel.Weights([weight], [None]), kernel.Weights([weight], [bias])
+    for rows in range(1, 10):
+        given = numbers(rows, dim, dtype=dtype)
+        (found,) = kernel.multiply(given, plain)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), wanted(given, weight), **NEAR[dtype])
+        (found,) = kernel.multiply(given, shifted)
+        torch.testing.assert_close(found.double(), wanted(given, weight, bias), **NEAR[dtype])
+
+
+@pytest.mark.parametrize("dtype", NEAR, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 80), (3, 1, 80), (2, 5, 80), (32, 80)], ids=str)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_several_weights_in_one_call(shape, dtype, threads, monkeypatch):
+    weights = [numbers(width, 80, dtype=dtype) for width in (400, 1, 67, 300)]
+    biases = [numbers(400, dtype=dtype), None, numbers(67, dtype=dtype), None]
+    given = numbers(*shape, dtype=dtype)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    parts = kernel.multiply(given, kernel.Weights(weights, biases))
+    for part, weight, bias in zip(parts, weights, biases, strict=True):
+        assert part.is_contiguous() and part.shape == (*shape[:-1], weight.shape[0])
+        torch.testing.assert_close(part.double(), wanted(given, weight, bias), **NEAR[dtype])
+
+
+def test_weights_are_read_where_they_lie():
+    weight = numbers(40, 48)
+    told, given = kernel.Weights([weight], [None]), numbers(3, 48)
+    (before,) = kernel.multiply(given, told)
+    weight.mul_(-2)
+    assert torch.equal(kernel.multiply(given, told)[0], -2 * before)
+
+
+def test_numbers_that_are_not_finite_stay_with_their_row():
+    weight, given = numbers(9, 48), numbers(5, 48)
+    told, clean = kernel.Weights([weight], [None]), given.clone()
+    given[3, 7] = torch.nan
+    found, right = kernel.multiply(given, told)[0], kernel.multiply(clean, told)[0]
+    others = [0, 1, 2, 4]
+    assert found[3].isnan().all() and torch.equal(found[others], right[others])
+    given[3, 7] = torch.inf
+    assert kernel.multiply(given, told)[0][3].isinf().all()
+
+
+def test_other_instructions_compute_the_same(tmp_path, monkeypatch):
+    """As compiled without the processor's widest vectors, and without instructions for bfloat16."""
+    weight, given, own = numbers(67, 577), numbers(7, 577), build._FLAGS
+    for narrow in ("-mno-avx512bf16", "-mno-avx512f", "-mno-avx"):
+        monkeypatch.setattr(build, "_FLAGS", (*own, "-O1", narrow))
+        monkeypatch.setenv("KVSIEVE_CACHE", str(tmp_path))
+        made = build.library.__wrapped__("products")
+        if made.reason is not None:
+            pytest.skip(f"no such option: {made.reason}")
+        monkeypatch.setattr(kernel, "built", lambda made=made: made)
+        kernel._kernel.cache_clear()
+        try:
+            for dtype in NEAR:
+                told = kernel.Weights([weight.to(dtype)], [None])
+                (found,) = kernel.multiply(given.to(dtype), told)
+                torch.testing.assert_close(found.double(), wanted(given, weight), **NEAR[dtype])
+        finally:
+            kernel._kernel.cache_clear()
