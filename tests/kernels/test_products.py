@@ -38,6 +38,19 @@ def test_sizes(dim, width, dtype):
         torch.testing.assert_close(found.double(), wanted(given, weight, bias), **NEAR[dtype])
 
 
+@pytest.mark.parametrize("dim", [1, 16, 31, 48, 64, 577])
+@pytest.mark.parametrize("width", [1, 7, 131])
+def test_float32_beside_weights_in_bfloat16(dim, width):
+    weight, bias = numbers(width, dim), numbers(width, dtype=torch.float32)
+    told = kernel.Weights([weight, weight[:1]], [bias, None], torch.float32)
+    for rows in range(1, 10):
+        given = numbers(rows, dim, dtype=torch.float32)
+        found, first = kernel.multiply(given, told)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), wanted(given, weight, bias), **NEAR[torch.float32])
+        torch.testing.assert_close(first.double(), wanted(given, weight[:1]), **NEAR[torch.float32])
+
+
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 80), (3, 1, 80), (2, 5, 80), (32, 80)], ids=str)
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -87,5 +100,7 @@ def test_other_instructions_compute_the_same(tmp_path, monkeypatch):
                 told = kernel.Weights([weight.to(dtype)], [None])
                 (found,) = kernel.multiply(given.to(dtype), told)
                 torch.testing.assert_close(found.double(), wanted(given, weight), **NEAR[dtype])
+            (found,) = kernel.multiply(given.float(), kernel.Weights([weight], [None], torch.float32))
+            torch.testing.assert_close(found.double(), wanted(given, weight), **NEAR[torch.float32])
         finally:
             kernel._kernel.cache_clear()

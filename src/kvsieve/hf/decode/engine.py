@@ -96,9 +96,10 @@ class Engine:
             self.refusal = str(refused)
 
     @property
-    def fused(self) -> tuple[int, int]:
-        """Modules whose small operations are one compiled call, and linear layers whose products of few tokens are."""
-        return (0, 0) if self._fused is None else (self._fused.modules, self._fused.linear_layers)
+    def fused(self) -> tuple[int, int, int]:
+        """Modules with compiled operations, linear layers with compiled products, and bytes of copies of weights."""
+        one = self._fused
+        return (0, 0, 0) if one is None else (one.modules, one.linear_layers, one.narrow_bytes)
 
     def install(self) -> None:
         """Replace the decoder's forward, if that is of use; `remove` brings it back."""

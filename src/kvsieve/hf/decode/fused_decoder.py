@@ -21,6 +21,7 @@ class FusedDecoder:
     Args:
         decoder: of a model.
         output: the model's output layer.
+        narrow: see `Linears`.
 
     Attributes:
         modules: the norms, gated MLPs and attention that are replaced.
@@ -30,7 +31,8 @@ class FusedDecoder:
         ValueError: there is neither of them, with both reasons.
     """
 
-    def __init__(self, decoder: nn.Module, output: nn.Module | None = None) -> None:
+    def __init__(self, decoder: nn.Module, output: nn.Module | None = None, *, narrow: bool = False) -> None:
+        self._linears: Linears | None = None
         self._parts: list[FusedModules | Linears] = []
         self.modules = self.linear_layers = 0
         reasons = []
@@ -41,7 +43,7 @@ class FusedDecoder:
         except ValueError as reason:
             reasons.append(str(reason))
         try:
-            linears = Linears(decoder, output)
+            self._linears = linears = Linears(decoder, output, narrow=narrow)
             self._parts.append(linears)
             self.linear_layers = linears.count
         except ValueError as reason:
@@ -51,6 +53,11 @@ class FusedDecoder:
             raise ValueError(told)
         if told:
             _log.info("not all is compiled: %s", told)
+
+    @property
+    def narrow_bytes(self) -> int:
+        """Bytes that copies of weights take now."""
+        return 0 if self._linears is None else self._linears.narrow_bytes
 
     def install(self) -> None:
         """Let the modules compute in compiled calls."""
@@ -69,7 +76,7 @@ def by_default(decoder: nn.Module, output: nn.Module | None, *, alone: bool) -> 
         return "graph", None
     if alone and sum(each.nbytes for each in decoder.parameters()) >= _LEAST:
         try:
-            return "fused", FusedDecoder(decoder, output)
+            return "fused", FusedDecoder(decoder, output, narrow=True)
         except ValueError as reason:
             _log.info("nothing is compiled: %s", reason)
     return "eager", None

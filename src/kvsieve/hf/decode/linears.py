@@ -6,16 +6,20 @@ A product of one token is bound by reading the weight, which torch's own product
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvsieve.hf.decode.narrow import why_not_narrow
 from kvsieve.hf.decode.products import Product, is_readable, together
 from kvsieve.kernels.cpu import products as kernel
+
+_log = logging.getLogger(__name__)
 
 
 class Linears:
@@ -25,6 +29,8 @@ class Linears:
         decoder: of a model.
         output: the model's output layer, which is served like the decoder's.
         joint: layers that read the same input are one product; see `together`.
+        narrow: float32 weights are read from copies in bfloat16 where memory allows them and these hold the same
+            numbers; see `NarrowWeights`.
 
     Attributes:
         layers: that are served.
@@ -34,16 +40,24 @@ class Linears:
         ValueError: there is no layer to serve, or no kernel; with the reason.
     """
 
-    def __init__(self, decoder: nn.Module, output: nn.Module | None = None, *, joint: bool = True) -> None:
+    def __init__(
+        self, decoder: nn.Module, output: nn.Module | None = None, *, joint: bool = True, narrow: bool = False
+    ) -> None:
         modules = dict.fromkeys((*decoder.modules(), *(() if output is None else (output,))))
         self.layers = [module for module in modules if isinstance(module, nn.Linear) and _is_plain(module)]
         if not self.layers:
             raise ValueError("it has no linear layers with plain weights in float32 or bfloat16 on a CPU")
         if kernel.built().reason is not None:
             raise ValueError(f"products of few tokens are compiled, which is {kernel.built().told}")
-        self.products = [Product(each) for each in (together(decoder, self.layers) if joint else ())]
+        if narrow:
+            reason = why_not_narrow(self.layers)
+            narrow = reason is None
+            if reason is not None:
+                _log.info("weights are read as they lie: %s", reason)
+        self._narrow = narrow
+        self.products = [self._product(each) for each in (together(decoder, self.layers) if joint else ())]
         among = {layer for product in self.products for layer in product.layers}
-        self.products += [Product([layer]) for layer in self.layers if layer not in among]
+        self.products += [self._product([layer]) for layer in self.layers if layer not in among]
         # Several threads may generate at once.
         self._dividing = threading.Lock()
 
@@ -51,6 +65,11 @@ class Linears:
     def count(self) -> int:
         """Layers that are served."""
         return len(self.layers)
+
+    @property
+    def narrow_bytes(self) -> int:
+        """Bytes that copies of weights take now."""
+        return sum(product.narrow.nbytes for product in self.products if product.narrow is not None)
 
     def install(self) -> None:
         """Let the layers compute few tokens in C."""
@@ -63,6 +82,9 @@ class Linears:
             module.__dict__.pop("forward", None)
         for product in self.products:
             product.free()
+
+    def _product(self, layers: Sequence[nn.Linear]) -> Product:
+        return Product(layers, self._narrow)
 
     def _install(self, product: Product) -> None:
         for at, layer in enumerate(product.layers):
@@ -111,7 +133,7 @@ class Linears:
         """
         with self._dividing:
             if product in self.products:
-                place, alone = self.products.index(product), [Product([layer]) for layer in product.layers]
+                place, alone = self.products.index(product), [self._product([layer]) for layer in product.layers]
                 for each in alone:
                     self._install(each)
                 self.products[place : place + 1] = alone

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvsieve.hf.decode.narrow import NarrowWeights
 from kvsieve.kernels.cpu import products as kernel
 
 # Siblings that models give the same input, under the names they have in transformers. A model that does not is served
@@ -27,10 +28,12 @@ class Product:
 
     Args:
         layers: of equal input; if several, with weights that are not of inference mode.
+        narrow: float32 weights are read from copies in bfloat16 where these hold the same numbers; see `NarrowWeights`.
     """
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], narrow: bool = False) -> None:
         self.layers = tuple(layers)
+        self.narrow = NarrowWeights() if narrow and layers[0].weight.dtype == torch.float32 else None
         self._held = [layer._parameters for layer in layers]
         # Where the weights lay last, and what the kernel is told of them; None where it cannot read them.
         self._known: tuple[list[_Place], kernel.Weights | None] = [], None
@@ -45,14 +48,20 @@ class Product:
     def free(self) -> None:
         """Let go of all tensors."""
         self._known, self._kept = ([], None), None
+        if self.narrow is not None:
+            self.narrow.free()
 
     def of(self, given: Tensor) -> tuple[Tensor, ...] | None:
         """Products [..., C] of [..., D], of all layers; None where the kernel cannot read the weights as they lie."""
         places, weights = self._known
         if not _lie_so(places, self._held):
             self._known = places, weights = _found(self._held)
+            if self.narrow is not None:
+                self.narrow.free()
         if weights is None or given.dtype != places[0][0].dtype:
             return None
+        if self.narrow is not None:
+            weights = self.narrow.told([each[0] for each in places], [each[2] for each in places]) or weights
         return kernel.multiply(given.contiguous(), weights)
 
     def first(self, given: Tensor) -> Tensor | None:
@@ -112,7 +121,7 @@ def _found(held: Sequence[Mapping[str, Any]]) -> tuple[list[_Place], kernel.Weig
         return [], None
     places = [(weight, weight.data_ptr(), bias, 0 if bias is None else bias.data_ptr()) for weight, bias in pairs]
     with torch.no_grad():
-        return places, kernel.Weights(*zip(*pairs, strict=True))
+        return places, kernel.Weights([weight for weight, _ in pairs], [bias for _, bias in pairs])
 
 
 def _lie_so(places: Sequence[_Place], held: Sequence[Mapping[str, Any]]) -> bool:

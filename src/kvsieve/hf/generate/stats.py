@@ -76,6 +76,7 @@ class Decoding:
             process but a machine's first.
         fused_modules: norms, gated MLPs and attention whose small operations are one compiled call each.
         linear_layers: linear layers whose products of few tokens are computed in compiled calls.
+        narrow_bytes: that copies of float32 weights in bfloat16 take, which such products read.
     """
 
     engine: str
@@ -86,6 +87,7 @@ class Decoding:
     compile_s: float = 0.0
     fused_modules: int = 0
     linear_layers: int = 0
+    narrow_bytes: int = 0
 
 
 @dataclass(frozen=True, repr=False)

@@ -34,19 +34,25 @@
 typedef float Floats __attribute__((vector_size(BYTES)));
 typedef uint32_t Words __attribute__((vector_size(BYTES)));
 
+// What is bfloat16: nothing, all, or the weights alone.
+enum { FLOATS, HALVES, MIXED };
+
 typedef struct {
     const void *weight, *bias; // [width, dim], [width]; null: no bias
     int64_t width;
 } Weight;
 
 typedef struct {
-    int64_t count, dim, half; // half: all is bfloat16
+    int64_t count, dim, form;
     Weight weights[];
 } Weights;
 
+// Bytes of a number of a weight, and of x, biases and sums.
+#define WEIGHT(form) ((form) == FLOATS ? 4 : 2)
+#define OTHER(form) ((form) == HALVES ? 2 : 4)
 // What the numbers of a row become before they meet weights: float32 of the even ones and of the odd ones, where there
-// are no instructions for pairs of bfloat16.
-#define IS_SPLIT(half) ((half) && !PAIRS)
+// are no instructions for pairs of bfloat16, or x is none.
+#define IS_SPLIT(form) ((form) == MIXED || ((form) == HALVES && !PAIRS))
 
 INLINE Words words_at(const char *from) {
     Words x;
@@ -60,14 +66,13 @@ INLINE Floats floats_of(Words x) {
     return y;
 }
 
-INLINE Floats added(Floats sum, const char *x, Words w, int half) {
-    if (!half) return sum + floats_of(words_at(x)) * floats_of(w);
+INLINE Floats added(Floats sum, const char *x, Words w, int form) {
+    if (form == FLOATS) return sum + floats_of(words_at(x)) * floats_of(w);
 #if PAIRS
-    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)words_at(x), (__m512bh)w);
-#else
+    if (form == HALVES) return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)words_at(x), (__m512bh)w);
+#endif
     sum += floats_of(words_at(x)) * floats_of(w << 16);
     return sum + floats_of(words_at(x + BYTES)) * floats_of(w & 0xffff0000u);
-#endif
 }
 
 INLINE float total(Floats x) {
@@ -82,23 +87,23 @@ INLINE float total(Floats x) {
 
 // Sums [outputs, rows] of products of as many rows of a weight and of x, whose last vector may be a part: `rest` bytes.
 INLINE void tile(const char *w, int64_t next_w, const char *x, int64_t next_x, int64_t vectors, int64_t rest,
-                 int outputs, int rows, int half, float *sums) {
+                 int outputs, int rows, int form, float *sums) {
     Floats a[BESIDE * TOGETHER];
-    int64_t each = IS_SPLIT(half) ? 2 * BYTES : BYTES;
+    int64_t each = IS_SPLIT(form) ? 2 * BYTES : BYTES;
     for (int i = 0; i < outputs * rows; i++) a[i] = (Floats){0};
     for (int64_t v = 0; v < vectors; v++)
 #pragma GCC unroll 8
         for (int o = 0; o < outputs; o++) {
             Words y = words_at(w + o * next_w + v * BYTES);
 #pragma GCC unroll 8
-            for (int r = 0; r < rows; r++) a[o * rows + r] = added(a[o * rows + r], x + r * next_x + v * each, y, half);
+            for (int r = 0; r < rows; r++) a[o * rows + r] = added(a[o * rows + r], x + r * next_x + v * each, y, form);
         }
     if (rest)
         for (int o = 0; o < outputs; o++) {
             char last[BYTES] = {0};
             memcpy(last, w + o * next_w + vectors * BYTES, (size_t)rest);
             for (int r = 0; r < rows; r++)
-                a[o * rows + r] = added(a[o * rows + r], x + r * next_x + vectors * each, words_at(last), half);
+                a[o * rows + r] = added(a[o * rows + r], x + r * next_x + vectors * each, words_at(last), form);
         }
     for (int i = 0; i < outputs * rows; i++) sums[i] = total(a[i]);
 }
@@ -108,7 +113,8 @@ typedef struct {
     int64_t next, rows, vectors, rest; // next: bytes from row to row
 } Given;
 
-INLINE void put(const Weight *weight, void *out, int64_t at, int64_t row, float sum, int half) {
+INLINE void put(const Weight *weight, void *out, int64_t at, int64_t row, float sum, int form) {
+    int half = form == HALVES;
     if (weight->bias) sum += half ? of_half(((const uint16_t *)weight->bias)[at]) : ((const float *)weight->bias)[at];
     if (half) ((uint16_t *)out)[row * weight->width + at] = to_half(sum);
     else ((float *)out)[row * weight->width + at] = sum;
@@ -116,54 +122,56 @@ INLINE void put(const Weight *weight, void *out, int64_t at, int64_t row, float 
 
 // Products of `outputs` rows of a weight, `apart` from one another, with `rows` rows of x.
 INLINE void some(const Weight *weight, const Given *given, int64_t next, void *out, int64_t at, int64_t apart,
-                 int64_t row, int outputs, int rows, int half) {
+                 int64_t row, int outputs, int rows, int form) {
     float sums[BESIDE * TOGETHER];
     const char *w = (const char *)weight->weight + at * next;
     const char *x = given->x + row * given->next;
-    tile(w, next * apart, x, given->next, given->vectors, given->rest, outputs, rows, half, sums);
+    tile(w, next * apart, x, given->next, given->vectors, given->rest, outputs, rows, form, sums);
     for (int o = 0; o < outputs; o++)
-        for (int r = 0; r < rows; r++) put(weight, out, at + o * apart, row + r, sums[o * rows + r], half);
+        for (int r = 0; r < rows; r++) put(weight, out, at + o * apart, row + r, sums[o * rows + r], form);
 }
 
 // The same of all rows of a weight in [from, to).
 INLINE void turn_of(const Weight *weight, const Given *given, int64_t next, void *out, int64_t from, int64_t to,
-                    int64_t row, int beside, int rows, int half) {
+                    int64_t row, int beside, int rows, int form) {
     int64_t apart = (to - from) / beside, at = from;
-    for (; at < from + apart; at++) some(weight, given, next, out, at, apart, row, beside, rows, half);
-    for (at = from + apart * beside; at < to; at++) some(weight, given, next, out, at, 1, row, 1, rows, half);
+    for (; at < from + apart; at++) some(weight, given, next, out, at, apart, row, beside, rows, form);
+    for (at = from + apart * beside; at < to; at++) some(weight, given, next, out, at, 1, row, 1, rows, form);
 }
 
 INLINE void all_rows(const Weight *weight, const Given *given, int64_t next, void *out, int64_t from, int64_t to,
-                     int half) {
+                     int form) {
     int64_t row = 0;
     for (; row + TOGETHER <= given->rows; row += TOGETHER)
-        turn_of(weight, given, next, out, from, to, row, BESIDE, TOGETHER, half);
-    for (; row + 2 <= given->rows; row += 2) turn_of(weight, given, next, out, from, to, row, BESIDE, 2, half);
-    if (row < given->rows) turn_of(weight, given, next, out, from, to, row, 1, 1, half);
+        turn_of(weight, given, next, out, from, to, row, BESIDE, TOGETHER, form);
+    for (; row + 2 <= given->rows; row += 2) turn_of(weight, given, next, out, from, to, row, BESIDE, 2, form);
+    if (row < given->rows) turn_of(weight, given, next, out, from, to, row, 1, 1, form);
 }
 
 // Rows as their vectors are read; null where there is no memory, x itself where they lie so.
 INLINE char *prepared(const Weights *all, const char *x, Given *given) {
-    int64_t size = all->half ? 2 : 4, bytes = all->dim * size, padded = (bytes + BYTES - 1) / BYTES;
+    int64_t bytes = all->dim * WEIGHT(all->form), padded = (bytes + BYTES - 1) / BYTES;
+    int64_t own = all->dim * OTHER(all->form), is_split = IS_SPLIT(all->form);
     given->vectors = bytes / BYTES, given->rest = bytes % BYTES;
-    given->x = x, given->next = bytes;
-    if (!given->rest && !IS_SPLIT(all->half)) return (char *)x;
-    given->next = padded * BYTES * (IS_SPLIT(all->half) ? 2 : 1);
+    given->x = x, given->next = own;
+    if (!given->rest && !is_split) return (char *)x;
+    given->next = padded * BYTES * (is_split ? 2 : 1);
     char *made = aligned_alloc(64, (size_t)(given->rows * given->next + 63) / 64 * 64);
     if (!made) return made;
     memset(made, 0, (size_t)(given->rows * given->next));
     for (int64_t row = 0; row < given->rows; row++) {
-        const char *from = x + row * bytes;
+        const char *from = x + row * own;
         char *to = made + row * given->next;
-        if (!IS_SPLIT(all->half)) {
-            memcpy(to, from, (size_t)bytes);
+        if (!is_split) {
+            memcpy(to, from, (size_t)own);
             continue;
         }
         for (int64_t v = 0; v < padded; v++) {
             int64_t left = all->dim - v * 2 * LANES, n = left < 2 * LANES ? left : 2 * LANES;
             float *split = (float *)(to + v * 2 * BYTES);
-            const uint16_t *is = (const uint16_t *)from + v * 2 * LANES;
-            for (int64_t i = 0; i < n; i++) split[(i & 1) * LANES + i / 2] = of_half(is[i]);
+            for (int64_t i = 0, at = v * 2 * LANES; i < n; i++, at++)
+                split[(i & 1) * LANES + i / 2] =
+                    all->form == HALVES ? of_half(((const uint16_t *)from)[at]) : ((const float *)from)[at];
         }
     }
     given->x = made;
@@ -175,20 +183,21 @@ int64_t multiply(const Weights *all, const void *x, void *out, int64_t rows, int
     Given given = {.rows = rows};
     char *made = prepared(all, x, &given);
     if (!made) return 0;
-    int64_t turns = 0, wide = 0, size = all->half ? 2 : 4, turn = rows > 1 ? LONG : TURN;
+    int64_t turns = 0, wide = 0, next = all->dim * WEIGHT(all->form), turn = rows > 1 ? LONG : TURN;
     for (int64_t i = 0; i < all->count; i++) wide += all->weights[i].width;
     while (turn > LEAST && wide < 8 * threads * turn) turn /= 2;
     for (int64_t i = 0; i < all->count; i++) turns += (all->weights[i].width + turn - 1) / turn;
-#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1 && wide * all->dim * size > MANY)
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1 && wide * next > MANY)
     for (int64_t i = 0; i < turns; i++) {
         const Weight *weight = all->weights;
-        int64_t from = i * turn, next = all->dim * size;
+        int64_t from = i * turn;
         char *to = out;
         for (int64_t before; from >= (before = (weight->width + turn - 1) / turn * turn); weight++)
-            from -= before, to += rows * weight->width * size;
+            from -= before, to += rows * weight->width * OTHER(all->form);
         int64_t end = from + turn < weight->width ? from + turn : weight->width;
-        if (all->half) all_rows(weight, &given, next, to, from, end, 1);
-        else all_rows(weight, &given, next, to, from, end, 0);
+        if (all->form == HALVES) all_rows(weight, &given, next, to, from, end, HALVES);
+        else if (all->form == MIXED) all_rows(weight, &given, next, to, from, end, MIXED);
+        else all_rows(weight, &given, next, to, from, end, FLOATS);
     }
     if (made != (char *)x) free(made);
     return 1;

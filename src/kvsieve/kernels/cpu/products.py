@@ -13,6 +13,12 @@ from kvsieve.kernels.cpu.build import Library, library
 
 # Rows up to which torch's own products, which compute more of them at once, are not as fast on any kind of CPU.
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 32}
+# What products.c calls the dtypes of weights and of what they are multiplied with.
+_FORMS = {
+    (torch.float32, torch.float32): 0,
+    (torch.bfloat16, torch.bfloat16): 1,
+    (torch.bfloat16, torch.float32): 2,
+}
 
 
 def built() -> Library:
@@ -25,14 +31,18 @@ class Weights:
 
     Args:
         weights: [C, D] each, contiguous, on a CPU, of one dtype of MOST_ROWS.
-        biases: [C] each and alike, or None.
+        biases: [C] each, of `dtype`, or None.
+        dtype: of what is multiplied with them, and of the products: the weights' own, or float32 beside bfloat16.
     """
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    def __init__(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dtype: torch.dtype | None = None
+    ) -> None:
         # Their memory is not freed while it may be read.
         self._held = *weights, *biases
         self.widths = [weight.shape[0] for weight in weights]
-        fields = [len(weights), weights[0].shape[1], weights[0].dtype == torch.bfloat16]
+        own = weights[0].dtype
+        fields = [len(weights), weights[0].shape[1], _FORMS[own, dtype or own]]
         for weight, bias in zip(weights, biases, strict=True):
             fields += [weight.data_ptr(), 0 if bias is None else bias.data_ptr(), weight.shape[0]]
         self._fields = (c_int64 * len(fields))(*fields)
@@ -43,7 +53,7 @@ class Weights:
 def multiply(given: Tensor, weights: Weights) -> tuple[Tensor, ...]:
     """Products [..., C] of [..., D] with each weight, contiguous ones.
 
-    given: contiguous, of the weights' dtype and inner size, with at least one row.
+    given: contiguous, of the dtype that the weights were told to go with and their inner size, with at least one row.
     """
     shape = given.shape
     rows = given.numel() // shape[-1]

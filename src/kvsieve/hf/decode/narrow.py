@@ -1,0 +1,91 @@
+"""Float32 weights whose numbers are bfloat16 ones, read as such: half of the bytes of a token, and the same numbers.
+
+Checkpoints in bfloat16 become float32 on processors without instructions for bfloat16. A token's products are bound by
+reading weights, so copies in bfloat16 halve their time. Nothing is rounded: a weight with any other number is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from kvsieve.display import mebibytes
+from kvsieve.kernels.cpu import products as kernel
+
+# Products from which on a copy pays: making it takes the time of two or three.
+_AFTER = 4
+# Copies may take this part of the memory that is free.
+_PART = 4
+
+
+class NarrowWeights:
+    """Copies in bfloat16 of weights that are multiplied with together, made once they have been used a few times."""
+
+    def __init__(self) -> None:
+        self._versions: list[int] = []
+        self._used = 0
+        self._told: kernel.Weights | None = None
+        self.nbytes = 0
+
+    def told(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> kernel.Weights | None:
+        """Return what the kernel reads instead of these float32 weights; None before that pays, and where none may be.
+
+        Weights that were written to since are copied again.
+        """
+        versions = [weight._version for weight in weights]
+        if versions != self._versions:
+            self.free()
+            self._versions = versions
+        self._used += 1
+        if self._used == _AFTER:
+            with torch.no_grad():
+                self._copy(weights, biases)
+        return self._told
+
+    def free(self) -> None:
+        """Let go of the copies."""
+        self._versions, self._used, self._told, self.nbytes = [], 0, None, 0
+
+    def _copy(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        copies = []
+        for weight in weights:
+            copy = weight.to(torch.bfloat16)
+            if not torch.equal(copy.to(weight.dtype), weight):
+                return
+            copies.append(copy)
+        self._told = kernel.Weights(copies, biases, torch.float32)
+        self.nbytes = sum(copy.nbytes for copy in copies)
+
+
+def why_not_narrow(layers: Iterable[nn.Linear]) -> str | None:
+    """Reason why these layers' weights have no copies in bfloat16; None where they may have them."""
+    wide = [layer.weight for layer in layers if layer.weight.dtype == torch.float32]
+    if not wide:
+        return "no weight is float32"
+    if any(weight.is_inference() for weight in wide):
+        return "whether memory is written to is not known of tensors of inference mode"
+    size, free = sum(weight.nbytes for weight in wide) // 2, free_memory()
+    if free is None or size * _PART > free:
+        told = "an unknown number of bytes" if free is None else mebibytes(free)
+        return f"copies in bfloat16 would take {mebibytes(size)} of {told} free"
+    return None
+
+
+def free_memory() -> int | None:
+    """Bytes that this process may still allocate: of the machine, or of its control group; None where unknown."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]))
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        limit, used = ((group / name).read_text() for name in ("memory.max", "memory.current"))
+        found.append(max(int(limit) - int(used), 0))
+    return min(found, default=None)
+
+
+__all__ = ["NarrowWeights", "free_memory", "why_not_narrow"]

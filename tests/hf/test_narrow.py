@@ -1,0 +1,144 @@
+"""Float32 weights that hold bfloat16 numbers are read from copies of half the size, which change nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import kvsieve
+from kvsieve.hf.decode import fused_decoder, narrow, products
+from kvsieve.hf.decode.linears import Linears
+from kvsieve.kernels.cpu import products as kernel
+from kvsieve.models.families import build
+
+pytestmark = pytest.mark.skipif(kernel.built().reason is not None, reason=kernel.built().told)
+
+
+def numbers(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def rounded(module):
+    """The module with weights that came from bfloat16; biases, which are not copied, may be any numbers."""
+    for name, parameter in module.named_parameters():
+        if name.endswith("weight"):
+            parameter.data = parameter.data.bfloat16().float()
+    return module
+
+
+def close(layer, given):
+    wanted = F.linear(given.double(), layer.weight.double(), None if layer.bias is None else layer.bias.double())
+    torch.testing.assert_close(layer(given).double(), wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Whether each product read copies in bfloat16."""
+    found, own = [], products.kernel.multiply
+
+    def noted(given, weights):
+        found.append(weights._held[0].dtype == torch.bfloat16)
+        return own(given, weights)
+
+    monkeypatch.setattr(products.kernel, "multiply", noted)
+    return found
+
+
+@pytest.fixture
+def served():
+    made = []
+
+    def serve(module, **options):
+        made.append(Linears(nn.Sequential(module), narrow=True, **options))
+        made[-1].install()
+        return made[-1]
+
+    with torch.no_grad():
+        yield serve
+    for each in made:
+        each.remove()
+
+
+def test_copies_are_made_when_they_pay_and_freed(read, served):
+    layer, given = rounded(nn.Linear(48, 40)), numbers(1, 48)
+    made = served(layer)
+    for turn in range(6):
+        close(layer, given * turn)
+        assert made.narrow_bytes == (0 if turn + 1 < narrow._AFTER else 40 * 48 * 2)
+    assert read == [turn + 1 >= narrow._AFTER for turn in range(6)]
+    made.remove()
+    assert made.narrow_bytes == 0 and "forward" not in vars(layer)
+
+
+def test_other_numbers_stay_as_they_are(read, served):
+    layer = rounded(nn.Linear(48, 40))
+    layer.weight.data[3, 5] += 1e-6
+    made = served(layer)
+    for _ in range(6):
+        close(layer, numbers(2, 48))
+    assert not any(read) and made.narrow_bytes == 0
+
+
+def test_weights_in_bfloat16_have_no_copies(served):
+    made = served(nn.Linear(48, 40, dtype=torch.bfloat16))
+    assert all(product.narrow is None for product in made.products)
+
+
+@pytest.mark.parametrize("change", ["written", "moved", "replaced"])
+def test_weights_that_change_are_copied_again(read, served, change):
+    layer, given = rounded(nn.Linear(48, 40)), numbers(1, 48)
+    served(layer)
+    for _ in range(5):
+        layer(given)
+    if change == "written":
+        layer.weight.mul_(-2)
+    elif change == "moved":
+        layer.weight.data = layer.weight.data * -2
+    else:
+        layer.weight = nn.Parameter(layer.weight.data * -2)
+    for _ in range(5):
+        close(layer, given)
+    assert read == [False] * 3 + [True] * 2 + [False] * 3 + [True] * 2
+
+
+def test_no_copies_without_memory_for_them(monkeypatch, read, served, caplog):
+    layer = rounded(nn.Linear(48, 40))
+    for free in (None, 4 * 40 * 48 * 2 - 1):
+        monkeypatch.setattr(narrow, "free_memory", lambda free=free: free)
+        assert "free" in narrow.why_not_narrow([layer])
+        made = served(layer)
+        for _ in range(6):
+            close(layer, numbers(1, 48))
+        made.remove()
+    assert not any(read)
+    monkeypatch.setattr(narrow, "free_memory", lambda: 4 * 40 * 48 * 2)
+    assert narrow.why_not_narrow([layer]) is None
+
+
+def test_weights_of_inference_mode_have_no_copies(read, served):
+    with torch.inference_mode():
+        layer = rounded(nn.Linear(48, 40))
+        served(layer)
+        for turn in range(6):
+            layer.weight.mul_(-1)
+            close(layer, numbers(1, 48) + turn)
+    assert not any(read)
+
+
+@pytest.mark.parametrize("decode", ["auto", "fused"])
+def test_auto_reads_copies_and_fused_does_not(monkeypatch, read, decode):
+    monkeypatch.setattr(fused_decoder, "_LEAST", 0)
+    model = rounded(build("qwen2", dtype=torch.float32))
+    prompt = torch.arange(3, 83)[None]
+    told = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=40, window=4), decode="eager") as sieve:
+        wanted = sieve.generate(prompt, output_logits=True, return_dict_in_generate=True, **told)
+    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=40, window=4), decode=decode) as sieve:
+        result = sieve.generate(prompt, output_logits=True, return_dict_in_generate=True, **told)
+    assert any(read) == (decode == "auto")
+    weights = {id(each.weight): each.weight for each in model.modules() if isinstance(each, nn.Linear)}
+    assert result.stats.decoding.narrow_bytes == sum(each.nbytes // 2 for each in weights.values()) * (decode == "auto")
+    for found, own in zip(result.output.logits, wanted.output.logits, strict=True):
+        torch.testing.assert_close(found, own, atol=1e-4, rtol=1e-4)
