@@ -71,8 +71,9 @@ def attach(model: Any, plan: Plan, *, decode: str = "auto", tokenizer: Any = Non
         decode: how tokens after a prompt are computed: "eager" as transformers does; "graph" by a CUDA graph; "compile"
             by torch.compile, which takes a minute for each new size of the stores; "fused", on a CPU, with the small
             operations of norms, positions and gates, and products of few tokens with the model's weights, in compiled
-            calls (other rounding); "auto" by a graph on CUDA, and on a CPU fused. What cannot be run so is run eagerly,
-            and ``stats.decoding`` says why.
+            calls (other rounding); "auto" by a graph on CUDA, and on a CPU fused, where float32 weights that are
+            bfloat16 numbers are read from copies in bfloat16 if memory allows them. What cannot be run so is run
+            eagerly, and ``stats.decoding`` says why.
         tokenizer: the model's, for plans that feed texts of their own (`kvzip`, which asks the model to repeat its
             prompt; ``sieve.chat(tokenizer)`` serves as well), for parameters that depend on how it splits digits,
             and for the text of ``result.kept``.
