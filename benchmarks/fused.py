@@ -4,11 +4,11 @@
         [--dtypes bfloat16,float32] [--out FILE]
 
 A token is generated on the same cache in every way there is: `torch` replaces nothing; `operations` are the small
-operations of layers in compiled calls; `separate` adds compiled products with weights; `fused` takes those of layers
-that read the same input in one call, which is what "auto" does; `packed`, in bfloat16, is the same with weights that
-oneDNN has packed, which take their memory again. Told are medians of rounds of four tokens, and of the ratios of
-`fused` to each of the others within a round, of the clock and of the processor's time, which is the steadier one on a
-busy machine. Prompts, three rounds, are read in full and, in bfloat16, sparsely.
+operations of layers in compiled calls; `fused` adds compiled products with weights; `narrow`, in float32, reads these
+from copies in bfloat16, as "auto" does; `packed`, in bfloat16, is `fused` with weights that oneDNN has packed, which
+take their memory again. Told are medians of rounds of four tokens, and of the ratios of what "auto" does to each of the
+others within a round, of the clock and of the processor's time, which is the steadier one on a busy machine. Prompts,
+three rounds, are read in full and, in bfloat16, sparsely.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import contextlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -35,30 +35,26 @@ from kvsieve.report.environment import environment
 
 PLANS = {"full": kvsieve.plan("full"), "snapkv 10%": kvsieve.plan("snapkv", budget="10%", paper=True)}
 TOKENS, WARM = 4, 1
-OURS = "fused"
+OURS = {torch.bfloat16: "fused", torch.float32: "narrow"}
 
 
 class Packed:
-    """Weights as oneDNN wants them, copies in one piece, in place of the kernel's."""
+    """A weight as oneDNN wants it, a copy, in place of the kernel's."""
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        self.widths = [weight.shape[0] for weight in weights]
-        pairs = zip(weights, biases, strict=True)
-        parts = [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in pairs]
-        self.bias = None if all(bias is None for bias in biases) else torch.cat(parts)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(torch.cat(list(weights)).detach(), 1)
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.bias, self.width = bias, weight.shape[0]
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), 1)
 
 
-def multiply_packed(given: Tensor, packed: Packed) -> tuple[Tensor, ...]:
+def multiply_packed(given: Tensor, packed: Packed) -> Tensor:
     """Stand in for the kernel."""
-    out = torch.ops.mkldnn._linear_pointwise.default(given, packed.weight, packed.bias, "none", [], "")
-    return out.split_with_sizes(packed.widths, -1)
+    return torch.ops.mkldnn._linear_pointwise.default(given, packed.weight, packed.bias, "none", [], "")
 
 
 def with_packed() -> contextlib.ExitStack:
     """While it is open, products are those with packed weights."""
     stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(kernel, "Weights", Packed))
+    stack.enter_context(mock.patch.object(kernel, "Weight", Packed))
     stack.enter_context(mock.patch.object(kernel, "multiply", multiply_packed))
     return stack
 
@@ -69,13 +65,13 @@ class Ways:
     def __init__(self, model: Any) -> None:
         decoder, output = model.get_decoder(), model.get_output_embeddings()
         operations = FusedModules(decoder)
-        linears = {name: Linears(decoder, output, joint=name != "separate") for name in ("separate", OURS, "packed")}
+        names = ("fused", "packed") if model.dtype == torch.bfloat16 else ("fused", "narrow")
+        linears = {name: Linears(decoder, output, narrow=name == "narrow") for name in names}
         self.parts: dict[str, list[Any]] = {"torch": [], "operations": [operations]}
         self.parts |= {name: [operations, each] for name, each in linears.items()}
         self.around: dict[str, Callable[[], Any]] = dict.fromkeys(self.parts, contextlib.nullcontext)
-        self.around["packed"] = with_packed
-        if model.dtype != torch.bfloat16:
-            del self.parts["packed"]
+        if "packed" in self.parts:
+            self.around["packed"] = with_packed
 
     @contextlib.contextmanager
     def use(self, name: str) -> Any:
@@ -84,7 +80,7 @@ class Ways:
             for part in self.parts[name]:
                 part.install()
             yield
-        # Packed weights stay, so that they are packed once.
+        # Copies of weights stay, so that they are made once.
         for part in self.parts[name]:
             if isinstance(part, Linears):
                 for layer in part.layers:
@@ -95,7 +91,8 @@ class Ways:
 
 @torch.no_grad()
 def measure(model: Any, plan: kvsieve.Plan, ids: Tensor, rounds: int, ways: Ways) -> dict[str, Any]:
-    """Milliseconds per token of each way, and ratios of `fused` to the others."""
+    """Milliseconds per token of each way, and ratios of what "auto" does to the others."""
+    mine = OURS[model.dtype]
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in ways.parts}
     with kvsieve.attach(model, plan, decode="eager") as sieve:
         cache, token = sieve.prefill(ids), ids[:, :1]
@@ -115,8 +112,8 @@ def measure(model: Any, plan: kvsieve.Plan, ids: Tensor, rounds: int, ways: Ways
     }
     for at, kind in enumerate(("ratio", "processor_ratio")):
         for name, times in spent.items():
-            if name != OURS:
-                ratios = [ours[at] / theirs[at] for ours, theirs in zip(spent[OURS], times, strict=True)]
+            if name != mine:
+                ratios = [ours[at] / theirs[at] for ours, theirs in zip(spent[mine], times, strict=True)]
                 found[f"{kind} to {name}"] = round(statistics.median(ratios), 3)
     return found
 

@@ -45,7 +45,7 @@ TIMED = 128 << 20
 
 def ways_of(weights: list[Tensor]) -> dict[str, list[Callable[[Tensor], Any]]]:
     """Every way of multiplying, for each of the weights."""
-    told = [kernel.Weights([weight], [None]) for weight in weights]
+    told = [kernel.Weight(weight, None) for weight in weights]
     ways: dict[str, list[Callable[[Tensor], Any]]] = {
         "kernel": [lambda x, each=each: kernel.multiply(x, each) for each in told],
         "torch": [lambda x, each=each: F.linear(x, each) for each in weights],

@@ -38,9 +38,9 @@ def read(monkeypatch):
     """Whether each product read copies in bfloat16."""
     found, own = [], products.kernel.multiply
 
-    def noted(given, weights):
-        found.append(weights._held[0].dtype == torch.bfloat16)
-        return own(given, weights)
+    def noted(given, weight):
+        found.append(weight.weight.dtype == torch.bfloat16)
+        return own(given, weight)
 
     monkeypatch.setattr(products.kernel, "multiply", noted)
     return found

@@ -28,13 +28,13 @@ def wanted(given, weight, bias=None):
 @pytest.mark.parametrize("width", [1, 7, 64, 131])
 def test_sizes(dim, width, dtype):
     weight, bias = numbers(width, dim, dtype=dtype), numbers(width, dtype=dtype)
-    plain, shifted = kernel.Weights([weight], [None]), kernel.Weights([weight], [bias])
+    plain, shifted = kernel.Weight(weight, None), kernel.Weight(weight, bias)
     for rows in range(1, 10):
         given = numbers(rows, dim, dtype=dtype)
-        (found,) = kernel.multiply(given, plain)
+        found = kernel.multiply(given, plain)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), wanted(given, weight), **NEAR[dtype])
-        (found,) = kernel.multiply(given, shifted)
+        found = kernel.multiply(given, shifted)
         torch.testing.assert_close(found.double(), wanted(given, weight, bias), **NEAR[dtype])
 
 
@@ -42,46 +42,44 @@ def test_sizes(dim, width, dtype):
 @pytest.mark.parametrize("width", [1, 7, 131])
 def test_float32_beside_weights_in_bfloat16(dim, width):
     weight, bias = numbers(width, dim), numbers(width, dtype=torch.float32)
-    told = kernel.Weights([weight, weight[:1]], [bias, None], torch.float32)
+    plain, shifted = (kernel.Weight(weight, each, torch.float32) for each in (None, bias))
     for rows in range(1, 10):
         given = numbers(rows, dim, dtype=torch.float32)
-        found, first = kernel.multiply(given, told)
+        found = kernel.multiply(given, shifted)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), wanted(given, weight, bias), **NEAR[torch.float32])
-        torch.testing.assert_close(first.double(), wanted(given, weight[:1]), **NEAR[torch.float32])
+        torch.testing.assert_close(kernel.multiply(given, plain).double(), wanted(given, weight), **NEAR[torch.float32])
 
 
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 80), (3, 1, 80), (2, 5, 80), (32, 80)], ids=str)
+@pytest.mark.parametrize("shape", [(80,), (1, 1, 80), (3, 1, 80), (2, 5, 80), (32, 80)], ids=str)
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_several_weights_in_one_call(shape, dtype, threads, monkeypatch):
-    weights = [numbers(width, 80, dtype=dtype) for width in (400, 1, 67, 300)]
-    biases = [numbers(400, dtype=dtype), None, numbers(67, dtype=dtype), None]
+def test_shapes_and_threads(shape, dtype, threads, monkeypatch):
+    weight, bias = numbers(1003, 80, dtype=dtype), numbers(1003, dtype=dtype)
     given = numbers(*shape, dtype=dtype)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    parts = kernel.multiply(given, kernel.Weights(weights, biases))
-    for part, weight, bias in zip(parts, weights, biases, strict=True):
-        assert part.is_contiguous() and part.shape == (*shape[:-1], weight.shape[0])
-        torch.testing.assert_close(part.double(), wanted(given, weight, bias), **NEAR[dtype])
+    found = kernel.multiply(given, kernel.Weight(weight, bias))
+    assert found.is_contiguous() and found.shape == (*shape[:-1], 1003)
+    torch.testing.assert_close(found.double(), wanted(given, weight, bias), **NEAR[dtype])
 
 
 def test_weights_are_read_where_they_lie():
     weight = numbers(40, 48)
-    told, given = kernel.Weights([weight], [None]), numbers(3, 48)
-    (before,) = kernel.multiply(given, told)
+    told, given = kernel.Weight(weight, None), numbers(3, 48)
+    before = kernel.multiply(given, told)
     weight.mul_(-2)
-    assert torch.equal(kernel.multiply(given, told)[0], -2 * before)
+    assert torch.equal(kernel.multiply(given, told), -2 * before)
 
 
 def test_numbers_that_are_not_finite_stay_with_their_row():
     weight, given = numbers(9, 48), numbers(5, 48)
-    told, clean = kernel.Weights([weight], [None]), given.clone()
+    told, clean = kernel.Weight(weight, None), given.clone()
     given[3, 7] = torch.nan
-    found, right = kernel.multiply(given, told)[0], kernel.multiply(clean, told)[0]
+    found, right = kernel.multiply(given, told), kernel.multiply(clean, told)
     others = [0, 1, 2, 4]
     assert found[3].isnan().all() and torch.equal(found[others], right[others])
     given[3, 7] = torch.inf
-    assert kernel.multiply(given, told)[0][3].isinf().all()
+    assert kernel.multiply(given, told)[3].isinf().all()
 
 
 def test_other_instructions_compute_the_same(tmp_path, monkeypatch):
@@ -97,10 +95,10 @@ def test_other_instructions_compute_the_same(tmp_path, monkeypatch):
         kernel._kernel.cache_clear()
         try:
             for dtype in NEAR:
-                told = kernel.Weights([weight.to(dtype)], [None])
-                (found,) = kernel.multiply(given.to(dtype), told)
+                told = kernel.Weight(weight.to(dtype), None)
+                found = kernel.multiply(given.to(dtype), told)
                 torch.testing.assert_close(found.double(), wanted(given, weight), **NEAR[dtype])
-            (found,) = kernel.multiply(given.float(), kernel.Weights([weight], [None], torch.float32))
+            found = kernel.multiply(given.float(), kernel.Weight(weight, None, torch.float32))
             torch.testing.assert_close(found.double(), wanted(given, weight), **NEAR[torch.float32])
         finally:
             kernel._kernel.cache_clear()

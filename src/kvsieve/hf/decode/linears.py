@@ -7,8 +7,7 @@ A product of one token is bound by reading the weight, which torch's own product
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvsieve.hf.decode.narrow import why_not_narrow
-from kvsieve.hf.decode.products import Product, is_readable, together
+from kvsieve.hf.decode.products import Product, is_readable
 from kvsieve.kernels.cpu import products as kernel
 
 _log = logging.getLogger(__name__)
@@ -28,21 +27,18 @@ class Linears:
     Args:
         decoder: of a model.
         output: the model's output layer, which is served like the decoder's.
-        joint: layers that read the same input are one product; see `together`.
         narrow: float32 weights are read from copies in bfloat16 where memory allows them and these hold the same
-            numbers; see `NarrowWeights`.
+            numbers; see `NarrowWeight`.
 
     Attributes:
         layers: that are served.
-        products: of which several layers may be one.
+        products: one of each layer.
 
     Raises:
         ValueError: there is no layer to serve, or no kernel; with the reason.
     """
 
-    def __init__(
-        self, decoder: nn.Module, output: nn.Module | None = None, *, joint: bool = True, narrow: bool = False
-    ) -> None:
+    def __init__(self, decoder: nn.Module, output: nn.Module | None = None, *, narrow: bool = False) -> None:
         modules = dict.fromkeys((*decoder.modules(), *(() if output is None else (output,))))
         self.layers = [module for module in modules if isinstance(module, nn.Linear) and _is_plain(module)]
         if not self.layers:
@@ -54,12 +50,7 @@ class Linears:
             narrow = reason is None
             if reason is not None:
                 _log.info("weights are read as they lie: %s", reason)
-        self._narrow = narrow
-        self.products = [self._product(each) for each in (together(decoder, self.layers) if joint else ())]
-        among = {layer for product in self.products for layer in product.layers}
-        self.products += [self._product([layer]) for layer in self.layers if layer not in among]
-        # Several threads may generate at once.
-        self._dividing = threading.Lock()
+        self.products = [Product(layer, narrow) for layer in self.layers]
 
     @property
     def count(self) -> int:
@@ -73,76 +64,30 @@ class Linears:
 
     def install(self) -> None:
         """Let the layers compute few tokens in C."""
-        for product in self.products:
-            self._install(product)
+        for layer, product in zip(self.layers, self.products, strict=True):
+            layer.forward = _forward(layer, product)  # type: ignore[assignment, method-assign]
 
     def remove(self) -> None:
         """Bring the layers' own forward back."""
-        for module in self.layers:
-            module.__dict__.pop("forward", None)
-        for product in self.products:
+        for layer, product in zip(self.layers, self.products, strict=True):
+            layer.__dict__.pop("forward", None)
             product.free()
 
-    def _product(self, layers: Sequence[nn.Linear]) -> Product:
-        return Product(layers, self._narrow)
 
-    def _install(self, product: Product) -> None:
-        for at, layer in enumerate(product.layers):
-            one = self._alone(product) if len(product.layers) == 1 else self._among(product, at)
-            layer.forward = one  # type: ignore[assignment, method-assign]
+def _forward(layer: nn.Linear, product: Product) -> Callable[[Tensor], Tensor]:
+    parameters: Any = layer._parameters
+    # Numbers of an input up to which its product is the kernel's.
+    width, few = layer.in_features, kernel.MOST_ROWS[layer.weight.dtype] * layer.in_features
 
-    def _alone(self, product: Product) -> Callable[[Tensor], Tensor]:
-        layer = product.layers[0]
-        parameters: Any = layer._parameters
-        width, few = layer.in_features, _few(layer)
+    # Called hundreds of times per token.
+    def forward(given: Tensor) -> Tensor:
+        if 0 < given.numel() <= few and not _computes_otherwise(given, parameters, width):
+            found = product.of(given)
+            if found is not None:
+                return found
+        return F.linear(given, parameters["weight"], parameters["bias"])
 
-        # Called hundreds of times per token, as is the next one.
-        def forward(given: Tensor) -> Tensor:
-            if 0 < given.numel() <= few and not _computes_otherwise(given, parameters, width):
-                parts = product.of(given)
-                if parts is not None:
-                    return parts[0]
-            return F.linear(given, parameters["weight"], parameters["bias"])
-
-        return forward
-
-    def _among(self, product: Product, at: int) -> Callable[[Tensor], Tensor]:
-        """Return the forward of one of several layers: the first multiplies for all, the others take their parts."""
-        layer = product.layers[at]
-        parameters: Any = layer._parameters
-        width, few = layer.in_features, _few(layer)
-
-        def forward(given: Tensor) -> Tensor:
-            part = None
-            if 0 < given.numel() <= few and not _computes_otherwise(given, parameters, width):
-                if at:
-                    part = product.take(given, at)
-                elif product.left_over:
-                    parts = self._divided(product).of(given)
-                    part = None if parts is None else parts[0]
-                else:
-                    part = product.first(given)
-            return F.linear(given, parameters["weight"], parameters["bias"]) if part is None else part
-
-        return forward
-
-    def _divided(self, product: Product) -> Product:
-        """Let layers that did not all ask for their parts of the last product be alone from now on.
-
-        Returns the first one's product.
-        """
-        with self._dividing:
-            if product in self.products:
-                place, alone = self.products.index(product), [self._product([layer]) for layer in product.layers]
-                for each in alone:
-                    self._install(each)
-                self.products[place : place + 1] = alone
-            return next(each for each in self.products if each.layers[0] is product.layers[0])
-
-
-def _few(layer: nn.Linear) -> int:
-    """Numbers of an input up to which a layer's product is the kernel's."""
-    return kernel.MOST_ROWS[layer.weight.dtype] * layer.in_features
+    return forward
 
 
 def _computes_otherwise(given: Tensor, parameters: Mapping[str, Any], width: int) -> bool:

@@ -7,7 +7,7 @@ reading weights, so copies in bfloat16 halve their time. Nothing is rounded: a w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -22,43 +22,35 @@ _AFTER = 4
 _PART = 4
 
 
-class NarrowWeights:
-    """Copies in bfloat16 of weights that are multiplied with together, made once they have been used a few times."""
+class NarrowWeight:
+    """Copy in bfloat16 of a weight, made once it has been multiplied with a few times."""
 
     def __init__(self) -> None:
-        self._versions: list[int] = []
+        self._version: int | None = None
         self._used = 0
-        self._told: kernel.Weights | None = None
+        self._told: kernel.Weight | None = None
         self.nbytes = 0
 
-    def told(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> kernel.Weights | None:
-        """Return what the kernel reads instead of these float32 weights; None before that pays, and where none may be.
+    def told(self, weight: Tensor, bias: Tensor | None) -> kernel.Weight | None:
+        """Return what the kernel reads instead of this float32 weight; None before that pays, and where none may be.
 
-        Weights that were written to since are copied again.
+        A weight that was written to since is copied again.
         """
-        versions = [weight._version for weight in weights]
-        if versions != self._versions:
+        version = weight._version
+        if version != self._version:
             self.free()
-            self._versions = versions
+            self._version = version
         self._used += 1
         if self._used == _AFTER:
             with torch.no_grad():
-                self._copy(weights, biases)
+                copy = weight.to(torch.bfloat16)
+                if torch.equal(copy.to(weight.dtype), weight):
+                    self._told, self.nbytes = kernel.Weight(copy, bias, torch.float32), copy.nbytes
         return self._told
 
     def free(self) -> None:
-        """Let go of the copies."""
-        self._versions, self._used, self._told, self.nbytes = [], 0, None, 0
-
-    def _copy(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        copies = []
-        for weight in weights:
-            copy = weight.to(torch.bfloat16)
-            if not torch.equal(copy.to(weight.dtype), weight):
-                return
-            copies.append(copy)
-        self._told = kernel.Weights(copies, biases, torch.float32)
-        self.nbytes = sum(copy.nbytes for copy in copies)
+        """Let go of the copy."""
+        self._version, self._used, self._told, self.nbytes = None, 0, None, 0
 
 
 def why_not_narrow(layers: Iterable[nn.Linear]) -> str | None:
@@ -88,4 +80,4 @@ def free_memory() -> int | None:
     return min(found, default=None)
 
 
-__all__ = ["NarrowWeights", "free_memory", "why_not_narrow"]
+__all__ = ["NarrowWeight", "free_memory", "why_not_narrow"]

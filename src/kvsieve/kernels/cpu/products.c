@@ -1,4 +1,4 @@
-// Products of a few tokens with the weights of linear layers as they lie in memory, which are read once. Sums are of
+// Products of a few tokens with the weight of a linear layer as it lies in memory, which is read once. Sums are of
 // float32.
 #include <stdlib.h>
 #include <string.h>
@@ -39,13 +39,8 @@ enum { FLOATS, HALVES, MIXED };
 
 typedef struct {
     const void *weight, *bias; // [width, dim], [width]; null: no bias
-    int64_t width;
+    int64_t width, dim, form;
 } Weight;
-
-typedef struct {
-    int64_t count, dim, form;
-    Weight weights[];
-} Weights;
 
 // Bytes of a number of a weight, and of x, biases and sums.
 #define WEIGHT(form) ((form) == FLOATS ? 4 : 2)
@@ -149,9 +144,9 @@ INLINE void all_rows(const Weight *weight, const Given *given, int64_t next, voi
 }
 
 // Rows as their vectors are read; null where there is no memory, x itself where they lie so.
-INLINE char *prepared(const Weights *all, const char *x, Given *given) {
-    int64_t bytes = all->dim * WEIGHT(all->form), padded = (bytes + BYTES - 1) / BYTES;
-    int64_t own = all->dim * OTHER(all->form), is_split = IS_SPLIT(all->form);
+INLINE char *prepared(const Weight *weight, const char *x, Given *given) {
+    int64_t bytes = weight->dim * WEIGHT(weight->form), padded = (bytes + BYTES - 1) / BYTES;
+    int64_t own = weight->dim * OTHER(weight->form), is_split = IS_SPLIT(weight->form);
     given->vectors = bytes / BYTES, given->rest = bytes % BYTES;
     given->x = x, given->next = own;
     if (!given->rest && !is_split) return (char *)x;
@@ -167,37 +162,30 @@ INLINE char *prepared(const Weights *all, const char *x, Given *given) {
             continue;
         }
         for (int64_t v = 0; v < padded; v++) {
-            int64_t left = all->dim - v * 2 * LANES, n = left < 2 * LANES ? left : 2 * LANES;
+            int64_t left = weight->dim - v * 2 * LANES, n = left < 2 * LANES ? left : 2 * LANES;
             float *split = (float *)(to + v * 2 * BYTES);
             for (int64_t i = 0, at = v * 2 * LANES; i < n; i++, at++)
                 split[(i & 1) * LANES + i / 2] =
-                    all->form == HALVES ? of_half(((const uint16_t *)from)[at]) : ((const float *)from)[at];
+                    weight->form == HALVES ? of_half(((const uint16_t *)from)[at]) : ((const float *)from)[at];
         }
     }
     given->x = made;
     return made;
 }
 
-// x [rows, dim]; out: [rows, width] of each weight, one after another. 0 where there was no memory.
-int64_t multiply(const Weights *all, const void *x, void *out, int64_t rows, int64_t threads) {
+// x [rows, dim]; out [rows, width]. 0 where there was no memory.
+int64_t multiply(const Weight *weight, const void *x, void *out, int64_t rows, int64_t threads) {
     Given given = {.rows = rows};
-    char *made = prepared(all, x, &given);
+    char *made = prepared(weight, x, &given);
     if (!made) return 0;
-    int64_t turns = 0, wide = 0, next = all->dim * WEIGHT(all->form), turn = rows > 1 ? LONG : TURN;
-    for (int64_t i = 0; i < all->count; i++) wide += all->weights[i].width;
+    int64_t wide = weight->width, next = weight->dim * WEIGHT(weight->form), turn = rows > 1 ? LONG : TURN;
     while (turn > LEAST && wide < 8 * threads * turn) turn /= 2;
-    for (int64_t i = 0; i < all->count; i++) turns += (all->weights[i].width + turn - 1) / turn;
 #pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1 && wide * next > MANY)
-    for (int64_t i = 0; i < turns; i++) {
-        const Weight *weight = all->weights;
-        int64_t from = i * turn;
-        char *to = out;
-        for (int64_t before; from >= (before = (weight->width + turn - 1) / turn * turn); weight++)
-            from -= before, to += rows * weight->width * OTHER(all->form);
-        int64_t end = from + turn < weight->width ? from + turn : weight->width;
-        if (all->form == HALVES) all_rows(weight, &given, next, to, from, end, HALVES);
-        else if (all->form == MIXED) all_rows(weight, &given, next, to, from, end, MIXED);
-        else all_rows(weight, &given, next, to, from, end, FLOATS);
+    for (int64_t from = 0; from < wide; from += turn) {
+        int64_t end = from + turn < wide ? from + turn : wide;
+        if (weight->form == HALVES) all_rows(weight, &given, next, out, from, end, HALVES);
+        else if (weight->form == MIXED) all_rows(weight, &given, next, out, from, end, MIXED);
+        else all_rows(weight, &given, next, out, from, end, FLOATS);
     }
     if (made != (char *)x) free(made);
     return 1;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from ctypes import addressof, c_int64, c_void_p
 
 import torch
@@ -26,47 +26,36 @@ def built() -> Library:
     return library("products")
 
 
-class Weights:
-    """Weights and biases of layers of one input, as the kernel finds them: references, no copies.
+class Weight:
+    """A linear layer's weight and bias as the kernel finds them: references, no copies.
 
     Args:
-        weights: [C, D] each, contiguous, on a CPU, of one dtype of MOST_ROWS.
-        biases: [C] each, of `dtype`, or None.
-        dtype: of what is multiplied with them, and of the products: the weights' own, or float32 beside bfloat16.
+        weight: [C, D], contiguous, on a CPU, of a dtype of MOST_ROWS.
+        bias: [C], of `dtype`, or None.
+        dtype: of what is multiplied with them, and of the product: the weight's own, or float32 beside bfloat16.
     """
 
-    def __init__(
-        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
         # Their memory is not freed while it may be read.
-        self._held = *weights, *biases
-        self.widths = [weight.shape[0] for weight in weights]
-        own = weights[0].dtype
-        fields = [len(weights), weights[0].shape[1], _FORMS[own, dtype or own]]
-        for weight, bias in zip(weights, biases, strict=True):
-            fields += [weight.data_ptr(), 0 if bias is None else bias.data_ptr(), weight.shape[0]]
-        self._fields = (c_int64 * len(fields))(*fields)
+        self.weight, self._bias = weight, bias
+        own = weight.dtype
+        self.width, inner = weight.shape
+        at = 0 if bias is None else bias.data_ptr()
+        self._fields = (c_int64 * 5)(weight.data_ptr(), at, self.width, inner, _FORMS[own, dtype or own])
         self.address = addressof(self._fields)
-        self.width = sum(self.widths)
 
 
-def multiply(given: Tensor, weights: Weights) -> tuple[Tensor, ...]:
-    """Products [..., C] of [..., D] with each weight, contiguous ones.
+def multiply(given: Tensor, weight: Weight) -> Tensor:
+    """Product [..., C] of [..., D] with a weight.
 
-    given: contiguous, of the dtype that the weights were told to go with and their inner size, with at least one row.
+    given: contiguous, of the dtype that the weight was told to go with and its inner size, with at least one row.
     """
-    shape = given.shape
-    rows = given.numel() // shape[-1]
-    parts: tuple[Tensor, ...]
-    out = given.new_empty(rows * weights.width)
-    if len(weights.widths) == 1:
-        parts = (out.view(*shape[:-1], weights.width),)
-    else:
-        flat = out.split_with_sizes([rows * width for width in weights.widths])
-        parts = tuple(part.view(*shape[:-1], width) for part, width in zip(flat, weights.widths, strict=True))
-    if not _kernel()(weights.address, given.data_ptr(), out.data_ptr(), rows, torch.get_num_threads()):
-        raise MemoryError(f"there is no memory for a copy of {rows} rows of {shape[-1]} numbers")
-    return parts
+    *before, inner = given.shape
+    rows = given.numel() // inner
+    out = given.new_empty(*before, weight.width)
+    if not _kernel()(weight.address, given.data_ptr(), out.data_ptr(), rows, torch.get_num_threads()):
+        raise MemoryError(f"there is no memory for a copy of {rows} rows of {inner} numbers")
+    return out
 
 
 @functools.cache
@@ -78,4 +67,4 @@ def _kernel() -> Callable[..., int]:
     return found
 
 
-__all__ = ["MOST_ROWS", "Weights", "built", "multiply"]
+__all__ = ["MOST_ROWS", "Weight", "built", "multiply"]
