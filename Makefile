@@ -71,11 +71,10 @@ types: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/kvsieve bench --methods "$(TIMED)" --lengths 2048,4096,7500 --rounds 3 $(BESIDE) --out $(BENCH)/bench.json \
 		--plots $(BENCH)
-	$(BIN)/kvsieve bench --methods "$(TIMED_ENGINES)" --decode packed --lengths 7500 --rounds 2 $(BESIDE) --out $(BENCH)/packed.json
 	$(BIN)/kvsieve bench --methods "$(TIMED_ENGINES)" --decode compile --lengths 7500 --rounds 2 --out $(BENCH)/compile.json
 	$(BIN)/kvsieve bench --methods "$(TIMED_BATCH)" --lengths 4096 --batch 4 --rounds 2 --out $(BENCH)/batch.json
 	$(BIN)/python benchmarks/attention.py
-	$(BIN)/python benchmarks/decode_profile.py --decode eager,packed,compile
+	$(BIN)/python benchmarks/decode_profile.py --decode eager,fused,compile
 
 results: $(VENV)/.ready
 	$(BIN)/kvsieve eval --dtype bfloat16 --tasks $(TASKS) --lengths 1024 --methods "$(METHODS)" --budgets 10%,25%,50% --samples 25 \

@@ -326,8 +326,8 @@ def per_token(outputs: list[Any]) -> float:
 def pool(given: argparse.Namespace) -> dict[str, Any]:
     """Seconds until eight prompts are answered in a pool of 260 blocks, and how many are right.
 
-    Ratios are of the processor's seconds, which other processes hardly change where OMP_NUM_THREADS is 1; on GPUs of
-    the clock's.
+    Ratios are of the clock's seconds and of the processor's, which other processes hardly change where OMP_NUM_THREADS
+    is 1.
     """
     few, own = f"dense, {FEW} at once", f"{EVICT}, vLLM's kernel"
     sides: dict[str, dict[str, Any]] = {
@@ -337,20 +337,15 @@ def pool(given: argparse.Namespace) -> dict[str, Any]:
     for turn in range(given.rounds):
         for name in reversed(sides) if turn % 2 else sides:
             out[name].append(child(given, "crowd", **{"plan": "", **sides[name]}))
-    clock = "seconds" if on_gpu() else "processor"
-    seconds = {name: [each[clock] for each in runs] for name, runs in out.items()}
-    best = [min(pair) for pair in zip(seconds[few], seconds["dense"], strict=True)]
-
-    def ratio(name: str, others: list[float]) -> float:
-        return round(statistics.median(a / b for a, b in zip(seconds[name], others, strict=True)), 3)
-
-    return {
-        **out,
-        "evicted_to_dense": ratio(EVICT, seconds["dense"]),
-        "evicted_to_best_dense": ratio(EVICT, best),
-        "evicted_with_vllms_kernel_to_dense": ratio(own, seconds["dense"]),
-        "evicted_with_vllms_kernel_to_best_dense": ratio(own, best),
-    }
+    for kind in ("seconds", "processor"):
+        times = {name: [each[kind] for each in runs] for name, runs in out.items() if name in sides}
+        times["dense at its best"] = [min(pair) for pair in zip(times[few], times["dense"], strict=True)]
+        out[f"ratios of {kind}"] = {
+            f"{name} to {other}": round(statistics.median(a / b for a, b in zip(times[name], times[other], strict=True)), 3)
+            for name in (EVICT, own)
+            for other in ("dense", "dense at its best")
+        }
+    return out
 
 
 def crowd(given: argparse.Namespace) -> dict[str, Any]:
