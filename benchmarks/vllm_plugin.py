@@ -26,6 +26,7 @@ import contextlib
 import functools
 import itertools
 import json
+import operator
 import os
 import random
 import statistics
@@ -340,10 +341,10 @@ def pool(given: argparse.Namespace) -> dict[str, Any]:
     for kind in ("seconds", "processor"):
         times = {name: [each[kind] for each in runs] for name, runs in out.items() if name in sides}
         times["dense at its best"] = [min(pair) for pair in zip(times[few], times["dense"], strict=True)]
+        pairs = [(name, other) for name in (EVICT, own) for other in ("dense", "dense at its best")]
         out[f"ratios of {kind}"] = {
-            f"{name} to {other}": round(statistics.median(a / b for a, b in zip(times[name], times[other], strict=True)), 3)
-            for name in (EVICT, own)
-            for other in ("dense", "dense at its best")
+            f"{name} to {other}": round(statistics.median(map(operator.truediv, times[name], times[other])), 3)
+            for name, other in pairs
         }
     return out
 
