@@ -10,7 +10,7 @@ import torch
 import kvsieve
 from kvsieve.cache.pool import BlockPool
 from kvsieve.core import shaping
-from kvsieve.core.codes import decode
+from kvsieve.core.codes import decode, encode
 from kvsieve.core.queries import second_moments
 from kvsieve.core.shaping import encode_shaped
 from kvsieve.hf.prompt.options import ReadOptions
@@ -95,6 +95,16 @@ def test_the_c_kernel_chooses_the_same_codes(bits, monkeypatch):
     torch.testing.assert_close(ours.scale, theirs.scale, rtol=2e-3, atol=0)
     assert (ours.packed != theirs.packed).float().mean() < 0.01
     assert ours.scale[2, 3] == 0 and not decode(form, theirs, DIM)[2, 3].any()
+
+
+def test_a_scale_that_float16_does_not_hold_is_left_as_it_was(monkeypatch):
+    keys, form, fit = normal(2, 4, DIM, seed=7), Rotated(bits=2).values(DIM), Rotated(bits=2).fit
+    monkeypatch.setattr(compiled, "shapes", lambda *_: False)
+    large = torch.full((2, 4, 1), 7e4)
+    large[0] = 0.5
+    monkeypatch.setattr(shaping, "_shaped", lambda levels, x, metric, codes: (codes, large[: len(x)]))
+    found = encode_shaped(form, keys, fit, torch.eye(DIM)[None], torch.tensor([0, 0]))
+    assert (found.scale[0] == 0.5).all() and torch.equal(found.scale[1], encode(form, keys, fit).scale[1])
 
 
 def test_padding_asks_for_nothing():

