@@ -21,7 +21,7 @@ NAMES = ("q_proj", "k_proj", "v_proj")
 
 
 class Attention(nn.Module):
-    """Projections of unequal width, which `asks` calls in its own way."""
+    """Projections of unequal width."""
 
     def __init__(self, bias=(True, True, True), width=48):
         super().__init__()

@@ -171,7 +171,7 @@ def encode(form: CodeFormat, x: Tensor, fit: Fit = fit_range) -> Codes:
     scale, zero = fit(form, grouped, along)
     half = scale.to(torch.float16)
     offset = None if zero is None else zero.to(torch.float16)
-    check_finite(half, *([] if offset is None else [offset]))
+    _refuse_overflow(half, *([] if offset is None else [offset]))
     shifted = grouped if offset is None else grouped - offset.float()
     # Of equal numbers the scale is 0, and the zero, or 0, tells them.
     ratio = shifted / torch.where(half > 0, half, torch.ones_like(half)).float()
@@ -201,10 +201,10 @@ def _keep_apart(form: CodeFormat, made: Codes, x: Tensor) -> None:
     places = (missed / steps).abs().flatten(1).topk(form.apart, sorted=False).indices
     made.places = places.to(torch.int16)
     made.extra = missed.flatten(1).gather(1, places).to(torch.float16)
-    check_finite(made.extra)
+    _refuse_overflow(made.extra)
 
 
-def check_finite(*parts: Tensor) -> None:
+def _refuse_overflow(*parts: Tensor) -> None:
     """Raise PlanError where scales or numbers kept apart are none that float16 holds."""
     if not all(bool(part.isfinite().all()) for part in parts):
         raise PlanError(
