@@ -7,11 +7,11 @@ quality: samples of the needle task and of RULER's multikey needles, the questio
 full KV's own answer, in nats, of KL(full KV || plan). score: of the answer that the plan gives. density and recall: as
 the statistics tell them, means over samples.
 
-time: a prompt is read under full KV and every plan in turn, after one round that does not count. ttft: median over
-rounds of a plan's seconds over those of full KV in the same round; ttft_to_transformers: over those of transformers'
-own call, which `--transformers` adds. products: share of that time which products with weights take, that a sparse
-prompt leaves as they are, by torch's profiler in one more reading; `--products` adds it. `--methods`: plans of these
-methods, alone and with every sparse prompt.
+time: a prompt is read under full KV and every plan in turn, after one round that does not count, of its first tokens
+with `--warm-up`. ttft: median over rounds of a plan's seconds over those of full KV in the same round;
+ttft_to_transformers: over those of transformers' own call, which `--transformers` adds. products: share of that time
+which products with weights take, that a sparse prompt leaves as they are, by torch's profiler in one more reading;
+`--products` adds it. `--methods`: plans of these methods, alone and with every sparse prompt.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _mean(values: list[float]) -> float | None:
 
 
 def times(
-    model: Any, tokenizer: Any, plans: dict[str, Plan | None], length: int, rounds: int, products: bool
+    model: Any, tokenizer: Any, plans: dict[str, Plan | None], length: int, given: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """One row per plan: medians of ratios of times to the first token. None: transformers' own call."""
     (task,) = chosen_tasks(["needle"])
@@ -77,12 +77,12 @@ def times(
     text = task.sample(5, length, 0, evaluator.prompter.count).context
     ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, :length]
     seconds: dict[str, list[float]] = {name: [] for name in plans}
-    for at in range(rounds + 1):
+    for at in range(given.rounds + 1):
         for name, plan in plans.items():
-            took = first_token(model, plan, ids)
+            took = first_token(model, plan, ids if at else ids[:, : given.warm_up])
             if at:
                 seconds[name].append(took)
-        print(f"time, {length} tokens: round {at} of {rounds}", flush=True)
+        print(f"time, {length} tokens: round {at} of {given.rounds}", flush=True)
     rows = []
     for name, mine in seconds.items():
         row: dict[str, Any] = {"tokens": length, "plan": name}
@@ -90,7 +90,7 @@ def times(
             if other in seconds:
                 row[key] = round(statistics.median(a / b for a, b in zip(mine, seconds[other], strict=True)), 4)
         row["ttft_s"] = round(statistics.median(mine), 3)
-        rows.append(row | ({"products": products_of(model, plans[name], ids)} if products else {}))
+        rows.append(row | ({"products": products_of(model, plans[name], ids)} if given.products else {}))
     return rows
 
 
@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--lengths", default="2048,7500")
     parser.add_argument("--samples", type=int, default=4, help="0 leaves quality out.")
     parser.add_argument("--rounds", type=int, default=3, help="0 leaves times out.")
+    parser.add_argument("--warm-up", type=int, help="Tokens of the round that does not count. Default: all.")
     parser.add_argument("--prefills", default=PREFILLS)
     parser.add_argument("--methods", default="", help="Plans of these methods too, alone and with every sparse prompt.")
     parser.add_argument("--budget", default="10%", help="Of these methods.")
@@ -146,7 +147,7 @@ def main() -> None:
     }
     for length in map(int, given.lengths.split(",")):
         if given.rounds:
-            report["time"] += times(model, tokenizer, timed, length, given.rounds, given.products)
+            report["time"] += times(model, tokenizer, timed, length, given)
         if given.samples:
             report["quality"] += quality(model, tokenizer, plans, length, given.samples)
         given.out.write_text(json.dumps(report, indent=1) + "\n")
