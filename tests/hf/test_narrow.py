@@ -9,7 +9,6 @@ from torch import nn
 
 import kvsieve
 from kvsieve.hf.decode import fused_decoder, narrow, products
-from kvsieve.hf.decode.linears import Linears
 from kvsieve.kernels.cpu import products as kernel
 from kvsieve.models.families import build
 
@@ -46,24 +45,9 @@ def read(monkeypatch):
     return found
 
 
-@pytest.fixture
-def served():
-    made = []
-
-    def serve(module, **options):
-        made.append(Linears(nn.Sequential(module), narrow=True, **options))
-        made[-1].install()
-        return made[-1]
-
-    with torch.no_grad():
-        yield serve
-    for each in made:
-        each.remove()
-
-
 def test_copies_are_made_when_they_pay_and_freed(read, served):
     layer, given = rounded(nn.Linear(48, 40)), numbers(1, 48)
-    made = served(layer)
+    made = served(layer, narrow=True)
     for turn in range(6):
         close(layer, given * turn)
         assert made.narrow_bytes == (0 if turn + 1 < narrow._AFTER else 40 * 48 * 2)
@@ -75,21 +59,21 @@ def test_copies_are_made_when_they_pay_and_freed(read, served):
 def test_other_numbers_stay_as_they_are(read, served):
     layer = rounded(nn.Linear(48, 40))
     layer.weight.data[3, 5] += 1e-6
-    made = served(layer)
+    made = served(layer, narrow=True)
     for _ in range(6):
         close(layer, numbers(2, 48))
     assert not any(read) and made.narrow_bytes == 0
 
 
 def test_weights_in_bfloat16_have_no_copies(served):
-    made = served(nn.Linear(48, 40, dtype=torch.bfloat16))
+    made = served(nn.Linear(48, 40, dtype=torch.bfloat16), narrow=True)
     assert all(product.narrow is None for product in made.products)
 
 
 @pytest.mark.parametrize("change", ["written", "moved", "replaced"])
 def test_weights_that_change_are_copied_again(read, served, change):
     layer, given = rounded(nn.Linear(48, 40)), numbers(1, 48)
-    served(layer)
+    served(layer, narrow=True)
     for _ in range(5):
         layer(given)
     if change == "written":
@@ -108,7 +92,7 @@ def test_no_copies_without_memory_for_them(monkeypatch, read, served, caplog):
     for free in (None, 4 * 40 * 48 * 2 - 1):
         monkeypatch.setattr(narrow, "free_memory", lambda free=free: free)
         assert "free" in narrow.why_not_narrow([layer])
-        made = served(layer)
+        made = served(layer, narrow=True)
         for _ in range(6):
             close(layer, numbers(1, 48))
         made.remove()
@@ -120,7 +104,7 @@ def test_no_copies_without_memory_for_them(monkeypatch, read, served, caplog):
 def test_weights_of_inference_mode_have_no_copies(read, served):
     with torch.inference_mode():
         layer = rounded(nn.Linear(48, 40))
-        served(layer)
+        served(layer, narrow=True)
         for turn in range(6):
             layer.weight.mul_(-1)
             close(layer, numbers(1, 48) + turn)

@@ -57,22 +57,6 @@ def calls(monkeypatch):
     return widths
 
 
-@pytest.fixture
-def served():
-    """Let the kernel compute modules' products for the test."""
-    made = []
-
-    def serve(*modules, **options):
-        made.append(Linears(nn.Sequential(*modules), **options))
-        made[-1].install()
-        return made[-1]
-
-    with torch.no_grad():
-        yield serve
-    for each in made:
-        each.remove()
-
-
 @pytest.mark.parametrize("bias", [(True, True, True), (False, False, False), (True, False, True)], ids=str)
 @pytest.mark.parametrize("shape", [(48,), (1, 1, 48), (3, 1, 48), (1, 5, 48), (2, 4, 48), (32, 48)], ids=str)
 def test_few_tokens_are_products_in_c(calls, served, bias, shape):

@@ -21,7 +21,7 @@ def chunk_attention(
 
     Terms may have sinks, which get their part by the log-sum-exp, and no cap. The earlier N - L entries are seen by
     every query, the last L causally; the two are merged by their log-sum-exp. Under a mask the kernel would also
-    compute what is hidden (benchmarks/first_token.py has the times).
+    compute what is hidden (benchmarks/cpu_kinds.py has the times).
     """
     batch, query_heads, new, dim = query.shape
     heads, before = keys.shape[1], keys.shape[2] - new
