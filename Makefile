@@ -74,7 +74,6 @@ bench: $(VENV)/.ready
 	$(BIN)/kvsieve bench --methods "$(TIMED_ENGINES)" --decode compile --lengths 7500 --rounds 2 --out $(BENCH)/compile.json
 	$(BIN)/kvsieve bench --methods "$(TIMED_BATCH)" --lengths 4096 --batch 4 --rounds 2 --out $(BENCH)/batch.json
 	$(BIN)/python benchmarks/attention.py
-	$(BIN)/python benchmarks/decode_profile.py --decode eager,fused,compile
 
 results: $(VENV)/.ready
 	$(BIN)/kvsieve eval --dtype bfloat16 --tasks $(TASKS) --lengths 1024 --methods "$(METHODS)" --budgets 10%,25%,50% --samples 25 \

@@ -73,6 +73,24 @@ def test_heads_choose_alone(name):
     assert role(name).traits.heads == "own"
 
 
+@pytest.mark.parametrize("new", [200, 77])
+def test_flashprefill_weighs_blocks_by_the_means_of_their_keys(new):
+    """All blocks of queries, which are weighed some at a time."""
+    ctx = context(new=new)
+    grid, flash = ctx.grid, role("flashprefill")
+    places = torch.arange(200) + grid.pad
+    means = torch.stack([ctx.keys[:, :, places // grid.block == block].mean(2) for block in range(grid.key_blocks)], 2)
+    logits = ctx.query @ means.repeat_interleave(2, 1).transpose(2, 3) * ctx.scale
+    wanted = torch.zeros(1, 4, grid.query_blocks, grid.key_blocks)
+    for row in range(new):
+        block = row // grid.queries
+        seen = min(grid.first + (block + 1) * grid.own, grid.key_blocks)
+        wanted[:, :, block, :seen] += logits[:, :, row, :seen].softmax(-1)
+    torch.testing.assert_close(flash.weights(ctx), wanted, atol=1e-5, rtol=1e-5)
+    chosen = flash.select(ctx) & ~flash.always(ctx)
+    assert torch.equal(chosen, (wanted >= 0.1 * wanted.amax(-1, keepdim=True)) & ~flash.always(ctx))
+
+
 @pytest.mark.parametrize(("new", "length", "window"), [(40, 40, 16), (24, 53, 24), (40, 61, 5)])
 def test_lines_are_those_of_the_last_queries(new, length, window):
     ctx = context(length=length, new=new)

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvsieve.core.blocks import PromptContext
 from kvsieve.core.softmax import cap
 from kvsieve.methods.block_prefill import BlockPrefill, check_share
 from kvsieve.registry import register_method
+
+# Blocks of queries that are weighed at a time: on a CPU so few that its caches hold their weights.
+_PART, _PART_ELSEWHERE = 4, 32
 
 
 @register_method(
@@ -47,14 +51,22 @@ class FlashPrefill(BlockPrefill, heads="own"):
 
     def weights(self, ctx: PromptContext) -> Tensor:
         """Estimated weights of blocks, float32 [B, Hq, query blocks, key blocks]."""
-        grid, (batch, heads, _, dim) = ctx.grid, ctx.keys.shape
-        asked = grid.padded_queries(ctx.query).reshape(batch, heads, -1, dim)
-        means = grid.means(ctx.keys).to(asked.dtype)
-        logits = cap((asked @ means.transpose(2, 3)).float() * ctx.scale, ctx.terms)
-        logits = logits.view(batch, ctx.query.shape[1], grid.query_blocks, self.queries, grid.key_blocks)
-        hidden = ~grid.visible(logits.device)[:, None]
-        weights = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+        grid, (batch, heads, _, dim), query_heads = ctx.grid, ctx.keys.shape, ctx.query.shape[1]
+        asked = grid.padded_queries(ctx.query)
+        means = grid.means(ctx.keys).to(asked.dtype).transpose(2, 3)
+        hidden = ~grid.visible(asked.device)[:, None]
         # Queries that fill the last block up are none.
         rest = grid.new - (grid.query_blocks - 1) * self.queries
-        weights[:, :, -1, rest:] = 0.0
-        return weights.sum(3)
+        out = torch.zeros(batch, query_heads, grid.query_blocks, grid.key_blocks, device=asked.device)
+        some = _PART if asked.is_cpu else _PART_ELSEWHERE
+        for first in range(0, grid.query_blocks, some):
+            last = min(first + some, grid.query_blocks)
+            seen = min(grid.first + last * grid.own, grid.key_blocks)
+            part = asked[:, :, first * self.queries : last * self.queries].reshape(batch, heads, -1, dim)
+            logits = cap((part @ means[..., :seen]).float() * ctx.scale, ctx.terms)
+            logits = logits.view(batch, query_heads, -1, self.queries, seen)
+            weights = logits.masked_fill_(hidden[first:last, :, :seen], float("-inf")).softmax(-1)
+            if last == grid.query_blocks:
+                weights[:, :, -1, rest:] = 0.0
+            out[:, :, first:last, :seen] = weights.sum(3)
+        return out
