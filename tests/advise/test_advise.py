@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import kvsieve
 from kvsieve.advise import AdviceOptions, PlanLimits, advise, built_in, from_file, material, run
 from kvsieve.advise.choose import Candidate, misses, nearest, on_frontier, plan_line, ranked
-from kvsieve.advise.intervals import prediction_interval, student
+from kvsieve.advise.intervals import prediction_interval
 from kvsieve.advise.measure import Losses, least_memory_at, memory_at
 from kvsieve.advise.settings import candidates
 from kvsieve.errors import InputError
@@ -65,26 +66,29 @@ def test_the_best_keeps_to_the_limits_and_keeps_long_answers():
     assert plan_line(made("10%").setting) == "kvsieve.plan('knorm', budget='10%')"
 
 
-def test_intervals_hold_the_mean_over_other_documents():
-    """Of skewed losses in two strata, 95% intervals hold the mean of as many others in at least nine of ten sets."""
+@pytest.mark.parametrize(("centres", "spread", "count"), [((-5, -3), 0.9, 3), ((-2,), 2.3, 4), ((-6, -6, -1), 1.5, 2)])
+def test_intervals_hold_the_mean_over_other_documents(centres, spread, count):
+    """Of skewed losses in some strata, 95% intervals hold the mean of as many others in at least nine of ten sets."""
     rng = random.Random(0)
 
-    def draw(count):
-        return [[rng.lognormvariate(centre, 0.9) for _ in range(count)] for centre in (-5, -3)]
+    def draw():
+        return [[min(rng.lognormvariate(centre, spread), 7.0) for _ in range(count)] for centre in centres]
 
     held, wide = 0, []
     for _ in range(300):
-        groups, more, others = draw(3), draw(3), draw(3)
+        groups, more, others = draw(), draw(), draw()
         mean, low, high = prediction_interval(groups, [[*a, *b] for a, b in zip(groups, more, strict=True)])
         assert 0 <= low <= mean <= high
         wide.append(high / mean)
-        fresh = sum(sum(group) / 3 for group in others) / 2
+        fresh = sum(sum(group) / count for group in others) / len(centres)
         held += low <= fresh <= high
     assert held >= 270
-    # They tell something, also where what varies most is not among the documents that the mean is of.
-    assert max(wide) < 100
+    # They tell something: by what factor losses may be larger depends on how much they differ.
+    assert statistics.median(wide) < {0.9: 5, 1.5: 30, 2.3: 100}[spread]
+
+
+def test_no_loss_is_expected_where_none_was():
     assert prediction_interval([[0.0, 0.0]])[:2] == (0.0, 0.0)
-    assert abs(student(0.95, 10) - 2.228) < 0.01 and abs(student(0.95, 2) - 4.303) < 0.15
 
 
 def test_memory_is_what_a_prompt_of_the_context_would_take(evaluator):
