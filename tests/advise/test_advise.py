@@ -84,7 +84,7 @@ def test_intervals_hold_the_mean_over_other_documents(centres, spread, count):
         held += low <= fresh <= high
     assert held >= 270
     # They tell something: by what factor losses may be larger depends on how much they differ.
-    assert statistics.median(wide) < {0.9: 5, 1.5: 30, 2.3: 100}[spread]
+    assert statistics.median(wide) < {0.9: 20, 1.5: 40, 2.3: 100}[spread]
 
 
 def test_no_loss_is_expected_where_none_was():
