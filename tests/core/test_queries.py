@@ -10,7 +10,7 @@ from spying import softmax_rows
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4, 8], ids=lambda g: f"G{g}")
-def test_query_mass_equals_plain_loops(groups):
+def test_query_mass_equals_plain_loops(groups, monkeypatch):
     torch.manual_seed(groups)
     query = torch.randn(2, 2 * groups, 5, 8, dtype=torch.float64)
     keys = torch.randn(2, 2, 13, 8, dtype=torch.float64)
@@ -26,9 +26,11 @@ def test_query_mass_equals_plain_loops(groups):
             rows = torch.tensor(rows, dtype=torch.float64)
             assert torch.allclose(most[row, head], rows.amax(0), atol=1e-12)
             assert torch.allclose(total[row, head], (rows * weights[row, 0, :, None]).sum(0), atol=1e-12)
-    for block in (1, 2):
-        assert torch.allclose(query_mass(query, keys, 0.3, visible, weights=weights, block=block), total, atol=1e-12)
-        assert torch.allclose(query_mass(query, keys, 0.3, visible, reduce="max", block=block), most, atol=1e-12)
+    for queries in (1, 2):
+        monkeypatch.setattr("kvsieve.core.queries._BLOCK_ELEMENTS", queries * 2 * 2 * groups * 13)
+        assert torch.allclose(query_mass(query, keys, 0.3, visible, weights=weights), total, atol=1e-12)
+        assert torch.allclose(query_mass(query, keys, 0.3, visible, reduce="max"), most, atol=1e-12)
+    assert torch.allclose(query_mass(query, keys, 0.3, visible, reduce="max", entries=4), most[..., :4], atol=1e-12)
 
 
 def test_scores_are_float32_for_half_precision_inputs():

@@ -67,8 +67,10 @@ def test_window_mass(terms, block, padded):
 
 
 @each_term
-@pytest.mark.parametrize("block", [None, 2])
-def test_query_mass(terms, block):
+@pytest.mark.parametrize("elements", [None, 300], ids=["whole", "blocked"])
+def test_query_mass(terms, elements, monkeypatch):
+    if elements is not None:
+        monkeypatch.setattr("kvsieve.core.queries._BLOCK_ELEMENTS", elements)
     torch.manual_seed(2)
     query, keys = torch.randn(2, 6, 5, 8, dtype=torch.float64), torch.randn(2, 2, 13, 8, dtype=torch.float64)
     visible = torch.rand(2, 2, 5, 13) < 0.6
@@ -81,7 +83,7 @@ def test_query_mass(terms, block):
                 logits = [float(query[row, head, at] @ keys[row, head // 3, j]) * 0.3 for j in seen]
                 wanted[row, head, at, seen] = torch.tensor(weights_of(logits, head, terms), dtype=torch.float64)
     for reduce, whole in (("sum", wanted.sum(2)), ("max", wanted.amax(2))):
-        ours = query_mass(query, keys, 0.3, visible, reduce=reduce, block=block, terms=terms)
+        ours = query_mass(query, keys, 0.3, visible, reduce=reduce, terms=terms)
         torch.testing.assert_close(ours, whole, atol=1e-12, rtol=0)
 
 

@@ -193,6 +193,7 @@ def _device() -> dict[str, Any]:
     from kvsieve.attention.choice import cpu_paths
     from kvsieve.attention.prompt import why_torch
     from kvsieve.devices import auto_dtype, cpu_kind
+    from kvsieve.kernels.cpu import mass
     from kvsieve.kernels.cpu.build import library
 
     device = f"CPU, {torch.get_num_threads()} threads"
@@ -207,6 +208,7 @@ def _device() -> dict[str, Any]:
         "C kernel of readers": library("reading").told,
         "C kernel of tokens": library("token").told,
         "C kernel of prompts": library("prompt").told if why_torch() is None else f"not used, {why_torch()}",
+        "C kernel of scores": library("mass").told if mass.reason() is None else f"not used, {mass.reason()}",
         "attention in torch": str(cpu_paths(auto_dtype("cpu").dtype)),
     }
 

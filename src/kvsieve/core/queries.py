@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap, sinks_of, softmax
+from kvsieve.kernels.cpu import mass as compiled
 from kvsieve.types import AttentionTerms
 
 # Logits of one block of queries, [B, Hq, T', N] in float32, stay under about 128 MiB.
@@ -24,7 +25,7 @@ def query_mass(
     *,
     weights: Tensor | None = None,
     reduce: Literal["sum", "max"] = "sum",
-    block: int | None = None,
+    entries: int | None = None,
     terms: AttentionTerms | None = None,
 ) -> Tensor:
     """Softmax attention of T queries over N entries, reduced over the queries.
@@ -37,17 +38,21 @@ def query_mass(
             none contributes nothing.
         weights: factors of the queries, broadcastable to [B, H, T]; None for 1.
         reduce: "sum" or "max" over the queries.
-        block: queries computed at a time; None keeps memory within bounds.
+        entries: how many of the first entries are asked for; None for all.
         terms: cap and sinks of the layer's attention; None for neither.
 
     Returns:
-        [B, Hq, N] in float32 (float64 for float64 inputs).
+        [B, Hq, entries] in float32 (float64 for float64 inputs).
     """
+    if compiled.takes(query, keys, scale):
+        return compiled.query_mass(
+            query, keys, scale, visible, weights=weights, largest=reduce == "max", entries=entries, terms=terms
+        )
     batch, query_heads, count, _ = query.shape
     heads, length = keys.shape[1], keys.shape[2]
     groups = query_heads // heads
     dtype = score_dtype(query.dtype)
-    block = block or max(1, _BLOCK_ELEMENTS // max(1, batch * query_heads * length))
+    block = max(1, _BLOCK_ELEMENTS // max(1, batch * query_heads * length))
     out = torch.zeros(batch, heads, groups, length, dtype=dtype, device=keys.device)
     grouped = query.unflatten(1, (heads, groups))
     sinks = sinks_of(terms, heads, groups, 1, 1)
@@ -61,7 +66,7 @@ def query_mass(
         if weights is not None:
             mass = mass * weights[:, :, None, first : first + block, None]
         out = torch.maximum(out, mass.amax(3)) if reduce == "max" else out + mass.sum(3)
-    return out.flatten(1, 2)
+    return out.flatten(1, 2)[..., :entries]
 
 
 def second_moments(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.core.softmax import cap, sinks_of, softmax
+from kvsieve.kernels.cpu import mass as compiled
 from kvsieve.types import AttentionTerms, LayerContext
 
 Pool = Literal["avg", "max"]
@@ -64,8 +65,18 @@ def window_mass(
     """
     if block is None and kernels.usable(query, keys):
         return kernels.window_mass(query, keys, scale, valid, terms)
+    if block is None and compiled.takes(query, keys, scale):
+        return compiled.query_mass(query, keys, scale, _seen(query, keys, valid), terms=terms)
     parts = [weights.sum(2) for weights in window_weights(query, keys, scale, valid=valid, block=block, terms=terms)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def _seen(query: Tensor, keys: Tensor, valid: Tensor | None) -> Tensor:
+    """Return what each query of a window sees of the entries, bool [B or 1, H or 1, W, N]; see `window_mass`."""
+    slots = torch.arange(keys.shape[2], device=keys.device)
+    window = query.shape[2]
+    causal = slots <= slots[-window:, None]
+    return causal[None, None] if valid is None else causal & valid[:, :, None] & valid[:, :, -window:, None]
 
 
 def window_weights(

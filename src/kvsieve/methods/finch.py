@@ -74,9 +74,9 @@ class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True, q
             visible = visible & ctx.valid[:, :, None] & ctx.valid[:, :, -count:, None]
         asking = visible.any(-1)
         weights = visible.sum(-1) / asking.sum(-1, keepdim=True).clamp_min(1)
-        query = ctx.query[:, :, -count:]
-        mass = query_mass(query, ctx.keys, ctx.scale, visible, weights=weights, terms=ctx.terms)
-        return group_mean(mass, ctx.keys.shape[1])[..., :-count]
+        query, before = ctx.query[:, :, -count:], length - count
+        mass = query_mass(query, ctx.keys, ctx.scale, visible, weights=weights, entries=before, terms=ctx.terms)
+        return group_mean(mass, ctx.keys.shape[1])
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection:
         """The ``counts[b]`` best entries of each head of row b before the question's; see roles.ChunkedEvictor."""

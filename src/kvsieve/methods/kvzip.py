@@ -160,8 +160,9 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         visible = torch.cat([shown.gather(2, slots)[:, :, None].expand(-1, -1, fed, -1), causal & own], -1)
         visible = visible & own.transpose(2, 3)
         among = torch.cat([keys, ctx.keys[:, :, stored:]], 2)
-        mass = query_mass(ctx.query, among, ctx.scale, visible, reduce="max", terms=ctx.terms)
-        best = mass[..., : slots.shape[-1]].unflatten(1, (keys.shape[1], -1)).amax(2)
+        asked = slots.shape[-1]
+        mass = query_mass(ctx.query, among, ctx.scale, visible, reduce="max", entries=asked, terms=ctx.terms)
+        best = mass.unflatten(1, (keys.shape[1], -1)).amax(2)
         best = best.masked_fill(~inside.gather(2, slots), 0)
         mine = scores.setdefault(ctx.layer_idx, best.new_zeros(index.shape))
         mine.scatter_reduce_(2, slots, best, "amax")

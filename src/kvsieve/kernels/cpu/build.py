@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-Name = Literal["codes", "layers", "packed", "pages", "products", "prompt", "reading", "token"]
+Name = Literal["codes", "layers", "mass", "packed", "pages", "products", "prompt", "reading", "token"]
 
 # Sums may be taken in any order, which lets the compiler use vectors; nothing else of IEEE arithmetic is given up.
 _FLAGS = (

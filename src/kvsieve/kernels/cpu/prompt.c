@@ -1,16 +1,12 @@
 // Attention of a prompt over chosen blocks of keys, in bfloat16, of which a processor multiplies two at a time (AVX-512
 // BF16). Keys and values of a layer are laid out in pairs once; a block of a head's queries is one task, which goes
 // through its blocks of keys under an online softmax, so that logits never leave a core's nearest caches.
-#include <string.h>
-#include "common.h"
+#include "half.h"
 
-// Rows whose logits are held at a time; queries of a task's part; entries that they meet at a time; lanes of a vector.
+// Rows whose logits are held at a time; queries of a task's part; entries that they meet at a time.
 #define ROWS 32
 #define PART 128
 #define TILE 128
-#define LANES 16
-// Rows, and vectors of entries or channels, of a product that stays in registers.
-#define FEW 4
 
 typedef struct {
     const uint16_t *query, *keys, *values; // of [B, Hq, L, D], [B, H, N, D], [B, H, N, Dv], by strides
@@ -24,9 +20,7 @@ typedef struct {
     float scale, cap;
 } Job;
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
-#include <immintrin.h>
-
+#ifdef WITH_HALF
 typedef struct {
     uint32_t *asked, *powers; // [PART, D / 2], [ROWS, TILE / 2]
     float *sums, *logits;     // [PART, Dv], [ROWS, TILE]
@@ -39,14 +33,6 @@ typedef struct {
     int64_t size, low, own;
 } Tile;
 
-INLINE uint32_t pair(const uint16_t *at) {
-    uint32_t two;
-    memcpy(&two, at, sizeof two);
-    return two;
-}
-
-INLINE __m512bh two_of(const uint32_t *at) { return (__m512bh)_mm512_loadu_si512(at); }
-
 // Places [first, first + TILE) of a KV row. Keys: pairs of channels, LANES entries side by side. Values: pairs of
 // entries, channels side by side. Places that hold no entry are 0.
 static void lay_out(const Job *job, int64_t row, int64_t first) {
@@ -55,14 +41,7 @@ static void lay_out(const Job *job, int64_t row, int64_t first) {
     const uint16_t *values = job->values + b * job->value_row + h * job->value_head;
     uint32_t *to = job->pairs + row * job->places * (job->dim + wide) / 2;
     uint32_t *theirs = to + job->places * half;
-    static const uint16_t none[2] = {0, 0};
-    for (int64_t p = first; p < first + TILE; p++) {
-        int64_t entry = p - job->pad;
-        int there = entry >= 0 && entry < job->length;
-        uint32_t *at = to + p / LANES * half * LANES + p % LANES;
-        const uint16_t *key = keys + entry * job->key_slot;
-        for (int64_t c = 0; c < half; c++) at[c * LANES] = there ? pair(key + 2 * c) : pair(none);
-    }
+    lay_out_keys(keys, job->key_slot, first - job->pad, TILE, job->length, half, to + first * half);
     for (int64_t p = first; p < first + TILE; p += 2) {
         uint16_t *restrict at = (uint16_t *)(theirs + p / 2 * wide);
         for (int k = 0; k < 2; k++) {
@@ -77,18 +56,9 @@ static void lay_out(const Job *job, int64_t row, int64_t first) {
 }
 
 // Products of FEW rows with FEW * LANES entries.
-INLINE void dots(const uint32_t *q, const uint32_t *k, int64_t half, float *logits) {
+INLINE void logits_of(const uint32_t *q, const uint32_t *k, int64_t half, float *logits) {
     __m512 a[FEW][FEW];
-    for (int r = 0; r < FEW; r++)
-        for (int t = 0; t < FEW; t++) a[r][t] = _mm512_setzero_ps();
-    for (int64_t c = 0; c < half; c++) {
-        __m512bh x[FEW];
-        for (int t = 0; t < FEW; t++) x[t] = two_of(k + (t * half + c) * LANES);
-        for (int r = 0; r < FEW; r++) {
-            __m512bh y = (__m512bh)_mm512_set1_epi32((int)q[r * half + c]);
-            for (int t = 0; t < FEW; t++) a[r][t] = _mm512_dpbf16_ps(a[r][t], y, x[t]);
-        }
-    }
+    dots(q, half, k, half, a);
     for (int r = 0; r < FEW; r++)
         for (int t = 0; t < FEW; t++) _mm512_storeu_ps(logits + r * TILE + t * LANES, a[r][t]);
 }
@@ -112,26 +82,8 @@ INLINE void add_values(const uint32_t *p, const uint32_t *v, int64_t wide, int64
         for (int t = 0; t < vectors; t++) _mm512_storeu_ps(to + r * wide + t * LANES, a[r][t]);
 }
 
-// 2 to the power of x.
-INLINE __m512 power(__m512 x) {
-    __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
-    __m512 y = _mm512_set1_ps(1.33335581e-3f);
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.61812911e-3f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.55041087e-2f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.40226507e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.93147181e-1f));
-    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, n);
-}
-
 static void cap_all(float *x, int64_t n, float scale, float cap) {
-    __m512 one = _mm512_set1_ps(1.0f), two = _mm512_set1_ps(2.0f), most = _mm512_set1_ps(cap);
-    __m512 factor = _mm512_set1_ps(2.88539008f * scale / cap);
-    for (int64_t i = 0; i < n; i += LANES) {
-        __m512 e = power(_mm512_mul_ps(_mm512_loadu_ps(x + i), factor));
-        __m512 part = _mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(e, one)));
-        _mm512_storeu_ps(x + i, _mm512_mul_ps(part, most));
-    }
+    for (int64_t i = 0; i < n; i += LANES) _mm512_storeu_ps(x + i, capped(_mm512_loadu_ps(x + i), scale, cap));
 }
 
 // Logits before `low` and from `high` on are hidden.
@@ -174,7 +126,7 @@ INLINE void meet(const Job *job, const Tile *tile, int64_t rows, int64_t half, i
         }
         for (int64_t k = 0; k < size; k += FEW * LANES)
             for (int64_t r = 0; r < some; r += FEW)
-                dots(my->asked + (first + r) * half, tile->keys + k * half, half, my->logits + r * TILE + k);
+                logits_of(my->asked + (first + r) * half, tile->keys + k * half, half, my->logits + r * TILE + k);
         for (int64_t r = 0; r < some; r++) {
             float *x = my->logits + r * TILE;
             int64_t at = first + r;

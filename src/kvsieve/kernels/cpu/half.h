@@ -1,0 +1,69 @@
+// Products of vectors of bfloat16, of which a processor multiplies two at a time (AVX-512 BF16), and powers of their
+// results. WITH_HALF is defined where the compiler makes them.
+#pragma once
+#include <string.h>
+#include "common.h"
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+#define WITH_HALF 1
+#include <immintrin.h>
+
+// Lanes of a vector; rows, and vectors of entries or channels, of a product that stays in registers.
+#define LANES 16
+#define FEW 4
+
+INLINE uint32_t pair(const uint16_t *at) {
+    uint32_t two;
+    memcpy(&two, at, sizeof two);
+    return two;
+}
+
+INLINE __m512bh two_of(const uint32_t *at) { return (__m512bh)_mm512_loadu_si512(at); }
+
+// Products of FEW rows, each `apart` pairs from the next, with FEW * LANES entries: pairs of channels, LANES entries side
+// by side.
+INLINE void dots(const uint32_t *q, int64_t apart, const uint32_t *k, int64_t half, __m512 a[FEW][FEW]) {
+    for (int r = 0; r < FEW; r++)
+        for (int t = 0; t < FEW; t++) a[r][t] = _mm512_setzero_ps();
+    for (int64_t c = 0; c < half; c++) {
+        __m512bh x[FEW];
+        for (int t = 0; t < FEW; t++) x[t] = two_of(k + (t * half + c) * LANES);
+        for (int r = 0; r < FEW; r++) {
+            __m512bh y = (__m512bh)_mm512_set1_epi32((int)q[r * apart + c]);
+            for (int t = 0; t < FEW; t++) a[r][t] = _mm512_dpbf16_ps(a[r][t], y, x[t]);
+        }
+    }
+}
+
+// 2 to the power of x.
+INLINE __m512 power(__m512 x) {
+    __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), r = _mm512_sub_ps(x, n);
+    __m512 y = _mm512_set1_ps(1.33335581e-3f);
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(9.61812911e-3f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(5.55041087e-2f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(2.40226507e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(6.93147181e-1f));
+    y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(y, n);
+}
+
+// cap * tanh(scale / cap * x).
+INLINE __m512 capped(__m512 x, float scale, float cap) {
+    __m512 one = _mm512_set1_ps(1.0f), two = _mm512_set1_ps(2.0f);
+    __m512 e = power(_mm512_mul_ps(x, _mm512_set1_ps(2.88539008f * scale / cap)));
+    return _mm512_mul_ps(_mm512_sub_ps(one, _mm512_div_ps(two, _mm512_add_ps(e, one))), _mm512_set1_ps(cap));
+}
+
+// Keys of `count` entries, a multiple of LANES, from entry `first` on, as `dots` takes them; 0 for entries that are not
+// among [0, length).
+INLINE void lay_out_keys(const uint16_t *keys, int64_t slot, int64_t first, int64_t count, int64_t length, int64_t half,
+                         uint32_t *to) {
+    static const uint16_t none[2] = {0, 0};
+    for (int64_t p = 0; p < count; p++) {
+        int64_t entry = first + p;
+        int there = entry >= 0 && entry < length;
+        uint32_t *at = to + p / LANES * half * LANES + p % LANES;
+        const uint16_t *key = keys + entry * slot;
+        for (int64_t c = 0; c < half; c++) at[c * LANES] = there ? pair(key + 2 * c) : pair(none);
+    }
+}
+#endif

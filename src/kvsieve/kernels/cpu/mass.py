@@ -1,0 +1,113 @@
+"""Calling the C kernel of the attention that queries give to entries, for processors with AVX-512 BF16."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from ctypes import Structure, byref, c_float, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from kvsieve.kernels.cpu.build import library
+from kvsieve.kernels.inputs import Terms
+
+# Entries of a product, see mass.c; queries from which on laying out all keys for it pays.
+_TILE, _LEAST = 64, 4
+
+
+class _MassFields(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("query", "keys", "visible", "weights", "sinks", "out", "norms", "pairs")),
+        *((f"{part}_{name}", c_int64) for part in ("query", "key") for name in ("row", "head", "slot")),
+        *((f"{part}_{name}", c_int64) for part in ("visible", "weight") for name in ("row", "head", "slot")),
+        *((name, c_int64) for name in ("batch", "query_heads", "heads", "count", "length", "entries", "dim", "most")),
+        *((name, c_float) for name in ("scale", "cap")),
+    )
+
+
+def takes(query: Tensor, keys: Tensor, scale: float) -> bool:
+    """Tell whether the kernel computes these here: bfloat16 on a CPU that multiplies it, channels in pairs."""
+    half = query.dtype == keys.dtype == torch.bfloat16 and query.device.type == keys.device.type == "cpu"
+    sized = query.shape[2] >= _LEAST and query.shape[-1] % 2 == 0 and scale > 0
+    return half and sized and reason() is None
+
+
+@functools.cache
+def reason() -> str | None:
+    """Reason why the kernel does not run on this machine, compiled now if it never was; None where it does."""
+    found = library("mass")
+    if found.loaded is None:
+        return found.reason
+    return None if found.loaded.has_half() else "the compiler has no AVX-512 BF16"
+
+
+def query_mass(
+    query: Tensor,
+    keys: Tensor,
+    scale: float,
+    visible: Tensor,
+    *,
+    weights: Tensor | None = None,
+    largest: bool = False,
+    entries: int | None = None,
+    terms: Terms | None = None,
+) -> Tensor:
+    """Softmax attention of T queries over N entries, reduced over the queries.
+
+    Args:
+        query: [B, Hq, T, D], of a dtype and size that `takes` accepts.
+        keys: [B, H, N, D].
+        scale: factor of the query-key products.
+        visible: bool, broadcastable to [B, H, T, N].
+        weights: factors of the queries, broadcastable to [B, H, T]; None for 1.
+        largest: the largest over the queries, not their sum.
+        entries: how many of the first entries are asked for; None for all.
+        terms: cap and sinks; None for neither.
+
+    Returns:
+        float32 [B, Hq, entries].
+    """
+    batch, query_heads, count, dim = query.shape
+    heads, length = keys.shape[1], keys.shape[2]
+    entries = length if entries is None else entries
+    query, keys = (_in_pairs(each) for each in (query, keys))
+    # Only what differs between entries has to lie side by side.
+    visible = visible if visible.stride(-1) == 1 and visible.shape[-1] == length else _spread(visible, length)
+    visible = visible.expand(batch, heads, count, length)
+    weights = None if weights is None else weights.float().expand(batch, heads, count)
+    sinks = None if terms is None or terms.sinks is None else terms.sinks.float().contiguous()
+    cap = None if terms is None else terms.softcap
+    out, norms = query.new_empty(batch * query_heads * (entries + count), dtype=torch.float32).split(
+        (batch * query_heads * entries, batch * query_heads * count)
+    )
+    pairs = query.new_empty(batch * heads * -(-length // _TILE) * _TILE * dim)
+    told = _MassFields(
+        *(None if each is None else each.data_ptr() for each in (query, keys, visible, weights, sinks)),
+        *(each.data_ptr() for each in (out, norms, pairs)),
+        *(*query.stride()[:3], *keys.stride()[:3], *visible.stride()[:3]),
+        *((0, 0, 0) if weights is None else weights.stride()),
+        *(batch, query_heads, heads, count, length, entries, dim, largest),
+        scale,
+        cap or 0.0,
+    )
+    _kernel()(byref(told), torch.get_num_threads())
+    return out.view(batch, query_heads, entries)
+
+
+def _in_pairs(part: Tensor) -> Tensor:
+    """Return rows of channels that stand side by side, each an even number of channels from the next."""
+    return part if part.stride(-1) == 1 and part.stride(-2) % 2 == 0 else part.contiguous()
+
+
+def _spread(visible: Tensor, length: int) -> Tensor:
+    return visible.expand(*visible.shape[:-1], length).contiguous()
+
+
+@functools.cache
+def _kernel() -> Callable[..., None]:
+    loaded = library("mass").loaded
+    assert loaded is not None
+    compute: Callable[..., None] = loaded.query_mass
+    compute.argtypes, compute.restype = (c_void_p, c_int64), None  # type: ignore[attr-defined]
+    return compute
