@@ -24,6 +24,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "fastkv": {"budget": "10%", "tsp_layer": 14, "paper": True},
     "gemfilter": {"budget": "10%", "paper": True},
     "rocketkv": {"budget": 256},
+    "h2o": {"budget": "10%"},
+    # There is no tokenizer to make its requests with.
+    "kvzip": {"budget": "25%", "repeat_ids": (), "go_on_ids": (), "answer_ids": ()},
 }
 FIGURES = ("ttft_s", "tpot_s")
 
