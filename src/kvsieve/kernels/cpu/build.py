@@ -11,8 +11,9 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -79,6 +80,22 @@ def library(name: Name) -> Library:
         return Library(
             None, f"{compiler} made no kernels: {detail.strip().splitlines()[-1] if detail.strip() else error}"
         )
+
+
+def function(name: Name, symbol: str, *arguments: Any, returns: Any = None) -> Callable[..., Any]:
+    """Return a function of a library that is loaded.
+
+    Args:
+        name: the library.
+        symbol: the function's name.
+        arguments: types of its arguments; a pointer and a number if left out: what to do, and threads.
+        returns: type of its result; None for none.
+    """
+    loaded = library(name).loaded
+    assert loaded is not None
+    found: Any = getattr(loaded, symbol)
+    found.argtypes, found.restype = arguments or (ctypes.c_void_p, ctypes.c_int64), returns
+    return found
 
 
 def _loaded(compiler: str, source: Path, path: Path) -> Library:

@@ -9,7 +9,7 @@ from ctypes import Structure, byref, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import Library, library
+from kvsieve.kernels.cpu.build import Library, function, library
 
 # Levels that the kernels have a form for.
 _LEVELS = (4, 8, 16)
@@ -98,9 +98,4 @@ def shape_codes(x: Tensor, metric: Tensor, rows: Tensor, levels: Tensor, codes: 
 @functools.cache
 def _kernels() -> tuple[Callable[..., None], ...]:
     """Return what fits scales, what codes by them, and what chooses codes together."""
-    loaded = built().loaded
-    assert loaded is not None
-    found = loaded.fit_levels, loaded.code_levels, loaded.shape_codes
-    for each in found:
-        each.argtypes, each.restype = (c_void_p, c_int64), None
-    return found
+    return tuple(function("codes", symbol) for symbol in ("fit_levels", "code_levels", "shape_codes"))

@@ -9,7 +9,7 @@ from ctypes import c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import Library, library
+from kvsieve.kernels.cpu.build import Library, function, library
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -62,14 +62,9 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
-    loaded = built().loaded
-    assert loaded is not None
-    norm, turn, gate = loaded.rms_norm, loaded.rotate, loaded.gated_silu
-    norm.argtypes = (*(c_void_p,) * 3, c_int64, c_int64, c_float, c_int64, c_int64)
-    turn.argtypes = (*(c_void_p,) * 4, *(c_int64,) * 6)
-    gate.argtypes = (*(c_void_p,) * 3, *(c_int64,) * 3)
-    norm.restype = turn.restype = gate.restype = None
-    return norm, turn, gate
+    norm = function("layers", "rms_norm", *(c_void_p,) * 3, c_int64, c_int64, c_float, c_int64, c_int64)
+    turn = function("layers", "rotate", *(c_void_p,) * 4, *(c_int64,) * 6)
+    return norm, turn, function("layers", "gated_silu", *(c_void_p,) * 3, *(c_int64,) * 3)
 
 
 __all__ = ["DTYPES", "built", "gated_silu", "rms_norm", "rotate"]

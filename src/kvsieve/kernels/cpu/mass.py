@@ -9,7 +9,7 @@ from ctypes import Structure, byref, c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import library
+from kvsieve.kernels.cpu.build import function, library
 from kvsieve.kernels.inputs import Terms
 
 # Entries of a product, see mass.c; queries from which on laying out all keys for it pays.
@@ -106,8 +106,4 @@ def _spread(visible: Tensor, length: int) -> Tensor:
 
 @functools.cache
 def _kernel() -> Callable[..., None]:
-    loaded = library("mass").loaded
-    assert loaded is not None
-    compute: Callable[..., None] = loaded.query_mass
-    compute.argtypes, compute.restype = (c_void_p, c_int64), None  # type: ignore[attr-defined]
-    return compute
+    return function("mass", "query_mass")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from ctypes import Structure, byref, c_float, c_int64, c_void_p
+from ctypes import Structure, byref, c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import library
+from kvsieve.kernels.cpu.build import function, library
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -219,11 +219,7 @@ def _rows(part: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel() -> Callable[..., Any]:
-    loaded = library("packed").loaded
-    assert loaded is not None
-    run = loaded.packed_attention
-    run.argtypes = (c_void_p, c_void_p, c_void_p, c_void_p)
-    return run
+    return function("packed", "packed_attention", *(c_void_p,) * 4, returns=c_int)
 
 
 def _address(part: Tensor | None) -> int | None:

@@ -9,7 +9,7 @@ from ctypes import Structure, byref, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import Library, library
+from kvsieve.kernels.cpu.build import Library, function, library
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -88,10 +88,5 @@ def choose_pages(
 @functools.cache
 def _kernels() -> tuple[Callable[..., None], Callable[..., None], Callable[..., int]]:
     """Return what updates, what chooses, and what tells the scratch that a thread needs for it."""
-    loaded = built().loaded
-    assert loaded is not None
-    update, choose, needed = loaded.update_bounds, loaded.choose_pages, loaded.choice_scratch
-    for each in (update, choose):
-        each.argtypes, each.restype = (c_void_p, c_int64), None
-    needed.argtypes, needed.restype = (c_void_p,), c_int64
-    return update, choose, needed
+    needed = function("pages", "choice_scratch", c_void_p, returns=c_int64)
+    return function("pages", "update_bounds"), function("pages", "choose_pages"), needed

@@ -9,7 +9,7 @@ from ctypes import addressof, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import Library, library
+from kvsieve.kernels.cpu.build import Library, function, library
 
 # Rows up to which torch's own products, which compute more of them at once, are not as fast on any kind of CPU.
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 32}
@@ -60,11 +60,7 @@ def multiply(given: Tensor, weight: Weight) -> Tensor:
 
 @functools.cache
 def _kernel() -> Callable[..., int]:
-    loaded = built().loaded
-    assert loaded is not None
-    found = loaded.multiply
-    found.argtypes, found.restype = (c_void_p, c_void_p, c_void_p, c_int64, c_int64), c_int64
-    return found
+    return function("products", "multiply", *(c_void_p,) * 3, c_int64, c_int64, returns=c_int64)
 
 
 __all__ = ["MOST_ROWS", "Weight", "built", "multiply"]

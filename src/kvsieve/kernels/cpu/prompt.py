@@ -9,7 +9,7 @@ from ctypes import Structure, byref, c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import library
+from kvsieve.kernels.cpu.build import function, library
 from kvsieve.kernels.inputs import PromptGrid, Terms
 
 # Entries that the kernel meets at a time; see prompt.c.
@@ -91,9 +91,4 @@ def block_attention(
 @functools.cache
 def _kernels() -> tuple[Callable[..., None], Callable[..., int]]:
     """Return what reads, and what tells the scratch that a thread needs for it."""
-    loaded = library("prompt").loaded
-    assert loaded is not None
-    read, needed = loaded.read_blocks, loaded.scratch_of
-    read.argtypes, read.restype = (c_void_p, c_int64), None
-    needed.argtypes, needed.restype = (c_void_p,), c_int64
-    return read, needed
+    return function("prompt", "read_blocks"), function("prompt", "scratch_of", c_void_p, returns=c_int64)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
-from ctypes import Array, Structure, addressof, byref, c_float, c_int64, c_void_p
+from ctypes import Array, Structure, addressof, byref, c_float, c_int, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import Library, library
+from kvsieve.kernels.cpu.build import Library, function, library
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Scratch of each Python thread, which all layers share: several may generate at once.
@@ -105,11 +105,8 @@ def _scratch(size: int) -> Tensor:
 @functools.cache
 def _kernels() -> tuple[Callable[..., int], Callable[..., int]]:
     """Return what reads, and what tells the scratch that a thread needs for it."""
-    loaded = built().loaded
-    assert loaded is not None
-    read, needed = loaded.read_rows, loaded.scratch_of
-    read.argtypes, needed.argtypes, needed.restype = (c_void_p, c_int64), (c_void_p,), c_int64
-    return read, needed
+    read = function("reading", "read_rows", c_void_p, c_int64, returns=c_int)
+    return read, function("reading", "scratch_of", c_void_p, returns=c_int64)
 
 
 __all__ = ["DTYPES", "RowFields", "RowJob", "built"]

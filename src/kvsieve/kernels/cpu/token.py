@@ -9,7 +9,7 @@ from ctypes import Structure, byref, c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import Library, library
+from kvsieve.kernels.cpu.build import Library, function, library
 
 _DTYPES = (torch.float32, torch.bfloat16)
 # Slots from which on a KV row is worth several threads, which the kernel does not give it.
@@ -106,11 +106,7 @@ def _run(
 
 @functools.cache
 def _kernel() -> Callable[..., None]:
-    loaded = built().loaded
-    assert loaded is not None
-    attend = loaded.attend
-    attend.argtypes, attend.restype = (c_void_p, c_int64), None
-    return attend
+    return function("token", "attend")
 
 
 __all__ = ["built", "ragged_token_attention", "serves", "token_attention"]
