@@ -155,10 +155,12 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         # Only these are attended to: their slots, in order, at the right end.
         slots = shown.to(torch.uint8).argsort(dim=-1, stable=True)[..., stored - int(shown.sum(-1).max()) :]
         keys = ctx.keys[:, :, :stored].gather(2, slots[..., None].expand(-1, -1, -1, ctx.keys.shape[-1]))
-        causal = torch.ones(fed, fed, dtype=torch.bool, device=keys.device).tril()
-        own = real[:, :, None, stored:]
-        visible = torch.cat([shown.gather(2, slots)[:, :, None].expand(-1, -1, fed, -1), causal & own], -1)
-        visible = visible & own.transpose(2, 3)
+        causal = torch.ones(1, 1, fed, fed, dtype=torch.bool, device=keys.device).tril()
+        before = shown.gather(2, slots)[:, :, None].expand(-1, -1, fed, -1)
+        if ctx.valid is not None:
+            own = real[:, :, None, stored:]
+            causal, before = causal & own & own.transpose(2, 3), before & own.transpose(2, 3)
+        visible = torch.cat([before, causal.expand(*before.shape[:2], -1, -1)], -1)
         among = torch.cat([keys, ctx.keys[:, :, stored:]], 2)
         asked = slots.shape[-1]
         mass = query_mass(ctx.query, among, ctx.scale, visible, reduce="max", entries=asked, terms=ctx.terms)
