@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.core.selection import select_top, top_mask
+from kvsieve.core.selection import entries_at, select_top, top_mask
 
 
 def slow(line: torch.Tensor, count: int) -> list[int]:
@@ -44,3 +44,25 @@ def test_zero_of_a_row_keeps_nothing_there():
 def test_nan_is_refused():
     with pytest.raises(ValueError, match="NaN"):
         select_top(torch.tensor([[1.0, float("nan")]]), (1,))
+
+
+@pytest.mark.parametrize("layout", ["buffer", "turned", "expanded", "channels apart", "indices"])
+def test_entries_at_slots_are_those_of_gather_however_they_lie(layout):
+    part = torch.randn(2, 3, 20, 8)
+    if layout == "buffer":
+        part = torch.randn(2, 3, 29, 8)[:, :, 4:24]
+    elif layout == "turned":
+        part = torch.randn(2, 20, 3, 8).transpose(1, 2)
+    elif layout == "expanded":
+        part = part[:1, :1].expand(2, 3, -1, -1)
+    elif layout == "channels apart":
+        part = torch.randn(2, 3, 8, 20).transpose(2, 3)
+    elif layout == "indices":
+        part = torch.arange(120).view(2, 3, 20)
+    slots = torch.stack([torch.randperm(20)[:7] for _ in range(6)]).view(2, 3, 7)
+    found = entries_at(part, slots)
+    assert found.shape == (2, 3, 7, *part.shape[3:])
+    for row in range(2):
+        for head in range(3):
+            assert torch.equal(found[row, head], part[row, head][slots[row, head]])
+    assert entries_at(part[:, :, :0], slots[:, :, :0]).shape == (2, 3, 0, *part.shape[3:])

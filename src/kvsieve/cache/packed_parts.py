@@ -11,6 +11,7 @@ from torch import Tensor
 from kvsieve.cache.base import Store
 from kvsieve.cache.body import Body
 from kvsieve.cache.store import DenseStore
+from kvsieve.core.selection import entries_at
 
 if TYPE_CHECKING:
     from kvsieve.roles import Codec
@@ -136,8 +137,7 @@ class PackedParts(Store):
         joined = self._joined(exact, encoded)
         if not self.is_sorted:
             return joined
-        order = self.order()
-        return joined.gather(2, order if joined.ndim == 3 else order[..., None].expand_as(joined))
+        return entries_at(joined, self.order())
 
     def _joined(self, exact: Tensor, encoded: Sequence[Tensor]) -> Tensor:
         """Parts [R, width, ...] between the first and the newest slots of [B, H, slots, ...]."""

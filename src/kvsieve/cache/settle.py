@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvsieve.cache.base import MIN_ROOM
 from kvsieve.cache.store import DenseStore
+from kvsieve.core.selection import entries_at
 
 if TYPE_CHECKING:
     from kvsieve.cache.packed_parts import PackedParts
@@ -162,9 +163,8 @@ def _replace(store: PackedParts, slots: Tensor, real: Tensor | None, room: int, 
     fresh = old if reuse else DenseStore()
 
     def gathered(part: Tensor, buffer: Tensor) -> Tensor:
-        at = slots if part.ndim == 3 else slots[..., None].expand(-1, -1, -1, part.shape[3])
         out = buffer if reuse else part.new_zeros(*slots.shape[:2], capacity, *part.shape[3:])
-        out[:, :, :kept] = part.gather(2, at)
+        out[:, :, :kept] = entries_at(part, slots)
         return out
 
     parts = zip((old.keys, old.values, old.index), old.buffers(), strict=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.cache.base import MIN_ROOM, Store, grown
+from kvsieve.core.selection import entries_at
 from kvsieve.types import Selection
 
 
@@ -138,13 +139,9 @@ class DenseStore(Store):
             source = buffer[:, :, : self.size]
             if copies > 1:
                 source = source.repeat_interleave(copies, 1)
-            slots = indices if buffer.ndim == 3 else indices[..., None].expand(-1, -1, -1, buffer.shape[3])
-            if in_place:
-                buffer[:, :, :kept] = source.gather(2, slots)
-                return buffer
-            fresh = buffer.new_empty((*indices.shape[:2], kept + reserve, *buffer.shape[3:]))
-            torch.gather(source, 2, slots, out=fresh[:, :, :kept])
-            return fresh
+            to = buffer if in_place else buffer.new_empty((*indices.shape[:2], kept + reserve, *buffer.shape[3:]))
+            to[:, :, :kept] = entries_at(source, indices)
+            return to
 
         self._keys, self._values, self._index = (gather(buffer) for buffer in self.buffers())
         self._shared = False

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvsieve.budget import Budget
 from kvsieve.core.queries import query_mass
-from kvsieve.core.selection import pack_ragged, select_top, top_mask
+from kvsieve.core.selection import entries_at, pack_ragged, select_top, top_mask
 from kvsieve.errors import PlanError
 from kvsieve.methods.base import apply_protection, check_int, first_real, hide_padding, parse_layers, skips
 from kvsieve.registry import register_method
@@ -154,7 +154,7 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         shown = inside | ((token >= 0) & (token < self.prefix))
         # Only these are attended to: their slots, in order, at the right end.
         slots = shown.to(torch.uint8).argsort(dim=-1, stable=True)[..., stored - int(shown.sum(-1).max()) :]
-        keys = ctx.keys[:, :, :stored].gather(2, slots[..., None].expand(-1, -1, -1, ctx.keys.shape[-1]))
+        keys = entries_at(ctx.keys[:, :, :stored], slots)
         causal = torch.ones(1, 1, fed, fed, dtype=torch.bool, device=keys.device).tril()
         before = shown.gather(2, slots)[:, :, None].expand(-1, -1, fed, -1)
         if ctx.valid is not None:
