@@ -53,6 +53,17 @@ def test_the_kernel_sees_all_earlier_entries_and_no_later_one(new, length, batch
 
 
 @here
+def test_a_key_that_is_not_a_number_spoils_what_sees_it(calls):
+    query, keys, values = some(200, 300)
+    keys[0, 1, 250, 3] = float("nan")
+    found = causal_attention(query, keys, values, scale=0.2)
+    # The query of entry n is number n - 100, and heads 2 and 3 are those of KV head 1.
+    spoilt = torch.zeros(4, 200, dtype=torch.bool)
+    spoilt[2:, 150:] = True
+    assert calls == [200] and torch.equal(found[0].isnan().any(-1), spoilt)
+
+
+@here
 def test_prompts_in_bfloat16_go_there(calls, monkeypatch):
     monkeypatch.setattr("kvsieve.attention.dense.faster_here", lambda query: True)
     query, keys, values = some(100, 150)

@@ -79,6 +79,19 @@ def test_large_logits_neither_overflow_nor_vanish():
 
 
 @here
+@pytest.mark.parametrize("where", ["query", "keys"])
+@pytest.mark.parametrize("worst", [float("nan"), float("inf")])
+@pytest.mark.parametrize("reduce", ["sum", "max"])
+def test_what_is_not_a_number_is_not_hidden(where, worst, reduce):
+    query, keys, visible = some(70, 200, 64)
+    (query if where == "query" else keys)[0, 0, 40, 3] = worst
+    exact = query_mass(query.double(), keys.double(), 0.3, visible, reduce=reduce)
+    found = query_mass(query, keys, 0.3, visible, reduce=reduce)
+    assert exact[0, 0].isnan().all() and found[0, 0][visible[0, 0, 40] if where == "query" else 40].isnan().all()
+    assert not found[1].isnan().any()
+
+
+@here
 @pytest.mark.parametrize("padded", [False, True])
 def test_windows_see_what_stands_before_them(padded, calls):
     query, keys, _ = some(32, 700, 64)

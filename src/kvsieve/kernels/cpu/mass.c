@@ -78,9 +78,10 @@ INLINE void copy_last(const Job *job, const Head *my, int64_t half, uint32_t *la
     for (int64_t r = 0; row + r < job->count; r++) memcpy(last + r * half, my->query + (row + r) * job->query_slot, half * 4);
 }
 
+// What is not a number stays so.
 INLINE __m512 power_or_none(__m512 x, uint64_t seen, int t) {
     __mmask16 shown = (__mmask16)(seen >> (t * LANES));
-    return _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(shown, x, _mm512_set1_ps(-126.0f), _CMP_GT_OQ), power(x));
+    return _mm512_maskz_mov_ps(_mm512_mask_cmp_ps_mask(shown, x, _mm512_set1_ps(-126.0f), _CMP_NLE_UQ), power(x));
 }
 
 // The logarithm of each query's total, for queries [first, first + PART).
@@ -96,7 +97,7 @@ INLINE void add_up(const Job *job, const Head *my, int64_t first, int64_t half, 
             logits_of(job, my, row, tile, half, last, a);
             for (int r = 0; r < FEW; r++) {
                 __m512 top = most[r];
-                for (int t = 0; t < FEW; t++) top = _mm512_mask_max_ps(top, (__mmask16)(seen[r] >> (t * LANES)), top, a[r][t]);
+                for (int t = 0; t < FEW; t++) top = _mm512_mask_max_ps(top, (__mmask16)(seen[r] >> (t * LANES)), a[r][t], top);
                 total[r] = _mm512_mul_ps(total[r], power_or_none(_mm512_sub_ps(most[r], top), ~0ull, 0));
                 for (int t = 0; t < FEW; t++)
                     total[r] = _mm512_add_ps(total[r], power_or_none(_mm512_sub_ps(a[r][t], top), seen[r], t));
@@ -116,12 +117,14 @@ INLINE void add_up(const Job *job, const Head *my, int64_t first, int64_t half, 
 INLINE void give(const Job *job, const Head *my, int64_t tile, int64_t half, const uint32_t *last, float *out) {
     __m512 sum[FEW], a[FEW][FEW];
     for (int t = 0; t < FEW; t++) sum[t] = _mm512_setzero_ps();
+    uint64_t spoilt = 0;
     for (int64_t row = 0; row < job->count; row += FEW) {
         uint64_t seen[FEW];
         if (!seen_by(job, my, row, tile, seen)) continue;
         logits_of(job, my, row, tile, half, last, a);
         for (int r = 0; r < FEW && row + r < job->count; r++) {
             __m512 norm = _mm512_set1_ps(my->norms[row + r]);
+            if (isnan(my->norms[row + r])) spoilt |= seen[r];
             __m512 weight = _mm512_set1_ps(my->weights ? my->weights[(row + r) * job->weight_slot] : 1.0f);
             for (int t = 0; t < FEW; t++) {
                 __m512 mass = _mm512_mul_ps(power_or_none(_mm512_sub_ps(a[r][t], norm), seen[r], t), weight);
@@ -132,6 +135,8 @@ INLINE void give(const Job *job, const Head *my, int64_t tile, int64_t half, con
     int64_t left = job->entries - tile * TILE;
     for (int t = 0; t < FEW; t++) {
         int64_t here = left - t * LANES;
+        // The largest of some numbers may hide that one of them is none.
+        sum[t] = _mm512_mask_mov_ps(sum[t], (__mmask16)(spoilt >> (t * LANES)), _mm512_set1_ps(NAN));
         if (here > 0) _mm512_mask_storeu_ps(out + tile * TILE + t * LANES, here < LANES ? (1u << here) - 1 : 0xffff, sum[t]);
     }
 }

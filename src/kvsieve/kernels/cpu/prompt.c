@@ -106,7 +106,8 @@ INLINE void weigh(const float *x, int64_t n, float factor, uint16_t *powers, flo
         __m512 y[2];
         for (int k = 0; k < 2; k++) {
             __m512 z = _mm512_fmsub_ps(_mm512_loadu_ps(x + i + k * LANES), by, less);
-            y[k] = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, least, _CMP_GT_OQ), power(z));
+            // What is not a number stays so.
+            y[k] = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(z, least, _CMP_NLE_UQ), power(z));
             sum = _mm512_add_ps(sum, y[k]);
         }
         _mm512_storeu_si512(powers + i, (__m512i)_mm512_cvtne2ps_pbh(y[1], y[0]));
