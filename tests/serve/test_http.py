@@ -350,6 +350,8 @@ def test_protect_and_question_reach_the_plan(server, client):
 
 
 def test_the_operators_views(url, client):
+    messages = [{"role": "user", "content": words(14, 90)}]
+    client.chat.completions.create(model="tiny", messages=messages, max_tokens=3)
     assert [each.id for each in client.models.list()] == ["tiny"]
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     told = httpx.get(f"{url}/v1/kv", headers={"Authorization": f"Bearer {KEYS[0]}"}).json()
