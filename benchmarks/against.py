@@ -25,6 +25,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "gemfilter": {"budget": "10%", "paper": True},
     "rocketkv": {"budget": 256},
     "h2o": {"budget": "10%"},
+    "tova": {"budget": "10%"},
     # There is no tokenizer to make its requests with.
     "kvzip": {"budget": "25%", "repeat_ids": (), "go_on_ids": (), "answer_ids": ()},
 }
