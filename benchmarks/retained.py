@@ -41,10 +41,12 @@ def main() -> None:
     out = []
     for (method, budget), mine in rows.items():
         scores = np.array([mine[key][0] for key in samples])
-        low, high = np.percentile(scores[drawn].mean(1) / theirs[drawn].mean(1), [2.5, 97.5])
+        ours, full_kv = scores[drawn].mean(1), theirs[drawn].mean(1)
+        # Where prompts drawn may be such that full KV answers none of them, a ratio has no interval.
+        interval = "[{:.0f}, {:.0f}]".format(*np.percentile(100 * ours / full_kv, [2.5, 97.5])) if full_kv.all() else ""
         each = [np.mean([mine[key][0] for key in samples if key[0] == task]) for task in tasks]
         lost = sum(their == 1 and our < 1 for their, our in zip(theirs, scores, strict=True))
-        kept = f"{scores.mean() / theirs.mean():.0%} [{100 * low:.0f}, {100 * high:.0f}]"
+        kept = f"{scores.mean() / theirs.mean():.0%} {interval}".rstrip()
         kl = np.mean([mine[key][1] for key in samples])
         cells = [f"{100 * score:.0f}" for score in each]
         out.append([method, budget or "all", *cells, kept, f"{lost} of {int((theirs == 1).sum())}", f"{kl:.3f}"])
