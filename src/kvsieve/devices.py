@@ -90,6 +90,11 @@ def cpu_has(feature: str) -> bool:
     return bool(_cpu_features().get(feature, False))
 
 
+def cpu_computes_bfloat16() -> bool:
+    """Tell whether products of matrices in bfloat16 are computed by instructions of this processor for it."""
+    return any(cpu_has(feature) for feature in _NATIVE)
+
+
 # Parts of the names of the instruction sets under which oneDNN uses a feature.
 _ONEDNN = {"amx_bf16": ("AMX",), "avx512_bf16": ("AMX", "AVX10", "CORE_BF16", "CORE_FP16")}
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import kvsieve
 from kvsieve.errors import PlanError
-from kvsieve.hf.decode import products
+from kvsieve.hf.decode import linears, products
 from kvsieve.hf.decode.linears import Linears
 from kvsieve.kernels.cpu import products as kernel
 from kvsieve.models.families import build
@@ -90,6 +90,33 @@ def test_many_tokens_are_torchs(calls, served, dtype):
         for found, name in zip(module.all(given), NAMES, strict=True):
             close(found, module.own(name, given))
         assert len(calls) == asked
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "emulated"])
+def test_many_tokens_are_float32s_where_bfloat16_is_emulated(served, monkeypatch, native):
+    """Parts of weight and tokens at a time give the product of all, rounded once."""
+    monkeypatch.setattr(linears, "cpu_computes_bfloat16", lambda: native)
+    monkeypatch.setattr(linears, "_NUMBERS", 48 * 7)
+    monkeypatch.setattr(linears, "_TOKENS", 13)
+    module, multiplied, own = Attention((True, False, True)), [], F.linear
+    monkeypatch.setattr(linears.F, "linear", lambda *given: multiplied.append(given[0].dtype) or own(*given))
+    served(module)
+    for shape in ((40, 48), (2, 33, 48), (33, 96)):
+        given = numbers(*shape)[..., :48]
+        multiplied.clear()
+        outputs = module.all(given)
+        assert set(multiplied) == {torch.bfloat16 if native else torch.float32}
+        assert len(multiplied) == 3 if native else len(multiplied) > 3
+        for found, name in zip(outputs, NAMES, strict=True):
+            close(found, module.own(name, given))
+            if not native:
+                layer = getattr(module, name)
+                bias = None if layer.bias is None else layer.bias.float()
+                wanted = own(given.float(), layer.weight.float(), bias)
+                # A sum whose order differs may round to the neighbour.
+                torch.testing.assert_close(found.float(), wanted, atol=1e-5, rtol=2**-7)
+    with pytest.raises(RuntimeError, match="shapes"):
+        module.q_proj(numbers(40, 47))
 
 
 def test_any_input_of_theirs_is_taken(calls, served):

@@ -1,7 +1,8 @@
 """Linear layers whose products of few tokens are computed in C, from the weights as they lie in memory.
 
 A product of one token is bound by reading the weight, which torch's own products do at a fraction of the memory's speed
-(benchmarks/products.py); those of many tokens stay torch's.
+(benchmarks/products.py); those of many tokens stay torch's. In bfloat16 on a processor without it, torch computes these
+in float32 from copies of parts of the weight: so does its own product, but several times slower.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvsieve.devices import cpu_computes_bfloat16
 from kvsieve.hf.decode.narrow import why_not_narrow
 from kvsieve.hf.decode.products import Product, is_readable
 from kvsieve.kernels.cpu import products as kernel
 
 _log = logging.getLogger(__name__)
+
+# Tokens, and numbers of a weight, that are copied to float32 at a time.
+_TOKENS, _NUMBERS = 2048, 2**23
 
 
 class Linears:
@@ -78,6 +83,7 @@ def _forward(layer: nn.Linear, product: Product) -> Callable[[Tensor], Tensor]:
     parameters: Any = layer._parameters
     # Numbers of an input up to which its product is the kernel's.
     width, few = layer.in_features, kernel.MOST_ROWS[layer.weight.dtype] * layer.in_features
+    widens = layer.weight.dtype == torch.bfloat16 and not cpu_computes_bfloat16()
 
     # Called hundreds of times per token.
     def forward(given: Tensor) -> Tensor:
@@ -85,9 +91,25 @@ def _forward(layer: nn.Linear, product: Product) -> Callable[[Tensor], Tensor]:
             found = product.of(given)
             if found is not None:
                 return found
+        elif widens and given.numel() and not _computes_otherwise(given, parameters, width):
+            return _widened(given, parameters["weight"], parameters["bias"])
         return F.linear(given, parameters["weight"], parameters["bias"])
 
     return forward
+
+
+def _widened(given: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Product of many tokens, computed in float32 from copies of parts of the weight; its dtype is the input's."""
+    tokens = given.reshape(-1, given.shape[-1])
+    out = given.new_empty(len(tokens), len(weight))
+    step = max(_NUMBERS // weight.shape[1], 1)
+    for at in range(0, len(weight), step):
+        rows = slice(at, at + step)
+        part, own = weight[rows].float(), None if bias is None else bias[rows].float()
+        for start in range(0, len(tokens), _TOKENS):
+            some = slice(start, start + _TOKENS)
+            out[some, rows] = F.linear(tokens[some].float(), part, own)
+    return out.view(*given.shape[:-1], len(weight))
 
 
 def _computes_otherwise(given: Tensor, parameters: Mapping[str, Any], width: int) -> bool:
