@@ -1,6 +1,7 @@
 """Full KV beside transformers on each kind of CPU that this one can be held to: time to the first token, and per token.
 
     python benchmarks/cpu_kinds.py [--kinds avx2,avx512,native] [--tokens 4096] [--rounds 3] [--new-tokens 8]
+        [--dtype auto]
 
 Each kind is a process of its own, held by the environment: torch to ATEN_CPU_CAPABILITY, oneDNN to ONEDNN_MAX_CPU_ISA,
 MKL to MKL_ENABLE_INSTRUCTIONS, and the compiler of kvsieve's own kernels by the options of COMPILED. There the demo
@@ -29,7 +30,7 @@ import kvsieve
 from kvsieve.attention.choice import cpu_paths
 from kvsieve.bench.contenders import Contender, KvsieveMethod, Transformers
 from kvsieve.bench.prompts import TokensPrompt, text_ids
-from kvsieve.devices import AMX, ARM_BF16, AVX2, AVX512, AVX512_BF16, auto_dtype, cpu_kind
+from kvsieve.devices import AMX, ARM_BF16, AVX2, AVX512, AVX512_BF16, DtypeChoice, auto_dtype, cpu_kind
 from kvsieve.report.environment import environment
 
 CHUNK = 1024
@@ -45,9 +46,9 @@ KINDS = (AVX2, AVX512, AVX512_BF16, AMX, ARM_BF16)
 BASELINE = "transformers"
 
 
-def measure(tokens: int, rounds: int, new_tokens: int) -> dict[str, Any]:
+def measure(tokens: int, rounds: int, new_tokens: int, dtype: str = "auto") -> dict[str, Any]:
     """Measure in this process, on the kind of CPU that it is held to."""
-    chosen = auto_dtype("cpu")
+    chosen = auto_dtype("cpu") if dtype == "auto" else DtypeChoice(getattr(torch, dtype), "as asked for")
     model, tokenizer = kvsieve.models.load_demo(chosen.dtype)
     prompt = TokensPrompt(text_ids(tokenizer)[:, :tokens])
     full = kvsieve.plan("full")
@@ -100,7 +101,7 @@ def in_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
     """Run this script in a process that is held to a kind."""
     command = [sys.executable, __file__, "--alone", "--tokens", str(given.tokens), "--rounds", str(given.rounds)]
     done = subprocess.run(
-        [*command, "--new-tokens", str(given.new_tokens)],
+        [*command, "--new-tokens", str(given.new_tokens), "--dtype", given.dtype],
         env=held_to(name),
         stdout=subprocess.PIPE,
         text=True,
@@ -115,11 +116,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--new-tokens", type=int, default=8)
+    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="a row of its own")
     parser.add_argument("--alone", action="store_true", help="measure in this process and print")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "cpu_kinds.json")
     given = parser.parse_args()
     if given.alone:
-        print(json.dumps(measure(given.tokens, given.rounds, given.new_tokens)))
+        print(json.dumps(measure(given.tokens, given.rounds, given.new_tokens, given.dtype)))
         return
     # Kinds that were measured by an earlier call with the same settings stay.
     settings = {"tokens": given.tokens, "rounds": given.rounds, "new_tokens": given.new_tokens}
@@ -132,8 +134,9 @@ def main() -> None:
     }
     for name in given.kinds.split(","):
         row = in_process(name, given)
-        report["kinds"][row["kind"]] = {"environment": environment(), **row}
-        print(row["kind"], json.dumps(row["contenders"], indent=1))
+        kind = row["kind"] if given.dtype == "auto" else f"{row['kind']}, {given.dtype}"
+        report["kinds"][kind] = {"environment": environment(), **row}
+        print(kind, json.dumps(row["contenders"], indent=1))
         given.out.write_text(json.dumps(report, indent=1) + "\n")
 
 

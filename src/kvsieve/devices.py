@@ -36,7 +36,8 @@ def auto_dtype(device: str | torch.device | None = None) -> DtypeChoice:
     """Choose bfloat16 where the device computes it natively, else float16 where that is fast, else float32.
 
     A processor that lacks bfloat16 computes it right, but converts every number on the way, and so takes longer than
-    for float32, often several times as long.
+    for float32, often several times as long. While a plan is attached, linear layers convert once for many tokens
+    (`hf/decode/linears.py`), and a model whose weights fit into memory in bfloat16 alone is not as slow as that.
 
     Args:
         device: where the model will run; `default_device` if None.

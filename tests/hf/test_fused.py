@@ -105,11 +105,9 @@ def test_prompts_and_tokens_are_computed_by_the_kernels(dtype, monkeypatch):
     # Of six passes: four layers, two of whose norms, and the last one's; queries and keys.
     assert [names.count(name) for name in ("rms_norm", "gated_silu", "rotate")] == [54, 24, 48]
     assert {shape[-2] for _, shape in asked} == {1, PROMPT.shape[1]}
-    torch.testing.assert_close(
-        scores["fused"],
-        scores["eager"],
-        **{torch.float32: CLOSE[dtype], torch.bfloat16: {"atol": 0.05, "rtol": 0.05}}[dtype],
-    )
+    # On AVX2 either is 1.2e-5 from the scores in float64 here.
+    bound = {torch.float32: 1e-4, torch.bfloat16: 0.05}[dtype]
+    torch.testing.assert_close(scores["fused"], scores["eager"], atol=bound, rtol=bound)
 
 
 def test_padded_rows_and_hooks_are_served():
