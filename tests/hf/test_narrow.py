@@ -126,3 +126,15 @@ def test_auto_reads_copies_and_fused_does_not(monkeypatch, read, decode):
     assert result.stats.decoding.narrow_bytes == sum(each.nbytes // 2 for each in weights.values()) * (decode == "auto")
     for found, own in zip(result.output.logits, wanted.output.logits, strict=True):
         torch.testing.assert_close(found, own, atol=1e-4, rtol=1e-4)
+
+
+def test_a_copy_holds_the_same_numbers_or_there_is_none():
+    whole = torch.tensor([[0.0, -0.0, 1.5, -3.0], [float("inf"), -float("inf"), 2.0**-130, 2.0**127]])
+    assert torch.equal(whole.bfloat16().float(), whole)
+    copy = narrow.narrowed(whole)
+    assert copy.dtype == torch.bfloat16 and copy.is_contiguous()
+    assert torch.equal(copy.float().view(torch.int32), whole.view(torch.int32))
+    for at, other in ((0, 1.001), (5, 2.0**-149), (7, 1 + 2.0**-8)):
+        changed = whole.clone()
+        changed.view(-1)[at] = other
+        assert narrow.narrowed(changed) is None
