@@ -36,6 +36,10 @@ class Attention(nn.Module):
         return [getattr(self, name)(given) for name in NAMES]
 
 
+class Own(nn.Parameter):
+    """A parameter of a kind of its own."""
+
+
 def numbers(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).bfloat16()
 
@@ -117,6 +121,11 @@ def test_many_tokens_are_float32s_where_bfloat16_is_emulated(served, monkeypatch
                 torch.testing.assert_close(found.float(), wanted, atol=1e-5, rtol=2**-7)
     with pytest.raises(RuntimeError, match="shapes"):
         module.q_proj(numbers(40, 47))
+    # A weight of another kind, which may not be what its numbers say, is torch's.
+    multiplied.clear()
+    module.k_proj.weight = Own(numbers(16, 48), requires_grad=False)
+    close(module.k_proj(numbers(40, 48)), module.own("k_proj", numbers(40, 48)))
+    assert multiplied[0] == torch.bfloat16
 
 
 def test_any_input_of_theirs_is_taken(calls, served):

@@ -92,7 +92,9 @@ def _forward(layer: nn.Linear, product: Product) -> Callable[[Tensor], Tensor]:
             if found is not None:
                 return found
         elif widens and given.numel() and not _computes_otherwise(given, parameters, width):
-            return _widened(given, parameters["weight"], parameters["bias"])
+            weight, bias = parameters["weight"], parameters["bias"]
+            if is_readable(weight, bias):
+                return _widened(given, weight, bias)
         return F.linear(given, parameters["weight"], parameters["bias"])
 
     return forward
