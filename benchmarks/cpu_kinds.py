@@ -5,10 +5,10 @@
 
 Each kind is a process of its own, held by the environment: torch to ATEN_CPU_CAPABILITY, oneDNN to ONEDNN_MAX_CPU_ISA,
 MKL to MKL_ENABLE_INSTRUCTIONS, and the compiler of kvsieve's own kernels by the options of COMPILED. There the demo
-model is loaded in the dtype that "auto" comes to, or in --dtype, kvsieve reads a prompt at once and in chunks of 1024 tokens, and
-transformers reads it at once; all take turns on the same model object, after a short prompt each. Told are medians of
-the rounds, of the ratios within a round and of those of the processor's seconds, which other work on the machine
-disturbs less. A kind that this processor does not have is "not measured".
+model is loaded in the dtype that "auto" comes to, or in --dtype, kvsieve reads a prompt at once and in chunks of 1024
+tokens, and transformers reads it at once; all take turns on the same model object, after a short prompt each. Told are
+medians of the rounds, of the ratios within a round and of those of the processor's seconds, which other work on the
+machine disturbs less. A kind that this processor does not have is "not measured".
 """
 
 from __future__ import annotations
