@@ -3,8 +3,8 @@
     python benchmarks/retained.py [RESULTS ...] [--tasks needle,ruler_vt]
 
 Of the needle and RULER's single and multi-key needles, or of the tasks that are named: scores per task, the ratio of
-the mean scores with the 95% interval of a bootstrap over prompts, the prompts that full KV answers and a method does
-not, and the mean KL.
+the mean scores with the 95% interval of a bootstrap over prompts (over documents where several share one), the prompts
+that full KV answers and a method does not, and the mean KL.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     given = parser.parse_args()
     tasks = given.tasks.split(",")
-    rows = defaultdict(dict)
+    rows, documents = defaultdict(dict), {}
     for row in (row for folder in given.results for row in load(folder).samples):
         if row["task"] in tasks:
             rows[row["method"], row["budget"]][row["task"], row["sample"]] = row["score"], row["kl"]
+            documents[row["task"], row["sample"]] = row["task"], row["meta"].get("document", row["sample"])
     full = rows["full", None]
     samples = sorted(key for key in full if all(key in mine for mine in rows.values()))
-    drawn = np.random.default_rng(0).integers(len(samples), size=(DRAWS, len(samples)))
+    numbers = {document: number for number, document in enumerate(dict.fromkeys(documents[key] for key in samples))}
+    owner = np.array([numbers[documents[key]] for key in samples])
+    drawn = np.random.default_rng(0).integers(len(numbers), size=(DRAWS, len(numbers)))
     theirs = np.array([full[key][0] for key in samples])
     out = []
     for (method, budget), mine in rows.items():
         scores = np.array([mine[key][0] for key in samples])
-        ours, full_kv = scores[drawn].mean(1), theirs[drawn].mean(1)
+        ours, full_kv = (np.bincount(owner, each)[drawn].sum(1) for each in (scores, theirs))
         # Where prompts drawn may be such that full KV answers none of them, a ratio has no interval.
         interval = "[{:.0f}, {:.0f}]".format(*np.percentile(100 * ours / full_kv, [2.5, 97.5])) if full_kv.all() else ""
         each = [np.mean([mine[key][0] for key in samples if key[0] == task]) for task in tasks]
