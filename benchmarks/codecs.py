@@ -41,6 +41,7 @@ import kvsieve
 from kvsieve.cache import PackedStore
 from kvsieve.cli.document import build_document
 from kvsieve.eval.evaluator import Evaluator
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import answer_logits, read_shared
 from kvsieve.plans import Plan
@@ -193,11 +194,11 @@ class Peer:
             else:
                 assert self.make is not None
                 cache = self.make()
-            said = [self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]]
+            said = [self.model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits[0, -1]]
             seconds = []
             for token in answer[0]:
                 began = time.perf_counter()
-                said.append(self.model(token.view(1, 1), past_key_values=cache, use_cache=True).logits[0, -1])
+                said.append(self.model(token.view(1, 1), **{CACHE: cache}, use_cache=True).logits[0, -1])
                 seconds.append(time.perf_counter() - began)
         return seconds, torch.stack(said).float().log_softmax(-1)
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 import kvsieve
 from kvsieve.bench.prompts import text_ids
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode.fused_modules import FusedModules
 from kvsieve.hf.decode.linears import Linears
 from kvsieve.kernels.cpu import products as kernel
@@ -100,10 +101,10 @@ def measure(model: Any, plan: kvsieve.Plan, ids: Tensor, rounds: int, ways: Ways
             for name in ways.parts:
                 with ways.use(name):
                     for _ in range(WARM):
-                        model(token, past_key_values=cache)
+                        model(token, **{CACHE: cache})
                     began = time.perf_counter(), time.process_time()
                     for _ in range(TOKENS):
-                        model(token, past_key_values=cache)
+                        model(token, **{CACHE: cache})
                     if turn:
                         spent[name].append((time.perf_counter() - began[0], time.process_time() - began[1]))
     found: dict[str, Any] = {

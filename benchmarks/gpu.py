@@ -39,6 +39,7 @@ from kvsieve.bench.work import Work
 from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.output import print_table, printed_warnings
 from kvsieve.cli.specs import MethodRun, compared_methods, with_codecs
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode.engine import ENGINES
 from kvsieve.hf.generate.peak_memory import measure_peak
 from kvsieve.report.environment import environment
@@ -109,7 +110,7 @@ class Generate:
             self.model.generate(
                 prompt.ids,
                 attention_mask=torch.ones_like(prompt.ids),
-                past_key_values=cache,
+                **{CACHE: cache},
                 max_new_tokens=new_tokens,
                 min_new_tokens=new_tokens,
                 do_sample=False,

@@ -30,6 +30,7 @@ from transformers import DynamicCache
 import kvsieve
 from kvsieve.bench.peer_process import Peer
 from kvsieve.bench.prompts import text_ids
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.report.environment import environment
 
@@ -100,7 +101,7 @@ class Contender:
         with attached, torch.no_grad():
             for _ in range(tokens + 1):
                 began = time.perf_counter(), time.process_time()
-                self.model(self.token, past_key_values=self.cache, logits_to_keep=1)
+                self.model(self.token, **{CACHE: self.cache}, logits_to_keep=1)
                 spent.append((time.perf_counter() - began[0], time.process_time() - began[1]))
         return statistics.median(each[0] for each in spent[1:]), statistics.median(each[1] for each in spent[1:])
 

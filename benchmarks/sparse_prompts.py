@@ -29,6 +29,7 @@ from transformers import DynamicCache
 
 import kvsieve
 from kvsieve.eval.evaluator import Evaluator
+from kvsieve.hf.compat import CACHE
 from kvsieve.plans import Plan
 from kvsieve.report.environment import environment
 from kvsieve.report.tables import markdown_table
@@ -107,7 +108,7 @@ def first_token(model: Any, plan: Plan | None, ids: torch.Tensor) -> float:
     with torch.no_grad():
         if plan is None:
             began = time.perf_counter()
-            logits = model(ids, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
+            logits = model(ids, **{CACHE: DynamicCache(config=model.config)}, logits_to_keep=1).logits
             logits[0, -1].argmax().item()
             return time.perf_counter() - began
         with kvsieve.attach(model, plan) as sieve:

@@ -332,7 +332,7 @@ class SnapKVPress:
         if self.window == 13:
             raise ValueError("an unlucky window")
         def cut(module, args, kwargs, output):
-            layer = kwargs["past_key_values"].layers[module.layer_idx]
+            layer = kwargs.get("cache", kwargs.get("past_key_values")).layers[module.layer_idx]
             kept = int(layer.keys.shape[2] * (1 - self.ratio))
             layer.keys, layer.values = layer.keys[:, :, -kept:].clone(), layer.values[:, :, -kept:].clone()
         hooks = [each.self_attn.register_forward_hook(cut, with_kwargs=True) for each in model.model.layers]

@@ -19,6 +19,7 @@ from kvsieve.cli.main import run_cli
 from kvsieve.errors import InputError, PlanError, UnsupportedModelError
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.states import StateLayer
+from kvsieve.hf.compat import CACHE, cache_argument, decoder_of
 from kvsieve.methods import TSP, KNorm, SnapKV
 from kvsieve.models.families import available, build
 from kvsieve.plans import Plan
@@ -188,9 +189,8 @@ def test_full_kv_is_priced_where_no_plan_runs(family):
         pytest.skip(f"this transformers has no {family}")
     model = build(family)
     cache = DynamicCache(config=model.config)
-    name = "cache_params" if family == "mamba2" else "past_key_values"
     with torch.no_grad():
-        model(torch.arange(1, 16)[None], **{name: cache}, use_cache=True)
+        model(torch.arange(1, 16)[None], **{cache_argument(decoder_of(model)): cache}, use_cache=True)
     one = estimate(geometry(model.config), Plan(), 15, element_bytes=4)
     held = [part for layer in cache.layers for part in tensors_in(vars(layer)) if part.is_floating_point()]
     assert one.kv_bytes == sum(part.nbytes for part in held)
@@ -248,7 +248,7 @@ def test_parameters_bytes_and_flops_are_those_of_the_model(family):
     model = build(family)
     cache = DynamicCache(config=model.config)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(torch.arange(1, 41)[None], past_key_values=cache, logits_to_keep=1)
+        model(torch.arange(1, 41)[None], **{CACHE: cache}, logits_to_keep=1)
     found = geometry(model.config)
     one = estimate(found, Plan(), 40, element_bytes=4)
     assert found.parameters == sum(p.numel() for p in model.parameters())

@@ -13,6 +13,7 @@ from kvsieve.core import shaping
 from kvsieve.core.codes import decode, encode
 from kvsieve.core.queries import second_moments
 from kvsieve.core.shaping import encode_shaped
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import read_shared
 from kvsieve.kernels.cpu import codes as compiled
@@ -131,7 +132,7 @@ def after(model, plan, ids=IDS, mask=None, chunk=None):
     with kvsieve.attach(model, plan) as sieve, torch.no_grad():
         cache = sieve.prefill(ids, mask, chunk=chunk)
         given = {} if mask is None else {"attention_mask": torch.cat([mask, mask[:, -1:]], 1)}
-        out = model(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True, **given).logits[:, -1]
+        out = model(input_ids=ids[:, -1:], **{CACHE: cache}, use_cache=True, **given).logits[:, -1]
     return out, [layer.store.aside.keys.root for layer in cache.sieve_layers.values() if layer.store.aside]
 
 

@@ -14,6 +14,7 @@ import torch
 import kvsieve
 from kvsieve.calibrate import Material, Options, Prompt, built_in_prompts, calibrate, forecast, measure, text_prompts
 from kvsieve.errors import InputError, PlanError
+from kvsieve.hf.compat import CACHE
 from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, load_profile
 from kvsieve.report import plot_style
@@ -141,7 +142,7 @@ def test_answers_name_the_budget_from_which_on_they_are_right(model):
             with kvsieve.attach(model, kvsieve.plan("snapkv", budget=budget, paper=True)) as sieve:
                 cache = sieve.prefill(prompt.ids)
             with kvsieve.attach(model, kvsieve.plan("full")) as sieve, torch.no_grad():
-                logits = model(input_ids=answer[:, :-1], past_key_values=sieve.adopt(cache), use_cache=True).logits
+                logits = model(input_ids=answer[:, :-1], **{CACHE: sieve.adopt(cache)}, use_cache=True).logits
             right = (logits.argmax(-1) == answer[:, 1:]).double().mean().item()
             assert share == pytest.approx(right, abs=1e-3)
             wrong += right < 1

@@ -13,6 +13,7 @@ from kvsieve.calibrate.filters import QuerySums, correlation, directions
 from kvsieve.calibrate.heads import RetrievalScores, kept_by_streaming
 from kvsieve.calibrate.reading import divergence, following, greedy, read
 from kvsieve.errors import InputError, PlanError
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.shared import read_shared
 from kvsieve.methods import TSP, SnapKV
 from kvsieve.models.families import build
@@ -40,9 +41,9 @@ def by_hand(model, plan, ids, answer):
     """Final hidden states of the prompt and log-probabilities of the answer, as a user would get them."""
     with kvsieve.attach(model, plan) as sieve, torch.no_grad():
         cache = sieve.new_cache()
-        out = model(input_ids=ids, past_key_values=cache, output_hidden_states=True)
+        out = model(input_ids=ids, **{CACHE: cache}, output_hidden_states=True)
     with kvsieve.attach(model, Plan()) as sieve, torch.no_grad():
-        more = model(input_ids=answer[:, :-1], past_key_values=sieve.adopt(cache), use_cache=True)
+        more = model(input_ids=answer[:, :-1], **{CACHE: sieve.adopt(cache)}, use_cache=True)
     return out.hidden_states[-1][0], more.logits.log_softmax(-1)
 
 

@@ -13,6 +13,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import transformers
 
 import kvsieve
 from kvsieve.attention.choice import cpu_paths
@@ -438,6 +439,9 @@ def test_a_family_this_transformers_cannot_build(monkeypatch):
     assert (row.status, row.reason) == (models_table.NOT_BUILT, "not in this transformers: unrecognized model")
     row = models_table._examine(replace(FAMILIES[0], since="5.99"))
     assert row.reason == "not in this transformers: needs 5.99 or later"
+    broken = transformers.__version__
+    row = models_table._examine(replace(FAMILIES[0], broken=broken))
+    assert row.reason == f"not in this transformers: transformers {broken} cannot run it itself"
 
 
 def test_doctor_says_what_is_missing_and_the_command(cli, monkeypatch, tmp_path):

@@ -8,6 +8,7 @@ import torch
 import kvsieve
 from kvsieve.errors import InputError
 from kvsieve.eval.evaluator import Evaluator, _compared
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.shared import next_logits
 from kvsieve.models.families import build
 from kvsieve.tasks.samples import QuestionAnswer, Sample
@@ -60,7 +61,7 @@ def by_itself(model, evaluator, plan, prompt, more=(), limit=8):
             if tokens[-1] in evaluator.prompter.stops:
                 break
             step = torch.tensor([[tokens[-1]]])
-            logits = model(input_ids=step, past_key_values=cache, use_cache=True).logits[:, -1]
+            logits = model(input_ids=step, **{CACHE: cache}, use_cache=True).logits[:, -1]
     return evaluator.prompter.answer(tokens)[0]
 
 

@@ -9,6 +9,7 @@ import torch
 
 import kvsieve
 from kvsieve.errors import PlanError
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode import engine as fixed
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.shared import next_logits
@@ -309,7 +310,7 @@ def test_single_passes_that_are_refused(model, stand_in):
         with kvsieve.attach(model, planned("full"), decode="graph") as sieve:
             cache = sieve.prefill(ids, mask[:, :-1])
             with torch.set_grad_enabled(kind == "gradients"):
-                model(input_ids=token, attention_mask=hidden, past_key_values=cache)
+                model(input_ids=token, attention_mask=hidden, **{CACHE: cache})
         assert {"padding": "is padding", "positions": "no position_ids", "gradients": "gradients"}[kind] in str(
             cache.turn.record.passes.reason
         )

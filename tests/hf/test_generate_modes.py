@@ -11,6 +11,7 @@ from transformers.generation import BaseStreamer, StoppingCriteria
 
 import kvsieve
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward import passes, request
 from kvsieve.hf.generate import peak_memory
 from kvsieve.models.families import build
@@ -118,7 +119,7 @@ def test_plain_calls_inside_the_block_follow_the_plan(model, prompts):
         with torch.no_grad():
             output = model(ids, attention_mask=mask)
     assert torch.equal(ours.sequences, theirs.sequences)
-    assert theirs.past_key_values.entries() == [20] * 4 and output.past_key_values.entries() == [16] * 4
+    assert theirs[CACHE].entries() == [20] * 4 and output[CACHE].entries() == [16] * 4
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["mask-given", "mask-known"])
@@ -146,9 +147,25 @@ def test_a_later_mask_can_hide_what_was_stored(model, prompts):
     theirs = DynamicCache(config=model.config)
     with torch.no_grad():
         positions = (mask[:, :30].cumsum(-1) - 1).clamp_min(0)
-        model(ids[:, :30], attention_mask=mask[:, :30], position_ids=positions, past_key_values=theirs)
-    reference = model.generate(ids, attention_mask=hidden, past_key_values=theirs, **greedy)
+        model(ids[:, :30], attention_mask=mask[:, :30], position_ids=positions, **{CACHE: theirs})
+    reference = model.generate(ids, attention_mask=hidden, **{CACHE: theirs}, **greedy)
     assert torch.equal(ours.sequences, reference)
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
+@pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
+def test_a_cache_is_filled_by_whichever_name_it_is_given(model, prompts, name):
+    ids = prompts[0][:1]
+    with kvsieve.attach(model, SNAPKV) as sieve, torch.no_grad():
+        calls = {
+            "model": lambda cache: model(ids, **{name: cache}).logits[:, -1],
+            "decoder": lambda cache: model.model(ids, **{name: cache})[0][:, -1],
+            "generate": lambda cache: model.generate(ids, **{name: cache}, max_new_tokens=2, do_sample=False, **PLAIN),
+        }
+        for what, call in calls.items():
+            cache = sieve.new_cache()
+            assert torch.equal(call(cache), call(None)), what
+            assert cache.entries() == [16 + (what == "generate")] * 4, what
 
 
 def test_a_second_turn_evicts_again_and_positions_go_on(model, prompts):
@@ -228,7 +245,7 @@ def test_calls_that_cannot_be_honoured_are_refused(model, prompts):
     ids = prompts[0][:1]
     with kvsieve.attach(model, SNAPKV) as sieve, torch.no_grad():
         with pytest.raises(UnsupportedOptionError, match="DynamicCache, on which 'snapkv' could not run"):
-            model.generate(ids, past_key_values=DynamicCache(config=model.config), max_new_tokens=2, **PLAIN)
+            model.generate(ids, **{CACHE: DynamicCache(config=model.config)}, max_new_tokens=2, **PLAIN)
         with pytest.raises(UnsupportedOptionError, match="2-D"):
             model(ids, attention_mask=torch.ones(1, 1, 40, 40, dtype=torch.bool))
         with pytest.raises(UnsupportedOptionError, match="use_cache=False"):

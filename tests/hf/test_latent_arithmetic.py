@@ -9,6 +9,7 @@ from transformers import AttentionInterface, DynamicCache
 
 from kvsieve.attention import latent_attention
 from kvsieve.errors import UnsupportedModelError
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.model.latent import candidates, up_projection
 from kvsieve.models.families import available, build
 
@@ -47,9 +48,9 @@ def test_latents_give_what_the_model_attends_to(name, spy):
     ids = torch.randint(2, 120, (2, 24), generator=torch.Generator().manual_seed(0))
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(ids[:, :20], past_key_values=cache)
+        model(ids[:, :20], **{CACHE: cache})
         first, spy.seen = spy.seen, []
-        model(ids[:, 20:], past_key_values=cache)
+        model(ids[:, 20:], **{CACHE: cache})
     assert first and len(spy.seen) == len(first)
     for module, given in spy.seen:
         latents, rotated = (

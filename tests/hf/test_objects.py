@@ -15,6 +15,7 @@ import kvsieve
 from kvsieve.errors import KvsieveWarning, NotAttachedError, UnsupportedModelError
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.states import StateLayer
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.model.support import check_model, methods_for, why_unsupported
 from kvsieve.models.families import build
@@ -124,7 +125,7 @@ def test_a_plain_generate_leaves_stats_too(model, ids):
         model.generate(ids, config, None, StoppingCriteriaList([MaxLengthCriteria(51)]))
         assert sieve.last_stats.new_tokens == 1
         cache = sieve.new_cache()
-        model.generate(ids, past_key_values=cache, max_new_tokens=2, **GREEDY)
+        model.generate(ids, **{CACHE: cache}, max_new_tokens=2, **GREEDY)
         assert sieve.last_stats.kv_bytes == cache.nbytes()
         with pytest.raises(ValueError):
             model.generate(ids, max_new_tokens=-1, **GREEDY)
@@ -241,7 +242,7 @@ def test_what_happens_is_logged_and_warnings_stay_warnings(model, ids, caplog):
         ("mamba2", "snapkv", "recurrent in 4 of 4 (0, 1, 2, 3), so its cache is small already"),
         ("mistral:sliding", "snapkv", "sliding window of 16 in 4 of 4 (0, 1, 2, 3), so its cache is small already"),
         ("gemma3n_text", "fastkv", "as 2 of 4 layers do with an earlier one's (2, 3)"),
-        ("gptj", "snapkv", "AttentionInterface in any layer"),
+        ("bloom", "snapkv", "AttentionInterface in any layer"),
     ],
 )
 def test_a_refusal_says_which_layers_are_in_the_way_and_what_runs(family, method, said):

@@ -11,6 +11,7 @@ import kvsieve
 from kvsieve.cache.base import storage_bytes
 from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.errors import PlanError
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.shared import next_logits
 from kvsieve.kernels.cpu import reading
@@ -316,6 +317,6 @@ def test_gradients_go_through_what_torch_reads(single):
     ids, plan = prompt(), planned("hsa")
     with kvsieve.attach(single, plan) as sieve:
         cache = sieve.prefill(ids)
-        single(ids[:, -1:], past_key_values=cache).logits.sum().backward()
+        single(ids[:, -1:], **{CACHE: cache}).logits.sum().backward()
         assert cache.turn.record.reads.not_compiled == "gradients are on"
     single.zero_grad()

@@ -9,6 +9,7 @@ import kvsieve
 from kvsieve.cli.answers import encode
 from kvsieve.cli.prompts import TextPrompt
 from kvsieve.errors import CacheStateError, InputError, KvsieveError
+from kvsieve.hf.compat import CACHE
 from kvsieve.models.families import build
 from kvsieve.segments import role_spans
 from toy_chats import chat_tokenizer
@@ -53,8 +54,8 @@ def ways(sieve, model, cache, longer, path):
     return {
         "generate": lambda: sieve.generate(longer, cache=cache, **GREEDY),
         "prefill": lambda: sieve.prefill(longer, cache=cache),
-        "model.generate": lambda: model.generate(longer, past_key_values=cache, **GREEDY),
-        "model": lambda: model(longer[:, -1:], past_key_values=cache),
+        "model.generate": lambda: model.generate(longer, **{CACHE: cache}, **GREEDY),
+        "model": lambda: model(longer[:, -1:], **{CACHE: cache}),
         "save": lambda: sieve.save(cache, path),
     }
 
@@ -155,9 +156,9 @@ def test_after_the_block_nothing_runs_without_the_plan(model, ids, tmp_path):
         with pytest.raises(CacheStateError, match="the `with` block that attached 'snapkv' has ended"):
             call()
     for call in (
-        lambda: model(longer[:, -1:], past_key_values=cache),
-        lambda: model.generate(longer, past_key_values=cache, **{**GREEDY, "max_new_tokens": 1}),
-        lambda: model(ids, past_key_values=sieve.new_cache()),
+        lambda: model(longer[:, -1:], **{CACHE: cache}),
+        lambda: model.generate(longer, **{CACHE: cache}, **{**GREEDY, "max_new_tokens": 1}),
+        lambda: model(ids, **{CACHE: sieve.new_cache()}),
     ):
         with pytest.raises(CacheStateError, match="runs without the plan that this cache belongs to"):
             call()
@@ -172,7 +173,7 @@ def test_after_the_block_nothing_runs_without_the_plan(model, ids, tmp_path):
 def test_a_cache_is_not_taken_through_a_model_that_is_not_attached(model, twin, used):
     cache, longer = used
     with kvsieve.attach(model, PLAN), pytest.raises(CacheStateError, match="runs without the plan"):
-        twin(longer[:, -1:], past_key_values=cache)
+        twin(longer[:, -1:], **{CACHE: cache})
 
 
 @pytest.mark.parametrize("value", [2, -1, 0.5, float("-inf"), float("nan")])

@@ -10,6 +10,7 @@ import torch
 import kvsieve
 from kvsieve.errors import PlanError, UnsupportedOptionError
 from kvsieve.eval.evaluator import Evaluator
+from kvsieve.hf.compat import CACHE
 from kvsieve.methods import TSP, KVzip, Lookahead
 from kvsieve.models.families import build
 from kvsieve.roles import ProbingEvictor
@@ -170,7 +171,7 @@ def test_beams_later_turns_and_snapshots(llama, prompts, name):
         assert torch.equal(again[0].sequences, again[1].sequences)
         assert sum(again[0].stats.kv_entries) >= 4 * (62 // 2) and again[0].stats.applied
         with pytest.raises(UnsupportedOptionError, match="a plain call of the model"):
-            llama(more[:, -3:], past_key_values=again[1].cache)
+            llama(more[:, -3:], **{CACHE: again[1].cache})
 
 
 def test_a_row_of_one_token_in_a_padded_batch(llama, prompts):

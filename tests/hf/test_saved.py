@@ -20,6 +20,7 @@ from interrupts import Interrupts
 from kvsieve.cache import RaggedStore
 from kvsieve.cache.parts import store_parts
 from kvsieve.errors import CacheFileError, CacheStateError, InputError
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.persist import cache_file, packing, saved
 from kvsieve.methods import SnapKV
 from kvsieve.models.families import build
@@ -205,7 +206,7 @@ def test_only_what_is_used_is_written(model, talk, path):
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve, torch.no_grad():
         cache = sieve.prefill(talk[0] + 1)
         for token in talk[2][:, :3].T:
-            model(input_ids=token[:, None], past_key_values=cache)
+            model(input_ids=token[:, None], **{CACHE: cache})
         store = cache.layers[0].store
         assert store.buffers()[0].shape[2] > store.size == 93
         sieve.save(cache, path)

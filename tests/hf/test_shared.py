@@ -8,6 +8,7 @@ import torch
 import kvsieve
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.batching import can_stack, stack
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import after_prompt, answer_logits, next_logits, read_alone, read_shared
 from kvsieve.models.families import build
@@ -39,7 +40,7 @@ def greedy(model, cache, logits, steps=6):
         for _ in range(steps):
             seen.append(logits)
             chosen.append(logits.argmax(-1))
-            logits = model(input_ids=chosen[-1][:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+            logits = model(input_ids=chosen[-1][:, None], **{CACHE: cache}, use_cache=True).logits[:, -1]
     return torch.stack(chosen, 1), torch.stack(seen, 1)
 
 
@@ -102,7 +103,7 @@ def test_windows_states_and_shared_kv_are_shared_and_stacked_too(name):
         for _ in range(5):
             for cache, seen in zip(caches, apart, strict=True):
                 sieve.adopt(cache)
-                seen.append(model(input_ids=seen[-1].argmax(-1)[:, None], past_key_values=cache).logits[:, -1])
+                seen.append(model(input_ids=seen[-1].argmax(-1)[:, None], **{CACHE: cache}).logits[:, -1])
     for row, seen in enumerate(apart):
         assert tokens[row].tolist()[: len(wanted[row])] == wanted[row]
         torch.testing.assert_close(logits[row], torch.cat(seen), rtol=0, atol=1e-4)
@@ -179,7 +180,7 @@ def test_a_given_answer_reads_what_a_generated_one_does(model, ids, plan):
                 some = answer_logits(sieve, cache.fork(), answer, [0, 6, 9])
                 wanted.append(answer_logits(sieve, cache, answer))
             else:
-                each = [model(input_ids=answer[:, i : i + 1], past_key_values=cache).logits for i in range(11)]
+                each = [model(input_ids=answer[:, i : i + 1], **{CACHE: cache}).logits for i in range(11)]
                 wanted.append(torch.cat(each, 1))
         ends.append(cache)
     torch.testing.assert_close(wanted[1], wanted[0], rtol=0, atol=1e-6)

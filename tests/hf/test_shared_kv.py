@@ -9,6 +9,7 @@ from transformers import logging
 import kvsieve
 from kvsieve.cache import DenseStore
 from kvsieve.hf.cache.states import EmptyLayer
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.models.families import available, build
 
@@ -121,7 +122,7 @@ def test_evicting_while_decoding_bounds_memory(model, prompts, name):
         seen = []
         with torch.no_grad():
             for token in alone.sequences[0, 60:-1]:
-                seen.append(model(token[None, None], past_key_values=cache).logits[:, -1])
+                seen.append(model(token[None, None], **{CACHE: cache}).logits[:, -1])
     torch.testing.assert_close(torch.stack(seen).float(), torch.stack(alone.output.logits[1:]), atol=1e-4, rtol=0)
 
 

@@ -9,6 +9,7 @@ import torch
 
 import kvsieve
 from kvsieve.errors import CacheStateError
+from kvsieve.hf.compat import CACHE
 from kvsieve.models.families import build
 
 GREEDY = {
@@ -90,7 +91,7 @@ def test_snapshots_of_several_moments_do_not_disturb_each_other(model, talk):
     def feed(tokens):
         # Token by token, as generate does, but with room to spare in the buffers.
         for token in tokens.T:
-            model(input_ids=token[:, None], past_key_values=cache)
+            model(input_ids=token[:, None], **{CACHE: cache})
 
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve, torch.no_grad():
         cache = sieve.new_cache()

@@ -16,6 +16,7 @@ from kvsieve.errors import CacheFileError, CacheStateError, InputError, Unsuppor
 from kvsieve.hf import kinds
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.states import StateLayer
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.model.support import why_unsupported
 from kvsieve.models.families import available, build
 from small import plan_of
@@ -248,7 +249,7 @@ def test_forks_go_their_own_ways(model):
                     if at == 9:
                         sieve.prefill((whole, other)[number], real, cache=fork)
                     fed = tokens[number][:, at : at + 1]
-                    out = model(fed, past_key_values=fork)
+                    out = model(fed, **{CACHE: fork})
                     seen[number].append(out.logits[:, -1])
         for mine, theirs in zip(seen, wanted, strict=True):
             torch.testing.assert_close(

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import kvsieve
 from kvsieve.errors import CacheFileError, CacheStateError, UnsupportedModelError
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.model.facts import Facts
 from kvsieve.models.families import build
 
@@ -232,7 +233,7 @@ def test_a_cache_belongs_to_the_adapter_that_read_it(adapted, tmp_path):
         with pytest.raises(CacheStateError, match="read under 'default', and 'other' acts now.*switch back, or"):
             sieve.generate(MORE, cache=cache, **GREEDY)
         with pytest.raises(CacheStateError, match="'other' acts now"):
-            adapted(IDS[:, :5], past_key_values=cache)
+            adapted(IDS[:, :5], **{CACHE: cache})
         with pytest.raises(CacheFileError, match="made under 'default', and 'other' acts here"):
             sieve.load(tmp_path / "cache.kv")
         with adapted.disable_adapter(), pytest.raises(CacheStateError, match="no adapter acts now"):

@@ -13,6 +13,7 @@ import kvsieve
 from kvsieve import Plan
 from kvsieve.core.allocation import allocate, clusters, winners
 from kvsieve.errors import CacheStateError, PlanError
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import read_shared
 from kvsieve.methods import (
@@ -530,7 +531,7 @@ def test_decoding_stays_within_the_total(model, prompts, name):
             cache = sieve.new_cache() if cache is None else cache
             mask = torch.ones_like(ids) if mask is None else mask
             options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, **options}
-            return model.generate(ids, attention_mask=mask, past_key_values=cache, **options)[:, ids.shape[1] :]
+            return model.generate(ids, attention_mask=mask, **{CACHE: cache}, **options)[:, ids.shape[1] :]
 
         cache, short = sieve.new_cache(), sieve.new_cache()
 

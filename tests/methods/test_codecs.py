@@ -13,6 +13,7 @@ from kvsieve.cache import DenseStore, PackedStore
 from kvsieve.cache.body import Body
 from kvsieve.cache.pool import BlockPool
 from kvsieve.errors import PlanError, UnsupportedModelError
+from kvsieve.hf.compat import CACHE
 from kvsieve.kernels.cpu import packed as native
 from kvsieve.methods import FP8, HQQ, K8V4, KIVI, Int8, Outlier, Rotated, SnapKV
 from kvsieve.models.families import build
@@ -259,7 +260,7 @@ def test_keeping_the_rest_is_nearer_to_full_kv_than_dropping_it(model):
         plan = Plan() if given is None else kvsieve.plan("snapkv", budget=20, window=8, paper=True, **given)
         with kvsieve.attach(model, plan) as sieve, torch.no_grad():
             cache = sieve.prefill(ids)
-            out = model(input_ids=torch.tensor([[7]]), past_key_values=cache, use_cache=True)
+            out = model(input_ids=torch.tensor([[7]]), **{CACHE: cache}, use_cache=True)
         found[name] = out.logits[0, -1]
     lost = [(found[name] - found["full"]).norm().item() for name in ("4bit", "2bit", "dropped")]
     assert lost[0] < lost[1] < lost[2]

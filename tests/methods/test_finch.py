@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 import kvsieve
 from kvsieve.errors import PlanError, UnsupportedModelError, UnsupportedOptionError
+from kvsieve.hf.compat import CACHE
 from kvsieve.methods import Finch
 from kvsieve.models.families import build
 from layers import context
@@ -57,7 +58,7 @@ def slow(model, ids, budget):
             keys, values = (torch.stack([store[layer, head][part] for head in range(heads)]) for part in (0, 1))
             cache.update(keys[None], values[None], layer)
         positions = torch.arange(past, past + len(tokens))[None]
-        out = model(tokens[None], position_ids=positions, past_key_values=cache, use_cache=True)
+        out = model(tokens[None], position_ids=positions, **{CACHE: cache}, use_cache=True)
         return out.logits[0, -1], cache
 
     with seen_by_attention(model) as seen, torch.no_grad():

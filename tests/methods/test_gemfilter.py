@@ -13,6 +13,7 @@ import kvsieve
 from kvsieve.errors import InputError, KvsieveWarning, PlanError, UnsupportedOptionError
 from kvsieve.eval.costs import kept_map
 from kvsieve.eval.evaluator import Evaluator
+from kvsieve.hf.compat import CACHE
 from kvsieve.methods import HSA, TSP, GemFilter, SnapKV
 from kvsieve.models.families import build
 from kvsieve.roles import Propagator
@@ -235,7 +236,7 @@ def test_prefill_reads_what_was_chosen(model, ids):
         )
         # One token at a time goes on by plain calls.
         with torch.no_grad():
-            step = model(whole.sequences[:, N : N + 1], past_key_values=cache).logits[:, -1]
+            step = model(whole.sequences[:, N : N + 1], **{CACHE: cache}).logits[:, -1]
     torch.testing.assert_close(step.float(), logits(whole)[:, 1])
     assert cache.conversation.caller_length_and_mask() == (N + 1, None)
 
@@ -335,9 +336,9 @@ def test_what_cannot_restart_is_refused(model, ids):
         for call in (
             lambda: model.generate(ids, max_new_tokens=2, **PLAIN),
             lambda: model(ids),
-            lambda: model(ids, past_key_values=sieve.new_cache()),
-            lambda: model(ids[:, :3], past_key_values=cache),
-            lambda: model.generate(torch.cat([ids, ids], 1), past_key_values=cache, max_new_tokens=2, **PLAIN),
+            lambda: model(ids, **{CACHE: sieve.new_cache()}),
+            lambda: model(ids[:, :3], **{CACHE: cache}),
+            lambda: model.generate(torch.cat([ids, ids], 1), **{CACHE: cache}, max_new_tokens=2, **PLAIN),
         ):
             with pytest.raises(UnsupportedOptionError, match="'gemfilter' reads every prompt twice.*sieve.generate"):
                 call()

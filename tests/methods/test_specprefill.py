@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvsieve
 from kvsieve.errors import InputError, PlanError, UnsupportedOptionError
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt import draft as drafting
 from kvsieve.hf.prompt.draft import carried_over, text_and_spans
 from kvsieve.methods import SnapKV, SpecPrefill
@@ -217,7 +218,7 @@ def test_plans_and_refusals(model, ids, tmp_path):
         with pytest.raises(UnsupportedOptionError, match="has another model read a prompt first"):
             model.generate(ids, max_new_tokens=2)
         # A plain call may go on from a prompt that was read.
-        assert model(ids[:, :1], past_key_values=sieve.prefill(ids)).logits.shape[1] == 1
+        assert model(ids[:, :1], **{CACHE: sieve.prefill(ids)}).logits.shape[1] == 1
     short = build("llama", dtype=torch.float64, max_position_embeddings=61)
     with pytest.raises(InputError, match="the draft counts 60 tokens and drafts 2 more, and its context is 61"):
         run(model, spec(draft=short), ids)

@@ -7,6 +7,7 @@ import torch
 
 import kvsieve
 from kvsieve.errors import PlanError
+from kvsieve.hf.compat import CACHE
 from kvsieve.methods import H2O, TOVA, TSP, LagKV
 from kvsieve.models.families import build
 from layers import context, kept
@@ -157,7 +158,7 @@ def test_decoding_keeps_what_the_slow_reference_keeps(model, ids):
         with kvsieve.attach(model, plan) as sieve, torch.no_grad():
             own = sieve.prefill(tokens[:, :40])
             for step in range(steps):
-                model(input_ids=tokens[:, 40 + step : 41 + step], past_key_values=own, use_cache=True)
+                model(input_ids=tokens[:, 40 + step : 41 + step], **{CACHE: own}, use_cache=True)
         for head in range(keys.shape[0]):
             stored, mass = list(range(40)), None
             first = attention(query[:, :40], keys[:, :40], attn.scaling)

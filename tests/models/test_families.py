@@ -21,6 +21,7 @@ def test_every_family_of_this_release_has_a_configuration():
 def test_a_family_is_there_since_a_release(version, there):
     assert Family("new", "New", since="5.19").is_in(version) is there
     assert Family("old", "Old").is_in(version)
+    assert Family("failing", "Failing", broken="5.19.0").is_in(version) is (version != "5.19.0")
 
 
 def test_a_composite_model_takes_overrides_for_its_text_part():

@@ -6,6 +6,7 @@ Imports torch and transformers alone, since the interpreter of another library r
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+# As in hf/compat.py, which the other library's interpreter may not have.
+_CACHE = "cache" if "cache" in {each.name for each in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
 
 
 @torch.no_grad()
@@ -45,9 +50,7 @@ def read_and_decode(
     def step(fed: Tensor, start: int) -> Tensor:
         end = start + fed.shape[1]
         seen = None if mask is None else mask[:, :end]
-        out = model(
-            fed, attention_mask=seen, position_ids=positions[:, start:end], past_key_values=cache, logits_to_keep=1
-        )
+        out = model(fed, attention_mask=seen, position_ids=positions[:, start:end], logits_to_keep=1, **{_CACHE: cache})
         return out.logits[:, -1].argmax(-1, keepdim=True)
 
     _wait(ids)

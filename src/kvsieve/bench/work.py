@@ -12,7 +12,7 @@ from kvsieve.bench.geometry import Geometry, pairs
 from kvsieve.bench.spending import Spending
 from kvsieve.cache.base import storage_bytes, tensors_in
 from kvsieve.hf.cache.layer import StoreLayer
-from kvsieve.hf.compat import DynamicLayer, LinearAttentionLayer, decoder_of, layers_of
+from kvsieve.hf.compat import DynamicLayer, LinearAttentionLayer, decoder_of, layers_of, take_cache
 
 
 class Work:
@@ -78,7 +78,7 @@ class Work:
         }
 
     def _opened(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        self._cache = kwargs["past_key_values"]
+        self._cache = take_cache(dict(kwargs))
         self.flops += 2 * self._geometry.outside_parameters * self._rows * _fed(args, kwargs).shape[1]
 
     def _entered(self, index: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

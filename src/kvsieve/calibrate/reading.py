@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.plans import Plan
 from kvsieve.types import LayerContext
@@ -49,7 +50,7 @@ def greedy(model: Any, cache: SieveCache, logits: Tensor, stops: Collection[int]
             tokens.append(int(chosen))
             if len(tokens) == limit or (tokens[-1] in stops and len(tokens) > 1):
                 return torch.tensor([tokens])
-            logits = model(input_ids=chosen[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+            logits = model(input_ids=chosen[:, None], use_cache=True, **{CACHE: cache}).logits[:, -1]
 
 
 def following(model: Any, cache: SieveCache, answer: Tensor) -> Tensor:
@@ -57,7 +58,7 @@ def following(model: Any, cache: SieveCache, answer: Tensor) -> Tensor:
     with attach(model, Plan(name="full")) as sieve, torch.no_grad():
         sieve.adopt(cache)
         ids = answer[:, :-1].to(model.device).expand(cache.conversation.batch, -1)
-        return model(input_ids=ids, past_key_values=cache, use_cache=True).logits.float().log_softmax(-1)
+        return model(input_ids=ids, use_cache=True, **{CACHE: cache}).logits.float().log_softmax(-1)
 
 
 def divergence(truth: Tensor, given: Tensor) -> list[float]:

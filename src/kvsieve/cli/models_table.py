@@ -92,6 +92,9 @@ def _examine(family: Any) -> Row:
     from kvsieve.hf.model.support import why_unsupported
     from kvsieve.models.families import build
 
+    if transformers.__version__ == family.broken:
+        reason = f"{NOT_BUILT}: transformers {family.broken} cannot run it itself"
+        return Row(family.name, family.title, NOT_BUILT, False, False, "", (), reason)
     try:
         model = build(family.name)
     except Exception as error:  # a config that this version of transformers does not know fails in many ways

@@ -16,6 +16,7 @@ from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.records import TurnRecord
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.generate.acted import what_ran
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
@@ -196,7 +197,7 @@ class Evaluator:
                 going = [row for row in going if rows[row][-1] not in self.prompter.stops]
                 if not going or step + 1 == limit:
                     break
-                logits = self.model(input_ids=chosen[:, None], past_key_values=cache, use_cache=True).logits[:, -1]
+                logits = self.model(input_ids=chosen[:, None], use_cache=True, **{CACHE: cache}).logits[:, -1]
         return rows
 
     def _distributions(self, state: ReadState, reference: list[int], places: Sequence[int]) -> Tensor:

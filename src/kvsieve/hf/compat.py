@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
 import typing
@@ -22,7 +23,9 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import TransformersKwargs
+from transformers.utils.deprecation import deprecate_kwarg
 
 from kvsieve.errors import KvsieveError
 
@@ -33,6 +36,14 @@ except ImportError:
     DummyLayer = LinearAttentionLayer  # type: ignore[misc, assignment]
 
 MINIMUM = (5, 16)
+
+# What a pass may be given its cache as: the newest name first, of which later releases still take the older ones.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+# The one among them that this release's generate, models and their outputs have.
+CACHE = "cache" if "cache" in {each.name for each in dataclasses.fields(CausalLMOutputWithPast)} else "past_key_values"
+
+# The code of functions that take arguments by older names.
+_RENAMING = deprecate_kwarg("old", "0", new_name="new")(lambda new: new).__code__
 
 # Methods of a cache class of a model's own that hf/cache/own_class.py has.
 LINEAR_CACHE = {"get_linear_cache", "set_linear_cache"}
@@ -74,9 +85,28 @@ def layers_of(decoder: Any) -> Any | None:
     return None
 
 
+def cache_argument(decoder: Any) -> str:
+    """The name under which a decoder takes its cache, one of CACHE_NAMES."""
+    names = inspect.signature(type(decoder).forward).parameters
+    return next((name for name in CACHE_NAMES if name in names), CACHE)
+
+
+def take_cache(arguments: dict[str, Any]) -> Any | None:
+    """Remove the cache from a pass's arguments, by whichever name it was given, and return it; None without one."""
+    given = [arguments.pop(name, None) for name in CACHE_NAMES]
+    return next((cache for cache in given if cache is not None), None)
+
+
+def without_renaming(function: Any) -> Any:
+    """Return what a function computes by, where transformers has wrapped it to take its cache by older names."""
+    while getattr(function, "__code__", None) is _RENAMING:
+        function = function.__wrapped__
+    return function
+
+
 def own_cache_class(decoder: Any) -> type | None:
     """The class of its own that a decoder's caches must have, None where any will do."""
-    parameter = inspect.signature(type(decoder).forward).parameters.get("past_key_values")
+    parameter = inspect.signature(type(decoder).forward).parameters.get(cache_argument(decoder))
     hint = None if parameter is None else parameter.annotation
     # A string in some releases, else a class or a union with None.
     names = hint.split("|") if isinstance(hint, str) else []

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from kvsieve.cache.base import tensors_in
 from kvsieve.errors import UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.compat import DynamicCache
+from kvsieve.hf.compat import CACHE_NAMES, DynamicCache, cache_argument, take_cache
 from kvsieve.hf.forward import passes
 from kvsieve.hf.runtime import AttachedModel
 
 _ABOUT_TOKENS = frozenset(
-    ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "past_key_values", "labels")
+    ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "labels", *CACHE_NAMES)
 )
 # Arguments of the call of a composite model that runs in this context.
 _CALL: ContextVar[dict[str, Any] | None] = ContextVar("kvsieve_call", default=None)
@@ -83,14 +83,15 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any]) -> None:
     # A composite model embeds the tokens itself, and may have made masks of the mask.
     told = {} if outer is None else {name: outer.get(name) for name in ("attention_mask", "input_ids")}
     model.check_call({**kwargs, **told})
-    cache = kwargs.get("past_key_values")
+    cache = take_cache(kwargs)
     if cache is None or _is_generates_own(cache):
-        cache = kwargs["past_key_values"] = model.new_cache()
+        cache = model.new_cache()
     if not isinstance(cache, SieveCache):
         raise UnsupportedOptionError(
-            f"past_key_values is a {type(cache).__name__}, on which {model.plan.name!r} could not run; pass "
+            f"the cache given is a {type(cache).__name__}, on which {model.plan.name!r} could not run; pass "
             "sieve.new_cache(), or nothing"
         )
+    kwargs[cache_argument(model.decoder)] = cache
     model.check_cache(cache)
     fed = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     told.pop("input_ids", None)

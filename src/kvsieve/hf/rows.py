@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvsieve.errors import CacheStateError
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.passes import open_rows
 from kvsieve.hf.forward.rows import joins
 from kvsieve.hf.runtime import AttachedModel
@@ -40,6 +41,6 @@ def feed_rows(model: AttachedModel, caches: Sequence[SieveCache], ids: Tensor) -
     }
     model.check_call(call)
     session = open_rows(model.context, caches, ids)
-    out = model.run_pass(session, {**call, "past_key_values": session.together}, 1)
+    out = model.run_pass(session, {**call, CACHE: session.together}, 1)
     logits: Tensor = out.logits[:, -1]
     return logits

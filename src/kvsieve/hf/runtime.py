@@ -17,7 +17,7 @@ from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError, 
 from kvsieve.hf.cache.cache import Owner, SieveCache
 from kvsieve.hf.cache.own_class import new_cache
 from kvsieve.hf.cache.states import StateLayer
-from kvsieve.hf.compat import decoder_of, layers_of, tensor_parallel_mesh, text_config
+from kvsieve.hf.compat import CACHE, decoder_of, layers_of, tensor_parallel_mesh, text_config
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.forward.passes import cancel_session, open_session
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest, PassResult, StopForward
@@ -176,7 +176,7 @@ class AttachedModel:
             "input_ids": ids,
             "attention_mask": None if mask is None else seen,
             "position_ids": (seen.cumsum(-1) - 1).clamp_min(0)[:, cache.num_seen :],
-            "past_key_values": cache,
+            CACHE: cache,
             "use_cache": True,
         }
         self.check_call(call)

@@ -121,13 +121,17 @@ def update_kernel(
     at = newest // page
     begins = newest % page == 0
     dim = tl.arange(0, PADDED_DIM)
-    real = (dim < DIM) & (at < capacity)
-    key = tl.load(keys + slot * key_slot + dim, mask=real, other=0.0)
+    # Triton 3.9's interpreter makes int32 of a mask that is combined with a scalar condition.
+    real = dim < tl.where(at < capacity, DIM, 0)
+    # Its maxima of bfloat16 are those of their bits.
+    key = tl.load(keys + slot * key_slot + dim, mask=real, other=0.0).to(tl.float32)
     places = table + kv_row * table_row + dim.to(tl.int64) * table_channel + at
-    tl.store(places, tl.where(begins, key, tl.maximum(tl.load(places, mask=real, other=0.0), key)), mask=real)
+    held = tl.load(places, mask=real, other=0.0).to(tl.float32)
+    tl.store(places, tl.where(begins, key, tl.maximum(held, key)), mask=real)
     if HALVES == 2:
         places += table_half
-        tl.store(places, tl.where(begins, key, tl.minimum(tl.load(places, mask=real, other=0.0), key)), mask=real)
+        held = tl.load(places, mask=real, other=0.0).to(tl.float32)
+        tl.store(places, tl.where(begins, key, tl.minimum(held, key)), mask=real)
 
 
 def page_scores(

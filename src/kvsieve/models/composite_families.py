@@ -143,6 +143,7 @@ COMPOSITE: tuple[Family, ...] = (
             | {"intermediate_size": 128, "vision_output_dim": 64}
             | {"projector_input_dim": 32, "projector_output_dim": 32}
         },
+        broken="5.24.0",
     ),
     # Linear attention or convolutions take turns with full attention.
     Family("qwen3_5", "Qwen3.5, Qwen3.6", HEAD | DELTA, _QWEN_IDS | {"vision_config": _QWEN_TOWER}),

@@ -36,6 +36,7 @@ class Family:
         config: laid over BASE; of the text part where the model has other parts too.
         parts: the other parts of a composite model, such as `vision_config`, and ids of the tokens that stand for them.
         since: the release of transformers that brought it, such as "5.19"; "" where every supported one has it.
+        broken: a release whose own code for it fails, such as "5.24.0"; "" where none is known.
     """
 
     name: str
@@ -43,14 +44,15 @@ class Family:
     config: Mapping[str, Any] = field(default_factory=dict)
     parts: Mapping[str, Any] = field(default_factory=dict)
     since: str = ""
+    broken: str = ""
 
     @property
     def model_type(self) -> str:
         return self.name.partition(":")[0]
 
     def is_in(self, version: str) -> bool:
-        """Tell whether a release of transformers, such as "5.23.0", has it."""
-        return not self.since or _numbers(version) >= _numbers(self.since)
+        """Tell whether a release of transformers, such as "5.23.0", has it and can run it."""
+        return version != self.broken and (not self.since or _numbers(version) >= _numbers(self.since))
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from kvsieve.cache.base import MIN_ROOM
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.latent import LatentLayer
+from kvsieve.hf.compat import CACHE, CACHE_NAMES
 from kvsieve.hf.decode.fused_decoder import FusedDecoder, by_default
 from kvsieve.hf.decode.recorded_pass import RecordedPass
 from kvsieve.hf.decode.recorders import RECORDERS, Refused, Run
@@ -137,7 +138,7 @@ class Engine:
         output = self._forward(*args, **kwargs)
         if not isinstance(output, ModelOutput):
             self._output = "the decoder returns a tuple"
-        elif set(output) <= {"last_hidden_state", "past_key_values"}:
+        elif set(output) <= {"last_hidden_state", CACHE}:
             self._output = type(output)
         else:
             self._output = f"the decoder returns {', '.join(output)}"
@@ -161,7 +162,7 @@ class Engine:
         with self._may_fail(cache), made.activate():
             hidden = run().clone()
         made.finish(cache)
-        return self._output(last_hidden_state=hidden, past_key_values=cache)  # type: ignore[operator]
+        return self._output(last_hidden_state=hidden, **{CACHE: cache})  # type: ignore[operator]
 
     @contextlib.contextmanager
     def _may_fail(self, cache: SieveCache) -> Iterator[None]:
@@ -207,7 +208,7 @@ class Engine:
     @staticmethod
     def _arguments(session: Session, kwargs: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The decoder's arguments: tensors that change from token to token, and all that must not."""
-        left_out = ("attention_mask", "past_key_values")
+        left_out = ("attention_mask", *CACHE_NAMES)
         given = {name: value for name, value in kwargs.items() if value is not None and name not in left_out}
         inputs = {name: given.pop(name) for name in _INPUTS if name in given}
         for name, value in given.items():

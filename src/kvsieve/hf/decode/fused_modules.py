@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvsieve.hf.compat import CACHE_NAMES, without_renaming
 from kvsieve.kernels.cpu import layers as kernel
 
 # Tokens that an MLP takes at a time.
@@ -77,7 +78,7 @@ def _replacements(decoder: nn.Module) -> Iterator[tuple[nn.Module, Callable[...,
         return known[kind]
 
     for module in decoder.modules():
-        own: Any = type(module).forward
+        own: Any = without_renaming(type(module).forward)
         names = _names_of(own)
         if names is None or "forward" in module.__dict__:
             continue
@@ -90,7 +91,7 @@ def _replacements(decoder: nn.Module) -> Iterator[tuple[nn.Module, Callable[...,
         elif _TURN in names:
             turn = own.__globals__.get(_TURN)
             if isinstance(turn, types.FunctionType) and agrees(turn, _rotary_agrees, turn, decoder):
-                yield module, types.MethodType(_with_rotary(own, turn), module)
+                yield module, types.MethodType(_renaming(type(module).forward, _with_rotary(own, turn)), module)
 
 
 def _names_of(function: Any) -> set[str] | None:
@@ -147,6 +148,17 @@ def _with_rotary(forward: types.FunctionType, own: Callable[..., Any]) -> types.
     made = types.FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
+
+
+def _renaming(own: Callable[..., Any], made: types.FunctionType) -> Callable[..., Any]:
+    """Return `made`; where a module's `own` forward takes its cache by older names, it is called with these."""
+    if without_renaming(own) is own:
+        return made
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return (made if kwargs.keys().isdisjoint(CACHE_NAMES[1:]) else own)(self, *args, **kwargs)
+
+    return forward
 
 
 def _computes_otherwise(x: Tensor, other: Tensor) -> bool:

@@ -17,7 +17,7 @@ from kvsieve.core.kv_rows import DeviceLength
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
-from kvsieve.hf.compat import Cache
+from kvsieve.hf.compat import CACHE, Cache
 from kvsieve.hf.decode.recorded_layer import DeviceCounters, RecordedLayer
 from kvsieve.hf.forward import passes as forward
 from kvsieve.hf.forward.request import Asked
@@ -76,7 +76,7 @@ class RecordedPass(Session):
         self._lengths: dict[int, DeviceLength] = {}
         self.cache = RecordedCache(layers=list(self.layers))  # type: ignore[assignment]
         self.options = options
-        self._given = {**options, "attention_mask": None, "past_key_values": self.cache}
+        self._given = {**options, "attention_mask": None, CACHE: self.cache}
         self.start_over(session.cache)
 
     def reading(self, cache: SieveCache, index: int) -> Reading | None:

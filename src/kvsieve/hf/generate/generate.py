@@ -18,6 +18,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from kvsieve.display import html_table
 from kvsieve.errors import CacheStateError, KvsieveError
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.passes import noting_caches
 from kvsieve.hf.generate.options import check_options, check_supported, refusal
 from kvsieve.hf.generate.original_prompt import OriginalPrompt
@@ -180,8 +181,8 @@ def _decode(
         output = own_generate(
             ids,
             attention_mask=mask,
-            past_key_values=cache,
             stopping_criteria=StoppingCriteriaList([*criteria, clock]),
+            **{CACHE: cache},
             **options,
         )
     except Exception as error:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvsieve.errors import PlanError, UnsupportedModelError
-from kvsieve.hf.compat import decoder_of, layers_of, text_config
+from kvsieve.hf.compat import CACHE_NAMES, decoder_of, layers_of, text_config
 from kvsieve.hf.model.weights import is_linear, plain_weight, weight_by_images
 
 _PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
@@ -157,7 +157,7 @@ class Facts:
         positions = torch.tensor([_POSITIONS], device=device)
         hidden = hidden.expand(1, len(_POSITIONS), -1)
         known: dict[str, Any] = {"hidden_states": hidden, "position_ids": positions, "attention_mask": None}
-        known |= dict.fromkeys(("past_key_values", "past_key_value", "layer_past"), _Catch())
+        known |= dict.fromkeys((*CACHE_NAMES, "past_key_value", "layer_past"), _Catch())
         if hasattr(self.decoder, "rotary_emb"):
             known["position_embeddings"] = self._tables(layer_idx, hidden, positions)
         taken = inspect.signature(attention.forward).parameters

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kvsieve.cache.base import tensors_in
 from kvsieve.errors import UnsupportedModelError
-from kvsieve.hf.compat import AttentionInterface, DynamicCache, decoder_of, layers_of, text_config
+from kvsieve.hf.compat import AttentionInterface, DynamicCache, cache_argument, decoder_of, layers_of, text_config
 from kvsieve.hf.kinds import LayerKind, layer_kinds
 
 _NAME = "kvsieve_shapes"
@@ -112,7 +112,7 @@ def layer_shapes(model: Any) -> tuple[LayerShape, ...]:
 
 def _run(decoder: Any, cache: DynamicCache, shares: bool) -> None:
     names = inspect.signature(decoder.forward).parameters
-    given: dict[str, Any] = {"cache_params" if "cache_params" in names else "past_key_values": cache, "use_cache": True}
+    given: dict[str, Any] = {cache_argument(decoder): cache, "use_cache": True}
     if shares and any(name.kind is inspect.Parameter.VAR_KEYWORD for name in names.values()):
         # As generate does, which lets some models leave out the rest of the prompt in layers that store nothing.
         given["logits_to_keep"] = 1
