@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import DynamicCache
 
 import kvsieve
+from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode import fused_decoder, fused_modules, linears
 from kvsieve.hf.decode.fused_modules import FusedModules
 from kvsieve.kernels.cpu import build, layers
@@ -56,6 +58,18 @@ def test_positions_are_torchs(dtype, rows):
     found = layers.rotate(x, cosine, sine)
     torch.testing.assert_close(found, x * cosine[:, None] + turned * sine[:, None], **CLOSE[dtype])
     assert found.stride() == x.stride()
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
+@pytest.mark.parametrize("name", sorted({CACHE, "past_key_values"}))
+def test_fused_attention_takes_its_cache_by_the_names_that_its_own_does(name):
+    model = build_model("llama")
+    attention, fused = model.model.layers[0].self_attn, FusedModules(model.get_decoder())
+    hidden, tables = torch.randn(1, 3, 64), model.model.rotary_emb(torch.zeros(1), torch.arange(3)[None])
+    fused.install()
+    cache = DynamicCache(config=model.config)
+    attention(hidden, position_embeddings=tables, attention_mask=None, **{name: cache})
+    assert "forward" in attention.__dict__ and cache.get_seq_length() == 3
 
 
 # A norm before attention and one before the MLP of four layers, and the last; Qwen3 has two more for queries and keys.

@@ -116,8 +116,8 @@ def test_a_long_second_turn_equals_one_prompt_or_a_rehearsal(model, name):
     if name == "full":
         with torch.no_grad():
             reference = model.generate(ids, **GREEDY)
-        # Experts are chosen in float32.
-        assert max((a - b).abs().max() for a, b in zip(answers[0].output.logits, reference.logits, strict=True)) < 1e-5
+        # Logits are float32 and below 8: two units in the last place.
+        assert max((a - b).abs().max() for a, b in zip(answers[0].output.logits, reference.logits, strict=True)) < 1e-6
 
 
 @pytest.mark.parametrize("name", PLANS)

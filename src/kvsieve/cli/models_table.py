@@ -92,14 +92,12 @@ def _examine(family: Any) -> Row:
     from kvsieve.hf.model.support import why_unsupported
     from kvsieve.models.families import build
 
-    if transformers.__version__ == family.broken:
-        reason = f"{NOT_BUILT}: transformers {family.broken} cannot run it itself"
-        return Row(family.name, family.title, NOT_BUILT, False, False, "", (), reason)
+    model, reason = None, family.why_not_in(transformers.__version__)
     try:
-        model = build(family.name)
+        model = None if reason else build(family.name)
     except Exception as error:  # a config that this version of transformers does not know fails in many ways
         reason = one_line(str(error).strip().partition("\n")[0] or type(error).__name__)
-        reason = reason if family.is_in(transformers.__version__) else f"needs {family.since} or later"
+    if model is None:
         return Row(family.name, family.title, NOT_BUILT, False, False, "", (), f"{NOT_BUILT}: {reason}")
     no_eviction = why_unsupported(model, kvsieve.plan("snapkv"))
     no_propagation = why_unsupported(model, kvsieve.plan("fastkv", tsp_layer=1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+import types
 import typing
 from typing import Any
 
@@ -99,8 +100,8 @@ def take_cache(arguments: dict[str, Any]) -> Any | None:
 
 def without_renaming(function: Any) -> Any:
     """Return what a function computes by, where transformers has wrapped it to take its cache by older names."""
-    while getattr(function, "__code__", None) is _RENAMING:
-        function = function.__wrapped__
+    while isinstance(function, types.FunctionType) and function.__code__ is _RENAMING:
+        function = function.__wrapped__  # type: ignore[attr-defined]
     return function
 
 

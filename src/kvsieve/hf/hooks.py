@@ -36,7 +36,7 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
     """
     decoder, plan = model.decoder, model.plan
     layers = model.layers
-    names = list(inspect.signature(decoder.forward).parameters)
+    names, taken_as = list(inspect.signature(decoder.forward).parameters), cache_argument(decoder)
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -44,7 +44,7 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
         if session is not None and session.prepared:
             session.prepared = False
             return (), kwargs
-        _begin_plain_pass(model, kwargs)
+        _begin_plain_pass(model, kwargs, taken_as)
         return (), kwargs
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -77,8 +77,11 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
     return handles
 
 
-def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any]) -> None:
-    """Begin a pass that no driver has begun: of a plain call of the model, or of its `generate`."""
+def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: str) -> None:
+    """Begin a pass that no driver has begun: of a plain call of the model, or of its `generate`.
+
+    taken_as: the name under which the decoder takes its cache, by which it is then among kwargs.
+    """
     outer = _CALL.get()
     # A composite model embeds the tokens itself, and may have made masks of the mask.
     told = {} if outer is None else {name: outer.get(name) for name in ("attention_mask", "input_ids")}
@@ -91,7 +94,7 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any]) -> None:
             f"the cache given is a {type(cache).__name__}, on which {model.plan.name!r} could not run; pass "
             "sieve.new_cache(), or nothing"
         )
-    kwargs[cache_argument(model.decoder)] = cache
+    kwargs[taken_as] = cache
     model.check_cache(cache)
     fed = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     told.pop("input_ids", None)

@@ -44,7 +44,7 @@ def available() -> tuple[Family, ...]:
     """The families that the installed transformers has."""
     import transformers
 
-    return tuple(family for family in FAMILIES if family.is_in(transformers.__version__))
+    return tuple(family for family in FAMILIES if family.why_not_in(transformers.__version__) is None)
 
 
 def build(family_name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:

@@ -50,9 +50,11 @@ class Family:
     def model_type(self) -> str:
         return self.name.partition(":")[0]
 
-    def is_in(self, version: str) -> bool:
-        """Tell whether a release of transformers, such as "5.23.0", has it and can run it."""
-        return version != self.broken and (not self.since or _numbers(version) >= _numbers(self.since))
+    def why_not_in(self, version: str) -> str | None:
+        """One clause saying why a release of transformers, such as "5.23.0", cannot run it; None when it can."""
+        if version == self.broken:
+            return f"transformers {version} cannot run it itself"
+        return f"needs {self.since} or later" if self.since and _numbers(version) < _numbers(self.since) else None
 
 
 def _numbers(version: str) -> tuple[int, ...]:
