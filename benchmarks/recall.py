@@ -18,7 +18,6 @@ import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from pydoc_data.topics import topics
 
 import torch
 
@@ -31,6 +30,7 @@ from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
 from kvsieve.methods.readers import Setting
 from kvsieve.report.environment import environment
 from kvsieve.roles import Reader
+from kvsieve.tasks.haystack import load_haystack
 
 READERS = {"hsa": HSA, "quest": Quest, "sparq": SparQ}
 
@@ -77,8 +77,7 @@ class _Own:
 
 def real(judge: Judge, length: int, steps: int) -> int:
     model, tokenizer = kvsieve.models.load_demo()
-    text = "\n".join(topics[name] for name in sorted(topics))
-    ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[:, : length + steps]
+    ids = tokenizer(load_haystack("topics"), return_tensors="pt", verbose=False).input_ids[:, : length + steps]
     with kvsieve.attach(model, kvsieve.Plan(read=judge, name="judge")) as sieve, torch.no_grad():
         cache = sieve.prefill(ids[:, :length], chunk=1024)
         for end in range(length + 1, length + steps + 1):

@@ -23,12 +23,14 @@ import kvsieve
 from benchmarks.paper.remember import Memory, remembering
 from benchmarks.paper.verdicts import Verdict, verdict_table
 from kvsieve.cli.loading import load_model
+from kvsieve.errors import InputError
 from kvsieve.eval.cells import MethodSetting, setting
 from kvsieve.eval.evaluator import Evaluator
 from kvsieve.eval.grid import Grid
 from kvsieve.eval.results import load
 from kvsieve.eval.runner import run_grid
 from kvsieve.eval.store import writing
+from kvsieve.eval.texts import other_text
 from kvsieve.models.fetch import MODEL_NAME
 from kvsieve.plans import Plan
 from kvsieve.report.environment import environment
@@ -36,6 +38,7 @@ from kvsieve.report.labels import FULL
 from kvsieve.report.plot_style import PNG_DPI, new_figure, style
 from kvsieve.report.tables import markdown_table
 from kvsieve.tasks import all_tasks
+from kvsieve.tasks.public import data_digests
 from kvsieve.tasks.samples import Sample
 
 RESULTS = Path(__file__).parents[1] / "results" / "paper"
@@ -259,13 +262,14 @@ def run(parts: Sequence[Part], model: Any, tokenizer: Any, given: argparse.Names
     with contextlib.ExitStack() as stack:
         files: dict[str, Any] = {}
         for part in parts:
+            texts = {"data": data_digests(known[name] for name in _tasks(part, given))}
             if part.measure is not None:
-                files[part.name] = stack.enter_context(RowsFile(folder / part.name, stamp))
+                files[part.name] = stack.enter_context(RowsFile(folder / part.name, {**stamp, **texts}))
                 continue
             mine = [each for (name, _), found in settings.items() if name == part.name for each in found]
             described = {"settings": [each.described() for each in mine]}
             titles = {"tasks": {name: known[name].title for name in _tasks(part, given)}}
-            made = writing(folder / part.name, {**stamp, **titles, **described}, resume=True)
+            made = writing(folder / part.name, {**stamp, **titles, **texts, **described}, resume=True)
             files[part.name] = stack.enter_context(made)
         for index in range(given.samples):
             for length in given.lengths:
@@ -324,7 +328,11 @@ class RowsFile:
         self.run_file, self.file = folder / "run.json", folder / "rows.jsonl"
         lines = self.file.read_text().splitlines() if self.file.exists() else []
         self.done = {self._key(json.loads(line)) for line in lines}
-        self.run = json.loads(self.run_file.read_text()) if self.run_file.exists() else {**run, "environments": []}
+        held = json.loads(self.run_file.read_text()) if self.run_file.exists() else {}
+        other = other_text({**held, "tasks": {task: "" for task, *_ in self.done}}, run) if held else None
+        if other is not None:
+            raise InputError(f"'{folder}' has {other}; evaluate it anew in another folder")
+        self.run = {"environments": [], **held, **run, "data": {**held.get("data", {}), **run.get("data", {})}}
         self.written = 0
 
     def __enter__(self) -> RowsFile:

@@ -105,7 +105,7 @@ def change(file, how):
 def test_directories_of_one_model_are_one_subject(tmp_path):
     first, copy = make(tmp_path / "a"), make(tmp_path / "b")
     hidden = make(tmp_path / "c", questions=("hidden",), run={"model": "hub/SmolLM2-135M-Instruct"})
-    later = [{"time": "2026-01-01", "processor": "AMD EPYC", "device": "cpu"}] * 2
+    later = [{"time": "2026-01-01", "processor": "AMD EPYC", "device": "cpu", "python": "3.11.7"}] * 2
     change(hidden / "run.json", lambda data: data | {"environments": later})
     (merged,) = subjects([load(first), load(copy), load(hidden)])
     assert merged.name == "SmolLM2-135M-Instruct" and len(merged.folders) == 3
@@ -143,6 +143,17 @@ def test_samples_that_contradict_are_refused(tmp_path, how, words):
     change(make(tmp_path / "b") / "samples.jsonl", how)
     with pytest.raises(InputError, match=f"a' and '.*b' contradict each other: {words}.*give one of them"):
         subjects([*directories, load(tmp_path / "b")])
+
+
+@pytest.mark.parametrize(
+    "run", [{"data": {"needle": "0123456789abcdef"}}, {"haystack": "topics", "environments": [{"python": "3.13.0"}]}]
+)
+def test_a_task_on_two_texts_is_refused(tmp_path, run):
+    first = json.loads((make(tmp_path / "a", questions=("hidden",)) / "run.json").read_text())["environments"][0]
+    run = {**run, "environments": [{**first, **each} for each in run.get("environments", [{}])] * 2}
+    make(tmp_path / "b", run)
+    with pytest.raises(InputError, match="needle is on another text in the second .*evaluate one of them anew"):
+        subjects([load(tmp_path / "a"), load(tmp_path / "b")])
 
 
 def test_a_label_with_other_parameters_is_refused(tmp_path):

@@ -209,4 +209,4 @@ def test_a_run_from_end_to_end(model_dir, tmp_path, cli):
     assert told in markdown_report(entry) and f"{told}." in html_report(entry, [])
     write(tmp_path / "data", "quality.jsonl.gz", [row()])
     code, _, err = cli("eval", model_dir, *grid, "--samples", "3", "--out", tmp_path / "o", "--resume")
-    assert code == 2 and "results of leval_quality from another file than --data has" in err
+    assert code == 2 and "results of leval_quality on another text (" in err

@@ -17,6 +17,7 @@ from kvsieve.eval.cells import settings
 from kvsieve.eval.packed import contents, packed_name
 from kvsieve.eval.results import load
 from kvsieve.eval.store import ResultsWriter, writing
+from kvsieve.tasks.haystack import load_haystack, text_digest
 
 RUN = {"model": "toy", "dtype": "float32", "seed": 0, "haystack": "noise", "tasks": {"needle": "Needle"}}
 RUN["settings"] = [{"label": "full", "budget": None, "method": "full", "parameters": {}}]
@@ -73,6 +74,42 @@ def test_another_run_does_not_continue_these(tmp_path, changed):
     with pytest.raises(InputError) as refused, writing(tmp_path, {**RUN, **changed}, resume=True):
         pass
     assert repr(RUN[name]) in str(refused.value) and repr(value) in str(refused.value)
+
+
+TOPICS, NOISE = "d9dc35bce5ab1a24", text_digest(load_haystack("noise"))
+
+
+@pytest.mark.parametrize(
+    ("haystack", "python", "same"),
+    [
+        ("noise", "3.13.0", NOISE),
+        ("topics", "3.11.7", TOPICS),
+        ("topics", "3.13.0", None),
+        ("topics", None, None),
+        ("/some/folder", "3.11.7", None),
+    ],
+)
+def test_results_without_digests_are_continued_on_a_text_that_is_known(tmp_path, haystack, python, same):
+    old = {"format": 1, **RUN, "haystack": haystack, "environments": [{"python": python}], "seconds": 1.0}
+    (tmp_path / "run.json").write_text(json.dumps(old))
+    if same is None:
+        for digest in (TOPICS, NOISE):
+            with pytest.raises(InputError, match=f"results of needle on another text .* than --haystack has .{digest}"):
+                ResultsWriter(tmp_path, {**RUN, "haystack": haystack, "data": {"needle": digest}}, resume=True)
+        return
+    with writing(tmp_path, {**RUN, "haystack": haystack, "data": {"needle": same}}, resume=True) as writer:
+        assert writer.run["data"] == {"needle": same}
+
+
+def test_digests_are_by_task(tmp_path):
+    """Tasks on files know nothing of the haystack; a task on another text is refused beside them."""
+    with writing(tmp_path, {**RUN, "data": {"needle": "a", "leval_quality": "b"}}, resume=False):
+        pass
+    with writing(tmp_path, {**RUN, "tasks": {"kv": "KV"}, "data": {"kv": "c"}}, resume=True) as writer:
+        assert writer.run["data"] == {"needle": "a", "leval_quality": "b", "kv": "c"}
+    for task, option in (("kv", "--haystack"), ("leval_quality", "--data")):
+        with pytest.raises(InputError, match=f"results of {task} .* than {option} has .x.; give the same text"):
+            ResultsWriter(tmp_path, {**RUN, "data": {task: "x"}}, resume=True)
 
 
 def test_parameters_that_changed_do_not_continue_the_old_ones(tmp_path):

@@ -95,11 +95,13 @@ def test_a_server_is_scored_as_the_library_scores(url, tokenizer, tmp_path):
 
 
 def test_a_run_goes_on_where_it_ended(url, tokenizer, tmp_path):
-    run = {"seed": 0, "server_model": "tiny"}
+    run = {"seed": 0, "server_model": "tiny", "data": {"words": "a"}}
     first = score_server(Grid([Words()], [40], ("visible",), 2, []), ServerClient(url), tokenizer, tmp_path, run)
     more, asked = Grid([Words()], [40], ("visible",), 3, []), []
     with pytest.raises(InputError, match="--resume"):
         score_server(more, ServerClient(url), tokenizer, tmp_path, run)
+    with pytest.raises(InputError, match="results of words on another text .a. than --haystack has .b."):
+        score_server(more, ServerClient(url), tokenizer, tmp_path, {**run, "data": {"words": "b"}}, resume=True)
     with pytest.raises(InputError, match="server_model 'tiny'"):
         score_server(more, ServerClient(url), tokenizer, tmp_path, {**run, "server_model": "other"}, resume=True)
     client = ServerClient(url)

@@ -1,15 +1,15 @@
-"""Prompts to measure with: Python's own documentation, cut to length."""
+"""Prompts to measure with: Python's help texts as kvsieve ships them, cut to length."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsieve.errors import InputError
+from kvsieve.tasks.haystack import load_haystack
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +24,8 @@ class TokensPrompt:
 
 
 def text_ids(tokenizer: Any) -> Tensor:
-    """int64 [1, M]: the documentation's tokens, some hundred thousand."""
-    text = "\n".join(topics[name] for name in sorted(topics))
-    return tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
+    """int64 [1, M]: the help texts' tokens, some hundred thousand."""
+    return tokenizer(load_haystack("topics"), add_special_tokens=False, return_tensors="pt", verbose=False).input_ids
 
 
 def row_lengths(length: int, rows: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The demo's document: text every Python carries, with one fact hidden in it."""
+"""The demo's document: Python's help texts with one fact hidden in them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHARACTERS_PER_TOKEN = 10
 
 
 def build_document(tokenizer: Any, tokens: int, depth: float, code: str = CODE) -> str:
-    """About `tokens` tokens of Python's own help texts, with the fact as a paragraph of its own at `depth` (0 to 1)."""
+    """About `tokens` tokens of Python's help texts, with the fact as a paragraph of its own at `depth` (0 to 1)."""
     fact = FACT.format(code=code)
     text = _first_tokens(tokenizer, load_haystack("topics"), tokens - len(tokenizer(fact)["input_ids"]))
     at = _paragraph_break(text, int(len(text) * depth))

@@ -57,7 +57,7 @@ def eval_command(
     resume: Annotated[bool, typer.Option("--resume", help="Continue or extend the results in --out.")] = False,
     seed: Annotated[int, typer.Option(help="Of the generated samples.")] = 0,
     haystack: Annotated[
-        str, typer.Option(help="topics (Python's help texts), noise, or a folder of texts.")
+        str, typer.Option(help="topics (Python 3.11's help texts), noise, or a folder of texts.")
     ] = "topics",
     cost_samples: Annotated[int, typer.Option(help="Runs per method that measure time and memory alone.")] = 3,
     batch: Annotated[int, typer.Option(help="Answers decoded together at most.")] = 8,

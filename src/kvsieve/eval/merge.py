@@ -10,6 +10,7 @@ from typing import Any
 from kvsieve.errors import InputError
 from kvsieve.eval.results import Results
 from kvsieve.eval.rows import SAMPLE_KEY, Row
+from kvsieve.eval.texts import texts_of
 from kvsieve.report.labels import distinct
 
 # What must be one and the same for samples of two directories to be the same samples.
@@ -39,8 +40,8 @@ class Subject:
 def subjects(directories: Sequence[Results]) -> list[Subject]:
     """Merge directories of the same model, dtype, seed, haystack and machine, and name what remains apart.
 
-    Raises InputError where directories to be merged contradict each other: another sample under the same number, a
-    sample with two outcomes, a label with two sets of parameters.
+    Raises InputError where directories to be merged contradict each other: another text or sample under the same
+    number, a sample with two outcomes, a label with two sets of parameters.
     """
     if not directories:
         raise InputError("no results directory is given; name at least one")
@@ -86,7 +87,9 @@ def _merged(parts: Sequence[Results]) -> Results:
     questions: dict[tuple[Any, ...], tuple[Any, Path]] = {}
     costs: list[Row] = []
     environments: list[Row] = []
+    texts: dict[str, str] = {}
     for part in parts:
+        _check_texts(texts, parts[0], part)
         before = len(environments)
         environments += part.run["environments"]
         for row in part.samples:
@@ -101,7 +104,7 @@ def _merged(parts: Sequence[Results]) -> Results:
         costs += [_moved(row, before) for row in part.costs]
     run = {**parts[0].run, "environments": environments, "seconds": sum(part.run["seconds"] for part in parts),
            "tasks": {name: title for part in reversed(parts) for name, title in part.run["tasks"].items()},
-           "settings": settings}  # fmt: skip
+           "settings": settings, "data": texts}  # fmt: skip
     # A copy of a directory brings the same measured times again.
     measured = {repr({**row, "env": environments[row["env"]]}): row for row in reversed(costs)}
     return Results(parts[0].folder, run, list(samples.values()), list(measured.values())[::-1])
@@ -109,6 +112,16 @@ def _merged(parts: Sequence[Results]) -> Results:
 
 def _moved(row: Row, before: int) -> Row:
     return {**row, "env": row["env"] + before} if isinstance(row.get("env"), int) else row
+
+
+def _check_texts(texts: dict[str, str], first: Results, part: Results) -> None:
+    """Add a directory's digests to those by task. Raises InputError for a task on another text than before."""
+    for task, digest in texts_of(part.run).items():
+        if texts.setdefault(task, digest) != digest:
+            raise InputError(
+                f"'{first.folder}' and '{part.folder}' contradict each other: {task} is on another text in the second "
+                f"({digest}) than before ({texts[task]}); give one of them, or evaluate one of them anew"
+            )
 
 
 def _contradiction(row: Row, what: str, first: Path, second: Path) -> InputError:

@@ -14,6 +14,7 @@ from typing import Any
 from kvsieve.client import ServerClient
 from kvsieve.errors import InputError
 from kvsieve.eval.grid import Grid, Unit
+from kvsieve.eval.texts import other_text
 from kvsieve.tasks.prompter import Prompter
 from kvsieve.tasks.public import recorded
 from kvsieve.tasks.samples import Sample
@@ -131,7 +132,10 @@ def _known(file: Path, run: Mapping[str, Any], resume: bool) -> list[dict[str, A
         before, rows = found["run"], list(found["rows"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise InputError(f"{file} cannot be read: {error}; name another --out") from error
-    for name in ("server_model", "tokenizer", "seed", "haystack", "data", "extra"):
+    other = other_text({**before, "environments": [before.get("environment", {})]}, run)
+    if other is not None:
+        raise InputError(f"{file} has {other}; give the same text, or name another --out")
+    for name in ("server_model", "tokenizer", "seed", "haystack", "extra"):
         if before.get(name) != run.get(name):
             raise InputError(
                 f"{file} is of {name} {before.get(name)!r}, this run is of {run.get(name)!r}; name another --out"

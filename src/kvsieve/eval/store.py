@@ -13,6 +13,7 @@ from kvsieve.errors import InputError, KvsieveError
 from kvsieve.eval.packed import contents, how_to_mend, packed, packed_name
 from kvsieve.eval.results import FORMAT, read_run
 from kvsieve.eval.rows import COST_FIELDS, SAMPLE_FIELDS, SAMPLE_KEY, Row, finite, sealed, unsealed
+from kvsieve.eval.texts import other_text, texts_of
 from kvsieve.report.environment import environment
 
 COST_KEY = ("length", "label", "budget", "repeat")
@@ -23,10 +24,10 @@ _FIXED = ("model", "dtype", "seed", "haystack")
 class ResultsWriter:
     """Appends to DIR/samples.jsonl and DIR/costs.jsonl, packs both in the end, and keeps DIR/run.json.
 
-    run: what identifies the evaluation: model, dtype, seed, haystack; the titles of its tasks; and its settings, each
-    with all parameters, or none where only `settle` brings them. A directory that holds results already is only
-    continued with `resume`, and only by a run that agrees in these. What was written is on the disk, so that neither a
-    kill nor a power cut takes it away.
+    run: what identifies the evaluation: model, dtype, seed, haystack; the titles of its tasks; the digests of their
+    texts (`data_digests`); and its settings, each with all parameters, or none where only `settle` brings them. A
+    directory that holds results already is only continued with `resume`, and only by a run that agrees in these. What
+    was written is on the disk, so that neither a kill nor a power cut takes it away.
 
     Raises InputError otherwise, or when another process is writing there, and KvsieveError where a file cannot be
     written.
@@ -56,13 +57,10 @@ class ResultsWriter:
                 )
         self.run = {"format": FORMAT, **run, "environments": [], "seconds": 0.0, **known}
         self.run["tasks"] = {**known.get("tasks", {}), **run["tasks"]}
-        self.run["data"] = {**known.get("data", {}), **run.get("data", {})}
-        for task, digest in known.get("data", {}).items():
-            if self.run["data"][task] != digest:
-                raise InputError(
-                    f"'{self.folder}' holds results of {task} from another file than --data has; give the same "
-                    "file, or write to another --out"
-                )
+        self.run["data"] = {**(texts_of(known) if known else {}), **run.get("data", {})}
+        other = other_text(known, run) if known else None
+        if other is not None:
+            raise InputError(f"'{self.folder}' holds {other}; give the same text, or write to another --out")
         self.run["settings"] = self._merged(known.get("settings", []), run.get("settings", []))
         self.run["environments"] = [*self.run["environments"], environment()]
         self.env = len(self.run["environments"]) - 1

@@ -1,8 +1,10 @@
-"""Long texts to hide things in: repeated noise, text every Python carries, or the files of a folder."""
+"""Long texts to hide things in: repeated noise, help texts that kvsieve ships, or the files of a folder."""
 
 from __future__ import annotations
 
 import functools
+import gzip
+import hashlib
 import os
 import random
 import re
@@ -18,7 +20,7 @@ SUFFIXES = (".txt", ".md", ".rst")
 
 
 def load_haystack(source: str) -> str:
-    """The text that `source` names: "topics" (Python's own help), "noise", or a folder or file of the user's.
+    """The text that `source` names: "topics" (help texts of Python 3.11.7), "noise", or a folder or file of the user's.
 
     A folder's .txt, .md and .rst files are read in the order of their names. Raises InputError when there is nothing.
     """
@@ -52,9 +54,13 @@ def _read(file: Path) -> str:
 
 @functools.cache
 def _topics() -> str:
-    from pydoc_data.topics import topics
+    """The shipped text, since the help of the running Python differs between its releases."""
+    return gzip.decompress(Path(__file__).with_name("topics.txt.gz").read_bytes()).decode()
 
-    return "\n\n".join(topics[name].strip() for name in sorted(topics))
+
+def text_digest(text: str) -> str:
+    """Return 16 digits that tell a haystack's text from others."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=4)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from kvsieve.errors import InputError
 from kvsieve.tasks import infinitebench, leval, longbench, nolima, ruler_files
+from kvsieve.tasks.base import Generated
 from kvsieve.tasks.document_task import DocumentTask
+from kvsieve.tasks.haystack import text_digest
 from kvsieve.tasks.samples import Task
 from kvsieve.tasks.scbench import SUBSETS, SCBench
 
@@ -54,9 +56,11 @@ def public_task(name: str, data: str | Path | None, scbench_mode: str = "multi-t
 
 
 def data_digests(tasks: Iterable[Task]) -> dict[str, str]:
-    """A digest of the files of each task that has some, which tells them from other files of their names."""
+    """Return by task a digest of its files, or of the haystack's text that its samples are made of."""
     found = {}
     for task in tasks:
+        if isinstance(task, Generated):
+            found[task.name] = text_digest(task.text)
         if isinstance(task, DocumentTask | nolima.NoLiMa | SCBench) and task.files:
             digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in task.files]
             found[task.name] = hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
