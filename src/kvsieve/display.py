@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import html
 from collections.abc import Iterable
 from typing import Any
@@ -28,7 +29,10 @@ def span(entries: Iterable[float], between: str = "–") -> str:
 
 
 def brief(value: Any) -> str:
-    """Write a role, or a field of one, without what is at its default: ``SnapKV(budget=20%, window=32)``."""
+    """Write a role, or a field of one, without what is at its default: ``SnapKV(budget=20%, window=32)``.
+
+    A long value is cut, and a digest of the whole ends it, so that values that differ are written differently.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         if type(value).__str__ is not object.__str__:
             return str(value)
@@ -36,9 +40,13 @@ def brief(value: Any) -> str:
         told = [f"{each.name}={brief(part)}" for each, part in fields if not _same(part, each.default)]
         return f"{type(value).__name__}({', '.join(told)})"
     if isinstance(value, (list, tuple)) and any(isinstance(part, (list, tuple)) for part in value):
-        return f"[{len(value)} rows]"
+        return f"[{len(value)} rows {_digest(repr(value))}]"
     text = repr(value)
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}… {_digest(text)}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def html_table(title: str, rows: Iterable[tuple[str, object]]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import random
 import threading
 
@@ -17,13 +16,13 @@ from kvsieve.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.queue import FairQueue
 from kvsieve.serve.scheduler import Scheduler
-from kvsieve.serve.ticket import AnswerPart, BusyError, Order, Sampling, Summary, Ticket, TooLargeError
+from kvsieve.serve.ticket import BusyError, Order, Sampling, Summary, Ticket, TooLargeError
+from orders import TIMEOUT, ask, prompt
 from small import plan_of
 from toy_words import word_tokenizer
 
 CHUNK = 24
 NAMES = ("full", "snapkv", "adakv", "fastkv", "streamingllm", "rocketkv-mt", "kivi", "finch")
-TIMEOUT = 120
 
 
 @pytest.fixture(scope="module")
@@ -58,37 +57,6 @@ def scheduler(model, tokenizer):
         yield make
         for one in made:
             one.close()
-
-
-def prompt(seed: int, length: int) -> tuple[int, ...]:
-    made = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(3, 120, (length,), generator=made).tolist())
-
-
-class Heard:
-    """Events of a request, and what they come to."""
-
-    def __init__(self) -> None:
-        self.events: queue.SimpleQueue = queue.SimpleQueue()
-
-    def all(self) -> list:
-        found = []
-        while not found or isinstance(found[-1], AnswerPart):
-            found.append(self.events.get(timeout=TIMEOUT))
-        return found
-
-    def ids(self, answer: int = 0) -> list[int]:
-        """Of an answer with likelihoods."""
-        events = self.all()
-        assert isinstance(events[-1], Summary), events[-1]
-        return [t.own.id for e in events[:-1] if e.answer == answer for t in e.tokens]
-
-
-def ask(scheduler, ids, plan, tokens=8, **more) -> tuple[Heard, Ticket]:
-    heard = Heard()
-    sampling = more.pop("sampling", Sampling(logprobs=0))
-    order = Order(ids, plan, tokens, sampling=sampling, **more)
-    return heard, scheduler.submit(order, heard.events.put)
 
 
 def alone(model, plan, ids, tokens):
@@ -183,7 +151,7 @@ def test_cancelling_frees_what_waits_is_read_or_runs(scheduler, model):
 def test_what_does_not_fit_waits_and_what_never_fits_is_refused(scheduler, model):
     plan = plan_of("full", model)
     one = scheduler(start=False)
-    needed = one.needs(Order(prompt(1, 40), plan, 8))
+    needed = one._work.needs(Order(prompt(1, 40), plan, 8))
     one = scheduler(start=False, kv_bytes=2 * needed + 10, queue=3)
     with pytest.raises(TooLargeError, match="send less or lower max_tokens"):
         ask(one, prompt(1, 400), plan)

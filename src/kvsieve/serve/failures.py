@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from kvsieve.errors import InputError, KvsieveError, PlanError, UnsupportedModelError, UnsupportedOptionError
-from kvsieve.serve.ticket import BusyError, TooLargeError
+from kvsieve.serve.ticket import BusyError, StoppedError, TooLargeError
 
 
 class Failure(Exception):
@@ -54,6 +54,8 @@ def failure_of(error: Exception) -> Failure:
         return _invalid(error)
     if isinstance(error, BusyError):
         return Failure(429, str(error), code="server_busy", retry=error.retry_after)
+    if isinstance(error, StoppedError):
+        return Failure(503, str(error), code="server_stopped")
     if isinstance(error, TooLargeError):
         return Failure(413, str(error), code="context_length_exceeded")
     if isinstance(error, (PlanError, UnsupportedModelError)):

@@ -1,4 +1,4 @@
-"""The scheduler: one thread that owns the model, reads prompts in chunks and decodes all answers together."""
+"""The scheduler: one thread that owns the model, takes requests in turn and runs them together."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from kvsieve.cache.base import MIN_ROOM
-from kvsieve.errors import InputError, KvsieveError
+from kvsieve.errors import InputError
 from kvsieve.hf.attach import under
-from kvsieve.hf.forward.rows import joins
 from kvsieve.hf.sieve import Sieve
 from kvsieve.plans import Plan
 from kvsieve.serve.limits import ServerLimits
-from kvsieve.serve.memory import KVBytes
-from kvsieve.serve.pace import pace_on, pause_within
+from kvsieve.serve.pace import pause_within
+from kvsieve.serve.plan_sieves import PlanSieves
 from kvsieve.serve.prefixes import NoPrefixes, Prefixes
 from kvsieve.serve.queue import FairQueue
-from kvsieve.serve.reading import PromptReader
-from kvsieve.serve.running import Running, next_logits
-from kvsieve.serve.ticket import BusyError, Event, Order, Ticket, TooLargeError
+from kvsieve.serve.ticket import BusyError, Event, Order, StoppedError, Ticket, TooLargeError
+from kvsieve.serve.work import Work
 
 _log = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Runs requests on one model. `submit` is for any thread, all else happens in the scheduler's own.
+    """Runs requests on one model. `submit`, `state` and `check_plan` are for any thread, all else is its own thread's.
+
+    An error of one request ends that request. Where the thread itself ends, all that wait are sent the reason, and
+    further requests are refused with it.
 
     Args:
         sieve: attached for any plan (hf.attach.attached).
@@ -41,21 +41,18 @@ class Scheduler:
     """
 
     def __init__(self, sieve: Sieve, tokenizer: Any, limits: ServerLimits, prefixes: Prefixes | None = None) -> None:
-        self.sieve, self.tokenizer, self.limits = sieve, tokenizer, limits
+        self.sieve, self.limits = sieve, limits
         self.prefixes: Prefixes = NoPrefixes() if prefixes is None else prefixes
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.bytes = KVBytes(sieve.model)
-        self.pace = pace_on(sieve.model.device, limits.gap)
+        self._under = PlanSieves(sieve)
+        self._work = Work(self._under, sieve, tokenizer, limits, self.prefixes)
         if sieve.new_cache().has_state:
             # Found by passes of its own, which none of the readers may be in the middle of.
             _ = sieve.continues
-        self._under: dict[str, Sieve] = {}
-        self._queue, self._reading, self._running = FairQueue(), collections.deque[PromptReader](), list[Running]()
-        self._held: dict[Ticket, int] = {}
-        self._spent: collections.deque[float] = collections.deque(maxlen=32)
+        self._queue = FairQueue()
         self._changed = threading.Condition()
         self._closing: float | None = None
-        self._thread = threading.Thread(target=self._work, name="kvsieve-scheduler", daemon=True)
+        self._ended: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="kvsieve-scheduler", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -71,7 +68,12 @@ class Scheduler:
     @property
     def alive(self) -> bool:
         """True while requests are taken."""
-        return self._thread.is_alive() and self._closing is None
+        return self._thread.is_alive() and self._closing is None and self._ended is None
+
+    @property
+    def counts(self) -> collections.Counter[str]:
+        """Requests, tokens and passes so far."""
+        return self._work.counts
 
     def submit(self, order: Order, tell: Callable[[Event], None]) -> Ticket:
         """Let a request wait for its turn; `tell` gets its events, in the scheduler's thread.
@@ -80,6 +82,7 @@ class Scheduler:
             InputError: it is longer than the model's context.
             TooLargeError: it needs more memory than there is for all.
             BusyError: too many wait already, or the server is closing.
+            StoppedError: the scheduler's thread has ended.
         """
         context = self.context
         if context is not None and len(order.ids) + 1 > context:
@@ -90,13 +93,15 @@ class Scheduler:
         if context is not None and len(order.ids) + order.max_tokens > context:
             order = replace(order, max_tokens=context - len(order.ids))
         ticket = Ticket(order, tell, self._wake)
-        needed, most = self.needs(order), self.limits.kv_bytes
+        needed, most = self._work.needs(order), self.limits.kv_bytes
         if most is not None and needed > most:
             raise TooLargeError(
                 f"{len(order.ids)} tokens and {order.answers} answers of up to {order.max_tokens} need {needed:,} "
                 f"bytes of KV while they are read, and the server has {most:,}; send less or lower max_tokens"
             )
         with self._changed:
+            if self._ended is not None:
+                raise _stopped(self._ended)
             if self._closing is not None:
                 raise BusyError("the server is closing", 30)
             if len(self._queue) >= self.limits.queue:
@@ -115,56 +120,72 @@ class Scheduler:
 
     def state(self) -> dict[str, int]:
         """Count what is going on now, and bytes reserved."""
-        return {
-            "queued": len(self._queue),
-            "reading": len(self._reading),
-            "running": sum(each.going for each in list(self._running)),
-            "kv_bytes": sum(list(self._held.values())),
-            "kv_limit": self.limits.kv_bytes or 0,
-        }
+        with self._changed:
+            queued = len(self._queue)
+        return {"queued": queued, **self._work.state(), "kv_limit": self.limits.kv_bytes or 0}
 
     def check_plan(self, plan: Plan) -> Plan:
         """Return a plan with nothing left open. Raises PlanError or UnsupportedModelError where it cannot run."""
-        return self._sieve(plan).plan
-
-    def needs(self, order: Order) -> int:
-        """Most bytes that a request takes: its prompt in full, until the plan has acted, its answers, and room."""
-        room = max(MIN_ROOM, len(order.ids) // 8)
-        return self.bytes.of(len(order.ids)) + order.answers * self.bytes.of(order.max_tokens + room)
+        return under(self.sieve, plan).plan
 
     def _patience(self) -> int:
-        mean = sum(self._spent) / len(self._spent) if self._spent else 5.0
+        spent = list(self._work.seconds)
+        mean = sum(spent) / len(spent) if spent else 5.0
         return max(1, round(mean * len(self._queue) / self.limits.running))
-
-    def _sieve(self, plan: Plan) -> Sieve:
-        key = repr(plan)
-        if key not in self._under:
-            self._under[key] = under(self.sieve, plan)
-        return self._under[key]
 
     def _wake(self) -> None:
         with self._changed:
             self._changed.notify()
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         torch.set_grad_enabled(False)
         hooks = pause_within(self.sieve.layers)
-        while True:
-            with self._changed:
-                while not (self._reading or self._running or self._closing is not None or len(self._queue)):
-                    self._changed.wait()
+        try:
+            while self._go_on():
+                pass
+        except BaseException as error:
+            _log.critical("the scheduler has ended: %s", type(error).__name__, exc_info=error)
+            self._end(error)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            try:
+                self.prefixes.close()
+            except Exception as error:
+                _log.error("the store was not written: %s", type(error).__name__, exc_info=error)
+
+    def _go_on(self) -> bool:
+        """Wait for work and do a step of it; False once the server is closed and nothing runs."""
+        with self._changed:
+            while not (self._work or self._closing is not None or len(self._queue)):
+                self._changed.wait()
+        try:
             self._let_go()
-            if self._closing is not None and not (self._reading or self._running):
-                break
+            if self._closing is not None and not self._work:
+                return False
             self._admit()
-            if self._running:
-                with self.pace.decoding():
-                    self._decode()
-            if self._reading:
-                self._read()
-        for hook in hooks:
-            hook.remove()
-        self.prefixes.close()
+            self._work.step()
+        except Exception as error:
+            if self._closing is not None:
+                raise
+            # The request at fault is not known: it is one that runs, or else the next.
+            if not self._work.fail_all(error):
+                self._end_first(error)
+        return True
+
+    def _end_first(self, error: Exception) -> None:
+        with self._changed:
+            ticket = None if self._queue.first() is None else self._queue.take()
+        if ticket is not None:
+            self._work.fail(ticket, error)
+
+    def _end(self, error: BaseException) -> None:
+        """Refuse what comes from here on, and tell all that wait."""
+        with self._changed:
+            self._ended = error
+        self._work.fail_all(_stopped(error))
+        while self._queue.first() is not None:
+            self._work.fail(self._queue.take(), _stopped(error))
 
     def _let_go(self) -> None:
         """Drop what nobody waits for, and what takes too long."""
@@ -172,129 +193,25 @@ class Scheduler:
         late = closing is not None and now > closing
 
         def over(ticket: Ticket) -> bool:
-            return now - ticket.came > self.limits.seconds
+            return late or now - ticket.came > self.limits.seconds
 
         with self._changed:
             gone = self._queue.drop(lambda ticket: ticket.cancelled or over(ticket) or closing is not None)
         for ticket in gone:
             why = "the server is closing" if closing is not None else f"it waited for {self.limits.seconds:.0f} s"
-            self._end(ticket, BusyError(f"the request was not begun: {why}", self._patience()))
-        for reading in [each for each in self._reading if each.ticket.cancelled or over(each.ticket) or late]:
-            self._reading.remove(reading)
-            reading.stop()
-            self._end(reading.ticket, BusyError("the prompt was not read in the time there is", self._patience()))
-        for running in list(self._running):
-            if running.ticket.cancelled:
-                self._running.remove(running)
-                self._end(running.ticket, None)
-            elif over(running.ticket) or late:
-                running.cut()
-                self._finish(running)
+            self._work.end(ticket, BusyError(f"the request was not begun: {why}", self._patience()))
+        self._work.let_go(over, self._patience())
 
     def _admit(self) -> None:
         """Begin to read what there is room for, in turn."""
-        most = self.limits.kv_bytes
         while True:
             with self._changed:
                 ticket = self._queue.first()
-                if ticket is None:
-                    return
-                rows = sum(each.going for each in self._running) + sum(
-                    each.ticket.order.answers for each in self._reading
-                )
-                if rows and rows + ticket.order.answers > self.limits.running:
-                    return
-                needed = self.needs(ticket.order)
-                if most is not None and sum(self._held.values()) + needed > most:
+                if ticket is None or not self._work.has_room(ticket.order):
                     return
                 self._queue.take()
-            self._held[ticket] = needed
-            try:
-                sieve = self._sieve(ticket.order.plan)
-                cache = self.prefixes.find(sieve, ticket.order) or sieve.new_cache()
-                border = self.prefixes.at_border
-                self._reading.append(PromptReader(ticket, sieve, cache, self.limits.chunk, self.pace, border))
-            except Exception as error:
-                self._fail(ticket, error)
+            self._work.begin(ticket)
 
-    def _read(self) -> None:
-        """Read the prompt whose turn it is, for as long as running answers can wait."""
-        reading = self._reading.popleft()
-        self.pace.begin(waits=bool(self._running))
-        try:
-            read = reading.step()
-            self.counts["late_tokens"] += self.pace.late
-            if not read:
-                self._reading.append(reading)
-                return
-            self._begin(reading)
-        except Exception as error:
-            self._fail(reading.ticket, error)
 
-    def _begin(self, reading: PromptReader) -> None:
-        """Choose the first tokens behind a prompt that is read."""
-        ticket, logits = reading.ticket, reading.logits
-        assert logits is not None
-        order = ticket.order
-        self.counts["prompt_tokens"] += len(order.ids)
-        self.counts["cached_tokens"] += reading.cached
-        self.prefixes.add(reading)
-        running = Running(ticket, reading, logits, self.tokenizer)
-        read = sum(answer.cache.nbytes() for answer in running.answers)
-        self._held[ticket] = min(self._held[ticket], read + order.answers * self.bytes.of(order.max_tokens))
-        self._running.append(running)
-        self._finish_ended(running)
-
-    def _decode(self) -> None:
-        """Run one pass over the next token of every answer."""
-        going = [(running, answer) for running in self._running for answer in running.answers if not answer.finish]
-        together = [each for each in going if joins(each[1].cache)]
-        parts = [together] if together else []
-        parts += [[each] for each in going if not joins(each[1].cache)]
-        for part in parts:
-            try:
-                logits = next_logits(self.sieve, part)
-            except Exception as error:
-                self._drop({id(running): running for running, _ in part}.values(), error)
-                continue
-            self.counts["decode_passes"] += 1
-            self.counts["new_tokens"] += len(part)
-            for row, (running, answer) in zip(logits, part, strict=True):
-                try:
-                    answer.add(row)
-                except Exception as error:
-                    self._drop([running], error)
-        for running in list(self._running):
-            self._finish_ended(running)
-
-    def _drop(self, failed: Iterable[Running], error: Exception) -> None:
-        for running in failed:
-            if running in self._running:
-                self._running.remove(running)
-                self._fail(running.ticket, error)
-
-    def _finish_ended(self, running: Running) -> None:
-        if not running.going:
-            self._finish(running)
-
-    def _finish(self, running: Running) -> None:
-        self._running.remove(running)
-        self.prefixes.add_answer(running.reading, running.answers[0])
-        summary = running.summary()
-        self._spent.append(summary.seconds)
-        self.counts["answered"] += 1
-        self._end(running.ticket, summary)
-
-    def _fail(self, ticket: Ticket, error: Exception) -> None:
-        self.counts["failed"] += 1
-        if not isinstance(error, KvsieveError):
-            _log.error("a request failed: %s", type(error).__name__, exc_info=error)
-        self._end(ticket, error)
-
-    def _end(self, ticket: Ticket, event: Event | None) -> None:
-        """Free what a ticket holds, and tell its last event."""
-        self._held.pop(ticket, None)
-        if event is None or ticket.cancelled:
-            self.counts["cancelled"] += 1
-        if event is not None:
-            ticket.tell(event)
+def _stopped(error: BaseException) -> StoppedError:
+    return StoppedError(f"the server has stopped ({type(error).__name__}); its log says more, start it again")

@@ -21,6 +21,10 @@ class BusyError(KvsieveError):
         self.retry_after = retry_after
 
 
+class StoppedError(KvsieveError):
+    """The scheduler's thread has ended, so no request is answered any more."""
+
+
 class TooLargeError(KvsieveError):
     """A request that this server never has room for."""
 

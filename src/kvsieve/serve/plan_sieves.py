@@ -1,0 +1,60 @@
+"""The attached model under the plans that requests ask for."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from kvsieve.hf.attach import under
+from kvsieve.hf.sieve import Sieve
+from kvsieve.plans import Plan
+
+
+class PlanSieves:
+    """The attached model under the plans used last. For one thread.
+
+    Args:
+        sieve: attached for any plan.
+        most: plans that are remembered.
+    """
+
+    def __init__(self, sieve: Sieve, most: int = 64) -> None:
+        self._sieve, self._most = sieve, most
+        self._known: OrderedDict[Hashable, Sieve] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, plan: Plan) -> Sieve:
+        """Return the model under a plan. Raises PlanError or UnsupportedModelError where it cannot run."""
+        key = plan_key(plan)
+        if key not in self._known:
+            self._known[key] = under(self._sieve, plan)
+            if len(self._known) > self._most:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
+
+
+def plan_key(plan: Plan) -> Hashable:
+    """Return a key that two plans share only if they do the same and are reported alike."""
+    return _key(plan), plan.name, str(plan.filled)
+
+
+def _key(value: Any) -> Hashable:
+    # Types count: a budget of 1 is one entry, and a budget of 1.0 is all of them.
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = [each.name for each in dataclasses.fields(value) if each.compare]
+        return type(value), *(_key(getattr(value, name)) for name in fields)
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_key, value)
+    if isinstance(value, Mapping):
+        return type(value), *((_key(name), _key(each)) for name, each in value.items())
+    try:
+        hash(value)
+    except TypeError:
+        # An array or the like: alive for as long as the plan that is remembered with it.
+        return type(value), id(value)
+    return type(value), value

@@ -1,0 +1,233 @@
+"""Requests that are read and answered: one step at a time, none of which an error of one request ends."""
+
+from __future__ import annotations
+
+import collections
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvsieve.cache.base import MIN_ROOM
+from kvsieve.errors import KvsieveError
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.rows import joins
+from kvsieve.hf.sieve import Sieve
+from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.memory import KVBytes
+from kvsieve.serve.pace import pace_on
+from kvsieve.serve.plan_sieves import PlanSieves
+from kvsieve.serve.prefixes import Prefixes
+from kvsieve.serve.reading import PromptReader
+from kvsieve.serve.running import Running, next_logits
+from kvsieve.serve.ticket import BusyError, Event, Order, Ticket
+
+_log = logging.getLogger(__name__)
+
+
+class Work:
+    """Requests that are read and answered. All but `state` and `needs` is for the scheduler's thread.
+
+    Attributes:
+        counts: what was done so far.
+        bytes: KV bytes by tokens.
+        seconds: of the last requests, from each to its end.
+    """
+
+    def __init__(
+        self, under: PlanSieves, sieve: Sieve, tokenizer: Any, limits: ServerLimits, prefixes: Prefixes
+    ) -> None:
+        self.under, self.sieve, self.tokenizer, self.limits, self.prefixes = under, sieve, tokenizer, limits, prefixes
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.bytes = KVBytes(sieve.model)
+        self.pace = pace_on(sieve.model.device, limits.gap)
+        self.seconds: collections.deque[float] = collections.deque(maxlen=32)
+        self._reading, self._running = collections.deque[PromptReader](), list[Running]()
+        self._held: dict[Ticket, int] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._reading or self._running)
+
+    def state(self) -> dict[str, int]:
+        """Count what is read and answered now, and bytes reserved."""
+        return {
+            "reading": len(self._reading),
+            "running": sum(each.going for each in list(self._running)),
+            "kv_bytes": sum(list(self._held.values())),
+        }
+
+    def needs(self, order: Order) -> int:
+        """Return the most bytes that a request takes: its whole prompt until the plan has acted, answers and room."""
+        room = max(MIN_ROOM, len(order.ids) // 8)
+        return self.bytes.of(len(order.ids)) + order.answers * self.bytes.of(order.max_tokens + room)
+
+    def has_room(self, order: Order) -> bool:
+        """Tell that a request may begin beside those that are read and answered."""
+        rows = sum(each.going for each in self._running) + sum(each.ticket.order.answers for each in self._reading)
+        if rows and rows + order.answers > self.limits.running:
+            return False
+        most = self.limits.kv_bytes
+        return most is None or sum(self._held.values()) + self.needs(order) <= most
+
+    def begin(self, ticket: Ticket) -> None:
+        """Begin to read a request's prompt, behind what the store has of it."""
+        self._held[ticket] = self.needs(ticket.order)
+        try:
+            sieve = self.under.of(ticket.order.plan)
+            cache = self._found(sieve, ticket.order) or sieve.new_cache()
+            self._reading.append(PromptReader(ticket, sieve, cache, self.limits.chunk, self.pace, self._at_border))
+        except Exception as error:
+            self.fail(ticket, error)
+
+    def step(self) -> None:
+        """Give every answer its next token, and read on in the prompt whose turn it is."""
+        if self._running:
+            with self.pace.decoding():
+                self._decode()
+        if self._reading:
+            self._read()
+
+    def let_go(self, over: Callable[[Ticket], bool], patience: int) -> None:
+        """End what nobody waits for, and what `over` tells to have taken too long."""
+        for reading in [each for each in self._reading if each.ticket.cancelled or over(each.ticket)]:
+            self._reading.remove(reading)
+            self._stop(reading)
+            self.end(reading.ticket, BusyError("the prompt was not read in the time there is", patience))
+        for running in list(self._running):
+            if running.ticket.cancelled:
+                self._running.remove(running)
+                self.end(running.ticket, None)
+            elif over(running.ticket):
+                try:
+                    running.cut()
+                except Exception as error:
+                    self._drop([running], error)
+                else:
+                    self._finish(running)
+
+    def fail_all(self, error: Exception) -> int:
+        """End all requests that are read and answered with an error; returns how many there were."""
+        reading, running = list(self._reading), list(self._running)
+        self._reading.clear()
+        self._running.clear()
+        for each in reading:
+            self._stop(each)
+        for ticket in [each.ticket for each in (*reading, *running)]:
+            self.fail(ticket, error)
+        self._held.clear()
+        return len(reading) + len(running)
+
+    def fail(self, ticket: Ticket, error: Exception) -> None:
+        """End a request with an error."""
+        self.counts["failed"] += 1
+        if not isinstance(error, KvsieveError):
+            _log.error("a request failed: %s", type(error).__name__, exc_info=error)
+        self.end(ticket, error)
+
+    def end(self, ticket: Ticket, event: Event | None) -> None:
+        """Free what a ticket holds, and send its last event."""
+        self._held.pop(ticket, None)
+        if event is None or ticket.cancelled:
+            self.counts["cancelled"] += 1
+        if event is None:
+            return
+        try:
+            ticket.tell(event)
+        except Exception as error:
+            _log.error("nobody took the end of a request: %s", type(error).__name__, exc_info=error)
+
+    def _read(self) -> None:
+        """Read the prompt whose turn it is, for as long as running answers can wait."""
+        reading = self._reading.popleft()
+        self.pace.begin(waits=bool(self._running))
+        try:
+            read = reading.step()
+            self.counts["late_tokens"] += self.pace.late
+            if read:
+                self._answer(reading)
+            else:
+                self._reading.append(reading)
+        except Exception as error:
+            self.fail(reading.ticket, error)
+
+    def _answer(self, reading: PromptReader) -> None:
+        """Choose the first tokens behind a prompt that is read."""
+        ticket, logits = reading.ticket, reading.logits
+        assert logits is not None
+        order = ticket.order
+        self.counts["prompt_tokens"] += len(order.ids)
+        self.counts["cached_tokens"] += reading.cached
+        self._store(self.prefixes.add, reading)
+        running = Running(ticket, reading, logits, self.tokenizer)
+        read = sum(answer.cache.nbytes() for answer in running.answers)
+        self._held[ticket] = min(self._held[ticket], read + order.answers * self.bytes.of(order.max_tokens))
+        self._running.append(running)
+        if not running.going:
+            self._finish(running)
+
+    def _decode(self) -> None:
+        """Run one pass over the next token of every answer."""
+        going = [(running, answer) for running in self._running for answer in running.answers if not answer.finish]
+        together = [each for each in going if joins(each[1].cache)]
+        parts = [together] if together else []
+        parts += [[each] for each in going if not joins(each[1].cache)]
+        for part in parts:
+            try:
+                logits = next_logits(self.sieve, part)
+            except Exception as error:
+                self._drop({id(running): running for running, _ in part}.values(), error)
+                continue
+            self.counts["decode_passes"] += 1
+            self.counts["new_tokens"] += len(part)
+            for row, (running, answer) in zip(logits, part, strict=True):
+                try:
+                    answer.add(row)
+                except Exception as error:
+                    self._drop([running], error)
+        for running in list(self._running):
+            if not running.going:
+                self._finish(running)
+
+    def _drop(self, failed: Iterable[Running], error: Exception) -> None:
+        for running in failed:
+            if running in self._running:
+                self._running.remove(running)
+                self.fail(running.ticket, error)
+
+    def _finish(self, running: Running) -> None:
+        self._running.remove(running)
+        self._store(self.prefixes.add_answer, running.reading, running.answers[0])
+        try:
+            summary = running.summary()
+        except Exception as error:
+            self.fail(running.ticket, error)
+            return
+        self.seconds.append(summary.seconds)
+        self.counts["answered"] += 1
+        self.end(running.ticket, summary)
+
+    def _stop(self, reading: PromptReader) -> None:
+        try:
+            reading.stop()
+        except Exception as error:
+            _log.error("a prompt was not left in order: %s", type(error).__name__, exc_info=error)
+
+    def _found(self, sieve: Sieve, order: Order) -> SieveCache | None:
+        try:
+            return self.prefixes.find(sieve, order)
+        except Exception as error:
+            self._not_stored(error)
+            return None
+
+    def _at_border(self, reading: PromptReader, left: int) -> None:
+        self._store(self.prefixes.at_border, reading, left)
+
+    def _store(self, put: Callable[..., None], *what: Any) -> None:
+        """Let the store take something in. The answer does not depend on it, so no error of the store ends one."""
+        try:
+            put(*what)
+        except Exception as error:
+            self._not_stored(error)
+
+    def _not_stored(self, error: Exception) -> None:
+        self.counts["store_failed"] += 1
+        _log.error("the store failed at a request: %s", type(error).__name__, exc_info=error)

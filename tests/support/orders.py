@@ -1,0 +1,42 @@
+"""Orders to a scheduler, and what they come to."""
+
+from __future__ import annotations
+
+import queue
+
+import torch
+
+from kvsieve.serve.ticket import AnswerPart, Order, Sampling, Summary, Ticket
+
+TIMEOUT = 120
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    made = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(3, 120, (length,), generator=made).tolist())
+
+
+class Heard:
+    """Events of a request, and what they come to."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue = queue.SimpleQueue()
+
+    def all(self) -> list:
+        found = []
+        while not found or isinstance(found[-1], AnswerPart):
+            found.append(self.events.get(timeout=TIMEOUT))
+        return found
+
+    def ids(self, answer: int = 0) -> list[int]:
+        """Of an answer with likelihoods."""
+        events = self.all()
+        assert isinstance(events[-1], Summary), events[-1]
+        return [t.own.id for e in events[:-1] if e.answer == answer for t in e.tokens]
+
+
+def ask(scheduler, ids, plan, tokens=8, **more) -> tuple[Heard, Ticket]:
+    heard = Heard()
+    sampling = more.pop("sampling", Sampling(logprobs=0))
+    order = Order(ids, plan, tokens, sampling=sampling, **more)
+    return heard, scheduler.submit(order, heard.events.put)
