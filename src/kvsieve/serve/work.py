@@ -111,7 +111,7 @@ class Work:
         self._running.clear()
         for each in reading:
             self._stop(each)
-        for ticket in [each.ticket for each in (*reading, *running)]:
+        for ticket in [*(each.ticket for each in reading), *(each.ticket for each in running)]:
             self.fail(ticket, error)
         self._held.clear()
         return len(reading) + len(running)
