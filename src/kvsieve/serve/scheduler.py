@@ -22,7 +22,7 @@ from kvsieve.serve.plan_sieves import PlanSieves
 from kvsieve.serve.prefixes import NoPrefixes, Prefixes
 from kvsieve.serve.queue import FairQueue
 from kvsieve.serve.ticket import BusyError, Event, Order, StoppedError, Ticket, TooLargeError
-from kvsieve.serve.work import Work
+from kvsieve.serve.workload import Workload
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class Scheduler:
         self.sieve, self.limits = sieve, limits
         self.prefixes: Prefixes = NoPrefixes() if prefixes is None else prefixes
         self._under = PlanSieves(sieve)
-        self._work = Work(self._under, sieve, tokenizer, limits, self.prefixes)
+        self._work = Workload(self._under, sieve, tokenizer, limits, self.prefixes)
         if sieve.new_cache().has_state:
             # Found by passes of its own, which none of the readers may be in the middle of.
             _ = sieve.continues

@@ -24,7 +24,7 @@ from kvsieve.serve.ticket import BusyError, Event, Order, Ticket
 _log = logging.getLogger(__name__)
 
 
-class Work:
+class Workload:
     """Requests that are read and answered. All but `state` and `needs` is for the scheduler's thread.
 
     Attributes:
