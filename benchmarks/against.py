@@ -37,13 +37,14 @@ def measure(plans: list[str], length: int, new_tokens: int) -> dict[str, dict[st
     import torch
 
     import kvsieve
+    from kvsieve.named import plan_without_floor
 
     model, _ = kvsieve.models.load_demo()
     ids = torch.randint(100, 40_000, (1, length), generator=torch.Generator().manual_seed(1))
     options = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     found = {}
     for name in plans:
-        with kvsieve.attach(model, kvsieve.plan(name, **PLANS[name])) as sieve:
+        with kvsieve.attach(model, plan_without_floor(name, **PLANS[name])) as sieve:
             sieve.generate(ids[:, :256], **{**options, "max_new_tokens": 4, "min_new_tokens": 4})
             stats = sieve.generate(ids, **options).stats
         found[name] = {figure: getattr(stats, figure) for figure in FIGURES}

@@ -44,6 +44,7 @@ from kvsieve.eval.evaluator import Evaluator
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import answer_logits, read_shared
+from kvsieve.named import plan_without_floor
 from kvsieve.plans import Plan
 from kvsieve.report.environment import environment
 from kvsieve.report.tables import markdown_table
@@ -67,12 +68,12 @@ _PIECE = 64
 
 def plans_of(codecs: list[str], budgets: list[str]) -> dict[str, Plan]:
     """Label -> plan; full KV first."""
-    plans = {"full": Plan(), **{codec: kvsieve.plan("full", codec=codec) for codec in codecs}}
+    plans = {"full": Plan(), **{codec: plan_without_floor("full", codec=codec) for codec in codecs}}
     for budget in budgets:
         name = f"snapkv {budget}"
-        plans[name] = kvsieve.plan("snapkv", budget=budget)
-        plans |= {f"{name} rest={rest}": kvsieve.plan("snapkv", budget=budget, rest=rest) for rest in RESTS}
-        plans |= {f"{name} {codec}": kvsieve.plan("snapkv", budget=budget, codec=codec) for codec in codecs}
+        plans[name] = plan_without_floor("snapkv", budget=budget)
+        plans |= {f"{name} rest={rest}": plan_without_floor("snapkv", budget=budget, rest=rest) for rest in RESTS}
+        plans |= {f"{name} {codec}": plan_without_floor("snapkv", budget=budget, codec=codec) for codec in codecs}
     return plans
 
 
@@ -157,11 +158,11 @@ def rests(
 
     named: the codecs.
     """
-    kept = {rest: kvsieve.plan("snapkv", budget=budget, rest=rest) for rest in named}
+    kept = {rest: plan_without_floor("snapkv", budget=budget, rest=rest) for rest in named}
     shares = kv_shares(model, tokenizer, kept, length)
     plans = [Plan()]
     for rest, plan in kept.items():
-        plans += [plan, kvsieve.plan("snapkv", budget=f"{100 * shares[rest]:.2f}%")]
+        plans += [plan, plan_without_floor("snapkv", budget=f"{100 * shares[rest]:.2f}%")]
     evaluator, rows = Evaluator(model, tokenizer, chunk=1024), []
     for task in chosen_tasks(tasks, "topics"):
         found: dict[str, list[list[float]]] = {rest: [] for rest in named}
@@ -214,7 +215,7 @@ def peers(model: Any, tokenizer: Any, codecs: list[str], length: int, rounds: in
         PEER: Peer(model, None, lambda: QuantizedCache(**theirs)),
         "transformers": Peer(model, None, lambda: DynamicCache(config=model.config)),
         "full": Peer(model, Plan(), None),
-        **{codec: Peer(model, kvsieve.plan("full", codec=codec), None) for codec in codecs},
+        **{codec: Peer(model, plan_without_floor("full", codec=codec), None) for codec in codecs},
     }
     spent: dict[str, list[float]] = {name: [] for name in contenders}
     said: dict[str, torch.Tensor] = {}
@@ -242,7 +243,7 @@ def drift(model: Any, tokenizer: Any, codecs: list[str], length: int, tokens: in
     with kvsieve.attach(model, Plan()) as sieve, torch.no_grad():
         options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": tokens + 1}
         answer = sieve.generate(ids, **options).sequences[:, length:]
-    plans = [Plan(), *(kvsieve.plan("full", codec=codec) for codec in codecs)]
+    plans = [Plan(), *(plan_without_floor("full", codec=codec) for codec in codecs)]
     caches = []
     for plan in plans:
         with kvsieve.attach(model, plan) as sieve, torch.no_grad():

@@ -17,6 +17,7 @@ from typing import Any
 import kvsieve
 from kvsieve.defaults import digits_per_token
 from kvsieve.eval.evaluator import Evaluator
+from kvsieve.named import plan_without_floor
 from kvsieve.profiles import Fingerprint
 from kvsieve.report.environment import environment
 from kvsieve.tasks import chosen_tasks
@@ -28,12 +29,12 @@ KEY = ("model", "task", "length", "sample", "method", "defaults")
 def plans(model: Any, tokenizer: Any) -> dict[tuple[str, str], kvsieve.Plan]:
     """(method, which defaults) -> plan, full KV first."""
     shape = Fingerprint.of(model)
-    found = {("full", "paper"): kvsieve.plan("full")}
+    found = {("full", "paper"): plan_without_floor("full")}
     for name, budget in METHODS.items():
         derived = kvsieve.method_info(name).derive(shape, digits_per_token(tokenizer))
-        found[name, "paper"] = kvsieve.plan(name, budget=budget, paper=True)
-        found[name, "derived"] = kvsieve.plan(name, budget=budget, paper=True, **derived)
-        own = kvsieve.plan(name, budget=budget).for_model(model, tokenizer)
+        found[name, "paper"] = plan_without_floor(name, budget=budget, paper=True)
+        found[name, "derived"] = plan_without_floor(name, budget=budget, paper=True, **derived)
+        own = plan_without_floor(name, budget=budget).for_model(model, tokenizer)
         if own.profile is not None:
             found[name, "profile"] = own
     return found

@@ -16,18 +16,19 @@ from pathlib import Path
 import kvsieve
 from kvsieve.cli.demo import demo_runs
 from kvsieve.cli.document import QUESTION, build_document
+from kvsieve.named import plan_without_floor
 from kvsieve.report.environment import environment
 
 PROFILE = "smollm2-135m-instruct"
 # Every parameter that decides an answer is written out, so that these stay what was timed when defaults change.
 PAPER = {"window": 8, "kernel": 7, "pooling": "max"}
 PLANS = {
-    "full": kvsieve.plan("full"),
-    "snapkv 10%": kvsieve.plan("snapkv", budget="10%", window=32, kernel=7, pooling="avg"),
-    "fastkv layer 14, 20%, 10%": kvsieve.plan("fastkv", budget="10%", tsp_layer=14, tsp_rate=0.2, **PAPER),
-    "fastkv layer 22, 30%, 10%": kvsieve.plan("fastkv", budget="10%", tsp_layer=22, tsp_rate=0.3, **PAPER),
-    "fastkv calibrated, 10%": kvsieve.plan("fastkv", budget="10%", profile=PROFILE),
-    "rocketkv 256": kvsieve.plan("rocketkv", budget=256, window=32, kernel=63, pooling="max"),
+    "full": plan_without_floor("full"),
+    "snapkv 10%": plan_without_floor("snapkv", budget="10%", window=32, kernel=7, pooling="avg"),
+    "fastkv layer 14, 20%, 10%": plan_without_floor("fastkv", budget="10%", tsp_layer=14, tsp_rate=0.2, **PAPER),
+    "fastkv layer 22, 30%, 10%": plan_without_floor("fastkv", budget="10%", tsp_layer=22, tsp_rate=0.3, **PAPER),
+    "fastkv calibrated, 10%": plan_without_floor("fastkv", budget="10%", profile=PROFILE),
+    "rocketkv 256": plan_without_floor("rocketkv", budget=256, window=32, kernel=63, pooling="max"),
 }
 
 

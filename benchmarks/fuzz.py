@@ -37,6 +37,7 @@ from kvsieve.budget import Budget
 from kvsieve.cli.specs import chosen_method, compared_methods
 from kvsieve.eval.cells import settings
 from kvsieve.models.families import build
+from kvsieve.named import plan_without_floor
 from kvsieve.profiles import load_profile
 from kvsieve.registry import list_methods, method_info
 
@@ -175,7 +176,9 @@ def parameter_case(draw: random.Random, number: int) -> tuple[str, Case]:
         given[name] = like(draw, info.parameters.get(name))
     if draw.random() < 0.1:
         given = {name: part for name, part in given.items() if name not in info.example}
-    return f"plan({info.name!r}, **{given!r})", lambda world: run(world, kvsieve.plan(info.name, **given))
+    return f"plan_without_floor({info.name!r}, **{given!r})", lambda world: run(
+        world, plan_without_floor(info.name, **given)
+    )
 
 
 def run(world: World, plan: kvsieve.Plan) -> None:
@@ -206,7 +209,7 @@ def input_case(draw: random.Random, number: int) -> tuple[str, Case]:
     kind = list(WAYS)[number % len(WAYS)]
     name = draw.choice(list(PLANS))
     said, call = WAYS[kind](draw)
-    plan = kvsieve.plan(name, **PLANS[name])
+    plan = plan_without_floor(name, **PLANS[name])
 
     def case(world: World) -> None:
         with world.attach(plan) as sieve:

@@ -38,7 +38,7 @@ from kvsieve.bench.tables import notes, tables
 from kvsieve.bench.work import Work
 from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.output import print_table, printed_warnings
-from kvsieve.cli.specs import MethodRun, compared_methods, with_codecs
+from kvsieve.cli.specs import MethodRun, compared_methods, measured, with_codecs
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode.engine import ENGINES
 from kvsieve.hf.generate.peak_memory import measure_peak
@@ -307,7 +307,7 @@ def measure(arguments: argparse.Namespace) -> None:
     for run in methods + with_codecs(
         [run for run in methods if run.name in ("full", "snapkv")], TINY_CODECS if tiny else CODECS
     ):
-        runs[run.full_label] = run
+        runs[run.full_label] = measured(run)
     settings = {
         "config": config,
         "decode": arguments.decode,

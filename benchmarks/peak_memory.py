@@ -28,6 +28,7 @@ from kvsieve.bench.prompts import TokensPrompt, text_ids
 from kvsieve.devices import cpu_kind
 from kvsieve.hf.decode.engine import ENGINES
 from kvsieve.hf.generate.peak_memory import measure_peak
+from kvsieve.named import plan_without_floor
 from kvsieve.report.environment import environment
 
 HALF_GIB = 2**29
@@ -39,7 +40,7 @@ def contender(model: Any, case: str, chunk: int, decode: str) -> Contender:
     name, chunked = case.removesuffix(CHUNKED), chunk if case.endswith(CHUNKED) else None
     if name == "transformers":
         return Transformers(model, chunked)
-    plan = kvsieve.plan(name) if name == "full" else kvsieve.plan(name, budget="10%")
+    plan = plan_without_floor(name) if name == "full" else plan_without_floor(name, budget="10%")
     return KvsieveMethod(model, plan, case, chunked, decode)
 
 

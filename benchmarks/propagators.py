@@ -25,6 +25,7 @@ import kvsieve
 from kvsieve.bench.contenders import KvsieveMethod
 from kvsieve.bench.prompts import TokensPrompt
 from kvsieve.eval.evaluator import Evaluator
+from kvsieve.named import plan_without_floor
 from kvsieve.report.environment import environment
 from kvsieve.tasks import chosen_tasks
 
@@ -34,13 +35,13 @@ BUDGET = "10%"
 
 def plans(model: Any, tokenizer: Any, draft: str | None) -> dict[str, kvsieve.Plan]:
     """By what to call them, full KV first."""
-    fastkv = kvsieve.plan("fastkv", budget=BUDGET).for_model(model, tokenizer)
-    found = {"full": kvsieve.plan("full"), "fastkv": fastkv}
+    fastkv = plan_without_floor("fastkv", budget=BUDGET).for_model(model, tokenizer)
+    found = {"full": plan_without_floor("full"), "fastkv": fastkv}
     for name in ("claa", "staged"):
-        found[name] = kvsieve.plan(name, budget=BUDGET).for_model(model, tokenizer)
+        found[name] = plan_without_floor(name, budget=BUDGET).for_model(model, tokenizer)
     if draft is not None:
         for name, lookahead in (("specprefill", 8), ("specprefill, lookahead 1", 1)):
-            made = kvsieve.plan("specprefill", draft=draft, keep="20%", lookahead=lookahead)
+            made = plan_without_floor("specprefill", draft=draft, keep="20%", lookahead=lookahead)
             found[name] = kvsieve.Plan(propagate=made.propagate, evict=fastkv.evict, name=made.name).for_model(
                 model, tokenizer
             )

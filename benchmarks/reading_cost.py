@@ -32,6 +32,7 @@ from kvsieve.bench.peer_process import Peer
 from kvsieve.bench.prompts import text_ids
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.request import PassRequest
+from kvsieve.named import plan_without_floor
 from kvsieve.report.environment import environment
 
 READERS = "full;rocketkv:budget=256;hsa:budget=256;quest:budget=256;sparq:budget=256"
@@ -42,7 +43,9 @@ LAST = 64
 def spec(text: str) -> kvsieve.Plan:
     name, _, options = text.partition(":")
     given = dict(part.split("=", 1) for part in options.split(",") if part)
-    return kvsieve.plan(name, **{key: json.loads(value) if value[0] in "tf" else value for key, value in given.items()})
+    return plan_without_floor(
+        name, **{key: json.loads(value) if value[0] in "tf" else value for key, value in given.items()}
+    )
 
 
 def random_entries(sieve: Any, cache: Any, length: int) -> None:

@@ -30,6 +30,7 @@ from transformers import DynamicCache
 import kvsieve
 from kvsieve.eval.evaluator import Evaluator
 from kvsieve.hf.compat import CACHE
+from kvsieve.named import plan_without_floor
 from kvsieve.plans import Plan
 from kvsieve.report.environment import environment
 from kvsieve.report.tables import markdown_table
@@ -133,11 +134,11 @@ def main() -> None:
     model, tokenizer = kvsieve.models.load(given.model)
     name = given.model or "SmolLM2-135M-Instruct (demo model)"
     prefills = [each for each in given.prefills.split(",") if each]
-    plans = {FULL: Plan(), **{each: kvsieve.plan(FULL, prefill=each) for each in prefills}}
+    plans = {FULL: Plan(), **{each: plan_without_floor(FULL, prefill=each) for each in prefills}}
     for method in filter(None, given.methods.split(",")):
         told = f"{method} {given.budget}"
-        plans[told] = kvsieve.plan(method, budget=given.budget)
-        plans |= {f"{told}, {each}": kvsieve.plan(method, budget=given.budget, prefill=each) for each in prefills}
+        plans[told] = plan_without_floor(method, budget=given.budget)
+        plans |= {f"{told}, {each}": plan_without_floor(method, budget=given.budget, prefill=each) for each in prefills}
     timed: dict[str, Plan | None] = {THEIRS: None, **plans} if given.transformers else {**plans}
     report: dict[str, Any] = {
         "environment": environment(),

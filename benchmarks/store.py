@@ -36,6 +36,7 @@ import kvsieve
 from kvsieve.bench.prompts import text_ids
 from kvsieve.hf.reuse import Stored
 from kvsieve.models.families import build
+from kvsieve.named import plan_without_floor
 from kvsieve.report.environment import environment
 from kvsieve.store import PrefixStore
 from kvsieve.turns import render, stop_ids, token_ids
@@ -72,7 +73,7 @@ def document(given: argparse.Namespace) -> dict[str, Any]:
     model, tokenizer = kvsieve.models.load_demo()
     asked, ids = prompts(tokenizer, given.tokens, 2)
     how = {**options(model, tokenizer, 16), "chunk": CHUNK}
-    plan = kvsieve.plan(given.method, **METHODS[given.method])
+    plan = plan_without_floor(given.method, **METHODS[given.method])
     with tempfile.TemporaryDirectory() as folder:
         place = Path(given.folder or folder)
         known = given.unbroken or (place.exists() and any(place.glob("*.kv")))
@@ -116,7 +117,7 @@ def fill(given: argparse.Namespace) -> None:
     """Answer the first question, say so when all is on the disk, and wait to be killed."""
     model, tokenizer = kvsieve.models.load_demo()
     (ids,) = prompts(tokenizer, given.tokens, 1)
-    plan = kvsieve.plan(given.method, **METHODS[given.method])
+    plan = plan_without_floor(given.method, **METHODS[given.method])
     with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve:
         store = PrefixStore(given.folder)
         result = Stored(store).generate(sieve, ids, chunk=CHUNK, **options(model, tokenizer, 16))
@@ -136,7 +137,7 @@ def agent(given: argparse.Namespace) -> dict[str, Any]:
     for name, (family, method, parameters) in cases.items():
         model = build(family, max_position_embeddings=1 << 16)
         with (
-            kvsieve.attach(model, kvsieve.plan(method, **parameters)) as sieve,
+            kvsieve.attach(model, plan_without_floor(method, **parameters)) as sieve,
             PrefixStore(memory=given.memory) as store,
         ):
             out[name] = {"family": family, "method": method, **trace(sieve, store, given.turns)}
@@ -183,8 +184,8 @@ def sessions(given: argparse.Namespace) -> dict[str, Any]:
     (ids,) = prompts(tokenizer, given.tokens, 1)
     out: dict[str, Any] = {"tokens": ids.shape[1]}
     for name, plan in (
-        ("full", kvsieve.plan("full")),
-        ("snapkv 10%, kivi 4 bits", kvsieve.plan("snapkv", paper=True, **PACKED)),
+        ("full", plan_without_floor("full")),
+        ("snapkv 10%, kivi 4 bits", plan_without_floor("snapkv", paper=True, **PACKED)),
     ):
         with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve, PrefixStore() as store:
             result = sieve.generate(ids, chunk=CHUNK, **options(model, tokenizer, 16))

@@ -17,6 +17,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 
+from kvsieve import budget
+
+# Prompts of tests are short, and shares of them are to evict; tests/test_floor.py goes by the floor that users have.
+USUAL_FLOOR, budget.FLOOR = budget.FLOOR, 0
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
@@ -57,6 +62,13 @@ def poisoned_memory():
 
     with poison():
         yield
+
+
+@pytest.fixture
+def usual_floor(monkeypatch) -> int:
+    """Make plans by name with the floor that users have, which tests otherwise do without."""
+    monkeypatch.setattr(budget, "FLOOR", USUAL_FLOOR)
+    return USUAL_FLOOR
 
 
 @pytest.fixture(scope="session")

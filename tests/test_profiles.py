@@ -13,8 +13,8 @@ from kvsieve.errors import PlanError
 from kvsieve.eval.cells import settings
 from kvsieve.methods import TSP, SnapKV
 from kvsieve.models.families import build
-from kvsieve.named import all_parameters
 from kvsieve.profiles import Fingerprint, Profile, load_profile, shipped_profiles
+from kvsieve.settled import all_parameters
 
 
 @pytest.fixture(scope="module")

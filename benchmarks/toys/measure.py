@@ -33,6 +33,7 @@ from benchmarks.toys.task import Task
 from benchmarks.toys.train import RESULTS, STAGES
 from kvsieve.errors import KvsieveError
 from kvsieve.methods import TSP, GemFilter, PyramidInfer
+from kvsieve.named import plan_without_floor
 from kvsieve.report.environment import environment
 
 ROLES = ("evict", "read", "propagate")
@@ -86,15 +87,15 @@ class Cell:
         """Make the plan for prompts of so many tokens."""
         share = self.share
         if self.role == "full":
-            return kvsieve.plan("full")
+            return plan_without_floor("full")
         if self.role == "evict":
-            return kvsieve.plan(self.method, budget=share, **EVICTORS[self.method])
+            return plan_without_floor(self.method, budget=share, **EVICTORS[self.method])
         if self.role == "read":
-            return kvsieve.plan(self.method, budget=round(share * tokens), **READERS[self.method])
+            return plan_without_floor(self.method, budget=round(share * tokens), **READERS[self.method])
         if self.method == "fastkv":
-            return kvsieve.plan("fastkv", budget=share, tsp_layer=self.layer, tsp_rate=share, **LOCAL)
+            return plan_without_floor("fastkv", budget=share, tsp_layer=self.layer, tsp_rate=share, **LOCAL)
         if self.method == "asl":
-            return kvsieve.plan("asl", budget=share, observed=2, first=1, **LOCAL)
+            return plan_without_floor("asl", budget=share, observed=2, first=1, **LOCAL)
         propagate = {
             "tsp": lambda: TSP(rate=share, layer=self.layer, **LOCAL),
             "gemfilter": lambda: GemFilter(budget=share, layer=self.layer, kernel=KERNEL),
@@ -179,7 +180,7 @@ def recurrent_states(model: PreTrainedModel, plan: kvsieve.Plan, prompts: Tensor
 
 def state_change(model: PreTrainedModel, cell: Cell, prompts: Tensor) -> dict[str, float]:
     """Per recurrent layer, the distance of its state from full KV's, relative to that state's norm; mean over rows."""
-    whole = recurrent_states(model, kvsieve.plan("full"), prompts)
+    whole = recurrent_states(model, plan_without_floor("full"), prompts)
     ours = recurrent_states(model, cell.plan(prompts.shape[1]), prompts)
     return {
         str(index): round(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from kvsieve.errors import PlanError, short
 from kvsieve.parameters import MOST
@@ -13,6 +14,13 @@ _BINARY = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _DECIMAL = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3, "B": 1}
 _UNITS = {name.lower(): size for name, size in {**_BINARY, **_DECIMAL}.items()}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)", re.IGNORECASE)
+_FLOORED = re.compile(r"(.*\S)\s*\(at least (\d+)\)")
+
+# Entries that shares of plans made by name keep at least. With 20% of a question of 40 tokens a model answers with a
+# loop; docs/methods.md, "The floor", has what was measured.
+FLOOR = 512
+# Numbers of entries that may have been meant as a share in percent.
+_PERCENT = 100
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,8 @@ class Budget:
         tokens: an absolute number of entries, at least 1.
         ratio: a share in (0, 1] of the conversation's true length (padding excluded) once a turn's prompt is complete:
             ``int(length * ratio)`` entries.
+        floor: entries that a share keeps at least, so that a shorter conversation stays whole. Default 0. Plans made by
+            name have 512 unless ``floor=`` says otherwise.
         bytes: of the whole cache of one row of the batch, all layers and heads, once its prompt is complete. As many
             entries as fit are worked out when the plan comes to its model (Plan.for_model, `attach`).
 
@@ -35,6 +45,7 @@ class Budget:
     tokens: int | None = None
     ratio: float | None = None
     bytes: int | None = None
+    floor: int = 0
 
     def __post_init__(self) -> None:
         given = (self.tokens, self.ratio, self.bytes)
@@ -55,13 +66,28 @@ class Budget:
                 f"Budget(ratio=...) must lie in (0, 1], got {short(self.ratio)}; write 20% as ratio=0.2 or "
                 "budget='20%', and a number of entries as tokens=2048 or budget=2048"
             )
+        self._check_floor()
+
+    def _check_floor(self) -> None:
+        whole = isinstance(self.floor, int) and not isinstance(self.floor, bool)
+        if not whole or not 0 <= self.floor <= MOST:
+            raise PlanError(
+                f"floor must be a whole number of entries from 0 to {MOST}, got {short(self.floor)}; 0 lets a share of "
+                "a short prompt drop entries"
+            )
+        if self.floor and self.ratio is None:
+            raise PlanError(
+                f"floor is the least that a share keeps, and {self} is no share; leave floor={self.floor} out, or give "
+                "a share like '20%'"
+            )
 
     @classmethod
     def parse(cls, value: Budget | str | int | float) -> Budget:
         """Read a budget as users write it.
 
         Args:
-            value: ``"20%"`` or ``0.2`` (ratio), ``"2048"`` or ``2048`` (tokens), ``"512MiB"`` (bytes), or a Budget.
+            value: ``"20%"`` or ``0.2`` (ratio), ``"2048"`` or ``2048`` (tokens), ``"512MiB"`` (bytes), a Budget, or
+                what `str` makes of one.
 
         Raises:
             PlanError: the value is none of them.
@@ -70,6 +96,8 @@ class Budget:
             return value
         if isinstance(value, str):
             text = value.strip()
+            if floored := _FLOORED.fullmatch(text):
+                return replace(cls.parse(floored[1]), floor=int(floored[2]))
             try:
                 if text.endswith("%"):
                     return cls(ratio=float(text[:-1]) / 100)
@@ -88,7 +116,9 @@ class Budget:
         return cls(tokens=value) if isinstance(value, int) else cls(ratio=float(value))
 
     def entries(self, length: int, minimum: int = 1) -> int:
-        """Entries to keep of a row whose prompt has `length` true tokens, never below `minimum`.
+        """Entries to keep of a row whose prompt has `length` true tokens, never below `minimum` or the floor.
+
+        More than `length` where the floor or a number of entries is: then all stay.
 
         Raises:
             PlanError: the budget is in bytes, and no model has made entries of it.
@@ -98,8 +128,12 @@ class Budget:
                 f"the budget of {self} is in bytes, and how many entries that are is known on a model only: attach the "
                 "plan or call plan.for_model(model), or give a share like '20%' or a number of entries like 2048"
             )
-        asked = self.tokens if self.tokens is not None else int(length * (self.ratio or 0.0))
+        asked = self.tokens if self.tokens is not None else max(int(length * (self.ratio or 0.0)), self.floor)
         return max(asked, minimum)
+
+    def with_floor(self, floor: int) -> Budget:
+        """Return this share with another floor; a budget that is no share as it is."""
+        return self if self.ratio is None else replace(self, floor=floor)
 
     def refuse_bytes(self, owner: str, name: str, why: str) -> None:
         """Raise PlanError where parameter `name` of `owner` was given in bytes, which mean nothing there: `why`."""
@@ -112,7 +146,32 @@ class Budget:
     def __str__(self) -> str:
         if self.bytes is not None:
             return told_bytes(self.bytes)
-        return str(self.tokens) if self.tokens is not None else f"{100 * (self.ratio or 0.0):g}%"
+        if self.tokens is not None:
+            return str(self.tokens)
+        return f"{100 * (self.ratio or 0.0):g}%" + (f" (at least {self.floor})" if self.floor else "")
+
+
+def percent_doubt(value: Budget | str | int | float | None) -> str | None:
+    """Return the question that a budget written as a small bare number raises, or None for any other.
+
+    Raises:
+        PlanError: the value is no budget.
+    """
+    tokens = None if value is None else Budget.parse(value).tokens
+    if tokens is None or tokens > _PERCENT:
+        return None
+    return f"budget {tokens} keeps {tokens} entries; for a share write {tokens}%"
+
+
+def has_floor(value: Any) -> bool:
+    """Tell that a value is a budget, or one as text, that has a floor."""
+    floored = isinstance(value, str) and _FLOORED.fullmatch(value.strip())
+    return bool(floored) or (isinstance(value, Budget) and value.floor > 0)
+
+
+def without_floor(value: Any) -> Any:
+    """Return a budget, or one as text, without its floor, and any other value as it is."""
+    return Budget.parse(value).with_floor(0) if has_floor(value) else value
 
 
 def parse_bytes(text: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,10 +25,12 @@ from kvsieve.roles import (
     SparsePrefill,
     byte_budgets,
     check_together,
+    floor_of,
     role_class,
     role_name,
 )
 from kvsieve.roles.codec import ASKED
+from kvsieve.unset import SettledParameters, Unset
 
 ROLES: dict[str, type[Role]] = {
     "propagate": Propagator,
@@ -51,35 +53,6 @@ _EXAMPLES = {
     "codec": "codec=KIVI(bits=4)",
     "rest": "rest=Rotated(bits=2)",
 }
-
-
-@dataclass(frozen=True)
-class Unset:
-    """The named method of a plan and the parameters it was given, while others wait for the model; Plan.for_model."""
-
-    method: str
-    given: Mapping[str, Any] = field(hash=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "given", {name: _lasting(value) for name, value in self.given.items()})
-
-
-@dataclass(frozen=True)
-class SettledParameters:
-    """Parameters that were not given and came with the model. parts: of each source, its name and what came from it."""
-
-    parts: tuple[tuple[str, Mapping[str, Any]], ...]
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """Parameter -> value; ``base.kernel`` is that of a wrapper's base."""
-        return {name: value for _, values in self.parts for name, value in values.items()}
-
-    def __str__(self) -> str:
-        told = []
-        for source, values in self.parts:
-            told.append(", ".join(f"{name}={value}" for name, value in values.items()) + f" from {source}")
-        return "; ".join(told)
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,6 +118,11 @@ class Plan:
     def budgets_in_bytes(self) -> bool:
         """True while a budget in bytes has not become entries; see `for_model`."""
         return any(True for role in self.roles for _ in byte_budgets(getattr(self, role)))
+
+    @property
+    def floor(self) -> int:
+        """Entries that its shares keep at least; shorter conversations stay whole."""
+        return max((floor_of(vars(self)[role]) for role in self.roles), default=0)
 
     @property
     def acts_once(self) -> bool:
@@ -265,11 +243,6 @@ def _record(kind: type[Any], value: Any) -> Any:
         return kind(**value)
     except (TypeError, AttributeError) as error:
         raise PlanError(f"cannot read a plan with the {kind.__name__.lower()} {short(value)}: {error}") from error
-
-
-def _lasting(value: Any) -> Any:
-    """A parameter as it comes back from JSON, lists as tuples."""
-    return tuple(value) if isinstance(value, list) else str(value) if isinstance(value, Budget) else value
 
 
 def _plain(value: Any) -> Any:

@@ -12,14 +12,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
+from kvsieve import budget as budgets
 from kvsieve import loading
-from kvsieve.budget import Budget
 from kvsieve.errors import PlanError, short
 from kvsieve.loading import BUILT_IN, canonical, load_methods
 from kvsieve.parameters import check_kinds
 from kvsieve.plans import ROLES, Plan
+from kvsieve.roles import budgets_of
 
 if TYPE_CHECKING:
+    from kvsieve.budget import Budget
     from kvsieve.profiles import Fingerprint
     from kvsieve.roles import Role
 
@@ -56,7 +58,16 @@ class MethodInfo:
         own = {name: each.default for name, each in inspect.signature(self.make).parameters.items()}
         profile = {"profile": None} if _CALIBRATED.intersection(own) and "profile" not in own else {}
         paper = {"paper": False} if (profile or self.derive or "base" in own) and self.part is None else {}
-        return {**own, **self.shared_options, **profile, **paper}
+        floor = {"floor": budgets.FLOOR} if self.takes_floor else {}
+        return {**own, **self.shared_options, **floor, **profile, **paper}
+
+    @property
+    def takes_floor(self) -> bool:
+        """True for a method that takes shares, as budgets or beside them."""
+        made = self.make(**self.example)
+        return "floor" in inspect.signature(self.make).parameters or any(
+            True for role in made.roles for _ in budgets_of(vars(made)[role])
+        )
 
     @property
     def adapts(self) -> bool:

@@ -21,6 +21,7 @@ from kvsieve.cli.specs import (
     RestsOption,
     compared_methods,
     make_run,
+    measured,
     parse_codecs,
     parse_prefills,
     parse_rests,
@@ -122,7 +123,7 @@ def bench_command(
     from kvsieve.bench.prompts import lengths_of
 
     sizes = lengths_of(loaded, sizes, new_tokens, whole=CONTEXT in asked, fitting=lengths is None)
-    runs = {run.full_label: run for run in (each.for_model(loaded, tokenizer) for each in named)}
+    runs = {run.full_label: run for run in (measured(each).for_model(loaded, tokenizer) for each in named)}
     settings = {
         "batch": batch,
         "new_tokens": new_tokens,

@@ -23,7 +23,7 @@ from kvsieve.cli.specs import (
     with_codecs,
 )
 from kvsieve.errors import InputError
-from kvsieve.named import told
+from kvsieve.settled import told
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _HEADERS = ["context", "method", "KV", "of full", "TFLOP", "TTFT ratio", "TPOT ratio"]

@@ -13,11 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from kvsieve.errors import PlanError
-from kvsieve.named import all_parameters, codec_of, crossed, plan, prefill_of, rest_of, told
+from kvsieve.named import codec_of, crossed, plan, plan_without_floor, prefill_of, rest_of
 from kvsieve.plans import Plan
 from kvsieve.profiles import load_profile
 from kvsieve.registry import check_parameters, method_info
 from kvsieve.roles import Role
+from kvsieve.settled import all_parameters, told
 from kvsieve.specs import parse_settings, split_specs
 
 CodecOption = Annotated[str | None, typer.Option(help="Hold entries in few bits: kivi:bits=4; see `kvsieve methods`.")]
@@ -123,6 +124,11 @@ def with_codecs(
 def make_run(method: str, **given: Any) -> MethodRun:
     """Raises PlanError."""
     return MethodRun(method_info(method).name, given, plan(method, **given))
+
+
+def measured(run: MethodRun) -> MethodRun:
+    """The run with shares that have no floor unless it names one: what measurements take."""
+    return replace(run, plan=plan_without_floor(run.name, **run.given))
 
 
 def chosen_method(method: str, budget: str | None, settings: list[str], profile: str | None = None) -> MethodRun:

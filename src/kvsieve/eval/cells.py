@@ -9,10 +9,11 @@ from typing import Any
 
 from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
-from kvsieve.named import all_parameters, plan, told
+from kvsieve.named import plan_without_floor
 from kvsieve.plans import Plan
 from kvsieve.registry import method_info
 from kvsieve.report.labels import FULL
+from kvsieve.settled import all_parameters, told
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,17 @@ class MethodSetting:
 
 
 def setting(method: str, given: dict[str, Any]) -> MethodSetting:
-    """Raises PlanError."""
-    return _setting(method_info(method).name, given, plan(method, **given))
+    """Make a setting, whose shares have no floor unless `given` says so: short prompts are to show what a method drops.
+
+    Raises PlanError.
+    """
+    return _setting(method_info(method).name, given, plan_without_floor(method, **given))
 
 
 def _setting(method: str, given: dict[str, Any], made: Plan) -> MethodSetting:
-    shown = all_parameters(method, given, made.filled)
+    shown = all_parameters(method, {"floor": 0, **given}, made.filled)
+    if not shown["floor"]:
+        del shown["floor"]
     if "budget" in shown:
         shown["budget"] = str(Budget.parse(shown["budget"]))
     named = " ".join(f"{name}={value}" for name, value in told(method, given, made.filled).items() if name != "budget")

@@ -36,6 +36,7 @@ from kvsieve.eval.loglikelihood import ScoredContext
 from kvsieve.hf.attach import Sieve, attach
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.model.support import check_model
+from kvsieve.named import plan_without_floor
 from kvsieve.registry import did_you_mean, list_methods, method_info
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def _split(method: str | None, arguments: dict[str, Any]) -> tuple[kvsieve.Plan,
                 f"({info.name} takes {takes}); for other options of from_pretrained, load the model yourself and pass "
                 "it as KvsieveLM(pretrained=model, tokenizer=tokenizer)"
             )
-    return kvsieve.plan(info.name, **given), rest
+    return plan_without_floor(info.name, **given), rest
 
 
 def main() -> None:

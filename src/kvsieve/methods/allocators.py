@@ -41,9 +41,18 @@ class Allocator(Wrapper):
         return [index for index in layers if not skipped(self.skip_layers, index, ctx.num_layers)]
 
     def remembered(self, ctx: LayerContext, counts: tuple[int, ...]) -> tuple[int, ...]:
-        """Entries that this layer was given when the prompt was complete; `counts` if nothing was allocated."""
+        """Entries that this layer was given when the prompt was complete; `counts` if nothing was allocated.
+
+        All of a row that is no longer than the floor.
+        """
         given = ctx.state.get("allocated")
-        return counts if given is None else tuple(given.tolist())
+        if given is None:
+            return counts
+        whole = (length <= self.budget.floor for length in ctx.step.lengths)
+        return tuple(
+            stored if all_stay else count
+            for stored, all_stay, count in zip(ctx.stored, whole, given.tolist(), strict=True)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from kvsieve.budget import Budget
 from kvsieve.core.scoring import WIDEST
 from kvsieve.core.selection import select_top, top_mask
 from kvsieve.errors import PlanError, UnsupportedModelError, short
-from kvsieve.named import plan
+from kvsieve.named import plan_without_floor
 from kvsieve.parameters import MOST
 from kvsieve.roles import DelegatingEvictor, Evictor, Layers
 from kvsieve.types import LayerContext, ModelFacts, Selection, When
@@ -113,7 +113,7 @@ def scored_by_name(
     owner: str, name: str, budget: Any, skip_layers: int | tuple[int, ...] | str, every: int | None
 ) -> ScoredEvictor:
     """The evictor of the named method at its defaults, for a wrapper's `base`. Raises PlanError for another kind."""
-    made = plan(name, budget=budget)
+    made = plan_without_floor(name, budget=budget)
     if made.roles != ("evict",) or not isinstance(made.evict, ScoredEvictor):
         raise PlanError(f"{owner}: base must name a method that ranks entries by scores, e.g. snapkv; got {name!r}")
     return replace(made.evict, skip_layers=parse_layers(made.evict, skip_layers), every=every)

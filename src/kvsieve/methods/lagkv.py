@@ -116,10 +116,19 @@ class LagKV(Evictor, heads="own", query_aware=False):
 
     def _acts(self, stored: int, count: int, done: int, ends_prompt: bool) -> bool:
         """Whether a row that stores so many entries, `done` of them sinks and judged ones, loses some."""
-        another = (stored - done) // self.lag > 1
+        another = self._new(stored, done) > 0
         if self.chunks:
-            return another and self._fixed < self.lag
+            return another
         return stored > count and (another or (ends_prompt and done > self.sinks))
+
+    def _new(self, stored: int, done: int) -> int:
+        """How many partitions of a row that stores so many entries are judged next; see `_acts`."""
+        complete = max((stored - done) // self.lag - 1, 0)
+        if not self.chunks:
+            return complete
+        gone = self.lag - self._fixed
+        # With its share alone, a short prompt would be cut below the floor.
+        return min(complete, max(stored - self.budget.floor, 0) // gone) if gone > 0 else 0
 
     def is_noop(self, layer_idx: int, num_layers: int, stored: tuple[int, ...], state: dict[str, Any]) -> bool:
         if skipped(self.skip_layers, layer_idx, num_layers):
@@ -202,7 +211,7 @@ class LagKV(Evictor, heads="own", query_aware=False):
         Returns what partitions keep, the scores [H, m] of that, and how many entries go.
         """
         done, stored = self.sinks + sum(sizes), slots.shape[1]
-        new = max((stored - done) // self.lag - 1, 0)
+        new = self._new(stored, done)
         end = done + new * self.lag
         whole = [*sizes, *[self.lag] * new]
         must, protected = None, [0] * len(whole)

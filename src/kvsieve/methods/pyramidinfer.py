@@ -50,6 +50,7 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
     of all tokens on average over the layers, 0.7 leaves 60% and 0.3 half.
     recent: R as a share of the prompt, in [0, 1). strategy: how the share falls, "cosine" or "linear".
     interval: layers between two drops. min_context: a layer's context is never cut down to this many tokens or fewer.
+    floor: tokens that every layer passes on at least, of a turn's prompt that has as many.
     sinks: first tokens of the conversation, always passed on. distance_weight: weight of the last query; the first of
     the tail has 1.
     """
@@ -61,6 +62,7 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
     min_context: int = 64
     sinks: int = 4
     distance_weight: float = 1.2
+    floor: int = 0
 
     window = 1
 
@@ -74,6 +76,7 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
                 raise PlanError(f"PyramidInfer: {name} must lie in {range_}, got {getattr(self, name)!r}")
         check_int(self, "interval", self.interval, 1)
         check_int(self, "sinks", self.sinks, 0)
+        check_int(self, "floor", self.floor, 0)
         check_int(self, "min_context", self.min_context, self.sinks)
 
     def source(self, num_layers: int) -> int:
@@ -105,7 +108,7 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
     def passed_on(self, length: int, tail: int, share: float) -> int:
         """Of the `length` tokens that a layer got, how many it passes on."""
         kept = int((length - tail) * share)
-        return tail + kept if kept > self.min_context else length
+        return min(length, max(tail + kept, self.floor)) if kept > self.min_context else length
 
     def select(self, ctx: LayerContext) -> Selection | None:
         offered, share = ctx.offered_counts, self.share(ctx.layer_idx, ctx.num_layers, ctx.layers)
@@ -183,6 +186,7 @@ class PyramidInferParameters(Parameters):
     budget: Budget | str | int | float | None = None
     window: int = 32
     kernel: Kernel = 7
+    floor: int = 0
 
     def plan(self) -> Plan:
         return Plan(
@@ -194,6 +198,7 @@ class PyramidInferParameters(Parameters):
                 min_context=self.min_context,
                 sinks=self.sinks,
                 distance_weight=self.distance_weight,
+                floor=self.floor,
             ),
             evict=None
             if self.budget is None

@@ -50,7 +50,7 @@ class RocketEviction(GroupedSnapKV, heads="own", query_aware=True):
 
     def entries(self, length: int, new_tokens: int = 0) -> int:
         tokens = self.budget.entries(length + new_tokens, LEAST)
-        return max(stored_entries(length, new_tokens, tokens) - new_tokens, self.minimum)
+        return max(stored_entries(length, new_tokens, tokens) - new_tokens, self.minimum, self.budget.floor)
 
 
 @register_method("rocketkv", title="RocketKV", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)

@@ -60,11 +60,10 @@ def zigzagkv(
     budget: Budget | str | int | float = "20%",
     base: str = "snapkv",
     target: float = 0.9,
-    floor: float = 0.5,
+    layer_floor: float = 0.5,
     skip_layers: int | tuple[int, ...] | str = 0,
     every: int | None = None,
 ) -> Plan:
     """Budgets per layer by how many entries hold most of its attention."""
-    return Plan(
-        evict=ZigZagKV(base=scored_by_name("zigzagkv", base, budget, skip_layers, every), target=target, floor=floor)
-    )
+    base_evictor = scored_by_name("zigzagkv", base, budget, skip_layers, every)
+    return Plan(evict=ZigZagKV(base=base_evictor, target=target, floor=layer_floor))

@@ -13,7 +13,7 @@ from kvsieve.roles.prefill import SparsePrefill
 from kvsieve.roles.probing import Branch, Observe, ProbePasses, ProbingEvictor
 from kvsieve.roles.propagator import Propagator
 from kvsieve.roles.reader import Reader
-from kvsieve.roles.sizes import byte_budgets, with_entries
+from kvsieve.roles.sizes import budgets_of, byte_budgets, floor_of, with_entries, with_floor
 from kvsieve.roles.together import check_together
 
 __all__ = [
@@ -34,10 +34,13 @@ __all__ = [
     "Role",
     "SparsePrefill",
     "Traits",
+    "budgets_of",
     "byte_budgets",
     "check_together",
     "draft_of",
+    "floor_of",
     "role_class",
     "role_name",
     "with_entries",
+    "with_floor",
 ]

@@ -26,6 +26,11 @@ class Propagator(Role):
         """True where the chosen tokens are read again, as a short prompt that takes the place of the one given."""
         return False
 
+    @property
+    def floor(self) -> int:
+        """Tokens that shares which are no Budget pass on at least; a Budget has its own."""
+        return 0
+
     @abstractmethod
     def source(self, num_layers: int) -> int:
         """Return the index of the first layer after which hidden states may be dropped; -1 for before the first layer.

@@ -1,4 +1,4 @@
-"""Budgets in bytes among the fields of roles, found and made entries."""
+"""Budgets among the fields of roles: those in bytes made entries, and floors of shares."""
 
 from __future__ import annotations
 
@@ -8,17 +8,23 @@ from typing import Any, TypeVar
 
 from kvsieve.budget import Budget
 from kvsieve.roles.base import Role
+from kvsieve.roles.propagator import Propagator
 
 R = TypeVar("R", bound=Role)
 
 
-def byte_budgets(role: Role | None) -> Iterator[Budget]:
-    """Yield the budgets in bytes that a role holds, those of what it wraps included."""
+def budgets_of(role: Role | None) -> Iterator[Budget]:
+    """Yield the budgets that a role holds, those of what it wraps included."""
     for value in _fields(role).values():
-        if isinstance(value, Budget) and value.bytes is not None:
+        if isinstance(value, Budget):
             yield value
         elif isinstance(value, Role):
-            yield from byte_budgets(value)
+            yield from budgets_of(value)
+
+
+def byte_budgets(role: Role | None) -> Iterator[Budget]:
+    """Yield the budgets in bytes that a role holds, those of what it wraps included."""
+    return (budget for budget in budgets_of(role) if budget.bytes is not None)
 
 
 def with_entries(role: R, entries: Callable[[Budget], int]) -> R:
@@ -31,12 +37,34 @@ def with_entries(role: R, entries: Callable[[Budget], int]) -> R:
     Raises:
         PlanError: the role cannot work with so few.
     """
+    return _changed(role, lambda budget: budget if budget.bytes is None else Budget(tokens=entries(budget)))
+
+
+def with_floor(role: R, floor: int) -> R:
+    """Return a role whose shares keep at least `floor` entries; itself where they do already.
+
+    Raises:
+        PlanError: the floor is no number of entries.
+    """
+    return _changed(role, lambda budget: budget.with_floor(floor))
+
+
+def floor_of(role: Role | None) -> int:
+    """Return the largest number of entries that a share of the role keeps at least."""
+    own = role.floor if isinstance(role, Propagator) else 0
+    return max((own, *(budget.floor for budget in budgets_of(role))))
+
+
+def _changed(role: R, change: Callable[[Budget], Budget]) -> R:
     changed: dict[str, Any] = {}
     for name, value in _fields(role).items():
-        if isinstance(value, Budget) and value.bytes is not None:
-            changed[name] = Budget(tokens=entries(value))
-        elif isinstance(value, Role) and any(byte_budgets(value)):
-            changed[name] = with_entries(value, entries)
+        new = value
+        if isinstance(value, Budget):
+            new = change(value)
+        elif isinstance(value, Role):
+            new = _changed(value, change)
+        if new is not value:
+            changed[name] = new
     return dataclasses.replace(role, **changed) if changed else role  # type: ignore[type-var]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvsieve.cache import PackedStore
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.plans import Plan
 
 _ALL_WENT_ON = "every token went through all layers: the prompt is not longer than what may propagate"
@@ -14,14 +15,7 @@ def what_ran(plan: Plan, cache: SieveCache) -> tuple[bool, list[str]]:
     record = cache.turn.record
     if plan.roles and not record.reduced:
         return False, ["the plan did not act on this turn's prompt, as asked (reduce=False)"]
-    notes = []
-    if plan.evict is not None and not record.evicted:
-        tokens = record.prompt_tokens - record.question
-        notes.append(f"nothing was evicted: the prompt's {tokens} tokens fit what must or may be kept")
-    if plan.propagate is not None and record.propagated is None:
-        notes.append(record.report.get("idle") or _ALL_WENT_ON)
-    if plan.read is not None and record.reads.tokens and not record.reads.sparse:
-        notes.append("every token read all of what is stored: that is not more than the budget")
+    notes = _idle(plan, record)
     blocks = record.blocks
     if plan.prefill is not None and blocks.computed == blocks.causal:
         notes.append(
@@ -42,6 +36,19 @@ def what_ran(plan: Plan, cache: SieveCache) -> tuple[bool, list[str]]:
     if record.raised_to is not None:
         notes.append(f"the budget of {record.asked} entries was raised to {record.raised_to}, the least it can keep")
     return applied, notes
+
+
+def _idle(plan: Plan, record: TurnRecord) -> list[str]:
+    """Tell which roles left the turn's prompt and its answer's reads whole, and why."""
+    tokens, notes = record.prompt_tokens - record.question, []
+    if plan.evict is not None and not record.evicted:
+        notes.append(f"nothing was evicted: the prompt's {tokens} tokens fit what must or may be kept")
+    if plan.propagate is not None and record.propagated is None:
+        notes.append(record.report.get("idle") or _ALL_WENT_ON)
+    if plan.read is not None and record.reads.tokens and not record.reads.sparse:
+        notes.append("every token read all of what is stored: that is not more than the budget")
+    # One reason for all of them.
+    return [f"{tokens} tokens kept whole: below the floor of {plan.floor}"] if notes and tokens <= plan.floor else notes
 
 
 def entries_after_prompt(cache: SieveCache) -> tuple[list[int], list[int]]:

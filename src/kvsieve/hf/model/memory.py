@@ -14,8 +14,9 @@ from kvsieve.cache.ragged import LANES
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.model.shapes import LayerShape, layer_shapes, meta_model
 from kvsieve.loading import provides
-from kvsieve.plans import Plan, SettledParameters
+from kvsieve.plans import Plan
 from kvsieve.roles import Codec, byte_budgets, with_entries
+from kvsieve.unset import SettledParameters
 
 _INDEX_BYTES = _WIDE_BYTES = 4
 # Layers of the models seen so far, by their configurations.

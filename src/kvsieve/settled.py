@@ -1,0 +1,158 @@
+"""What a named method's parameters make: as given, from a profile, from the model, or as in the paper."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from kvsieve.budget import Budget
+from kvsieve.defaults import digits_per_token
+from kvsieve.errors import PlanError
+from kvsieve.loading import provides
+from kvsieve.plans import ROLES, Plan
+from kvsieve.profiles import Fingerprint, Profile, load_profile, profiles_of
+from kvsieve.registry import MethodInfo, check_complete, check_parameters, method_info, shared_options
+from kvsieve.roles import Codec, DelegatingEvictor, Evictor, Role, SparsePrefill, with_floor
+from kvsieve.unset import SettledParameters, Unset
+
+_DERIVED = "the model's depth and tokenizer"
+
+
+@provides("settle")
+def _settle(plan: Plan, unset: Unset, model: Any, tokenizer: Any) -> Plan:
+    """Return a plan made by name with what comes with the model; see Plan.for_model."""
+    shape = model if isinstance(model, Fingerprint) else Fingerprint.of(model)
+    info, given = method_info(unset.method), unset.given
+    before, after = plan_of(info, given), _on_model(info, given, shape, digits_per_token(tokenizer))
+    mine = {role: vars(plan)[role] for role in ROLES if vars(plan)[role] != vars(before)[role]}
+    parts = [part for each in (plan, after) if each.filled is not None for part in each.filled.parts]
+    filled = SettledParameters(tuple(parts)) if parts else None
+    return dataclasses.replace(after, **mine, name=plan.name, filled=filled)
+
+
+def plan_of(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
+    """The plan of a method, with the paper's defaults for what was not given and is not in a profile that was."""
+    parameters, profile = profiled(info, given)
+    check_complete(info, parameters)
+    shared = {name: parameters.pop(name) for name in info.shared_options if name in parameters}
+    floor = parameters.get("floor")
+    if "floor" not in inspect.signature(info.make).parameters:
+        parameters.pop("floor", None)
+    made = info.make(**parameters)
+    if floor is not None:
+        made = dataclasses.replace(made, **{role: with_floor(vars(made)[role], floor) for role in made.roles})
+    changed: dict[str, Any] = {}
+    parts: dict[str, Role | None] = {"evict": made.evict, "read": made.read}
+    for role, part in parts.items():
+        mine = shared.keys() & shared_options(part)
+        if part is not None and mine:
+            changed[role] = dataclasses.replace(part, **{name: shared[name] for name in mine})  # type: ignore[type-var]
+    made = dataclasses.replace(made, **changed)
+    return dataclasses.replace(made, name=info.name, profile=profile.fingerprint if profile else made.profile)
+
+
+def all_parameters(method: str, given: Mapping[str, Any], filled: SettledParameters | None = None) -> dict[str, Any]:
+    """Every parameter of `plan(method, **given)`, JSON-ready: given, from its profile, or the paper's default.
+
+    filled: of the plan once it was attached (`sieve.plan.filled`), what came with the model.
+    """
+    info = method_info(method)
+    came = {} if filled is None else filled.values
+    values = {**info.parameters, **profiled(info, given)[0], **came, **given}
+    paper = values.pop("paper", False)
+    if "floor" in values and paper:
+        values["floor"] = given.get("floor", 0)
+    if isinstance(values.get("profile"), Profile):
+        values["profile"] = values["profile"].name
+    written = (Budget, Codec, SparsePrefill)
+    return {name: str(value) if isinstance(value, written) else value for name, value in values.items()}
+
+
+def told(method: str, given: Mapping[str, Any], filled: SettledParameters | None) -> dict[str, Any]:
+    """Parameters by which results of a method are told apart: those given, and what came with the model.
+
+    What is as in the paper is left out (so are ``paper=True`` and ``floor=0``): a name alone means the paper's
+    defaults.
+    """
+    usual = method_info(method).parameters
+    named = {name: value for name, value in given.items() if name != "paper" and (name, value) != ("floor", 0)}
+    for name, value in (filled.values if filled is not None else {}).items():
+        inner = name.removeprefix("base.")
+        usually = usual[name] if inner == name else method_info(named.get("base", usual["base"])).parameters[inner]
+        if value != usually and not (name == "tsp_rate" and Budget.parse(value) == Budget.parse(usually)):
+            named[name] = value
+    return named
+
+
+def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, digits: int) -> Plan:
+    """The plan of a method whose parameters are given, or come with a model; see Plan.for_model."""
+    derived = dict(info.derive(model, digits)) if info.derive is not None else {}
+    measured: dict[str, Any] = {}
+    where, profile = _profile_for(info, model)
+    if profile is not None and info.part is None:
+        measured = profile.for_method(info.name)
+    for name in given:
+        derived.pop(name, None), measured.pop(name, None)
+    derived = {name: value for name, value in derived.items() if name not in measured}
+    tokens = Budget.parse(given["budget"]).tokens if given.get("budget") is not None else None
+    for values in (derived, measured):
+        if tokens is not None and "window" in values:
+            # A budget of few entries should not be the window's alone.
+            values["window"] = max(1, min(values["window"], tokens // 2))
+    parts = []
+    try:
+        check_parameters(info, measured)
+        if profile is not None and info.part is not None:
+            measured = {"profile": profile.name}
+            made = plan_of(info, {**given, "profile": profile})
+        else:
+            made = plan_of(info, {**derived, **measured, **given})
+    except PlanError as error:
+        raise PlanError(f"{info.name} with the parameters of {where or _DERIVED}: {error}") from error
+    if measured and profile is not None:
+        parts.append((where, measured))
+        made = dataclasses.replace(made, profile=profile.fingerprint)
+    if derived:
+        parts.append((_DERIVED, derived))
+    base = {**info.parameters, **given}.get("base")
+    if isinstance(base, str) and method_info(base).adapts and isinstance(made.evict, DelegatingEvictor):
+        own = made.evict.base
+        inner = _on_model(method_info(base), {"budget": own.budget}, model, digits)
+        assert inner.evict is not None
+        ranking: Evictor = dataclasses.replace(inner.evict, **shared_options(own))  # type: ignore[type-var]
+        made = dataclasses.replace(made, evict=dataclasses.replace(made.evict, base=ranking), profile=inner.profile)
+        found = inner.filled.parts if inner.filled is not None else ()
+        parts += [(source, {f"base.{name}": value for name, value in values.items()}) for source, values in found]
+    return dataclasses.replace(made, filled=SettledParameters(tuple(parts)) if parts else None)
+
+
+def _profile_for(info: MethodInfo, model: Fingerprint) -> tuple[str, Profile | None]:
+    """The first profile of such a model that holds something for the method, and what to call it.
+
+    Raises PlanError where there is none for a method that needs one.
+    """
+    for where, profile in profiles_of(model):
+        if info.name in profile.parameters if info.part is None else getattr(profile, info.part) is not None:
+            return where, profile
+    if info.part is not None:
+        raise PlanError(
+            f"{info.name} needs a profile with {info.part}, and none of this model, {model}, is saved or shipped: "
+            f"`kvsieve calibrate MODEL --parts {info.part}` makes one; or give a file as profile="
+        )
+    return "", None
+
+
+def profiled(info: MethodInfo, given: Mapping[str, Any]) -> tuple[dict[str, Any], Profile | None]:
+    """Parameters to call the method with, a profile's among them, and the profile."""
+    parameters = dict(given)
+    source = parameters.pop("profile", None)
+    if source is None:
+        return parameters, None
+    profile = load_profile(source)
+    if info.takes_profile:
+        return {**parameters, "profile": profile}, profile
+    found = profile.for_method(info.name)
+    check_parameters(info, found)
+    return {**found, **parameters}, profile

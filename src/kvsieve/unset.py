@@ -1,0 +1,43 @@
+"""Records of a named plan's parameters: what was given while others wait for the model, and what came with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvsieve.budget import Budget
+
+
+@dataclass(frozen=True)
+class Unset:
+    """The named method of a plan and the parameters it was given, while others wait for the model; Plan.for_model."""
+
+    method: str
+    given: Mapping[str, Any] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "given", {name: _lasting(value) for name, value in self.given.items()})
+
+
+@dataclass(frozen=True)
+class SettledParameters:
+    """Parameters that were not given and came with the model. parts: of each source, its name and what came from it."""
+
+    parts: tuple[tuple[str, Mapping[str, Any]], ...]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Parameter -> value; ``base.kernel`` is that of a wrapper's base."""
+        return {name: value for _, values in self.parts for name, value in values.items()}
+
+    def __str__(self) -> str:
+        told = []
+        for source, values in self.parts:
+            told.append(", ".join(f"{name}={value}" for name, value in values.items()) + f" from {source}")
+        return "; ".join(told)
+
+
+def _lasting(value: Any) -> Any:
+    """A parameter as it comes back from JSON, lists as tuples."""
+    return tuple(value) if isinstance(value, list) else str(value) if isinstance(value, Budget) else value
