@@ -33,9 +33,16 @@ def snapkv() -> tuple[Ask, str]:
     return ask, answer("generate", ask)
 
 
+def below_the_floor() -> tuple[Ask, str]:
+    """A share of a prompt below the floor is full KV."""
+    ask = Ask(llama(), words(50, seed=5), method="fastkv:floor=512:window=4:kernel=3:tsp_layer=1", budget="10%")
+    return ask, plain(ask)
+
+
 CASES: dict[str, Callable[[], tuple[Ask, str]]] = {
     "full KV": full_kv,
     "snapkv": snapkv,
+    "below the floor": below_the_floor,
 }
 
 

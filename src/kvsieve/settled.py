@@ -1,4 +1,4 @@
-"""What a named method's parameters make: as given, from a profile, from the model, or as in the paper."""
+"""Plans of named methods: parameters as given, from a profile, from the model, or as in the paper."""
 
 from __future__ import annotations
 

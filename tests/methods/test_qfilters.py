@@ -57,7 +57,8 @@ def test_it_needs_a_profile_with_filters():
     with pytest.raises(PlanError, match="the profile of m holds no q_filters"):
         kvsieve.plan("qfilters", profile=Profile(Fingerprint("llama", 1, 1, 1, 1, 1, 1, "m")))
     info = kvsieve.method_info("qfilters")
-    assert info.roles == ("evict",) and {"budget", "profile", "recent", "every", "skip_layers"} == set(info.parameters)
+    own = {"budget", "profile", "recent", "every", "skip_layers", "floor"}
+    assert info.roles == ("evict",) and own == set(info.parameters)
 
 
 def test_filters_that_do_not_fit_are_refused():

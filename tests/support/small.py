@@ -10,6 +10,7 @@ import torch
 import kvsieve
 from kvsieve.hf.decode import engine as engines
 from kvsieve.models.families import build
+from kvsieve.named import plan_without_floor
 from kvsieve.profiles import Fingerprint, Profile
 from layers import golden
 
@@ -79,7 +80,7 @@ def plan_of(name, model, **given):
         heads = golden(shape, 3).tolist()
         filters = golden((*shape, config.hidden_size // config.num_attention_heads), 4).tolist()
         chosen["profile"] = Profile(Fingerprint.of(model), heads=heads, q_filters=filters)
-    return kvsieve.plan(name, **{key: value for key, value in chosen.items() if key in info.parameters})
+    return plan_without_floor(name, **{key: value for key, value in chosen.items() if key in info.parameters})
 
 
 def stored(cache, padding=(0,)):

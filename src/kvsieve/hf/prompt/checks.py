@@ -94,7 +94,8 @@ def check_prompt(
 ) -> None:
     """Raise InputError for a prompt without tokens, padded on the right or longer than the context.
 
-    Warns (KvsieveWarning) about one too short for the plan's observation window: nothing is evicted then.
+    Warns (KvsieveWarning) about one too short for the plan's observation window: nothing is evicted then. One below the
+    floor of its shares is as it should be.
 
     Args:
         model: the attached model.
@@ -116,7 +117,7 @@ def check_prompt(
             "model with a longer context"
         )
     window, longest = max(model.plan.window, window), max(lengths) - question
-    if reduced and longest <= window:
+    if reduced and model.plan.floor < longest <= window:
         warnings.warn(
             f"the prompt has {longest} tokens, {model.plan.name} needs more than its observation window of "
             f"{window}: nothing is dropped; use a longer prompt or a smaller window=",
