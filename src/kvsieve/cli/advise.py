@@ -12,7 +12,7 @@ import typer
 
 from kvsieve.cli.calibrate import duration
 from kvsieve.cli.estimate import parse_contexts
-from kvsieve.cli.evaluate import names_of, progress_bar
+from kvsieve.cli.evaluate import budgets_of, progress_bar
 from kvsieve.cli.loading import DeviceOption, DtypeOption, check_device, check_dtype, load_model
 from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
 from kvsieve.cli.specs import (
@@ -85,7 +85,7 @@ def advise_command(
         codecs=tuple(parse_codecs(codec)),
         rests=tuple(parse_rests(rest)),
         prefills=tuple(parse_prefills(prefill)),
-        budgets=tuple(names_of(budgets)),
+        budgets=tuple(budgets_of(budgets)),
         samples=samples,
         measure_at=None if measure_at is None else _tokens(measure_at, "--measure-at"),
         question=question,

@@ -23,6 +23,7 @@ from kvsieve.cli.specs import (
     CodecsOption,
     PrefillsOption,
     RestsOption,
+    ask_back,
     method_specs,
     parse_codecs,
     parse_prefills,
@@ -100,7 +101,7 @@ def eval_command(
         lengths=lengths_of(lengths),
         questions=QUESTIONS if question == "both" else (question,),
         samples=samples,
-        settings=settings(crossed(method_specs(methods), *parts), names_of(budgets)),
+        settings=settings(crossed(method_specs(methods), *parts), budgets_of(budgets)),
         seed=seed,
         cost_samples=cost_samples,
     )
@@ -159,6 +160,14 @@ def _tasks(names: list[str], haystack: str, data: str | None, scbench_mode: str)
         raise InputError("--data names files of a public benchmark, but --tasks names none, such as leval_quality")
     made: list[Task] = chosen_tasks(built_in, haystack) if built_in or not public else []
     return [*made, *(public_task(name, data, scbench_mode) for name in public)]
+
+
+def budgets_of(text: str) -> list[str]:
+    """Budgets of a list like ``10%,20%``; see `specs.ask_back`. Raises PlanError."""
+    budgets = names_of(text)
+    for budget in budgets:
+        ask_back(budget)
+    return budgets
 
 
 def names_of(text: str) -> list[str]:

@@ -6,13 +6,15 @@ that no ``name=`` follows belongs to the value, such as a file's name.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
 
-from kvsieve.errors import PlanError
+from kvsieve.budget import percent_doubt
+from kvsieve.errors import KvsieveWarning, PlanError
 from kvsieve.named import codec_of, crossed, plan, plan_without_floor, prefill_of, rest_of
 from kvsieve.plans import Plan
 from kvsieve.profiles import load_profile
@@ -122,8 +124,20 @@ def with_codecs(
 
 
 def make_run(method: str, **given: Any) -> MethodRun:
-    """Raises PlanError."""
-    return MethodRun(method_info(method).name, given, plan(method, **given))
+    """Make the run of a method, and ask back (KvsieveWarning) about a budget that may be meant in percent.
+
+    Raises PlanError.
+    """
+    made = plan(method, **given)
+    ask_back(given.get("budget"))
+    return MethodRun(method_info(method).name, given, made)
+
+
+def ask_back(budget: Any) -> None:
+    """Warn (KvsieveWarning) about a budget that may be meant in percent. Raises PlanError."""
+    doubt = percent_doubt(budget)
+    if doubt is not None:
+        warnings.warn(doubt, KvsieveWarning, stacklevel=3)
 
 
 def measured(run: MethodRun) -> MethodRun:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -50,6 +51,8 @@ class Talk:
         # What /undo goes back to, and the text that was still to be read then.
         self.before: tuple[ChatSnapshot, str | None] | None = None
         self.unsaved = True
+        # Kinds of notes that were told, without their numbers.
+        self.told: set[str] = set()
 
     def run(self) -> None:
         """Raises typer.Exit when what --save asks for could not be written in the end."""
@@ -171,10 +174,16 @@ class Talk:
             print(json.dumps(data, default=str), flush=True)
         else:
             self.aside(f"[{_cost(self.chat)}]")
-            for note in self.chat.turns[-1].notes:
-                if note.startswith("the answer was cut"):
-                    self.aside(f"note: {note}")
+            self._tell_notes()
         self._save_here()
+
+    def _tell_notes(self) -> None:
+        """Tell what did not go as asked in the last turn: each kind of it once, but every cut answer."""
+        for note in self.chat.turns[-1].notes:
+            kind = re.sub(r"\d+", "", note)
+            if kind not in self.told or note.startswith("the answer was cut"):
+                self.aside(f"note: {note}")
+            self.told.add(kind)
 
     def _answer(self, message: str) -> Reply:
         """Print the answer as it comes."""

@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 from typing import Any
 
+from kvsieve.budget import percent_doubt
 from kvsieve.errors import InputError
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.serve.allowed import AllowedPlans
@@ -107,9 +108,11 @@ class Preparer:
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
         if len(stops) > limits.stops or not all(stops):
             raise InputError(f"stop: at most {limits.stops} texts, none of them empty")
+        plan = self.plans.of(kv)
+        doubt = None if kv is None else percent_doubt(kv.budget)
         return Order(
             ids=tuple(ids),
-            plan=self.plans.of(kv),
+            plan=plan,
             max_tokens=wanted,
             sampling=self._sampling(request, logprobs),
             answers=answers,
@@ -119,6 +122,7 @@ class Preparer:
             session=None if kv is None else kv.session,
             bins=0 if kv is None else kv.map,
             ignore_eos=request.ignore_eos,
+            notes=() if doubt is None else (doubt,),
         )
 
     def _sampling(self, request: CommonRequest, logprobs: int | None) -> Sampling:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,11 +55,12 @@ class Running:
     def summary(self) -> Summary:
         """Return what the request cost, now that it has ended."""
         ticket, first, now = self.ticket, self.answers[0], time.perf_counter()
+        stats = stats_of(self.reading.sieve, first.cache, first.times, ticket.came, None)
         return Summary(
             prompt_tokens=len(ticket.order.ids),
             cached_tokens=self.reading.cached,
             new_tokens=sum(len(answer.tokens) for answer in self.answers),
-            stats=stats_of(self.reading.sieve, first.cache, first.times, ticket.came, None),
+            stats=replace(stats, notes=[*ticket.order.notes, *stats.notes]),
             kept=self.kept,
             seconds=now - ticket.came,
             ttft_s=first.times[0] - ticket.came,

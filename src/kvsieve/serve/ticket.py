@@ -139,6 +139,7 @@ class Order:
         session: conversation that it goes on with; None for a prompt of its own.
         bins: parts of the prompt in the map of what was kept; 0 for none.
         ignore_eos: go on to `max_tokens` whatever the model writes.
+        notes: told with the answer, beside the notes of its statistics.
     """
 
     ids: tuple[int, ...]
@@ -153,6 +154,7 @@ class Order:
     session: str | None = None
     bins: int = 0
     ignore_eos: bool = False
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)

@@ -172,6 +172,7 @@ class Turn:
         decoded: tokens generated since the prompt was complete.
         reordered: True once rows changed places, as beams do.
         deferred: chunks of the prompt that wait at the propagator's source layer for the last one.
+        reduced_before: turns so far that began after an earlier one had dropped something, this one included.
         drafted: float [B, N], what a draft model scores the prompt's tokens by, until it is complete; -inf for padding.
         record: what happened to its prompt.
     """
@@ -185,6 +186,7 @@ class Turn:
     decoded: int = 0
     reordered: bool = False
     deferred: list[DeferredChunk] = field(default_factory=list)
+    reduced_before: int = 0
     drafted: Tensor | None = None
     record: TurnRecord = field(default_factory=TurnRecord)
 
@@ -228,9 +230,12 @@ class Conversation:
 
     def begin_turn(self, prompt_end: int | None = None, new_tokens: int = 0, acts: bool = True) -> None:
         """Let the next pass start a prompt; see Turn."""
-        begun = not self.turn.reading or self.num_seen > self.turn.start
+        before = self.turn
+        begun = not before.reading or self.num_seen > before.start
+        lacks = before.reduced_before > 0 or bool(before.record.evicted) or before.record.propagated is not None
         self.turn = Turn(
-            number=self.turn.number + begun,
+            number=before.number + begun,
+            reduced_before=before.reduced_before + (begun and lacks),
             start=self.num_seen,
             reading=True,
             acts=acts,

@@ -8,6 +8,11 @@ from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.plans import Plan
 
 _ALL_WENT_ON = "every token went through all layers: the prompt is not longer than what may propagate"
+# Told once in a conversation, at its first turn that goes on from what an earlier one has left.
+_BLIND = (
+    "{} chose what to keep before it knew this turn's question, which may need what is gone: for conversations take "
+    "rocketkv-mt, which drops nothing, kvzip, which looks at no question, or full"
+)
 
 
 def what_ran(plan: Plan, cache: SieveCache) -> tuple[bool, list[str]]:
@@ -27,6 +32,8 @@ def what_ran(plan: Plan, cache: SieveCache) -> tuple[bool, list[str]]:
             f"{plan.codec.block}"
         )
     applied = not notes
+    if _goes_on_blindly(plan) and cache.turn.reduced_before == 1:
+        notes.append(_BLIND.format(plan.name))
     reads = record.reads
     if reads.sparse and reads.all_bytes > reads.whole_bytes:
         notes.append(
@@ -36,6 +43,11 @@ def what_ran(plan: Plan, cache: SieveCache) -> tuple[bool, list[str]]:
     if record.raised_to is not None:
         notes.append(f"the budget of {record.asked} entries was raised to {record.raised_to}, the least it can keep")
     return applied, notes
+
+
+def _goes_on_blindly(plan: Plan) -> bool:
+    """Tell that later turns go on from entries that were chosen for the question of an earlier one."""
+    return plan.drops and plan.query_aware and plan.rest is None and not plan.shortens_prompt
 
 
 def _idle(plan: Plan, record: TurnRecord) -> list[str]:
