@@ -136,6 +136,6 @@ def test_the_table_of_methods_is_complete():
     assert listed == {name: kvsieve.method_info(name).storage for name in kvsieve.list_methods()}
 
 
-def test_the_document_of_methods_is_the_generated_one(capsys):
+def test_the_document_of_methods_is_the_generated_one(capsys, usual_floor):
     methods_command(markdown=True)
     assert capsys.readouterr().out == (ROOT / "docs" / "methods.md").read_text()

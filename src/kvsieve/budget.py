@@ -16,8 +16,8 @@ _UNITS = {name.lower(): size for name, size in {**_BINARY, **_DECIMAL}.items()}
 _SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)", re.IGNORECASE)
 _FLOORED = re.compile(r"(.*\S)\s*\(at least (\d+)\)")
 
-# Entries that shares of plans made by name keep at least. With 20% of a question of 40 tokens a model answers with a
-# loop; docs/methods.md, "The floor", has what was measured.
+# Entries that shares of plans made by name keep at least: with 20% of a question of 40 tokens a model answers with a
+# loop (benchmarks/floor.py; docs/options.md, "The floor").
 FLOOR = 512
 # Numbers of entries that may have been meant as a share in percent.
 _PERCENT = 100

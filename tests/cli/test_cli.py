@@ -87,6 +87,7 @@ def test_run_compares_methods(cli, model_dir, prompt_file):
         "per_query_head": False,
         "skip_layers": 0,
         "every": None,
+        "floor": 0,
         "profile": None,
     }
     assert data["model"] == model_dir and data["environment"]["kvsieve"] == kvsieve.__version__
