@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import transformers
 from torch import Tensor
 from torch.nn import ModuleList
-from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig
+from transformers import AttentionInterface, AttentionMaskInterface, GenerationConfig, LogitsProcessorList
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -140,6 +141,38 @@ def generate_arguments(model: Any) -> set[str]:
     return (own | passes.keys() | more) - {"kwargs", "self"}
 
 
+def prepared_config(model: Any, given: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
+    """Return the configuration that ``model.generate(generation_config=given, **options)`` runs under, a copy."""
+    found: GenerationConfig = model._prepare_generation_config(given, **options)[0]
+    return found
+
+
+def logits_processors(model: Any, config: GenerationConfig, input_ids: Tensor) -> LogitsProcessorList:
+    """Return the processors that generate would choose tokens behind a prompt by.
+
+    Args:
+        model: of transformers.
+        config: complete; see `prepared_config`. It is left as it is.
+        input_ids: int64 [B, N], the prompt, without padding.
+    """
+    config, length = copy.deepcopy(config), input_ids.shape[1]
+    model._prepare_special_tokens(config, True, device=input_ids.device, batch_size=len(input_ids))
+    # As generate does, which counts lengths from the beginning of the prompt.
+    if config.max_new_tokens is not None:
+        config.max_length = length + config.max_new_tokens
+    if config.min_new_tokens is not None:
+        config.min_length = length + config.min_new_tokens
+    found: LogitsProcessorList = model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=length,
+        encoder_input_ids=input_ids,
+        logits_processor=LogitsProcessorList(),
+        device=input_ids.device,
+        model_kwargs={},
+    )
+    return found
+
+
 def attention_of(config: Any) -> str | None:
     """Name of the attention implementation a config dispatches to."""
     return config._attn_implementation
@@ -212,8 +245,10 @@ __all__ = [
     "generate_arguments",
     "is_plain_mask",
     "layers_of",
+    "logits_processors",
     "own_cache_class",
     "plain_cache_layers",
+    "prepared_config",
     "sdpa_mask",
     "tensor_parallel_mesh",
     "text_config",

@@ -210,6 +210,8 @@ class AttachedModel:
             text: their ids, int64 [B, L], where none may stand for an image; None where that need not be checked.
         """
         self._check_continues(cache, new)
+        if new > 1:
+            cache.turn.check_beams()
         if new > 1 or text is not None:
             self._check_counts_on(cache)
         if text is not None:

@@ -12,7 +12,9 @@ from kvsieve.errors import CacheStateError, InputError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.chat.chat import Chat
 from kvsieve.hf.forward.passes import closing
-from kvsieve.hf.generate.generate import GenerateResult, asked, generate
+from kvsieve.hf.generate.config import padding_token
+from kvsieve.hf.generate.generate import GenerateResult, generate
+from kvsieve.hf.generate.options import checked_config
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_path, check_tokenizer, prompt_of
 from kvsieve.hf.kept import kept_of
@@ -84,7 +86,8 @@ class Sieve(AttachedModel):
         ids, mask = prompt_of(input_ids, attention_mask)
         cache = self.new_cache() if cache is None else cache
         constraints = PromptConstraints(protect, quotas, None, reduce)
-        reading = ReadOptions(chunk=chunk, progress=progress, leave_last=False, constraints=constraints)
+        pad = padding_token(self.model.generation_config)
+        reading = ReadOptions(chunk, pad_token_id=pad, progress=progress, leave_last=False, constraints=constraints)
         with closing():
             read_prompt(self, ids, mask, cache, reading)
         return cache
@@ -169,11 +172,11 @@ class Sieve(AttachedModel):
             raise InputError(f"measure is True, or False to leave memory alone; got {short(measure)}")
         if options.get("tokenizer") is not None:
             self.use_tokenizer(options["tokenizer"])
-        config = options.get("generation_config") or self.model.generation_config
+        config = checked_config(self.model, options)
         reading = ReadOptions(
             chunk=chunk,
-            new_tokens=asked("max_new_tokens", options, config) or 0,
-            pad_token_id=options.get("pad_token_id"),
+            new_tokens=config.max_new_tokens or 0,
+            pad_token_id=padding_token(config),
             progress=progress,
             constraints=PromptConstraints(protect, quotas, question_tokens, reduce),
         )
@@ -182,12 +185,12 @@ class Sieve(AttachedModel):
             result = generate(
                 self,
                 self.own_generate,
-                ids,
-                mask,
+                (ids, mask),
                 cache,
                 reading,
                 measure=measure,
                 options=options,
+                config=config,
             )
         self.last_stats = result.stats
         return result

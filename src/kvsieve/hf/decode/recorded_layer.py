@@ -16,8 +16,8 @@ from kvsieve.attention.choice import faster_for_token
 from kvsieve.cache import FixedEntries, LayerStore, PackedStore
 from kvsieve.cache.row_groups import Group
 from kvsieve.core.kv_rows import DeviceLength, IncrementalMetadata
+from kvsieve.hf.cache.counts import Reads
 from kvsieve.hf.cache.layer import SieveLayer
-from kvsieve.hf.cache.records import Reads
 from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.sparse_read import Reading, count_all
 

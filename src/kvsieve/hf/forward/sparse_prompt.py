@@ -15,7 +15,8 @@ from kvsieve.core.blocks import BlockGrid, PromptContext
 from kvsieve.core.checks import tell
 from kvsieve.core.softmax import cap
 from kvsieve.errors import PlanError
-from kvsieve.hf.cache.records import PromptBlocks, Turn
+from kvsieve.hf.cache.counts import PromptBlocks
+from kvsieve.hf.cache.records import Turn
 from kvsieve.hf.forward.request import Asked
 from kvsieve.roles import SparsePrefill
 from kvsieve.types import AttentionTerms, Step

@@ -28,8 +28,8 @@ from kvsieve.types import AttentionTerms
 if TYPE_CHECKING:
     from kvsieve.cache import LayerStore
     from kvsieve.hf.cache.cache import SieveCache
+    from kvsieve.hf.cache.counts import Reads
     from kvsieve.hf.cache.layer import SieveLayer
-    from kvsieve.hf.cache.records import Reads
     from kvsieve.roles import Reader
 
 

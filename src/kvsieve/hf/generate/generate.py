@@ -20,7 +20,8 @@ from kvsieve.errors import CacheStateError, KvsieveError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.passes import noting_caches
-from kvsieve.hf.generate.options import check_options, check_supported, refusal
+from kvsieve.hf.generate.config import check_config, config_in_effect
+from kvsieve.hf.generate.options import refusal
 from kvsieve.hf.generate.original_prompt import OriginalPrompt
 from kvsieve.hf.generate.peak_memory import Peak, measure_peak
 from kvsieve.hf.generate.stats import Stats, stats_of
@@ -103,33 +104,32 @@ class _Clock(StoppingCriteria):
 def generate(
     model: AttachedModel,
     own_generate: Callable[..., Any],
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
+    prompt: tuple[Tensor, Tensor | None],
     cache: SieveCache,
     reading: ReadOptions,
     *,
     measure: bool,
     options: dict[str, Any],
+    config: GenerationConfig,
 ) -> GenerateResult:
     """Read a prompt and generate after it; see Sieve.generate.
 
     Args:
         model: the attached model.
         own_generate: the model's own generate.
-        input_ids: int64 [B, N].
-        attention_mask: [B, N], None when nothing is padding.
+        prompt: ids int64 [B, N], and their mask [B, N], None when nothing is padding.
         cache: to go on with.
         reading: how to read the prompt.
         measure: note peak memory, and wait for the GPU at every token.
         options: of generate.
+        config: in effect for them.
     """
-    check_supported(options)
-    check_options(model.model, options)
+    input_ids, attention_mask = prompt
     clock = _Clock(exact=measure)
     with measure_peak(model.model.device) if measure else contextlib.nullcontext(Peak()) as peak:
         began = time.perf_counter()
         ids, mask = read_prompt(model, input_ids, attention_mask, cache, reading)
-        output = _decode(model, own_generate, (input_ids, ids, mask), cache, clock, options)
+        output = _decode(model, own_generate, (input_ids, ids, mask), cache, clock, options, config)
         if reading.progress is not None:
             turn = cache.turn
             again = 0 if cache.conversation.short_prompt is None else input_ids.shape[1]
@@ -149,16 +149,17 @@ def _decode(
     cache: SieveCache,
     clock: _Clock,
     options: dict[str, Any],
+    config: GenerationConfig,
 ) -> Any:
     """Run the model's own generate after a prompt that was read but for its last chunk.
 
     prompt: the ids as given, those to go on with, and their mask.
     """
     given, ids, mask = prompt
-    options, own = dict(options), model.model.generation_config
-    config = options.get("generation_config") or own
+    # A growing cache was asked for, and one is given: generate refuses to be told both.
+    options = {**options, "cache_implementation": None} if config.cache_implementation else dict(options)
     criteria = list(options.pop("stopping_criteria", None) or [])
-    copies = max(asked(name, options, config) or 1 for name in ("num_beams", "num_return_sequences"))
+    copies = max(config.num_beams or 1, config.num_return_sequences or 1)
     conversation = cache.conversation
     repeated = torch.arange(len(ids)).repeat_interleave(copies)
     # generate repeats rows for beams and samples, so what is cached already must be repeated with them.
@@ -172,7 +173,7 @@ def _decode(
     original = None
     if conversation.short_prompt is not None:
         original = OriginalPrompt(given, ids.shape[1])
-        options = original.options(options, config, own)
+        options = original.options(options, options.get("generation_config"), model.model.generation_config)
         criteria = original.criteria(criteria)
         if copies > 1 and not cache.num_seen:
             conversation.short_prompt = conversation.short_prompt.rows(repeated)
@@ -193,11 +194,6 @@ def _decode(
     return output if original is None else original.output(output)
 
 
-def asked(name: str, options: dict[str, Any], config: GenerationConfig) -> Any:
-    """Return an option of generate: as given, else the configuration's, None where neither has it."""
-    return options.get(name, getattr(config, name, None))
-
-
 def with_stats(
     model: AttachedModel, own_generate: Callable[..., Any], done: Callable[[Stats | None], None]
 ) -> Callable[..., Any]:
@@ -206,8 +202,11 @@ def with_stats(
     @functools.wraps(own_generate)
     def run(*args: Any, **options: Any) -> Any:
         done(None)
+        # The second of generate's arguments, where it is given by position.
+        said = {**options, "generation_config": args[1]} if len(args) > 1 else options
+        check_config(model.model, said, config_in_effect(model.model, said))
         clock = _Clock()
-        # The fourth of generate's arguments, where it is given by position.
+        # And the fourth.
         given = args[3] if len(args) > 3 else options.pop("stopping_criteria", None)
         criteria = StoppingCriteriaList([*(given or []), clock])
         if len(args) > 3:

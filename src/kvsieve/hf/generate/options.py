@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,17 +10,14 @@ from transformers import GenerationConfig
 
 from kvsieve.errors import InputError, UnsupportedOptionError, short
 from kvsieve.hf.compat import generate_arguments
+from kvsieve.hf.generate.config import check_config, config_in_effect
 from kvsieve.hf.inputs import check_callable
 from kvsieve.registry import did_you_mean
 
+# Arguments of generate that a plan cannot honour; attributes of a configuration are in config.py.
 _REFUSED = {
     "assistant_model": "assisted decoding needs to take tokens back out of the cache",
-    "prompt_lookup_num_tokens": "assisted decoding needs to take tokens back out of the cache",
-    "assistant_early_exit": "assisted decoding needs to take tokens back out of the cache",
-    "cache_implementation": "the plan brings its own cache",
-    "prefill_chunk_size": "kvsieve chunks the prompt itself: use chunk=",
     "past_key_values": "pass it as cache=",
-    "output_attentions": "attention weights are never formed",
     "custom_generate": "the plan could not tell whether it ran",
     "inputs": "pass the prompt as input_ids",
     "inputs_embeds": "pass the prompt as input_ids",
@@ -36,15 +32,6 @@ _NUMBERS = {
     "num_return_sequences": 1,
     "pad_token_id": 0,
 }
-
-
-def check_supported(options: Mapping[str, Any]) -> None:
-    """Raise UnsupportedOptionError for options that a plan cannot honour."""
-    for name, reason in _REFUSED.items():
-        if options.get(name) is not None and options[name] is not False:
-            raise UnsupportedOptionError(f"generate({name}=...) is not supported under a plan: {reason}")
-    if options.get("use_cache") is False:
-        raise UnsupportedOptionError("generate(use_cache=False) leaves nothing to reduce; leave it unset")
 
 
 def check_values(options: Mapping[str, Any]) -> None:
@@ -71,20 +58,26 @@ def check_values(options: Mapping[str, Any]) -> None:
         raise InputError(f"generate(generation_config=...) must be a GenerationConfig, got {short(config)}")
 
 
-def check_options(model: Any, options: Mapping[str, Any]) -> None:
-    """Raise before anything is read for options of ``model.generate`` that are none, or of the wrong kind.
+def checked_config(model: Any, options: Mapping[str, Any]) -> GenerationConfig:
+    """Return the configuration in effect, before anything is read.
 
-    Raises InputError for a value, UnsupportedOptionError for a name that neither generate nor the model has.
+    Raises InputError for a value of the wrong kind, UnsupportedOptionError for an option that neither generate nor the
+    model has, or that a plan cannot honour.
     """
+    for name, reason in _REFUSED.items():
+        if options.get(name) is not None and options[name] is not False:
+            raise UnsupportedOptionError(f"generate({name}=...) is not supported under a plan: {reason}")
     check_values(options)
     known = generate_arguments(model)
     for name, value in options.items():
         if value is not None and name not in known:
             raise UnsupportedOptionError(f"generate has no option {name!r}{did_you_mean(name, sorted(known), None)}")
     try:
-        copy.deepcopy(options.get("generation_config") or model.generation_config).update(**options)
+        config = config_in_effect(model, options)
     except Exception as error:  # of comparing what it was given, whatever that may be
         raise refusal(options, error) from error
+    check_config(model, options, config)
+    return config
 
 
 def refusal(options: Mapping[str, Any], error: Exception) -> InputError:

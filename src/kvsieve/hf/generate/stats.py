@@ -9,8 +9,8 @@ from kvsieve.attention.paged import compile_seconds
 from kvsieve.cache.base import storage_bytes
 from kvsieve.display import html_table, mebibytes, percent
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.counts import Passes, Reads
 from kvsieve.hf.cache.layer import StoreLayer
-from kvsieve.hf.cache.records import Passes, Reads
 from kvsieve.hf.cache.states import EmptyLayer, StateLayer
 from kvsieve.hf.decode.engine import Engine
 from kvsieve.hf.generate.acted import codec_told, entries_after_prompt, prompt_blocks, what_ran

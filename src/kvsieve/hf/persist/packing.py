@@ -12,8 +12,9 @@ from kvsieve.attention import Window
 from kvsieve.cache import View
 from kvsieve.cache.parts import store_parts
 from kvsieve.errors import CacheFileError
+from kvsieve.hf.cache.counts import Passes, PromptBlocks, Reads
 from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
-from kvsieve.hf.cache.records import Conversation, Passes, PromptBlocks, PropagatedTokens, Reads, Turn, TurnRecord
+from kvsieve.hf.cache.records import Conversation, PropagatedTokens, Turn, TurnRecord
 from kvsieve.hf.cache.short_prompt import ShortPrompt
 from kvsieve.hf.cache.states import CacheLayer, StateLayer
 from kvsieve.hf.persist.cache_file import DTYPES

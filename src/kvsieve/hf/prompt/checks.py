@@ -26,7 +26,7 @@ def checked_beginning(model: AttachedModel, given: Any, cache: SieveCache, chunk
     Raises InputError, CacheStateError or PlanError; see Sieve.begin.
     """
     ids, _ = prompt_of(given, None)
-    mask = whole_mask(model, ids, None, cache, -1)
+    mask = whole_mask(model, ids, None, cache)
     if len(ids) != 1 or mask is not None:
         raise InputError(f"the beginning of a prompt is read one row at a time, without padding; got {len(ids)} rows")
     if model.plan.shortens_prompt:
@@ -41,15 +41,32 @@ def checked_beginning(model: AttachedModel, given: Any, cache: SieveCache, chunk
 
 
 def whole_mask(
-    model: AttachedModel, input_ids: Tensor, attention_mask: Tensor | None, cache: SieveCache, pad_token_id: int | None
+    model: AttachedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    cache: SieveCache,
+    pad_token_id: int | None = None,
 ) -> Tensor | None:
-    """Check shapes, and complete the mask of a later turn with the padding the cache knows of. Raises InputError."""
+    """Check shapes, and complete the mask of a later turn with the padding the cache knows of.
+
+    Args:
+        model: the attached model.
+        input_ids: int64 [B, N], the whole conversation.
+        attention_mask: [B, N]; None to infer it.
+        cache: what it continues.
+        pad_token_id: token that is padding where there is no mask. Default None: none is.
+
+    Raises:
+        InputError: ids or mask that do not fit.
+        CacheStateError: the cache is another plan's or model's, or that of a beam search.
+    """
     model.check_cache(cache)
     check_ids(input_ids, model.config.vocab_size)
     if attention_mask is not None:
         check_mask(attention_mask, tuple(input_ids.shape))
         refuse_strange(attention_mask)
         attention_mask = attention_mask.long()
+    cache.turn.check_beams()
     rows, short_prompt = cache.conversation.batch, cache.conversation.short_prompt
     if rows not in (0, len(input_ids)):
         raise InputError(
@@ -61,8 +78,6 @@ def whole_mask(
             f"the cache holds a shorter reading of its prompt, made under {short_prompt.plan.name!r}; go on under "
             "that plan, or start with a new cache"
         )
-    if pad_token_id is None:
-        pad_token_id = model.model.generation_config.pad_token_id
     seen, known_mask = cache.conversation.caller_length_and_mask()
     length = input_ids.shape[1]
     if length <= seen:
@@ -71,22 +86,13 @@ def whole_mask(
             "torch.cat([what was fed or generated before, the new tokens], dim=1)"
         )
     if attention_mask is None:
-        attention_mask = _inferred_mask(model, input_ids, pad_token_id)
+        if pad_token_id is not None and bool((input_ids == pad_token_id).any()):
+            attention_mask = input_ids.ne(pad_token_id).long()
         if known_mask is not None:
             known = torch.cat([known_mask, known_mask.new_ones(len(known_mask), length - seen)], 1)
             known = known.long().to(input_ids.device)
             attention_mask = known if attention_mask is None else known * attention_mask
     return attention_mask
-
-
-def _inferred_mask(model: AttachedModel, input_ids: Tensor, pad_token_id: int | None) -> Tensor | None:
-    """Infer the mask as generate would: padding is where the pad token stands, unless that also ends a turn."""
-    ends = model.model.generation_config.eos_token_id
-    ends = ends if isinstance(ends, list) else [ends]
-    if pad_token_id is None or pad_token_id in ends:
-        return None
-    mask = input_ids.ne(pad_token_id)
-    return None if bool(mask.all()) else mask.long()
 
 
 def check_prompt(

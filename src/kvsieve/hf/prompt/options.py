@@ -21,7 +21,7 @@ class ReadOptions:
     Attributes:
         chunk: tokens per forward pass, None for all at once.
         new_tokens: tokens expected after it, 0 if nobody said.
-        pad_token_id: what marks padding where there is no mask; None for the model's own.
+        pad_token_id: token that is padding where there is no mask; None where none is.
         progress: called with (tokens read, tokens in all).
         leave_last: leave the last chunk to whoever goes on, as ``model.generate`` does.
         constraints: what the caller asks of the plan.

@@ -57,8 +57,6 @@ def read_prompt(
     check_chunk(options.chunk)
     protected = constraints.protected_tokens(plan, cache, mask, input_ids.shape, question)
     protected = None if protected is None else protected.to(model.model.device)
-    if options.pad_token_id is None:
-        options = dataclasses.replace(options, pad_token_id=model.model.generation_config.pad_token_id or 0)
     context, context_mask = input_ids, mask
     if question:
         context = input_ids[:, :-question]

@@ -1,0 +1,134 @@
+"""The configuration that an answer is generated under: what the call says, and what the checkpoint says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList
+
+from kvsieve.errors import UnsupportedOptionError, short
+from kvsieve.hf.compat import logits_processors, prepared_config
+
+_ASSISTED = "assisted decoding needs to take tokens back out of the cache"
+# Attributes of a GenerationConfig that a plan cannot honour, and why.
+REFUSED = {
+    "prompt_lookup_num_tokens": _ASSISTED,
+    "assistant_early_exit": _ASSISTED,
+    "use_mtp": _ASSISTED,
+    "cache_implementation": "the plan brings its own cache",
+    "prefill_chunk_size": "kvsieve chunks the prompt itself: use chunk=",
+    "output_attentions": "attention weights are never formed",
+    "token_healing": "it changes the prompt, which is read before",
+}
+# Attributes by which generate takes a way of decoding that it has no code for any more, by its name of that way.
+FROM_HUB = {
+    "contrastive_search": ("penalty_alpha",),
+    "group_beam_search": ("num_beam_groups",),
+    "constrained_beam_search": ("constraints", "force_words_ids"),
+    "dola_generation": ("dola_layers",),
+}
+# Values of cache_implementation that ask for what a plan does anyway.
+GROWING = ("dynamic", "hybrid")
+
+
+def config_in_effect(model: Any, options: Mapping[str, Any] | None = None) -> GenerationConfig:
+    """Return the complete configuration of ``model.generate(**options)``, as transformers puts it together.
+
+    An option of the call goes before its `generation_config`, that before ``model.generation_config``, and that before
+    transformers' defaults.
+
+    Args:
+        model: of transformers.
+        options: of the call; None for none.
+    """
+    options = dict(options or {})
+    return prepared_config(model, options.pop("generation_config", None), options)
+
+
+def who_says(model: Any, options: Mapping[str, Any], name: str) -> str:
+    """Name the place that gives an attribute of the configuration its value, such as "generate(num_beams=...)"."""
+    if options.get(name) is not None:
+        return f"generate({name}=...)"
+    for where, config in (("", options.get("generation_config")), ("model.", model.generation_config)):
+        value = getattr(config, name, None)
+        if value is not None:
+            return f"{where}generation_config.{name}={short(value, 40)}"
+    return name
+
+
+def check_config(model: Any, options: Mapping[str, Any], config: GenerationConfig) -> None:
+    """Raise UnsupportedOptionError for attributes of a configuration that a plan cannot honour.
+
+    Args:
+        model: of transformers.
+        options: of the call.
+        config: in effect for it.
+    """
+    for name, reason in REFUSED.items():
+        value = getattr(config, name, None)
+        if value is not None and value is not False and not (name == "cache_implementation" and value in GROWING):
+            raise UnsupportedOptionError(
+                f"{who_says(model, options, name)} is not supported under a plan: {reason}{_way_out(options, name)}"
+            )
+    mode = config.get_generation_mode().value
+    for name in FROM_HUB.get(mode, ()):
+        if getattr(config, name, None) is not None:
+            raise UnsupportedOptionError(
+                f"{who_says(model, options, name)} is not supported under a plan: generate takes code from the hub for "
+                f"it ({mode}), on which the plan could not run{_way_out(options, name)}"
+            )
+    if config.use_cache is False:
+        raise UnsupportedOptionError(
+            f"{who_says(model, options, 'use_cache').replace('...', 'False')} leaves nothing to reduce; leave it "
+            f"unset{_way_out(options, 'use_cache', True)}"
+        )
+
+
+def _way_out(options: Mapping[str, Any], name: str, value: Any = None) -> str:
+    """Say how a call overrides what a configuration says; nothing where the call itself says it."""
+    return "" if options.get(name) is not None else f", or pass {name}={value} in the call"
+
+
+def single_answer(model: Any, options: Mapping[str, Any], config: GenerationConfig, whose: str) -> None:
+    """Raise UnsupportedOptionError for beams and several answers. whose: the one who takes a single answer."""
+    for name in ("num_beams", "num_return_sequences"):
+        value = getattr(config, name, None) or 1
+        if value > 1:
+            said = who_says(model, options, name).replace("...", str(value))
+            raise UnsupportedOptionError(f"{said} gives {whose} several answers to go on from; pass {name}=1")
+
+
+def padding_token(config: GenerationConfig) -> int | None:
+    """Return the token by which generate infers what is padding in ids without a mask; None where it infers nothing."""
+    pad, ends = config.pad_token_id, end_tokens(config)
+    return None if pad is None or pad in ends else int(pad)
+
+
+def end_tokens(config: GenerationConfig) -> list[int]:
+    """Return the tokens that end an answer."""
+    ends = config.eos_token_id
+    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [ends]
+
+
+def processors_of(model: Any, config: GenerationConfig, input_ids: Tensor) -> LogitsProcessorList:
+    """Return the processors by which generate would choose the tokens behind a prompt, warpers of sampling last.
+
+    For loops of their own that answer as generate does: suppressed, forced and bad words, penalties, n-grams, minimum
+    lengths, temperature and so on. Call it with ids [B, N + new] and float scores [B, V].
+
+    Args:
+        model: of transformers.
+        config: in effect.
+        input_ids: int64 [B, N], the prompt, without padding.
+
+    Raises:
+        UnsupportedOptionError: `guidance_scale`, which runs the model on another prompt beside this one.
+    """
+    if config.guidance_scale is not None and config.guidance_scale != 1:
+        raise UnsupportedOptionError(
+            f"{who_says(model, {}, 'guidance_scale')} runs the model on a second prompt, which only sieve.generate "
+            "and model.generate do: set it to None"
+        )
+    return logits_processors(model, config, input_ids)

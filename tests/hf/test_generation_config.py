@@ -1,0 +1,287 @@
+"""What the call and the checkpoint's generation_config say is obeyed, or refused with who said it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+import kvsieve
+from kvsieve.errors import CacheStateError, UnsupportedOptionError
+from kvsieve.hf.compat import CACHE
+from kvsieve.hf.generate.config import FROM_HUB, REFUSED, config_in_effect, end_tokens, padding_token, processors_of
+from kvsieve.models.families import build
+from small import fill
+
+FULL = kvsieve.plan("full")
+GREEDY = {"max_new_tokens": 8, "do_sample": False}
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return fill(build("llama", dtype=torch.float64))
+
+
+@pytest.fixture
+def model(shared):
+    """With a configuration of its own, which a test may change."""
+    kept = shared.generation_config
+    shared.generation_config = copy.deepcopy(kept)
+    yield shared
+    shared.generation_config = kept
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(10, 120, (1, 30), generator=torch.Generator().manual_seed(5))
+
+
+@pytest.fixture(scope="module")
+def said(shared, ids):
+    """Tokens of the answer when nothing is asked for."""
+    return shared.generate(ids, **GREEDY, eos_token_id=None)[0, 30:].tolist()
+
+
+# By attribute, a value that changes or may change the answer, given the plain answer's tokens.
+OBEYED = {
+    "max_new_tokens": lambda said: 3,
+    "max_length": lambda said: 33,
+    "min_length": lambda said: 36,
+    "min_new_tokens": lambda said: 6,
+    "eos_token_id": lambda said: [said[3], said[2]],
+    "pad_token_id": lambda said: 5,
+    "bos_token_id": lambda said: 1,
+    "num_beams": lambda said: 2,
+    "num_return_sequences": lambda said: 1,
+    "early_stopping": lambda said: True,
+    "length_penalty": lambda said: 0.5,
+    "max_time": lambda said: 1e-9,
+    "do_sample": lambda said: True,
+    "temperature": lambda said: 0.7,
+    "top_k": lambda said: 5,
+    "top_p": lambda said: 0.5,
+    "min_p": lambda said: 0.2,
+    "top_h": lambda said: 0.4,
+    "typical_p": lambda said: 0.5,
+    "epsilon_cutoff": lambda said: 1e-3,
+    "eta_cutoff": lambda said: 1e-3,
+    "repetition_penalty": lambda said: 1.8,
+    "encoder_repetition_penalty": lambda said: 1.8,
+    "no_repeat_ngram_size": lambda said: 1,
+    "encoder_no_repeat_ngram_size": lambda said: 1,
+    "bad_words_ids": lambda said: [[said[0]], said[2:4]],
+    "renormalize_logits": lambda said: True,
+    "forced_bos_token_id": lambda said: 7,
+    "forced_eos_token_id": lambda said: 9,
+    "remove_invalid_values": lambda said: True,
+    "exponential_decay_length_penalty": lambda said: (2, 1.5),
+    "suppress_tokens": lambda said: said[:3],
+    "begin_suppress_tokens": lambda said: said[:1],
+    "sequence_bias": lambda said: [[[said[0]], -9.0]],
+    "guidance_scale": lambda said: 2.0,
+    "watermarking_config": lambda said: {"bias": 9.0, "seeding_scheme": "selfhash"},
+    "output_hidden_states": lambda said: True,
+    "output_scores": lambda said: True,
+    "output_logits": lambda said: True,
+    "return_dict_in_generate": lambda said: True,
+    "use_cache": lambda said: True,
+    "cache_implementation": lambda said: "dynamic",
+    "stop_strings": lambda said: None,
+}
+# No effect on a decoder-only model that is not assisted, or on a cache that is given.
+WITHOUT_EFFECT = {
+    "decoder_start_token_id",
+    "cache_config",
+    "max_cache_len",
+    "compile_config",
+    "disable_compile",
+    "continuous_batching_config",
+    "low_memory",
+    "diversity_penalty",
+    "is_assistant",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
+    "assistant_confidence_threshold",
+    "max_matching_ngram_size",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "assistant_ensemble_weight",
+    "speculation_type",
+    "_from_model_config",
+    "transformers_version",
+}
+REFUSED_VALUES = {
+    "prompt_lookup_num_tokens": 3,
+    "assistant_early_exit": 1,
+    "use_mtp": True,
+    "cache_implementation": "static",
+    "prefill_chunk_size": 8,
+    "output_attentions": True,
+    "token_healing": True,
+    "use_cache": False,
+    "constraints": [object()],
+    "force_words_ids": [[3]],
+    "dola_layers": "low",
+    "penalty_alpha": 0.6,
+    "num_beam_groups": 2,
+}
+
+
+def test_every_attribute_of_a_configuration_is_accounted_for():
+    """An attribute that a release of transformers brings must be tried here, or refused."""
+    known = OBEYED.keys() | WITHOUT_EFFECT | REFUSED_VALUES.keys()
+    assert {*vars(GenerationConfig())} - known == set()
+    hub = {name for names in FROM_HUB.values() for name in names}
+    assert REFUSED.keys() | hub | {"use_cache"} == REFUSED_VALUES.keys()
+
+
+@pytest.mark.parametrize("chunk", [None, 8], ids=["whole", "chunks"])
+@pytest.mark.parametrize("by", ["call", "model"])
+@pytest.mark.parametrize("name", OBEYED)
+def test_full_kv_obeys_what_transformers_obeys(model, ids, said, name, by, chunk):
+    value = OBEYED[name](said)
+    options = {name: each for name, each in (GREEDY | {"eos_token_id": 127}).items()}
+    if name in ("max_length", "max_new_tokens"):
+        options.pop("max_new_tokens")
+    if name in ("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"):
+        options["do_sample"] = True
+    options.pop(name, None)
+    if by == "call":
+        options |= {} if value is None else {name: value}
+    else:
+        setattr(model.generation_config, name, value)
+        if name == "watermarking_config":
+            model.generation_config.update(watermarking_config=value)
+    torch.manual_seed(1)
+    wanted = model.generate(ids, **options)
+    with kvsieve.attach(model, FULL) as sieve:
+        torch.manual_seed(1)
+        found = sieve.generate(ids, chunk=chunk, **options)
+    assert torch.equal(found.sequences, getattr(wanted, "sequences", wanted))
+
+
+@pytest.mark.parametrize("path", ["sieve", "model.generate"])
+@pytest.mark.parametrize("by", ["call", "config of the call", "model"])
+@pytest.mark.parametrize("name", REFUSED_VALUES)
+def test_what_cannot_be_honoured_is_refused_with_who_says_it(model, ids, name, by, path):
+    value, options = REFUSED_VALUES[name], dict(GREEDY)
+    if name in ("num_beam_groups", "constraints", "force_words_ids"):
+        options["num_beams"] = 2
+    if by == "call":
+        options[name], match = value, rf"generate\({name}="
+    elif by == "model":
+        setattr(model.generation_config, name, value)
+        match = rf"model\.generation_config\.{name}="
+    else:
+        config = GenerationConfig(**options)
+        setattr(config, name, value)
+        options, match = {"generation_config": config}, rf"^generation_config\.{name}="
+    with kvsieve.attach(model, FULL) as sieve, pytest.raises(UnsupportedOptionError, match=match):
+        (sieve.generate if path == "sieve" else model.generate)(ids, **options)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "hybrid"])
+@pytest.mark.parametrize("by", ["call", "model"])
+def test_a_growing_cache_is_what_a_plan_has_anyway(model, ids, name, by):
+    wanted = model.generate(ids, **GREEDY)
+    options = dict(GREEDY)
+    if by == "call":
+        options["cache_implementation"] = name
+    else:
+        model.generation_config.cache_implementation = name
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        assert torch.equal(sieve.generate(ids, **options).sequences, wanted)
+        assert torch.equal(model.generate(ids, **options), wanted)
+
+
+def padded():
+    """Two rows: the second begins with six tokens 5, and the first has the token 0 within its text."""
+    ids = torch.randint(10, 120, (2, 30), generator=torch.Generator().manual_seed(5))
+    ids[1, :6], ids[0, 12] = 5, 0
+    return ids
+
+
+# Where pad and end tokens are said. The checkpoint has 0 and 127.
+MASKS = {
+    "nothing": {},
+    "pad of the call": {"pad_token_id": 5},
+    "pad equal to the end": {"pad_token_id": 0, "eos_token_id": 0},
+    "pad among the ends": {"pad_token_id": 5, "eos_token_id": [9, 5]},
+    "other end": {"eos_token_id": 9},
+    "configuration of the call": {"generation_config": GenerationConfig(pad_token_id=5, eos_token_id=9, **GREEDY)},
+    "configuration without pad": {"generation_config": GenerationConfig(eos_token_id=9, **GREEDY)},
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 8], ids=["whole", "chunks"])
+@pytest.mark.parametrize("case", MASKS)
+def test_a_mask_is_inferred_as_generate_infers_it(model, case, chunk):
+    ids = padded() if case != "pad equal to the end" else padded()[:1]
+    options = MASKS[case] if "generation_config" in MASKS[case] else {**GREEDY, **MASKS[case]}
+    wanted = model.generate(ids, **options)
+    with kvsieve.attach(model, FULL) as sieve:
+        found = sieve.generate(ids, chunk=chunk, **options)
+        assert torch.equal(found.sequences, wanted)
+        if case in ("nothing", "other end"):
+            cache = sieve.prefill(ids, chunk=chunk)
+            assert torch.equal(cache.conversation.mask, ids.ne(0))
+
+
+def test_pad_and_ends_of_a_configuration():
+    config = GenerationConfig(pad_token_id=5, eos_token_id=[9, 5])
+    assert (padding_token(config), end_tokens(config)) == (None, [9, 5])
+    config = GenerationConfig(pad_token_id=5, eos_token_id=9)
+    assert (padding_token(config), end_tokens(config)) == (5, [9])
+    assert (padding_token(GenerationConfig()), end_tokens(GenerationConfig())) == (None, [])
+
+
+ALONE = sorted(
+    OBEYED.keys() - {"guidance_scale", "num_beams", "do_sample", "max_time", "stop_strings", "max_length", "min_length"}
+)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_loop_of_its_own_answers_as_generate_does(model, ids, said, name):
+    """`processors_of` and the greedy choice."""
+    options = {"eos_token_id": 127, **GREEDY, name: OBEYED[name](said)}
+    wanted = model.generate(ids, **{**options, "return_dict_in_generate": False})
+    config = config_in_effect(model, options)
+    processors, made = processors_of(model, config, ids), ids
+    for _ in range(config.max_new_tokens):
+        with torch.no_grad():
+            scores = processors(made, model(made).logits[:, -1].float())
+        made = torch.cat([made, scores.argmax(-1, keepdim=True)], 1)
+        if int(made[0, -1]) in end_tokens(config):
+            break
+    assert torch.equal(made, wanted)
+
+
+def test_a_loop_of_its_own_refuses_a_second_prompt(model, ids):
+    config = config_in_effect(model, {"guidance_scale": 2.0})
+    with pytest.raises(UnsupportedOptionError, match="guidance_scale.* runs the model on a second prompt"):
+        processors_of(model, config, ids)
+
+
+@pytest.mark.parametrize("path", ["generate", "prefill", "model.generate", "model"])
+@pytest.mark.parametrize("options", [{"num_return_sequences": 3}, {}], ids=["all returned", "one returned"])
+def test_the_cache_of_a_beam_search_is_not_gone_on_with(model, ids, options, path):
+    """Its rows are other beams than the sequences that were returned."""
+    with kvsieve.attach(model, FULL) as sieve, torch.no_grad():
+        first = sieve.generate(ids, num_beams=3, **options, **GREEDY)
+        talk = torch.cat([first.sequences, first.sequences[:, :5]], 1)
+        wide = talk if options else talk.expand(3, -1)
+        calls = {
+            "generate": lambda: sieve.generate(talk, cache=first.cache, **GREEDY),
+            "prefill": lambda: sieve.prefill(talk, cache=first.cache),
+            "model.generate": lambda: model.generate(wide, **{CACHE: first.cache}, **GREEDY),
+            "model": lambda: model(wide[:, -4:], **{CACHE: first.cache}),
+        }
+        with pytest.raises(CacheStateError, match="that of a beam search"):
+            calls[path]()
+        # Rows of samples are the sequences.
+        second = sieve.generate(ids, max_new_tokens=4, do_sample=True, num_return_sequences=2)
+        talk = torch.cat([second.sequences, second.sequences[:, :5]], 1)
+        found = sieve.generate(talk, cache=second.cache, **GREEDY).sequences
+    assert torch.equal(found, model.generate(talk, **GREEDY))
