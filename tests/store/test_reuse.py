@@ -10,6 +10,7 @@ import kvsieve
 from kvsieve.models.families import build
 from kvsieve.registry import method_info
 from kvsieve.store import PrefixStore
+from kvsieve.store.rules import tells_answers_apart
 from small import plan_of
 
 GREEDY = {
@@ -42,7 +43,7 @@ def talk():
     other = ids.clone()
     other[:, -6:] = torch.randint(2, 120, (1, 6), generator=made)
     other[:, -6] = (ids[:, -6] + 1) % 100 + 2
-    return ids, other, torch.randint(2, 120, (1, 30), generator=made)
+    return ids, other, torch.randint(2, 120, (1, 40), generator=made)
 
 
 def read(sieve, ids, cache=None, until=DOCUMENT):
@@ -65,11 +66,11 @@ def test_reuse_never_changes_an_answer(model, path, talk, name):
             assert store.add(sieve, ids[0], cache, 1.0) is None and store.stats().refused == 1
             return
         cache = sieve.begin(ids[:, :DOCUMENT], chunk=CHUNK)
-        half = store.add(sieve, ids[0], cache, 1.0)
+        half = store.add(sieve, ids[0], cache, 1.0, chunk=CHUNK)
         first = sieve.generate(ids, cache=cache, chunk=CHUNK, **GREEDY)
-        end = store.add(sieve, first.sequences[0], cache, 2.0)
+        end = store.add(sieve, first.sequences[0], cache, 2.0, chunk=CHUNK)
         assert half.tokens == DOCUMENT and end.tokens == PROMPT + 1
-        found = store.find(sieve, ids[0], turns=(PROMPT,))
+        found = store.find(sieve, ids[0], turns=(PROMPT,), chunk=CHUNK)
         unbroken = first if found.tokens == DOCUMENT else read(sieve, ids, until=found.tokens)
         same(sieve.generate(ids, cache=found.cache, chunk=CHUNK, **GREEDY), unbroken)
         longer = torch.cat([first.sequences, more], 1)
@@ -87,11 +88,11 @@ def test_reuse_never_changes_an_answer(model, path, talk, name):
 
 def another_question(sieve, store, other):
     """Another question on the same document never meets entries that were chosen in the light of the first."""
-    found = store.find(sieve, other[0], turns=(PROMPT,))
+    found = store.find(sieve, other[0], turns=(PROMPT,), chunk=CHUNK)
     assert found.tokens == DOCUMENT or (
         DOCUMENT < found.tokens <= PROMPT - 6 and not sieve.plan.drops and sieve.plan.prefill is None
     )
-    answer = read(sieve, other, until=found.tokens)
+    answer = sieve.generate(other, chunk=CHUNK, **GREEDY)
     result = sieve.generate(other, cache=found.cache, chunk=CHUNK, **GREEDY)
     assert torch.equal(result.sequences, answer.sequences)
     torch.testing.assert_close(torch.stack(result.output.logits), torch.stack(answer.output.logits))
@@ -102,13 +103,16 @@ def goes_on(sieve, store, longer, second):
     found = store.find(sieve, longer[0])
     assert found.tokens == PROMPT + 1
     same(sieve.generate(longer, cache=found.cache, chunk=CHUNK, **GREEDY), second)
-    # Read anew, its answer would be read as a prompt is: not by a reader, reduced token by token, or in full.
+    # Read anew, its answer would be read as the next prompt's beginning.
     plan, ends = sieve.plan, longer.shape[1]
-    own = plan.read is not None or plan.is_view or plan.prefill is not None
-    own = own or (plan.evict is not None and plan.evict.when.steps is not None)
-    anew = store.find(sieve, longer[0], turns=(PROMPT, ends))
-    assert anew is None or (anew.tokens == PROMPT + 1) is not own
-    elsewhere = store.find(sieve, longer[0], turns=(PROMPT + 3, ends))
+    own = tells_answers_apart(plan)
+    anew = store.find(sieve, longer[0], turns=(PROMPT, ends), chunk=CHUNK)
+    assert (anew is not None and anew.tokens == PROMPT + 1) is not own
+    if not own:
+        cache = sieve.prefill(longer[:, :PROMPT], chunk=CHUNK)
+        answer = sieve.generate(longer, cache=cache, chunk=CHUNK, **GREEDY)
+        assert torch.equal(sieve.generate(longer, cache=anew.cache, **GREEDY).sequences, answer.sequences)
+    elsewhere = store.find(sieve, longer[0], turns=(PROMPT + 3, ends), chunk=CHUNK)
     assert elsewhere is None or (elsewhere.tokens == PROMPT + 1) is not (plan.drops or own)
 
 

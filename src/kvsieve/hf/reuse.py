@@ -18,6 +18,7 @@ from kvsieve.errors import InputError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.generate.generate import GenerateResult
 from kvsieve.hf.generate.stats import Stats
+from kvsieve.hf.prompt.chunks import shared_end
 from kvsieve.hf.prompt.options import Progress, shifted
 from kvsieve.plans import Plan
 
@@ -123,18 +124,19 @@ class Stored:
         """
         known, total, before, began = ids[0].tolist(), ids.shape[1], 0.0, time.perf_counter()
         if not cache.num_seen:
-            found = self.store.find(sieve, known, self.owner, turns=(total,), leave=leave)
+            found = self.store.find(sieve, known, self.owner, turns=(total,), leave=leave, chunk=chunk)
             if found is not None:
                 cache.become(found.cache)
                 before = found.seconds
         start, searched = cache.num_seen, time.perf_counter()
 
         def border(done: int, _: int) -> None:
-            self.store.add(sieve, known, cache, before + time.perf_counter() - searched, self.owner)
+            self.store.add(sieve, known, cache, before + time.perf_counter() - searched, self.owner, chunk=chunk)
             if progress is not None:
                 progress(start + done, total)
 
-        end = total - max(LAST, sieve.plan.queries(total))
+        # Chunks behind the last border end where they would without one.
+        end = start + shared_end(sieve.plan, total - max(LAST, sieve.plan.queries(total)) - start, chunk)
         if end > start:
             sieve.begin(ids[:, :end], cache=cache, chunk=chunk, progress=border)
         now = time.perf_counter()
@@ -146,12 +148,12 @@ class Stored:
         begun = self.begin(sieve, ids, cache, options.get("chunk"), progress)
         rest = shifted(progress, cache.num_seen, total)
         result = sieve.generate(ids, torch.ones_like(ids), cache=cache, progress=rest, **options)
-        self.end(sieve, result.sequences, cache, begun.seconds + result.stats.ttft_s)
+        self.end(sieve, result.sequences, cache, begun.seconds + result.stats.ttft_s, options.get("chunk"))
         return dataclasses.replace(result, stats=begun.told(result.stats))
 
-    def end(self, sieve: Begins, ids: Tensor, cache: SieveCache, seconds: float) -> None:
-        """Leave the store a conversation as it is at the end of a turn, which took so many seconds to read."""
-        self.store.add(sieve, ids[0].tolist(), cache, seconds, self.owner)
+    def end(self, sieve: Begins, ids: Tensor, cache: SieveCache, seconds: float, chunk: int | None) -> None:
+        """Leave the store a conversation as it is at the end of a turn, read in so many seconds, `chunk` at a time."""
+        self.store.add(sieve, ids[0].tolist(), cache, seconds, self.owner, chunk=chunk)
 
     def prefill(self, sieve: Any, ids: Tensor, cache: SieveCache, options: dict[str, Any]) -> None:
         """Read a prompt and answer nothing yet; options of ``Sieve.prefill``."""
@@ -162,7 +164,7 @@ class Stored:
         if cache.num_seen < ids.shape[1]:
             began = time.perf_counter()
             sieve.prefill(ids, torch.ones_like(ids), cache=cache, **options)
-            self.end(sieve, ids, cache, begun.seconds + time.perf_counter() - began)
+            self.end(sieve, ids, cache, begun.seconds + time.perf_counter() - began, options.get("chunk"))
 
 
 def check_store(store: Any) -> None:

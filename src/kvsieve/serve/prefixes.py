@@ -14,6 +14,7 @@ from kvsieve.serve.answer import Answer
 from kvsieve.serve.reading import PromptReader
 from kvsieve.serve.ticket import Order
 from kvsieve.store import PrefixStore
+from kvsieve.store.rules import acts_at_end, reuse_of
 
 _log = logging.getLogger(__name__)
 # Tokens below which reading is quicker than finding, and nodes that are listed.
@@ -26,8 +27,11 @@ _EVERY = 4
 class Prefixes(Protocol):
     """Store of what was read before."""
 
-    def find(self, sieve: Sieve, order: Order) -> SieveCache | None:
-        """Return a cache that has read a beginning of the prompt; None where there is none."""
+    def find(self, sieve: Sieve, order: Order, chunk: int) -> SieveCache | None:
+        """Return a cache that has read a beginning of the prompt; None where there is none.
+
+        chunk: tokens per pass that the prompt is read with.
+        """
 
     def at_border(self, reading: PromptReader, left: int) -> None:
         """Take in the beginning of a prompt, of which `left` tokens are not read yet."""
@@ -51,7 +55,7 @@ class Prefixes(Protocol):
 class NoPrefixes:
     """Keeps nothing."""
 
-    def find(self, sieve: Sieve, order: Order) -> SieveCache | None:
+    def find(self, sieve: Sieve, order: Order, chunk: int) -> SieveCache | None:
         return None
 
     def at_border(self, reading: PromptReader, left: int) -> None:
@@ -88,11 +92,11 @@ class StoredPrefixes:
     def __init__(self, store: PrefixStore, share: bool) -> None:
         self.store, self.share = store, share
 
-    def find(self, sieve: Sieve, order: Order) -> SieveCache | None:
+    def find(self, sieve: Sieve, order: Order, chunk: int) -> SieveCache | None:
         if not _findable(order):
             return None
         turns = None if order.session is not None else (len(order.ids),)
-        found = self.store.find(sieve, order.ids, self._owner(order), turns=turns)
+        found = self.store.find(sieve, order.ids, self._owner(order), turns=turns, chunk=chunk)
         return None if found is None else found.cache
 
     def at_border(self, reading: PromptReader, left: int) -> None:
@@ -101,25 +105,24 @@ class StoredPrefixes:
             return
         # The last border serves all shorter beginnings, where no state has moved on.
         often = cache.has_state and cache.num_seen // chunk % _EVERY == 0
-        if often or (left <= chunk and (cache.has_state or reading.sieve.plan.drops)):
-            self._add(reading, order.ids, None)
+        if often or (left <= chunk and (cache.forgets or acts_at_end(reading.sieve.plan))):
+            self._add(reading, order.ids)
 
     def add(self, reading: PromptReader) -> None:
-        order, cache = reading.ticket.order, reading.cache
-        if _serves_others(reading) and cache.num_seen >= _LEAST:
-            turns = None if order.session is not None else (len(order.ids),)
-            self._add(reading, order.ids, turns)
+        if reading.cache.num_seen >= _LEAST:
+            self._add(reading, reading.ticket.order.ids)
 
     def add_answer(self, reading: PromptReader, answer: Answer) -> None:
-        order = reading.ticket.order
-        if _serves_others(reading):
-            ids = (*order.ids, *answer.tokens)
-            self._add(reading, ids, None if order.session is not None else (len(order.ids),))
+        self._add(reading, (*reading.ticket.order.ids, *answer.tokens))
 
-    def _add(self, reading: PromptReader, ids: tuple[int, ...], turns: tuple[int, ...] | None) -> None:
+    def _add(self, reading: PromptReader, ids: tuple[int, ...]) -> None:
+        order, sieve, cache = reading.ticket.order, reading.sieve, reading.cache
+        if not _findable(order):
+            return
         try:
-            owner = self._owner(reading.ticket.order)
-            self.store.add(reading.sieve, ids, reading.cache, reading.seconds, owner, turns=turns)
+            reuse = reuse_of(sieve, cache, length=len(ids), chunk=reading.chunk)
+            if order.session is not None or reuse.serves_anew:
+                self.store.add(sieve, ids, cache, reading.seconds, self._owner(order), chunk=reading.chunk)
         except (KvsieveError, OSError) as error:
             # The answer is none the worse for it.
             _log.warning("not stored: %s", error)
@@ -144,12 +147,6 @@ class StoredPrefixes:
 def _findable(order: Order) -> bool:
     """Tell that a prompt may be found again: its caller puts no constraints on it that others do not have."""
     return order.constraints == PromptConstraints()
-
-
-def _serves_others(reading: PromptReader) -> bool:
-    """Tell that what is left of a prompt may serve another: what a plan has reduced does where a session goes on."""
-    order = reading.ticket.order
-    return _findable(order) and (order.session is not None or not reading.sieve.plan.drops)
 
 
 def open_prefixes(path: str | None, memory: str, disk: str, share: bool) -> Prefixes | None:

@@ -213,7 +213,7 @@ class Workload:
 
     def _found(self, sieve: Sieve, order: Order) -> SieveCache | None:
         try:
-            return self.prefixes.find(sieve, order)
+            return self.prefixes.find(sieve, order, self.limits.chunk)
         except Exception as error:
             self._not_stored(error)
             return None

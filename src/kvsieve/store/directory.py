@@ -166,6 +166,7 @@ class WithIds(Whole):
 
 def name_of(node: Node) -> str:
     """Return the name of a node, which is its key."""
-    turns = node.reuse.turns
-    place = "half" if node.reuse.half_read else "end"
-    return node_key(node.identity, node.owner, node.ids, f"{place} {turns}")
+    reuse = node.reuse
+    place = "half" if reuse.half_read else "answered" if reuse.answered else "end"
+    told = "" if reuse.chunk is None else f" by {reuse.chunk}"
+    return node_key(node.identity, node.owner, node.ids, f"{place} {reuse.turns}{told}")

@@ -179,8 +179,9 @@ def beginning(held: Held, model: AttachedModel, tokens: int, finished: bool) -> 
         finished: whether they are a prompt, or the beginning of one.
     """
     turn = Turn(prompt_end=tokens, reading=not finished)
-    conversation = Conversation(tokens, 1, prompt_lengths=(tokens,) if finished else (), turn=turn)
+    conversation = Conversation(tokens, 1, turn=turn)
     if finished:
+        conversation.prompt_lengths, conversation.acted = (tokens,), ((0, tokens),)
         turn.record.prompt_tokens = tokens
     layers = []
     for layer in held.facts["layers"]:

@@ -84,6 +84,7 @@ class PrefixStore:
         also: Sequence[str] = (),
         turns: Sequence[int] | None = None,
         leave: int = 1,
+        chunk: int | None = None,
     ) -> Found | None:
         """Find the longest beginning of a prompt that need not be read, ready to go on with; None for nothing.
 
@@ -97,9 +98,11 @@ class PrefixStore:
             turns: token counts at which prompts end, this one included, if the conversation is to be as though it were
                 read anew turn by turn. None: go on with whatever conversation this is, as a chat does.
             leave: tokens that must be left to read; 0 for a prompt that is only read.
+            chunk: tokens per pass that the prompt is read with. With `turns`, plans whose entries depend on where
+                passes end (sparse prompts, evictors of chunks, codecs without an evictor) find what was read so.
         """
         ids = _tokens(token_ids)
-        request = Request.of(sieve, len(ids), leave, turns)
+        request = Request.of(sieve, len(ids), leave, turns, chunk)
         identity = self._identities.of(sieve)
         with self._lock:
             self._counts["tokens_asked"] += len(ids)
@@ -140,6 +143,7 @@ class PrefixStore:
         *,
         pin: bool = False,
         turns: Sequence[int] | None = None,
+        chunk: int | None = None,
     ) -> NodeInfo | None:
         """Keep a conversation as it is now: between turns, or between two passes over a prompt.
 
@@ -152,7 +156,9 @@ class PrefixStore:
             seconds: what reading all of the tokens takes; of those that were found, `Found.seconds`.
             owner: for whom it is kept.
             pin: never evict it.
-            turns: token counts at which the conversation's prompts ended, if known; of a first turn they always are.
+            turns: token counts at which the conversation's prompts ended; None for what the cache knows. Where the plan
+                has acted elsewhere, no `find` with `turns` is served.
+            chunk: tokens per pass that it was read with, for `find` with `chunk`.
 
         Returns:
             The node; None where nothing of it can be reused (stats count that as refused): plans that read the whole
@@ -176,7 +182,8 @@ class PrefixStore:
             with self._lock:
                 self._counts["refused"] += 1
             return None
-        ids, reuse, identity = ids[:seen].copy(), reuse_of(sieve, cache, turns), self._identities.of(sieve)
+        reuse = reuse_of(sieve, cache, turns, length=len(ids), chunk=chunk)
+        ids, identity = ids[:seen].copy(), self._identities.of(sieve)
         with self._lock:
             node = Node("", identity, owner, ids, reuse, max(float(seconds), 0.0), pin)
             node.key = name_of(node)

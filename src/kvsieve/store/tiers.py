@@ -184,12 +184,14 @@ class Tiers:
         node.held = None
 
     def _replaced_by(self, node: Node) -> list[Node]:
-        """Nodes all of whose tokens may be taken from a new one as well."""
+        """Return the nodes all of whose tokens may be taken from a new one as well."""
         cut = node.reuse.cut
         found = []
         for other, common in self.along(node.tree, node.ids):
             within = other is not node and common == other.reuse.tokens == other.reuse.cut <= cut
-            if within and not other.pinned and other.reuse.acts == node.reuse.acts:
+            # What is cut off is the beginning of a first prompt; a plan that acts takes the end of one for another.
+            same = not other.reuse.acts or (other.reuse.half_read and other.reuse.turns == ())
+            if within and same and not other.pinned:
                 found.append(other)
         return found
 

@@ -136,6 +136,7 @@ class Conversation:
         multi_axis_positions: True once tokens had positions on several axes, as an image's have: later ones do not
             simply count on.
         propagated: where tokens were dropped on their way through the layers, in order.
+        acted: (start, end) columns of the prompts that the plan has acted on, in order.
         turn: the turn in progress, or the last one.
     """
 
@@ -147,6 +148,7 @@ class Conversation:
     protected: ProtectedTokens | None = None
     multi_axis_positions: bool = False
     propagated: tuple[PropagatedTokens, ...] = ()
+    acted: tuple[tuple[int, int], ...] = ()
     turn: Turn = field(default_factory=Turn)
 
     @property

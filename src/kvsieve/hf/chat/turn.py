@@ -139,7 +139,8 @@ class TurnMaker:
             **question.options,
         )
         if stored is not None:
-            stored.end(self.sieve, result.sequences, cache, begun.seconds + result.stats.ttft_s)
+            seconds = begun.seconds + result.stats.ttft_s
+            stored.end(self.sieve, result.sequences, cache, seconds, question.options["chunk"])
         new = result.sequences[:, ids.shape[1] :]
         made, stats = new[0].tolist(), begun.told(result.stats)
         ended = made[-1] in question.stops

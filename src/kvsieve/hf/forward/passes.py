@@ -216,6 +216,8 @@ def _commit(session: Session, *, finished: bool) -> None:
             _log.debug("%s: prompt of %s tokens, entries per layer: %s", session.plan.name, max(step.lengths), kept)
         turn.reading, turn.drafted = False, None
         cache.conversation.prompt_lengths = step.lengths
+        if turn.acts:
+            cache.conversation.acted += ((turn.start, cache.num_seen),)
     cache.status = "ready"
 
 

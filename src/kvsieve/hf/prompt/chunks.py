@@ -53,8 +53,7 @@ def read_chunks(
         # Some models' recurrent layers compute a single token otherwise, and take one of padding for a true one.
         window, chunk = max(window, 2), None if chunk is None else max(chunk, 2)
     # Padding at the left would move borders that are counted from there, and with them what is exact until when.
-    backwards = acting.codec is not None and acting.evict is None
-    ends, probed = chunk_ends(total, chunk, window, backwards=backwards), 0
+    ends, probed = chunk_ends(total, chunk, window, backwards=_counts_backwards(acting)), 0
     if acting.probes and acts:
         whole = torch.ones_like(input_ids) if mask is None else mask
         probed = tokens_to_probe(model, cache, whole)
@@ -106,6 +105,32 @@ def read_beginning(
         model.feed(cache, input_ids[:, first:last], None, PassRequest(phase="prefill", last_chunk=False))
         if progress is not None:
             progress(last - start, end - start)
+
+
+def keeps_to_chunks(plan: Plan) -> bool:
+    """Return True if what a prompt's tokens become depends on where its chunks end.
+
+    Sparse prompts choose blocks per chunk, some evictors act on every chunk, and a codec alone encodes after each.
+    """
+    acts = plan.evict is not None and plan.evict.when.chunks
+    return plan.prefill is not None or acts or _counts_backwards(plan)
+
+
+def shared_end(plan: Plan, length: int, chunk: int | None) -> int:
+    """Return where chunks of `chunk` tokens end last within the first `length` tokens of every prompt that has more.
+
+    Any length will do under a plan that does not keep to chunks; 0 where prompts have no such border in common.
+    """
+    if not keeps_to_chunks(plan):
+        return max(length, 0)
+    if chunk is None or _counts_backwards(plan):
+        return 0
+    return max(length, 0) // chunk * chunk
+
+
+def _counts_backwards(plan: Plan) -> bool:
+    """Return True if chunks end so many tokens before the prompt's end, and not so many behind its start."""
+    return plan.codec is not None and plan.evict is None
 
 
 def chunk_ends(total: int, chunk: int | None, window: int, *, backwards: bool = False) -> list[int]:
