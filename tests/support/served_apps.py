@@ -10,11 +10,15 @@ from typing import Any
 
 import uvicorn
 
+from kvsieve.serve.connections import bounded_connections
+
 
 @contextlib.contextmanager
 def listening(app: Any) -> Iterator[str]:
     """The address of an application that listens at a free port."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, port=0, http=bounded_connections(200), log_level="warning", lifespan="off")
+    )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -12,7 +12,7 @@ from kvsieve.cli.output import say
 from kvsieve.cli.specs import CodecOption, chosen_method, method_specs, parse_codecs, spec, with_codecs
 from kvsieve.errors import InputError
 
-_NEEDED = ("fastapi", "uvicorn", "pydantic", "sse_starlette", "prometheus_client", "greenlet")
+_NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "greenlet")
 
 
 def serve_command(
@@ -34,6 +34,17 @@ def serve_command(
     name: Annotated[str | None, typer.Option(help="The model's name in requests.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at; 0 for a free one.")] = 8000,
+    open_: Annotated[
+        bool, typer.Option("--open", help="Serve other machines without API keys, at a --host that they reach.")
+    ] = False,
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Name that a proxy calls this server by (Host header); repeatable."),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ORIGIN", help="Web pages that may ask (CORS), such as https://example.org; repeatable."),
+    ] = None,
     api_keys: Annotated[
         str | None, typer.Option(help="File with API keys, one a line; those of KVSIEVE_API_KEYS hold as well.")
     ] = None,
@@ -79,7 +90,7 @@ def serve_command(
     from kvsieve.budget import parse_bytes
     from kvsieve.serve.keys import read_keys
     from kvsieve.serve.limits import ServerLimits
-    from kvsieve.serve.run import ServerOptions, serve
+    from kvsieve.serve.run import ServerOptions, check_reach, serve
 
     limits = ServerLimits(
         running,
@@ -104,10 +115,14 @@ def serve_command(
         share=share,
         host=host,
         port=port,
+        open=open_,
+        hosts=tuple(allow_host or ()),
+        origins=tuple(allow_origin or ()),
         name=name,
         decode=decode,
         log_prompts=log_prompts,
     )
+    check_reach(options)
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
     from kvsieve.models.fetch import MODEL_NAME

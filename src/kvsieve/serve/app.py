@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
-from sse_starlette import EventSourceResponse
+from pydantic import ValidationError
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 import kvsieve
 from kvsieve.serve.allowed import AllowedPlans
-from kvsieve.serve.chat import chat_chunks, chat_reply, event
+from kvsieve.serve.bodies import Bodies
+from kvsieve.serve.chat import chat_chunks, chat_reply
 from kvsieve.serve.completions import completion_chunks, completion_reply
+from kvsieve.serve.events import EventStream, left
 from kvsieve.serve.exchange import Exchange
 from kvsieve.serve.failures import Failure, failure_of
-from kvsieve.serve.guards import BoundedBodies, json_error
+from kvsieve.serve.guards import Edge, json_error
 from kvsieve.serve.keys import Keys
 from kvsieve.serve.metrics import Metrics
 from kvsieve.serve.prepare import Preparer
@@ -58,6 +62,7 @@ class Service:
         model: name of the model.
         created: when it was loaded, in seconds since 1970.
         hosts: names that requests may have in their Host header; none for any.
+        origins: those of web pages that may ask besides this server's own.
         log_prompts: write prompts to the log.
     """
 
@@ -68,17 +73,20 @@ class Service:
     model: str
     created: int
     hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     log_prompts: bool = False
 
 
 def create_app(service: Service) -> FastAPI:
     """Make the application."""
-    app = FastAPI(title="kvsieve", version=kvsieve.__version__, docs_url=None, redoc_url=None)
-    metrics = Metrics(service.scheduler)
-    app.state.service, app.state.metrics = service, metrics
-    app.add_middleware(BoundedBodies, most=service.preparer.limits.body_bytes)
-    if service.hosts:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(service.hosts))
+    app = _Application(title="kvsieve", version=kvsieve.__version__, docs_url=None, redoc_url=None)
+    metrics, limits = Metrics(service.scheduler), service.preparer.limits
+    app.state.service, app.state.metrics, app.state.bodies = service, metrics, Bodies(limits)
+    app.add_middleware(Edge, most=limits.requests, hosts=service.hosts)
+    if service.origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=service.origins, allow_methods=["GET", "POST"], allow_headers=["*"]
+        )
 
     async def tell(request: Request, error: Exception) -> Response:
         failure = failure_of(error)
@@ -93,6 +101,25 @@ def create_app(service: Service) -> FastAPI:
     return app
 
 
+class _Application(FastAPI):
+    """Describes the bodies that `_parsed` reads as FastAPI does those that it reads itself."""
+
+    def openapi(self) -> dict[str, Any]:
+        """Return the schema, made at the first call."""
+        made = self.openapi_schema is None
+        schema: dict[str, Any] = super().openapi()
+        if made:
+            kinds = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
+            _, defined = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
+            schema["components"]["schemas"] |= defined["$defs"]
+        return schema
+
+
+def _described(kind: type[CommonRequest]) -> dict[str, Any]:
+    content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
 _BEARER = HTTPBearer(auto_error=False, description="An API key, where the server has any.")
 
 
@@ -101,12 +128,36 @@ def _owner(request: Request, told: Annotated[object, Depends(_BEARER)]) -> str:
     owner: str | None = request.app.state.service.keys.owner(request.headers.get("authorization"))
     if owner is None:
         raise Failure(401, "an API key is needed: send the header 'Authorization: Bearer KEY'", code="invalid_api_key")
-    if request.method == "POST" and request.headers.get("content-type", "").partition(";")[0] != "application/json":
-        raise Failure(415, "the body is JSON: send the header 'Content-Type: application/json'")
     return owner
 
 
 Owner = Annotated[str, Depends(_owner)]
+
+
+_Body = TypeVar("_Body", bound=CommonRequest)
+
+
+def _parsed(kind: type[_Body]) -> Callable[..., Awaitable[_Body]]:
+    """Return the dependency that reads and checks a body, once its key is known, in a thread of its own."""
+
+    def validated(data: bytes) -> _Body:
+        try:
+            return kind.model_validate_json(data)
+        except ValidationError as error:
+            raise failure_of(error) from None
+
+    async def parsed(request: Request, owner: Owner) -> _Body:
+        # Anything else a web page may send without asking first.
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise Failure(415, "the body is JSON: send the header 'Content-Type: application/json'")
+        async with request.app.state.bodies.read(request) as data:
+            return await asyncio.to_thread(validated, data)
+
+    return parsed
+
+
+ChatBody = Annotated[ChatRequest, Depends(_parsed(ChatRequest))]
+CompletionBody = Annotated[CompletionRequest, Depends(_parsed(CompletionRequest))]
 
 
 def _check_model(service: Service, request: CommonRequest) -> None:
@@ -118,59 +169,70 @@ def _check_model(service: Service, request: CommonRequest) -> None:
 def _add_completions(app: FastAPI, service: Service, metrics: Metrics) -> None:
     preparer, text = service.preparer, service.preparer.token_text
 
-    async def begin(body: CommonRequest, orders: Sequence[Order]) -> Exchange:
+    def texts(orders: Sequence[Order]) -> list[str]:
+        return [preparer.text(order.ids) for order in orders]
+
+    async def begin(orders: Sequence[Order]) -> Exchange:
         if service.log_prompts:
-            _log.info("prompts: %r", [preparer.text(order.ids) for order in orders])
+            _log.info("prompts: %r", await asyncio.to_thread(texts, orders))
         return Exchange(service.scheduler, orders, metrics.note)
 
-    @app.post("/v1/chat/completions", responses=CHAT, response_class=JSONResponse)
-    async def chat_completions(request: Request, body: ChatRequest, owner: Owner) -> Response:
+    @app.post(
+        "/v1/chat/completions", responses=CHAT, response_class=JSONResponse, openapi_extra=_described(ChatRequest)
+    )
+    async def chat_completions(request: Request, owner: Owner, body: ChatBody) -> Response:
         _check_model(service, body)
         order = await asyncio.to_thread(preparer.chat, body, owner)
-        exchange = await begin(body, [order])
+        exchange = await begin([order])
         if body.stream:
-            return _stream(chat_chunks(body, order, exchange, text))
+            return EventStream(_events(chat_chunks(body, order, exchange, text), exchange))
         return await _whole(request, exchange, chat_reply(body, order, exchange, text))
 
-    @app.post("/v1/completions", responses=COMPLETION, response_class=JSONResponse)
-    async def completions(request: Request, body: CompletionRequest, owner: Owner) -> Response:
+    @app.post(
+        "/v1/completions",
+        responses=COMPLETION,
+        response_class=JSONResponse,
+        openapi_extra=_described(CompletionRequest),
+    )
+    async def completions(request: Request, owner: Owner, body: CompletionBody) -> Response:
         _check_model(service, body)
         orders = await asyncio.to_thread(preparer.completion, body, owner)
-        exchange = await begin(body, orders)
-        echoes = [preparer.text(order.ids) if body.echo else "" for order in orders]
+        echoes = await asyncio.to_thread(texts, orders) if body.echo else [""] * len(orders)
+        exchange = await begin(orders)
         if body.stream:
-            return _stream(completion_chunks(body, orders, exchange, text, echoes))
+            return EventStream(_events(completion_chunks(body, orders, exchange, text, echoes), exchange))
         return await _whole(request, exchange, completion_reply(body, orders, exchange, text, echoes))
 
 
-def _stream(chunks: AsyncIterator[dict[str, Any]]) -> Response:
-    async def events() -> AsyncIterator[dict[str, str]]:
-        try:
-            async for chunk in chunks:
-                yield event(chunk)
-            yield {"data": "[DONE]"}
-        except Exception as error:
-            failure = failure_of(error)
-            if failure.status == 500:
-                _log.error("a stream failed: %s", type(error).__name__, exc_info=error)
-            # The status is sent already.
-            yield event(failure.body)
+async def _events(chunks: AsyncIterator[dict[str, Any]], exchange: Exchange) -> AsyncGenerator[str, None]:
+    """Yield chunks as JSON, an error as the last of them, and the sign of the end."""
+    try:
+        async for chunk in chunks:
+            yield _json(chunk)
+    except Exception as error:
+        failure = failure_of(error)
+        if failure.status == 500:
+            _log.error("a stream failed: %s", type(error).__name__, exc_info=error)
+        # The status is sent already.
+        yield _json(failure.body)
+    finally:
+        exchange.cancel()
+    yield "[DONE]"
 
-    return EventSourceResponse(events(), sep="\n")
+
+def _json(data: dict[str, Any]) -> str:
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
 async def _whole(request: Request, exchange: Exchange, reply: Any) -> Response:
     """Wait for a reply for as long as its client does."""
-    answering = asyncio.ensure_future(reply)
+    answering, leaving = asyncio.ensure_future(reply), asyncio.ensure_future(left(request.receive))
     try:
-        while True:
-            done, _ = await asyncio.wait({answering}, timeout=0.5)
-            if done:
-                return JSONResponse(await answering)
-            if await request.is_disconnected():
-                return Response(status_code=499)
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return JSONResponse(answering.result()) if answering.done() else Response(status_code=499)
     finally:
         answering.cancel()
+        leaving.cancel()
         exchange.cancel()
 
 

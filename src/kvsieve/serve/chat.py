@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -104,8 +103,3 @@ def _calls(request: ChatRequest) -> bool:
 
 def _choice(number: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:
     return {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-
-
-def event(data: dict[str, Any]) -> dict[str, str]:
-    """Return an event of a stream."""
-    return {"data": json.dumps(data, ensure_ascii=False, separators=(",", ":"))}

@@ -12,6 +12,9 @@ from starlette.exceptions import HTTPException
 from kvsieve.errors import InputError, KvsieveError, PlanError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.serve.ticket import BusyError, StoppedError, TooLargeError
 
+# Characters of a message, and of a parameter's name, beyond which both are cut: clients choose much of them.
+_MESSAGE, _PARAM = 1000, 200
+
 
 class Failure(Exception):
     """An error that is told to who asked: the status, OpenAI's code for it and the parameter it is about."""
@@ -26,8 +29,9 @@ class Failure(Exception):
         retry: int | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param, self.retry = status, code, param, retry
+        super().__init__(_cut(message, _MESSAGE))
+        self.status, self.code, self.retry = status, code, retry
+        self.param = None if param is None else _cut(param, _PARAM)
         self._headers = headers or {}
 
     @property
@@ -74,7 +78,10 @@ def failure_of(error: Exception) -> Failure:
 
 
 def _invalid(error: ValidationError | RequestValidationError) -> Failure:
-    first = error.errors()[0]
+    if isinstance(error, ValidationError):
+        first: Any = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    else:
+        first = error.errors()[0]
     place = [str(each) for each in first["loc"] if each != "body"]
     param = ".".join(place) or None
     if first["type"] == "extra_forbidden":
@@ -82,3 +89,8 @@ def _invalid(error: ValidationError | RequestValidationError) -> Failure:
             400, f"{param}: this server knows no such parameter; leave it out", code="unknown_parameter", param=param
         )
     return Failure(400, f"{param}: {first['msg']}" if param else str(first["msg"]), code="invalid_value", param=param)
+
+
+def _cut(text: str, most: int) -> str:
+    """Return a text, or its two ends where it is longer than that."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

@@ -1,48 +1,116 @@
-"""Guards before the endpoints: bounded bodies, and a Host header that is this server's."""
+"""Guards before the endpoints: names of this server, requests at once, and replies before a body has arrived."""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvsieve.serve.connections import ABORT
+from kvsieve.serve.events import left
 from kvsieve.serve.failures import Failure
 
+# Seconds that a client gets to send the rest of a body that nobody reads, before it is answered, and that it may pause.
+_LONGEST, _PAUSE = 10.0, 2.0
+_ALWAYS = ("/health", "/metrics")
 
-class BoundedBodies:
-    """Refuses bodies of more than so many bytes, told or not."""
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
+class Edge:
+    """Refuses requests by another name than this server's, and those beyond so many at once; answers HEAD as GET.
+
+    Args:
+        app: the application.
+        most: requests at once; /health and /metrics are always answered.
+        hosts: names that the Host header may have, none for any.
+    """
+
+    def __init__(self, app: ASGIApp, most: int, hosts: Sequence[str] = ()) -> None:
         self.app, self.most = app, most
+        self.hosts = {host_name(each) for each in hosts}
+        self._running = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        told = dict(scope["headers"]).get(b"content-length", b"0")
-        # Read whole before anything looks at it: a body that grows too long is answered as one that says so.
-        got, more = bytearray(), not told.isdigit() or int(told) <= self.most
-        too_long = not more
-        while more:
-            message = await receive()
-            got += message.get("body", b"")
-            too_long = len(got) > self.most
-            more = message["type"] == "http.request" and message.get("more_body", False) and not too_long
-        if too_long:
-            failure = Failure(413, f"the body is longer than {self.most} bytes; send less", code="request_too_large")
-            await JSONResponse(failure.body, failure.status)(scope, receive, send)
+        if scope["method"] == "HEAD":
+            # The protocol below sends no body where the client's own request is a HEAD.
+            scope = {**scope, "method": "GET"}
+        upload = _Upload(scope, receive, send)
+        failure = self._failure(scope)
+        if failure is not None:
+            await json_error(failure)(scope, upload.receive, upload.send)
             return
-        given = False
+        self._running += 1
+        try:
+            await self.app(scope, upload.receive, upload.send)
+        finally:
+            self._running -= 1
 
-        async def again() -> Message:
-            nonlocal given
-            if given:
-                return await receive()
-            given = True
-            return {"type": "http.request", "body": bytes(got), "more_body": False}
+    def _failure(self, scope: Scope) -> Failure | None:
+        host = Headers(scope=scope).get("host", "")
+        if self.hosts and host_name(host) not in self.hosts:
+            message = f"this server is not called {host[:100]!r}; start it with --allow-host to let it be"
+            return Failure(400, message, code="unknown_host")
+        if self._running >= self.most and scope["path"] not in _ALWAYS:
+            return Failure(503, f"{self._running} requests are answered already; try again later", retry=5)
+        return None
 
-        await self.app(scope, again, send)
+
+def host_name(header: str) -> str:
+    """Return the name in a Host header, without its port: lower case, no dot at the end, no brackets."""
+    name = header.strip().lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    return name.rstrip(".")
+
+
+class _Upload:
+    """The body of a request on its way: a reply before its end waits a little for the rest, and ends the connection.
+
+    A client that is still sending would else lose the reply with the connection, or hold the connection for good. One
+    that has stopped in the middle of its body reads no reply either: it loses the connection, as it does by nginx.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        self._receive, self._send = receive, send
+        self._open = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+        # Such a client sends nothing before it is asked to, and is not asked where nobody reads.
+        self._asks = headers.get("expect", "").lower() == "100-continue"
+        self._abort: Callable[[], None] | None = scope.get(ABORT)
+        self._begun = False
+
+    async def receive(self) -> Message:
+        self._asks = False
+        message = await self._receive()
+        self._open = self._open and message["type"] == "http.request" and message.get("more_body", False)
+        self._begun = self._begun or bool(message.get("body"))
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start" and self._open:
+            stopped = not self._asks and await self._rest_stops()
+            if stopped and self._begun and self._abort is not None:
+                self._abort()
+                await left(self._receive)
+            elif self._open:
+                message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+        await self._send(message)
+
+    async def _rest_stops(self) -> bool:
+        """Let the rest come for a while; True where it stops before its end."""
+        end = time.monotonic() + _LONGEST
+        while self._open and time.monotonic() < end:
+            try:
+                await asyncio.wait_for(self.receive(), _PAUSE)
+            except TimeoutError:
+                return True
+        return False
 
 
 def json_error(failure: Failure) -> Any:

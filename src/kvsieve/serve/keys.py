@@ -17,18 +17,29 @@ class Keys:
     """Keys that requests come with, held as their digests.
 
     Args:
-        keys: none for a server that everyone may ask.
+        keys: the keys.
+        needed: requests need a key, also where there is none. Default None: where there is one.
     """
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
+    def __init__(self, keys: Iterable[str] = (), needed: bool | None = None) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self._needed = bool(self._digests) if needed is None else needed
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        """Tell whether requests need a key."""
+        return self._needed
+
+    def check(self) -> None:
+        """Raise InputError where requests need a key and there is none."""
+        if self._needed and not self._digests:
+            raise InputError(
+                f"{ENVIRONMENT} is set and has no key: write keys with commas between them, or unset it for a server "
+                "without keys"
+            )
 
     def owner(self, header: str | None) -> str | None:
         """Return a name for whose key an Authorization header has, "" where none is needed; None for a wrong one."""
-        if not self._digests:
+        if not self._needed:
             return ""
         kind, _, key = (header or "").partition(" ")
         given = hashlib.sha256(key.strip().encode()).digest()
@@ -40,9 +51,12 @@ class Keys:
 def read_keys(path: str | None) -> Keys:
     """Read keys from a file with one a line, and from the environment (comma between them).
 
+    A variable that is set and has no key lets nobody ask; see Keys.check.
+
     Raises InputError for a file that cannot be read or has none.
     """
-    found = [key.strip() for key in os.environ.get(ENVIRONMENT, "").split(",") if key.strip()]
+    named = os.environ.get(ENVIRONMENT)
+    found = [key.strip() for key in (named or "").split(",") if key.strip()]
     if path is not None:
         try:
             lines = Path(path).expanduser().read_text().splitlines()
@@ -52,4 +66,4 @@ def read_keys(path: str | None) -> Keys:
         if not listed:
             raise InputError(f"--api-keys {path!r} has no key; write one a line")
         found += listed
-    return Keys(found)
+    return Keys(found, needed=named is not None or path is not None)

@@ -19,6 +19,7 @@ class ServerLimits:
         gap: how many times as long the gap between tokens of running answers may be while prompts are read.
         kv_bytes: of all conversations that run; None for no limit.
         body_bytes: of a request.
+        uploads: bodies of the longest kind that are held at once.
         messages: of a chat.
         stops: texts that end an answer.
     """
@@ -32,5 +33,11 @@ class ServerLimits:
     gap: float = 2.25
     kv_bytes: int | None = None
     body_bytes: int = 8 << 20
+    uploads: int = 16
     messages: int = 1000
     stops: int = 16
+
+    @property
+    def requests(self) -> int:
+        """Requests at once: those that run or wait, and as many as come and go beside them."""
+        return self.running + self.queue + 64

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,8 @@ from kvsieve.turns import plain_ids, render, stop_ids, token_ids
 
 # Temperatures below which only the likeliest token has any likelihood, and quotients leave float32.
 _COLD = 1e-4
+# Tokens of the longest prompt where the model's context has no end, and characters that are tokenized at once.
+_ENDLESS, _PIECE = 1 << 19, 1 << 14
 
 
 class Preparer:
@@ -29,15 +32,20 @@ class Preparer:
         tokenizer: its.
         plans: those that requests may ask for.
         limits: of requests.
+        context: tokens of the model's context, None where it has no end.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, plans: AllowedPlans, limits: ServerLimits) -> None:
-        # Tokenizing changes settings of the tokenizer for a moment, and the scheduler decodes with it meanwhile.
+    def __init__(
+        self, model: Any, tokenizer: Any, plans: AllowedPlans, limits: ServerLimits, context: int | None = None
+    ) -> None:
+        # Tokenizing changes settings of the tokenizer for a moment, so what decodes has another one and waits for none.
         self.tokenizer, self.plans, self.limits = copy.deepcopy(tokenizer), plans, limits
+        self._decoder = tokenizer
         config = model.generation_config
         self._stops = stop_ids(tokenizer, config.eos_token_id)
         self._penalty = getattr(config, "repetition_penalty", None) or 1.0
         self._words = model.get_input_embeddings().weight.shape[0]
+        self._context = context
         self._lock = threading.Lock()
 
     def chat(self, request: ChatRequest, owner: str) -> Order:
@@ -54,6 +62,7 @@ class Preparer:
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         if request.top_logprobs is not None and not request.logprobs:
             raise InputError("top_logprobs: needs logprobs to be true")
+        self._check_length("\n".join(_texts(request.model_dump(include={"messages", "tools"}))))
         with self._lock:
             text = render(self.tokenizer, messages, tools=tools)
             ids = token_ids(self.tokenizer, text)
@@ -75,6 +84,7 @@ class Preparer:
         orders = []
         for each in prompts:
             if isinstance(each, str):
+                self._check_length(each)
                 with self._lock:
                     ids = plain_ids(self.tokenizer, each)
             else:
@@ -87,13 +97,31 @@ class Preparer:
 
     def text(self, ids: tuple[int, ...]) -> str:
         """Write tokens as text, special ones left out."""
-        with self._lock:
-            return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self._decoder.decode(list(ids), skip_special_tokens=True))
 
     def token_text(self, token: int) -> str:
         """Write a token as text."""
-        with self._lock:
-            return str(self.tokenizer.decode([token]))
+        return str(self._decoder.decode([token]))
+
+    def _check_length(self, text: str) -> None:
+        """Raise InputError for a text of which far more tokens than a prompt has would be made.
+
+        It is tokenized piece by piece, and no further than that: a token takes hundreds of bytes meanwhile.
+        """
+        most = 2 * (self._context or _ENDLESS)
+        if len(text) <= 2 * most:
+            return
+        tokens = 0
+        for begin in range(0, len(text), _PIECE):
+            with self._lock:
+                piece = self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False, verbose=False)
+            tokens += len(piece["input_ids"])
+            if tokens > most:
+                raise InputError(
+                    f"the prompt has more than {most} tokens, twice the model's context; send less"
+                    if self._context
+                    else f"the prompt has more than {most} tokens; send less"
+                )
 
     def _order(
         self, request: CommonRequest, ids: list[int], owner: str, logprobs: int | None, most: int | None
@@ -177,6 +205,19 @@ def _plain_constraints(request: CompletionRequest) -> tuple[list[tuple[int, int]
     if kv.question is True or any(isinstance(each, int) for each in kv.protect or ()):
         raise InputError("kv: a completion has no messages: give protect as spans of tokens, question as their number")
     return [each for each in kv.protect or () if not isinstance(each, int)] or None, None, kv.question or None
+
+
+def _texts(part: Any) -> Iterator[str]:
+    """Yield all texts of a message or a tool, names of an object's members included."""
+    if isinstance(part, str):
+        yield part
+    elif isinstance(part, dict):
+        for name, each in part.items():
+            yield name
+            yield from _texts(each)
+    elif isinstance(part, list):
+        for each in part:
+            yield from _texts(each)
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:

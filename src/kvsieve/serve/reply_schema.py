@@ -179,7 +179,7 @@ _STREAM = {"text/event-stream": {"itemSchema": _EVENT}}
 Responses = dict[int | str, dict[str, Any]]
 ERRORS: Responses = {
     status: {"model": ErrorReply, "description": "An error, as OpenAI's protocol has them"}
-    for status in (400, 401, 404, 405, 413, 415, 422, 429, 500)
+    for status in (400, 401, 404, 405, 408, 413, 415, 422, 429, 500, 503)
 }
 CHAT: Responses = {
     **ERRORS,

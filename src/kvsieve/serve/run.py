@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import ipaddress
+import re
+import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +22,8 @@ from kvsieve.hf.attach import attached
 from kvsieve.plans import Plan
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.app import Service, create_app
-from kvsieve.serve.keys import Keys
+from kvsieve.serve.connections import bounded_connections
+from kvsieve.serve.keys import ENVIRONMENT, Keys
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.memory import free_bytes
 from kvsieve.serve.prefixes import Prefixes, open_prefixes
@@ -48,6 +52,9 @@ class ServerOptions:
         share: let all keys find what was read for any.
         host: address to listen at.
         port: port to listen at; 0 for a free one.
+        open: let whoever reaches the address ask, without a key.
+        hosts: names that a proxy calls this server by.
+        origins: those of web pages elsewhere that may ask; "*" for all.
         name: of the model in requests; None for the name it was loaded by.
         decode: how tokens are generated; see `attach`.
         log_prompts: write prompts to the log.
@@ -66,6 +73,9 @@ class ServerOptions:
     share: bool = False
     host: str = "127.0.0.1"
     port: int = 8000
+    open: bool = False
+    hosts: tuple[str, ...] = ()
+    origins: tuple[str, ...] = ()
     name: str | None = None
     decode: str = "auto"
     log_prompts: bool = False
@@ -86,12 +96,13 @@ def application(model: Any, tokenizer: Any, options: ServerOptions, name: str) -
         scheduler.check_plan(options.plan)
         service = Service(
             scheduler=scheduler,
-            preparer=Preparer(model, tokenizer, plans, limits),
+            preparer=Preparer(model, tokenizer, plans, limits, scheduler.context),
             plans=plans,
             keys=options.keys,
             model=options.name or name,
             created=int(time.time()),
             hosts=_hosts(options),
+            origins=options.origins,
             log_prompts=options.log_prompts,
         )
         scheduler.start()
@@ -107,27 +118,108 @@ def _prefixes(options: ServerOptions) -> Prefixes | None:
 
 def _hosts(options: ServerOptions) -> tuple[str, ...]:
     """Names that a request may call this server by: a page elsewhere could else reach one that has no keys."""
-    local = options.host == "localhost"
+    guarded = options.hosts or (_is_local(options.host) and not options.keys)
+    host = f"[{options.host}]" if ":" in options.host else options.host
+    return ("localhost", "127.0.0.1", "[::1]", host, *options.hosts) if guarded else ()
+
+
+def _is_local(host: str) -> bool:
     with contextlib.suppress(ValueError):
-        local = local or ipaddress.ip_address(options.host).is_loopback
-    return ("localhost", "127.0.0.1", "[::1]", options.host) if local and not options.keys else ()
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def check_reach(options: ServerOptions) -> None:
+    """Raise InputError for a server that all can ask and are not said to, and for one that nobody can ask."""
+    options.keys.check()
+    if not (options.keys or options.open or _is_local(options.host)):
+        raise InputError(
+            f"--host {options.host} lets other machines ask, and there are no API keys: name them with --api-keys FILE "
+            f"or {ENVIRONMENT}, or let whoever reaches the address ask with --open"
+        )
+    for origin in options.origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise InputError(f"--allow-origin {origin!r} is no origin; write it as https://example.org, or * for all")
 
 
 def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Callable[[str], None]) -> None:
     """Serve until the process is told to stop; then running answers are finished and the store is written.
 
-    Raises InputError for an address that cannot be listened at.
+    Raises InputError for an address that cannot be listened at, or that others reach without a key.
     """
+    check_reach(options)
     listening = _socket(options.host, options.port)
-    with application(model, tokenizer, options, name) as app:
+    port = listening.getsockname()[1]
+    with _sigterm_kept(), application(model, tokenizer, options, name) as app, _ended_by_sigterm():
         service: Service = app.state.service
-        host = f"[{options.host}]" if ":" in options.host else options.host
-        told = "" if options.keys else "; no API keys, so whoever reaches it may ask"
-        say(f"serving {service.model} under {options.plan.name} at http://{host}:{listening.getsockname()[1]}{told}")
+
+        def ready() -> None:
+            host = f"[{options.host}]" if ":" in options.host else options.host
+            told = "" if options.keys else "; no API keys, so whoever reaches it may ask"
+            say(f"serving {service.model} under {options.plan.name} at http://{host}:{port}{told}")
+
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=int(_GRACE), lifespan="off"
+            app,
+            http=bounded_connections(2 * options.limits.requests),
+            log_level="warning",
+            access_log=False,
+            # The scheduler ends what runs; what has not been sent by then is not read.
+            timeout_graceful_shutdown=int(_GRACE) + 10,
+            lifespan="off",
         )
-        uvicorn.Server(config).run(sockets=[listening])
+        _Server(config, ready, lambda: service.scheduler.stop(_GRACE)).run(sockets=[listening])
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens, and when it is told to stop."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], leaving: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready, self._leaving = ready, leaving
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._leaving()
+        await super().shutdown(sockets)
+
+
+def _in_main_thread() -> bool:
+    # Others cannot handle signals.
+    return threading.current_thread() is threading.main_thread()
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Leave the block at SIGTERM by SystemExit(0); behind it SIGTERM has no effect.
+
+    uvicorn handles the signal first, and raises it again once all replies are sent: by default that ends the process,
+    before the store is written.
+    """
+
+    def leave(*_: object) -> None:
+        raise SystemExit(0)
+
+    if _in_main_thread():
+        signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        if _in_main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+@contextlib.contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Handle SIGTERM behind the block as before it."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if _in_main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def _socket(host: str, port: int) -> socket.socket:

@@ -51,17 +51,24 @@ class Scheduler:
         self._queue = FairQueue()
         self._changed = threading.Condition()
         self._closing: float | None = None
+        self._closed = False
         self._ended: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="kvsieve-scheduler", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def close(self, seconds: float = 0.0) -> None:
-        """Take no more requests, let those that run go on for so long, and write the store."""
+    def stop(self, seconds: float) -> None:
+        """End all requests after so long: those that have come by then are answered, as far as that goes."""
         with self._changed:
             self._closing = time.perf_counter() + seconds
             self._changed.notify()
+
+    def close(self) -> None:
+        """Take no more requests, end those that run, and write the store."""
+        with self._changed:
+            self._closed = True
+        self.stop(0.0)
         if self._thread.is_alive():
             self._thread.join()
 
@@ -102,7 +109,7 @@ class Scheduler:
         with self._changed:
             if self._ended is not None:
                 raise _stopped(self._ended)
-            if self._closing is not None:
+            if self._late():
                 raise BusyError("the server is closing", 30)
             if len(self._queue) >= self.limits.queue:
                 self.counts["refused"] += 1
@@ -157,16 +164,16 @@ class Scheduler:
     def _go_on(self) -> bool:
         """Wait for work and do a step of it; False once the server is closed and nothing runs."""
         with self._changed:
-            while not (self._work or self._closing is not None or len(self._queue)):
+            while not (self._work or self._closed or len(self._queue)):
                 self._changed.wait()
         try:
             self._let_go()
-            if self._closing is not None and not self._work:
+            if self._closed and not self._work:
                 return False
             self._admit()
             self._work.step()
         except Exception as error:
-            if self._closing is not None:
+            if self._closed:
                 raise
             # The request at fault is not known: it is one that runs, or else the next.
             if not self._work.fail_all(error):
@@ -187,18 +194,20 @@ class Scheduler:
         while self._queue.first() is not None:
             self._work.fail(self._queue.take(), _stopped(error))
 
+    def _late(self) -> bool:
+        return self._closing is not None and time.perf_counter() >= self._closing
+
     def _let_go(self) -> None:
         """Drop what nobody waits for, and what takes too long."""
-        now, closing = time.perf_counter(), self._closing
-        late = closing is not None and now > closing
+        now, late = time.perf_counter(), self._late()
 
         def over(ticket: Ticket) -> bool:
             return late or now - ticket.came > self.limits.seconds
 
         with self._changed:
-            gone = self._queue.drop(lambda ticket: ticket.cancelled or over(ticket) or closing is not None)
+            gone = self._queue.drop(lambda ticket: ticket.cancelled or over(ticket))
         for ticket in gone:
-            why = "the server is closing" if closing is not None else f"it waited for {self.limits.seconds:.0f} s"
+            why = "the server is closing" if late else f"it waited for {self.limits.seconds:.0f} s"
             self._work.end(ticket, BusyError(f"the request was not begun: {why}", self._patience()))
         self._work.let_go(over, self._patience())
 

@@ -4,19 +4,36 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from kvsieve.serve.bodies import JsonShape
 
 Text = Annotated[str, Field(max_length=1 << 23)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 # Nobody's draws need more, and some generators take no more.
 Seed = Annotated[int, Field(ge=-(2**62), le=2**62)]
+TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+# A list's first fault says enough; all of them would take hundreds of bytes each.
+Ids = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[Text], Field(min_length=1, max_length=1024, fail_fast=True)]
+
+
+def _bounded(arguments: str) -> str:
+    """Check the text of a call's arguments as a body is checked, for it is parsed as well."""
+    if arguments.lstrip().startswith("{"):
+        JsonShape().add(arguments.encode(errors="surrogatepass"))
+    return arguments
+
+
+Arguments = Annotated[Text, AfterValidator(_bounded)]
 
 
 class Strict(BaseModel):
     """A body that has no other members than these."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 
 class KVOptions(Strict):
@@ -35,7 +52,7 @@ class KVOptions(Strict):
     method: Annotated[str, Field(max_length=100)] | None = None
     budget: Annotated[str, Field(max_length=20)] | int | float | None = None
     codec: Annotated[str, Field(max_length=60, pattern=r"^[a-z0-9-]+(:[a-z_]+=[a-z0-9.]+)*$")] | None = None
-    protect: Annotated[list[int | tuple[int, int]], Field(max_length=100)] | None = None
+    protect: Annotated[list[int | tuple[int, int]], Field(max_length=100, fail_fast=True)] | None = None
     question: bool | Annotated[int, Field(ge=1)] | None = None
     session: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")] | None = None
     map: Annotated[int, Field(ge=0, le=512)] = 0
@@ -61,9 +78,9 @@ class CommonRequest(Strict):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
     seed: Seed | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Texts | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     ignore_eos: bool = False
@@ -80,7 +97,7 @@ class FunctionCall(BaseModel):
     """A function that the model has called."""
 
     name: Annotated[str, Field(max_length=200)]
-    arguments: Text
+    arguments: Arguments
 
 
 class ToolCall(BaseModel):
@@ -102,9 +119,9 @@ class ChatMessage(Strict):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=200)] | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=100)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=100, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=200)] | None = None
     refusal: Text | None = None
     audio: None = None
@@ -137,11 +154,11 @@ class ResponseFormat(BaseModel):
 class ChatRequest(CommonRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -150,7 +167,7 @@ class ChatRequest(CommonRequest):
 class CompletionRequest(CommonRequest):
     """Body of /v1/completions."""
 
-    prompt: Text | Annotated[list[Text], Field(min_length=1)] | list[int] | list[list[int]]
+    prompt: Text | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
     best_of: Annotated[int, Field(ge=1)] | None = None

@@ -1,0 +1,105 @@
+"""Bodies of requests: bounded while they arrive, before anything is parsed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from itertools import accumulate
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+
+from kvsieve.serve.failures import Failure
+from kvsieve.serve.limits import ServerLimits
+
+_ESCAPE = re.compile(rb"\\.", re.DOTALL)
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_NO_BRACKETS = bytes(each for each in range(256) if each not in _STEPS)
+# Bytes that are looked at at once.
+_PIECE = 1 << 16
+
+# Values of a body (a token id is one), its members, lists and objects together, and lists and objects in each other.
+MOST_VALUES, MOST_MEMBERS, DEEPEST = 1_000_000, 50_000, 64
+
+
+class JsonShape:
+    """Count of the values, members and nesting of a JSON text, found in its bytes as they come.
+
+    Parsed, a value of two bytes takes forty, and a member of six takes hundreds.
+    """
+
+    def __init__(self) -> None:
+        self.values = self.members = self.depth = 0
+        self._escaped = False
+        # 1 inside of a string.
+        self._inside = 0
+
+    def add(self, data: bytes) -> None:
+        """Count what comes next. Raises Failure for more than a request needs."""
+        for begin in range(0, len(data), _PIECE):
+            self._add(data[begin : begin + _PIECE])
+
+    def _add(self, data: bytes) -> None:
+        # A parser ends at the first backslash outside of strings, so what stands behind it needs no right count.
+        data = _ESCAPE.sub(b"", data[1:] if self._escaped else data)
+        self._escaped = data.endswith(b"\\")
+        parts = data.split(b'"')
+        outside = b"".join(parts[self._inside :: 2])
+        self._inside = (self._inside + len(parts) - 1) % 2
+        brackets = outside.translate(None, _NO_BRACKETS)
+        depths = list(accumulate(map(_STEPS.__getitem__, brackets), initial=self.depth))
+        self.depth = depths[-1]
+        opened = brackets.count(b"[") + brackets.count(b"{")
+        self.values += outside.count(b",") + opened
+        self.members += outside.count(b":") + opened
+        if max(depths) > DEEPEST:
+            raise Failure(400, f"the body nests lists and objects more than {DEEPEST} deep; send less deep ones")
+        if self.values > MOST_VALUES or self.members > MOST_MEMBERS:
+            raise Failure(
+                413,
+                f"the body has more than {MOST_VALUES:,} values, or more than {MOST_MEMBERS:,} members, lists and "
+                "objects; send less",
+                code="request_too_large",
+            )
+
+
+class Bodies:
+    """Reads the bodies of requests, within the limits of a server and in the time that a request has."""
+
+    def __init__(self, limits: ServerLimits) -> None:
+        self.limits = limits
+        self._held = 0
+
+    @contextlib.asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """Yield the body of a request; its bytes count among those of all requests inside the block.
+
+        Raises:
+            Failure: it is too long, too late, too much beside the others, or cut off.
+        """
+        got, most = bytearray(), self.limits.body_bytes
+        declared = request.headers.get("content-length", "").lstrip("0")
+        too_long = Failure(413, f"the body is longer than {most} bytes; send less", code="request_too_large")
+        if len(declared) > 18 or (declared.isdecimal() and int(declared) > most):
+            raise too_long
+        shape = JsonShape()
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                async for piece in request.stream():
+                    got += piece
+                    self._held += len(piece)
+                    if len(got) > most:
+                        raise too_long
+                    if self._held > self.limits.uploads * most:
+                        raise Failure(503, "the bodies of other requests take all memory that there is", retry=5)
+                    shape.add(piece)
+            yield bytes(got)
+        except TimeoutError:
+            message = f"the body was not complete after {self.limits.seconds:g} s; send it faster, or send less"
+            raise Failure(408, message) from None
+        except ClientDisconnect:
+            raise Failure(400, "the body ended before it was complete") from None
+        finally:
+            self._held -= len(got)

@@ -1,0 +1,56 @@
+"""Replies that come in pieces, as events, and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+# Seconds of silence after which a comment is sent, so that no proxy takes the connection for dead.
+_SILENCE = 15.0
+
+
+async def left(receive: Receive) -> None:
+    """Return once the client has gone away; the request's body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """A reply of server-sent events, each with the data of one item of an iterator.
+
+    The iterator is left at once where the client goes away, also between two items.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, data: AsyncGenerator[str, None]) -> None:
+        super().__init__(data, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._data = data
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(text: str, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        leaving, item = asyncio.ensure_future(left(receive)), None
+        try:
+            while True:
+                item = asyncio.ensure_future(anext(self._data, None))
+                while not item.done() and not leaving.done():
+                    await asyncio.wait({item, leaving}, timeout=_SILENCE, return_when=asyncio.FIRST_COMPLETED)
+                    if not item.done() and not leaving.done():
+                        await write(": still here\n\n")
+                if leaving.done():
+                    return
+                if (data := item.result()) is None:
+                    return await write("", more=False)
+                await write(f"data: {data}\n\n")
+        finally:
+            for task in (leaving, item):
+                if task is not None:
+                    task.cancel()
+                    await asyncio.wait({task})
+            await self._data.aclose()
