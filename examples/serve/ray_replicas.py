@@ -24,7 +24,9 @@ from fastapi.responses import StreamingResponse
 from ray import serve
 
 import kvsieve
-from kvsieve.serve.guards import BoundedBodies
+from kvsieve.serve.bodies import Bodies
+from kvsieve.serve.failures import Failure
+from kvsieve.serve.guards import json_error
 from kvsieve.serve.keys import read_keys
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.run import ServerOptions, application
@@ -44,6 +46,7 @@ class Replica:
         loaded, tokenizer = kvsieve.models.load(model)
         plan = kvsieve.plan(method, **({} if budget is None else {"budget": budget}))
         options = ServerOptions(plan, method, budget, ("full",), keys=read_keys(None))
+        options.keys.check()
         self._stack = contextlib.ExitStack()
         self._app = self._stack.enter_context(application(loaded, tokenizer, options, model or "demo"))
 
@@ -102,7 +105,6 @@ def beginning_of(owner: str, body: bytes) -> str:
 
 
 door = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-door.add_middleware(BoundedBodies, most=ServerLimits().body_bytes)
 
 
 @serve.deployment(max_ongoing_requests=256)
@@ -111,11 +113,17 @@ class Front:
     """Passes requests on to the replica that knows their beginning."""
 
     def __init__(self, replicas: Any) -> None:
-        self._replicas = replicas
+        self._replicas, self._bodies = replicas, Bodies(ServerLimits())
 
     @door.api_route("/{path:path}", methods=["GET", "POST"])
     async def passed_on(self, request: Request) -> Response:
-        body = await request.body()
+        try:
+            async with self._bodies.read(request) as body:
+                return await self._answered(request, body)
+        except Failure as failure:
+            return json_error(failure)
+
+    async def _answered(self, request: Request, body: bytes) -> Response:
         kept = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers")
         scope = {name: request.scope[name] for name in kept if name in request.scope}
         scope |= {"path": request.url.path, "root_path": "", "asgi": {"version": "3.0"}}

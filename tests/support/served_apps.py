@@ -14,11 +14,10 @@ from kvsieve.serve.connections import bounded_connections
 
 
 @contextlib.contextmanager
-def listening(app: Any) -> Iterator[str]:
-    """The address of an application that listens at a free port."""
-    server = uvicorn.Server(
-        uvicorn.Config(app, port=0, http=bounded_connections(200), log_level="warning", lifespan="off")
-    )
+def listening(app: Any, most: int = 200, **bounds: float) -> Iterator[str]:
+    """The address of an application that listens at a free port, within bounds of connections."""
+    protocol = bounded_connections(most, **bounds)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, http=protocol, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:
