@@ -7,7 +7,7 @@ import torch
 
 import kvsieve
 from kvsieve.budget import Budget
-from kvsieve.errors import PlanError
+from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.methods import TSP, CrossLayerTSP, SnapKV, StagedTSP
 from kvsieve.models.families import build
 from layers import context
@@ -115,6 +115,28 @@ def test_two_steps_are_two_drops(model, ids):
     assert [columns(again, layer) for layer in range(LAYERS)] == held and torch.equal(again.sequences, result.sequences)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize(("early", "layer"), [(1, 2), (2, 2), (None, 0), (None, 1), (0, 1)])
+def test_both_steps_may_fall_on_one_layer(family, early, layer):
+    """Hybrids attend in few layers, so two named ones may be followed by the same: the second step is then the only."""
+    model = build(family, dtype=torch.float64)
+    shape = {"rate": "20%", "layer": layer, "window": 4}
+    ids = torch.randint(3, 100, (1, N), generator=torch.Generator().manual_seed(1))
+    part = StagedTSP(early=early, early_rate="50%", **shape)
+    if family != "qwen3" and layer == 2:
+        with pytest.raises(UnsupportedModelError, match="after layer 2, and of the model's 4 layers only"):
+            run(model, kvsieve.Plan(propagate=part), ids)
+        return
+    with kvsieve.attach(model, kvsieve.Plan(propagate=part)) as sieve:
+        attending = sieve.context.layers
+        result = sieve.generate(ids, max_new_tokens=3, do_sample=False)
+    assert result.stats.deep_tokens == N // 5
+    places = {next(each for each in attending if each >= at) for at, _ in part.drops(sieve.num_layers)}
+    if len(places) == 1:
+        once = run(model, kvsieve.Plan(propagate=CrossLayerTSP(**shape)), ids, max_new_tokens=3)
+        assert torch.equal(once.sequences, result.sequences) and once.stats.kv_entries == result.stats.kv_entries
+
+
 def test_steps_of_a_padded_row_are_those_of_the_row_alone(model, ids):
     part = StagedTSP(rate="20%", layer=3, early=1, early_rate="50%", window=4, kernel=3)
     padded, mask = ids.clone(), torch.ones_like(ids)
@@ -132,7 +154,7 @@ def test_plans_and_refusals(model):
     assert kvsieve.Plan.from_dict(plan.to_dict()) == plan
     staged = kvsieve.plan("staged", tsp_layer=4, paper=True).propagate
     assert staged.drops(6) == ((2, Budget(ratio=0.5)), (4, Budget(ratio=0.2)))
-    with pytest.raises(PlanError, match="first step, after layer 5, must come before the second, after layer 4"):
+    with pytest.raises(PlanError, match="first step, after layer 5, must not come behind the second, after layer 4"):
         kvsieve.plan("staged", tsp_layer=4, early_layer=5, paper=True).propagate.source(8)
     with pytest.raises(PlanError, match="joined must be"):
         CrossLayerTSP(rate=0.2, joined=0)

@@ -56,13 +56,19 @@ class CrossLayerTSP(TSP, heads="all", query_aware=True):
         """Layers after which tokens are dropped, in order, and what goes on from each of them."""
         return ((self.source(num_layers), self.rate),)
 
+    def _steps(self, num_layers: int, layers: tuple[int, ...]) -> list[tuple[int, Budget]]:
+        """Return the drops by place among `layers`, those with attention to all tokens; at one place the last counts.
+
+        Tokens are dropped after the first of these layers that is not before the one named.
+        """
+        return list({sum(each < layer for each in layers): rate for layer, rate in self.drops(num_layers)}.items())
+
     def select(self, ctx: LayerContext) -> Selection | None:
-        done, drops = ctx.shared.get(_DROPS, 0), self.drops(ctx.num_layers)
-        if done == len(drops):
-            return None
-        layer, rate = drops[done]
         layers = ctx.layers or tuple(range(ctx.num_layers))
-        here, at = layers.index(ctx.layer_idx), sum(each < layer for each in layers)
+        done, steps = ctx.shared.get(_DROPS, 0), self._steps(ctx.num_layers, layers)
+        if done == len(steps):
+            return None
+        (at, rate), here = steps[done], layers.index(ctx.layer_idx)
         lengths, offered = ctx.step.turn_lengths, ctx.offered_counts
         counts = tuple(min(n, rate.entries(length, self.window)) for n, length in zip(offered, lengths, strict=True))
         seen: list[Tensor] = ctx.shared.setdefault(_SCORES, [])

@@ -28,6 +28,7 @@ from kvsieve.registry import Parameters, register_method
 class StagedTSP(CrossLayerTSP, heads="all", query_aware=True):
     """Propagation in two steps: after layer `early` the share `early_rate` goes on, after `layer` the share `rate`.
 
+    Where one layer is both, or both are followed by the same layer with attention to all tokens, `rate` alone counts.
     early: None for half of `layer`. early_rate: a Budget, a share or a number of the turn's prompt, as `rate`. The rest
     as CrossLayerTSP's.
     """
@@ -47,10 +48,14 @@ class StagedTSP(CrossLayerTSP, heads="all", query_aware=True):
         early = last // 2 if self.early is None else self.early
         if early > last:
             raise PlanError(
-                f"the first step, after layer {early}, must come before the second, after layer {last}; set a smaller "
-                "early_layer= or a larger tsp_layer="
+                f"the first step, after layer {early}, must not come behind the second, after layer {last}; set a "
+                "smaller early_layer= or a larger tsp_layer="
             )
         return early
+
+    def first_layer(self, num_layers: int, layers: tuple[int, ...] = ()) -> int:
+        self.layer_from(super().source(num_layers), num_layers, layers)
+        return super().first_layer(num_layers, layers)
 
     def caution(self, num_layers: int) -> str | None:
         return CrossLayerTSP(rate=self.rate, layer=self.layer).caution(num_layers)

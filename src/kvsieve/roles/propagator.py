@@ -54,7 +54,10 @@ class Propagator(Role):
         Raises:
             PlanError: there is none.
         """
-        source = self.source(num_layers)
+        return self.layer_from(self.source(num_layers), num_layers, layers)
+
+    def layer_from(self, source: int, num_layers: int, layers: tuple[int, ...] = ()) -> int:
+        """Return the first of `layers` that is not before `source`; see `first_layer`."""
         found = next((layer for layer in layers or range(num_layers) if layer >= source), None)
         if found is None or (found == num_layers - 1 and not self.two_pass):
             raise PlanError(
