@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import logging
@@ -13,7 +12,8 @@ from typing import Any, cast
 
 from kvsieve.errors import KvsieveError, KvsieveWarning, NotAttachedError, UnsupportedModelError
 from kvsieve.hf import hooks
-from kvsieve.hf.compat import attention_of, check_version, text_config
+from kvsieve.hf.cache.copies import uncopied
+from kvsieve.hf.compat import attention_of, check_version, decoder_of, is_compiled, layers_of, text_config
 from kvsieve.hf.forward import attention, passes
 from kvsieve.hf.generate.generate import with_stats
 from kvsieve.hf.model.parallel import ranks_of
@@ -26,6 +26,9 @@ from kvsieve.plans import Plan
 from kvsieve.roles import DraftPropagator
 
 _log = logging.getLogger(__name__)
+
+# The block that each model is in, by the id of its configuration.
+_BLOCKS: dict[int, object] = {}
 
 
 class Attachment(contextlib.AbstractContextManager[Sieve]):
@@ -112,26 +115,54 @@ def attached(
     if not isinstance(plan, Plan):
         raise KvsieveError(f"attach takes a Plan, got {plan!r}; make one with kvsieve.plan('snapkv', budget='20%')")
     check_version()
-    found = attention_of(text_config(model)) if hasattr(model, "config") else None
-    if found == attention.NAME:
-        raise KvsieveError("the model has a plan attached already; leave that `with` block first")
-    plan = plan.for_model(model, tokenizer)
-    check_model(model, plan)
-    reason = why_out_of_reach(model)
-    if reason is not None:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot run {plan.name!r}: {reason}")
-    sieve = Sieve(model, plan, decode)
-    sieve.tokenizer = tokenizer
-    if isinstance(plan.propagate, DraftPropagator):
-        draft = load_draft(plan.propagate, model)
-        opened = functools.partial(attached, draft.model, Plan(name="draft"), "eager")
-        sieve.drafter = Drafter(draft.tokenizer, opened)
-    caution = plan.caution(sieve.num_layers)
-    if caution is not None:
-        warnings.warn(caution, KvsieveWarning, stacklevel=4)
-    hidden = hidden or (plan.evict is not None and "hidden" in plan.evict.traits.needs)
-    with _running(sieve, hidden, leaving, any_plan), passes.closing():
-        yield sieve
+    with contextlib.ExitStack() as stack:
+        if hasattr(model, "config"):
+            stack.enter_context(_alone(model))
+        plan = plan.for_model(model, tokenizer)
+        check_model(model, plan)
+        reason = why_out_of_reach(model) or _why_compiled(model)
+        if reason is not None:
+            raise UnsupportedModelError(f"{type(model).__name__} cannot run {plan.name!r}: {reason}")
+        sieve = Sieve(model, plan, decode)
+        sieve.tokenizer = tokenizer
+        if isinstance(plan.propagate, DraftPropagator):
+            draft = load_draft(plan.propagate, model)
+            opened = functools.partial(attached, draft.model, Plan(name="draft"), "eager")
+            sieve.drafter = Drafter(draft.tokenizer, opened)
+        caution = plan.caution(sieve.num_layers)
+        if caution is not None:
+            warnings.warn(caution, KvsieveWarning, stacklevel=4)
+        hidden = hidden or (plan.evict is not None and "hidden" in plan.evict.traits.needs)
+        with _running(sieve, hidden, leaving, any_plan), uncopied(model.modules()), passes.closing():
+            yield sieve
+
+
+@contextlib.contextmanager
+def _alone(model: Any) -> Iterator[None]:
+    """Let one block at a time, of whichever thread, have a model. Raises KvsieveError where another has it."""
+    config, block = text_config(model), object()
+    try:
+        # One step, so that of two threads only one gets the model.
+        if _BLOCKS.setdefault(id(config), block) is not block or attention_of(config) == attention.NAME:
+            raise KvsieveError("the model has a plan attached already; leave that `with` block first")
+        yield
+    finally:
+        if _BLOCKS.get(id(config)) is block:
+            del _BLOCKS[id(config)]
+
+
+def _why_compiled(model: Any) -> str | None:
+    """Return one clause saying why a model that is compiled cannot be attached to, or None if it is not."""
+    decoder = decoder_of(model)
+    parts = {"forward": model, "decoder": decoder, "first layer": next(iter(layers_of(decoder) or ()), decoder)}
+    found = next((name for name, part in parts.items() if is_compiled(part)), None)
+    # A model in torch.compile's own wrapper generates without it.
+    if found is None or (found == "forward" and "_orig_mod" in vars(model)["_modules"]):
+        return None
+    return (
+        f"its {found} is compiled with torch.compile, where a plan cannot act: attach to the model as it was loaded, "
+        "and have tokens compiled by kvsieve.attach(..., decode='compile')"
+    )
 
 
 def under(sieve: Sieve, plan: Plan) -> Sieve:
@@ -145,7 +176,8 @@ def under(sieve: Sieve, plan: Plan) -> Sieve:
         UnsupportedModelError: the plan cannot run on the model.
         PlanError: a parameter of the plan does not fit it.
     """
-    other = copy.copy(sieve)
+    other = object.__new__(Sieve)
+    vars(other).update(vars(sieve))
     other.plan = plan.for_model(sieve.model, sieve.tokenizer)
     check_model(sieve.model, other.plan)
     other.context = dataclasses.replace(sieve.context, ranks=ranks_of(sieve.model, other.plan))

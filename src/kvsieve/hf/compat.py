@@ -1,4 +1,4 @@
-"""Every fact about transformers' versions and private names, in one place."""
+"""Every fact about transformers' versions and private names, and about torch's private names, in one place."""
 
 from __future__ import annotations
 
@@ -104,6 +104,14 @@ def without_renaming(function: Any) -> Any:
     while isinstance(function, types.FunctionType) and function.__code__ is _RENAMING:
         function = function.__wrapped__  # type: ignore[attr-defined]
     return function
+
+
+def is_compiled(module: Any) -> bool:
+    """Tell that torch.compile was applied to a module, or to its forward."""
+    own = vars(module)
+    if own.get("_compiled_call_impl") is not None or "_orig_mod" in own.get("_modules", {}):
+        return True
+    return hasattr(own.get("forward"), "_torchdynamo_orig_callable")
 
 
 def own_cache_class(decoder: Any) -> type | None:
@@ -243,6 +251,7 @@ __all__ = [
     "decoder_of",
     "device_mesh",
     "generate_arguments",
+    "is_compiled",
     "is_plain_mask",
     "layers_of",
     "logits_processors",

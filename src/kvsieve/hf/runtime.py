@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from kvsieve.cache.base import tensors_in
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError, short
-from kvsieve.hf.cache.cache import Owner, SieveCache
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.copies import Unpicklable
 from kvsieve.hf.cache.own_class import new_cache
+from kvsieve.hf.cache.owner import Owner
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import CACHE, decoder_of, layers_of, tensor_parallel_mesh, text_config
 from kvsieve.hf.decode.engine import Engine
@@ -43,7 +45,7 @@ class Drafter:
     opened: Callable[[], AbstractContextManager[AttachedModel]]
 
 
-class AttachedModel:
+class AttachedModel(Unpicklable):
     """A model with a plan attached: what drivers read prompts with.
 
     Attributes:
@@ -61,6 +63,8 @@ class AttachedModel:
         tokenizer: the model's, None where nobody gave it.
         drafter: the model that chooses a prompt's tokens, for plans that draft.
     """
+
+    INSTEAD = "it is a model in its `with` block; attach the plan where it is to run"
 
     def __init__(self, model: Any, plan: Plan, decode: str = "auto") -> None:
         self.model = model
@@ -118,14 +122,15 @@ class AttachedModel:
     def check_cache(self, cache: Any) -> None:
         """Raise InputError for what is no cache of kvsieve, CacheStateError for that of another model or plan.
 
-        And for one that was read under other adapters of PEFT than act now.
+        And for one that was read under other adapters of PEFT than act now, or was left by a call that failed half-way.
         """
         if not isinstance(cache, SieveCache):
             raise InputError(f"cache takes what sieve.new_cache() or an earlier result has, got {short(cache)}")
+        cache.check_ready()
         reason = cache.owner.why_not(self.decoder, self.plan, self.adapters)
         if reason is None:
             return
-        if cache.num_seen or cache.status != "ready" or cache.owner.decoder() is not self.decoder:
+        if cache.num_seen or cache.owner.decoder() is not self.decoder:
             raise CacheStateError(f"the cache {reason}")
         # Nothing has been read into it, so nothing in it is another plan's.
         cache.owner = self._owner()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvsieve.errors import CacheStateError, InputError, short
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.failures import undone_on_failure
 from kvsieve.hf.chat.chat import Chat
 from kvsieve.hf.forward.passes import closing
 from kvsieve.hf.generate.config import padding_token
@@ -88,7 +89,7 @@ class Sieve(AttachedModel):
         constraints = PromptConstraints(protect, quotas, None, reduce)
         pad = padding_token(self.model.generation_config)
         reading = ReadOptions(chunk, pad_token_id=pad, progress=progress, leave_last=False, constraints=constraints)
-        with closing():
+        with closing(), undone_on_failure(cache):
             read_prompt(self, ids, mask, cache, reading)
         return cache
 
@@ -119,7 +120,7 @@ class Sieve(AttachedModel):
         self._check_attached()
         cache = self.new_cache() if cache is None else cache
         ids = checked_beginning(self, input_ids, cache, chunk, progress)
-        with closing():
+        with closing(), undone_on_failure(cache):
             read_beginning(self, ids, cache, chunk, progress)
         return cache
 
@@ -181,7 +182,7 @@ class Sieve(AttachedModel):
             constraints=PromptConstraints(protect, quotas, question_tokens, reduce),
         )
         cache = self.new_cache() if cache is None else cache
-        with closing():
+        with closing(), undone_on_failure(cache):
             result = generate(
                 self,
                 self.own_generate,

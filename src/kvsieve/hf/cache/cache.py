@@ -2,64 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kvsieve.cache.base import storage_bytes
 from kvsieve.display import html_table, mebibytes, span
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
+from kvsieve.hf.cache.copies import Unpicklable
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
 from kvsieve.hf.cache.layers import kind_of, new_layer
+from kvsieve.hf.cache.owner import Owner
 from kvsieve.hf.cache.records import Conversation, Turn
 from kvsieve.hf.cache.states import CacheLayer, EmptyLayer, StateLayer
 from kvsieve.hf.compat import Cache
 from kvsieve.hf.kinds import layer_kinds, told_kinds
-from kvsieve.plans import Plan
-
-
-@dataclass(frozen=True, eq=False)
-class Owner:
-    """The model that a cache belongs to, told by its decoder, and the plan that reads it.
-
-    Attributes:
-        decoder: of the model.
-        plan: the plan.
-        adopted: True where another plan has read a part of it; see ``Sieve.adopt``.
-        adapters: PEFT's adapters that act on the model.
-    """
-
-    decoder: weakref.ref[nn.Module]
-    plan: Plan
-    adopted: bool = False
-    adapters: tuple[str, ...] = ()
-
-    def why_not(self, decoder: nn.Module, plan: Plan, adapters: tuple[str, ...]) -> str | None:
-        """One clause saying why a cache is not for this model and plan; None if it is."""
-        if self.decoder() is not decoder:
-            return "was made for another model, whose keys and values mean nothing here: use one cache per model"
-        if self.adapters != adapters:
-            before, now = (", ".join(map(repr, names)) or "no adapter" for names in (self.adapters, adapters))
-            return (
-                f"was read under {before}, and {now} acts now, which makes other keys and values of the same tokens: "
-                "start with a new cache, switch back, or sieve.adopt(cache) to go on with what it holds"
-            )
-        if self.plan is plan or self.plan == plan:
-            return None
-        other = f"{self.plan.name!r}" if self.plan.name != plan.name else f"{plan.name!r} with other parameters"
-        return (
-            f"was made under {other}, and this is {plan.name!r}: attach the plan it was made under, start with a new "
-            "cache, or sieve.adopt(cache) to go on under this plan with what the other one has left"
-        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Snapshot:
+class Snapshot(Unpicklable):
     """A conversation at one moment; see SieveCache.snapshot. Shares the buffers that the cache had then.
 
     Attributes:
@@ -74,8 +39,10 @@ class Snapshot:
     conversation: Conversation
     layers: list[CacheLayer]
 
+    INSTEAD = "save the cache with sieve.save(cache, path) after a rollback to it"
 
-class SieveCache(Cache):
+
+class SieveCache(Unpicklable, Cache):
     """A batch of conversations under one plan, on one model. Made by ``Sieve.new_cache()``.
 
     Length questions are answered logically (tokens seen), so kept tokens keep their absolute positions and a later
@@ -87,8 +54,10 @@ class SieveCache(Cache):
         updated: index of the layer that has staged keys and values last.
         producers: indices of the layers whose entries others read.
         status: "ready"; "running" while a pass runs; "broken" after one that failed half-way, whose layers no longer
-            agree.
+            agree, or after a call that did.
     """
+
+    INSTEAD = "save it with sieve.save(cache, path), which sieve.load reads"
 
     def __init__(self, config: Any, owner: Owner) -> None:
         states = getattr(config, "number_of_conv_states", 1)
@@ -215,13 +184,28 @@ class SieveCache(Cache):
             raise CacheStateError("the cache is in the middle of a prompt and cannot be forked; finish it first")
         return self.with_layers([layer.fork(share) for layer in self.all_layers])
 
+    def __copy__(self) -> SieveCache:
+        return self.fork()
+
+    def __deepcopy__(self, memo: Any) -> SieveCache:
+        return self.fork()
+
     def with_layers(self, layers: list[Any]) -> SieveCache:
         """Copy what is known of the conversation, with other layers."""
-        other = copy.copy(self)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
         other.conversation = self.conversation.copy()
         other._snapshots = weakref.WeakSet()
         other.layers = layers
         return other
+
+    def check_ready(self) -> None:
+        """Raise CacheStateError for a cache whose layers no longer agree, or that holds half of a call."""
+        if self.status != "ready":
+            raise CacheStateError(
+                "a call with this cache failed half-way, so it holds what its caller does not know of: roll it back to "
+                "a snapshot, or start again with a new one"
+            )
 
     def check_copyable(self, purpose: str) -> None:
         """Raise CacheStateError in the middle of a prompt, which cannot be `purpose` ("saved")."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kvsieve.hf.cache.cache import Owner, SieveCache
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.owner import Owner
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import own_cache_class
 

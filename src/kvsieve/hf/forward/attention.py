@@ -48,6 +48,11 @@ def attention_function(
 ) -> tuple[Tensor, None]:
     """Attend, as attention modules do while attached; signature of transformers' AttentionInterface."""
     session = current()
+    if session is None and torch.compiler.is_compiling():
+        raise UnsupportedModelError(
+            "the model, or a part of it, was compiled with torch.compile, where a plan cannot act: "
+            "attach to the model as it was loaded, and compile its passes with kvsieve.attach(..., decode='compile')"
+        )
     if session is None:
         raise CacheStateError(f"{type(module).__name__} ran outside its decoder while kvsieve is attached to the model")
     given = attention_mask, scaling, kwargs

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.core.checks import look
-from kvsieve.errors import CacheStateError, InputError, UnsupportedModelError, UnsupportedOptionError
+from kvsieve.errors import InputError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Turn
 from kvsieve.hf.cache.states import StateLayer
@@ -243,10 +243,7 @@ def _check_fits(cache: SieveCache, fed: Tensor) -> None:
     batch, known = fed.shape[0], cache.conversation.batch
     if not all(fed.shape[:2]):
         raise InputError(f"the prompt is empty: input of shape {tuple(fed.shape)}; pass at least one token")
-    if cache.status != "ready":
-        raise CacheStateError(
-            "a forward pass with this cache failed half-way, its layers no longer agree; start again with a new one"
-        )
+    cache.check_ready()
     if known not in (0, batch):
         raise InputError(
             f"the cache holds {known} rows and got an input of {batch}; use one cache per batch, or "

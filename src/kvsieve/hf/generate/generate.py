@@ -18,7 +18,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from kvsieve.display import html_table
 from kvsieve.errors import CacheStateError, KvsieveError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.compat import CACHE
+from kvsieve.hf.cache.failures import undone_on_failure
+from kvsieve.hf.compat import CACHE, CACHE_NAMES
 from kvsieve.hf.forward.passes import noting_caches
 from kvsieve.hf.generate.config import check_config, config_in_effect
 from kvsieve.hf.generate.options import refusal
@@ -213,7 +214,8 @@ def with_stats(
             args = (*args[:3], criteria, *args[4:])
         else:
             options["stopping_criteria"] = criteria
-        with noting_caches() as caches:
+        cache = next((options[name] for name in CACHE_NAMES if options.get(name) is not None), None)
+        with noting_caches() as caches, undone_on_failure(cache):
             began = time.perf_counter()
             output = own_generate(*args, **options)
         if caches and clock.times:

@@ -1,0 +1,49 @@
+"""Copies and pickles of what a plan runs on: made whole where that is possible, refused where half would be copied."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+from torch import nn
+
+from kvsieve.errors import KvsieveError
+
+
+class Unpicklable:
+    """Base of objects that are no data: pickling them raises KvsieveError.
+
+    Attributes:
+        INSTEAD: what to do instead, for the message.
+    """
+
+    INSTEAD = ""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise KvsieveError(f"a {type(self).__name__} cannot be pickled: {self.INSTEAD}")
+
+
+class _Refusal:
+    """Takes the place of a module's methods that copy it."""
+
+    def __call__(self, *args: Any) -> NoReturn:
+        raise KvsieveError(
+            "the model has a plan attached, which a copy or pickle of it, or of its parts, would take along: copy or "
+            "pickle it outside of the `with` block"
+        )
+
+
+@contextlib.contextmanager
+def uncopied(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Refuse to pickle or deepcopy these modules within the block."""
+    held, names = [vars(module) for module in modules], ("__reduce_ex__", "__deepcopy__")
+    refusal = _Refusal()
+    try:
+        for each in held:
+            each.update(dict.fromkeys(names, refusal))
+        yield
+    finally:
+        for each in held:
+            for name in names:
+                each.pop(name, None)

@@ -1,0 +1,208 @@
+"""Calls that fail half-way, copies and pickles of what a plan runs on, two attachments at once, compiled models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from transformers import StoppingCriteria
+
+import kvsieve
+from kvsieve.errors import CacheStateError, InputError, KvsieveError, UnsupportedModelError
+from kvsieve.hf import attach
+from kvsieve.hf.compat import CACHE
+from kvsieve.models.families import build
+from small import fill
+from toy_chats import chat_tokenizer
+
+GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 6}
+PLAN = kvsieve.plan("snapkv", budget=20, window=4, paper=True)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return fill(build("llama", dtype=torch.float64))
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(3, 100, (1, 80), generator=torch.Generator().manual_seed(0))
+
+
+class Streamer:
+    """Its reader is gone at the fourth token."""
+
+    def __init__(self, error):
+        self.error, self.calls = error, 0
+
+    def put(self, value):
+        self.calls += 1
+        if self.calls == 4:
+            raise self.error
+
+    def end(self):
+        pass
+
+
+class Criterion(StoppingCriteria):
+    def __init__(self, error):
+        self.error, self.calls = error, 0
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.calls += 1
+        if self.calls == 3:
+            raise self.error
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def failing(error):
+    def fail(*args):
+        raise error
+
+    return fail
+
+
+def in_a_layer(sieve, ids, cache, error):
+    handle = sieve.layers[-1].register_forward_hook(failing(error))
+    try:
+        sieve.generate(ids, cache=cache, **GREEDY)
+    finally:
+        handle.remove()
+
+
+CALLS = {
+    "streamer": lambda sieve, ids, cache, error: sieve.generate(ids, cache=cache, streamer=Streamer(error), **GREEDY),
+    "criterion": lambda sieve, ids, cache, error: sieve.generate(
+        ids, cache=cache, stopping_criteria=[Criterion(error)], **GREEDY
+    ),
+    "progress of generate": lambda sieve, ids, cache, error: sieve.generate(
+        ids, cache=cache, chunk=8, progress=failing(error), **GREEDY
+    ),
+    "progress of prefill": lambda sieve, ids, cache, error: sieve.prefill(
+        ids, cache=cache, chunk=8, progress=failing(error)
+    ),
+    "progress of begin": lambda sieve, ids, cache, error: sieve.begin(
+        ids, cache=cache, chunk=8, progress=failing(error)
+    ),
+    "plain generate": lambda sieve, ids, cache, error: sieve.model.generate(
+        ids, streamer=Streamer(error), **{CACHE: cache}, **GREEDY
+    ),
+    "layer": in_a_layer,
+}
+
+
+@pytest.mark.parametrize("error", [ConnectionError("gone"), KeyboardInterrupt(), torch.OutOfMemoryError("full")])
+@pytest.mark.parametrize("seen", [0, 40])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_fails_half_way_leaves_a_cache_that_is_refused(model, ids, name, seen, error):
+    """Its caller does not know which tokens it holds; a rollback brings back what was known."""
+    with kvsieve.attach(model, PLAN) as sieve:
+        cache = sieve.prefill(ids[:, :seen]) if seen else sieve.new_cache()
+        before = cache.snapshot()
+        wanted = sieve.generate(ids, cache=cache.fork(), **GREEDY)
+        with pytest.raises(type(error)):
+            CALLS[name](sieve, ids, cache, error)
+        for call in (sieve.generate, sieve.prefill, sieve.begin):
+            with pytest.raises(CacheStateError, match="failed half-way"):
+                call(ids, cache=cache)
+        cache.rollback(before)
+        assert torch.equal(sieve.generate(ids, cache=cache, **GREEDY).sequences, wanted.sequences)
+
+
+def test_a_call_that_fed_nothing_leaves_the_cache_as_it_was(model, ids):
+    with kvsieve.attach(model, PLAN) as sieve:
+        cache = sieve.prefill(ids[:, :40])
+        wanted = sieve.generate(ids, cache=cache.fork(), **GREEDY)
+        with pytest.raises(InputError):
+            sieve.generate(ids, cache=cache, max_new_tokens=2, temperature="warm", do_sample=True)
+        with pytest.raises(InputError):
+            sieve.prefill(ids, cache=cache, protect=[(0, 80)])
+        assert not cache.conversation.half_read and cache.turn.number == 0
+        assert torch.equal(sieve.generate(ids, cache=cache, **GREEDY).sequences, wanted.sequences)
+
+
+@pytest.mark.parametrize("method", ["snapkv", "h2o", "streamingllm"])
+def test_a_cache_is_deep_copied_as_it_is_forked(model, ids, method):
+    with kvsieve.attach(model, kvsieve.plan(method, budget=36)) as sieve:
+        cache = sieve.prefill(ids[:, :40])
+        copies = [copy.deepcopy(cache), copy.copy(cache), cache.fork(), cache]
+        answers = [sieve.generate(ids, cache=each, **GREEDY).sequences for each in copies]
+        assert all(torch.equal(answers[0], each) for each in answers)
+
+
+def test_what_a_plan_runs_on_is_not_pickled(model, ids):
+    with kvsieve.attach(model, PLAN) as sieve:
+        result = sieve.generate(ids, **GREEDY)
+        chat = sieve.chat(chat_tokenizer(), max_new_tokens=2)
+        for held in (model, model.model, model.model.layers[1], model.model.layers[1].mlp, sieve, chat, result):
+            with pytest.raises(KvsieveError):
+                pickle.dumps(held)
+        for held in (result.cache, result.cache.snapshot()):
+            with pytest.raises(KvsieveError, match=r"sieve.save\(cache, path\)"):
+                pickle.dumps(held)
+        for held in (model, model.model, model.model.layers[1], sieve):
+            with pytest.raises(KvsieveError):
+                copy.deepcopy(held)
+    for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        wanted = model.generate(ids, **GREEDY)
+        assert torch.equal(again.generate(ids, **GREEDY), wanted)
+
+
+def test_a_second_thread_is_refused_at_any_moment_of_attaching(model, ids, monkeypatch):
+    """Both would note what the model had before, and one of them what the other has put there."""
+    told, before = [], dict(vars(model))
+
+    def attach_too():
+        try:
+            with kvsieve.attach(model, PLAN):
+                told.append("attached")
+        except KvsieveError as error:
+            told.append(str(error))
+
+    def in_between(function):
+        def run(*args, **kwargs):
+            out = function(*args, **kwargs)
+            thread = threading.Thread(target=attach_too)
+            thread.start()
+            thread.join()
+            return out
+
+        return run
+
+    for name in ("check_model", "Sieve"):
+        monkeypatch.setattr(attach, name, in_between(getattr(attach, name)))
+    monkeypatch.setattr(attach.hooks, "install", in_between(attach.hooks.install))
+    with kvsieve.attach(model, PLAN) as sieve:
+        sieve.generate(ids, **GREEDY)
+    monkeypatch.undo()
+    assert len(told) == 3 and all("attached already" in each for each in told)
+    assert vars(model).keys() == before.keys() and model.config._attn_implementation == "sdpa"
+    with kvsieve.attach(model, PLAN) as sieve:
+        assert sieve.generate(ids, **GREEDY).stats.applied
+
+
+@pytest.mark.parametrize("part", ["model", "forward", "decoder", "layers", "attention"])
+def test_a_compiled_model_is_refused(ids, part):
+    model = build("llama")
+    if part == "forward":
+        model.forward = torch.compile(model.forward, backend="eager")
+    elif part == "layers":
+        for index, layer in enumerate(model.model.layers):
+            model.model.layers[index] = torch.compile(layer, backend="eager")
+    elif part == "attention":
+        model.model.layers[0].self_attn.compile(backend="eager")
+    else:
+        {"model": model, "decoder": model.model}[part].compile(backend="eager")
+    with pytest.raises(UnsupportedModelError, match="torch.compile"), kvsieve.attach(model, PLAN) as sieve:
+        sieve.generate(ids, **GREEDY)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_in_the_wrapper_of_compile_generates(model, ids):
+    with kvsieve.attach(model, PLAN) as sieve:
+        wanted = sieve.generate(ids, **GREEDY).sequences
+    with kvsieve.attach(torch.compile(model, backend="eager"), PLAN) as sieve:
+        assert torch.equal(sieve.generate(ids, **GREEDY).sequences, wanted)
