@@ -1,4 +1,4 @@
-"""What a call that fails half-way leaves of the cache it was given."""
+"""Undoing on a cache what a call did that failed half-way, or refusing the cache."""
 
 from __future__ import annotations
 
