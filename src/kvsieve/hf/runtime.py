@@ -64,7 +64,7 @@ class AttachedModel(Unpicklable):
         drafter: the model that chooses a prompt's tokens, for plans that draft.
     """
 
-    INSTEAD = "it is a model in its `with` block; attach the plan where it is to run"
+    _instead = "it is a model in its `with` block; attach the plan where it is to run"
 
     def __init__(self, model: Any, plan: Plan, decode: str = "auto") -> None:
         self.model = model

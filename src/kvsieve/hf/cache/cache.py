@@ -39,7 +39,7 @@ class Snapshot(Unpicklable):
     conversation: Conversation
     layers: list[CacheLayer]
 
-    INSTEAD = "save the cache with sieve.save(cache, path) after a rollback to it"
+    _instead = "save the cache with sieve.save(cache, path) after a rollback to it"
 
 
 class SieveCache(Unpicklable, Cache):
@@ -57,7 +57,7 @@ class SieveCache(Unpicklable, Cache):
             agree, or after a call that did.
     """
 
-    INSTEAD = "save it with sieve.save(cache, path), which sieve.load reads"
+    _instead = "save it with sieve.save(cache, path), which sieve.load reads"
 
     def __init__(self, config: Any, owner: Owner) -> None:
         states = getattr(config, "number_of_conv_states", 1)

@@ -12,16 +12,12 @@ from kvsieve.errors import KvsieveError
 
 
 class Unpicklable:
-    """Base of objects that are no data: pickling them raises KvsieveError.
+    """Base of objects that are no data: pickling them raises KvsieveError, which says what to do instead."""
 
-    Attributes:
-        INSTEAD: what to do instead, for the message.
-    """
-
-    INSTEAD = ""
+    _instead = ""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise KvsieveError(f"a {type(self).__name__} cannot be pickled: {self.INSTEAD}")
+        raise KvsieveError(f"a {type(self).__name__} cannot be pickled: {self._instead}")
 
 
 class _Refusal:
