@@ -13,10 +13,21 @@ from source_tree import circles, imports, modules
 # Lowest first. A module imports from lower storeys and from its own package, not from others on its storey. "kvsieve"
 # is the package itself, the public API. What the registry loads by name (methods, entry points) is not an import.
 STOREYS = (
-    ("folders",),
     ("version", "text", "types", "display", "devices", "kernels"),
     ("errors",),
-    ("loading", "parameters", "specs", "profiles", "turns", "client", "core", "models", "report", "protection"),
+    (
+        "loading",
+        "parameters",
+        "specs",
+        "profiles",
+        "turns",
+        "detokenize",
+        "client",
+        "core",
+        "models",
+        "report",
+        "protection",
+    ),
     ("budget", "defaults", "kept"),
     ("segments", "roles", "unset"),
     ("cache",),

@@ -39,10 +39,50 @@ def below_the_floor() -> tuple[Ask, str]:
     return ask, plain(ask)
 
 
+def of_checkpoint(**settings: object) -> tuple[Ask, str]:
+    """What a checkpoint's generation_config says is obeyed, and the answer is another one without it."""
+    ask = Ask(fill(build("llama", dtype=torch.float64)), words(50, seed=3))
+    for name, value in settings.items():
+        setattr(ask.model.generation_config, name, value)
+    wanted = plain(ask)
+    assert wanted != full_kv()[1]
+    return ask, wanted
+
+
+def token_rules() -> tuple[Ask, str]:
+    """Tokens and their sequences that the checkpoint forbids or favours."""
+    first, second, third, fourth, *_ = full_kv()[0].tokenizer.convert_tokens_to_ids(full_kv()[1].split())
+    return of_checkpoint(
+        suppress_tokens=[third],
+        begin_suppress_tokens=[first],
+        bad_words_ids=[[second], [fourth, fourth]],
+        sequence_bias=[[[third + 1], 0.5]],
+        no_repeat_ngram_size=2,
+        repetition_penalty=1.1,
+    )
+
+
+def ends() -> tuple[Ask, str]:
+    """Several end tokens, one of them a word of the answer, and the fewest tokens before them."""
+    said = full_kv()[0].tokenizer.convert_tokens_to_ids(full_kv()[1].split())
+    return of_checkpoint(eos_token_id=[127, said[2], said[6]], min_new_tokens=5)
+
+
+def pad_token() -> tuple[Ask, str]:
+    """A word of the question that is the pad token as well is a word."""
+    ask = Ask(fill(build("llama", dtype=torch.float64)), f"w5 {words(40, seed=3)} w5 w5")
+    (pad,) = ask.tokenizer.convert_tokens_to_ids(["w5"])
+    ask.model.generation_config.pad_token_id = ask.model.config.pad_token_id = pad
+    return ask, plain(ask)
+
+
 CASES: dict[str, Callable[[], tuple[Ask, str]]] = {
     "full KV": full_kv,
     "snapkv": snapkv,
     "below the floor": below_the_floor,
+    "rules of tokens": token_rules,
+    "ends": ends,
+    "the pad token": pad_token,
 }
 
 
@@ -51,9 +91,15 @@ def prepared(case: str) -> tuple[Ask, str]:
     return CASES[case]()
 
 
+# The evaluation chooses tokens in a loop of its own.
+KNOWN = {("evaluation", "rules of tokens"), ("evaluation", "ends")}
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("path", PATHS)
-def test_every_path_gives_the_answer(path, case):
+def test_every_path_gives_the_answer(path, case, request):
+    if (path, case) in KNOWN:
+        request.applymarker(pytest.mark.xfail(reason="generation_config is not obeyed there"))
     ask, wanted = prepared(case)
     assert answer(path, ask) == wanted
 

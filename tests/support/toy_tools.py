@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -39,19 +40,27 @@ def tools_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def scripted(tokenizer: Any) -> Any:
-    """A tiny model with layers that add nothing, whose output layer holds the script."""
-    model = build("llama")
+    """A tiny model that asks for a tool, and says what came of it."""
+    scripts = ([TURN, *CALL], [RESULT, *SAID])
+    model = follows([tokenizer.convert_tokens_to_ids(script) for script in scripts])
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["[EOS]", "[STOP]"])
+    return model
+
+
+def follows(scripts: Iterable[Sequence[int]], vocabulary: int = 128) -> Any:
+    """A tiny model with layers that add nothing, whose output layer holds scripts: token ids, each after the other."""
+    model = build("llama", vocab_size=vocabulary)
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         words = model.model.embed_tokens.weight
-        words.copy_(torch.linalg.qr(torch.randn(128, 128))[0][:, : words.shape[1]])
+        words.copy_(torch.linalg.qr(torch.randn(vocabulary, vocabulary))[0][:, : words.shape[1]])
         model.model.norm.weight.fill_(1.0)
         out = torch.zeros_like(words)
-        for script in ([TURN, *CALL], [RESULT, *SAID]):
-            for before, after in pairwise(tokenizer.convert_tokens_to_ids(script)):
+        for script in scripts:
+            for before, after in pairwise(script):
                 out[after] += torch.nn.functional.normalize(words[before], dim=0)
         model.lm_head.weight = torch.nn.Parameter(out)
-    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(["[EOS]", "[STOP]"])
+    model.generation_config.eos_token_id = None
     return model

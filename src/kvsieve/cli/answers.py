@@ -10,6 +10,7 @@ from kvsieve.cli.output import prefill_progress
 from kvsieve.cli.prompts import TextPrompt
 from kvsieve.cli.specs import MethodRun
 from kvsieve.cli.store import opened_store
+from kvsieve.detokenize import text_of
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
@@ -184,5 +185,5 @@ def _answer(
     for made in result.sequences[:, longest:].tolist():
         # Rows that ended earlier are filled up.
         end = next((at for at, token in enumerate(made) if token in ends), len(made))
-        answers.append(tokenizer.decode(made[:end], skip_special_tokens=True).strip())
+        answers.append(text_of(tokenizer, made[:end]).strip())
     return answers, result

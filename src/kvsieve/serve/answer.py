@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
+from kvsieve.detokenize import Detokenizer
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.chat.pieces import Pieces
 from kvsieve.serve.sampling import Sampler
 from kvsieve.serve.ticket import AnswerPart, ChosenToken, Order
 
@@ -27,29 +26,32 @@ class Answer:
     """
 
     def __init__(
-        self, number: int, order: Order, cache: SieveCache, tokenizer: Any, tell: Callable[[AnswerPart], None]
-    ):
+        self,
+        number: int,
+        order: Order,
+        cache: SieveCache,
+        sampler: Sampler,
+        words: Detokenizer,
+        tell: Callable[[AnswerPart], None],
+    ) -> None:
         self.number, self.order, self.cache, self.tell = number, order, cache, tell
-        self.sampler = Sampler(order.sampling, torch.tensor(order.ids), number)
         self.tokens: list[int] = []
         self.times: list[float] = []
         self.finish: str | None = None
-        self._text = StopText(order.stops)
+        self._sampler, self._words, self._text = sampler, words, StopText(order.stops)
+        self._ends = frozenset[int]() if order.ignore_eos else order.stop_ids
         self._untold: list[ChosenToken] = []
-        self._pieces = Pieces(tokenizer, order.stop_ids, self._text.add, lambda: None)
-        # What comes first it takes for the prompt.
-        self._pieces.put(torch.zeros(0))
 
     def add(self, logits: Tensor) -> None:
         """Choose the next token by logits [V] on the CPU, and tell the text that it completes."""
-        chosen = self.sampler.choose(logits)
+        chosen = self._sampler.choose(logits)
         token = chosen.own.id
         self.tokens.append(token)
         self.times.append(time.perf_counter())
-        ended = token in self.order.stop_ids and not self.order.ignore_eos
+        ended = token in self._ends
         if not ended:
-            self._untold.append(chosen)
-        self._pieces.put(torch.tensor([token]))
+            self._untold.append(replace(chosen, offset=len(self._words.text)))
+            self._text.add(self._words.add([token]))
         if ended or self._text.stopped:
             self.finish = "stop"
         elif len(self.tokens) >= self.order.max_tokens:
@@ -63,7 +65,7 @@ class Answer:
 
     def _tell(self) -> None:
         if self.finish is not None:
-            self._pieces.end()
+            self._text.add(self._words.end())
         text = self._text.take(last=self.finish is not None)
         wanted = self.order.sampling.logprobs is not None
         if text or self.finish is not None:

@@ -167,7 +167,7 @@ def _check_model(service: Service, request: CommonRequest) -> None:
 
 
 def _add_completions(app: FastAPI, service: Service, metrics: Metrics) -> None:
-    preparer, text = service.preparer, service.preparer.token_text
+    preparer, spelled = service.preparer, service.preparer.token_bytes
 
     def texts(orders: Sequence[Order]) -> list[str]:
         return [preparer.text(order.ids) for order in orders]
@@ -185,8 +185,8 @@ def _add_completions(app: FastAPI, service: Service, metrics: Metrics) -> None:
         order = await asyncio.to_thread(preparer.chat, body, owner)
         exchange = await begin([order])
         if body.stream:
-            return EventStream(_events(chat_chunks(body, order, exchange, text), exchange))
-        return await _whole(request, exchange, chat_reply(body, order, exchange, text))
+            return EventStream(_events(chat_chunks(body, order, exchange, spelled), exchange))
+        return await _whole(request, exchange, chat_reply(body, order, exchange, spelled))
 
     @app.post(
         "/v1/completions",
@@ -200,8 +200,8 @@ def _add_completions(app: FastAPI, service: Service, metrics: Metrics) -> None:
         echoes = await asyncio.to_thread(texts, orders) if body.echo else [""] * len(orders)
         exchange = await begin(orders)
         if body.stream:
-            return EventStream(_events(completion_chunks(body, orders, exchange, text, echoes), exchange))
-        return await _whole(request, exchange, completion_reply(body, orders, exchange, text, echoes))
+            return EventStream(_events(completion_chunks(body, orders, exchange, spelled, echoes), exchange))
+        return await _whole(request, exchange, completion_reply(body, orders, exchange, spelled, echoes))
 
 
 async def _events(chunks: AsyncIterator[dict[str, Any]], exchange: Exchange) -> AsyncGenerator[str, None]:

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from kvsieve.serve.exchange import Exchange
-from kvsieve.serve.replies import Envelope, TokenText, chat_logprobs, usage
+from kvsieve.serve.replies import Envelope, TokenBytes, chat_logprobs, usage
 from kvsieve.serve.schema import ChatRequest
 from kvsieve.serve.ticket import AnswerPart, ChosenToken, Order
 from kvsieve.serve.tools import MARK, may_be_call, split_calls
 
 
-async def chat_reply(request: ChatRequest, order: Order, exchange: Exchange, text: TokenText) -> dict[str, Any]:
+async def chat_reply(request: ChatRequest, order: Order, exchange: Exchange, spelled: TokenBytes) -> dict[str, Any]:
     """Wait for all answers and return them."""
     texts, tokens = [""] * order.answers, [list[ChosenToken]() for _ in range(order.answers)]
     ends = ["stop"] * order.answers
@@ -32,7 +32,7 @@ async def chat_reply(request: ChatRequest, order: Order, exchange: Exchange, tex
             {
                 "index": number,
                 "message": message,
-                "logprobs": chat_logprobs(tokens[number], text) if wanted else None,
+                "logprobs": chat_logprobs(tokens[number], spelled) if wanted else None,
                 "finish_reason": "tool_calls" if calls else ends[number],
             }
         )
@@ -41,7 +41,7 @@ async def chat_reply(request: ChatRequest, order: Order, exchange: Exchange, tex
 
 
 async def chat_chunks(
-    request: ChatRequest, order: Order, exchange: Exchange, text: TokenText
+    request: ChatRequest, order: Order, exchange: Exchange, spelled: TokenBytes
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield chunks of all answers as they come."""
     envelope, held = (
@@ -54,7 +54,7 @@ async def chat_chunks(
         yield envelope.with_choices([_choice(number, {"role": "assistant", "content": ""})], **none)
     async for _, part in exchange.parts():
         for delta, tokens, finish in held[part.answer].deltas(part):
-            logprobs = chat_logprobs(tokens, text) if tokens else None
+            logprobs = chat_logprobs(tokens, spelled) if tokens else None
             yield envelope.with_choices([_choice(part.answer, delta, logprobs, finish)], **none)
     if wanted:
         yield envelope.with_choices([], usage=usage([each for each in exchange.summaries if each is not None]))

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from kvsieve.serve.exchange import Exchange
-from kvsieve.serve.replies import Envelope, TokenText, completion_logprobs, usage
+from kvsieve.serve.replies import Envelope, TokenBytes, completion_logprobs, usage
 from kvsieve.serve.schema import CompletionRequest
 from kvsieve.serve.ticket import ChosenToken, Order
 
 
 async def completion_reply(
-    request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, text: TokenText, echoes: Sequence[str]
+    request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, spelled: TokenBytes, echoes: Sequence[str]
 ) -> dict[str, Any]:
     """Wait for all answers and return them. echoes: what stands before the answers to each prompt."""
     each = orders[0].answers
@@ -28,7 +28,7 @@ async def completion_reply(
         {
             "index": at,
             "text": said,
-            "logprobs": completion_logprobs(tokens[at], text, 0) if wanted else None,
+            "logprobs": completion_logprobs(tokens[at], spelled) if wanted else None,
             "finish_reason": ends[at],
         }
         for at, said in enumerate(texts)
@@ -38,20 +38,18 @@ async def completion_reply(
 
 
 async def completion_chunks(
-    request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, text: TokenText, echoes: Sequence[str]
+    request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, spelled: TokenBytes, echoes: Sequence[str]
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield parts of all answers as they come."""
     envelope, each = Envelope("cmpl", request.model, True), orders[0].answers
     wanted = request.stream_options is not None and request.stream_options.include_usage
     none = {"usage": None} if wanted else {}
-    offsets = [0] * (each * len(orders))
     for at, echo in enumerate(echo for echo in echoes for _ in range(each)):
         if echo:
             yield envelope.with_choices([_choice(at, echo, None, None)], **none)
     async for number, part in exchange.parts():
         at = number * each + part.answer
-        told = completion_logprobs(part.tokens, text, offsets[at]) if part.tokens else None
-        offsets[at] += sum(len(word) for word in told["tokens"]) if told else 0
+        told = completion_logprobs(part.tokens, spelled) if part.tokens else None
         yield envelope.with_choices([_choice(at, part.text, told, part.finish)], **none)
     if wanted:
         yield envelope.with_choices([], usage=usage([one for one in exchange.summaries if one is not None]))

@@ -7,13 +7,16 @@ import json
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from kvsieve.budget import percent_doubt
+from kvsieve.detokenize import text_of, token_bytes
 from kvsieve.errors import InputError
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.sampling import check_generation_config
 from kvsieve.serve.schema import ChatMessage, ChatRequest, CommonRequest, CompletionRequest
 from kvsieve.serve.ticket import Order, Sampling
 from kvsieve.turns import plain_ids, render, stop_ids, token_ids
@@ -26,6 +29,9 @@ _ENDLESS, _PIECE = 1 << 19, 1 << 14
 
 class Preparer:
     """Makes orders of requests. Safe to be used by several threads.
+
+    Attributes:
+        token_bytes: gives a token's bytes; needs no lock.
 
     Args:
         model: of transformers, for what it says of generating.
@@ -40,10 +46,14 @@ class Preparer:
     ) -> None:
         # Tokenizing changes settings of the tokenizer for a moment, so what decodes has another one and waits for none.
         self.tokenizer, self.plans, self.limits = copy.deepcopy(tokenizer), plans, limits
-        self._decoder = tokenizer
+        self.token_bytes, self._text_of = token_bytes(tokenizer), partial(text_of, tokenizer)
         config = model.generation_config
+        check_generation_config(model)
+        self._default = config.max_new_tokens
+        own = config.stop_strings
+        self._stop_texts = [own] if isinstance(own, str) else list(own or [])
         self._stops = stop_ids(tokenizer, config.eos_token_id)
-        self._penalty = getattr(config, "repetition_penalty", None) or 1.0
+        self._controls = {each.content: token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
         self._words = model.get_input_embeddings().weight.shape[0]
         self._context = context
         self._lock = threading.Lock()
@@ -92,16 +102,13 @@ class Preparer:
             if not ids or not all(0 <= token < self._words for token in ids):
                 raise InputError(f"prompt: expected a text, or token ids from 0 to {self._words - 1}, at least one")
             order = self._order(request, ids, owner, request.logprobs, None)
-            orders.append(replace(order, constraints=PromptConstraints(*_plain_constraints(request))))
+            constraints = PromptConstraints(*_plain_constraints(request))
+            orders.append(replace(order, constraints=constraints, continues=True))
         return orders
 
     def text(self, ids: tuple[int, ...]) -> str:
         """Write tokens as text, special ones left out."""
-        return str(self._decoder.decode(list(ids), skip_special_tokens=True))
-
-    def token_text(self, token: int) -> str:
-        """Write a token as text."""
-        return str(self._decoder.decode([token]))
+        return self._text_of(ids)
 
     def _check_length(self, text: str) -> None:
         """Raise InputError for a text of which far more tokens than a prompt has would be made.
@@ -127,7 +134,7 @@ class Preparer:
         self, request: CommonRequest, ids: list[int], owner: str, logprobs: int | None, most: int | None
     ) -> Order:
         limits, kv = self.limits, request.kv
-        wanted = most or request.max_tokens or limits.max_tokens
+        wanted = most or request.max_tokens or min(self._default or limits.max_tokens, limits.max_tokens)
         if wanted > limits.max_tokens:
             raise InputError(f"max_tokens: at most {limits.max_tokens} here, got {wanted}")
         answers = request.n or 1
@@ -144,8 +151,9 @@ class Preparer:
             max_tokens=wanted,
             sampling=self._sampling(request, logprobs),
             answers=answers,
-            stops=tuple(stops),
-            stop_ids=self._stops,
+            stops=(*stops, *self._stop_texts),
+            # No text of an answer has control tokens in it.
+            stop_ids=self._stops.union(self._controls[stop] for stop in stops if stop in self._controls),
             owner=owner,
             session=None if kv is None else kv.session,
             bins=0 if kv is None else kv.map,
@@ -159,10 +167,10 @@ class Preparer:
             raise InputError(f"logit_bias: expected token ids from 0 to {self._words - 1}")
         return Sampling(
             temperature=0.0 if request.temperature is None or request.temperature < _COLD else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=max(request.top_k or 0, 0),
-            min_p=request.min_p or 0.0,
-            repetition_penalty=self._penalty if request.repetition_penalty is None else request.repetition_penalty,
+            top_p=request.top_p,
+            top_k=None if request.top_k is None else max(request.top_k, 0),
+            min_p=request.min_p,
+            repetition_penalty=request.repetition_penalty,
             presence_penalty=request.presence_penalty or 0.0,
             frequency_penalty=request.frequency_penalty or 0.0,
             bias=tuple((int(name), value) for name, value in bias.items()),

@@ -79,7 +79,8 @@ class PromptReader:
             chunk=self.chunk, new_tokens=order.max_tokens, progress=self._pause, constraints=order.constraints
         )
         with closing():
-            left, mask = read_prompt(sieve, ids, None, cache, options)
+            # All are tokens of the prompt, those of the pad token's number too.
+            left, mask = read_prompt(sieve, ids, torch.ones_like(ids), cache, options)
             result = sieve.feed(cache, left[:, cache.num_seen :], mask, logits=1)
         assert result.logits is not None
         self.logits, self.done = result.logits[0, -1].cpu(), len(order.ids)

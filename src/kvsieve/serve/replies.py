@@ -10,7 +10,7 @@ from typing import Any
 
 from kvsieve.serve.ticket import ChosenToken, Summary, TokenLikelihood
 
-TokenText = Callable[[int], str]
+TokenBytes = Callable[[int], bytes]
 # Nothing in JSON is less likely.
 _LEAST = -9999.0
 
@@ -68,30 +68,44 @@ def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
     return out
 
 
-def chat_logprobs(tokens: Sequence[ChosenToken], text: TokenText) -> dict[str, Any]:
-    """Likelihoods of a chat's tokens."""
+def chat_logprobs(tokens: Sequence[ChosenToken], spelled: TokenBytes) -> dict[str, Any]:
+    """Likelihoods of a chat's tokens. spelled: gives a token's bytes."""
 
     def told(each: TokenLikelihood) -> dict[str, Any]:
-        word = text(each.id)
-        return {"token": word, "logprob": _finite(each.logprob), "bytes": list(word.encode())}
+        data = spelled(each.id)
+        return {"token": _shown(data), "logprob": _finite(each.logprob), "bytes": list(data)}
 
     listed = [{**told(each.own), "top_logprobs": [told(top) for top in each.top]} for each in tokens]
     return {"content": listed, "refusal": None}
 
 
-def completion_logprobs(tokens: Sequence[ChosenToken], text: TokenText, offset: int) -> dict[str, Any]:
-    """Likelihoods of a completion's tokens. offset: characters before the first."""
-    words = [text(each.own.id) for each in tokens]
-    offsets = []
-    for word in words:
-        offsets.append(offset)
-        offset += len(word)
+def completion_logprobs(tokens: Sequence[ChosenToken], spelled: TokenBytes) -> dict[str, Any]:
+    """Likelihoods of a completion's tokens. spelled: gives a token's bytes."""
+
+    def top(each: ChosenToken) -> dict[str, float]:
+        # The likelier of two that look alike stays.
+        return {_named(spelled(one.id)): _finite(one.logprob) for one in reversed(each.top)}
+
     return {
-        "tokens": words,
+        "tokens": [_named(spelled(each.own.id)) for each in tokens],
         "token_logprobs": [_finite(each.own.logprob) for each in tokens],
-        "top_logprobs": [{text(top.id): _finite(top.logprob) for top in each.top} for each in tokens],
-        "text_offset": offsets,
+        "top_logprobs": [top(each) for each in tokens],
+        "text_offset": [each.offset for each in tokens],
     }
+
+
+def _shown(data: bytes) -> str:
+    r"""Write bytes as text, or as OpenAI writes those of a part of a character: ``\xf0\x9f``."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _named(data: bytes) -> str:
+    r"""Write bytes as completions have them, where a part of a character is marked: ``bytes:\xf0\x9f``."""
+    text = _shown(data)
+    return text if text.encode() == data else f"bytes:{text}"
 
 
 def _finite(value: float) -> float:

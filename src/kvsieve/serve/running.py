@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsieve.detokenize import Detokenizer
 from kvsieve.hf.generate.stats import stats_of
 from kvsieve.hf.kept import kept_of
 from kvsieve.hf.rows import feed_rows
 from kvsieve.hf.sieve import Sieve
 from kvsieve.serve.answer import Answer
 from kvsieve.serve.reading import PromptReader
+from kvsieve.serve.sampling import Sampler, processors_for
 from kvsieve.serve.ticket import Summary, Ticket
 
 
@@ -37,7 +39,12 @@ class Running:
             kept = kept_of(cache, torch.tensor([order.ids])).map(order.bins)
             self.kept = tuple(round(each, 4) for each in kept.mean(0).tolist())
         caches = [cache, *(cache.fork() for _ in range(order.answers - 1))]
-        self.answers = [Answer(n, order, own, tokenizer, ticket.tell) for n, own in enumerate(caches)]
+        model, ids = reading.sieve.model, torch.tensor(order.ids)
+        before = order.ids if order.continues else ()
+        self.answers = []
+        for number, own in enumerate(caches):
+            sampler = Sampler(order.sampling, ids, processors_for(model, order), number)
+            self.answers.append(Answer(number, order, own, sampler, Detokenizer(tokenizer, before), ticket.tell))
         for answer in self.answers:
             answer.add(logits)
 

@@ -2,46 +2,81 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList
 
-from kvsieve.serve.ticket import ChosenToken, Sampling, TokenLikelihood
+from kvsieve.errors import UnsupportedOptionError
+from kvsieve.hf.generate.config import check_config, config_in_effect, processors_of, who_says
+from kvsieve.serve.ticket import ChosenToken, Order, Sampling, TokenLikelihood
+
+# Attributes of a checkpoint's generation_config that calls of generate follow and answers here do not, and values of
+# each that ask for nothing.
+_REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "num_beams": ("answers are not searched for with beams", (1,)),
+    "guidance_scale": ("no second, unconditional pass is run", (1,)),
+    "max_time": ("kvsieve serve --seconds is the limit of time", ()),
+}
+
+
+def check_generation_config(model: Any) -> None:
+    """Raise UnsupportedOptionError where a checkpoint's generation_config asks for what the server does not do."""
+    config = config_in_effect(model)
+    for name, (reason, nothing) in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value is not None and value not in nothing:
+            raise UnsupportedOptionError(
+                f"{who_says(model, {}, name)} is not supported by a server: {reason}; take it out of "
+                "generation_config.json"
+            )
+    try:
+        check_config(model, {}, config)
+    except UnsupportedOptionError as error:
+        raise UnsupportedOptionError(f"{error}; for a server, take it out of generation_config.json") from error
+
+
+def processors_for(model: Any, order: Order) -> LogitsProcessorList:
+    """Return the processors of an answer's logits, new for each answer, because some remember its tokens.
+
+    They are those that ``model.generate`` would have: all that the checkpoint's generation_config says, and in its
+    place what the order says.
+    """
+    rules, config = order.sampling, copy.deepcopy(model.generation_config)
+    config.do_sample, config.temperature = rules.temperature > 0, rules.temperature or None
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty"):
+        value = getattr(rules, name)
+        if value is not None:
+            setattr(config, name, value)
+    # A likelihood of at least 0 is what all tokens have.
+    config.min_p = config.min_p or None
+    config.max_new_tokens = order.max_tokens
+    config.eos_token_id = None if order.ignore_eos else sorted(order.stop_ids) or None
+    if config.eos_token_id is None:
+        # It raises the likelihood of the end, and nothing ends the answer.
+        config.exponential_decay_length_penalty = None
+    return processors_of(model, config, torch.tensor([order.ids]))
 
 
 class Sampler:
-    """Chooses the tokens of one answer; transformers' processors, in the order in which ``generate`` has them.
+    """Chooses the tokens of one answer.
 
     Args:
-        rules: how.
+        rules: of sampling.
         ids: int64 [N], the prompt.
+        processors: of the answer's logits, after logit_bias and the penalties that transformers does not have.
         answer: number of the answer, by which those to one prompt differ.
     """
 
-    def __init__(self, rules: Sampling, ids: Tensor, answer: int = 0) -> None:
+    def __init__(self, rules: Sampling, ids: Tensor, processors: LogitsProcessorList, answer: int = 0) -> None:
         self.rules, self.ids, self.start = rules, ids, len(ids)
         self._bias = torch.tensor([each[1] for each in rules.bias], device=ids.device)
         self._biased = torch.tensor([each[0] for each in rules.bias], dtype=torch.int64, device=ids.device)
-        self._processors = LogitsProcessorList()
-        if rules.repetition_penalty != 1:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(rules.repetition_penalty))
+        self._processors = processors
         self._generator: torch.Generator | None = None
         if rules.temperature > 0:
-            if rules.temperature != 1:
-                self._processors.append(TemperatureLogitsWarper(rules.temperature))
-            if rules.top_k:
-                self._processors.append(TopKLogitsWarper(rules.top_k))
-            if rules.top_p < 1:
-                self._processors.append(TopPLogitsWarper(rules.top_p))
-            if rules.min_p:
-                self._processors.append(MinPLogitsWarper(rules.min_p))
             self._generator = torch.Generator(ids.device)
             seed = self._generator.seed() if rules.seed is None else rules.seed
             # In 64 bits, so that neighbouring seeds and answers share no draws.

@@ -35,7 +35,8 @@ class Sampling:
 
     Attributes:
         temperature: 0 takes the likeliest token.
-        top_p: least share of likelihood that is chosen among.
+        top_p: least share of likelihood that is chosen among; None for what the checkpoint's generation_config says,
+            as for the next three.
         top_k: most tokens that are chosen among, 0 for all.
         min_p: least likelihood, relative to the likeliest token's.
         repetition_penalty: divides logits of tokens that occurred, the prompt's too.
@@ -47,10 +48,10 @@ class Sampling:
     """
 
     temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     bias: tuple[tuple[int, float], ...] = ()
@@ -73,10 +74,12 @@ class ChosenToken:
     Attributes:
         own: it.
         top: the likeliest tokens.
+        offset: characters of the answer before it.
     """
 
     own: TokenLikelihood
     top: tuple[TokenLikelihood, ...] = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,7 @@ class Order:
         bins: parts of the prompt in the map of what was kept; 0 for none.
         ignore_eos: go on to `max_tokens` whatever the model writes.
         notes: told with the answer, beside the notes of its statistics.
+        continues: the answer goes on with the prompt's text, so it may begin with a space.
     """
 
     ids: tuple[int, ...]
@@ -155,6 +159,7 @@ class Order:
     bins: int = 0
     ignore_eos: bool = False
     notes: tuple[str, ...] = ()
+    continues: bool = False
 
 
 @dataclass(eq=False)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsieve.detokenize import text_of
 from kvsieve.errors import InputError
 from kvsieve.tasks.samples import Sample
 from kvsieve.turns import escaped, render, stop_ids, token_ids
@@ -74,7 +75,7 @@ class Prompter:
         return self.decode(tokens), len(tokens)
 
     def decode(self, tokens: list[int]) -> str:
-        return self.tokenizer.decode(tokens, skip_special_tokens=True).strip()
+        return text_of(self.tokenizer, tokens).strip()
 
     def _split(self, sample: Sample, turn: int) -> tuple[str, str]:
         """The rendered prompt of a turn asked first, cut behind the context."""

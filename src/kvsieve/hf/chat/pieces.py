@@ -1,4 +1,4 @@
-"""Tokens become text as they come."""
+"""The streamer that writes an answer's text as it comes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,30 @@ from typing import Any
 from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
+from kvsieve.detokenize import Detokenizer
+
 
 class Pieces(BaseStreamer):
-    """Turns tokens into pieces of text, none of which ends within a character."""
+    """Gives `on_text` an answer in pieces, none of which ends within a character.
+
+    Args:
+        tokenizer: any.
+        stops: tokens that end the answer and are no text.
+        on_text: called with each piece; None for none.
+        check: called at each token; raises where the answer is to end.
+    """
 
     def __init__(
         self, tokenizer: Any, stops: frozenset[int], on_text: Callable[[str], None] | None, check: Callable[[], None]
     ) -> None:
-        self.tokenizer, self.stops, self.on_text, self.check = tokenizer, stops, on_text, check
-        self.text = ""
+        self.stops, self.on_text, self.check = stops, on_text, check
         self._begun = False
-        self._made: list[int] = []
-        # Tokens from `start` on are decoded anew, those up to `told` only to see what they add together.
-        self._start = self._told = 0
+        self._words = Detokenizer(tokenizer)
+
+    @property
+    def text(self) -> str:
+        """The answer so far."""
+        return self._words.text
 
     def put(self, value: Tensor) -> None:
         # What comes first is the prompt.
@@ -28,21 +39,11 @@ class Pieces(BaseStreamer):
             self._begun = True
             return
         self.check()
-        self._made += [token for token in value.flatten().tolist() if token not in self.stops]
-        self._tell(last=False)
+        self._say(self._words.add(token for token in value.flatten().tolist() if token not in self.stops))
 
     def end(self) -> None:
-        self._tell(last=True)
+        self._say(self._words.end())
 
-    def _tell(self, last: bool) -> None:
-        before = self._decode(self._made[self._start : self._told])
-        piece = self._decode(self._made[self._start :])[len(before) :]
-        if not piece or (piece.endswith("\ufffd") and not last):
-            return
-        self._start, self._told = self._told, len(self._made)
-        self.text += piece
-        if self.on_text is not None:
+    def _say(self, piece: str) -> None:
+        if piece and self.on_text is not None:
             self.on_text(piece)
-
-    def _decode(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
