@@ -87,6 +87,81 @@ def test_weights_that_change_are_copied_again(read, served, change):
     assert read == [False] * 3 + [True] * 2 + [False] * 3 + [True] * 2
 
 
+@pytest.mark.parametrize("shape", [(48, 40), (40, 48), (48, 48), (96, 8), (8, 96)])
+@pytest.mark.parametrize("part", ["all", "row", "column"])
+def test_writes_that_torch_does_not_count_are_looked_for(read, served, part, shape):
+    """PEFT's merge_adapter() writes through `.data`, which moves no version and no address."""
+    layer, given = rounded(nn.Linear(*shape)), numbers(1, shape[0])
+    made = served(layer, narrow=True)
+    for _ in range(5):
+        layer(given)
+    made.look()
+    assert made.narrow_bytes == 2 * layer.weight.numel()
+    place = {"all": ..., "row": 7, "column": (slice(None), 5)}[part]
+    layer.weight.data[place] *= -2
+    made.look()
+    assert made.narrow_bytes == 0
+    for _ in range(5):
+        close(layer, given)
+    assert made.narrow_bytes == 2 * layer.weight.numel()
+
+
+def _merge(model):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["down_proj", "q_proj"], r=4, init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval()
+
+
+@pytest.mark.parametrize("how", ["data", "merge_adapter"])
+@pytest.mark.parametrize("path", ["generate", "prefill", "model.generate", "model"])
+def test_an_answer_is_that_of_the_weights_as_they_are(monkeypatch, how, path):
+    monkeypatch.setattr(fused_decoder, "_LEAST", 0)
+    inner, ids = rounded(build("llama")), torch.randint(3, 100, (1, 40))
+    outer = _merge(inner) if how == "merge_adapter" else inner
+
+    def answer(sieve):
+        if path == "model":
+            return inner(ids, past_key_values=sieve.new_cache()).logits[0, -1]
+        options = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+        options |= {"output_logits": True, "return_dict_in_generate": True}
+        if path == "model.generate":
+            return torch.cat(inner.generate(ids, **options).logits)
+        cache = sieve.prefill(ids[:, :20]) if path == "prefill" else None
+        return torch.cat(sieve.generate(ids, cache=cache, **options).output.logits)
+
+    with torch.no_grad(), kvsieve.attach(inner, kvsieve.plan("full"), decode="auto") as sieve:
+        assert sieve.generate(ids, max_new_tokens=8, min_new_tokens=8).stats.decoding.narrow_bytes
+        before = answer(sieve)
+        if how == "data":
+            inner.model.layers[0].mlp.down_proj.weight.data.mul_(2)
+        else:
+            outer.merge_adapter()
+        found = answer(sieve)
+    with torch.no_grad(), kvsieve.attach(inner, kvsieve.plan("full"), decode="eager") as sieve:
+        wanted = answer(sieve)
+    torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
+    # Merging adapters changes no answer, and their products are not copies'.
+    assert how == "merge_adapter" or (found - before).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("decode", ["auto", "eager", "fused"])
+def test_a_model_that_was_cast_within_the_block_is_refused(decode):
+    model, ids = build("llama"), torch.arange(3, 40)[None]
+    with kvsieve.attach(model, kvsieve.plan("full"), decode=decode) as sieve:
+        cache = sieve.prefill(ids[:, :20])
+        model.to(torch.bfloat16)
+        for act in (sieve.generate, sieve.prefill, sieve.begin, model.generate, model):
+            with pytest.raises(kvsieve.KvsieveError, match="is torch.bfloat16 on cpu and was torch.float32 on cpu"):
+                act(ids)
+        with pytest.raises(kvsieve.KvsieveError, match="when the plan was attached"):
+            sieve.generate(ids, cache=cache)
+        model.to(torch.float32)
+        assert sieve.generate(ids, cache=cache, max_new_tokens=2).stats.prompt_tokens == 37
+    model.to(torch.bfloat16)
+    with kvsieve.attach(model, kvsieve.plan("full"), decode=decode) as sieve:
+        assert sieve.generate(ids, max_new_tokens=2).cache.layers[0].keys.dtype == torch.bfloat16
+
+
 def test_no_copies_without_memory_for_them(monkeypatch, read, served, caplog):
     layer = rounded(nn.Linear(48, 40))
     for free in (None, 4 * 40 * 48 * 2 - 1):

@@ -207,13 +207,15 @@ class AttachedModel(Unpicklable):
                 cancel_session(session)
 
     def check_tokens(self, cache: SieveCache, new: int, text: Tensor | None = None) -> None:
-        """Raise UnsupportedOptionError for tokens that cannot follow what a cache has read.
+        """Raise KvsieveError for tokens that cannot follow what a cache has read, or weights that were cast or moved.
 
         Args:
             cache: what the pass continues.
             new: tokens of the pass, per row.
             text: their ids, int64 [B, L], where none may stand for an image; None where that need not be checked.
         """
+        if new > 1 or cache.turn.reading:
+            self.engine.look()
         self._check_continues(cache, new)
         if new > 1:
             cache.turn.check_beams()

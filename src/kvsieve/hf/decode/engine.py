@@ -20,18 +20,18 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
-from kvsieve.cache import PackedStore
 from kvsieve.cache.base import MIN_ROOM
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.latent import LatentLayer
 from kvsieve.hf.compat import CACHE, CACHE_NAMES
 from kvsieve.hf.decode.fused_decoder import FusedDecoder, by_default
-from kvsieve.hf.decode.recorded_pass import RecordedPass
+from kvsieve.hf.decode.recorded_pass import RecordedPass, check_plan
 from kvsieve.hf.decode.recorders import RECORDERS, Refused, Run
 from kvsieve.hf.forward import passes as forward
 from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.forward.session import Session
+from kvsieve.hf.model.weights import check_forms, forms_of
 
 ENGINES = ("auto", "eager", "fused", "graph", "compile")
 
@@ -82,6 +82,7 @@ class Engine:
         self._own = decoder.__dict__.get("forward")
         self._forward = decoder.forward
         self._names = list(inspect.signature(decoder.forward).parameters)
+        self._forms = forms_of(decoder)
         if asked == "eager" or self._fused is not None:
             return
         try:
@@ -101,6 +102,16 @@ class Engine:
         """Modules with compiled operations, linear layers with compiled products, and bytes of copies of weights."""
         one = self._fused
         return (0, 0, 0) if one is None else (one.modules, one.linear_layers, one.narrow_bytes)
+
+    def look(self) -> None:
+        """Look for weights that were written to since they were copied, in ways that torch does not count.
+
+        Raises:
+            KvsieveError: weights were cast or moved.
+        """
+        check_forms(self.decoder, self._forms)
+        if self._fused is not None:
+            self._fused.look()
 
     def install(self) -> None:
         """Replace the decoder's forward, if that is of use; `remove` brings it back."""
@@ -195,7 +206,7 @@ class Engine:
             raise Refused("rows change places between tokens (beams)")
         if session.request.plan is not None:
             raise Refused("a pass of the plan's own")
-        _check_plan(session)
+        check_plan(session)
         if torch.is_grad_enabled() or torch.is_autocast_enabled(session.tokens.token_index.device.type):
             raise Refused("gradients or autocast are on; use torch.no_grad() and a model in its own dtype")
         for name in ("output_hidden_states", "output_attentions"):
@@ -256,33 +267,6 @@ def _alike(made: RecordedPass, inputs: dict[str, Tensor], options: dict[str, Any
     return all(
         value is options[name] or (isinstance(value, plain) and value == options[name])
         for name, value in made.options.items()
-    )
-
-
-def _check_plan(session: Session) -> None:
-    """Raise Refused for a plan that does on this token what cannot be recorded."""
-    evictor, reader = session.plan.evict, session.plan.read
-    for layer in session.cache.sieve_layers.values():
-        if isinstance(layer.store, PackedStore) and (reader is not None or layer.view is not None):
-            raise Refused("encoded entries are decoded one by one as they are chosen")
-    if evictor is not None and evictor.when.steps is not None:
-        name = type(evictor).__name__
-        if evictor.when.observes:
-            raise Refused(f"{name} observes every token")
-        if evictor.window > 1:
-            raise Refused(f"{name} keeps the queries of the last tokens")
-        if session.acts_in_between and not _is_noop(session):
-            raise Refused(f"{name} acts on this token")
-    if reader is not None and not reader.traits.static_shapes:
-        raise Refused(f"{type(reader).__name__} does not choose with fixed shapes")
-
-
-def _is_noop(session: Session) -> bool:
-    """Tell that the plan's evictor, which acts on this token, would drop nothing."""
-    evictor = session.plan.evict
-    return evictor is not None and all(
-        evictor.is_noop(index, session.model.num_layers, tuple(n + 1 for n in layer.store.lengths), layer.state)
-        for index, layer in session.cache.sieve_layers.items()
     )
 
 

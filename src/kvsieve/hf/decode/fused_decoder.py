@@ -59,6 +59,11 @@ class FusedDecoder:
         """Bytes that copies of weights take now."""
         return 0 if self._linears is None else self._linears.narrow_bytes
 
+    def look(self) -> None:
+        """Look for weights that were written to since they were copied, in ways that torch does not count."""
+        if self._linears is not None:
+            self._linears.look()
+
     def install(self) -> None:
         """Let the modules compute in compiled calls."""
         for part in self._parts:

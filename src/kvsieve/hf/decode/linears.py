@@ -72,6 +72,11 @@ class Linears:
         for layer, product in zip(self.layers, self.products, strict=True):
             layer.forward = _forward(layer, product)  # type: ignore[assignment, method-assign]
 
+    def look(self) -> None:
+        """See NarrowWeight.look."""
+        for product in self.products:
+            product.look()
+
     def remove(self) -> None:
         """Bring the layers' own forward back."""
         for layer, product in zip(self.layers, self.products, strict=True):

@@ -29,12 +29,14 @@ class NarrowWeight:
         self._version: int | None = None
         self._used = 0
         self._told: kernel.Weight | None = None
+        self._sample: Tensor | None = None
         self.nbytes = 0
 
     def told(self, weight: Tensor, bias: Tensor | None) -> kernel.Weight | None:
         """Return what the kernel reads instead of this float32 weight; None before that pays, and where none may be.
 
-        A weight that was written to since is copied again.
+        A weight that was written to since is copied again; of writes through ``.data``, which torch does not count, see
+        `look`.
         """
         version = weight._version
         if version != self._version:
@@ -45,11 +47,23 @@ class NarrowWeight:
             copy = narrowed(weight.detach())
             if copy is not None:
                 self._told, self.nbytes = kernel.Weight(copy, bias, torch.float32), copy.nbytes
+                self._sample = _sample(weight)
         return self._told
+
+    def look(self, weight: Tensor) -> None:
+        """Let go of the copy where a number of each row and of each column of the weight tells that it has changed."""
+        if self._sample is not None and not torch.equal(self._sample, _sample(weight)):
+            self.free()
 
     def free(self) -> None:
         """Let go of the copy."""
-        self._version, self._used, self._told, self.nbytes = None, 0, None, 0
+        self._version, self._used, self._told, self._sample, self.nbytes = None, 0, None, None, 0
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Copy a number of every row and of every column of a weight [C, D]."""
+    at = torch.arange(max(weight.shape))
+    return weight.detach()[at % weight.shape[0], at % weight.shape[1]]
 
 
 def narrowed(weight: Tensor) -> Tensor | None:

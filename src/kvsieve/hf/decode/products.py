@@ -35,6 +35,12 @@ class Product:
         if self.narrow is not None:
             self.narrow.free()
 
+    def look(self) -> None:
+        """Let go of a copy of a weight that was written to in a way that torch does not count."""
+        place, _ = self._known
+        if place is not None and self.narrow is not None and _lies_so(place, self._held):
+            self.narrow.look(place[0])
+
     def of(self, given: Tensor) -> Tensor | None:
         """Product [..., C] of [..., D]; None where the kernel cannot read the weight as it lies."""
         place, weight = self._known

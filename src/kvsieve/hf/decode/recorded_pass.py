@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsieve.cache import PackedStore
 from kvsieve.core.kv_rows import DeviceLength
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.compat import CACHE, Cache
 from kvsieve.hf.decode.recorded_layer import DeviceCounters, RecordedLayer
+from kvsieve.hf.decode.recorders import Refused
 from kvsieve.hf.forward import passes as forward
 from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.session import Session
@@ -152,3 +154,30 @@ class RecordedPass(Session):
     def activate(self) -> contextlib.AbstractContextManager[None]:
         """Make this what the decoder's attention finds as the pass in progress."""
         return forward.activate(self, compiled=self.compiled)
+
+
+def check_plan(session: Session) -> None:
+    """Raise Refused for a plan that does on this token what cannot be recorded."""
+    evictor, reader = session.plan.evict, session.plan.read
+    for layer in session.cache.sieve_layers.values():
+        if isinstance(layer.store, PackedStore) and (reader is not None or layer.view is not None):
+            raise Refused("encoded entries are decoded one by one as they are chosen")
+    if evictor is not None and evictor.when.steps is not None:
+        name = type(evictor).__name__
+        if evictor.when.observes:
+            raise Refused(f"{name} observes every token")
+        if evictor.window > 1:
+            raise Refused(f"{name} keeps the queries of the last tokens")
+        if session.acts_in_between and not _is_noop(session):
+            raise Refused(f"{name} acts on this token")
+    if reader is not None and not reader.traits.static_shapes:
+        raise Refused(f"{type(reader).__name__} does not choose with fixed shapes")
+
+
+def _is_noop(session: Session) -> bool:
+    """Tell that the plan's evictor, which acts on this token, would drop nothing."""
+    evictor = session.plan.evict
+    return evictor is not None and all(
+        evictor.is_noop(index, session.model.num_layers, tuple(n + 1 for n in layer.store.lengths), layer.state)
+        for index, layer in session.cache.sieve_layers.items()
+    )

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvsieve.errors import KvsieveError
+
 # Unit vectors that a projection is asked for at a time.
 _ROWS = 1024
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -63,6 +65,24 @@ def active_adapters(layer: Any | None) -> tuple[str, ...]:
     return tuple(sorted({*layer.merged_adapters, *(() if layer.disable_adapters else layer.active_adapters)}))
 
 
+def forms_of(decoder: nn.Module) -> dict[str, tuple[torch.dtype, str]]:
+    """Return dtype and device of each weight of a decoder, by name."""
+    return {name: (weight.dtype, str(weight.device)) for name, weight in decoder.named_parameters()}
+
+
+def check_forms(decoder: nn.Module, known: dict[str, tuple[torch.dtype, str]]) -> None:
+    """Raise KvsieveError where weights were cast or moved since `known` was noted of them."""
+    found = forms_of(decoder)
+    for name, before in known.items():
+        now = found.get(name, before)
+        # What is brought in for each call lies nowhere in between.
+        if now != before and "meta" not in (now[1], before[1]):
+            raise KvsieveError(
+                f"the weight {name} is {now[0]} on {now[1]} and was {before[0]} on {before[1]} when the plan was "
+                "attached: leave the `with` block before the model is cast or moved, then attach again, with new caches"
+            )
+
+
 def why_out_of_reach(model: Any) -> str | None:
     """One clause saying why a model that is loaded has no device to take a prompt; None if it has."""
     if getattr(model, "hf_device_map", None) and model.device.type == "meta":
@@ -76,6 +96,8 @@ def why_out_of_reach(model: Any) -> str | None:
 __all__ = [
     "active_adapters",
     "adapted_layer",
+    "check_forms",
+    "forms_of",
     "is_linear",
     "plain_weight",
     "weight_by_images",
