@@ -1,17 +1,18 @@
-"""Calls that fail half-way, copies and pickles of what a plan runs on, two attachments at once, compiled models."""
+"""Calls that fail half-way or are not what they seem, copies and pickles, two attachments at once, compiled models."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 import threading
+import warnings
 
 import pytest
 import torch
 from transformers import StoppingCriteria
 
 import kvsieve
-from kvsieve.errors import CacheStateError, InputError, KvsieveError, UnsupportedModelError
+from kvsieve.errors import CacheStateError, InputError, KvsieveError, KvsieveWarning, UnsupportedModelError
 from kvsieve.hf import attach
 from kvsieve.hf.compat import CACHE
 from kvsieve.models.families import build
@@ -206,3 +207,32 @@ def test_a_model_in_the_wrapper_of_compile_generates(model, ids):
         wanted = sieve.generate(ids, **GREEDY).sequences
     with kvsieve.attach(torch.compile(model, backend="eager"), PLAN) as sieve:
         assert torch.equal(sieve.generate(ids, **GREEDY).sequences, wanted)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "size", "warned"),
+    [
+        ("snapkv", {"window": 12}, 11, True),
+        ("snapkv", {"window": 12}, 12, False),
+        ("streamingllm", {}, 3, True),
+        ("quest", {}, 7, True),
+        ("quest", {}, 8, False),
+        ("streamingllm", {}, 1, False),
+        ("full", {}, 3, False),
+        ("kivi", {}, 3, False),
+    ],
+)
+def test_few_tokens_at_once_in_plain_calls_are_warned_of_once(model, ids, method, given, size, warned):
+    budget = {} if method in ("full", "kivi") else {"budget": 30}
+    with kvsieve.attach(model, kvsieve.plan(method, **budget, **given)) as sieve, torch.no_grad():
+        cache, told = sieve.new_cache(), []
+        model(ids[:, :40], **{CACHE: cache})
+        for at in range(40, 40 + 3 * size, size):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model(ids[:, at : at + size], **{CACHE: cache})
+            told.append([each for each in caught if each.category is KvsieveWarning])
+        assert list(map(len, told)) == [0, int(warned), 0]
+        if warned:
+            assert f"{size} now" in str(told[1][0].message) and "one at a time" in str(told[1][0].message)
+        assert cache.turn.number == (0 if size == 1 else 3)

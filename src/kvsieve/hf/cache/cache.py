@@ -55,6 +55,7 @@ class SieveCache(Unpicklable, Cache):
         producers: indices of the layers whose entries others read.
         status: "ready"; "running" while a pass runs; "broken" after one that failed half-way, whose layers no longer
             agree, or after a call that did.
+        few_turns: turns that a plain call of the model has begun with few tokens.
     """
 
     _instead = "save it with sieve.save(cache, path), which sieve.load reads"
@@ -68,6 +69,7 @@ class SieveCache(Unpicklable, Cache):
         self.producers = frozenset(source for source in shared if source is not None)
         self.conversation = Conversation()
         self.status: Literal["ready", "running", "broken"] = "ready"
+        self.few_turns = 0
         self._snapshots: weakref.WeakSet[Snapshot] = weakref.WeakSet()
 
     @property

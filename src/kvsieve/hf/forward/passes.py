@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.core.checks import look
-from kvsieve.errors import InputError, UnsupportedModelError, UnsupportedOptionError
+from kvsieve.errors import InputError, KvsieveWarning, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Turn
 from kvsieve.hf.cache.states import StateLayer
@@ -26,6 +27,9 @@ from kvsieve.plans import Plan
 from kvsieve.types import Step
 
 _log = logging.getLogger(__name__)
+
+# A plain call with fewer tokens than these, or than a plan looks back on, may not be meant as a prompt.
+_FEW = 8
 
 _ACTIVE: ContextVar[Session | None] = ContextVar("kvsieve_session", default=None)
 # The caches that passes have run on, for whoever asked to know them (noting_caches).
@@ -111,6 +115,7 @@ def open_session(
     plan = _plan_of_pass(plan, cache, new, request)
     if request.phase is None and new > 1 and not cache.turn.reading:
         cache.begin_turn()
+        _warn_of_few(plan, cache, new)
     if request.phase == "prefill":
         cache.turn.reading = True
     turn, start = cache.turn, cache.num_seen
@@ -237,6 +242,22 @@ def cancel_session(session: Session) -> None:
         _ACTIVE.set(session.outer)
     for one in session.rows if isinstance(session, RowsSession) else [session]:
         one.cache.status = "ready"
+
+
+def _warn_of_few(plan: Plan, cache: SieveCache, new: int) -> None:
+    """Warn, at the second turn of a cache that a plain call begins with few tokens, that each is taken for a prompt."""
+    acts = plan.evict is not None or plan.propagate is not None or plan.read is not None
+    if not acts or new >= max(plan.queries(new), _FEW):
+        return
+    cache.few_turns += 1
+    if cache.few_turns == 2:
+        warnings.warn(
+            f"{plan.name} takes each plain call of the model with several tokens for a turn's prompt and acts at its "
+            f"end: here twice on few, {new} now. Feed the tokens of an answer one at a time, candidates too, and a "
+            "prompt in parts with sieve.begin and sieve.prefill; see docs/options.md",
+            KvsieveWarning,
+            stacklevel=2,
+        )
 
 
 def _check_fits(cache: SieveCache, fed: Tensor) -> None:
