@@ -16,6 +16,7 @@ from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.models.families import build
 from kvsieve.named import plan_without_floor
+from kvsieve.turns import render, token_ids
 from paths import PATHS, Ask, answer, plain, words
 from small import fill, plan_of, stored
 
@@ -80,6 +81,13 @@ def test_without_the_floor_it_is_reduced(name):
 
 
 @pytest.mark.parametrize("name", TAKE_SHARES)
+def test_forty_short_questions_in_a_batch_are_full_kv(name):
+    lengths = [5 + 13 * number % 50 for number in range(40)]
+    result = answers(named(name, 512), *prompts(*lengths), new_tokens=4)
+    assert torch.equal(result.sequences, full(0, 4, *lengths))
+
+
+@pytest.mark.parametrize("name", TAKE_SHARES)
 def test_a_short_row_beside_a_long_one_is_full_kv(name):
     ids, mask = prompts(SHORT, LONG)
     with kvsieve.attach(model(), named(name, 40)) as sieve:
@@ -96,6 +104,14 @@ def test_an_answer_is_full_kvs_until_the_floor(name, every):
     plan = named(name, 64) if every is None else plan_of(name, model(), floor=64, budget="20%", every=every)
     result = answers(plan, *prompts(24), new_tokens=40)
     assert torch.equal(result.sequences, full(0, 40, 24))
+
+
+@pytest.mark.parametrize("name", ["rocketkv", "rocketkv-mt"])
+def test_rocketkvs_split_for_a_long_answer_leaves_the_prompt_whole(name):
+    """Its budget counts tokens to come as well, which are more here than the floor has room for."""
+    result = answers(named(name, 64), *prompts(60), new_tokens=20)
+    assert set(result.stats.kv_entries) == {60}
+    assert set(answers(named(name, 0), *prompts(60), new_tokens=20).stats.kv_entries) != {60} or name == "rocketkv-mt"
 
 
 @pytest.mark.parametrize("name", TAKE_SHARES)
@@ -197,8 +213,8 @@ def test_parameters_from_the_model_leave_the_floor(usual_floor):
         ({"floor": -1}, "floor must be a whole number of entries from 0 to"),
         ({"floor": True}, "got True"),
         ({"floor": "many"}, "got 'many'"),
-        ({"budget": 2048, "floor": 100}, "floor=100 is the least that a share keeps, and this plan has none"),
-        ({"budget": "1GiB", "floor": 100}, "floor=100 is the least that a share keeps, and this plan has none"),
+        ({"budget": 64, "floor": 100}, "floor=100 is the least that a share keeps, and 64 is none"),
+        ({"budget": "1GiB", "floor": 100}, "floor=100 is the least that a share keeps, and 1GiB is none"),
     ],
 )
 def test_a_floor_that_means_nothing_is_refused(given, told):
@@ -206,6 +222,7 @@ def test_a_floor_that_means_nothing_is_refused(given, told):
         kvsieve.plan("snapkv", **given)
     with pytest.raises(PlanError, match="100 is no share; leave floor=5 out"):
         Budget(tokens=100, floor=5)
+    assert kvsieve.plan("snapkv", budget=100, floor=100).evict.budget == Budget(tokens=100)
     with pytest.raises(PlanError, match="full has no parameter 'floor'"):
         kvsieve.plan("full", floor=5)
 
@@ -222,6 +239,21 @@ def test_short_questions_are_full_kv_on_every_path_by_default(usual_floor, path,
     ask = asked(method, budget)
     assert answer(path, ask) == plain(ask) == plain(asked("full", None))
     assert len(set(plain(ask).split())) > 2
+
+
+@pytest.mark.slow
+def test_short_questions_to_the_real_model(real_model_in_float32, usual_floor):
+    """With seven entries of 39 it answers with a loop."""
+    loaded, tokenizer = kvsieve.models.load_demo()
+    plans = [kvsieve.plan("full"), kvsieve.plan("fastkv"), kvsieve.plan("snapkv", budget="20%")]
+    for question in ("What is the capital of France?", "How many legs has a spider?"):
+        text = render(tokenizer, [{"role": "user", "content": question}])
+        ids = torch.tensor([token_ids(tokenizer, text)])
+        made = []
+        for plan in plans:
+            with kvsieve.attach(loaded, plan) as sieve:
+                made.append(sieve.generate(ids, max_new_tokens=12, do_sample=False).sequences)
+        assert all(torch.equal(made[0], each) for each in made[1:])
 
 
 def test_users_have_it_without_asking():

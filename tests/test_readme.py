@@ -25,7 +25,7 @@ PAGES = [
 
 
 @pytest.mark.slow
-def test_the_examples_print_what_the_readme_says(capsys, monkeypatch, tmp_path, real_model_in_float32):
+def test_the_examples_print_what_the_readme_says(capsys, monkeypatch, tmp_path, real_model_in_float32, usual_floor):
     shutil.copy(ROOT / "LICENSE", tmp_path)
     monkeypatch.chdir(tmp_path)
     first, conversation = re.findall(r"```python\n(.*?)```", README, re.S)
@@ -37,7 +37,7 @@ def test_the_examples_print_what_the_readme_says(capsys, monkeypatch, tmp_path, 
     assert [name for name, _, _ in answers] == ["full", "fastkv"]
     assert all("7294163" in answer for _, _, answer in answers)
     stats = names["result"].stats
-    assert stats.applied and set(stats.kv_entries) == {int(stats.prompt_tokens * 0.2)}
+    assert stats.applied and set(stats.kv_entries) == {usual_floor}
     assert stats.deep_tokens < stats.prompt_tokens // 4
     exec(compile(conversation, "README.md", "exec"), names)
     assert capsys.readouterr().out.splitlines() == re.findall(r"# (The capital .*)$", conversation, re.M)

@@ -12,7 +12,7 @@ from kvsieve.budget import Budget, has_floor, without_floor
 from kvsieve.errors import PlanError, short
 from kvsieve.plans import ROLES, Plan
 from kvsieve.registry import MethodInfo, check_parameters, list_methods, method_info
-from kvsieve.roles import Codec, SparsePrefill
+from kvsieve.roles import Codec, SparsePrefill, budgets_of
 from kvsieve.settled import plan_of
 from kvsieve.specs import split_specs
 from kvsieve.unset import Unset
@@ -54,7 +54,7 @@ def plan(
     if paper and given.get("profile") is not None:
         raise PlanError(f"{info.name}: paper=True and profile= are two sources of the same parameters; leave one out")
     made = plan_of(info, given)
-    _check_floor(made, parameters.get("floor"))
+    _check_floor(made, parameters.get("floor") or 0)
     if info.adapts and not paper and given.pop("profile", None) is None:
         made = dataclasses.replace(made, unset=Unset(info.name, given))
     if codec is not None:
@@ -94,13 +94,14 @@ def _with_floor(info: MethodInfo, given: Mapping[str, Any], usual: int) -> dict[
     return {**rest, "floor": floor}
 
 
-def _check_floor(made: Plan, floor: Any) -> None:
-    """Raise PlanError where a floor was given to a plan without shares."""
-    if floor and not made.floor:
-        raise PlanError(
-            f"{made.name}: floor={floor} is the least that a share keeps, and this plan has none; give a share like "
-            "budget='20%', or leave floor= out"
-        )
+def _check_floor(made: Plan, floor: int) -> None:
+    """Raise PlanError where a floor was given to a plan with a budget that is no share and may keep less."""
+    for budget in (budget for role in made.roles for budget in budgets_of(vars(made)[role])):
+        if (floor and budget.bytes is not None) or (budget.tokens is not None and budget.tokens < floor):
+            raise PlanError(
+                f"{made.name}: floor={floor} is the least that a share keeps, and {budget} is none; give a share like "
+                "budget='20%', or leave floor= out"
+            )
 
 
 def crossed(
