@@ -106,6 +106,16 @@ def test_memory_is_what_a_prompt_of_the_context_would_take(evaluator):
     assert memory_at(evaluator, plan, 120, {}) == half
 
 
+@pytest.mark.parametrize("context, floor", [(200, [0]), (5120, [])])
+def test_a_plan_that_is_recommended_keeps_what_was_measured(evaluator, usual_floor, context, floor):
+    """At 200 tokens a plan made by name would keep all of them."""
+    options = AdviceOptions(context=context, methods=(("snapkv", {"window": 4}),), budgets=("10%",))
+    _, one = candidates(evaluator, options)[0]
+    assert [value for name, value in one.given.items() if name == "floor"] == floor
+    assert one.plan.floor == 0 and "floor" not in one.label
+    assert plan_line(one).count("floor=0") == len(floor)
+
+
 def test_budgets_follow_from_the_memory(evaluator):
     options = AdviceOptions(
         context=1000,

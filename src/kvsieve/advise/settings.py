@@ -12,9 +12,10 @@ from kvsieve.errors import KvsieveError, PlanError
 from kvsieve.eval.cells import MethodSetting, setting
 from kvsieve.eval.evaluator import Evaluator
 from kvsieve.hf.model.support import check_model
-from kvsieve.named import crossed
+from kvsieve.named import crossed, plan, plan_without_floor
 from kvsieve.registry import list_methods, method_info
 from kvsieve.report.labels import FULL
+from kvsieve.roles import budgets_of
 
 # Parts of the share that fits into the memory.
 _PARTS = (1.0, 0.5)
@@ -35,7 +36,8 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
             continue
         try:
             budgets = _budgets(evaluator, options, method, given)
-            made = [setting(method, {**given, **each}).for_model(model, tokenizer) for each in budgets]
+            parameters = [_without_binding_floor(method, {**given, **each}, options.context) for each in budgets]
+            made = [setting(method, each).for_model(model, tokenizer) for each in parameters]
             for one in made:
                 check_model(model, one.plan)
                 least_memory_at(evaluator, one.plan, options.context)
@@ -64,6 +66,18 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
     others = [name for name in list_methods() if name not in {*named, FULL}]
     left_out.append(f"other methods: {', '.join(others)} (--methods measures them)")
     return found, left_out
+
+
+def _without_binding_floor(method: str, given: dict[str, Any], context: int) -> dict[str, Any]:
+    """Return parameters with ``floor=0`` where a plan made by name would otherwise keep more of the context.
+
+    Plans are measured without a floor, and the one that is recommended is to keep what was measured.
+    """
+    usual, measured = plan(method, **given), plan_without_floor(method, **given)
+    budgets = [[budget for role in made.roles for budget in budgets_of(vars(made)[role])] for made in (usual, measured)]
+    shares = [(one, other) for one, other in zip(*budgets, strict=True) if one.ratio is not None]
+    binds = any(one.entries(context) != other.entries(context) for one, other in shares)
+    return {**given, "floor": 0} if binds else given
 
 
 def _budgets(
