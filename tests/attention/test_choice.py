@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ def machine(monkeypatch, tmp_path):
     """A machine on which nothing was measured yet."""
     monkeypatch.delenv("KVSIEVE_ATTENTION")
     monkeypatch.setenv("KVSIEVE_CACHE", str(tmp_path))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     choice._paths.cache_clear()
     yield tmp_path / "kernels"
     choice._paths.cache_clear()
@@ -68,10 +71,15 @@ def test_measured_once_per_machine(machine, monkeypatch):
     assert choice.cpu_paths(torch.float32).source == "measured" and len(runs) == 3
 
 
-def test_a_folder_that_cannot_be_written(machine, monkeypatch):
+@pytest.mark.parametrize(("other", "source"), [(0o700, "measured before"), (0o777, "measured")])
+def test_a_folder_that_cannot_be_written(machine, monkeypatch, other, source):
+    """It is measured once where temporary files are private, and else in each process."""
     monkeypatch.setenv("KVSIEVE_CACHE", "/dev/null/nowhere")
+    (machine.parent / "tmp").chmod(other)
     monkeypatch.setattr(choice, "measured", lambda dtype: {"prompt": [1.0], "token": [1.0]})
     assert choice.cpu_paths(torch.float32).source == "measured"
+    choice._paths.cache_clear()
+    assert choice.cpu_paths(torch.float32).source == source
 
 
 def test_what_is_measured(monkeypatch):

@@ -22,7 +22,8 @@ from kvsieve.attention.blocked import single_query_attention
 from kvsieve.attention.causal import causal_attention
 from kvsieve.attention.chunk import chunk_attention
 from kvsieve.devices import AVX512_BF16, cpu_kind
-from kvsieve.kernels.cpu.build import cache_folder, processor
+from kvsieve.kernels.cpu.build import processor
+from kvsieve.kernels.cpu.folder import kernel_folders
 
 # Entries from which on a decoded token's attention is faster as two products, where those pay at all.
 LONG = 1024
@@ -90,8 +91,8 @@ def _asked(query: Tensor) -> bool:
 def cpu_paths(dtype: torch.dtype) -> CpuPaths:
     """Return the paths for a dtype, measuring them first where that has not been done: half a second, once per machine.
 
-    What was measured lies in ``KVSIEVE_CACHE``, or in kvsieve's folder of the user's cache, by processor, version of
-    torch, threads and dtype. ``KVSIEVE_ATTENTION=table`` measures nothing and goes by the kind of processor alone.
+    What was measured lies beside the compiled kernels (`kernels.cpu.folder`), by processor, version of torch, threads
+    and dtype. ``KVSIEVE_ATTENTION=table`` measures nothing and goes by the kind of processor alone.
     """
     return _paths(dtype, torch.get_num_threads())
 
@@ -111,14 +112,17 @@ def _paths(dtype: torch.dtype, threads: int) -> CpuPaths:
         "products_in": os.environ.get("MKL_ENABLE_INSTRUCTIONS"),
     }
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    path = cache_folder() / f"attention-{digest}.json"
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-        found = json.loads(path.read_text())
-        return CpuPaths(**found["paths"], source="measured before")
+    paths = [folder / f"attention-{digest}.json" for folder in kernel_folders().usable]
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            found = json.loads(path.read_text())
+            return CpuPaths(**found["paths"], source="measured before")
     chosen = decide(known, measured(dtype))
     kept = {name: value for name, value in asdict(chosen).items() if name != "source"}
-    with contextlib.suppress(OSError):
-        _write(path, {"facts": facts, "paths": kept})
+    for path in paths:
+        with contextlib.suppress(OSError):
+            _write(path, {"facts": facts, "paths": kept})
+            break
     return chosen
 
 
@@ -191,7 +195,6 @@ def _ratios(products: Callable[[], object], fused: Callable[[], object]) -> list
 
 def _write(path: Path, found: dict[str, object]) -> None:
     """Write whole or not at all, beside other processes that do so."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
         file.write(json.dumps(found, indent=1) + "\n")
     os.replace(file.name, path)

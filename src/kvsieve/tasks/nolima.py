@@ -6,6 +6,7 @@ Prompts are those of the user's needle set; nothing of the benchmark is in here.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,7 +70,7 @@ class NoLiMa:
         file = find_file(data, [f"needle_set{part}.json"], name)
         self.name, self.title, self.modes = name, f"NoLiMa{part.replace('_', ', ')}", BOTH
         self._needles = _needles(file)
-        root = Path(data).expanduser()
+        root = Path(os.path.expanduser(data))
         books = _books(root if root.is_dir() else file.parent.parent, name)
         self._books = [book.read_text(encoding="utf-8") for book in books]
         self.files = (file, *books)

@@ -7,15 +7,23 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
+import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
+from kvsieve.folders import make_private, why_not_private
+from kvsieve.kernels.cpu.folder import cache_folder as cache_folder
+from kvsieve.kernels.cpu.folder import kernel_folders
 
 Name = Literal["codes", "layers", "mass", "packed", "pages", "products", "prompt", "reading", "token"]
 
@@ -29,8 +37,14 @@ _FLAGS = (
     "-fno-trapping-math",
     "-fno-signed-zeros",
     "-fassociative-math",
+    # GCC aligns the stack of Windows to 16 bytes and reads wider vectors from it as if aligned to their size.
+    *(("-Wa,-muse-unaligned-vector-move",) if sys.platform == "win32" else ()),
 )
+# What goes in place of a flag that a compiler does not know: Apple's has no OpenMP, older ones of ARM no -march=native.
+_INSTEAD: dict[str, str | None] = {"-fopenmp": None, "-march=native": "-mcpu=native"}
 _FOLDER = Path(__file__).parent
+# Why kernels were missing in this process, as it was warned of.
+_reasons: list[str] = []
 
 
 class Library:
@@ -49,37 +63,76 @@ class Library:
         self.loaded, self.reason, self.seconds, self.compiled = loaded, reason, seconds, compiled
 
     @property
+    def on_threads(self) -> bool:
+        """True where it was compiled with OpenMP."""
+        return self.loaded is not None and bool(self.loaded.on_threads())
+
+    @property
     def told(self) -> str:
         """Tell for people whether it is used, and what it has cost once."""
         if self.reason is not None:
             return f"not used, {self.reason}"
-        return "used" if self.seconds is None else f"used, compiled once in {self.seconds:.1f} s"
+        cost = "" if self.seconds is None else f", compiled once in {self.seconds:.1f} s"
+        return f"used{cost}{'' if self.on_threads else ', on one thread: the compiler has no OpenMP'}"
 
 
 @functools.cache
 def library(name: Name) -> Library:
     """Load the kernels of one source, compiling them first where that has not been done: seconds, once per machine.
 
-    The file lies in ``KVSIEVE_CACHE``, or in kvsieve's folder of the user's cache. ``KVSIEVE_KERNELS=0`` switches them
-    off.
+    They are kept in `cache_folder`, or among the user's temporary files where others may write to that folder or no
+    code can be run from it. ``KVSIEVE_KERNELS=0`` switches them off; ``CC`` names another compiler, with arguments if
+    need be. Warns, once in a process, where there are none.
     """
     if os.environ.get("KVSIEVE_KERNELS") == "0":
         return Library(None, "switched off: KVSIEVE_KERNELS=0")
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
+    return _warned(_found(name))
+
+
+def _warned(found: Library) -> Library:
+    """Warn of missing kernels, once in a process."""
+    if found.reason is not None and not _reasons:
+        _reasons.append(found.reason)
+        warnings.warn(
+            f"kvsieve: no compiled kernels, so plain torch computes more slowly (`kvsieve doctor`): {found.reason}",
+            stacklevel=3,
+        )
+    return found
+
+
+def _found(name: Name) -> Library:
+    compiler = os.environ.get("CC", "").strip() or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     if compiler is None:
         return Library(None, "there is no C compiler: install gcc")
+    folders = kernel_folders()
+    if not folders.usable:
+        return Library(None, f"compiled kernels have no folder: {'; '.join(folders.refused)}")
     source = _FOLDER / f"{name}.c"
     texts = source.read_text(), *(each.read_text() for each in sorted(_FOLDER.glob("*.h")))
     told = "\n".join((*texts, *_FLAGS, compiler, platform.machine(), processor(), torch.__version__))
-    path = cache_folder() / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so"
-    try:
-        return _loaded(compiler, source, path)
-    except (OSError, subprocess.SubprocessError) as error:
-        printed = error.stderr if isinstance(error, subprocess.CalledProcessError) else None
-        detail = printed or str(error)
-        return Library(
-            None, f"{compiler} made no kernels: {detail.strip().splitlines()[-1] if detail.strip() else error}"
-        )
+    paths = [folder / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so" for folder in folders.usable]
+    for path in paths:
+        ready = _ready(path)
+        if ready is not None:
+            return ready
+    reason = ""
+    for path in paths:
+        try:
+            return _compiled(compiler, source, path)
+        except subprocess.CalledProcessError as error:
+            reason = _first_error(error.stderr) or f"exit status {error.returncode}, and no message"
+            break
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            reason = str(error)
+    return Library(None, f"{compiler} made no kernels: {reason}")
+
+
+def threaded(name: Name) -> Library:
+    """Return `library`, but no kernels compiled for one thread where torch's own run on several."""
+    found, threads = library(name), torch.get_num_threads()
+    if found.loaded is None or found.on_threads or threads == 1:
+        return found
+    return _warned(Library(None, f"the compiler has no OpenMP, and torch has {threads} threads"))
 
 
 def function(name: Name, symbol: str, *arguments: Any, returns: Any = None) -> Callable[..., Any]:
@@ -98,18 +151,21 @@ def function(name: Name, symbol: str, *arguments: Any, returns: Any = None) -> C
     return found
 
 
-def _loaded(compiler: str, source: Path, path: Path) -> Library:
-    times = path.with_suffix(".seconds")
-    if path.exists():
-        try:
-            return Library(ctypes.CDLL(str(path)), None, _number_in(times))
-        except OSError:
-            # A damaged file, or one made where there is another C library.
-            pass
+def _ready(path: Path) -> Library | None:
+    """Load what was compiled before; None for a damaged file, and for one that others could have written."""
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode) or why_not_private(path) is not None:
+            return None
+        return Library(ctypes.CDLL(str(path)), None, _number_in(path.with_suffix(".seconds")))
+    except OSError:
+        return None
+
+
+def _compiled(compiler: str, source: Path, path: Path) -> Library:
     began = time.perf_counter()
     _compile(compiler, source, path)
     seconds = time.perf_counter() - began
-    times.write_text(f"{seconds:.2f}\n")
+    path.with_suffix(".seconds").write_text(f"{seconds:.2f}\n")
     return Library(ctypes.CDLL(str(path)), None, seconds, compiled=True)
 
 
@@ -118,14 +174,6 @@ def _number_in(path: Path) -> float | None:
         return float(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def cache_folder() -> Path:
-    """Return the folder of what is made once per machine."""
-    given = os.environ.get("KVSIEVE_CACHE")
-    if given:
-        return Path(given) / "kernels"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvsieve" / "kernels"
 
 
 def processor() -> str:
@@ -139,15 +187,84 @@ def processor() -> str:
 
 def _compile(compiler: str, source: Path, path: Path) -> None:
     """Compile to a file of its own first: processes that do so at once do not meet."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_private(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made, out = f"{folder}/kernels.o", f"{folder}/kernels.so"
-        run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=300)
-        run([compiler, *_FLAGS, "-c", str(source), "-o", made])
-        # OpenMP comes from torch, whose threads they then are; a library of its own would have others.
-        run([compiler, "-shared", made, "-o", out, "-lm"])
+        tool = _CompilerCommand(compiler, Path(folder))
+        flags = _FLAGS
         try:
-            ctypes.CDLL(out)
-        except OSError:
-            run([compiler, "-shared", "-fopenmp", made, "-o", out, "-lm"])
+            made = tool.compile(source, flags)
+        except subprocess.CalledProcessError:
+            flags = tool.known(_FLAGS)
+            if flags == _FLAGS:
+                raise
+            made = tool.compile(source, flags)
+        # OpenMP comes from torch, whose threads they then are; a library of its own would have others.
+        try:
+            out = tool.link(made)
+        except (OSError, subprocess.CalledProcessError):
+            if "-fopenmp" not in flags:
+                raise
+            try:
+                out = tool.link(made, "-fopenmp")
+            except (OSError, subprocess.CalledProcessError):
+                out = tool.link(tool.compile(source, tuple(flag for flag in flags if flag != "-fopenmp")))
+        os.chmod(out, 0o700)
         os.replace(out, path)
+
+
+class _CompilerCommand:
+    """A compiler as ``CC`` names it, with its arguments, and a folder for what it makes."""
+
+    def __init__(self, command: str, folder: Path) -> None:
+        is_path = shutil.which(command) is not None
+        self._words = [command] if is_path else shlex.split(command, posix=sys.platform != "win32")
+        self._folder = folder
+
+    def compile(self, source: Path, flags: tuple[str, ...]) -> Path:
+        """Compile to an object file. Raises CalledProcessError."""
+        made = self._folder / "kernels.o"
+        self._run(*flags, "-c", str(source), "-o", str(made))
+        return made
+
+    def link(self, made: Path, *flags: str) -> Path:
+        """Link a library that loads here. Raises CalledProcessError, or OSError for one that does not load."""
+        out = self._folder / f"kernels{len(flags)}.so"
+        later = ("-Wl,-undefined,dynamic_lookup",) if sys.platform == "darwin" else ()
+        self._run("-shared", *later, *flags, str(made), "-o", str(out), "-lm")
+        ctypes.CDLL(str(out))
+        return out
+
+    def known(self, flags: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the flags without those that the compiler refuses, for which others may go."""
+        found = (flag if self._takes(flag) else _INSTEAD.get(flag, flag) for flag in flags)
+        return tuple(flag for flag in found if flag in flags or (flag is not None and self._takes(flag)))
+
+    def _takes(self, flag: str) -> bool:
+        empty = self._folder / "empty.c"
+        empty.write_text("")
+        try:
+            self.compile(empty, (flag,))
+        except subprocess.CalledProcessError:
+            return False
+        return True
+
+    def _run(self, *arguments: str) -> None:
+        # Its messages in English, by which the error among them is found.
+        environment = {**os.environ, "LC_ALL": "C"}
+        subprocess.run(
+            [*self._words, *arguments],
+            check=True,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            timeout=300,
+        )
+
+
+def _first_error(printed: str) -> str | None:
+    """Return the first error among a compiler's messages, or the first line of a linker's; None for no messages."""
+    lines = [line.strip() for line in printed.splitlines() if line.strip()]
+    errors = [line for line in lines if "error:" in line and not line.startswith("collect2:")]
+    return next(iter(errors or lines), None)

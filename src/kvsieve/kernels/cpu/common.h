@@ -2,8 +2,39 @@
 #pragma once
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
+#if defined(_WIN32)
+#include <malloc.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
+
+// Allocate memory that begins at a multiple of 64 bytes, for `free_lines`; null where there is none.
+INLINE void *allocate_lines(size_t size) {
+    size = (size + 63) / 64 * 64;
+#if defined(_WIN32)
+    return _aligned_malloc(size, 64);
+#else
+    return aligned_alloc(64, size);
+#endif
+}
+
+INLINE void free_lines(void *memory) {
+#if defined(_WIN32)
+    _aligned_free(memory);
+#else
+    free(memory);
+#endif
+}
+
+// 1 where loops are shared among threads.
+int on_threads(void) {
+#if defined(_OPENMP)
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 // exp of x <= 0, to a few units in the last place.
 static inline float exp_of(float x) {

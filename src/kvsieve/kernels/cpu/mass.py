@@ -9,7 +9,7 @@ from ctypes import Structure, byref, c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import function, library
+from kvsieve.kernels.cpu.build import function, threaded
 from kvsieve.kernels.inputs import Terms
 
 # Entries of a product, see mass.c; queries from which on laying out all keys for it pays.
@@ -36,7 +36,7 @@ def takes(query: Tensor, keys: Tensor, scale: float) -> bool:
 @functools.cache
 def reason() -> str | None:
     """Reason why the kernel does not run on this machine, compiled now if it never was; None where it does."""
-    found = library("mass")
+    found = threaded("mass")
     if found.loaded is None:
         return found.reason
     return None if found.loaded.has_half() else "the compiler has no AVX-512 BF16"

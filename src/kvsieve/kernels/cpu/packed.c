@@ -2,24 +2,28 @@
 // scratch that stays in the nearest cache of a core.
 #include <math.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #include "common.h"
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "float16.h"
 
 // Entries decoded at a time; lanes of a vector. Compilers without so wide ones take several.
 #define FEW 16
 typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
+// Lanes of two vectors, those of the second counted from FEW on. GCC before 12 does not know clang's builtin.
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t Places __attribute__((vector_size(64)));
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Places){__VA_ARGS__})
+#endif
 
 typedef struct {
     const uint8_t *packed;  // [P, T, bytes]
-    const _Float16 *scale;  // [P, 1, D] or [P, T, groups]
-    const _Float16 *zero;   // the same, or null
+    const Float16 *scale;   // [P, 1, D] or [P, T, groups]
+    const Float16 *zero;    // the same, or null
     const float *levels;    // [2 ** bits], padded to 16 at least; null: the code itself
     const uint16_t *places; // [P, apart] or null
-    const _Float16 *extra;  // [P, apart]
+    const Float16 *extra;   // [P, apart]
     int64_t bits, bytes, dim, group, apart; // group: 0 for a scale per channel
 } Part;
 
@@ -87,16 +91,16 @@ INLINE void look_up(const float *restrict levels, int bits, int dim, float *rest
 INLINE Lanes sums_of(const Lanes *v) {
     Lanes a[8], b[4], c[2];
     for (int i = 0; i < 8; i++)
-        a[i] = __builtin_shufflevector(v[2 * i], v[2 * i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
-               __builtin_shufflevector(v[2 * i], v[2 * i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+        a[i] = SHUFFLE(v[2 * i], v[2 * i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+               SHUFFLE(v[2 * i], v[2 * i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
     for (int i = 0; i < 4; i++)
-        b[i] = __builtin_shufflevector(a[2 * i], a[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               __builtin_shufflevector(a[2 * i], a[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+        b[i] = SHUFFLE(a[2 * i], a[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               SHUFFLE(a[2 * i], a[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     for (int i = 0; i < 2; i++)
-        c[i] = __builtin_shufflevector(b[2 * i], b[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               __builtin_shufflevector(b[2 * i], b[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    return __builtin_shufflevector(c[0], c[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           __builtin_shufflevector(c[0], c[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+        c[i] = SHUFFLE(b[2 * i], b[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               SHUFFLE(b[2 * i], b[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    return SHUFFLE(c[0], c[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           SHUFFLE(c[0], c[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 }
 
 // Products of a query [dim] with FEW rows of x.
@@ -205,9 +209,10 @@ static const Steps *steps_for(int dim) { return dim == 64 ? &steps_64 : dim == 1
 // Scale what `unpack` gave, by channel or by groups of channels.
 static void scaled(const Part *p, int64_t block, int tokens, int at, int n, int dim, float *restrict x) {
     if (!p->group) {
-        const _Float16 *restrict s = p->scale + block * dim, *restrict z = p->zero ? p->zero + block * dim : 0;
         float scale[dim], zero[dim];
-        for (int j = 0; j < dim; j++) scale[j] = (float)s[j], zero[j] = z ? (float)z[j] : 0.0f;
+        halves(p->scale + block * dim, dim, scale);
+        if (p->zero) halves(p->zero + block * dim, dim, zero);
+        else memset(zero, 0, sizeof zero);
         for (int t = 0; t < n; t++)
             for (int j = 0; j < dim; j++) x[t * dim + j] = x[t * dim + j] * scale[j] + zero[j];
         return;
@@ -216,20 +221,10 @@ static void scaled(const Part *p, int64_t block, int tokens, int at, int n, int 
     for (int t = 0; t < n; t++)
         for (int g = 0; g < groups; g++) {
             int64_t here = (block * tokens + at + t) * groups + g;
-            float s = (float)p->scale[here], z = p->zero ? (float)p->zero[here] : 0.0f;
+            float s = of_float16(p->scale[here]), z = p->zero ? of_float16(p->zero[here]) : 0.0f;
             float *part = x + t * dim + g * width;
             for (int j = 0; j < width; j++) part[j] = part[j] * s + z;
         }
-}
-
-// Numbers of 16 bits as they are computed with.
-static void halves(const _Float16 *restrict from, int n, float *restrict x) {
-    int j = 0;
-#if defined(__AVX512F__)
-    for (; j + 16 <= n; j += 16)
-        _mm512_storeu_ps(x + j, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(from + j))));
-#endif
-    for (; j < n; j++) x[j] = (float)from[j];
 }
 
 static float top_of(const float *restrict x, int n) {
@@ -257,8 +252,7 @@ static void numbers(const void *from, int64_t at, int64_t kind, int count, float
             x[j] = two.f;
         }
     } else if (kind == 2) {
-        const _Float16 *b = (const _Float16 *)from + at;
-        for (int j = 0; j < count; j++) x[j] = (float)b[j];
+        halves((const Float16 *)from + at, count, x);
     } else {
         memcpy(x, (const float *)from + at, count * sizeof(float));
     }
@@ -402,14 +396,14 @@ static void one_block(const Job *job, const Part *keys, const Part *values, int6
     }
     for (int i = 0; i < keys->apart; i++) {
         int at = keys->places[block * keys->apart + i], t = at / dim;
-        float extra = (float)keys->extra[block * keys->apart + i];
+        float extra = of_float16(keys->extra[block * keys->apart + i]);
         if (t < fill)
             for (int g = 0; g < groups; g++) my->logits[g * my->step + t] += query[g * dim + at % dim] * extra;
     }
     soften(job, job->base ? job->base + row * groups : 0, 0, fill, wide, my);
     for (int i = 0; i < values->apart; i++) {
         int at = values->places[block * values->apart + i], t = at / wide;
-        float extra = (float)values->extra[block * values->apart + i];
+        float extra = of_float16(values->extra[block * values->apart + i]);
         if (t < fill)
             for (int g = 0; g < groups; g++) my->acc[g * wide + at % wide] += my->logits[g * my->step + t] * extra;
     }
@@ -513,7 +507,7 @@ int packed_attention(const Job *job, const Part *keys, const Part *values, const
     size_t all = job->narrow ? size + space + queries + (size_t)groups * step * 4 * 2 : size;
 #pragma omp parallel
     {
-        float *scratch = aligned_alloc(64, (all + 63) / 64 * 64);
+        float *scratch = allocate_lines(all);
         Scratch my = {.x = scratch, .step = step};
         if (scratch) {
             my.logits = scratch + FEW * most;
@@ -537,7 +531,7 @@ int packed_attention(const Job *job, const Part *keys, const Part *values, const
 #pragma omp for
             for (int64_t row = 0; row < job->rows; row++) merge(job, row);
         }
-        free(scratch);
+        free_lines(scratch);
     }
     return failed;
 }

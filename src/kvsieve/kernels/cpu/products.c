@@ -1,6 +1,5 @@
 // Products of a few tokens with the weight of a linear layer as it lies in memory, which is read once. Sums are of
 // float32.
-#include <stdlib.h>
 #include <string.h>
 #include "common.h"
 
@@ -151,7 +150,7 @@ INLINE char *prepared(const Weight *weight, const char *x, Given *given) {
     given->x = x, given->next = own;
     if (!given->rest && !is_split) return (char *)x;
     given->next = padded * BYTES * (is_split ? 2 : 1);
-    char *made = aligned_alloc(64, (size_t)(given->rows * given->next + 63) / 64 * 64);
+    char *made = allocate_lines((size_t)(given->rows * given->next));
     if (!made) return made;
     memset(made, 0, (size_t)(given->rows * given->next));
     for (int64_t row = 0; row < given->rows; row++) {
@@ -187,6 +186,6 @@ int64_t multiply(const Weight *weight, const void *x, void *out, int64_t rows, i
         else if (weight->form == MIXED) all_rows(weight, &given, next, out, from, end, MIXED);
         else all_rows(weight, &given, next, out, from, end, FLOATS);
     }
-    if (made != (char *)x) free(made);
+    if (made != (char *)x) free_lines(made);
     return 1;
 }

@@ -9,7 +9,7 @@ from ctypes import addressof, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import Library, function, library
+from kvsieve.kernels.cpu.build import Library, function, threaded
 
 # Rows up to which torch's own products, which compute more of them at once, are not as fast on any kind of CPU.
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 32}
@@ -22,8 +22,8 @@ _FORMS = {
 
 
 def built() -> Library:
-    """Return the kernel's library, compiled now if it never was; see build.library."""
-    return library("products")
+    """Return the kernel's library, compiled now if it never was; see build.threaded."""
+    return threaded("products")
 
 
 class Weight:

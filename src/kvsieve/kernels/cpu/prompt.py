@@ -9,7 +9,7 @@ from ctypes import Structure, byref, c_float, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvsieve.kernels.cpu.build import function, library
+from kvsieve.kernels.cpu.build import function, threaded
 from kvsieve.kernels.inputs import PromptGrid, Terms
 
 # Entries that the kernel meets at a time; see prompt.c.
@@ -38,7 +38,7 @@ def takes(query: Tensor, values: Tensor, grid: PromptGrid, scale: float) -> bool
 @functools.cache
 def reason() -> str | None:
     """Reason why the kernel does not run on this machine, compiled now if it never was; None where it does."""
-    found = library("prompt")
+    found = threaded("prompt")
     if found.loaded is None:
         return found.reason
     return None if _kernels()[1](byref(_PromptFields(dim=_KEY, wide=_VALUE))) else "the compiler has no AVX-512 BF16"

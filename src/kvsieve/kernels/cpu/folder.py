@@ -1,0 +1,55 @@
+"""Folders of compiled kernels: no other user may write to them, and code may be run from them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvsieve.folders import cache_dir, make_private, temporary_dir, why_not_private
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is made once per machine, in `cache_dir`; it need not exist yet."""
+    return cache_dir() / "kernels"
+
+
+@dataclass(frozen=True)
+class KernelFolders:
+    """Folders that kernels may be loaded from, the preferred one first.
+
+    Attributes:
+        usable: `cache_folder`, then one among the user's temporary files; those of them that can be used.
+        refused: a reason for each that cannot.
+    """
+
+    usable: tuple[Path, ...]
+    refused: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Name the folder that kernels are kept in, and say why it is not `cache_folder`."""
+        kept = str(self.usable[0]) if self.usable else "none"
+        return kept if kept == str(cache_folder()) else f"{kept}: {'; '.join(self.refused)}"
+
+
+def kernel_folders() -> KernelFolders:
+    """Return the folders of kernels, made where they do not exist."""
+    usable, refused = [], []
+    for folder in dict.fromkeys((cache_folder(), temporary_dir() / "kernels")):
+        try:
+            make_private(folder)
+            reason = why_not_private(folder) or _why_nothing_runs(folder)
+        except OSError as error:
+            reason = f"{folder} cannot be made: {error.strerror}"
+        if reason is None:
+            usable.append(folder)
+        else:
+            refused.append(reason)
+    return KernelFolders(tuple(usable), tuple(refused))
+
+
+def _why_nothing_runs(folder: Path) -> str | None:
+    if sys.platform == "linux" and os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        return f"{folder} is on a file system mounted noexec"
+    return None
