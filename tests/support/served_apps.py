@@ -17,7 +17,7 @@ from kvsieve.serve.connections import bounded_connections
 def listening(app: Any, most: int = 200, **bounds: float) -> Iterator[str]:
     """The address of an application that listens at a free port, within bounds of connections."""
     protocol = bounded_connections(most, **bounds)
-    server = uvicorn.Server(uvicorn.Config(app, port=0, http=protocol, log_level="warning", lifespan="off"))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, http=protocol, ws="none", log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

@@ -239,6 +239,7 @@ async def _whole(request: Request, exchange: Exchange, reply: Any) -> Response:
 def _add_views(app: FastAPI, service: Service, metrics: Metrics) -> None:
     scheduler = service.scheduler
 
+    # Those that look at the store wait for it in threads of their own.
     @app.get("/v1/models", responses=ERRORS)
     async def models(owner: Owner) -> ModelsReply:
         return ModelsReply(object="list", data=[_model(service)])
@@ -250,7 +251,7 @@ def _add_views(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return _model(service)
 
     @app.get("/v1/kv", responses=ERRORS)
-    async def kv(owner: Owner) -> KVReply:
+    def kv(owner: Owner) -> KVReply:
         return KVReply(
             state=scheduler.state(),
             counts=dict(scheduler.counts),
@@ -271,7 +272,7 @@ def _add_views(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return JSONResponse({"status": "ok" if alive else "closing"}, 200 if alive else 503)
 
     @app.get("/metrics", responses=METRICS, response_class=PlainTextResponse)
-    async def metrics_text() -> Response:
+    def metrics_text() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/", include_in_schema=False)

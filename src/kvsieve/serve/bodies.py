@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator
 from itertools import accumulate
 
@@ -14,7 +13,6 @@ from starlette.requests import ClientDisconnect
 from kvsieve.serve.failures import Failure
 from kvsieve.serve.limits import ServerLimits
 
-_ESCAPE = re.compile(rb"\\.", re.DOTALL)
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NO_BRACKETS = bytes(each for each in range(256) if each not in _STEPS)
 # Bytes that are looked at at once.
@@ -43,7 +41,8 @@ class JsonShape:
 
     def _add(self, data: bytes) -> None:
         # A parser ends at the first backslash outside of strings, so what stands behind it needs no right count.
-        data = _ESCAPE.sub(b"", data[1:] if self._escaped else data)
+        data = data[1:] if self._escaped else data
+        data = data.replace(rb"\\", b"").replace(rb"\"", b"")
         self._escaped = data.endswith(b"\\")
         parts = data.split(b'"')
         outside = b"".join(parts[self._inside :: 2])

@@ -148,7 +148,7 @@ def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Ca
     Raises InputError for an address that cannot be listened at, or that others reach without a key.
     """
     check_reach(options)
-    listening = _socket(options.host, options.port)
+    listening = listening_socket(options.host, options.port)
     port = listening.getsockname()[1]
     with _sigterm_kept(), application(model, tokenizer, options, name) as app, _ended_by_sigterm():
         service: Service = app.state.service
@@ -161,6 +161,7 @@ def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Ca
         config = uvicorn.Config(
             app,
             http=bounded_connections(2 * options.limits.requests),
+            ws="none",
             log_level="warning",
             access_log=False,
             # The scheduler ends what runs; what has not been sent by then is not read.
@@ -222,9 +223,11 @@ def _sigterm_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def _socket(host: str, port: int) -> socket.socket:
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket bound to an address. Raises InputError where it cannot be."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
+    # By its protocol asyncio knows that small pieces are to be sent at once (TCP_NODELAY).
+    made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((host, port))

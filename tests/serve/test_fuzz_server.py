@@ -1,0 +1,70 @@
+"""A slice of benchmarks/fuzz_server.py, and that it would tell a defect."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvsieve.models.families import build
+from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.run import ServerOptions, application
+from served_apps import listening
+from toy_chats import chat_tokenizer
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fuzz_server.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("benchmarks_fuzz_server", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture(scope="module")
+def server(script):
+    """A server in this process, of which no memory is told."""
+
+    class Here(script.Server):
+        def __init__(self, port: int) -> None:
+            self.port = port
+
+        def memory(self, what: str = "VmRSS") -> int:
+            return 0
+
+        def forget(self) -> None:
+            pass
+
+    limits = ServerLimits(max_tokens=16, kv_bytes=1 << 30)
+    options = ServerOptions(codecs=True, others=("snapkv:window=4",), limits=limits, store_memory="16MiB")
+    with application(build("llama"), chat_tokenizer(), options, "tiny") as app, listening(app) as url:
+        yield Here(int(url.rpartition(":")[2]))
+
+
+@pytest.mark.parametrize("first", [0, pytest.param(3000, marks=pytest.mark.slow)])
+def test_malformed_bodies_are_refused_in_words(script, server, first):
+    told, failures = script.send_bodies(server, list(range(first, first + 100)), 1, shown=False)
+    assert not failures, "\n".join(failures)
+    assert "x 200" in told and "x 400" in told
+
+
+def test_work_of_clients_that_leave_is_left_too(script, server):
+    told, failures = script.cut_connections(server, 4, 3, 1)
+    assert not failures and "12 requests" in told
+
+
+def test_a_number_stands_for_one_body(script):
+    assert script.body_case(7, 0) == script.body_case(7, 0) != script.body_case(8, 0)
+
+
+def test_defects_are_told_apart(script):
+    error = b'{"error":{"message":"no"}}'
+    assert script.judged(400, error) is None and script.judged(503, error) is None
+    assert script.judged(500, error) and script.judged(400, b"no") and script.judged(400, error + b" " * 30_000)
+    assert script.judged(200, b"data: {}") is None and script.judged(200, b'data: {"error":{"type":"server_error"}}')
