@@ -64,6 +64,8 @@ def test_the_tree_finds_what_a_plain_search_finds():
         found = list(tree.along(asked))
         assert dict(found) == expected and len(found) == len(expected)
         assert [same for _, same in found] == sorted((same for _, same in found), reverse=True)
+        whole = {entry: len(old) for old, entry in inside if common(old, asked) == len(old)}
+        assert dict(tree.prefixes(asked)) == whole
         assert sorted(tree) == sorted(entry for _, entry in inside)
 
 

@@ -24,6 +24,8 @@ from kvsieve.plans import Plan
 
 # Last tokens of a prompt in front of which its last border lies: another question on the same document begins before.
 LAST = 128
+# Chunks between two borders that are stored of a model with recurrent state, whose shorter beginnings are lost.
+STATES = 4
 # What makes a reading its caller's own, which others cannot go on from.
 _OWN = ("protect", "quotas", "question_tokens")
 
@@ -109,7 +111,7 @@ class Stored:
     ) -> Begun:
         """Read a prompt but for its last tokens, of which a cache that is empty takes from the store what that has.
 
-        Borders of what is read are left in the store.
+        Borders are left in the store: the last one, and one each time that the tokens read have doubled.
 
         Args:
             sieve: the attached model.
@@ -130,8 +132,14 @@ class Stored:
                 before = found.seconds
         start, searched = cache.num_seen, time.perf_counter()
 
-        def border(done: int, _: int) -> None:
-            self.store.add(sieve, known, cache, before + time.perf_counter() - searched, self.owner, chunk=chunk)
+        stored = start
+
+        def border(done: int, length: int) -> None:
+            nonlocal stored
+            often = cache.has_state and chunk is not None and done // chunk % STATES == 0
+            if done == length or often or start + done >= 2 * stored:
+                stored = start + done
+                self.store.add(sieve, known, cache, before + time.perf_counter() - searched, self.owner, chunk=chunk)
             if progress is not None:
                 progress(start + done, total)
 

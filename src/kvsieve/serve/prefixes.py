@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from kvsieve.errors import KvsieveError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.prompt.constraints import PromptConstraints
+from kvsieve.hf.reuse import STATES
 from kvsieve.hf.sieve import Sieve
 from kvsieve.serve.answer import Answer
 from kvsieve.serve.reading import PromptReader
@@ -20,8 +21,6 @@ _log = logging.getLogger(__name__)
 # Tokens below which reading is quicker than finding, and nodes that are listed.
 _LEAST = 32
 _SHOWN = 200
-# Chunks between two borders that are stored of a model with recurrent state.
-_EVERY = 4
 
 
 class Prefixes(Protocol):
@@ -104,7 +103,7 @@ class StoredPrefixes:
         if order.session is not None or not _findable(order) or cache.num_seen < _LEAST:
             return
         # The last border serves all shorter beginnings, where no state has moved on.
-        often = cache.has_state and cache.num_seen // chunk % _EVERY == 0
+        often = cache.has_state and cache.num_seen // chunk % STATES == 0
         if often or (left <= chunk and (cache.forgets or acts_at_end(reading.sieve.plan))):
             self._add(reading, order.ids)
 

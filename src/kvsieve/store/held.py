@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -29,17 +30,29 @@ class Stretch:
         start: first token.
         end: the one behind the last.
         parts: by the names of a file, [1, H, end - start, D].
+        place: where its memory is, one number for all parts; the same for what is cut off it.
+        size: bytes of that memory.
     """
 
     start: int
     end: int
     parts: Mapping[str, Tensor]
+    place: int
+    size: int
+
+    @classmethod
+    def of(cls, start: int, parts: Mapping[str, Tensor]) -> Stretch:
+        """Make it of tensors, each on memory of its own."""
+        storages = [part.untyped_storage() for part in parts.values()]
+        end = start + next(iter(parts.values())).shape[2]
+        return cls(start, end, parts, storages[0].data_ptr(), sum(storage.nbytes() for storage in storages))
 
     def up_to(self, end: int) -> Stretch:
         """Return the tokens before `end`, on the same memory."""
         if end >= self.end:
             return self
-        return Stretch(self.start, end, {name: part[:, :, : end - self.start] for name, part in self.parts.items()})
+        parts = {name: part[:, :, : end - self.start] for name, part in self.parts.items()}
+        return dataclasses.replace(self, end=end, parts=parts)
 
 
 @dataclass(frozen=True)
@@ -64,12 +77,17 @@ class Held:
         for stretch in self.stretches:
             yield from stretch.parts.values()
 
+    def places(self) -> dict[int, int]:
+        """Return where its memory is, and how many bytes are there."""
+        storages = (part.untyped_storage() for part in self.tensors.values())
+        found = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+        return found | {stretch.place: stretch.size for stretch in self.stretches}
+
     def own(self) -> Held:
         """Copy it to memory of its own."""
         tensors = {name: _own(part) for name, part in self.tensors.items()}
         stretches = (
-            Stretch(each.start, each.end, {name: _own(part) for name, part in each.parts.items()})
-            for each in self.stretches
+            Stretch.of(each.start, {name: _own(part) for name, part in each.parts.items()}) for each in self.stretches
         )
         return Held(self.facts, tensors, tuple(stretches))
 
@@ -122,28 +140,29 @@ def split(facts: dict[str, Any], tensors: dict[str, Tensor], seen: int) -> dict[
     return entries
 
 
-def hold(cache: SieveCache, device: torch.device, known: tuple[Stretch, ...]) -> Held:
+def hold(cache: SieveCache, device: torch.device, known: tuple[Stretch, ...], *, certain: bool = False) -> Held:
     """Copy what a cache holds, but for entries that are in `known` to the bit.
 
     Args:
         cache: between two passes.
         device: of the model.
-        known: stretches of another conversation that begins with the same tokens.
+        known: stretches of a conversation that begins with the same tokens.
+        certain: they are the cache's own, from which it has gone on; else they are compared.
     """
     facts, tensors = packed_cache(cache, None, device)
     mine = split(facts, tensors, cache.num_seen)
-    if not all(_same(stretch, mine) for stretch in known):
+    if not all(stretch.parts.keys() == mine.keys() and (certain or _same(stretch, mine)) for stretch in known):
         known = ()
     start = known[-1].end if known else 0
     stretches = known
     if mine and start < cache.num_seen:
         rest = {name: _own(part[:, :, start:]) for name, part in mine.items()}
-        stretches = (*known, Stretch(start, cache.num_seen, rest))
+        stretches = (*known, Stretch.of(start, rest))
     return Held(facts, {name: _own(part) for name, part in tensors.items()}, stretches)
 
 
 def _same(stretch: Stretch, mine: Mapping[str, Tensor]) -> bool:
-    return stretch.parts.keys() == mine.keys() and all(
+    return all(
         torch.equal(part, mine[name][:, :, stretch.start : stretch.end].cpu()) for name, part in stretch.parts.items()
     )
 
@@ -159,7 +178,7 @@ def mapped(facts: dict[str, Any], tensors: dict[str, Tensor]) -> Held:
     seen = facts["cache"]["Conversation"]["dict"]
     seen = next(value for name, value in seen if name == "num_seen")
     entries = split(facts, tensors, seen)
-    stretches = (Stretch(0, seen, entries),) if entries else ()
+    stretches = (Stretch.of(0, entries),) if entries else ()
     return Held(facts, tensors, stretches, mapped=True)
 
 

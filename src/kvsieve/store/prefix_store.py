@@ -19,6 +19,7 @@ from kvsieve.hf.runtime import AttachedModel
 from kvsieve.store.directory import name_of
 from kvsieve.store.held import beginning, hold, revived
 from kvsieve.store.identity import Identities
+from kvsieve.store.lineage import Lineage
 from kvsieve.store.node import Node, NodeInfo
 from kvsieve.store.radix import Tokens
 from kvsieve.store.rules import Request, reuse_of, why_not
@@ -70,7 +71,7 @@ class PrefixStore:
             InputError: a size that is none, a directory that cannot be used, or one that another process writes to.
         """
         self._lock = threading.RLock()
-        self._identities = Identities()
+        self._identities, self._lineage = Identities(), Lineage()
         self._counts: Counter[str] = Counter()
         limits = _size("memory", memory), None if disk is None else _size("disk", disk)
         self._tiers = Tiers(path, *limits, read_only, self._lock)
@@ -107,7 +108,7 @@ class PrefixStore:
         with self._lock:
             self._counts["tokens_asked"] += len(ids)
             while True:
-                node, tokens = self._best(identity.key, (owner, *also), ids, request)
+                node, tokens = self._tiers.best(identity.key, (owner, *also), ids, request)
                 if node is None:
                     self._counts["misses"] += 1
                     return None
@@ -120,18 +121,8 @@ class PrefixStore:
             cache = revived(held, sieve)
         else:
             cache = beginning(held, sieve, tokens, finished=tokens == len(ids))
+        self._lineage.note(cache, node, tokens)
         return Found(cache, tokens, node.seconds * tokens / len(node.ids), held.mapped)
-
-    def _best(self, key: str, owners: tuple[str, ...], ids: Tokens, request: Request) -> tuple[Node | None, int]:
-        best: tuple[Node | None, int] = (None, 0)
-        for owner in dict.fromkeys(owners):
-            for node, common in self._tiers.along((key, owner), ids):
-                if common <= best[1]:
-                    break
-                takes = node.reuse.takes(common, len(ids), request)
-                if takes > best[1]:
-                    best = node, takes
-        return best
 
     def add(
         self,
@@ -188,7 +179,10 @@ class PrefixStore:
             node = Node("", identity, owner, ids, reuse, max(float(seconds), 0.0), pin)
             node.key = name_of(node)
             if node.key not in self._tiers:
-                node.held = hold(cache, sieve.model.device, self._tiers.alike(node))
+                known = self._lineage.stretches(cache, node)
+                alike = known or self._tiers.alike(node)
+                node.held = hold(cache, sieve.model.device, alike, certain=bool(known))
+                self._lineage.note(cache, node, seen)
             node = self._tiers.add(node)
             self._counts["added"] += 1
             return node.info(self._tiers.own_bytes(node))
@@ -198,8 +192,7 @@ class PrefixStore:
         with self._lock:
             node = self._node(key)
             if node.pinned != pinned:
-                node.pinned = pinned
-                self._tiers.rewrite(node)
+                self._tiers.pin(node, pinned)
 
     def remove(self, *keys: str, owner: str | None = None) -> int:
         """Take nodes out of the store and off the disk, by key or all of an owner; return how many.

@@ -45,6 +45,11 @@ class RadixTree(Generic[Entry]):
     def __iter__(self) -> Iterator[Entry]:
         return self._root.everything()
 
+    @property
+    def is_empty(self) -> bool:
+        """True without entries."""
+        return not (self._root.entries or self._root.below)
+
     def add(self, tokens: Tokens, entry: Entry) -> None:
         """Put an entry at the end of int64 [N] tokens."""
         junction, at = self._root, 0
@@ -92,6 +97,28 @@ class RadixTree(Generic[Entry]):
 
         Those that have none in common are left out.
         """
+        path = self._path(tokens)
+        seen: _Junction[Entry] | None = None
+        for junction, depth in reversed(path):
+            yield from ((entry, depth) for entry in junction.entries)
+            for below in junction.below.values():
+                if below is not seen:
+                    yield from ((entry, depth) for entry in below.everything())
+            seen = junction
+
+    def prefixes(self, tokens: Tokens) -> Iterator[tuple[Entry, int]]:
+        """Yield entries with all of whose tokens int64 [N] `tokens` begins, and how many they are; the most first."""
+        path, start = self._path(tokens), 0
+        ends = []
+        for junction, depth in path:
+            if depth - start == len(junction.edge):
+                ends.append((junction, depth))
+            start = depth
+        for junction, depth in reversed(ends):
+            yield from ((entry, depth) for entry in junction.entries)
+
+    def _path(self, tokens: Tokens) -> list[tuple[_Junction[Entry], int]]:
+        """Return the junctions on the way along int64 [N] tokens, and how many of these each has come to."""
         path: list[tuple[_Junction[Entry], int]] = []
         junction, at = self._root, 0
         while at < len(tokens) and (below := junction.below.get(int(tokens[at]))) is not None:
@@ -101,13 +128,7 @@ class RadixTree(Generic[Entry]):
             junction = below
             if same < len(below.edge):
                 break
-        seen: _Junction[Entry] | None = None
-        for junction, depth in reversed(path):
-            yield from ((entry, depth) for entry in junction.entries)
-            for below in junction.below.values():
-                if below is not seen:
-                    yield from ((entry, depth) for entry in below.everything())
-            seen = junction
+        return path
 
 
 def common(one: Tokens, other: Tokens) -> int:

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class StoreStats:
@@ -63,32 +61,27 @@ class StoreStats:
 
 
 class Ledger:
-    """Bytes of memory that tensors take, each storage counted once."""
+    """Bytes of memory that nodes take, each place counted once."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._users: Counter[int] = Counter()
 
-    def add(self, tensors: Iterable[Tensor]) -> None:
-        """Count the memory of one node's tensors."""
-        for place, size in _storages(tensors).items():
+    def add(self, places: Iterable[tuple[int, int]]) -> None:
+        """Count the memory of one node: places, each with its bytes and named once."""
+        for place, size in places:
             self._users[place] += 1
             if self._users[place] == 1:
                 self.bytes += size
 
-    def remove(self, tensors: Iterable[Tensor]) -> None:
+    def remove(self, places: Iterable[tuple[int, int]]) -> None:
         """Take back what `add` counted."""
-        for place, size in _storages(tensors).items():
+        for place, size in places:
             self._users[place] -= 1
             if not self._users[place]:
                 del self._users[place]
                 self.bytes -= size
 
-    def own(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes that would be free if one node's tensors went."""
-        return sum(size for place, size in _storages(tensors).items() if self._users[place] == 1)
-
-
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+    def own(self, places: Iterable[tuple[int, int]]) -> int:
+        """Return the bytes that would be free if one node went."""
+        return sum(size for place, size in places if self._users[place] == 1)

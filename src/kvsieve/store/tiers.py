@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator
 
 from kvsieve.store.directory import Directory
+from kvsieve.store.forest import Forest
 from kvsieve.store.held import Held, Stretch
 from kvsieve.store.node import Node
-from kvsieve.store.radix import RadixTree, Tokens
+from kvsieve.store.radix import Tokens
 from kvsieve.store.replacement import Replacement
+from kvsieve.store.rules import Request
 from kvsieve.store.stats import Ledger
 from kvsieve.store.writer import Writer
 
 # Bytes that nodes may take beyond the budget, if that is more, until they are written.
 _MAY_WAIT = 256 << 20
-# Of nodes that are compared to find what another one shares with them.
-_LOOKED_AT = 64
 
 
 class Tiers:
-    """Nodes, where they lie, and which of them go when there are too many.
+    """Nodes, where they are held, and which of them go when there are too many.
 
     All but `flush`, `close`, `verify` and `import_` are called with the store's lock held.
     """
@@ -33,10 +32,12 @@ class Tiers:
     ) -> None:
         """See PrefixStore. lock: the store's."""
         self._memory, self._disk, self._lock = memory, disk, lock
-        self._trees: defaultdict[tuple[str, str], RadixTree[Node]] = defaultdict(RadixTree)
+        self._trees = Forest()
         self._nodes: dict[str, Node] = {}
         self._ledger, self._counts = Ledger(), Counter[str]()
-        self._leaves_memory, self._leaves_disk = Replacement(), Replacement()
+        self._file_bytes = 0
+        self._leaves_memory = Replacement(self._trees.saves, self.own_bytes)
+        self._leaves_disk = Replacement(self._trees.saves, lambda node: node.file_bytes)
         self._directory = None if path is None else Directory(path, read_only)
         self._writer: Writer | None = None
         if self._directory is not None:
@@ -52,13 +53,13 @@ class Tiers:
     def __contains__(self, key: str) -> bool:
         return key in self._nodes
 
-    def along(self, tree: tuple[str, str], ids: Tokens) -> Iterator[tuple[Node, int]]:
-        """Yield nodes of a tree and how many tokens they have in common with `ids`, the most first."""
-        return self._trees[tree].along(ids) if tree in self._trees else iter(())
+    def best(self, key: str, owners: tuple[str, ...], ids: Tokens, request: Request) -> tuple[Node | None, int]:
+        """Return the node that a request may take most tokens of, and how many; see Forest."""
+        return self._trees.best(key, owners, ids, request)
 
     def alike(self, node: Node) -> tuple[Stretch, ...]:
         """Return entries in memory of the node that has most tokens in common with another one."""
-        for other, common in itertools.islice(self.along(node.tree, node.ids), _LOOKED_AT):
+        for other, common in self._trees.along(node):
             if other.in_memory and other.held is not None and other.held.stretches:
                 return other.held.begins(min(common, other.reuse.tokens))
         return ()
@@ -68,18 +69,18 @@ class Tiers:
         known = self._nodes.get(node.key)
         if known is not None:
             known.pinned = known.pinned or node.pinned
-            self._leaves_memory.touch(known)
+            self._touch(known)
             return known
-        self._put(node)
         assert node.held is not None
-        self._ledger.add(node.held.all_tensors())
-        for shorter in self._replaced_by(node):
+        self._ledger.add(node.held.places().items())
+        node.waits = self._writer is not None
+        self._put(node)
+        for shorter in self._trees.replaced_by(node):
             node.replaces += [shorter, *shorter.replaces]
             shorter.replaces.clear()
             self._counts["replaced"] += 1
             self._drop(shorter)
         if self._writer is not None:
-            node.waits = True
             self._writer.put(node)
         self._fit_memory()
         return node
@@ -96,14 +97,22 @@ class Tiers:
     def found(self, node: Node) -> None:
         """Note that something of a node was found."""
         node.hits += 1
-        self._leaves_memory.touch(node)
-        self._leaves_disk.touch(node)
+        self._touch(node)
         if self._directory is not None:
             self._directory.used(node)
 
     def own_bytes(self, node: Node) -> int:
         """Bytes of memory that would be free without a node."""
-        return self._ledger.own(node.held.all_tensors()) if node.held is not None and node.in_memory else 0
+        return self._ledger.own(node.held.places().items()) if node.held is not None and node.in_memory else 0
+
+    def pin(self, node: Node, pinned: bool) -> None:
+        """Keep a node from going, or let it go again, and write that to its file."""
+        node.pinned = pinned
+        self._touch(node)
+        if self._writer is not None and self.held(node) is not None and not node.waits:
+            node.waits = True
+            self._leaves_memory.change(node)
+            self._writer.put(node)
 
     def remove(self, node: Node) -> None:
         """Take a node out of the store, and its file off the disk."""
@@ -113,21 +122,14 @@ class Tiers:
                 self._directory.delete(each.path)
         node.replaces.clear()
 
-    def rewrite(self, node: Node) -> None:
-        """Write a node's file again, after what is said of it has changed."""
-        if self._writer is not None and self.held(node) is not None and not node.waits:
-            node.waits = True
-            self._writer.put(node)
-
     def counts(self) -> dict[str, int]:
         """Counts for StoreStats."""
-        on_disk = [node for node in self if node.path is not None]
         told = {
             "nodes": len(self._nodes),
             "memory_nodes": sum(node.in_memory for node in self),
-            "disk_nodes": len(on_disk),
+            "disk_nodes": sum(node.path is not None for node in self),
             "memory_bytes": self._ledger.bytes,
-            "disk_bytes": sum(node.file_bytes for node in on_disk),
+            "disk_bytes": self._file_bytes,
             "damaged": 0 if self._directory is None else self._directory.damaged,
         }
         if self._writer is not None:
@@ -158,16 +160,30 @@ class Tiers:
                 if self._directory.read(node) is None:
                     if self._directory.damaged > before:
                         damaged.append(node.key)
-                    node.path = None
-                    if not node.in_memory:
-                        self._drop(node)
+                    self._no_file(node)
         return damaged
 
     def _put(self, node: Node) -> None:
         self._nodes[node.key] = node
-        self._trees[node.tree].add(node.ids, node)
-        self._leaves_memory.touch(node)
-        self._leaves_disk.touch(node)
+        self._trees.add(node)
+        if node.path is not None:
+            self._file_bytes += node.file_bytes
+        self._touch(node)
+        self._changes_near(node)
+
+    def _touch(self, node: Node) -> None:
+        """Note that a node is new, was found, or may go from a tier that it could not go from before."""
+        for leaves, here in ((self._leaves_memory, node.in_memory), (self._leaves_disk, node.path is not None)):
+            if here and not node.pinned and not node.gone:
+                leaves.touch(node)
+            else:
+                leaves.remove(node)
+
+    def _changes_near(self, node: Node) -> None:
+        """Note that nodes beside one that came or went save more or less now, or take more or fewer bytes."""
+        for other in self._trees.near(node):
+            self._leaves_memory.change(other)
+            self._leaves_disk.change(other)
 
     def _drop(self, node: Node) -> None:
         """Take a node out of the trees and out of memory."""
@@ -175,43 +191,33 @@ class Tiers:
             return
         node.gone = True
         del self._nodes[node.key]
-        self._trees[node.tree].remove(node.ids, node)
+        self._trees.remove(node)
+        if node.path is not None:
+            self._file_bytes -= node.file_bytes
+        self._leaves_disk.remove(node)
         self._forget(node)
 
     def _forget(self, node: Node) -> None:
         if node.held is not None and node.in_memory:
-            self._ledger.remove(node.held.all_tensors())
+            self._ledger.remove(node.held.places().items())
         node.held = None
+        self._leaves_memory.remove(node)
+        self._changes_near(node)
 
-    def _replaced_by(self, node: Node) -> list[Node]:
-        """Return the nodes all of whose tokens may be taken from a new one as well."""
-        cut = node.reuse.cut
-        found = []
-        for other, common in self.along(node.tree, node.ids):
-            within = other is not node and common == other.reuse.tokens == other.reuse.cut <= cut
-            # What is cut off is the beginning of a first prompt; a plan that acts takes the end of one for another.
-            same = not other.reuse.acts or (other.reuse.half_read and other.reuse.turns == ())
-            if within and same and not other.pinned:
-                found.append(other)
-        return found
-
-    def _saves(self, node: Node) -> float:
-        """Seconds that a node saves beside the others."""
-        seconds, tokens = 0.0, 0
-        for other, common in itertools.islice(self.along(node.tree, node.ids), _LOOKED_AT):
-            takes = common if common == other.reuse.tokens else min(common, other.reuse.cut)
-            if other is not node and tokens < takes < node.reuse.tokens:
-                seconds, tokens = other.seconds * takes / other.reuse.tokens, takes
-        # Where nobody has measured, tokens tell.
-        return max(node.seconds - seconds, 0.0) + 1e-6 * (node.reuse.tokens - tokens)
+    def _no_file(self, node: Node) -> None:
+        """Note that a node has no file any more; without memory of its own it is lost."""
+        node.path = None
+        self._file_bytes -= node.file_bytes
+        self._leaves_disk.remove(node)
+        if not node.in_memory:
+            self._drop(node)
 
     def _fit_memory(self) -> None:
         """Let nodes leave memory until the others fit; those that wait to be written only if they are too many."""
         while (over := self._ledger.bytes - self._memory) > 0:
-            free = [node for node in self if node.in_memory and not node.pinned]
-            node = self._leaves_memory.next([each for each in free if not each.waits], self._saves, self.own_bytes)
+            node = self._leaves_memory.next()
             if node is None and over > max(self._memory, _MAY_WAIT):
-                node = self._leaves_memory.next(free, self._saves, self.own_bytes)
+                node = self._leaves_memory.next(waiting=True)
             if node is None:
                 return
             self._counts["evictions"] += 1
@@ -228,20 +234,14 @@ class Tiers:
 
     def _fit_disk(self, coming: int = 0) -> None:
         """Delete files until the others fit, and `coming` bytes more."""
-        while self._disk is not None and self._directory is not None:
-            files = [node for node in self if node.path is not None]
-            if sum(node.file_bytes for node in files) + coming <= self._disk:
-                return
-            free = [node for node in files if not node.pinned]
-            node = self._leaves_disk.next(free, self._saves, lambda each: each.file_bytes)
+        while self._disk is not None and self._directory is not None and self._file_bytes + coming > self._disk:
+            node = self._leaves_disk.next() or self._leaves_disk.next(waiting=True)
             if node is None:
                 return
             self._counts["disk_evictions"] += 1
             assert node.path is not None
             self._directory.delete(node.path)
-            node.path = None
-            if not node.in_memory:
-                self._drop(node)
+            self._no_file(node)
 
     def _write(self, node: Node) -> None:
         """Write a node that waits; called by the writer's thread, without the lock."""
@@ -251,23 +251,30 @@ class Tiers:
             size = 0 if held is None else sum(part.numel() * part.element_size() for part in held.all_tensors())
             too_large = self._disk is not None and size > self._disk and not node.pinned
             if held is None or node.gone or too_large:
-                node.waits = False
-                self._fit_memory()
+                self._is_written(node)
                 return
             self._fit_disk(size)
-        path, node.file_bytes = self._directory.write(node, held)
+        path, file_bytes = self._directory.write(node, held)
         with self._lock:
-            node.waits = False
             if node.gone:
                 # Removed, or replaced, while it was written.
+                node.waits = False
                 self._directory.delete(path)
                 return
-            node.path = path
+            self._file_bytes += file_bytes - (0 if node.path is None else node.file_bytes)
+            node.path, node.file_bytes = path, file_bytes
             for other in node.replaces:
                 if other.path is not None:
                     self._directory.delete(other.path)
             node.replaces.clear()
-            self._fit_memory()
+            self._is_written(node)
+
+    def _is_written(self, node: Node) -> None:
+        node.waits = False
+        self._leaves_memory.change(node)
+        if node.path is not None and not node.pinned:
+            self._leaves_disk.touch(node)
+        self._fit_memory()
 
     def export(self, path: str | os.PathLike[str], nodes: list[Node]) -> int:
         """See PrefixStore.export."""

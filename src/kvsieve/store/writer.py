@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from kvsieve.errors import CacheFileError
@@ -19,7 +20,7 @@ class Writer:
         """See the class. write: writes one node; raises CacheFileError where it cannot."""
         self._write = write
         self._changed = threading.Condition()
-        self._waiting: list[Node] = []
+        self._waiting: deque[Node] = deque()
         self._failed: list[Node] = []
         self._busy = self._closed = False
         self.written = self.errors = 0
@@ -61,7 +62,7 @@ class Writer:
                 self._changed.wait_for(lambda: self._waiting or self._closed)
                 if not self._waiting:
                     return
-                node = self._waiting.pop(0)
+                node = self._waiting.popleft()
                 self._busy = True
             try:
                 self._write(node)

@@ -1,0 +1,40 @@
+"""Which nodes the caches in use come from: what they share with these needs no comparison."""
+
+from __future__ import annotations
+
+import weakref
+
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.records import Conversation
+from kvsieve.store.held import Stretch
+from kvsieve.store.node import Node
+from kvsieve.store.radix import common
+
+
+class Lineage:
+    """The node that each conversation was last stored as, or made of.
+
+    A cache that is rolled back, reset or forked has another conversation, of which nothing is known.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Conversation], weakref.ref[Node], int]] = {}
+
+    def note(self, cache: SieveCache, node: Node, tokens: int) -> None:
+        """Note that the first tokens of a cache are, to the bit, those of a node."""
+        key = id(cache.conversation)
+        gone = weakref.ref(cache.conversation, lambda _: self._known.pop(key, None))
+        self._known[key] = gone, weakref.ref(node), tokens
+
+    def stretches(self, cache: SieveCache, new: Node) -> tuple[Stretch, ...]:
+        """Return what is in memory of the beginning of a cache that becomes a new node; () for nothing known.
+
+        Nothing is shared with nodes of another owner.
+        """
+        conversation, known, tokens = self._known.get(id(cache.conversation), (None, None, 0))
+        node = None if known is None else known()
+        if conversation is None or conversation() is not cache.conversation or node is None:
+            return ()
+        if node.held is None or not node.in_memory or node.tree != new.tree:
+            return ()
+        return node.held.begins(common(node.ids[:tokens], new.ids))
