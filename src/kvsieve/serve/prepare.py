@@ -73,10 +73,9 @@ class Preparer:
         if request.top_logprobs is not None and not request.logprobs:
             raise InputError("top_logprobs: needs logprobs to be true")
         self._check_length("\n".join(_texts(request.model_dump(include={"messages", "tools"}))))
-        with self._lock:
-            text = render(self.tokenizer, messages, tools=tools)
-            ids = token_ids(self.tokenizer, text)
-            spans, question = self._spans(request, messages, tools, text)
+        text = self._rendered(messages, tools)
+        ids = self._ids(text)
+        spans, question = self._spans(request, messages, tools, text)
         order = self._order(request, ids, owner, logprobs, request.max_completion_tokens)
         return replace(order, constraints=PromptConstraints(spans, None, question))
 
@@ -109,6 +108,14 @@ class Preparer:
     def text(self, ids: tuple[int, ...]) -> str:
         """Write tokens as text, special ones left out."""
         return self._text_of(ids)
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: Any, ask: bool = True) -> str:
+        with self._lock:
+            return render(self.tokenizer, messages, ask, tools=tools)
+
+    def _ids(self, text: str) -> list[int]:
+        with self._lock:
+            return token_ids(self.tokenizer, text)
 
     def _check_length(self, text: str) -> None:
         """Raise InputError for a text of which far more tokens than a prompt has would be made.
@@ -189,10 +196,10 @@ class Preparer:
         def until(count: int) -> int:
             if not count:
                 return 0
-            before = render(self.tokenizer, messages[:count], ask=False, tools=tools)
+            before = self._rendered(messages[:count], tools, ask=False)
             if not text.startswith(before):
                 raise InputError("kv: the model's template rewrites messages, so those to protect cannot be told")
-            return len(token_ids(self.tokenizer, before))
+            return len(self._ids(before))
 
         spans = []
         for each in kv.protect or ():
@@ -202,7 +209,7 @@ class Preparer:
             spans.append((until(number), until(number + 1)))
         question = kv.question or None
         if question is True:
-            question = len(token_ids(self.tokenizer, text)) - until(len(messages) - 1)
+            question = len(self._ids(text)) - until(len(messages) - 1)
         return spans or None, question
 
 
