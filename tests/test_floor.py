@@ -17,7 +17,7 @@ from kvsieve.errors import PlanError
 from kvsieve.models.families import build
 from kvsieve.named import plan_without_floor
 from kvsieve.turns import render, token_ids
-from paths import PATHS, Ask, answer, plain, words
+from paths import COMMANDS, SERVED, Ask, answer, plain, words
 from small import fill, plan_of, stored
 
 NAMES = kvsieve.list_methods()
@@ -232,10 +232,13 @@ def asked(method, budget):
     return Ask(model(), words(40, seed=3), method=method, budget=budget)
 
 
-@pytest.mark.parametrize("method, budget", [("fastkv", None), ("snapkv", "20%")])
-@pytest.mark.parametrize("path", [path for path in PATHS if path != "lm-eval"])
-def test_short_questions_are_full_kv_on_every_path_by_default(usual_floor, path, method, budget):
-    """lm-eval measures methods, so that it has no floor."""
+BY_DEFAULT = [("fastkv", None, path) for path in ("generate", "pipeline", "chat", *COMMANDS, *SERVED)]
+BY_DEFAULT += [("snapkv", "20%", path) for path in ("model.generate", "padded row", "chat command", "session")]
+
+
+@pytest.mark.parametrize("method, budget, path", BY_DEFAULT)
+def test_short_questions_are_full_kv_on_every_path_by_default(usual_floor, method, budget, path):
+    """Nobody says floor= here; tests/test_paths.py has the paths on which somebody does."""
     ask = asked(method, budget)
     assert answer(path, ask) == plain(ask) == plain(asked("full", None))
     assert len(set(plain(ask).split())) > 2

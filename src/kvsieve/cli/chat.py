@@ -11,6 +11,7 @@ import typer
 from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.prompts import read_prompt
 from kvsieve.cli.specs import (
+    BudgetOption,
     CodecOption,
     PrefillOption,
     RestOption,
@@ -36,7 +37,7 @@ def chat_command(
             help="snapkv, or snapkv:kernel=21; see `kvsieve methods`. full, or what --load was made with, if left out."
         ),
     ] = None,
-    budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20%, 2048 or 512MiB.")] = None,
+    budget: BudgetOption = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the method; repeatable.")
     ] = None,

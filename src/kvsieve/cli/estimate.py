@@ -11,6 +11,7 @@ import typer
 
 from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.specs import (
+    BudgetOption,
     CodecsOption,
     MethodRun,
     PrefillsOption,
@@ -38,7 +39,7 @@ def estimate_command(
     method: Annotated[
         str, typer.Option(help="Methods: full,snapkv:budget=10% or fastkv:tsp_layer=15:tsp_rate=0.2.")
     ] = "full,snapkv,fastkv",
-    budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20%, 2048 or 512MiB.")] = None,
+    budget: BudgetOption = None,
     codec: CodecsOption = None,
     rest: RestsOption = None,
     prefill: PrefillsOption = None,

@@ -13,6 +13,7 @@ from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_d
 from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.prompts import given_prompts
 from kvsieve.cli.specs import (
+    BudgetOption,
     CodecsOption,
     PrefillsOption,
     RestsOption,
@@ -58,7 +59,7 @@ def run_command(
     method: Annotated[
         str, typer.Option(help="snapkv, or with parameters snapkv:kernel=21; see `kvsieve methods`.")
     ] = "fastkv",
-    budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20%, 2048 or 512MiB.")] = None,
+    budget: BudgetOption = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the method; repeatable.")
     ] = None,

@@ -9,7 +9,7 @@ import typer
 
 from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
 from kvsieve.cli.output import say
-from kvsieve.cli.specs import CodecOption, chosen_method, method_specs, parse_codecs, spec, with_codecs
+from kvsieve.cli.specs import BudgetOption, CodecOption, chosen_method, method_specs, parse_codecs, spec, with_codecs
 from kvsieve.errors import InputError
 
 _NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "greenlet")
@@ -22,7 +22,7 @@ def serve_command(
     method: Annotated[
         str, typer.Option(help="Of requests that name none, such as snapkv:kernel=21; see `kvsieve methods`.")
     ] = "full",
-    budget: Annotated[str | None, typer.Option(help="Entries kept per layer and KV head: 20%, 2048 or 512MiB.")] = None,
+    budget: BudgetOption = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the method; repeatable.")
     ] = None,

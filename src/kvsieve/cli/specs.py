@@ -23,6 +23,9 @@ from kvsieve.roles import Role
 from kvsieve.settled import all_parameters, told
 from kvsieve.specs import parse_settings, split_specs
 
+BudgetOption = Annotated[
+    str | None, typer.Option(help="Entries kept per layer and KV head: 20% (at least 512), 2048 or 512MiB.")
+]
 CodecOption = Annotated[str | None, typer.Option(help="Hold entries in few bits: kivi:bits=4; see `kvsieve methods`.")]
 CodecsOption = Annotated[
     str | None,
