@@ -17,6 +17,7 @@ from kvsieve.advise.settings import candidates
 from kvsieve.errors import PlanError
 from kvsieve.eval.cells import MethodSetting, setting
 from kvsieve.eval.evaluator import Evaluator
+from kvsieve.hf.model.context import context_of
 from kvsieve.report.environment import environment
 
 Progress = Callable[[int, int, str], None]
@@ -126,7 +127,7 @@ def advise(
     began = time.perf_counter()
     material = built_in() if material is None else material
     evaluator = Evaluator(model, tokenizer)
-    options.check(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None))
+    options.check(context_of(model.config))
     settings, left_out = candidates(evaluator, options)
     if len(settings) == 1:
         raise PlanError(f"no plan can be measured: {'; '.join(left_out[:-1])}; change --methods or the limits")

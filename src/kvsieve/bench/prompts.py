@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.errors import InputError
+from kvsieve.hf.model.context import context_of
 from kvsieve.tasks.haystack import load_haystack
 
 
@@ -69,7 +70,7 @@ def lengths_of(model: Any, lengths: list[int], new_tokens: int, *, whole: bool, 
     Raises:
         InputError: lengths that do not fit the model's context, or a context that is not known.
     """
-    context = getattr(model.config, "max_position_embeddings", None)
+    context = context_of(model.config)
     if context is None:
         if whole:
             raise InputError("--lengths context: the model's config has no max_position_embeddings; name the tokens")

@@ -10,6 +10,7 @@ from kvsieve.calibrate.duration import forecast
 from kvsieve.calibrate.options import Options
 from kvsieve.calibrate.parts import Parts, Progress
 from kvsieve.calibrate.prompts import Material, Prompt
+from kvsieve.hf.model.context import context_of
 from kvsieve.profiles import Fingerprint, Profile
 from kvsieve.report.environment import environment
 from kvsieve.tasks.prompter import Prompter
@@ -43,7 +44,7 @@ def calibrate(
             supported.
     """
     material = material or Material()
-    material.check(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None))
+    material.check(context_of(model.config))
     prompter = Prompter(tokenizer, model.generation_config.eos_token_id)
     made, held_out = material.prompts_for(prompter)
     about = {**material.described(), "dtype": str(model.dtype).removeprefix("torch.")}

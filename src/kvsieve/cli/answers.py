@@ -59,7 +59,9 @@ def encode(
 
 def check_lengths(model: Any, asked: Sequence[EncodedPrompt]) -> None:
     """Raises InputError where a prompt of many is longer than the context: none of them is answered then."""
-    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    from kvsieve.hf.model.context import context_of
+
+    context = context_of(model.config)
     longest = max(range(len(asked)), key=lambda index: asked[index].ids.shape[1])
     if context is not None and asked[longest].ids.shape[1] > context:
         raise InputError(

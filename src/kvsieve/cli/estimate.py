@@ -202,8 +202,10 @@ def _result(run: MethodRun, tokens: int, one: Any, full: Any, rates: tuple[Any, 
 
 
 def _notes(config: Any, contexts: list[int], dtype: str) -> list[str]:
+    from kvsieve.hf.model.context import context_of
+
     notes = []
-    longest = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = context_of(config)
     if longest is not None and max(contexts) > longest:
         notes.append(f"{max(contexts)} tokens are more than the model's context of {longest}: it would refuse them")
     if getattr(config, "quantization_config", None):

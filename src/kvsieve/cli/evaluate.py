@@ -90,6 +90,7 @@ def eval_command(
     from kvsieve.eval.results import load
     from kvsieve.eval.runner import run_grid
     from kvsieve.eval.store import writing
+    from kvsieve.hf.model.context import context_of
     from kvsieve.hf.model.support import check_model
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.named import crossed
@@ -125,7 +126,7 @@ def eval_command(
         for each in grid.settings:
             check_model(loaded, each.plan)
         writer.settle([each.described() for each in grid.settings])
-        grid.check(getattr(loaded.config.get_text_config(), "max_position_embeddings", None))
+        grid.check(context_of(loaded.config))
         with progress_bar() as progress:
             run_grid(grid, Evaluator(loaded, tokenizer, batch=batch, chunk=chunk), writer, progress)
     results = load(out)

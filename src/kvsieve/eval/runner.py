@@ -12,6 +12,7 @@ from kvsieve.eval.costs import measure_costs
 from kvsieve.eval.evaluator import Evaluator, Outcome
 from kvsieve.eval.grid import Grid, Unit
 from kvsieve.eval.store import ResultsWriter, Row
+from kvsieve.hf.model.context import context_of
 from kvsieve.tasks.public import recorded
 from kvsieve.tasks.samples import Sample
 
@@ -25,7 +26,7 @@ def run_grid(grid: Grid, evaluator: Evaluator, writer: ResultsWriter, progress: 
     """
     began = time.perf_counter()
     todo = [(unit, pending) for unit in grid.units() if (pending := _pending(grid, unit, writer)) is not None]
-    context = getattr(evaluator.model.config.get_text_config(), "max_position_embeddings", None)
+    context = context_of(evaluator.model.config)
     total = len(todo) + (grid.cost_samples > 0)
     sample: Sample | None = None
     made: tuple[Any, ...] = ()

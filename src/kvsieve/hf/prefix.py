@@ -107,6 +107,7 @@ def read_prefix(
             return None
         length = input_ids.shape[1]
         cache.begin_turn(length + room)
+        cache.turn.length = length
         request = PassRequest(
             phase="prefill",
             last_chunk=False,

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,6 +81,8 @@ class AttachedModel(Unpicklable):
         self._adapted = adapted_layer(self.decoder)
         self.kinds = layer_kinds(self.config)
         self.context = ModelContext(self.num_layers, growing_layers(self.kinds), self.facts, ranks_of(model, plan))
+        if self.facts.tables.depend:
+            self.context = replace(self.context, tables=self.facts.tables)
         divided = tensor_parallel_mesh(model) is not None
         self.engine = Engine(self.decoder, decode, divided, model.get_output_embeddings())
 

@@ -14,6 +14,7 @@ import torch
 
 from kvsieve.errors import InputError
 from kvsieve.hf.attach import under
+from kvsieve.hf.model.context import context_of
 from kvsieve.hf.sieve import Sieve
 from kvsieve.plans import Plan
 from kvsieve.serve.limits import ServerLimits
@@ -122,8 +123,7 @@ class Scheduler:
     @property
     def context(self) -> int | None:
         """Tokens of the model's context, None where it has no end."""
-        found: int | None = getattr(self.sieve.config, "max_position_embeddings", None)
-        return found
+        return context_of(self.sieve.config)
 
     def state(self) -> dict[str, int]:
         """Count what is going on now, and bytes reserved."""

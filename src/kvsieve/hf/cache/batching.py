@@ -57,6 +57,9 @@ def stack(caches: Sequence[SieveCache], reserve: int = 0) -> SieveCache:
     conversation.prompt_lengths = tuple(n for cache in caches for n in cache.conversation.prompt_lengths)
     if any(cache.conversation.mask is not None for cache in caches):
         conversation.mask = torch.cat([_mask(cache) for cache in caches])
+    for low, high in (each.conversation.tables for each in caches if each.conversation.tables is not None):
+        conversation.note_tables(low)
+        conversation.note_tables(high)
     return stacked
 
 

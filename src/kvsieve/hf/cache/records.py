@@ -37,6 +37,7 @@ class TurnRecord:
         reduced: False where the plan was told not to act on the prompt.
         question: its last tokens, which were read after the plan had acted, and kept whole; `asked`, `raised_to`,
             `evicted` and `propagated` are about those before them.
+        reread: tokens that were read before and again, because rotary tables depend on the length of the whole.
         reads: what its answer's tokens have read.
         passes: how they were run.
         blocks: what was computed of the prompt's attention, under a plan that reads prompts sparsely.
@@ -51,6 +52,7 @@ class TurnRecord:
     report: dict[str, Any] = field(default_factory=dict)
     reduced: bool = True
     question: int = 0
+    reread: int = 0
     reads: Reads = field(default_factory=Reads)
     passes: Passes = field(default_factory=Passes)
     blocks: PromptBlocks = field(default_factory=PromptBlocks)
@@ -87,6 +89,8 @@ class Turn:
         reading: True until its prompt is complete.
         acts: True where the plan acts on what is read now.
         prompt_end: columns once its prompt is complete; None where no driver reads it, as in a plain call of the model.
+        length: tokens of the longest row once its prompt is complete, by which rotary tables are made that depend on
+            it; None where no driver reads it.
         new_tokens: tokens expected after the prompt, 0 if nobody said.
         decoded: tokens generated since the prompt was complete.
         reordered: True once rows changed places, as beams do.
@@ -101,6 +105,7 @@ class Turn:
     reading: bool = True
     acts: bool = True
     prompt_end: int | None = None
+    length: int | None = None
     new_tokens: int = 0
     decoded: int = 0
     reordered: bool = False
@@ -137,6 +142,8 @@ class Conversation:
             simply count on.
         propagated: where tokens were dropped on their way through the layers, in order.
         acted: (start, end) columns of the prompts that the plan has acted on, in order.
+        tables: lowest and highest length by which rotary tables of what was read were made; None where tables do not
+            depend on it.
         turn: the turn in progress, or the last one.
     """
 
@@ -149,6 +156,7 @@ class Conversation:
     multi_axis_positions: bool = False
     propagated: tuple[PropagatedTokens, ...] = ()
     acted: tuple[tuple[int, int], ...] = ()
+    tables: tuple[int, int] | None = None
     turn: Turn = field(default_factory=Turn)
 
     @property
@@ -169,9 +177,15 @@ class Conversation:
             reading=True,
             acts=acts,
             prompt_end=prompt_end,
+            length=prompt_end,
             new_tokens=new_tokens,
             record=TurnRecord(reduced=acts),
         )
+
+    def note_tables(self, length: int) -> None:
+        """Note a length by which rotary tables are made."""
+        low, high = self.tables or (length, length)
+        self.tables = min(low, length), max(high, length)
 
     def begin_question(self, tokens: int) -> None:
         """Let the next pass go on with the turn's prompt, whose last `tokens` the plan leaves whole."""

@@ -17,6 +17,7 @@ from kvsieve.hf.chat.pieces import Pieces
 from kvsieve.hf.chat.state import Reply, Transcript
 from kvsieve.hf.generate.generate import GenerateResult
 from kvsieve.hf.inputs import check_callable, check_text
+from kvsieve.hf.model.context import context_of
 from kvsieve.hf.persist.saved import Saved
 from kvsieve.hf.reuse import Begun, PromptStore, Stored, check_store
 from kvsieve.plans import Plan
@@ -186,7 +187,7 @@ class TurnMaker:
             else:
                 known = known[:, :-1]
         ids = torch.cat([known, known.new_tensor([added])], 1)
-        context = getattr(self.sieve.config, "max_position_embeddings", None)
+        context = context_of(self.sieve.config)
         if context is not None and ids.shape[1] + 1 > context:
             raise InputError(
                 f"the conversation has {known.shape[1]} tokens and this message adds {len(added)}: with one token of "

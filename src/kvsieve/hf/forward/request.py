@@ -13,6 +13,7 @@ from kvsieve.types import ALONE, AttentionTerms, LayerContext, ModelFacts, Ranks
 
 if TYPE_CHECKING:
     from kvsieve.cache import LayerStore
+    from kvsieve.hf.model.tables import RotaryTables
     from kvsieve.plans import Plan
 
 
@@ -102,9 +103,11 @@ class ModelContext:
         layers: indices of those whose entries plans act on.
         facts: for evictors that ask for them.
         ranks: the processes that heads are divided among.
+        tables: the model's rotary tables; None where they do not depend on the length of a sequence.
     """
 
     num_layers: int
     layers: tuple[int, ...]
     facts: ModelFacts | None = None
     ranks: Ranks = ALONE
+    tables: RotaryTables | None = None

@@ -26,9 +26,11 @@ from kvsieve.hf.generate.options import refusal
 from kvsieve.hf.generate.original_prompt import OriginalPrompt
 from kvsieve.hf.generate.peak_memory import Peak, measure_peak
 from kvsieve.hf.generate.stats import Stats, stats_of
+from kvsieve.hf.hooks import Resume, resuming
 from kvsieve.hf.kept import kept_of
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
+from kvsieve.hf.prompt.reread import read_again
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.kept.kept import Kept
 
@@ -130,7 +132,8 @@ def generate(
     with measure_peak(model.model.device) if measure else contextlib.nullcontext(Peak()) as peak:
         began = time.perf_counter()
         ids, mask = read_prompt(model, input_ids, attention_mask, cache, reading)
-        output = _decode(model, own_generate, (input_ids, ids, mask), cache, clock, options, config)
+        with resuming(_resume(model, ids, cache, reading)):
+            output = _decode(model, own_generate, (input_ids, ids, mask), cache, clock, options, config)
         if reading.progress is not None:
             turn = cache.turn
             again = 0 if cache.conversation.short_prompt is None else input_ids.shape[1]
@@ -193,6 +196,29 @@ def _decode(
         # It did not come to a pass of the model: what it was told is at fault.
         raise refusal(options, error) from error
     return output if original is None else original.output(output)
+
+
+def _resume(model: AttachedModel, prompt: Tensor, cache: SieveCache, reading: ReadOptions) -> Resume:
+    """Return what has a cache go on where generate dropped it; see hooks.resuming.
+
+    Args:
+        model: the attached model.
+        prompt: int64 [B, N] that generate goes on with.
+        cache: to go on with.
+        reading: how the prompt was read.
+    """
+
+    def resume(ids: Tensor, mask: Tensor | None) -> SieveCache | None:
+        size = prompt.shape[1]
+        whole = prompt.repeat_interleave(max(len(ids) // len(prompt), 1), 0).to(ids.device)
+        # Others are passes over another prompt, as those of guidance are.
+        if ids.shape[1] <= cache.num_seen or not torch.equal(ids[:, :size], whole):
+            return None
+        if cache.num_seen:
+            read_again(model, ids, mask, cache, reading, ids.shape[1] - size)
+        return cache
+
+    return resume
 
 
 def with_stats(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.compat import CACHE_NAMES, decoder_of, layers_of, text_config
+from kvsieve.hf.model.tables import RotaryTables
 from kvsieve.hf.model.weights import is_linear, plain_weight, weight_by_images
 
 _PROJECTIONS = ("o_proj", "out_proj", "dense", "c_proj")
@@ -32,6 +33,7 @@ class Facts:
         self.config = text_config(model)
         self.decoder = decoder_of(model)
         self.layers = layers_of(self.decoder) or ()
+        self.tables = RotaryTables(model)
         # Per layer: what applies its rotary tables, None where it has none, or why that is not known.
         self._rotations: dict[int, Callable[..., Any] | str | None] = {}
 

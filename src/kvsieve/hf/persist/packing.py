@@ -117,7 +117,9 @@ def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, readi
         return tuple(parts) if kind == "tuple" else set(parts)
     given = {**parts, "plan": reading} if kind == "ShortPrompt" else parts
     fields = {each.name: each for each in dataclasses.fields(_RECORDS[kind])}
-    later = {"TurnRecord": {"blocks"}, "Conversation": {"acted"}}.get(kind, set())
+    later = {"Conversation": {"acted", "tables"}, "Turn": {"length"}, "TurnRecord": {"blocks", "reread"}}.get(
+        kind, set()
+    )
     if not fields.keys() - later <= given.keys() <= fields.keys():
         raise ValueError(f"a {kind} of that version holds other facts")
     return _RECORDS[kind](**given)

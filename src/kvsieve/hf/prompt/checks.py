@@ -11,6 +11,7 @@ from torch import Tensor
 from kvsieve.errors import InputError, KvsieveWarning, PlanError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.inputs import check_callable, check_ids, check_mask, prompt_of, refuse_strange
+from kvsieve.hf.model.context import context_of
 from kvsieve.hf.runtime import AttachedModel
 
 
@@ -116,7 +117,7 @@ def check_prompt(
         raise InputError(f"row {lengths.index(0)} of the batch is all padding; drop it or give it a token")
     if mask is not None and not bool(mask[:, -1].all()):
         raise InputError("the prompt is padded on the right; pad on the left: tokenizer.padding_side = 'left'")
-    context = getattr(model.config, "max_position_embeddings", None)
+    context = context_of(model.config)
     if context is not None and max(lengths) > context:
         raise InputError(
             f"the prompt has {max(lengths)} tokens, the model's context ends at {context}; shorten the prompt or use a "

@@ -59,6 +59,8 @@ def read_chunks(
         probed = tokens_to_probe(model, cache, whole)
         ends = probed_ends(total, chunk, window) if probed else ends
     prompt_end = max(end, prompt_end or 0)
+    # What follows these columns is not padding.
+    length_at_end = prompt_end - end + (end if mask is None else int(mask.sum(-1).max()))
     if question:
         cache.conversation.begin_question(question)
     elif options.goes_on:
@@ -66,6 +68,7 @@ def read_chunks(
         cache.turn.acts = cache.turn.record.reduced = acts
     else:
         cache.begin_turn(prompt_end + probed, options.new_tokens, acts)
+    cache.turn.length = length_at_end
     if acting.drafts and acts:
         cache.turn.drafted = drafted(model, acting, input_ids, mask, cache, chunk)
     result = None
@@ -98,7 +101,7 @@ def read_beginning(
     start, end = cache.num_seen, input_ids.shape[1]
     if not cache.conversation.half_read:
         cache.begin_turn(end)
-    cache.turn.prompt_end = end
+    cache.turn.prompt_end = cache.turn.length = end
     step = chunk or end
     for first in range(start, end, step):
         last = min(first + step, end)

@@ -17,6 +17,7 @@ from kvsieve import models
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.request import PassRequest
+from kvsieve.hf.model.context import context_of
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 from kvsieve.roles import DraftPropagator, Loaded
@@ -150,7 +151,7 @@ def _attention(model: AttachedModel, propagator: DraftPropagator, ids: list[int]
     prompt, seen = len(ids), dict[int, Any]()
     with model.drafter.opened() as draft:
         steps, config = propagator.steps(), draft.config
-        context = getattr(config, "max_position_embeddings", None)
+        context = context_of(config)
         if context is not None and prompt + steps - 1 > context:
             raise InputError(
                 f"the draft counts {prompt} tokens and drafts {steps - 1} more, and its context is {context}: use a "

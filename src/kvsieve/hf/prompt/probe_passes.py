@@ -16,6 +16,7 @@ from torch import Tensor
 from kvsieve.errors import KvsieveWarning
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.request import PassRequest
+from kvsieve.hf.model.context import context_of
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 from kvsieve.roles import Evictor, Observe, ProbingEvictor
@@ -100,7 +101,7 @@ def tokens_to_probe(model: AttachedModel, cache: SieveCache, mask: Tensor) -> in
         return 0
     # No more is fed at once than the prompt and a request that is shorter still.
     probed = min(evictor.probe_tokens, 2 * max(lengths))
-    context = getattr(model.config, "max_position_embeddings", None)
+    context = context_of(model.config)
     if context is not None and max(lengths) + probed > context:
         warnings.warn(
             f"{model.plan.name} feeds up to {probed} tokens after the prompt of {max(lengths)}, and the "

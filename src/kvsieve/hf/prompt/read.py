@@ -12,6 +12,7 @@ from kvsieve.hf.inputs import check_callable
 from kvsieve.hf.prompt.checks import check_chunk, check_prompt, whole_mask
 from kvsieve.hf.prompt.chunks import read_chunks
 from kvsieve.hf.prompt.options import ReadOptions, shifted
+from kvsieve.hf.prompt.reread import forget_other_tables, length_in_cache
 from kvsieve.hf.prompt.short import ids_and_mask, read_short_prompt
 from kvsieve.hf.runtime import AttachedModel
 
@@ -63,6 +64,11 @@ def read_prompt(
         context_mask = None if mask is None else mask[:, :-question]
     first = dataclasses.replace(options, leave_last=options.leave_last and not question)
     again = plan.shortens_prompt and (constraints.reduce or conversation.short_prompt is None)
+    reread = 0
+    if not again:
+        reread = forget_other_tables(model, cache, length_in_cache(cache, length, mask))
+        conversation = cache.conversation
+        options, first = (dataclasses.replace(each, goes_on=each.goes_on and not reread) for each in (options, first))
     if again:
         read_short_prompt(model, context, context_mask, cache, first, protected=protected, question=question)
     else:
@@ -79,4 +85,5 @@ def read_prompt(
         before = cache.num_seen - cache.turn.start if question else 0
         progress = shifted(options.progress, before, before + ids.shape[1] - cache.num_seen)
         read_chunks(model, ids, mask, cache, dataclasses.replace(options, progress=progress), question=question)
+    cache.turn.record.reread = reread
     return ids, mask

@@ -1,0 +1,72 @@
+"""Reading a conversation again where its rotary tables depend on its length, and were made for another one.
+
+Keys that a cache holds were turned by the tables of the length that the conversation had. Where a longer one gets
+other tables, what is read on them would be neither: transformers' own models of this kind drop the cache then, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch import Tensor
+
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.prompt.chunks import read_chunks
+from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.runtime import AttachedModel
+
+
+def length_in_cache(cache: SieveCache, length: int, mask: Tensor | None) -> int:
+    """Return the true tokens that a cache will have read of a conversation, of the longest row.
+
+    Args:
+        cache: what it continues.
+        length: columns of the conversation as its caller knows it.
+        mask: [B, length], None when nothing is padding.
+    """
+    short = cache.conversation.short_prompt
+    if short is not None:
+        return int((short.token_index >= 0).sum(-1).max()) + length - short.length
+    return length if mask is None else int(mask.sum(-1).max())
+
+
+def forget_other_tables(model: AttachedModel, cache: SieveCache, length: int) -> int:
+    """Empty a cache whose keys were made by other rotary tables than those of a sequence of `length` tokens.
+
+    Returns:
+        The columns that are to be read again; 0 where the cache is as it was.
+    """
+    before = cache.conversation
+    if not before.num_seen or model.facts.tables.same(before.tables, length):
+        return 0
+    cache.reset()
+    cache.conversation.short_prompt, cache.conversation.protected = before.short_prompt, before.protected
+    return before.num_seen
+
+
+def read_again(
+    model: AttachedModel, ids: Tensor, mask: Tensor | None, cache: SieveCache, options: ReadOptions, answered: int
+) -> None:
+    """Read a prompt and the answer so far, in the middle of that answer, but for the last chunk.
+
+    Args:
+        model: the attached model.
+        ids: int64 [B, N], as the cache knows them: of a shortened prompt, the short one.
+        mask: [B, N], None when nothing is padding.
+        cache: what has read them but for the last token, by other tables.
+        options: of the prompt.
+        answered: tokens of the answer among them.
+    """
+    length = ids.shape[1] if mask is None else int(mask.sum(-1).max())
+    reread = forget_other_tables(model, cache, length)
+    if not reread:
+        return
+    asked = options.constraints.question_tokens
+    options = dataclasses.replace(options, progress=None, goes_on=False, leave_last=not asked)
+    question = asked + answered if asked else 0
+    if question:
+        context_mask = None if mask is None else mask[:, :-question]
+        read_chunks(model, ids[:, :-question], context_mask, cache, options, prompt_end=ids.shape[1])
+        options = dataclasses.replace(options, leave_last=True)
+    read_chunks(model, ids, mask, cache, options, question=question)
+    cache.turn.record.reread = reread
