@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,6 +17,7 @@ from kvsieve.errors import UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import CACHE_NAMES, DynamicCache, cache_argument, take_cache
 from kvsieve.hf.forward import passes
+from kvsieve.hf.forward.resume import resumed
 from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.model.tables import RotaryTables
 from kvsieve.hf.runtime import AttachedModel
@@ -25,9 +25,6 @@ from kvsieve.hf.runtime import AttachedModel
 _ABOUT_TOKENS = frozenset(
     ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "labels", *CACHE_NAMES)
 )
-# What makes a cache fit for a pass over a whole conversation, in whose call generate has dropped it.
-Resume = Callable[[Tensor, Tensor | None], SieveCache | None]
-_RESUME: ContextVar[Resume | None] = ContextVar("kvsieve_resume", default=None)
 # Arguments of the call of a composite model that runs in this context.
 _CALL: ContextVar[dict[str, Any] | None] = ContextVar("kvsieve_call", default=None)
 
@@ -100,7 +97,7 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: st
     model.check_call({**kwargs, **told})
     cache = take_cache(kwargs)
     if cache is None or _is_generates_own(cache):
-        cache = _resumed(kwargs, outer or {}) or model.new_cache()
+        cache = resumed(kwargs, outer or {}) or model.new_cache()
     if not isinstance(cache, SieveCache):
         raise UnsupportedOptionError(
             f"the cache given is a {type(cache).__name__}, on which {model.plan.name!r} could not run; pass "
@@ -127,35 +124,6 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: st
         else:
             # As chunks before this one were told them, which came without the outer model.
             kwargs["position_ids"] = positions[0]
-
-
-@contextlib.contextmanager
-def resuming(resume: Resume) -> Iterator[None]:
-    """Ask `resume` for the cache of passes that come without one, by their ids [B, N] and mask.
-
-    Some models' generate drops the cache where rotary tables change with the length, and reads everything in one pass.
-    """
-    token = _RESUME.set(resume)
-    try:
-        yield
-    finally:
-        _RESUME.reset(token)
-
-
-def _resumed(kwargs: dict[str, Any], outer: Mapping[str, Any]) -> SieveCache | None:
-    """Return the cache that a pass over a whole conversation goes on with, and leave the rest of it in kwargs."""
-    resume, ids = _RESUME.get(), kwargs.get("input_ids", outer.get("input_ids"))
-    if resume is None or ids is None:
-        return None
-    # Passes of the driver's own come with a cache.
-    cache = resume(ids, kwargs.get("attention_mask", outer.get("attention_mask")))
-    if cache is not None and cache.num_seen:
-        for name in ("input_ids", "inputs_embeds", "position_ids"):
-            value = kwargs.get(name)
-            if value is not None:
-                at = value.ndim - 1 - (name == "inputs_embeds")
-                kwargs[name] = value.narrow(at, cache.num_seen, ids.shape[1] - cache.num_seen)
-    return cache
 
 
 def _propagation_hooks(model: AttachedModel, layers: list[nn.Module], source: int) -> list[Any]:

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -80,9 +80,8 @@ class AttachedModel(Unpicklable):
         self.facts = Facts(model)
         self._adapted = adapted_layer(self.decoder)
         self.kinds = layer_kinds(self.config)
-        self.context = ModelContext(self.num_layers, growing_layers(self.kinds), self.facts, ranks_of(model, plan))
-        if self.facts.tables.depend:
-            self.context = replace(self.context, tables=self.facts.tables)
+        growing, tables = growing_layers(self.kinds), self.facts.tables if self.facts.tables.depend else None
+        self.context = ModelContext(self.num_layers, growing, self.facts, ranks_of(model, plan), tables)
         divided = tensor_parallel_mesh(model) is not None
         self.engine = Engine(self.decoder, decode, divided, model.get_output_embeddings())
 

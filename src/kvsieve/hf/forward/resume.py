@@ -1,0 +1,45 @@
+"""Passes over a whole conversation in whose call generate has dropped the cache go on with it, if it can be made fit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from kvsieve.hf.cache.cache import SieveCache
+
+# Makes a cache fit for a pass over ids [B, N] with this mask, and returns it; None for passes over other prompts.
+Resume = Callable[[Tensor, Tensor | None], SieveCache | None]
+_RESUME: ContextVar[Resume | None] = ContextVar("kvsieve_resume", default=None)
+
+
+@contextlib.contextmanager
+def resuming(resume: Resume) -> Iterator[None]:
+    """Ask `resume` for the cache of passes that come without one, by their ids [B, N] and mask.
+
+    Some models' generate drops the cache where rotary tables change with the length, and reads everything in one pass.
+    """
+    token = _RESUME.set(resume)
+    try:
+        yield
+    finally:
+        _RESUME.reset(token)
+
+
+def resumed(kwargs: dict[str, Any], outer: Mapping[str, Any]) -> SieveCache | None:
+    """Return the cache that a pass over a whole conversation goes on with, and leave the rest of it in kwargs."""
+    resume, ids = _RESUME.get(), kwargs.get("input_ids", outer.get("input_ids"))
+    if resume is None or ids is None:
+        return None
+    # Passes of the driver's own come with a cache.
+    cache = resume(ids, kwargs.get("attention_mask", outer.get("attention_mask")))
+    if cache is not None and cache.num_seen:
+        for name in ("input_ids", "inputs_embeds", "position_ids"):
+            value = kwargs.get(name)
+            if value is not None:
+                at = value.ndim - 1 - (name == "inputs_embeds")
+                kwargs[name] = value.narrow(at, cache.num_seen, ids.shape[1] - cache.num_seen)
+    return cache
