@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kvsieve.cache.base import tensors_in
@@ -18,8 +17,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import CACHE_NAMES, DynamicCache, cache_argument, take_cache
 from kvsieve.hf.forward import passes
 from kvsieve.hf.forward.resume import resumed
-from kvsieve.hf.forward.rows import RowsSession
-from kvsieve.hf.model.tables import RotaryTables
+from kvsieve.hf.forward.tables import make_tables
 from kvsieve.hf.runtime import AttachedModel
 
 _ABOUT_TOKENS = frozenset(
@@ -65,7 +63,7 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
     tables = model.context.tables
     if tables is not None and tables.module is not None:
         # Before those that note what it makes.
-        hook = functools.partial(_make_tables, tables)
+        hook = functools.partial(make_tables, tables)
         handles.append(tables.module.register_forward_hook(hook, with_kwargs=True))
     handles += [
         decoder.register_forward_pre_hook(before, with_kwargs=True),
@@ -154,16 +152,6 @@ def _outside(model: AttachedModel) -> list[nn.Module]:
 def _arguments_of(layer: nn.Module) -> list[str]:
     """List the parameters of a layer behind hidden states, which come first."""
     return list(inspect.signature(layer.forward).parameters)[1:]
-
-
-def _make_tables(tables: RotaryTables, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """Make the rotary tables of the whole sequence that a pass belongs to."""
-    session = passes.current()
-    recorded = torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-    if session is None or recorded:
-        return None
-    rows = session.rows if isinstance(session, RowsSession) else [session]
-    return tables.at_lengths(args, kwargs, [row.sequence for row in rows])
 
 
 def _widen(module: nn.Module, args: Any, output: Any) -> Any:

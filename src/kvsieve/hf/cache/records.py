@@ -142,8 +142,8 @@ class Conversation:
             simply count on.
         propagated: where tokens were dropped on their way through the layers, in order.
         acted: (start, end) columns of the prompts that the plan has acted on, in order.
-        tables: lowest and highest length by which rotary tables of what was read were made; None where tables do not
-            depend on it.
+        tables: lowest and highest length by which rotary tables of what was read are known to have been made; None
+            where tables do not depend on it.
         turn: the turn in progress, or the last one.
     """
 
@@ -181,6 +181,15 @@ class Conversation:
             new_tokens=new_tokens,
             record=TurnRecord(reduced=acts),
         )
+
+    @property
+    def table_lengths(self) -> tuple[int, int] | None:
+        """Lowest and highest length by which tables were made, those of an answer's tokens included."""
+        if self.tables is None or not self.turn.decoded:
+            return self.tables
+        # Recorded passes note nothing.
+        seen = self.num_seen if self.mask is None else int(self.mask.sum(-1).max())
+        return min(*self.tables, seen), max(*self.tables, seen)
 
     def note_tables(self, length: int) -> None:
         """Note a length by which rotary tables are made."""

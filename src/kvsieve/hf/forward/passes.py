@@ -150,9 +150,6 @@ def open_session(
         None if plan.propagate is None or not turn.acts else plan.propagate.first_layer(model.num_layers, model.layers)
     )
     session = Session(plan, source, cache, step, tokens, model, request, outer=_ACTIVE.get())
-    if model.tables is not None:
-        session.sequence = _sequence(turn if prefill else None, lengths, call.get("position_ids"))
-        conversation.note_tables(session.sequence)
     conversation.batch = batch
     if prefill:
         short = conversation.short_prompt
@@ -163,12 +160,6 @@ def open_session(
     cache.status = "running"
     _ACTIVE.set(session)
     return session
-
-
-def _sequence(turn: Turn | None, lengths: tuple[int, ...], positions: Tensor | None) -> int:
-    """Return the length of the sequence that a pass belongs to, of the longest row. turn: of the prompt it reads."""
-    length = max(lengths) if positions is None else int(positions.max()) + 1
-    return length if turn is None or turn.length is None else max(length, turn.length)
 
 
 def open_rows(model: ModelContext, caches: Sequence[SieveCache], ids: Tensor) -> RowsSession:

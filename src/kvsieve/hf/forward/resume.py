@@ -1,4 +1,4 @@
-"""Passes over a whole conversation in whose call generate has dropped the cache go on with it, if it can be made fit."""
+"""Passes over a whole conversation, in whose call generate has dropped the cache, go on with it where it fits."""
 
 from __future__ import annotations
 

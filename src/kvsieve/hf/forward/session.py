@@ -45,7 +45,6 @@ class Session:
         hidden: [B, L, C], what enters the layer that runs; kept for evictors that need it only.
         moved: True once other tokens travel than those of the pass.
         checks: values that the plan computed, not looked at yet; see `core.checks`.
-        sequence: length of the whole sequence, by which rotary tables are made; 0 where they do not depend on it.
     """
 
     plan: Plan
@@ -64,7 +63,6 @@ class Session:
     hidden: Tensor | None = None
     moved: bool = False
     checks: list[Value] = field(default_factory=list)
-    sequence: int = 0
     _selection: Selection | None = None
 
     def __post_init__(self) -> None:

@@ -218,7 +218,7 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
     share = sum(kept) / max(sum(whole), 1)
     if plan.roles and len(cache.sieve_layers) < len(kept):
         notes.append(told_kinds(model.kinds))
-    notes += model.facts.tables.notes(cache.conversation.tables, record.reread)
+    notes += model.facts.tables.notes(cache.conversation.table_lengths, record.reread)
     turn_tokens = record.prompt_tokens
     return Stats(
         method=plan.name,

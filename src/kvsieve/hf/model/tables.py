@@ -73,11 +73,13 @@ class RotaryTables:
             )
         return notes
 
-    def at_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any], lengths: Sequence[int]) -> Any:
-        """Return the tables of a pass's arguments in sequences of these lengths, one per row or one for all."""
+    def arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call of the module by name."""
         assert self.module is not None
-        names = list(inspect.signature(self.module.forward).parameters)
-        call = {**dict(zip(names, args, strict=False)), **kwargs}
+        return {**dict(zip(inspect.signature(self.module.forward).parameters, args, strict=False)), **kwargs}
+
+    def at_lengths(self, call: dict[str, Any], lengths: Sequence[int]) -> Any:
+        """Return the tables of a call in sequences of these lengths, one per row or one for all."""
         positions: Tensor = call["position_ids"]
         if len({self._key(each) for each in lengths}) == 1:
             return self._at(call, positions, max(lengths))

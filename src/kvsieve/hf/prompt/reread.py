@@ -37,7 +37,7 @@ def forget_other_tables(model: AttachedModel, cache: SieveCache, length: int) ->
         The columns that are to be read again; 0 where the cache is as it was.
     """
     before = cache.conversation
-    if not before.num_seen or model.facts.tables.same(before.tables, length):
+    if not before.num_seen or model.facts.tables.same(before.table_lengths, length):
         return 0
     cache.reset()
     cache.conversation.short_prompt, cache.conversation.protected = before.short_prompt, before.protected

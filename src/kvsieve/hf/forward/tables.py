@@ -1,0 +1,36 @@
+"""The rotary tables of a pass, where they depend on the length of the sequence that the pass belongs to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvsieve.hf.forward import passes
+from kvsieve.hf.forward.rows import RowsSession
+from kvsieve.hf.forward.session import Session
+from kvsieve.hf.model.tables import RotaryTables
+
+
+def make_tables(tables: RotaryTables, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+    """Replace what the rotary module gives by the tables of the whole sequence. A forward hook of the module."""
+    session = passes.current()
+    recorded = torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    if session is None or recorded:
+        return None
+    call = tables.arguments(args, kwargs)
+    positions: Tensor = call["position_ids"]
+    if not isinstance(session, RowsSession):
+        return tables.at_lengths(call, [_length(session, positions)])
+    parts = zip(session.rows, positions.expand(len(session.rows), -1).split(1), strict=True)
+    return tables.at_lengths(call, [_length(row, part) for row, part in parts])
+
+
+def _length(session: Session, positions: Tensor) -> int:
+    """Return the length of the sequence, of the longest row, and note that keys are made by its tables."""
+    length, turn = int(positions.max()) + 1, session.cache.turn
+    if session.step.phase == "prefill" and turn.length is not None:
+        length = max(length, turn.length)
+    session.cache.conversation.note_tables(length)
+    return length
