@@ -23,8 +23,9 @@ CPUS = {
 
 
 @pytest.fixture(autouse=True)
-def fresh():
-    """Nothing that was chosen for a faked processor is left, or for this one while it is faked."""
+def fresh(monkeypatch):
+    """Nothing that was chosen for a faked processor is left, or for this one while it is faked; nothing holds it."""
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     choice._paths.cache_clear()
     yield
     choice._paths.cache_clear()

@@ -50,8 +50,18 @@ def check_device(name: str | None) -> None:
 def load_model(name: str | None, dtype: str, device: str | None = None) -> tuple[Any, Any]:
     """The model, on the best device if none is named, and its tokenizer, without transformers' own messages.
 
-    Tells what the dtype "auto" came to.
+    Tells what the dtype "auto" came to, and warns where a CPU has no compiled kernels.
     """
+    loaded = _loaded(name, dtype, device)
+    if loaded[0].device.type == "cpu":
+        from kvsieve.kernels.cpu.build import library
+
+        # Of those kernels that most models take, the ones that are compiled in the least time.
+        library("layers")
+    return loaded
+
+
+def _loaded(name: str | None, dtype: str, device: str | None) -> tuple[Any, Any]:
     import torch
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging
