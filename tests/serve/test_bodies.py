@@ -220,6 +220,15 @@ def test_no_more_of_a_text_is_tokenized_than_the_context_could_hold(served, monk
     assert sum(seen) < 40_000
 
 
+@pytest.mark.parametrize("part", [b" ", b"x", "é😀".encode(), b'\\"'])
+def test_words_without_an_end_are_not_tokenized(served, monkeypatch, part):
+    """They have few tokens, and take as much as many."""
+    url, app = served
+    monkeypatch.setattr(app.state.service.preparer, "tokenizer", None)
+    reply = sent(url, b'"prompt":"%b"' % (part * 20_000))
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 @pytest.fixture
 def locked(monkeypatch):
     """The port of a server with a key, impatient with bodies that stop."""

@@ -23,8 +23,9 @@ from kvsieve.turns import plain_ids, render, stop_ids, token_ids
 
 # Temperatures below which only the likeliest token has any likelihood, and quotients leave float32.
 _COLD = 1e-4
-# Tokens of the longest prompt where the model's context has no end, and characters that are tokenized at once.
-_ENDLESS, _PIECE = 1 << 19, 1 << 14
+# The context that bounds texts of models without one, characters per token of a text that the context could hold, and
+# characters that are tokenized at once.
+_ENDLESS, _CHARACTERS, _PIECE = 1 << 18, 16, 1 << 14
 
 
 class Preparer:
@@ -118,24 +119,26 @@ class Preparer:
             return token_ids(self.tokenizer, text)
 
     def _check_length(self, text: str) -> None:
-        """Raise InputError for a text of which far more tokens than a prompt has would be made.
+        """Raise InputError for a text far longer than the context, before more than twice its tokens are made.
 
-        It is tokenized piece by piece, and no further than that: a token takes hundreds of bytes meanwhile.
+        Meanwhile a token takes hundreds of bytes, and a word without an end as many for each of its characters.
         """
-        most = 2 * (self._context or _ENDLESS)
+        context = self._context or _ENDLESS
+        most = 2 * context
         if len(text) <= 2 * most:
             return
+        if len(text) > _CHARACTERS * context:
+            raise InputError(
+                f"the prompt has {len(text)} characters, more than {_CHARACTERS} for each of the {context} tokens of "
+                "the model's context; send less"
+            )
         tokens = 0
         for begin in range(0, len(text), _PIECE):
             with self._lock:
                 piece = self.tokenizer(text[begin : begin + _PIECE], add_special_tokens=False, verbose=False)
             tokens += len(piece["input_ids"])
             if tokens > most:
-                raise InputError(
-                    f"the prompt has more than {most} tokens, twice the model's context; send less"
-                    if self._context
-                    else f"the prompt has more than {most} tokens; send less"
-                )
+                raise InputError(f"the prompt has more than {most} tokens, twice the model's context; send less")
 
     def _order(
         self, request: CommonRequest, ids: list[int], owner: str, logprobs: int | None, most: int | None
