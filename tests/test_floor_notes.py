@@ -10,6 +10,7 @@ import torch
 
 import kvsieve
 from kvsieve.budget import percent_doubt
+from kvsieve.errors import PlanError
 from kvsieve.models.families import build
 from paths import Ask, serving, words
 from small import fill
@@ -103,6 +104,13 @@ def test_a_server_tells_of_the_floor_and_asks_back_about_small_numbers(usual_flo
 )
 def test_small_numbers_may_be_meant_in_percent(budget, doubt):
     assert percent_doubt(budget) == doubt
+
+
+@pytest.mark.parametrize("name, budget", [("snapkv", 20), ("quest", 10), ("kvzip", 3), ("finch", 8)])
+def test_numbers_too_small_for_a_method_ask_back_too(name, budget):
+    """Where it is refused, the message asks."""
+    with pytest.raises(PlanError, match=f"{budget} entries is too small, at least .*, or write {budget}% for a share"):
+        kvsieve.plan(name, budget=budget, **kvsieve.method_info(name).example)
 
 
 @pytest.fixture

@@ -143,6 +143,15 @@ class Budget:
                 "like 2048"
             )
 
+    def refuse_fewer(self, least: int, owner: str, why: str) -> None:
+        """Raise PlanError where `owner` was given a number of entries below `least`, which it needs for `why`."""
+        if self.tokens is not None and self.tokens < least:
+            share = f", or write {self.tokens}% for a share" if self.tokens <= _PERCENT else ""
+            raise PlanError(
+                f"{owner}: a budget of {self.tokens} entries is too small, at least {least} are needed ({why}); raise "
+                f"budget={share}"
+            )
+
     def __str__(self) -> str:
         if self.bytes is not None:
             return told_bytes(self.bytes)

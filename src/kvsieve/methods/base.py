@@ -37,11 +37,7 @@ class ScoredEvictor(Evictor, takes_quotas=True):
         if self.every is not None:
             check_int(self, "every", self.every, 1)
         object.__setattr__(self, "budget", Budget.parse(self.budget))
-        if self.budget.tokens is not None and self.budget.tokens < self.least_budget:
-            raise PlanError(
-                f"{type(self).__name__}: a budget of {self.budget.tokens} entries is too small, at least "
-                f"{self.least_budget} are needed ({self.why_minimum}); raise budget="
-            )
+        self.budget.refuse_fewer(self.least_budget, type(self).__name__, self.why_minimum)
 
     @property
     def when(self) -> When:

@@ -51,11 +51,7 @@ class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True, q
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         check_int(self, "question_tokens", self.question_tokens, 1)
         check_int(self, "chunk_length", self.chunk_length, 1)
-        if self.budget.tokens is not None and self.budget.tokens < self.minimum:
-            raise PlanError(
-                f"Finch: a budget of {self.budget.tokens} entries is too small, at least {self.minimum} are needed "
-                f"(the question of {self.question_tokens} and one more); raise budget="
-            )
+        self.budget.refuse_fewer(self.minimum, "Finch", f"the question of {self.question_tokens} and one more")
 
     @property
     def window(self) -> int:

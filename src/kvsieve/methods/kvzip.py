@@ -82,11 +82,7 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, _ids(name, getattr(self, name)))
         object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
-        if self.budget.tokens is not None and self.budget.tokens < self.minimum:
-            raise PlanError(
-                f"KVzip: a budget of {self.budget.tokens} entries is too small, at least {self.minimum} are needed "
-                f"(the prefix of {self.prefix} and one more); raise budget="
-            )
+        self.budget.refuse_fewer(self.minimum, "KVzip", f"the prefix of {self.prefix} and one more")
 
     @property
     def minimum(self) -> int:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import ReadFacts
-from kvsieve.errors import PlanError
 from kvsieve.methods.base import parse_layers, skipped
 from kvsieve.roles import Layers, Reader
 
@@ -48,11 +47,7 @@ class BudgetReader(Reader):
         object.__setattr__(self, "budget", Budget.parse(self.budget))
         self.budget.refuse_bytes(type(self).__name__, "budget", "it is what a token reads, and everything stays stored")
         object.__setattr__(self, "skip_layers", parse_layers(self, self.skip_layers))
-        if self.budget.tokens is not None and self.budget.tokens < LEAST:
-            raise PlanError(
-                f"{type(self).__name__}: a budget of {self.budget.tokens} entries per step is too small, at least "
-                f"{LEAST} are needed; raise budget="
-            )
+        self.budget.refuse_fewer(LEAST, type(self).__name__, "in each step")
 
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
         """What `tokens` entries per step allow."""
