@@ -151,13 +151,13 @@ def test_what_was_read_for_one_key_is_not_looked_for_by_another(server, url, mon
     body = {"model": "tiny", "prompt": document, "max_tokens": 2}
     for kv in ({"method": "full"}, {"method": "full", "session": "one"}):
         post(url, {**body, "kv": kv}, path="/v1/completions")
-    looked, along = [], tiers.along
+    looked, best = [], tiers.best
 
-    def seen(tree, ids):
-        looked.append(tree[1])
-        return along(tree, ids)
+    def seen(key, owners, ids, request):
+        looked.extend(owners)
+        return best(key, owners, ids, request)
 
-    monkeypatch.setattr(tiers, "along", seen)
+    monkeypatch.setattr(tiers, "best", seen)
     cached = []
     probes = (document, document.rsplit(" ", 20)[0], f"{document} w1 w2 w3")
     for probe in probes:
