@@ -30,7 +30,7 @@ from benchmarks.paper.common import (
     task_table,
     time_table,
 )
-from benchmarks.paper.verdicts import LATER, MARGIN, NOT, OPEN, OUT, Verdict, apart, better, compared, paired
+from benchmarks.paper.verdicts import LATER, MARGIN, NOT, OPEN, OUT, SCORES, Verdict, apart, better, compared, paired
 from kvsieve.eval.cells import MethodSetting
 
 TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
@@ -131,7 +131,12 @@ def selected(row: Row, tau: float) -> int | None:
 def depth_of(row: Row, tau: float) -> float:
     """Layers that read everything."""
     layer = selected(row, tau)
-    return (len(row["relative_variance"]) + row["first"] if layer is None else layer) + 1
+    return most_layers(row) if layer is None else layer + 1
+
+
+def most_layers(row: Row) -> int:
+    """All layers that there are to select from, and those before."""
+    return len(row["relative_variance"]) + row["first"] + 1
 
 
 def tables(found: Found) -> list[Table]:
@@ -216,7 +221,7 @@ def verdicts(found: Found) -> list[Verdict]:
         out = {}
         for length in found.lengths(part):
             one, other = (found.values(part, each, metric, length) for each in (ours, theirs))
-            out[str(length)] = paired(one, other) if metric == "score" else paired(other, one)
+            out[str(length)] = paired(one, other) if metric == "score" else paired(other, one, None)
         return out
 
     return [
@@ -286,11 +291,11 @@ def _harder(found: Found) -> list[Verdict]:
             for label in ("full", "fastkv 20%")
         )
         loss = {sort: [full[sort][key] - mine[sort][key] for key in mine[sort] if key in full[sort]] for sort in full}
-        losses[str(length)] = apart(loss["hard"], loss["easy"])
+        losses[str(length)] = apart(loss["hard"], loss["easy"], SCORES)
     for length in found.lengths("trace"):
         rows = [row for row in found.rows("trace") if row["length"] == length]
         of_sort = {sort: [depth_of(row, 0.3) for row in rows if row["task"] in t] for sort, t in _sorts(easy).items()}
-        depths[str(length)] = apart(of_sort["hard"], of_sort["easy"])
+        depths[str(length)] = apart(of_sort["hard"], of_sort["easy"], None)
     return [
         compared(
             "a fixed layer's accuracy varies with the task, worse for harder ones: FastKV (20%) loses more of full "
@@ -355,7 +360,8 @@ def _tau_time(found: Found) -> Verdict:
     for length in found.lengths("trace"):
         mine = [row for row in rows if row["length"] == length]
         deep = {tau: {(row["task"], row["sample"]): depth_of(row, tau) for row in mine} for tau in (0.2, 0.6)}
-        cases[length] = paired(deep[0.2], deep[0.6])
+        # A larger tau never selects a later layer.
+        cases[length] = paired(deep[0.2], deep[0.6], (0, max(map(most_layers, mine))))
     shown = "; ".join(f"{length}: {number(each.mean)} layers, {each}" for length, each in cases.items() if each)
     seen = {better(each) for each in cases.values() if each}
     return Verdict(claim, paper, OUT if seen == {OUT} else NOT if NOT in seen else OPEN if seen else LATER, shown, rule)

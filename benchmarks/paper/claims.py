@@ -17,10 +17,11 @@ STUDIES = (fastkv.STUDY, asl.STUDY, lagkv.STUDY, rocketkv.STUDY)
 INTRO = f"""# What came out of the papers' claims
 
 Written by `python -m benchmarks.paper.claims` from the results beside it. A comparison is one of differences between
-two settings on the same samples, with an interval of 95% (bootstrap over samples, or Wilson's for a share). "Better"
-came out where the interval lies above 0, "no worse" where it lies above -{MARGIN:g}; it did not come out where the
-interval lies below 0, otherwise, and with fewer than {LEAST} samples, it is undecided. A claim about several cases came
-out only if all of them did. Fewer than {FEW} samples are marked "few".
+two settings on the same samples, with an interval of 95%: Gaffke's for scores, which allows for outcomes that were not
+seen (of 0 and 1 it is Clopper and Pearson's); Student's t for KL; Wilson's for a share. "Better" came out where the
+interval lies above 0, "no worse" where it lies above -{MARGIN:g}, for which identical outcomes have to be 73; it did
+not come out where the interval lies below 0; otherwise, and with fewer than {LEAST} samples, it is undecided. A claim
+about several cases came out only if all of them did. Fewer than {FEW} samples are marked "few".
 """
 
 

@@ -177,7 +177,7 @@ def verdicts(found: Found) -> list[Verdict]:
         out = {}
         for length in found.lengths(part):
             one, other = (found.values(part, each, metric, length) for each in (ours, theirs))
-            out[str(length)] = paired(one, other) if sign > 0 else paired(other, one)
+            out[str(length)] = paired(one, other) if sign > 0 else paired(other, one, None)
         return out
 
     half = "tsp at 1/2"
@@ -268,7 +268,7 @@ def _sparse(found: Found) -> Verdict:
     for length, of_length in cases.items():
         means = [sum(column) / len(column) for column in zip(*(row["mass"] for row in of_length), strict=True)]
         least = means.index(min(means))
-        found_at[length] = (least, estimate([row["mass"][least] - 0.5 for row in of_length]))
+        found_at[length] = (least, estimate([row["mass"][least] - 0.5 for row in of_length], (-0.5, 0.5)))
     shown = "; ".join(f"{length}: layer {layer}, {mass}" for length, (layer, mass) in found_at.items() if mass)
     return Verdict(claim, paper, better(found_at[lengths[-1]][1]), shown, rule)
 

@@ -347,7 +347,7 @@ def verdicts(found: Found) -> list[Verdict]:
 
 def _more_by_half(found: Found, times: int, length: int) -> Estimate | None:
     ours, theirs = (found.values("attention", f"{each} {times}x", length=length) for each in ("lagkv", "h2o"))
-    return estimate([ours[key] - 1.5 * theirs[key] for key in ours if key in theirs])
+    return estimate([ours[key] - 1.5 * theirs[key] for key in ours if key in theirs], (-1.5, 1.0))
 
 
 def _first(found: Found) -> Verdict:

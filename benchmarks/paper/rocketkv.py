@@ -228,7 +228,7 @@ def verdicts(found: Found) -> list[Verdict]:
         out = {}
         for length in found.lengths(part):
             one, other = (found.values(part, each, metric, length) for each in (ours, theirs))
-            out[length] = paired(one, other) if sign > 0 else paired(other, one)
+            out[length] = paired(one, other) if sign > 0 else paired(other, one, None)
         return out
 
     def cases(

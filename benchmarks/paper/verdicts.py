@@ -1,9 +1,9 @@
-"""Verdicts on what a paper claims, by stated rules: intervals of 95%, bootstrap over samples.
+"""Verdicts on what a paper claims, by stated rules: intervals of 95% that few or identical samples widen.
 
 A comparison is one of differences between two settings on the same samples. "better": the interval lies above 0;
-"no worse": above minus a margin. It did not come out where the interval lies below 0 (for "no worse", where all of it
-is worse and it reaches below the margin too). Between these, and with
-fewer than 10 samples, it is undecided.
+"no worse": above minus a margin, for which identical outcomes have to be 73 where the margin is 0.05. It did not come
+out where the interval lies below 0 (for "no worse", and reaches below the margin). Between these, and with fewer than
+10 samples, it is undecided.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from kvsieve.report.tables import markdown_table
 OUT, NOT, OPEN, IMPOSSIBLE, LATER = "came out", "did not come out", "undecided", "cannot be tested here", "not run yet"
 MARGIN = 0.05
 FEW, LEAST = 50, 10
-_DRAWS = 4000
+# Bounds of a difference of two scores.
+SCORES = (-1.0, 1.0)
+_DRAWS = 10_000
 
 
 @dataclass(frozen=True)
@@ -48,33 +50,59 @@ class Estimate:
         return f"{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}], n={self.n}{few}"
 
 
-def estimate(values: Sequence[float]) -> Estimate | None:
-    """Mean and bootstrap interval, resampling the values; None of fewer than two."""
+def estimate(values: Sequence[float], within: tuple[float, float] | None = SCORES) -> Estimate | None:
+    """Return the mean and its 95% interval; None of fewer than two values.
+
+    Values that lie within bounds have Gaffke's interval: means under random weights of the values and, for the lower
+    end, of one more at the lower bound, for the upper end at the upper one. Of outcomes that are 0 or 1 it is Clopper
+    and Pearson's. Without bounds it is Student's t.
+
+    Args:
+        values: one for each sample.
+        within: the least and the greatest value that a sample could have; None where none are known.
+    """
     if len(values) < 2:
         return None
-    array = np.asarray(values, float)
-    drawn = np.random.default_rng(0).integers(len(array), size=(_DRAWS, len(array)))
-    low, high = np.percentile(array[drawn].mean(1), [2.5, 97.5])
-    return Estimate(float(array.mean()), float(low), float(high), len(array))
+    low, high = _ends(np.asarray(values, float), within)
+    return _estimated(float(np.mean(values)), low, high, len(values))
 
 
-def paired(ours: Mapping[Any, float], theirs: Mapping[Any, float]) -> Estimate | None:
-    """The difference of two settings on the samples that both have."""
-    return estimate([ours[key] - theirs[key] for key in ours if key in theirs])
+def paired(
+    ours: Mapping[Any, float], theirs: Mapping[Any, float], within: tuple[float, float] | None = SCORES
+) -> Estimate | None:
+    """Return the difference of two settings on the samples that both have; within: bounds of such a difference."""
+    return estimate([ours[key] - theirs[key] for key in ours if key in theirs], within)
 
 
-def apart(ours: Sequence[float], theirs: Sequence[float]) -> Estimate | None:
-    """The difference of the means of two sets of samples, each resampled by itself."""
-    if min(len(ours), len(theirs)) < 2:
+def apart(ours: Sequence[float], theirs: Sequence[float], within: tuple[float, float] | None) -> Estimate | None:
+    """Return the difference of the means of two sets of samples; within: bounds of a value, None without any."""
+    n = min(len(ours), len(theirs))
+    if n < 2:
         return None
-    random = np.random.default_rng(0)
-    means = []
-    for values in (ours, theirs):
-        array = np.asarray(values, float)
-        means.append(array[random.integers(len(array), size=(_DRAWS, len(array)))].mean(1))
-    low, high = np.percentile(means[0] - means[1], [2.5, 97.5])
+    (low, high), (other_low, other_high) = (
+        _ends(np.asarray(values, float), within, seed) for seed, values in enumerate((ours, theirs))
+    )
     mean = float(np.mean(ours) - np.mean(theirs))
-    return Estimate(mean, float(low), float(high), min(len(ours), len(theirs)))
+    return _estimated(mean, low - other_high, high - other_low, n)
+
+
+def _ends(values: np.ndarray, within: tuple[float, float] | None, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Draw means that the samples allow, [_DRAWS]: from below, for the interval's lower end, and from above."""
+    random, n = np.random.default_rng(seed), len(values)
+    if within is None:
+        error = values.std(ddof=1) / n**0.5 if np.ptp(values) else 0.0
+        means = values.mean() + error * random.standard_t(n - 1, _DRAWS)
+        return means, means
+    weights = random.dirichlet(np.ones(n + 1), _DRAWS)
+    least, most = min(within[0], values.min()), max(within[1], values.max())
+    return weights @ np.append(values, least), weights @ np.append(values, most)
+
+
+def _estimated(mean: float, low: np.ndarray, high: np.ndarray, n: int) -> Estimate:
+    if np.ptp(low) == 0:
+        # Equal values without bounds say nothing of how far others would be.
+        return Estimate(mean, -np.inf, np.inf, n)
+    return Estimate(mean, float(np.quantile(low, 0.025)), float(np.quantile(high, 0.975)), n)
 
 
 def better(found: Estimate | None) -> str:

@@ -154,17 +154,45 @@ def test_readings_that_share_layers_give_what_they_give_alone(checkpoint):
     assert "forward" not in vars(model.model.layers[0].mlp)
 
 
+def constant(value: float, samples: int) -> dict[int, float]:
+    return dict.fromkeys(range(samples), value)
+
+
 def test_verdicts_follow_their_rules():
-    ours = {key: 0.9 for key in range(60)}
-    better = verdicts.compared("a", "", {"x": verdicts.paired(ours, {key: 0.5 for key in range(60)})})
-    worse = verdicts.compared("a", "", {"x": verdicts.paired(ours, {key: 1.0 for key in range(60)})}, margin=0.05)
-    close = verdicts.compared("a", "", {"x": verdicts.paired(ours, {key: 0.92 for key in range(60)})}, margin=0.05)
+    ours = constant(0.9, 200)
+    better = verdicts.compared("a", "", {"x": verdicts.paired(ours, constant(0.5, 200))})
+    worse = verdicts.compared("a", "", {"x": verdicts.paired(ours, constant(1.0, 200))}, margin=0.05)
+    close = verdicts.compared("a", "", {"x": verdicts.paired(ours, constant(0.92, 200))}, margin=0.05)
     spread = verdicts.paired({key: key % 2 for key in range(60)}, {key: (key + 1) % 2 for key in range(60)})
     assert [each.verdict for each in (better, worse, close)] == [verdicts.OUT, verdicts.NOT, verdicts.OUT]
     assert verdicts.better(spread) == verdicts.OPEN and spread.low < 0 < spread.high
-    both = verdicts.compared("a", "", {"x": spread, "y": verdicts.paired(ours, {key: 0.5 for key in range(60)})})
+    both = verdicts.compared("a", "", {"x": spread, "y": verdicts.paired(ours, constant(0.5, 200))})
     assert both.verdict == verdicts.OPEN and "few" not in both.evidence
     assert verdicts.compared("a", "", {"x": None}).verdict == verdicts.LATER
+
+
+@pytest.mark.parametrize(("samples", "least"), [(10, -0.308), (50, -0.0711), (100, -0.0362)])
+def test_identical_outcomes_allow_for_some_that_were_not_seen(samples, least):
+    """Clopper and Pearson's bound: 1 - 0.025 ** (1 / n) of the outcomes may be the worst there is."""
+    found = verdicts.estimate([0.0] * samples)
+    assert found.low == pytest.approx(least, rel=0.03) and found.high == pytest.approx(-least, rel=0.03)
+    assert verdicts.no_worse(found) == (verdicts.OUT if samples == 100 else verdicts.OPEN)
+
+
+def test_gains_without_a_loss_are_better_from_six_on():
+    """As by a coin's tosses: five of five on one side happen by chance in more than 5 of 100."""
+    five, six = (verdicts.estimate([1.0] * gains + [0.0] * 14) for gains in (5, 6))
+    assert verdicts.better(five) == verdicts.OPEN and verdicts.better(six) == verdicts.OUT
+
+
+def test_intervals_of_values_without_bounds_are_students():
+    found = verdicts.estimate([0.1, 0.2, 0.3, 0.4, 0.5], None)
+    # t of 4 degrees of freedom: 2.776 standard errors of 0.0707.
+    assert found.low == pytest.approx(0.3 - 0.1963, abs=0.01) and found.high == pytest.approx(0.4963, abs=0.01)
+    same = verdicts.estimate([0.1] * 20, None)
+    assert verdicts.better(same) == verdicts.OPEN and same.high == float("inf")
+    assert verdicts.better(verdicts.apart([2.0] * 20, [1.0] * 20, None)) == verdicts.OPEN
+    assert verdicts.better(verdicts.apart([1.0] * 20, [0.0] * 20, (0, 1))) == verdicts.OUT
 
 
 def test_a_layer_is_selected_where_the_variance_falls_below_tau():
