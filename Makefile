@@ -49,7 +49,7 @@ TIMED_BATCH := snapkv:paper=true;budget=10%,fastkv:paper=true;tsp_layer=14;tsp_r
 PEERS := snapkv,adakv
 BESIDE = $(if $(PEER),--peer-python $(PEER) --peer-methods $(PEERS))
 
-.PHONY: demo test quick lint types bench results claims readers methods paper-fastkv paper-asl paper-lagkv paper-rocketkv paper-claims evidence codecs leval retained widths docs site test-vllm clean
+.PHONY: demo test test-lowest test-newest quick lint types bench results claims readers methods paper-fastkv paper-asl paper-lagkv paper-rocketkv paper-claims evidence codecs leval retained widths docs site test-vllm test-versions clean
 
 demo: $(VENV)/.ready
 	$(BIN)/kvsieve demo
@@ -182,6 +182,20 @@ $(VLLM_VENV)/.ready: pyproject.toml
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps -e .
 	touch $@
 
+# The quick tests on the lowest versions that pyproject.toml allows and on the newest there are, made anew each time.
+# uv finds the lowest. Another Python: make test-versions PYTHON=python3.13
+VERSIONS := lowest newest
+
+test-versions: $(VERSIONS:%=test-%)
+
+test-lowest test-newest: test-%:
+	$(PYTHON) -m venv --clear .venv-$*
+	.venv-$*/bin/pip install --quiet uv
+	.venv-$*/bin/uv pip install --quiet --python .venv-$*/bin/python -e '.[dev]' \
+		--resolution $(if $(filter lowest,$*),lowest-direct,highest)
+	.venv-$*/bin/uv pip install --quiet --python .venv-$*/bin/python --no-deps --require-hashes -r requirements-demo.txt
+	.venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal --quick
+
 docs: $(VENV)/.ready
 	$(BIN)/kvsieve models --markdown > docs/supported_models.md
 	$(BIN)/kvsieve methods --markdown > docs/methods.md
@@ -199,4 +213,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt requirements-demo.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV)
+	rm -rf $(VENV) $(VLLM_VENV) $(VERSIONS:%=.venv-%)

@@ -386,7 +386,8 @@ def test_models(cli, monkeypatch):
     some = tuple(family for family in FAMILIES if family.name in wanted)
     monkeypatch.setattr("kvsieve.models.families.FAMILIES", some)
     code, out, err = cli("models", "--json")
-    assert code == 0 and err == ""
+    # Some releases of transformers end a line there.
+    assert code == 0 and not err.strip()
     rows = {each["family"]: each for each in json.loads(out)["models"]}
     wanted = {"llama": "supported", "gemma3n_text": "eviction only", "mamba2": "refused", "t5": "refused"}
     assert {name: row["status"] for name, row in rows.items()} == wanted | {"falcon_h1": "supported"}

@@ -244,8 +244,11 @@ def test_options_that_cannot_be_honoured_are_refused(model, prompts, name):
 def test_calls_that_cannot_be_honoured_are_refused(model, prompts):
     ids = prompts[0][:1]
     with kvsieve.attach(model, SNAPKV) as sieve, torch.no_grad():
+        foreign = {CACHE: DynamicCache(config=model.config)}
         with pytest.raises(UnsupportedOptionError, match="DynamicCache, on which 'snapkv' could not run"):
-            model.generate(ids, **{CACHE: DynamicCache(config=model.config)}, max_new_tokens=2, **PLAIN)
+            model.generate(ids, **foreign, max_new_tokens=2, **PLAIN)
+        with pytest.raises(UnsupportedOptionError, match="DynamicCache, on which 'snapkv' could not run"):
+            model(ids, **foreign)
         with pytest.raises(UnsupportedOptionError, match="2-D"):
             model(ids, attention_mask=torch.ones(1, 1, 40, 40, dtype=torch.bool))
         with pytest.raises(UnsupportedOptionError, match="use_cache=False"):

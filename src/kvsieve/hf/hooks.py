@@ -16,6 +16,7 @@ from kvsieve.errors import UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import CACHE_NAMES, DynamicCache, cache_argument, take_cache
 from kvsieve.hf.forward import passes
+from kvsieve.hf.forward.own_generate import in_generate
 from kvsieve.hf.forward.resume import resumed
 from kvsieve.hf.forward.tables import make_tables
 from kvsieve.hf.runtime import AttachedModel
@@ -94,13 +95,10 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: st
     told = {} if outer is None else {name: outer.get(name) for name in ("attention_mask", "input_ids")}
     model.check_call({**kwargs, **told})
     cache = take_cache(kwargs)
-    if cache is None or _is_generates_own(cache):
+    if cache is None or (in_generate() and type(cache) is DynamicCache and cache.get_seq_length() == 0):
+        # generate, given no cache, has made one that is empty.
         cache = resumed(kwargs, outer or {}) or model.new_cache()
-    if not isinstance(cache, SieveCache):
-        raise UnsupportedOptionError(
-            f"the cache given is a {type(cache).__name__}, on which {model.plan.name!r} could not run; pass "
-            "sieve.new_cache(), or nothing"
-        )
+    refuse_foreign(cache, model.plan.name)
     kwargs[taken_as] = cache
     model.check_cache(cache)
     fed = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
@@ -257,7 +255,10 @@ def _note_hidden(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         session.hidden = hidden
 
 
-def _is_generates_own(cache: Any) -> bool:
-    """Tell the empty cache that generate makes when it is given none."""
-    fresh = type(cache) is DynamicCache and not getattr(cache, "_is_user_defined", False)
-    return fresh and cache.get_seq_length() == 0
+def refuse_foreign(cache: Any, name: str) -> None:
+    """Raise UnsupportedOptionError for a cache that is not kvsieve's. name: of the plan."""
+    if not isinstance(cache, SieveCache):
+        raise UnsupportedOptionError(
+            f"the cache given is a {type(cache).__name__}, on which {name!r} could not run; pass sieve.new_cache(), or "
+            "nothing"
+        )

@@ -18,6 +18,7 @@ from kvsieve.errors import InputError, KvsieveWarning, UnsupportedModelError, Un
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Turn
 from kvsieve.hf.cache.states import StateLayer
+from kvsieve.hf.forward.own_generate import note_cache
 from kvsieve.hf.forward.padding import checked_mask
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest
 from kvsieve.hf.forward.rows import RowsCache, RowsSession
@@ -32,8 +33,6 @@ _log = logging.getLogger(__name__)
 _FEW = 8
 
 _ACTIVE: ContextVar[Session | None] = ContextVar("kvsieve_session", default=None)
-# The caches that passes have run on, for whoever asked to know them (noting_caches).
-_NOTED: ContextVar[list[SieveCache] | None] = ContextVar("kvsieve_caches", default=None)
 # The session of passes that torch compiles, which cannot look into a ContextVar; one context at a time has it.
 _COMPILED: Session | None = None
 _COMPILED_LOCK = threading.RLock()
@@ -75,17 +74,6 @@ def closing() -> Iterator[None]:
             session.cache.status = "broken"
         _ACTIVE.set(before)
         raise
-
-
-@contextlib.contextmanager
-def noting_caches() -> Iterator[list[SieveCache]]:
-    """Note the cache that passes run on in here; the last one only."""
-    caches: list[SieveCache] = []
-    token = _NOTED.set(caches)
-    try:
-        yield caches
-    finally:
-        _NOTED.reset(token)
 
 
 def open_session(
@@ -154,9 +142,7 @@ def open_session(
     if prefill:
         short = conversation.short_prompt
         turn.record.prompt_tokens = max(lengths if short is None else short.lengths)
-    noted = _NOTED.get()
-    if noted is not None:
-        noted[:] = [cache]
+    note_cache(cache)
     cache.status = "running"
     _ACTIVE.set(session)
     return session

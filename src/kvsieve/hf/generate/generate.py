@@ -20,13 +20,14 @@ from kvsieve.errors import CacheStateError, KvsieveError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.failures import undone_on_failure
 from kvsieve.hf.compat import CACHE, CACHE_NAMES
-from kvsieve.hf.forward.passes import noting_caches
+from kvsieve.hf.forward.own_generate import noting_caches
 from kvsieve.hf.forward.resume import Resume, resuming
 from kvsieve.hf.generate.config import check_config, config_in_effect
 from kvsieve.hf.generate.options import refusal
 from kvsieve.hf.generate.original_prompt import OriginalPrompt
 from kvsieve.hf.generate.peak_memory import Peak, measure_peak
 from kvsieve.hf.generate.stats import Stats, stats_of
+from kvsieve.hf.hooks import refuse_foreign
 from kvsieve.hf.kept import kept_of
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
@@ -232,6 +233,10 @@ def with_stats(
         # The second of generate's arguments, where it is given by position.
         said = {**options, "generation_config": args[1]} if len(args) > 1 else options
         check_config(model.model, said, config_in_effect(model.model, said))
+        # One that is empty would pass for the cache that generate makes itself.
+        for name in options.keys() & set(CACHE_NAMES):
+            if options[name] is not None:
+                refuse_foreign(options[name], model.plan.name)
         clock = _Clock()
         # And the fourth.
         given = args[3] if len(args) > 3 else options.pop("stopping_criteria", None)
