@@ -14,7 +14,7 @@ from source_tree import circles, imports, modules
 # is the package itself, the public API. What the registry loads by name (methods, entry points) is not an import.
 STOREYS = (
     ("folders",),
-    ("version", "text", "types", "display", "devices", "kernels"),
+    ("version", "text", "forms", "types", "display", "devices", "kernels"),
     ("errors",),
     (
         "loading",

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvsieve.errors import InputError
+from kvsieve.forms import CallArguments, forms, shows
 
 Message = dict[str, str]
 
@@ -38,7 +39,7 @@ def render(
 
     Args:
         tokenizer: a tokenizer with a chat template.
-        messages: the chat.
+        messages: the chat, in any form; a template that takes another one gets that (kvsieve.forms).
         ask: write what precedes an answer. Default True.
         parse_special: read control tokens that a message's text spells as what they spell. Default False: they are
             text, and stand-ins take their place here.
@@ -51,16 +52,30 @@ def render(
         messages = [_all_escaped(tokenizer, dict(each)) for each in messages]
         tools = None if tools is None else [_all_escaped(tokenizer, dict(each)) for each in tools]
     more: dict[str, Any] = {} if tools is None else {"tools": list(tools)}
-    try:
-        return str(tokenizer.apply_chat_template(list(messages), add_generation_prompt=ask, tokenize=False, **more))
-    except Exception as error:  # templates raise what they like, for example when they know no system role
-        raise InputError(f"the model's chat template refuses the prompt: {error}") from error
+    made: list[str] = []
+    failed: list[Exception] = []
+    for form in forms(messages):
+        try:
+            text = str(tokenizer.apply_chat_template(form, add_generation_prompt=ask, tokenize=False, **more))
+        except Exception as error:  # templates raise what they like, for example when they know no system role
+            failed.append(error)
+            continue
+        if shows(text, form):
+            return text
+        made.append(text)
+    if made:
+        # Some leave out or rewrite what a user says; whoever needs it finds that out.
+        return made[0]
+    raise InputError(f"the model's chat template refuses the prompt: {failed[0]}") from failed[0]
 
 
 def _all_escaped(tokenizer: Any, part: Any) -> Any:
     """Escape all texts of a message or a tool, names of an object's members included."""
     if isinstance(part, str):
         return escaped(tokenizer, part)
+    if isinstance(part, CallArguments):
+        values = {escaped(tokenizer, name): _all_escaped(tokenizer, each) for name, each in part.items()}
+        return CallArguments(values, escaped(tokenizer, part.text))
     if isinstance(part, Mapping):
         return {_all_escaped(tokenizer, name): _all_escaped(tokenizer, each) for name, each in part.items()}
     return [_all_escaped(tokenizer, each) for each in part] if isinstance(part, list) else part

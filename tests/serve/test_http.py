@@ -229,20 +229,21 @@ def test_completions_of_several_prompts(client, lone):
 def test_a_conversation_with_tools_is_rendered_and_calls_are_told(tokenizer):
     from kvsieve.serve.chat import HeldText
     from kvsieve.serve.ticket import AnswerPart
-    from kvsieve.serve.tools import split_calls
+    from kvsieve.serve.tools import CallForm, split_calls
 
     text = 'Sure.<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     left, (call,) = split_calls(text)
     assert left == "Sure." and call["function"] == {"name": "add", "arguments": '{"a": 1}'}
-    assert split_calls('{"name": "add", "parameters": {}}')[1][0]["function"]["arguments"] == "{}"
+    bare = CallForm(False, frozenset(["add"]))
+    assert split_calls('{"name": "add", "parameters": {}}', bare)[1][0]["function"]["arguments"] == "{}"
     assert split_calls("<tool_call>{broken</tool_call>") == ("<tool_call>{broken</tool_call>", [])
-    held, deltas = HeldText(True), []
+    held, deltas = HeldText(CallForm()), []
     for at in range(0, len(text), 5):
         deltas += held.deltas(AnswerPart(0, text[at : at + 5]))
     deltas += held.deltas(AnswerPart(0, "", finish="stop"))
     assert "".join(delta.get("content", "") for delta, _, _ in deltas) == "Sure."
     assert deltas[-2][0]["tool_calls"][0]["function"]["name"] == "add" and deltas[-1][2] == "tool_calls"
-    plain, deltas = HeldText(True), []
+    plain, deltas = HeldText(CallForm()), []
     for piece in ("Hello", " {", " there"):
         deltas += plain.deltas(AnswerPart(0, piece))
     assert "".join(delta.get("content", "") for delta, _, _ in deltas) == "Hello { there"

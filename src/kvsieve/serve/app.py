@@ -197,11 +197,10 @@ def _add_completions(app: FastAPI, service: Service, metrics: Metrics) -> None:
     async def completions(request: Request, owner: Owner, body: CompletionBody) -> Response:
         _check_model(service, body)
         orders = await asyncio.to_thread(preparer.completion, body, owner)
-        echoes = await asyncio.to_thread(texts, orders) if body.echo else [""] * len(orders)
         exchange = await begin(orders)
         if body.stream:
-            return EventStream(_events(completion_chunks(body, orders, exchange, spelled, echoes), exchange))
-        return await _whole(request, exchange, completion_reply(body, orders, exchange, spelled, echoes))
+            return EventStream(_events(completion_chunks(body, orders, exchange, spelled), exchange))
+        return await _whole(request, exchange, completion_reply(body, orders, exchange, spelled))
 
 
 async def _events(chunks: AsyncIterator[dict[str, Any]], exchange: Exchange) -> AsyncGenerator[str, None]:

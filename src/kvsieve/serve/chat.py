@@ -9,7 +9,7 @@ from kvsieve.serve.exchange import Exchange
 from kvsieve.serve.replies import Envelope, TokenBytes, chat_logprobs, usage
 from kvsieve.serve.schema import ChatRequest
 from kvsieve.serve.ticket import AnswerPart, ChosenToken, Order
-from kvsieve.serve.tools import MARK, may_be_call, split_calls
+from kvsieve.serve.tools import MARK, CallForm, split_calls
 
 
 async def chat_reply(request: ChatRequest, order: Order, exchange: Exchange, spelled: TokenBytes) -> dict[str, Any]:
@@ -22,7 +22,7 @@ async def chat_reply(request: ChatRequest, order: Order, exchange: Exchange, spe
         ends[part.answer] = part.finish or ends[part.answer]
     choices = []
     for number, said in enumerate(texts):
-        content, calls = split_calls(said) if _calls(request) else (said, [])
+        content, calls = (said, []) if order.calls is None else split_calls(said, order.calls)
         message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content}
         message["refusal"] = None
         if calls:
@@ -46,7 +46,7 @@ async def chat_chunks(
     """Yield chunks of all answers as they come."""
     envelope, held = (
         Envelope("chatcmpl", request.model, True),
-        [HeldText(_calls(request)) for _ in range(order.answers)],
+        [HeldText(order.calls) for _ in range(order.answers)],
     )
     wanted = request.stream_options is not None and request.stream_options.include_usage
     none = {"usage": None} if wanted else {}
@@ -63,8 +63,8 @@ async def chat_chunks(
 class HeldText:
     """Text of an answer that may turn out to be a tool call, held back until that is known."""
 
-    def __init__(self, calls: bool) -> None:
-        self._calls, self._text, self._tokens = calls, "", list[ChosenToken]()
+    def __init__(self, form: CallForm | None) -> None:
+        self._form, self._text, self._tokens = form, "", list[ChosenToken]()
         # A bare object is a call only where nothing was said before it.
         self._begun = False
 
@@ -72,19 +72,20 @@ class HeldText:
         """Return what can be told now: deltas, their tokens, and how the answer has ended."""
         self._text += part.text
         self._tokens += part.tokens
-        if self._calls and not part.finish:
-            at = self._text.find(MARK)
+        if self._form is not None and not part.finish:
+            at = self._text.find(MARK) if self._form.marked else -1
             if at > 0 and self._text[:at].strip():
                 said, self._text, self._begun = self._text[:at], self._text[at:], True
                 return [({"content": said}, [], None)]
-            if at >= 0 or _ends_like_mark(self._text) or (not self._begun and may_be_call(self._text)):
+            ends = self._form.marked and _ends_like_mark(self._text)
+            if at >= 0 or ends or (not self._begun and self._form.may_begin(self._text)):
                 return []
         text, tokens, self._text, self._tokens = self._text, self._tokens, "", []
         self._begun = True
         out: list[tuple[dict[str, Any], list[ChosenToken], str | None]] = []
         finish = part.finish
-        if finish and self._calls:
-            text, calls = split_calls(text)
+        if finish and self._form is not None:
+            text, calls = split_calls(text, self._form)
             if calls:
                 listed = [{"index": number, **call} for number, call in enumerate(calls)]
                 out, finish = [({"tool_calls": listed}, [], None)], "tool_calls"
@@ -95,10 +96,6 @@ class HeldText:
 
 def _ends_like_mark(text: str) -> bool:
     return any(text.endswith(MARK[:count]) for count in range(1, len(MARK)))
-
-
-def _calls(request: ChatRequest) -> bool:
-    return bool(request.tools) and request.tool_choice != "none"
 
 
 def _choice(number: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from kvsieve.serve.ticket import ChosenToken, Order
 
 
 async def completion_reply(
-    request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, spelled: TokenBytes, echoes: Sequence[str]
+    request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, spelled: TokenBytes
 ) -> dict[str, Any]:
-    """Wait for all answers and return them. echoes: what stands before the answers to each prompt."""
+    """Wait for all answers and return them."""
     each = orders[0].answers
-    texts = [echo for echo in echoes for _ in range(each)]
+    texts = [order.echo for order in orders for _ in range(each)]
     tokens, ends = [list[ChosenToken]() for _ in texts], ["stop"] * len(texts)
     async for number, part in exchange.parts():
         at = number * each + part.answer
@@ -38,13 +38,13 @@ async def completion_reply(
 
 
 async def completion_chunks(
-    request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, spelled: TokenBytes, echoes: Sequence[str]
+    request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, spelled: TokenBytes
 ) -> AsyncIterator[dict[str, Any]]:
     """Yield parts of all answers as they come."""
     envelope, each = Envelope("cmpl", request.model, True), orders[0].answers
     wanted = request.stream_options is not None and request.stream_options.include_usage
     none = {"usage": None} if wanted else {}
-    for at, echo in enumerate(echo for echo in echoes for _ in range(each)):
+    for at, echo in enumerate(order.echo for order in orders for _ in range(each)):
         if echo:
             yield envelope.with_choices([_choice(at, echo, None, None)], **none)
     async for number, part in exchange.parts():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,9 +14,11 @@ from kvsieve.errors import InputError
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.messages import all_texts, part_text, template_call, template_tool
 from kvsieve.serve.sampling import check_generation_config
 from kvsieve.serve.schema import ChatMessage, ChatRequest, CommonRequest, CompletionRequest
 from kvsieve.serve.ticket import Order, Sampling
+from kvsieve.serve.tools import form_of
 from kvsieve.turns import plain_ids, render, stop_ids, token_ids
 
 # Temperatures below which only the likeliest token has any likelihood, and quotients leave float32.
@@ -67,18 +67,19 @@ class Preparer:
         if not self.tokenizer.chat_template:
             raise InputError("the model has no chat template; use /v1/completions")
         messages = [_message(each) for each in request.messages]
-        tools = None
-        if request.tools and request.tool_choice != "none":
-            tools = [each.model_dump(exclude_none=True) for each in request.tools]
+        tools = [template_tool(each) for each in request.tools or ()] if request.tool_choice != "none" else []
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         if request.top_logprobs is not None and not request.logprobs:
             raise InputError("top_logprobs: needs logprobs to be true")
-        self._check_length("\n".join(_texts(request.model_dump(include={"messages", "tools"}))))
-        text = self._rendered(messages, tools)
+        self._check_length("\n".join(all_texts(request.model_dump(include={"messages", "tools"}))))
+        text = self._rendered(messages, tools or None)
         ids = self._ids(text)
-        spans, question = self._spans(request, messages, tools, text)
+        spans, question = self._spans(request, messages, tools or None, text)
+        names = {each["function"]["name"] for each in tools}
+        with self._lock:
+            calls = form_of(self.tokenizer, names) if tools else None
         order = self._order(request, ids, owner, logprobs, request.max_completion_tokens)
-        return replace(order, constraints=PromptConstraints(spans, None, question))
+        return replace(order, constraints=PromptConstraints(spans, None, question), calls=calls)
 
     def completion(self, request: CompletionRequest, owner: str) -> list[Order]:
         """Make the orders of a completion, one per prompt. Raises InputError, PlanError."""
@@ -88,23 +89,32 @@ class Preparer:
             raise InputError("echo: the prompt's logprobs are not computed here; leave echo or logprobs out")
         prompt = request.prompt
         several = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        prompts: list[Any] = list(prompt) if several else [prompt]
+        prompts: list[Any] = list(prompt) if several and prompt else [prompt]
         if len(prompts) > self.limits.answers:
             raise InputError(f"prompt: at most {self.limits.answers} prompts are taken at once, got {len(prompts)}")
         orders = []
         for each in prompts:
-            if isinstance(each, str):
-                self._check_length(each)
-                with self._lock:
-                    ids = plain_ids(self.tokenizer, each)
-            else:
-                ids = list(each)
+            ids = self._prompt_ids(each, parse_special=request.parse_special is not False)
             if not ids or not all(0 <= token < self._words for token in ids):
                 raise InputError(f"prompt: expected a text, or token ids from 0 to {self._words - 1}, at least one")
             order = self._order(request, ids, owner, request.logprobs, None)
             constraints = PromptConstraints(*_plain_constraints(request))
-            orders.append(replace(order, constraints=constraints, continues=True))
+            # A text is told as it was given, not as its tokens write it.
+            echo = (each if isinstance(each, str) else self._text_of(ids)) if request.echo else ""
+            orders.append(replace(order, constraints=constraints, continues=True, echo=echo))
         return orders
+
+    def _prompt_ids(self, prompt: str | list[int] | None, parse_special: bool) -> list[int]:
+        """Token ids of a completion's prompt."""
+        if isinstance(prompt, str):
+            self._check_length(prompt)
+            with self._lock:
+                return plain_ids(self.tokenizer, prompt, parse_special)
+        if prompt is not None:
+            return list(prompt)
+        # As OpenAI has it: the beginning of a new document.
+        begins = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        return [token for token in begins if token is not None][:1]
 
     def text(self, ids: tuple[int, ...]) -> str:
         """Write tokens as text, special ones left out."""
@@ -166,8 +176,8 @@ class Preparer:
             stop_ids=self._stops.union(self._controls[stop] for stop in stops if stop in self._controls),
             owner=owner,
             session=None if kv is None else kv.session,
-            bins=0 if kv is None else kv.map,
-            ignore_eos=request.ignore_eos,
+            bins=0 if kv is None else kv.map or 0,
+            ignore_eos=bool(request.ignore_eos),
             notes=() if doubt is None else (doubt,),
         )
 
@@ -225,43 +235,20 @@ def _plain_constraints(request: CompletionRequest) -> tuple[list[tuple[int, int]
     return [each for each in kv.protect or () if not isinstance(each, int)] or None, None, kv.question or None
 
 
-def _texts(part: Any) -> Iterator[str]:
-    """Yield all texts of a message or a tool, names of an object's members included."""
-    if isinstance(part, str):
-        yield part
-    elif isinstance(part, dict):
-        for name, each in part.items():
-            yield name
-            yield from _texts(each)
-    elif isinstance(part, list):
-        for each in part:
-            yield from _texts(each)
-
-
 def _message(message: ChatMessage) -> dict[str, Any]:
     """A message as chat templates take it."""
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
+    content = message.content if message.content is not None else message.refusal
     if content is None and not message.tool_calls:
         raise InputError(f"messages: the {message.role}'s message has no content")
     out: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": content or ""}
+    if isinstance(content, list):
+        texts = [part_text(part) for part in content]
+        parts = [{"type": "text", "text": text} for text in texts]
+        out["content"] = parts if len(parts) > 1 else "".join(texts)
     if message.name is not None:
         out["name"] = message.name
     if message.tool_call_id is not None:
         out["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
-        out["tool_calls"] = [
-            {"type": "function", "function": {"name": each.function.name, "arguments": _arguments(each)}}
-            for each in message.tool_calls
-        ]
+        out["tool_calls"] = [template_call(each) for each in message.tool_calls]
     return out
-
-
-def _arguments(call: Any) -> Any:
-    """Arguments as an object, where they are one: templates write it as JSON."""
-    try:
-        found = json.loads(call.function.arguments)
-    except (ValueError, RecursionError):
-        return call.function.arguments
-    return found if isinstance(found, dict) else call.function.arguments

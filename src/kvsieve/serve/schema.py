@@ -55,21 +55,24 @@ class KVOptions(Strict):
     protect: Annotated[list[int | tuple[int, int]], Field(max_length=100, fail_fast=True)] | None = None
     question: bool | Annotated[int, Field(ge=1)] | None = None
     session: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")] | None = None
-    map: Annotated[int, Field(ge=0, le=512)] = 0
+    map: Annotated[int, Field(ge=0, le=512)] | None = None
 
 
 class StreamOptions(Strict):
     """Options of streaming."""
 
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class CommonRequest(Strict):
-    """Members that both kinds of requests have. Those that only OpenAI's services know have no effect."""
+    """Members that both kinds of requests have. Those that only OpenAI's services know have no effect.
+
+    Every member but `model`, `messages` and those of a message may be null, which is as if it were left out.
+    """
 
     model: Annotated[str, Field(max_length=300)]
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -83,7 +86,7 @@ class CommonRequest(Strict):
     stop: Text | Texts | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     kv: KVOptions | None = None
     user: Text | None = None
     metadata: dict[str, Any] | None = None
@@ -97,7 +100,7 @@ class FunctionCall(BaseModel):
     """A function that the model has called."""
 
     name: Annotated[str, Field(max_length=200)]
-    arguments: Arguments
+    arguments: Arguments | None = None
 
 
 class ToolCall(BaseModel):
@@ -108,18 +111,19 @@ class ToolCall(BaseModel):
     function: FunctionCall
 
 
-class TextPart(BaseModel):
-    """A part of a message's content."""
+class ContentPart(BaseModel):
+    """A part of a message's content. Parts that are no text are refused by name, so what else they have is left out."""
 
-    type: Literal["text"]
-    text: Text
+    type: Annotated[str, Field(max_length=40)]
+    text: Text | None = None
+    refusal: Text | None = None
 
 
 class ChatMessage(Strict):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Text | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=200)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=100, fail_fast=True)] | None = None
     tool_call_id: Annotated[str, Field(max_length=200)] | None = None
@@ -162,13 +166,31 @@ class ChatRequest(CommonRequest):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    # OpenAI's others, of which only the absence can be honoured.
+    audio: None = None
+    function_call: None = None
+    functions: None = None
+    moderation: None = None
+    prediction: None = None
+    prompt_cache_options: None = None
+    prompt_cache_retention: None = None
+    reasoning_effort: None = None
+    verbosity: None = None
+    web_search_options: None = None
 
 
 class CompletionRequest(CommonRequest):
-    """Body of /v1/completions."""
+    """Body of /v1/completions.
 
-    prompt: Text | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
+    Attributes:
+        prompt: null for a text from its beginning.
+        parse_special: false reads control tokens that a text spells as text.
+    """
+
+    prompt: Text | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)] | None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool = False
+    echo: bool | None = None
+    parse_special: bool | None = None
     best_of: Annotated[int, Field(ge=1)] | None = None
     suffix: None = None

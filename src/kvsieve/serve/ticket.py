@@ -11,6 +11,7 @@ from kvsieve.errors import KvsieveError
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.plans import Plan
+from kvsieve.serve.tools import CallForm
 
 
 class BusyError(KvsieveError):
@@ -144,6 +145,8 @@ class Order:
         ignore_eos: go on to `max_tokens` whatever the model writes.
         notes: told with the answer, beside the notes of its statistics.
         continues: the answer goes on with the prompt's text, so it may begin with a space.
+        echo: text before the answers in the reply.
+        calls: the way in which an answer calls tools; None where it is text alone.
     """
 
     ids: tuple[int, ...]
@@ -160,6 +163,8 @@ class Order:
     ignore_eos: bool = False
     notes: tuple[str, ...] = ()
     continues: bool = False
+    echo: str = ""
+    calls: CallForm | None = None
 
 
 @dataclass(eq=False)

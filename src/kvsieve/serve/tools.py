@@ -1,57 +1,123 @@
-"""Tool calls in an answer's text, as chat templates have models write them."""
+"""Tool calls in an answer's text, as the model's chat template has it write them."""
 
 from __future__ import annotations
 
 import json
 import re
-import uuid
+import secrets
+import string
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-# Hermes' and Qwen's way; Llama 3 writes the bare object.
-_MARKED = re.compile(r"<tool_call>\s*(\{.*?\})\s*(?:</tool_call>|$)", re.DOTALL)
-MARK = "<tool_call>"
+from kvsieve.errors import InputError
+from kvsieve.forms import CallArguments
+from kvsieve.turns import render
+
+# Hermes' and Qwen's way.
+MARK, _END = "<tool_call>", "</tool_call>"
+_NAME = "kvsieve_probe"
+# Llama 3's way: the object by itself.
+_BARE = re.compile(rf'(?<!\[)\s*\{{\s*"name"\s*:\s*"{_NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{{\s*\}}')
+_LETTERS = string.ascii_letters + string.digits
 
 
-def may_be_call(text: str) -> bool:
-    """Tell whether a text, or what it may become, is a call of a tool."""
-    begun = text.lstrip()
-    return not begun or any(begun.startswith(each) or each.startswith(begun) for each in (MARK, "{"))
+@dataclass(frozen=True)
+class CallForm:
+    """The way in which a model writes calls of tools.
+
+    Attributes:
+        marked: a JSON object between `<tool_call>` and `</tool_call>`.
+        bare: tools that an answer calls which is nothing but a JSON object.
+    """
+
+    marked: bool = True
+    bare: frozenset[str] = frozenset()
+
+    def may_begin(self, text: str) -> bool:
+        """Tell whether a text, or what it may become, is a call."""
+        begun = text.lstrip()
+        marks = [mark for mark, used in ((MARK, self.marked), ("{", bool(self.bare))) if used]
+        return not begun or any(begun.startswith(each) or each.startswith(begun) for each in marks)
 
 
-def split_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
+def form_of(tokenizer: Any, names: Collection[str]) -> CallForm | None:
+    """Return the way in which a chat template writes calls, None where it writes none that are found in an answer.
+
+    Args:
+        tokenizer: with a chat template.
+        names: of tools that the model may call.
+    """
+    nothing = {"type": "object", "properties": {}}
+    tool = {"type": "function", "function": {"name": _NAME, "description": "", "parameters": nothing}}
+    function = {"name": _NAME, "arguments": CallArguments({}, "{}")}
+    called = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": new_id(), "type": "function", "function": function}],
+    }
+    try:
+        text = render(tokenizer, [{"role": "user", "content": "?"}, called], ask=False, tools=[tool])
+    except InputError:
+        return None
+    if MARK in text:
+        return CallForm()
+    return CallForm(False, frozenset(names)) if _BARE.search(text) else None
+
+
+def new_id() -> str:
+    """Return a call's id, of nine letters and digits, which are all that some templates take."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
+
+
+def split_calls(text: str, form: CallForm = CallForm()) -> tuple[str, list[dict[str, Any]]]:
     """Take the tool calls out of an answer's text.
 
     Returns:
         What is left of the text, and the calls as OpenAI's protocol has them; a call that is no JSON stays text.
     """
-    calls = []
-
-    def taken(match: re.Match[str]) -> str:
-        call = _call(match[1])
-        if call is None:
-            return match[0]
-        calls.append(call)
-        return ""
-
-    left = _MARKED.sub(taken, text)
-    if not calls and text.lstrip().startswith("{"):
-        call = _call(text.strip())
-        if call is not None:
-            return "", [call]
-    return (left.strip() if calls else text), calls
+    if form.marked and MARK in text:
+        parts = list(_marked(text))
+        calls = [part for part in parts if not isinstance(part, str)]
+        return ("".join(part for part in parts if isinstance(part, str)).strip() if calls else text), calls
+    found = _object(text.strip()) if form.bare else None
+    if found is not None and found["name"] in form.bare and found.keys() & {"arguments", "parameters"}:
+        return "", [_call(found)]
+    return text, []
 
 
-def _call(text: str) -> dict[str, Any] | None:
+def _marked(text: str) -> Iterator[str | dict[str, Any]]:
+    """Yield calls, and the text before, between and behind them."""
+    at = 0
+    while (begin := text.find(MARK, at)) >= 0:
+        yield text[at:begin]
+        at = begin + len(MARK)
+        inside = text[at:].lstrip()
+        start = len(text) - len(inside)
+        try:
+            _, size = json.JSONDecoder().raw_decode(inside)
+            found = _object(inside[:size])
+        except (ValueError, RecursionError):
+            size, found = 0, None
+        behind = inside[size:].lstrip()
+        if found is None or (behind and not behind.startswith(_END)):
+            yield MARK
+            continue
+        yield _call(found)
+        at = start + len(inside) - len(behind) + (len(_END) if behind else 0)
+    yield text[at:]
+
+
+def _object(text: str) -> dict[str, Any] | None:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return None
-    arguments = found.get("arguments", found.get("parameters", {}))
+    return found if isinstance(found, dict) and isinstance(found.get("name"), str) else None
+
+
+def _call(found: dict[str, Any]) -> dict[str, Any]:
+    arguments = found.get("arguments", found.get("parameters"))
+    arguments = {} if arguments is None else arguments
     arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
-        "type": "function",
-        "function": {"name": found["name"], "arguments": arguments},
-    }
+    return {"id": new_id(), "type": "function", "function": {"name": found["name"], "arguments": arguments}}

@@ -1,0 +1,80 @@
+"""Forms of a chat's messages, of which a chat template takes one: texts or parts, arguments as objects or as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+Messages = Sequence[Mapping[str, Any]]
+# What a template writes that takes parts for text, as Python or as JSON.
+_PRINTED = ("'type': 'text'", '"type": "text"')
+
+
+class CallArguments(dict[str, Any]):
+    """Arguments of a tool call as an object, with their text.
+
+    Attributes:
+        text: as the model wrote them.
+    """
+
+    def __init__(self, values: Mapping[str, Any], text: str) -> None:
+        super().__init__(values)
+        self.text = text
+
+
+def forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
+    """Yield a chat in the forms that templates take, the one that it has first.
+
+    Those are: as given; parts joined to a text, one a line; every text as a part; arguments of calls as text only.
+    """
+    given = [dict(each) for each in messages]
+    yield given
+    if any(isinstance(each.get("content"), list) for each in given):
+        yield _contents(given, _joined)
+    yield _contents(given, _parted)
+    texts = [_with_text_arguments(each) for each in _contents(given, _joined)]
+    if any("tool_calls" in each for each in texts):
+        yield texts
+
+
+def shows(text: str, messages: Messages) -> bool:
+    """Tell that a rendered chat has the texts of its user's messages, and nothing written out as Python's data."""
+    said = [part for each in messages if each.get("role") == "user" for part in _texts(each.get("content"))]
+    printed = [str(found) for each in messages for found in _arguments(each) if found and not isinstance(found, str)]
+    if any(isinstance(each.get("content"), list) for each in messages):
+        printed += _PRINTED
+    # A user may say it, too.
+    written = any(mark in text and not any(mark in part for part in said) for mark in printed)
+    return not written and all(part.strip() in text for part in said)
+
+
+def _arguments(message: Mapping[str, Any]) -> list[Any]:
+    return [call.get("function", call).get("arguments") for call in message.get("tool_calls") or ()]
+
+
+def _texts(content: Any) -> list[str]:
+    if isinstance(content, list):
+        return [part["text"] for part in content]
+    return [content] if isinstance(content, str) else []
+
+
+def _contents(messages: list[dict[str, Any]], change: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    return [{**each, "content": change(each["content"])} if "content" in each else each for each in messages]
+
+
+def _joined(content: Any) -> Any:
+    return "\n".join(_texts(content)) if isinstance(content, list) else content
+
+
+def _parted(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = [dict(call) for call in message["tool_calls"]]
+    for call in calls:
+        if "function" in call and isinstance(given := call["function"].get("arguments"), CallArguments):
+            call["function"] = {**call["function"], "arguments": given.text}
+    return {**message, "tool_calls": calls}
