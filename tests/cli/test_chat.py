@@ -110,7 +110,8 @@ def test_methods_files_and_system_prompts(talk, model_dir, tmp_path):
     )
     wanted = answers(model_dir, FIRST + "\n\nw1", "w2", method="snapkv", budget=40, window=8)
     assert code == 0 and out.splitlines() == wanted
-    assert "48 of 112 entries kept" in err.splitlines()[0]
+    assert err.splitlines()[0].startswith("warning: budget 40 keeps 40 entries")
+    assert "48 of 112 entries kept" in err.splitlines()[1]
     row = next(line.split() for line in err.splitlines() if line.split()[:1] == ["2"])
     assert row[1:3] == ["118", "9"] and row[5] == "40" and row[-1] == "yes"
     assert talk("w1\n", "--system", "w7 w8")[1] != talk("w1\n")[1]

@@ -152,11 +152,11 @@ def test_run_protects_messages_and_spans(cli, tmp_path, prompt_file):
     build("llama").save_pretrained(tmp_path)
     ask = "{% if add_generation_prompt %}w1{% endif %}"
     save_tokenizer(tmp_path, "{% for m in messages %}[BOS] {{ m['content'] }} {% endfor %}" + ask)
-    options = ["--prompt-file", prompt_file, "--system", "w7 w8", "--method", "streamingllm", "--budget", "40"]
+    options = ["--prompt-file", prompt_file, "--system", "w7 w8", "--method", "streamingllm", "--budget", "110"]
     code, out, _ = cli("run", tmp_path, *options, "--protect", "system", "--protect", "100:120", "--json")
-    assert code == 0 and json.loads(out)["results"][0]["stats"]["kv_entries"] == [40] * 4
+    assert code == 0 and json.loads(out)["results"][0]["stats"]["kv_entries"] == [110] * 4
     error = only_error(cli("run", tmp_path, *options, "--protect", "system", "--protect", "user"), 2)
-    assert "hold 204 of the 205 tokens" in error and "its budget of 40 entries" in error
+    assert "hold 204 of the 205 tokens" in error and "its budget of 110 entries" in error
     error = only_error(cli("run", tmp_path, *options, "--protect", "200:206"), 2)
     assert "(200, 206) lies outside row 0, whose prompt has 205 tokens" in error
 
