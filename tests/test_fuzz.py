@@ -1,4 +1,4 @@
-"""A slice of benchmarks/fuzz.py, and that it would tell a defect."""
+"""Slices of benchmarks/fuzz.py and fuzz_store.py, and that they would tell a defect."""
 
 from __future__ import annotations
 
@@ -59,3 +59,24 @@ def test_defects_are_told_apart(script, world):
     assert script.judged(lambda world: left.__enter__(), world, 60)[0] == "left behind"
     left.__exit__(None, None, None)
     assert script.judged(lambda world: None, world, 60) == ("ran", "")
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """benchmarks/fuzz_store.py, with the rule of reuse."""
+    from kvsieve.store import rules
+
+    spec = importlib.util.spec_from_file_location("benchmarks_fuzz_store", SCRIPT.with_name("fuzz_store.py"))
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module.fuzz, rules
+
+
+def test_traces_through_a_store(traces, monkeypatch):
+    """Answers are those without it; and were answers taken for prompts, some would not be."""
+    fuzz, rules = traces
+    counts, different = fuzz((1, 6, 7), 0)
+    assert not different and counts["answers"] > 8 and counts["found"] > 3
+    monkeypatch.setattr(rules, "tells_answers_apart", lambda plan: False)
+    assert len(fuzz((1, 6), 0)[1]) >= 2

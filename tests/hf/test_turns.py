@@ -178,3 +178,20 @@ def test_a_padded_row_goes_the_way_it_would_alone(model, name, chunk):
             fed = mask[:, :-1]
             mine = tokens_held(own, torch.ones(1, int(fed[1].sum()), dtype=torch.int64), 0)
             assert tokens_held(cache, fed, 1) == mine
+
+
+@pytest.mark.parametrize("name", ["perturn", "rocketkv-mt"])
+def test_what_drops_nothing_grows_as_full_kv_does(model, name):
+    """A conversation's views and page tables are those of its last turn: turns leave nothing but their KV."""
+    sizes = {}
+    for each in ("full", name):
+        ids, sizes[each] = torch.arange(3, 103)[None], []
+        with kvsieve.attach(model, kvsieve.plan(each, **({} if each == "full" else {"budget": 40}))) as sieve:
+            cache = sieve.new_cache()
+            for turn in range(1, 31):
+                answer = sieve.generate(ids, torch.ones_like(ids), cache=cache, max_new_tokens=2, **GREEDY)
+                ids = torch.cat([answer.sequences, torch.arange(3, 13)[None]], 1)
+                if turn % 15 == 0:
+                    sizes[each].append(cache.nbytes())
+    more = [mine - full for mine, full in zip(sizes[name], sizes["full"], strict=True)]
+    assert more[0] > 0 and more[1] - more[0] < 0.1 * (sizes["full"][1] - sizes["full"][0])
