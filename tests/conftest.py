@@ -84,9 +84,12 @@ def model_dir(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def cli(capsys):
+def cli(capsys, monkeypatch):
     """Run the command line in this process: (exit code, stdout, stderr)."""
     from kvsieve.cli.main import run_cli
+
+    # Where there is no compiler the first test of a process would be warned of it, and no other.
+    monkeypatch.setattr("kvsieve.kernels.cpu.build._reasons", ["in tests"])
 
     def call(*arguments: object) -> tuple[int, str, str]:
         capsys.readouterr()
