@@ -151,4 +151,4 @@ def test_a_file_is_for_one_processor_and_made_again_when_it_is_damaged(machine, 
     damaged = machine / "cache/kernels/damaged.so"
     damaged.write_bytes(b"half a libr")
     damaged.chmod(0o700)
-    assert build._ready(damaged) is None
+    assert build._load_compiled(damaged) is None

@@ -86,10 +86,10 @@ def library(name: Name) -> Library:
     """
     if os.environ.get("KVSIEVE_KERNELS") == "0":
         return Library(None, "switched off: KVSIEVE_KERNELS=0")
-    return _warned(_found(name))
+    return _with_warning(_load_or_compile(name))
 
 
-def _warned(found: Library) -> Library:
+def _with_warning(found: Library) -> Library:
     """Warn of missing kernels, once in a process."""
     if found.reason is not None and not _reasons:
         _reasons.append(found.reason)
@@ -100,7 +100,7 @@ def _warned(found: Library) -> Library:
     return found
 
 
-def _found(name: Name) -> Library:
+def _load_or_compile(name: Name) -> Library:
     compiler = os.environ.get("CC", "").strip() or shutil.which("gcc") or shutil.which("clang") or shutil.which("cc")
     if compiler is None:
         return Library(None, "there is no C compiler: install gcc")
@@ -109,20 +109,24 @@ def _found(name: Name) -> Library:
         return Library(None, f"compiled kernels have no folder: {'; '.join(folders.refused)}")
     source = _FOLDER / f"{name}.c"
     texts = source.read_text(), *(each.read_text() for each in sorted(_FOLDER.glob("*.h")))
-    told = "\n".join((*texts, *_FLAGS, compiler, platform.machine(), processor(), torch.__version__))
-    paths = [folder / f"{name}-{hashlib.sha256(told.encode()).hexdigest()[:16]}.so" for folder in folders.usable]
+    identity = "\n".join((*texts, *_FLAGS, compiler, platform.machine(), processor(), torch.__version__))
+    paths = [folder / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so" for folder in folders.usable]
     for path in paths:
-        ready = _ready(path)
-        if ready is not None:
-            return ready
+        kernels = _load_compiled(path)
+        if kernels is not None:
+            return kernels
     reason = ""
     for path in paths:
         try:
-            return _compiled(compiler, source, path)
+            return _compile_and_load(compiler, source, path)
         except subprocess.CalledProcessError as error:
             reason = _first_error(error.stderr) or f"exit status {error.returncode}, and no message"
             break
-        except (OSError, ValueError, subprocess.SubprocessError) as error:
+        except (ValueError, subprocess.SubprocessError) as error:
+            reason = str(error)
+            break
+        except OSError as error:
+            # Another folder may have room, or let what is in it be loaded.
             reason = str(error)
     return Library(None, f"{compiler} made no kernels: {reason}")
 
@@ -132,7 +136,7 @@ def threaded(name: Name) -> Library:
     found, threads = library(name), torch.get_num_threads()
     if found.loaded is None or found.on_threads or threads == 1:
         return found
-    return _warned(Library(None, f"the compiler has no OpenMP, and torch has {threads} threads"))
+    return _with_warning(Library(None, f"the compiler has no OpenMP, and torch has {threads} threads"))
 
 
 def function(name: Name, symbol: str, *arguments: Any, returns: Any = None) -> Callable[..., Any]:
@@ -151,7 +155,7 @@ def function(name: Name, symbol: str, *arguments: Any, returns: Any = None) -> C
     return found
 
 
-def _ready(path: Path) -> Library | None:
+def _load_compiled(path: Path) -> Library | None:
     """Load what was compiled before; None for a damaged file, and for one that others could have written."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode) or why_not_private(path) is not None:
@@ -161,7 +165,7 @@ def _ready(path: Path) -> Library | None:
         return None
 
 
-def _compiled(compiler: str, source: Path, path: Path) -> Library:
+def _compile_and_load(compiler: str, source: Path, path: Path) -> Library:
     began = time.perf_counter()
     _compile(compiler, source, path)
     seconds = time.perf_counter() - began
@@ -194,7 +198,7 @@ def _compile(compiler: str, source: Path, path: Path) -> None:
         try:
             made = tool.compile(source, flags)
         except subprocess.CalledProcessError:
-            flags = tool.known(_FLAGS)
+            flags = tool.accepted(_FLAGS)
             if flags == _FLAGS:
                 raise
             made = tool.compile(source, flags)
@@ -234,12 +238,12 @@ class _CompilerCommand:
         ctypes.CDLL(str(out))
         return out
 
-    def known(self, flags: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the flags without those that the compiler refuses, for which others may go."""
-        found = (flag if self._takes(flag) else _INSTEAD.get(flag, flag) for flag in flags)
-        return tuple(flag for flag in found if flag in flags or (flag is not None and self._takes(flag)))
+    def accepted(self, flags: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the flags with those that the compiler refuses replaced or left out."""
+        found = (flag if self._accepts(flag) else _INSTEAD.get(flag, flag) for flag in flags)
+        return tuple(flag for flag in found if flag in flags or (flag is not None and self._accepts(flag)))
 
-    def _takes(self, flag: str) -> bool:
+    def _accepts(self, flag: str) -> bool:
         empty = self._folder / "empty.c"
         empty.write_text("")
         try:
