@@ -125,14 +125,19 @@ def run_batches(
     import torch
 
     import kvsieve
+    from kvsieve.hf.generate.config import check_single_answer, config_in_effect
     from kvsieve.hf.model.support import check_model
+    from kvsieve.hf.model.tables import RotaryTables
 
+    alone = how.store is None and not how.kept
+    check_single_answer(model, how.sampling, config_in_effect(model, how.sampling), beams=alone)
     runs = [each.for_model(model, tokenizer) for each in runs]
     for each in runs:
         check_model(model, each.plan)
     if warm:
         _warm_up(model, asked[0].ids)
-    batch = batch if how.store is None else 1
+    # Rows of a batch would share the rotary tables of the longest.
+    batch = batch if how.store is None and not RotaryTables(model).depend else 1
     options = {"chunk": how.chunk, "max_new_tokens": how.max_new_tokens, **how.sampling}
     for run in runs:
         if how.seed is not None:

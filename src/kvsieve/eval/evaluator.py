@@ -18,8 +18,10 @@ from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.generate.acted import what_ran
+from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
+from kvsieve.hf.prompt.reread import crosses
 from kvsieve.hf.shared import after_prompt, answer_logits, next_logits, read_alone
 from kvsieve.plans import Plan
 from kvsieve.tasks.prompter import Prompter
@@ -109,6 +111,9 @@ class Evaluator:
         if plan.shortens_prompt:
             read = read_alone(self.model, plan, given, options=ReadOptions(self.chunk))
             return ReadState(state.plans, *read, given, state.order)
+        unseen = 0 if act else state.unseen + ids.shape[1]
+        if not self.documents.tables.same(state.cache.conversation.table_lengths, given.shape[1]):
+            return self._read_anew(state, given, unseen)
         # Of those that go on from one state only the last one is used.
         cache = state.cache.fork(share=True) if fork else state.cache
         fed = torch.cat([state.fed, ids], 1)
@@ -120,7 +125,15 @@ class Evaluator:
             if plan.probes or plan.drafts:
                 read_prompt(sieve, fed, torch.ones_like(fed), cache, ReadOptions(self.chunk))
             logits = next_logits(sieve, cache, fed.expand(cache.conversation.batch, -1))[:, -1]
-        return ReadState(state.plans, cache, logits, fed, given, state.order)
+        return ReadState(state.plans, cache, logits, fed, given, state.order, unseen)
+
+    def _read_anew(self, state: ReadState, given: Tensor, unseen: int) -> ReadState:
+        """Read conversations again whose rotary tables depend on the length of the whole."""
+        options = ReadOptions(self.chunk, constraints=PromptConstraints(question_tokens=unseen or None))
+        parts = [read_alone(self.model, plan, given, torch.ones_like(given), options) for plan in state.plans]
+        cache = parts[0][0] if len(parts) == 1 else stack([cache for cache, _, _ in parts])
+        logits = torch.cat([logits for _, logits, _ in parts])
+        return ReadState(state.plans, cache, logits, parts[0][2], given, state.order, unseen)
 
     def _stacked(self, states: Sequence[ReadState]) -> list[ReadState]:
         """Make rows of one cache of those that are alike; the reference, which comes first, stays alone."""
@@ -139,6 +152,7 @@ class Evaluator:
                 group[0].fed,
                 group[0].given,
                 [number for state in group for number in state.order],
+                group[0].unseen,
             )
             for group in groups
         ]
@@ -187,7 +201,7 @@ class Evaluator:
         """Tokens of each row up to the end of the turn, at most `limit`; the state stays as it is."""
         logits = state.logits
         rows: list[list[int]] = [[] for _ in logits]
-        going = list(range(len(rows)))
+        going, anew = list(range(len(rows))), list[int]()
         with attach(self.model, after_prompt(state.plans[0])) as sieve, torch.no_grad():
             cache = sieve.adopt(state.cache.fork(share=True))
             for step in range(limit):
@@ -197,8 +211,20 @@ class Evaluator:
                 going = [row for row in going if rows[row][-1] not in self.prompter.stops]
                 if not going or step + 1 == limit:
                     break
+                if crosses(sieve, cache):
+                    anew = going
+                    break
                 logits = self.model(input_ids=chosen[:, None], use_cache=True, **{CACHE: cache}).logits[:, -1]
+        for row in anew:
+            rows[row] += self._decode_anew(state, row, rows[row], limit - len(rows[row]))
         return rows
+
+    def _decode_anew(self, state: ReadState, row: int, made: list[int], limit: int) -> list[int]:
+        """Go on with one row's answer after its rotary tables have changed, as generate does."""
+        given = torch.cat([state.given, state.given.new_tensor([made])], 1)
+        unseen = state.unseen + len(made) if state.unseen else 0
+        alone = ReadState([state.plans[row]], state.cache, state.logits[row : row + 1], given, given, [0])
+        return self._decode(self._read_anew(alone, given, unseen), limit)[0]
 
     def _distributions(self, state: ReadState, reference: list[int], places: Sequence[int]) -> Tensor:
         """Log-probabilities float32 [rows, len(places), V] of the tokens of `reference` there, given those before."""

@@ -35,6 +35,7 @@ from kvsieve.eval import loglikelihood
 from kvsieve.eval.loglikelihood import ScoredContext
 from kvsieve.hf.attach import Sieve, attach
 from kvsieve.hf.generate.stats import Stats
+from kvsieve.hf.model.context import context_of
 from kvsieve.hf.model.support import check_model
 from kvsieve.named import plan_without_floor
 from kvsieve.registry import did_you_mean, list_methods, method_info
@@ -81,6 +82,10 @@ class KvsieveLM(HFLM):
             pretrained, tokenizer = kvsieve.models.load(None, dtype, arguments.pop("device"))
             arguments.setdefault("tokenizer", tokenizer)
         super().__init__(pretrained=pretrained, **arguments)
+        context, config = context_of(self.model.config), self.model.config.get_text_config(decoder=True)
+        if arguments.get("max_length") is None and context != getattr(config, "max_position_embeddings", None):
+            # HFLM would cut prompts where the context ends without the scaling of rotary positions.
+            self._max_length = context
         self.plan = self.plan.for_model(self.model, self.tokenizer)
         check_model(self.model, self.plan)
         _log.info("kvsieve plan: %s", json.dumps(self.plan.to_dict()))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.model.tables import RotaryTables
 from kvsieve.hf.prefix import SharedPrefix, read_prefix
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import read_alone, read_shared
@@ -33,6 +34,7 @@ class ReadState:
         fed: int64 [1, N], the tokens fed to all of them.
         given: the conversation they stand for, which is longer where a plan reads only some of its tokens.
         order: numbers of the plans among those that were asked for.
+        unseen: last tokens of `given` that the plans did not act on.
     """
 
     plans: list[Plan]
@@ -41,6 +43,7 @@ class ReadState:
     fed: Tensor
     given: Tensor
     order: list[int]
+    unseen: int = 0
 
 
 @dataclass
@@ -66,7 +69,7 @@ class DocumentReader:
     """Reads prompts under many plans, and keeps what it has read of the last context. chunk: see ReadOptions."""
 
     def __init__(self, model: Any, chunk: int | None) -> None:
-        self.model, self.chunk = model, chunk
+        self.model, self.chunk, self.tables = model, chunk, RotaryTables(model)
         self._document: _Document | None = None
 
     def forget(self) -> None:
@@ -144,6 +147,8 @@ class DocumentReader:
         if prefix is None:
             return None
         rest = ids.shape[1] - prefix.cache.num_seen
+        if not self.tables.same(prefix.cache.conversation.table_lengths, ids.shape[1]):
+            return None
         suits = all(plan in document.going_on and plan.queries(ids.shape[1]) <= rest for plan in plans)
         return prefix if suits else None
 

@@ -149,6 +149,12 @@ def generate_arguments(model: Any) -> set[str]:
     return (own | passes.keys() | more) - {"kwargs", "self"}
 
 
+def rereads_at_border(model: Any) -> bool:
+    """Tell whether the model's generate drops its cache, and reads everything again, where its rotary tables change."""
+    code = inspect.unwrap(type(model).prepare_inputs_for_generation).__code__
+    return "original_max_position_embeddings" in code.co_names + code.co_consts
+
+
 def prepared_config(model: Any, given: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
     """Return the configuration that ``model.generate(generation_config=given, **options)`` runs under, a copy."""
     found: GenerationConfig = model._prepare_generation_config(given, **options)[0]

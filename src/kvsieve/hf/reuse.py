@@ -95,6 +95,9 @@ class Stored:
 
     def suits(self, sieve: Any, options: dict[str, Any]) -> bool:
         """Tell that a prompt under a plan, with options of `generate`, may be read this way."""
+        if sieve.facts.tables.depend:
+            # What was read of a shorter prompt is another's.
+            return False
         own = any(options.get(name) is not None for name in _OWN) or not options.get("reduce", True)
         if own or sieve.plan.shortens_prompt or sieve.plan.drafts or sieve.context.ranks.size > 1:
             return False

@@ -13,6 +13,8 @@ from torch import Tensor
 from kvsieve.detokenize import Detokenizer
 from kvsieve.hf.generate.stats import stats_of
 from kvsieve.hf.kept import kept_of
+from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.prompt.reread import crosses, logits_at_border
 from kvsieve.hf.rows import feed_rows
 from kvsieve.hf.sieve import Sieve
 from kvsieve.serve.answer import Answer
@@ -77,8 +79,23 @@ class Running:
 def next_logits(sieve: Sieve, part: Sequence[tuple[Running, Answer]]) -> Tensor:
     """Run a pass over the next token of some answers; logits [B, V] on the CPU.
 
-    Several go together, each under its own plan; one alone is run as its plan decodes.
+    Several go together, each under its own plan; one alone is run as its plan decodes. Where rotary tables change with
+    the next token, a conversation is read again as generate does.
     """
+    at_border = [crosses(sieve, answer.cache) for _, answer in part]
+    others = [each for each, at in zip(part, at_border, strict=True) if not at]
+    found = iter(_next_logits(sieve, others).split(1) if others else ())
+    return torch.cat([_logits_again(*each) if at else next(found) for each, at in zip(part, at_border, strict=True)])
+
+
+def _logits_again(running: Running, answer: Answer) -> Tensor:
+    order, reading = running.ticket.order, running.reading
+    ids = torch.tensor([[*order.ids, *answer.tokens]])
+    options = ReadOptions(reading.chunk, order.max_tokens, constraints=order.constraints)
+    return logits_at_border(reading.sieve, ids, answer.cache, options, len(answer.tokens)).cpu()
+
+
+def _next_logits(sieve: Sieve, part: Sequence[tuple[Running, Answer]]) -> Tensor:
     ids = torch.tensor([answer.tokens[-1] for _, answer in part])
     if len(part) > 1:
         return feed_rows(sieve, [answer.cache for _, answer in part], ids).cpu()

@@ -183,13 +183,17 @@ class Conversation:
         )
 
     @property
+    def longest(self) -> int:
+        """True tokens fed so far, of the longest row."""
+        return self.num_seen if self.mask is None else int(self.mask.sum(-1).max())
+
+    @property
     def table_lengths(self) -> tuple[int, int] | None:
         """Lowest and highest length by which tables were made, those of an answer's tokens included."""
         if self.tables is None or not self.turn.decoded:
             return self.tables
         # Recorded passes note nothing.
-        seen = self.num_seen if self.mask is None else int(self.mask.sum(-1).max())
-        return min(*self.tables, seen), max(*self.tables, seen)
+        return min(*self.tables, self.longest), max(*self.tables, self.longest)
 
     def note_tables(self, length: int) -> None:
         """Note a length by which rotary tables are made."""

@@ -56,7 +56,7 @@ class Chat:
             check_text("system", system)
         self.sieve, self.tokenizer = sieve, tokenizer
         self.options: dict[str, Any] = {**options, "max_new_tokens": max_new_tokens, "chunk": chunk}
-        check_chat_options(self.options, sieve.model.generation_config)
+        check_chat_options(self.options, sieve.model)
         self._maker, self._store = TurnMaker(sieve, tokenizer, store), store
         self._cache, start = sieve.new_cache(), () if system is None else ({"role": "system", "content": system},)
         ids = torch.zeros(1, 0, dtype=torch.int64, device=sieve.model.device)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import GenerationConfig
-
 from kvsieve.errors import InputError, UnsupportedOptionError
-from kvsieve.hf.generate.options import check_values
+from kvsieve.hf.generate.config import check_config, check_single_answer, config_in_effect
+from kvsieve.hf.generate.options import check_values, refusal
 from kvsieve.turns import stop_ids
 
 _NOT_HERE = {
@@ -15,6 +14,8 @@ _NOT_HERE = {
     "past_key_values": "a chat has a cache of its own",
     "input_ids": "a chat writes its prompt itself",
     "attention_mask": "a chat writes its prompt itself",
+    "position_ids": "a chat counts on from what its cache has read",
+    "token_type_ids": "a chat writes its prompt itself",
     "streamer": "use on_text= or stream()",
     "max_length": "use max_new_tokens=",
 }
@@ -22,16 +23,17 @@ _NOT_HERE = {
 
 def complete_options(options: dict[str, Any], model: Any, tokenizer: Any, stops: frozenset[int]) -> frozenset[int]:
     """Fill in what generate needs to know, and return the tokens that end this answer; stops: where nothing says so."""
-    config = options.get("generation_config")
+    config, own = options.get("generation_config"), model.generation_config
     if "eos_token_id" in options:
         ends = options["eos_token_id"]
         stops = frozenset([] if ends is None else ends if isinstance(ends, (list, tuple)) else [ends])
     else:
-        stops = stops if config is None else stop_ids(tokenizer, config.eos_token_id)
+        if config is not None and config.eos_token_id is not None:
+            stops = stop_ids(tokenizer, config.eos_token_id)
         options["eos_token_id"] = sorted(stops) or None
     if config is None:
         options.setdefault("do_sample", False)
-    if getattr(config or model.generation_config, "pad_token_id", None) is None:
+    if all(each is None or each.pad_token_id is None for each in (config, own)):
         pad = tokenizer.pad_token_id
         options.setdefault("pad_token_id", min(stops, default=0) if pad is None else pad)
     if options.get("stop_strings") is not None:
@@ -39,8 +41,8 @@ def complete_options(options: dict[str, Any], model: Any, tokenizer: Any, stops:
     return stops
 
 
-def check_chat_options(options: dict[str, Any], own: GenerationConfig) -> None:
-    """Raise for options that a chat cannot honour; own: the model's configuration of generate."""
+def check_chat_options(options: dict[str, Any], model: Any) -> None:
+    """Raise for options that a chat cannot honour, given to it or by the model's configuration of generate."""
     for name, instead in _NOT_HERE.items():
         if options.get(name) is not None:
             raise UnsupportedOptionError(f"{name}= is not for a chat: {instead}")
@@ -48,10 +50,12 @@ def check_chat_options(options: dict[str, Any], own: GenerationConfig) -> None:
     if not isinstance(new, int) or isinstance(new, bool) or new < 1:
         raise InputError(f"max_new_tokens must be a number of tokens, at least 1, got {new!r}")
     check_values(options)
-    config = options.get("generation_config") or own
-    for name in ("num_beams", "num_return_sequences"):
-        if (options.get(name, getattr(config, name, None)) or 1) > 1:
-            raise UnsupportedOptionError(
-                f"{name}={options.get(name, getattr(config, name, None))} gives a chat several answers to go on "
-                f"from; pass {name}=1, or use fork() and ask in each"
-            )
+    config = options.get("generation_config")
+    if config is not None and config.max_length is not None and config.max_new_tokens is None:
+        raise UnsupportedOptionError("generation_config.max_length is not for a chat: use max_new_tokens")
+    try:
+        config = config_in_effect(model, options)
+    except Exception as error:  # of comparing what it was given, whatever that may be
+        raise refusal(options, error) from error
+    check_config(model, options, config)
+    check_single_answer(model, options, config, ", or use fork() and ask in each")

@@ -94,8 +94,11 @@ class TurnMaker:
             options: the chat's options, for what is not given.
         """
         check_text("message", message)
-        check_chat_options(given, self.sieve.model.generation_config)
+        config = given.get("generation_config")
+        if config is not None and config.max_new_tokens is not None:
+            given = {"max_new_tokens": config.max_new_tokens, **given}
         options = {**options, **given}
+        check_chat_options(options, self.sieve.model)
         ids, context = self._fed(before, message if before.context is None else f"{_BREAK}{message}")
         wanted = options.pop("max_new_tokens")
         stops = complete_options(options, self.sieve.model, self.tokenizer, self.stops)

@@ -96,9 +96,14 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     asked = Asked(query, scale, _terms(who, query, kwargs.get("softcap"), kwargs.get("s_aux")))
     if isinstance(layer, LatentLayer):
+        if torch.is_autocast_enabled(query.device.type):
+            raise UnsupportedOptionError(
+                f"{who} has latent attention, which does not run under torch.autocast: load the model in that dtype"
+            )
         out = session.attend(index, layer, *ask_latents(asked, layer, module, key, value, who))
     elif isinstance(layer, StoreLayer):
         key, value, repeats = layer.take(key, value, who)
+        asked, key, value = _one_dtype(asked, key, value)
         out = session.attend(index, layer, _heads_together(asked, repeats), key, value)
         out = out if repeats == 1 else out.unflatten(1, (-1, repeats)).transpose(1, 2).flatten(1, 2)
     elif isinstance(layer, EmptyLayer) and layer.source is not None:
@@ -106,6 +111,15 @@ def _attend(
     else:
         raise UnsupportedModelError(f"{who} attends, and its cache has no entries for it: this is not supported")
     return out
+
+
+def _one_dtype(asked: Asked, key: Tensor, value: Tensor) -> tuple[Asked, Tensor, Tensor]:
+    """Give queries, keys and values the dtype of autocast where theirs differ, as torch's own attention does."""
+    kind = key.device.type
+    if asked.query.dtype == key.dtype == value.dtype or not torch.is_autocast_enabled(kind):
+        return asked, key, value
+    dtype = torch.get_autocast_dtype(kind)
+    return replace(asked, query=asked.query.to(dtype)), key.to(dtype), value.to(dtype)
 
 
 def _layer_of(cache: SieveCache, module: torch.nn.Module, key: Tensor) -> tuple[int, CacheLayer]:

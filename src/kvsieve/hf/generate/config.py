@@ -91,13 +91,23 @@ def _way_out(options: Mapping[str, Any], name: str, value: Any = None) -> str:
     return "" if options.get(name) is not None else f", or pass {name}={value} in the call"
 
 
-def single_answer(model: Any, options: Mapping[str, Any], config: GenerationConfig, whose: str) -> None:
-    """Raise UnsupportedOptionError for beams and several answers. whose: the one who takes a single answer."""
+def check_single_answer(
+    model: Any, options: Mapping[str, Any], config: GenerationConfig, otherwise: str = "", *, beams: bool = False
+) -> None:
+    """Raise UnsupportedOptionError for several answers, and for beams, where one answer and its cache are taken.
+
+    Args:
+        model: of transformers.
+        options: of the call.
+        config: in effect for it.
+        otherwise: what to do for several answers.
+        beams: accept beams, where the cache is not gone on with.
+    """
     for name in ("num_beams", "num_return_sequences"):
         value = getattr(config, name, None) or 1
-        if value > 1:
+        if value > 1 and not (beams and name == "num_beams"):
             said = who_says(model, options, name).replace("...", str(value))
-            raise UnsupportedOptionError(f"{said} gives {whose} several answers to go on from; pass {name}=1")
+            raise UnsupportedOptionError(f"{said} gives several answers where one is taken; pass {name}=1{otherwise}")
 
 
 def padding_token(config: GenerationConfig) -> int | None:

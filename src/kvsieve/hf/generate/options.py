@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
 from kvsieve.errors import InputError, UnsupportedOptionError, short
 from kvsieve.hf.compat import generate_arguments
 from kvsieve.hf.generate.config import check_config, config_in_effect
 from kvsieve.hf.inputs import check_callable
+from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.plans import Plan
 from kvsieve.registry import did_you_mean
 
 # Arguments of generate that a plan cannot honour; attributes of a configuration are in config.py.
@@ -78,6 +81,30 @@ def checked_config(model: Any, options: Mapping[str, Any]) -> GenerationConfig:
         raise refusal(options, error) from error
     check_config(model, options, config)
     return config
+
+
+def check_per_token(plan: Plan, input_ids: Tensor, reading: ReadOptions, options: Mapping[str, Any]) -> None:
+    """Raise UnsupportedOptionError for arguments about every token, where generate does not read the whole prompt.
+
+    Args:
+        plan: that reads it.
+        input_ids: int64 [B, N].
+        reading: how it is read.
+        options: of generate.
+    """
+    alone = reading.chunk is not None or reading.constraints.question_tokens is not None
+    evictor = plan.evict
+    turns = evictor is not None and "rotary" in evictor.traits.needs
+    if not isinstance(input_ids, Tensor) or not (alone or plan.probes or plan.drafts or turns):
+        return
+    for name, value in options.items():
+        # The prompt of guidance is another one, of whatever length.
+        if isinstance(value, Tensor) and value.shape[-2:] == input_ids.shape and not name.startswith("negative_"):
+            raise UnsupportedOptionError(
+                f"generate({name}=...) is about every token of a prompt that generate reads in one pass: leave it out, "
+                f"or leave chunk= and question_tokens= out, and take a method that reads and moves nothing by itself "
+                f"where {plan.name!r} does"
+            )
 
 
 def refusal(options: Mapping[str, Any], error: Exception) -> InputError:

@@ -11,8 +11,10 @@ import dataclasses
 from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.compat import rereads_at_border
 from kvsieve.hf.prompt.chunks import read_chunks
 from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.prompt.short import ids_and_mask
 from kvsieve.hf.runtime import AttachedModel
 
 
@@ -44,6 +46,14 @@ def forget_other_tables(model: AttachedModel, cache: SieveCache, length: int) ->
     return before.num_seen
 
 
+def crosses(model: AttachedModel, cache: SieveCache) -> bool:
+    """Tell whether generate would read everything again for the next token behind what a cache holds."""
+    tables = model.facts.tables
+    if not tables.depend or not rereads_at_border(model.model):
+        return False
+    return not tables.same(cache.conversation.table_lengths, cache.conversation.longest + 1)
+
+
 def read_again(
     model: AttachedModel, ids: Tensor, mask: Tensor | None, cache: SieveCache, options: ReadOptions, answered: int
 ) -> None:
@@ -70,3 +80,24 @@ def read_again(
         options = dataclasses.replace(options, leave_last=True)
     read_chunks(model, ids, mask, cache, options, question=question)
     cache.turn.record.reread = reread
+
+
+def logits_at_border(
+    model: AttachedModel, ids: Tensor, cache: SieveCache, options: ReadOptions, answered: int
+) -> Tensor:
+    """Read a conversation again, and return the logits [1, V] behind it.
+
+    Args:
+        model: the attached model, under the cache's plan.
+        ids: int64 [1, N], the conversation as the cache's caller knows it; the last token was not read yet.
+        cache: of one row without padding, for which `crosses` is true.
+        options: of the prompt.
+        answered: tokens of the answer among ids.
+    """
+    mask, ids = None, ids.to(model.model.device)
+    if cache.conversation.short_prompt is not None:
+        ids, mask = ids_and_mask(cache, ids, None, cache.conversation.protected, 0)
+    read_again(model, ids, mask, cache, options, answered)
+    found = model.feed(cache, ids[:, cache.num_seen :], mask, logits=1).logits
+    assert found is not None
+    return found[:, -1]
