@@ -21,6 +21,20 @@ def llama():
     return fill(build("llama", dtype=torch.float64))
 
 
+@functools.cache
+def phi3(border: int):
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": border,
+        "short_factor": [1.0] * 8,
+        "long_factor": [float(1 + i) for i in range(8)],
+    }
+    lengths = {"max_position_embeddings": 512, "original_max_position_embeddings": border}
+    return fill(build("phi3", dtype=torch.float64, rope_parameters=rope, **lengths))
+
+
 def full_kv() -> tuple[Ask, str]:
     """Full KV answers as transformers does."""
     ask = Ask(llama(), words(50, seed=3))
@@ -76,10 +90,35 @@ def pad_token() -> tuple[Ask, str]:
     return ask, plain(ask)
 
 
+def longrope(border: int) -> Callable[[], tuple[Ask, str]]:
+    """Phi-3's rotary factors change behind `border` tokens: within the prompt of 53, or within the answer."""
+
+    def case() -> tuple[Ask, str]:
+        ask = Ask(phi3(border), words(50, seed=3))
+        return ask, plain(ask)
+
+    return case
+
+
+def other_rules() -> tuple[Ask, str]:
+    """What the checkpoint's generation_config says is obeyed."""
+    model = fill(build("llama", dtype=torch.float64))
+    said = Ask(model, words(50, seed=3))
+    first = model.generate(said.ids, max_new_tokens=4, do_sample=False)[0, said.ids.shape[1] :].tolist()
+    model.generation_config.suppress_tokens = first[:2]
+    model.generation_config.bad_words_ids = [[first[2]]]
+    model.generation_config.no_repeat_ngram_size = 2
+    model.generation_config.repetition_penalty = 1.2
+    return said, plain(said)
+
+
 CASES: dict[str, Callable[[], tuple[Ask, str]]] = {
     "full KV": full_kv,
     "snapkv": snapkv,
     "below the floor": below_the_floor,
+    "longrope, prompt crosses": longrope(40),
+    "longrope, answer crosses": longrope(56),
+    "generation_config": other_rules,
     "rules of tokens": token_rules,
     "ends": ends,
     "the pad token": pad_token,
@@ -95,13 +134,17 @@ def prepared(case: str) -> tuple[Ask, str]:
 KNOWN = {("evaluation", "rules of tokens"), ("evaluation", "ends")}
 
 
+# Rows of one batch share the rotary tables of the longest, in transformers as well.
+OTHERWISE = {("padded row", "longrope, answer crosses")}
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("path", PATHS)
 def test_every_path_gives_the_answer(path, case, request):
     if (path, case) in KNOWN:
         request.applymarker(pytest.mark.xfail(reason="generation_config is not obeyed there"))
     ask, wanted = prepared(case)
-    assert answer(path, ask) == wanted
+    assert (answer(path, ask) == wanted) == ((path, case) not in OTHERWISE)
 
 
 @pytest.mark.parametrize("case", CASES)

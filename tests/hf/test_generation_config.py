@@ -9,11 +9,14 @@ import torch
 from transformers import GenerationConfig
 
 import kvsieve
+from kvsieve.cli.answers import EncodedPrompt, Generation, run_methods
+from kvsieve.cli.specs import MethodRun
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.generate.config import FROM_HUB, REFUSED, config_in_effect, end_tokens, padding_token, processors_of
 from kvsieve.models.families import build
 from small import fill
+from toy_chats import chat_tokenizer
 
 FULL = kvsieve.plan("full")
 GREEDY = {"max_new_tokens": 8, "do_sample": False}
@@ -285,3 +288,83 @@ def test_the_cache_of_a_beam_search_is_not_gone_on_with(model, ids, options, pat
         talk = torch.cat([second.sequences, second.sequences[:, :5]], 1)
         found = sieve.generate(talk, cache=second.cache, **GREEDY).sequences
     assert torch.equal(found, model.generate(talk, **GREEDY))
+
+
+WITH_POSITIONS = {
+    "chunk": {"chunk": 8},
+    "question": {"question_tokens": 4},
+    "probing": {"plan": kvsieve.plan("kvzip", budget=20, repeat_ids=(), go_on_ids=(), answer_ids=())},
+    "moved keys": {"plan": kvsieve.plan("expectedattention", budget=20)},
+}
+
+
+@pytest.mark.parametrize("name", WITH_POSITIONS)
+def test_positions_of_the_caller_are_obeyed_or_refused(model, ids, name):
+    at = torch.arange(100, 130)[None]
+    wanted = model.generate(ids, position_ids=at, **GREEDY)
+    with kvsieve.attach(model, FULL) as sieve:
+        assert torch.equal(sieve.generate(ids, position_ids=at, **GREEDY).sequences, wanted)
+    how = dict(WITH_POSITIONS[name])
+    with kvsieve.attach(model, how.pop("plan", FULL)) as sieve:
+        with pytest.raises(UnsupportedOptionError, match="position_ids=.*is about every token of a prompt"):
+            sieve.generate(ids, position_ids=at, **how, **GREEDY)
+
+
+@pytest.mark.parametrize("name", ["full", "kivi", "snapkv"])
+def test_under_autocast_chunks_and_later_turns_are_those_of_one_pass(ids, name):
+    plans = {"full": FULL, "kivi": kvsieve.plan("full", codec="kivi:bits=4")}
+    plan = plans.get(name) or kvsieve.plan("snapkv", budget=20, window=4, paper=True)
+    model = fill(build("llama"))
+    with torch.autocast("cpu", dtype=torch.bfloat16), kvsieve.attach(model, plan) as sieve:
+        first = sieve.generate(ids, **GREEDY)
+        assert first.cache.layers[0].store.keys.dtype == torch.bfloat16
+        assert torch.equal(sieve.generate(ids, chunk=16, **GREEDY).sequences, first.sequences)
+        talk = torch.cat([first.sequences, ids[:, :7]], 1)
+        later = sieve.generate(talk, cache=first.cache, **GREEDY).sequences
+        if name == "full":
+            assert torch.equal(later, sieve.generate(talk, **GREEDY).sequences)
+
+
+def test_latent_attention_under_autocast_is_refused(ids):
+    model = build("deepseek_v3")
+    with torch.autocast("cpu", dtype=torch.bfloat16), kvsieve.attach(model, FULL) as sieve:
+        with pytest.raises(UnsupportedOptionError, match="latent attention, which does not run under torch.autocast"):
+            sieve.generate(ids, **GREEDY)
+
+
+def test_a_chat_obeys_what_a_configuration_of_the_turn_says(model):
+    with kvsieve.attach(model, FULL) as sieve:
+        tokenizer = chat_tokenizer()
+        chat = sieve.chat(tokenizer, max_new_tokens=9)
+        plain = chat.fork().ask("w1 w2 w3").tokens
+        config = GenerationConfig(max_new_tokens=3, do_sample=False)
+        assert chat.fork().ask("w1 w2 w3", generation_config=config).tokens == plain[:3]
+        config = GenerationConfig(suppress_tokens=plain[:1], do_sample=False)
+        assert plain[0] not in chat.fork().ask("w1 w2 w3", generation_config=config).tokens
+        # What the configuration leaves open is the checkpoint's.
+        model.generation_config.eos_token_id = [plain[2], 127]
+        ended = sieve.chat(tokenizer).ask("w1 w2 w3", generation_config=GenerationConfig(do_sample=False))
+        assert ended.tokens == plain[:3] and ended.ended
+        for said, options in {
+            r"generate\(num_beams=2\)": {"num_beams": 2},
+            "^generation_config.num_beams=2": {"generation_config": GenerationConfig(num_beams=2)},
+            "generation_config.max_length is not for a chat": {"generation_config": GenerationConfig(max_length=99)},
+            "position_ids= is not for a chat": {"position_ids": torch.arange(9)[None]},
+            r"generate\(prompt_lookup_num_tokens=": {"prompt_lookup_num_tokens": 2},
+        }.items():
+            with pytest.raises(UnsupportedOptionError, match=said):
+                chat.ask("w4", **options)
+        model.generation_config.num_beams = 3
+        with pytest.raises(
+            UnsupportedOptionError, match=r"model\.generation_config\.num_beams=3 gives several answers"
+        ):
+            sieve.chat(tokenizer)
+
+
+def test_one_answer_is_taken_of_a_prompt_on_the_command_line(model):
+    """Rows of several answers would be taken for those of other prompts."""
+    prompt = EncodedPrompt(torch.arange(5, 12)[None], [])
+    model.generation_config.num_return_sequences = model.generation_config.num_beams = 2
+    how = Generation(16, 4)
+    with pytest.raises(UnsupportedOptionError, match=r"model\.generation_config\.num_return_sequences=2"):
+        run_methods(model, chat_tokenizer(), prompt, [MethodRun("full", {}, FULL)], how)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from kvsieve.errors import InputError
 from kvsieve.eval.reading import DocumentReader, ReadState
@@ -18,6 +19,7 @@ from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.generate.acted import what_ran
+from kvsieve.hf.generate.config import check_single_answer, config_in_effect, processors_of
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
@@ -46,7 +48,7 @@ class Outcome:
 
 
 class Evaluator:
-    """Runs samples on one model, greedily.
+    """Runs samples on one model, greedily, as its generation_config says.
 
     batch: answers decoded together at most. chunk: prompt tokens per forward pass, None for all at once.
     """
@@ -197,15 +199,25 @@ class Evaluator:
                 found[i] = text, (mine.mean().item(), mine[0].item(), agreed.mean().item())
         return found
 
-    def _decode(self, state: ReadState, limit: int) -> list[list[int]]:
+    def _processors(self, prompt: Tensor, limit: int) -> LogitsProcessorList:
+        """Return the processors of the checkpoint's generation_config, for answers without sampling."""
+        options = {"do_sample": False, "max_new_tokens": limit, "eos_token_id": sorted(self.prompter.stops) or None}
+        config = config_in_effect(self.model, options)
+        check_single_answer(self.model, {}, config)
+        return processors_of(self.model, config, prompt)
+
+    def _decode(self, state: ReadState, limit: int, processors: LogitsProcessorList | None = None) -> list[list[int]]:
         """Tokens of each row up to the end of the turn, at most `limit`; the state stays as it is."""
         logits = state.logits
+        ids = state.given.to(logits.device).expand(len(logits), -1)
+        processors = self._processors(ids[:1], limit) if processors is None else processors
         rows: list[list[int]] = [[] for _ in logits]
         going, anew = list(range(len(rows))), list[int]()
         with attach(self.model, after_prompt(state.plans[0])) as sieve, torch.no_grad():
             cache = sieve.adopt(state.cache.fork(share=True))
             for step in range(limit):
-                chosen = logits.argmax(-1)
+                chosen = (processors(ids, logits.float()) if processors else logits).argmax(-1)  # type: ignore[arg-type]
+                ids = torch.cat([ids, chosen[:, None]], 1)
                 for row in going:
                     rows[row].append(int(chosen[row]))
                 going = [row for row in going if rows[row][-1] not in self.prompter.stops]
@@ -216,15 +228,17 @@ class Evaluator:
                     break
                 logits = self.model(input_ids=chosen[:, None], use_cache=True, **{CACHE: cache}).logits[:, -1]
         for row in anew:
-            rows[row] += self._decode_anew(state, row, rows[row], limit - len(rows[row]))
+            rows[row] += self._decode_anew(state, row, rows[row], limit - len(rows[row]), processors)
         return rows
 
-    def _decode_anew(self, state: ReadState, row: int, made: list[int], limit: int) -> list[int]:
+    def _decode_anew(
+        self, state: ReadState, row: int, made: list[int], limit: int, processors: LogitsProcessorList
+    ) -> list[int]:
         """Go on with one row's answer after its rotary tables have changed, as generate does."""
         given = torch.cat([state.given, state.given.new_tensor([made])], 1)
         unseen = state.unseen + len(made) if state.unseen else 0
         alone = ReadState([state.plans[row]], state.cache, state.logits[row : row + 1], given, given, [0])
-        return self._decode(self._read_anew(alone, given, unseen), limit)[0]
+        return self._decode(self._read_anew(alone, given, unseen), limit, processors)[0]
 
     def _distributions(self, state: ReadState, reference: list[int], places: Sequence[int]) -> Tensor:
         """Log-probabilities float32 [rows, len(places), V] of the tokens of `reference` there, given those before."""

@@ -142,6 +142,8 @@ def why_not(model: AttachedModel, cache: SieveCache) -> str | None:
         return f"{model.plan.name} reads the whole conversation again in every turn"
     if model.context.ranks.size > 1:
         return "heads are divided among several processes"
+    if model.facts.tables.depend:
+        return "the model's rotary tables depend on the length of the whole prompt"
     if conversation.multi_axis_positions:
         return "it holds images, which token ids do not tell"
     if cache.owner.adopted:
