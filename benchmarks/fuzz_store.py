@@ -112,7 +112,9 @@ def row(ids: Ids) -> torch.Tensor:
 
 def answered(trace: Trace, ids: Ids, cache: Any, new: int) -> Ids:
     """Return the tokens that the library answers on a cache."""
-    result = trace.sieve.generate(row(ids), cache=cache, chunk=trace.chunk, max_new_tokens=new, **GREEDY)
+    # The token of padding may be one of an answer's.
+    mask, options = torch.ones_like(row(ids)), {"chunk": trace.chunk, "max_new_tokens": new, **GREEDY}
+    result = trace.sieve.generate(row(ids), mask, cache=cache, **options)
     return tuple(result.sequences[0, len(ids) :].tolist())
 
 
@@ -197,7 +199,7 @@ def turns(trace: Trace, store: PrefixStore) -> None:
         if draw.random() < 0.6:
             ids += answered(trace, ids, cache, draw.randint(1, 12))
         else:
-            sieve.prefill(row(ids), cache=cache, chunk=chunk)
+            sieve.prefill(row(ids), torch.ones_like(row(ids)), cache=cache, chunk=chunk)
         store.add(sieve, ids, cache, 1.0, turns=ends, chunk=chunk)
         ids += trace.tokens(1, draw.choice((3, 40)))
     trace.known = [ids]
@@ -218,7 +220,7 @@ def in_turns(trace: Trace, ids: Ids, ends: list[int], cache: Any) -> Ids:
     """Return the answer to a conversation whose prompts end so, on what a cache has read of it."""
     for end in ends[:-1]:
         if end > cache.num_seen:
-            trace.sieve.prefill(row(ids[:end]), cache=cache, chunk=trace.chunk)
+            trace.sieve.prefill(row(ids[:end]), torch.ones_like(row(ids[:end])), cache=cache, chunk=trace.chunk)
     return answered(trace, ids, cache, 5)
 
 

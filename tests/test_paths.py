@@ -47,6 +47,12 @@ def snapkv() -> tuple[Ask, str]:
     return ask, answer("generate", ask)
 
 
+def view() -> tuple[Ask, str]:
+    """So does one that chooses at the prompt's end what the answer reads, also where the store has the prompt."""
+    ask = Ask(llama(), words(60, seed=6), method="perturn:paper=true", budget=40)
+    return ask, answer("generate", ask)
+
+
 def below_the_floor() -> tuple[Ask, str]:
     """A share of a prompt below the floor is full KV."""
     ask = Ask(llama(), words(50, seed=5), method="fastkv:floor=512:window=4:kernel=3:tsp_layer=1", budget="10%")
@@ -115,6 +121,7 @@ def other_rules() -> tuple[Ask, str]:
 CASES: dict[str, Callable[[], tuple[Ask, str]]] = {
     "full KV": full_kv,
     "snapkv": snapkv,
+    "view": view,
     "below the floor": below_the_floor,
     "longrope, prompt crosses": longrope(40),
     "longrope, answer crosses": longrope(56),
