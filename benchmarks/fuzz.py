@@ -6,7 +6,7 @@ Parameters: for every registered method, and for the classes of roles, values of
 made is attached to a tiny model and answers. Inputs: what `generate`, `prefill`, plain calls, chats, saved files and
 the command line's method specs are given. A case that raises anything but a KvsieveError, takes longer than `--limit`
 seconds or leaves the model changed is printed with its number, by which `--only` runs it again; the script exits 1.
-Random conversations through a prefix store are in fuzz_store.py.
+`fuzz_server.py` does the same to a server, and `fuzz_store.py` compares answers with a prefix store and without.
 """
 
 from __future__ import annotations
