@@ -104,7 +104,8 @@ class Sieve(AttachedModel):
         """Read the beginning of a prompt and return the cache, in the middle of that prompt.
 
         The next `prefill` or `generate` with it goes on with the same prompt: what these read is then one prompt, and
-        the plan acts on all of it. The beginning is read as leading chunks are.
+        the plan acts on all of it. The beginning is read as leading chunks are. It must leave as many tokens as the
+        plan looks back on (SnapKV: its window), or what completes the prompt is refused.
 
         Args:
             input_ids: int64 [1, N], one row without padding; with a used `cache`, the whole conversation so far.

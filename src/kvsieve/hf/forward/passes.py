@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -14,10 +13,10 @@ import torch
 from torch import Tensor
 
 from kvsieve.core.checks import look
-from kvsieve.errors import InputError, KvsieveWarning, UnsupportedModelError, UnsupportedOptionError
+from kvsieve.errors import InputError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.records import Turn
 from kvsieve.hf.cache.states import StateLayer
+from kvsieve.hf.forward.checks import check_fits, check_looks_back, check_needs_no_driver, warn_of_few
 from kvsieve.hf.forward.own_generate import note_cache
 from kvsieve.hf.forward.padding import checked_mask
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest
@@ -28,9 +27,6 @@ from kvsieve.plans import Plan
 from kvsieve.types import Step
 
 _log = logging.getLogger(__name__)
-
-# A plain call with fewer tokens than these, or than a plan looks back on, may not be meant as a prompt.
-_FEW = 8
 
 _ACTIVE: ContextVar[Session | None] = ContextVar("kvsieve_session", default=None)
 # The session of passes that torch compiles, which cannot look into a ContextVar; one context at a time has it.
@@ -98,18 +94,18 @@ def open_session(
     if fed is None:
         raise InputError("the model was called with neither input_ids nor inputs_embeds")
     batch, new = fed.shape[:2]
-    _check_fits(cache, fed)
+    check_fits(cache, fed)
     conversation = cache.conversation
     plan = _plan_of_pass(plan, cache, new, request)
     if request.phase is None and new > 1 and not cache.turn.reading:
         cache.begin_turn()
-        _warn_of_few(plan, cache, new)
+        warn_of_few(plan, cache, new)
     if request.phase == "prefill":
         cache.turn.reading = True
     turn, start = cache.turn, cache.num_seen
     prefill = turn.reading and request.phase != "decode"
     if prefill and turn.prompt_end is None:
-        _check_needs_no_driver(plan, turn)
+        check_needs_no_driver(plan, turn)
     mask, rows = checked_mask(call.get("attention_mask"), cache, batch, new, fed.device)
     valid, counts = None, (new,) * batch
     lengths, turn_lengths = (start + new,) * batch, (start + new - turn.start,) * batch
@@ -133,6 +129,7 @@ def open_session(
         lengths=lengths,
         turn_lengths=turn_lengths,
     )
+    check_looks_back(plan, cache, step, counts)
     tokens = Tokens(torch.arange(start, start + new, device=fed.device)[None], valid, counts)
     source = (
         None if plan.propagate is None or not turn.acts else plan.propagate.first_layer(model.num_layers, model.layers)
@@ -228,46 +225,6 @@ def cancel_session(session: Session) -> None:
         _ACTIVE.set(session.outer)
     for one in session.rows if isinstance(session, RowsSession) else [session]:
         one.cache.status = "ready"
-
-
-def _warn_of_few(plan: Plan, cache: SieveCache, new: int) -> None:
-    """Warn, at the second turn of a cache that a plain call begins with few tokens, that each is taken for a prompt."""
-    acts = plan.evict is not None or plan.propagate is not None or plan.read is not None
-    if not acts or new >= max(plan.queries(new), _FEW):
-        return
-    cache.few_turns += 1
-    if cache.few_turns == 2:
-        warnings.warn(
-            f"{plan.name} takes each plain call of the model with several tokens for a turn's prompt and acts at its "
-            f"end: here twice on few, {new} now. Feed the tokens of an answer one at a time, candidates too, and a "
-            "prompt in parts with sieve.begin and sieve.prefill; see docs/options.md",
-            KvsieveWarning,
-            stacklevel=2,
-        )
-
-
-def _check_fits(cache: SieveCache, fed: Tensor) -> None:
-    batch, known = fed.shape[0], cache.conversation.batch
-    if not all(fed.shape[:2]):
-        raise InputError(f"the prompt is empty: input of shape {tuple(fed.shape)}; pass at least one token")
-    cache.check_ready()
-    if known not in (0, batch):
-        raise InputError(
-            f"the cache holds {known} rows and got an input of {batch}; use one cache per batch, or "
-            "cache.batch_repeat_interleave to expand it"
-        )
-
-
-def _check_needs_no_driver(plan: Plan, turn: Turn) -> None:
-    """Raise UnsupportedOptionError where a prompt that no driver reads needs more than a pass of the model."""
-    does = "feeds tokens of its own before a prompt is complete" if plan.probes else None
-    if plan.drafts and turn.acts:
-        does = "has another model read a prompt first"
-    if does is not None:
-        raise UnsupportedOptionError(
-            f"{plan.name!r} {does}, which a plain call of the model cannot do: use sieve.generate(...) or "
-            "sieve.prefill(...), with the whole conversation"
-        )
 
 
 def _plan_of_pass(plan: Plan, cache: SieveCache, new: int, request: PassRequest) -> Plan:

@@ -1,0 +1,87 @@
+"""Checks of a pass before it runs: that it fits its cache, needs no driver, and holds what the plan looks back on."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor
+
+from kvsieve.errors import InputError, KvsieveWarning, UnsupportedOptionError
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.records import Turn
+from kvsieve.plans import Plan
+from kvsieve.types import Step
+
+# A plain call with fewer tokens than these, or than a plan looks back on, may not be meant as a prompt.
+_FEW = 8
+
+
+def warn_of_few(plan: Plan, cache: SieveCache, new: int) -> None:
+    """Warn, at the second turn of a cache that a plain call begins with few tokens, that each is taken for a prompt."""
+    acts = plan.evict is not None or plan.propagate is not None or plan.read is not None
+    if not acts or new >= max(plan.queries(new), _FEW):
+        return
+    cache.few_turns += 1
+    if cache.few_turns == 2:
+        warnings.warn(
+            f"{plan.name} takes each plain call of the model with several tokens for a turn's prompt and acts at its "
+            f"end: here twice on few, {new} now. Feed the tokens of an answer one at a time, candidates too, and a "
+            "prompt in parts with sieve.begin and sieve.prefill; see docs/options.md",
+            KvsieveWarning,
+            stacklevel=2,
+        )
+
+
+def check_fits(cache: SieveCache, fed: Tensor) -> None:
+    batch, known = fed.shape[0], cache.conversation.batch
+    if not all(fed.shape[:2]):
+        raise InputError(f"the prompt is empty: input of shape {tuple(fed.shape)}; pass at least one token")
+    cache.check_ready()
+    if known not in (0, batch):
+        raise InputError(
+            f"the cache holds {known} rows and got an input of {batch}; use one cache per batch, or "
+            "cache.batch_repeat_interleave to expand it"
+        )
+
+
+def check_needs_no_driver(plan: Plan, turn: Turn) -> None:
+    """Raise UnsupportedOptionError where a prompt that no driver reads needs more than a pass of the model."""
+    does = "feeds tokens of its own before a prompt is complete" if plan.probes else None
+    if plan.drafts and turn.acts:
+        does = "has another model read a prompt first"
+    if does is not None:
+        raise UnsupportedOptionError(
+            f"{plan.name!r} {does}, which a plain call of the model cannot do: use sieve.generate(...) or "
+            "sieve.prefill(...), with the whole conversation"
+        )
+
+
+def check_looks_back(plan: Plan, cache: SieveCache, step: Step, counts: tuple[int, ...]) -> None:
+    """Raise InputError where a pass that ends a prompt holds fewer of its tokens than the plan looks back on.
+
+    Drivers leave as many for the last chunk. Whoever calls `Sieve.begin` may not.
+
+    Args:
+        plan: what acts on the pass.
+        cache: which it continues.
+        step: facts of the pass.
+        counts: true tokens of the pass, per row.
+    """
+    turn = cache.turn
+    if not step.ends_prompt or not turn.acts or step.start == turn.start or _keeps_all(plan, cache, step):
+        return
+    for count, length in zip(counts, step.turn_lengths, strict=True):
+        needed = min(plan.queries(length), length)
+        if count < needed:
+            raise InputError(
+                f"{count} of this prompt's {length} tokens are left to read, and {plan.name} looks back on the last "
+                f"{needed}, in one pass: start again with a new cache, and let sieve.begin leave at least {needed}"
+            )
+
+
+def _keeps_all(plan: Plan, cache: SieveCache, step: Step) -> bool:
+    """Tell that a plan drops nothing of a conversation that fits its budget."""
+    if plan.propagate is not None:
+        return False
+    evictor, new_tokens = plan.evict, cache.turn.new_tokens
+    return evictor is None or all(evictor.entries(length, new_tokens) >= length for length in step.lengths)
