@@ -109,14 +109,14 @@ def test_a_prompt_that_ended_is_no_beginning_of_another(family, name):
     ],
 )
 def test_where_chunks_end(model, name, plan):
-    """Sparse prompts, evictors of chunks and codecs alone serve prompts whose chunks end at the same places."""
+    """Sparse prompts serve prompts whose chunks end at the same places; where these are counted from the end, none."""
     ids = tokens(5, 90)
     with kvsieve.attach(model, plan) as sieve, PrefixStore() as store:
         for until, chunk in ((48, 16), (60, 20), (50, 16)):
             store.add(sieve, ids[0], sieve.begin(ids[:, :until], chunk=chunk), 1.0, chunk=chunk)
         for chunk, by_chunks in ((16, 48), (20, 60), (25, None), (None, None)):
             found = store.find(sieve, ids[0], turns=(90,), chunk=chunk)
-            wanted = {"snapkv": 60, "codec": None}.get(name, by_chunks)
+            wanted = {"snapkv": 60, "codec": None, "keydiff": None}.get(name, by_chunks)
             assert (None if found is None else found.tokens) == wanted
             if found is not None:
                 answer = sieve.generate(ids, cache=found.cache, chunk=chunk, **GREEDY)

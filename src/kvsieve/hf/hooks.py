@@ -16,6 +16,7 @@ from kvsieve.errors import UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import CACHE_NAMES, DynamicCache, cache_argument, take_cache
 from kvsieve.hf.forward import passes
+from kvsieve.hf.forward.compact import reordered, restored
 from kvsieve.hf.forward.own_generate import in_generate
 from kvsieve.hf.forward.resume import resumed
 from kvsieve.hf.forward.tables import make_tables
@@ -47,13 +48,17 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
         if session is not None and session.prepared:
             session.prepared = False
             return (), kwargs
-        _begin_plain_pass(model, kwargs, taken_as)
+        session = _begin_plain_pass(model, kwargs, taken_as)
+        if session.order is not None:
+            kwargs = reordered(kwargs, session.order, session.step.start, names)
         return (), kwargs
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
+    def after(module: nn.Module, args: Any, output: Any) -> Any:
         session = passes.current()
-        if session is not None:
-            passes.close_session(session, finished=output is not None)
+        if session is None:
+            return None
+        passes.close_session(session, finished=output is not None)
+        return None if output is None or session.order is None else _in_order(output, session.order)
 
     handles: list[Any] = []
     if model.is_composite:
@@ -85,7 +90,19 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
     return handles
 
 
-def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: str) -> None:
+def _in_order(output: Any, order: Tensor) -> Any:
+    """Return the decoder's output with all of a pass's hidden states in the order that the caller fed."""
+    for name, hidden in output.items() if isinstance(output, Mapping) else ():
+        if isinstance(hidden, Tensor) and hidden.ndim == 3 and hidden.shape[1] == order.shape[1]:
+            output[name] = restored(hidden, order)
+        elif name == "hidden_states" and hidden is not None:
+            output[name] = tuple(restored(e, order) if e.shape[1] == order.shape[1] else e for e in hidden)
+    if isinstance(output, tuple) and output[0].shape[1] == order.shape[1]:
+        output = (restored(output[0], order), *output[1:])
+    return output
+
+
+def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: str) -> passes.Session:
     """Begin a pass that no driver has begun: of a plain call of the model, or of its `generate`.
 
     taken_as: the name under which the decoder takes its cache, by which it is then among kwargs.
@@ -120,6 +137,13 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: st
         else:
             # As chunks before this one were told them, which came without the outer model.
             kwargs["position_ids"] = positions[0]
+    if session.order is not None and media:
+        passes.cancel_session(session)
+        raise UnsupportedOptionError(
+            "attention_mask hides tokens behind others, and the prompt brings images or the like: leave the hidden "
+            "tokens out of the prompt"
+        )
+    return session
 
 
 def _propagation_hooks(model: AttachedModel, layers: list[nn.Module], source: int) -> list[Any]:

@@ -21,6 +21,7 @@ from kvsieve.hf.cache.owner import Owner
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.compat import CACHE, decoder_of, layers_of, tensor_parallel_mesh, text_config
 from kvsieve.hf.decode.engine import Engine
+from kvsieve.hf.forward.compact import reordered
 from kvsieve.hf.forward.passes import cancel_session, open_session
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest, PassResult, StopForward
 from kvsieve.hf.forward.session import Session
@@ -187,6 +188,8 @@ class AttachedModel(Unpicklable):
         }
         self.check_call(call)
         session = open_session(self.context, self.plan, cache, call, request)
+        if session.order is not None:
+            call = reordered(call, session.order, cache.num_seen, list(call))
         out = self.run_pass(session, call, logits)
         hidden = None if logits or out is None else out[0]
         found = out.logits if logits and out is not None else None

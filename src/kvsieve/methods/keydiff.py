@@ -5,7 +5,8 @@ keys; an entry's score is minus the cosine of its key with the anchor, and the m
 
 `chunks=True` is the paper's block-wise form: after every chunk of a chunked prefill (``chunk=128`` is its block) what
 is stored, the new chunk included, is judged against an anchor of its own and reduced to the budget, so that memory is
-bounded while the prompt is read. Then a share of the budget is one of what has been read so far.
+bounded while the prompt is read. Then a share of the budget is one of what has been read so far. Chunks are counted
+from the prompt's end, so that the first may be the shortest.
 
 Differences from the reference: by default once, at the end of the prompt; no recent entries are set aside; keys as
 stored, after rotation; padded batches.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -53,4 +55,9 @@ class KeyDiff(ScoredEvictor, heads="own", query_aware=False):
         else:
             real = ctx.valid[:, :, None].to(keys.dtype)
             anchor = (real @ keys) / real.sum(-1, keepdim=True).clamp_min(1)
-        return -(keys @ F.normalize(anchor, dim=-1).transpose(-1, -2)).squeeze(-1)
+        scores = -(keys @ F.normalize(anchor, dim=-1).transpose(-1, -2)).squeeze(-1)
+        if min(ctx.stored) < 3:
+            # Two keys are equally like their mean, and rounding must not choose.
+            few = torch.tensor([stored < 3 for stored in ctx.stored], device=scores.device)
+            scores = scores.masked_fill(few[:, None, None], 0)
+        return scores

@@ -29,7 +29,9 @@ def choose_drafted(
     if propagator is None or scores is None:
         return None
     device = tokens.token_index.device
-    shared["drafted"] = scores.to(device)
+    # As the turn's tokens run, which may not be the order of their columns.
+    place = (tokens.token_index - step.turn_start).long().expand(len(scores), -1)
+    shared["drafted"] = scores.to(device).gather(1, place)
     index = tokens.columns().expand(len(scores), -1)[:, None]
     valid = None if tokens.valid is None else tokens.valid[:, None]
     protected, quotas = (None, None) if kept is None else kept.at(index, valid)

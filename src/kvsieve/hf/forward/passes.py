@@ -17,6 +17,7 @@ from kvsieve.errors import InputError, UnsupportedModelError, UnsupportedOptionE
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.states import StateLayer
 from kvsieve.hf.forward.checks import check_fits, check_looks_back, check_needs_no_driver, warn_of_few
+from kvsieve.hf.forward.compact import columns_of, has_holes
 from kvsieve.hf.forward.own_generate import note_cache
 from kvsieve.hf.forward.padding import checked_mask
 from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest
@@ -107,14 +108,14 @@ def open_session(
     if prefill and turn.prompt_end is None:
         check_needs_no_driver(plan, turn)
     mask, rows = checked_mask(call.get("attention_mask"), cache, batch, new, fed.device)
-    valid, counts = None, (new,) * batch
+    padded, counts = False, (new,) * batch
     lengths, turn_lengths = (start + new,) * batch, (start + new - turn.start,) * batch
     if mask is not None:
         lengths, turn_lengths, counts, ends = rows
-        valid = None if min(counts) == new else mask[:, start:]
+        padded = min(counts) < new
         if prefill and request.last_chunk and not all(ends):
             raise InputError("the prompt is padded on the right; pad on the left: tokenizer.padding_side = 'left'")
-        if valid is not None and cache.has_state and bool((mask[:, :-1] & ~mask[:, 1:]).any()):
+        if padded and cache.has_state and has_holes(mask):
             raise InputError(
                 "a row has padding behind its tokens, as rows of different length have on a later turn, and the "
                 "model's recurrent layers cannot skip it: feed rows of equal length, or one cache per row"
@@ -130,11 +131,13 @@ def open_session(
         turn_lengths=turn_lengths,
     )
     check_looks_back(plan, cache, step, counts)
-    tokens = Tokens(torch.arange(start, start + new, device=fed.device)[None], valid, counts)
+    columns, valid, moved = columns_of(mask if padded else None, start, (new,), fed.device)
+    tokens = Tokens(columns, valid, counts)
     source = (
         None if plan.propagate is None or not turn.acts else plan.propagate.first_layer(model.num_layers, model.layers)
     )
     session = Session(plan, source, cache, step, tokens, model, request, outer=_ACTIVE.get())
+    session.order = columns - start if moved else None
     conversation.batch = batch
     if prefill:
         short = conversation.short_prompt

@@ -15,6 +15,7 @@ from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
 from kvsieve.hf.cache.states import StateLayer
+from kvsieve.hf.forward.compact import columns_of
 from kvsieve.hf.forward.drafted import choose_drafted
 from kvsieve.hf.forward.encode import decode_before, encode_after
 from kvsieve.hf.forward.evict import check_protected, drops_nothing, evict
@@ -44,6 +45,7 @@ class Session:
         shared: ``ctx.shared``.
         hidden: [B, L, C], what enters the layer that runs; kept for evictors that need it only.
         moved: True once other tokens travel than those of the pass.
+        order: int64 [B, L], the pass's columns as they run; None where they run in order.
         checks: values that the plan computed, not looked at yet; see `core.checks`.
     """
 
@@ -62,6 +64,7 @@ class Session:
     shared: dict[str, Any] = field(default_factory=dict)
     hidden: Tensor | None = None
     moved: bool = False
+    order: Tensor | None = None
     checks: list[Value] = field(default_factory=list)
     _selection: Selection | None = None
 
@@ -262,15 +265,14 @@ class Session:
                 self.stopped = True
                 raise StopForward
             if deferred:
-                chunks = [chunk[1:] for chunk in deferred]
+                chunks, sizes = [chunk[1:] for chunk in deferred], [chunk[0].shape[1] for chunk in deferred]
                 hidden = joined([*(chunk[0] for chunk in deferred), hidden])
                 arguments.join(chunks, joined)
                 deferred.clear()
                 self.moved = True
-                token_index = torch.arange(self.step.turn_start, self.end, device=hidden.device)[None]
-                mask = self.cache.conversation.mask
-                valid = None if mask is None else mask[:, self.step.turn_start :]
-                self.tokens = Tokens(token_index, valid, self.step.turn_lengths)
+                where = self.cache.conversation.mask, self.step.turn_start, [*sizes, self.step.num_new]
+                columns, valid, _ = columns_of(*where, hidden.device)
+                self.tokens = Tokens(columns, valid, self.step.turn_lengths)
         selection, self._selection = self._selection, None
         if index < 0:
             selection = choose_drafted(self.plan, self.cache, self.model, self.step, self.tokens, self.shared)

@@ -115,8 +115,7 @@ def keeps_to_chunks(plan: Plan) -> bool:
 
     Sparse prompts choose blocks per chunk, some evictors act on every chunk, and a codec alone encodes after each.
     """
-    acts = plan.evict is not None and plan.evict.when.chunks
-    return plan.prefill is not None or acts or _counts_backwards(plan)
+    return plan.prefill is not None or _counts_backwards(plan)
 
 
 def shared_end(plan: Plan, length: int, chunk: int | None) -> int:
@@ -132,8 +131,11 @@ def shared_end(plan: Plan, length: int, chunk: int | None) -> int:
 
 
 def _counts_backwards(plan: Plan) -> bool:
-    """Return True if chunks end so many tokens before the prompt's end, and not so many behind its start."""
-    return plan.codec is not None and plan.evict is None
+    """Return True if chunks end so many tokens before the prompt's end, and not so many behind its start.
+
+    So a row's chunks are the same ones beside longer rows, where an evictor or a codec acts on each.
+    """
+    return plan.codec is not None if plan.evict is None else plan.evict.when.chunks
 
 
 def chunk_ends(total: int, chunk: int | None, window: int, *, backwards: bool = False) -> list[int]:
