@@ -49,6 +49,7 @@ class Step:
         turn_start: value of `start` when this turn's prompt began.
         lengths: true tokens seen so far by each row, this pass included, padding excluded.
         turn_lengths: true tokens of this turn seen so far by each row.
+        mask: bool [B, columns], False for padding, of all columns fed so far; None while nothing is padding.
     """
 
     start: int
@@ -59,6 +60,7 @@ class Step:
     turn_start: int
     lengths: tuple[int, ...]
     turn_lengths: tuple[int, ...]
+    mask: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def ends_prompt(self) -> bool:

@@ -49,9 +49,7 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
             session.prepared = False
             return (), kwargs
         session = _begin_plain_pass(model, kwargs, taken_as)
-        if session.order is not None:
-            kwargs = reordered(kwargs, session.order, session.step.start, names)
-        return (), kwargs
+        return (), reordered(kwargs, session.order, session.step.start, names)
 
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         session = passes.current()

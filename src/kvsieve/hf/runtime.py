@@ -188,18 +188,14 @@ class AttachedModel(Unpicklable):
         }
         self.check_call(call)
         session = open_session(self.context, self.plan, cache, call, request)
-        if session.order is not None:
-            call = reordered(call, session.order, cache.num_seen, list(call))
+        call = reordered(call, session.order, cache.num_seen, list(call))
         out = self.run_pass(session, call, logits)
         hidden = None if logits or out is None else out[0]
         found = out.logits if logits and out is not None else None
         return PassResult(hidden, found, session.chosen, cache.turn.record.report)
 
     def run_pass(self, session: Session, call: dict[str, Any], logits: int) -> Any:
-        """Call the model, or its decoder where no logits are asked for; None where the pass was stopped on purpose.
-
-        Drivers call `feed`, which begins the session too.
-        """
+        """Call the model, or its decoder where no logits are asked for; None where the pass was stopped on purpose."""
         session.prepared = True
         try:
             with torch.no_grad():

@@ -211,10 +211,11 @@ def first_real(ctx: LayerContext, count: int) -> Tensor:
 
 
 def positions(ctx: LayerContext) -> Tensor:
-    """int64 [B, H, N]: position of each stored entry in its row, padding not counted, 0 for filler.
-
-    Exact for this pass's tokens; for earlier ones as well, unless a later turn brought further padding.
-    """
+    """int64 [B, H, N]: position of each stored entry in its row, padding not counted, 0 for filler."""
+    if ctx.step.mask is not None:
+        place = (ctx.step.mask.cumsum(-1) - 1).clamp_min(0).to(ctx.index.device)
+        index = ctx.index.long().clamp_min(0)
+        return place[:, None].expand(-1, index.shape[1], -1).gather(2, index).masked_fill(ctx.index < 0, 0)
     fed = ctx.step.start + ctx.step.num_new
     padding = _per_row(ctx, tuple(fed - length for length in ctx.step.lengths))
     return (ctx.index.long() - padding).clamp_min(0)

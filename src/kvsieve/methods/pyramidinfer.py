@@ -117,8 +117,12 @@ class PyramidInfer(Propagator, heads="all", query_aware=True):
         counts = tuple(self.passed_on(length, tail, share) for length, tail in zip(offered, tails, strict=True))
         if counts == offered:
             return None
-        # Columns of the offered tokens, counted from the right end: a row's own are the first of them.
-        from_end = torch.arange(ctx.offered, 0, -1, device=ctx.keys.device)
+        # The offered tokens, counted from the right end.
+        from_end = torch.arange(ctx.offered, 0, -1, device=ctx.keys.device)[None]
+        if ctx.valid is not None:
+            # Padding stands before each chunk's tokens, and counts as further from the end than any of them.
+            real = ctx.valid[:, 0, -ctx.offered :]
+            from_end = real.flip(-1).cumsum(-1).flip(-1).masked_fill(~real, ctx.offered + 1)
         dtype = score_dtype(ctx.query.dtype)
         tail, length = (
             torch.tensor(each, dtype=dtype)[:, None].to(ctx.keys.device, non_blocking=True) for each in (tails, offered)

@@ -49,15 +49,17 @@ def columns_of(
     return columns, mask.gather(1, columns), True
 
 
-def reordered(call: dict[str, Any], order: Tensor, start: int, names: Sequence[str]) -> dict[str, Any]:
+def reordered(call: dict[str, Any], order: Tensor | None, start: int, names: Sequence[str]) -> dict[str, Any]:
     """Return a decoder's arguments with the columns of the pass in another order.
 
     Args:
         call: the arguments, by name.
-        order: int64 [B, L], the columns, counted within the pass.
+        order: int64 [B, L], the columns, counted within the pass; None to leave them.
         start: columns before the pass.
         names: what the decoder takes.
     """
+    if order is None:
+        return call
     out = dict(call)
     if out.get("position_ids") is None and "position_ids" in names:
         out["position_ids"] = torch.arange(start, start + order.shape[1], device=order.device)[None]

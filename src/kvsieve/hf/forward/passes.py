@@ -129,6 +129,7 @@ def open_session(
         turn_start=turn.start,
         lengths=lengths,
         turn_lengths=turn_lengths,
+        mask=mask,
     )
     check_looks_back(plan, cache, step, counts)
     columns, valid, moved = columns_of(mask if padded else None, start, (new,), fed.device)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.request import PassRequest, PassResult
+from kvsieve.hf.prompt.borders import ends_in_columns
 from kvsieve.hf.prompt.draft import drafted
 from kvsieve.hf.prompt.options import Progress, ReadOptions
 from kvsieve.hf.prompt.probe_passes import probe, tokens_to_probe
@@ -53,11 +54,15 @@ def read_chunks(
         # Some models' recurrent layers compute a single token otherwise, and take one of padding for a true one.
         window, chunk = max(window, 2), None if chunk is None else max(chunk, 2)
     # Padding at the left would move borders that are counted from there, and with them what is exact until when.
-    ends, probed = chunk_ends(total, chunk, window, backwards=_counts_backwards(acting)), 0
+    backwards, new = _counts_backwards(acting), None if mask is None else mask[:, start:].bool()
+    exact = acts and (acting.prefill is not None or (acting.evict is not None and backwards))
+    ends = ends_in_columns(new, total, lambda n: chunk_ends(n, chunk, window, backwards=backwards), exact=exact)
+    probed = 0
     if acting.probes and acts:
         whole = torch.ones_like(input_ids) if mask is None else mask
         probed = tokens_to_probe(model, cache, whole)
-        ends = probed_ends(total, chunk, window) if probed else ends
+        if probed:
+            ends = ends_in_columns(new, total, lambda n: probed_ends(n, chunk, window), exact=False)
     prompt_end = max(end, prompt_end or 0)
     # What follows these columns is not padding.
     length_at_end = prompt_end - end + (end if mask is None else int(mask.sum(-1).max()))

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.inputs import check_callable
+from kvsieve.hf.prompt.borders import question_columns
 from kvsieve.hf.prompt.checks import check_chunk, check_prompt, whole_mask
 from kvsieve.hf.prompt.chunks import read_chunks
 from kvsieve.hf.prompt.options import ReadOptions, shifted
@@ -53,8 +54,9 @@ def read_prompt(
     check_callable("progress", options.progress)
     mask = whole_mask(model, input_ids, attention_mask, cache, options.pad_token_id)
     length, conversation = input_ids.shape[1], cache.conversation
-    question = constraints.checked_question(conversation.caller_length_and_mask()[0], mask, length)
-    check_prompt(model, input_ids, mask, reduced=constraints.reduce, question=question, window=options.window)
+    asked = constraints.checked_question(conversation.caller_length_and_mask()[0], mask, length)
+    check_prompt(model, input_ids, mask, reduced=constraints.reduce, question=asked, window=options.window)
+    question = question_columns(mask, asked)
     check_chunk(options.chunk)
     protected = constraints.protected_tokens(plan, cache, mask, input_ids.shape, question)
     protected = None if protected is None else protected.to(model.model.device)
