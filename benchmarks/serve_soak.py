@@ -34,6 +34,7 @@ import torch
 
 import kvsieve
 import serve_tiny
+from kvsieve.detokenize import text_of
 from kvsieve.models.families import build
 from kvsieve.report.environment import environment
 from kvsieve.serve.limits import ServerLimits
@@ -85,8 +86,11 @@ class Expected:
                     for kind, each in (("completions", prompt), ("chat/completions", chat)):
                         ids = torch.tensor([each])
                         out = sieve.generate(ids, chunk=CHUNK, max_new_tokens=6, do_sample=False, eos_token_id=None)
-                        made = out.sequences[0, ids.shape[1] :]
-                        self.texts[kind, method, at] = tokenizer.decode(made, skip_special_tokens=True)
+                        # A completion goes on with the prompt's text, a chat's answer is a text of its own.
+                        before = len(text_of(tokenizer, each)) if kind == "completions" else 0
+                        begin = 0 if kind == "completions" else ids.shape[1]
+                        made = out.sequences[0, begin:].tolist()
+                        self.texts[kind, method, at] = text_of(tokenizer, made)[before:]
 
 
 class Soak:
