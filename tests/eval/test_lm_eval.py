@@ -25,7 +25,7 @@ from lm_eval.tasks import TaskManager
 
 import kvsieve
 from kvsieve.errors import KvsieveWarning, PlanError, UnsupportedModelError, UnsupportedOptionError
-from kvsieve.eval import lm_eval_model
+from kvsieve.eval import lm_eval_command, lm_eval_model
 from kvsieve.eval.lm_eval_model import KvsieveLM
 from kvsieve.models.families import build
 
@@ -309,7 +309,7 @@ def test_command_line(model_dir, tasks, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     # Reading the thousands of tasks that come with the harness takes longer than everything else here.
     monkeypatch.setattr(lm_eval.tasks, "TaskManager", functools.partial(TaskManager, include_defaults=False))
-    lm_eval_model.main()
+    lm_eval_command.main()
     out = capsys.readouterr().out
     assert "kvsieve (" in out and "exact_match" in out
     saved = json.loads(next(tmp_path.rglob("results_*.json")).read_text())

@@ -15,7 +15,7 @@ import kvsieve
 from kvsieve.cli import advise, bench, calibrate, chat, demo, estimate, evaluate, info, models_table, report, run, serve
 from kvsieve.cli.output import emit_json, one_line, printed_warnings
 from kvsieve.cli.store import store_app
-from kvsieve.errors import InputError, KvsieveError, PlanError
+from kvsieve.errors import InputError, KvsieveError, PlanError, short
 
 app = typer.Typer(
     help="Long-context inference at less cost: less prefill compute, a smaller KV cache, answers that stay right.",
@@ -70,8 +70,20 @@ def run_cli(arguments: Sequence[str] | None = None) -> None:
     sys.exit(code)
 
 
+def _check_text(arguments: Sequence[str]) -> None:
+    """Raise InputError for an argument that no system would pass on, and no file's name could be."""
+    for each in arguments:
+        try:
+            bad = "a null character" if b"\0" in os.fsencode(each) else ""
+        except UnicodeEncodeError:
+            bad = "half of a surrogate pair"
+        if bad:
+            raise InputError(f"the argument {short(each)} has {bad} in it; leave it out")
+
+
 def _run(arguments: list[str], debug: bool) -> int:
     try:
+        _check_text(arguments)
         result = app(args=arguments, prog_name="kvsieve", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
@@ -105,6 +117,8 @@ def _describe(error: Exception) -> tuple[str, int]:
         return one_line(error), 2
     if isinstance(error, (KvsieveError, OSError)):
         return one_line(error), 1
+    if isinstance(error, OverflowError):
+        return f"a number that was given is too large to count with ({one_line(error)}); give a smaller one", 2
     return f"unexpected {type(error).__name__}: {one_line(error)} (--debug shows where)", 1
 
 

@@ -126,11 +126,13 @@ def with_codecs(
     return [make_run(name, **given) for name, given in crossed(known, codecs, rests, prefills)]
 
 
-def make_run(method: str, **given: Any) -> MethodRun:
+def make_run(method: str, /, **given: Any) -> MethodRun:
     """Make the run of a method, and ask back (KvsieveWarning) about a budget that may be meant in percent.
 
     Raises PlanError.
     """
+    if "method" in given:
+        check_parameters(method_info(method), given)
     made = plan(method, **given)
     ask_back(given.get("budget"))
     return MethodRun(method_info(method).name, given, made)

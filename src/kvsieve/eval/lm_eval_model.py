@@ -3,7 +3,7 @@
     kvsieve-lm-eval --model kvsieve --model_args pretrained=DIR,method=snapkv,budget=20%,kernel=21 --tasks ...
 
 Importing this module registers the model. A harness that loads the entry-point group ``lm_eval.models`` finds it by
-itself; release 0.4.13 does not, so `main` (the command ``kvsieve-lm-eval``) imports it and hands over to the harness.
+itself; release 0.4.13 does not, so the command ``kvsieve-lm-eval`` imports it and hands over to the harness.
 """
 
 from __future__ import annotations
@@ -241,10 +241,3 @@ def _split(method: str | None, arguments: dict[str, Any]) -> tuple[kvsieve.Plan,
                 "it as KvsieveLM(pretrained=model, tokenizer=tokenizer)"
             )
     return plan_without_floor(info.name, **given), rest
-
-
-def main() -> None:
-    """The harness's own command line, with ``--model kvsieve`` known to it."""
-    from lm_eval.__main__ import cli_evaluate
-
-    cli_evaluate()

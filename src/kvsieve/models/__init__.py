@@ -99,6 +99,8 @@ def checkpoint_source(name: str) -> tuple[str, dict[str, Any]]:
     if looks_like_path and not local:
         raise ModelNotFoundError(f"{name!r} is not a directory; {expected}")
     if local:
+        if (reason := unreadable(path / "config.json")) and (path / "config.json").is_symlink():
+            raise ModelNotFoundError(f"the config.json of {name!r} cannot be read: {reason}; {expected}")
         try:
             open(path / "config.json", "rb").close()
         except FileNotFoundError as exc:
@@ -108,9 +110,14 @@ def checkpoint_source(name: str) -> tuple[str, dict[str, Any]]:
     return (str(path) if local else name), {"local_files_only": local}
 
 
+# Files of a checkpoint.
+_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model")
+
+
 def check_weights(name: str) -> None:
-    """Raise ModelLoadError for a directory with weights that cannot be read, which transformers calls missing."""
-    for file in sorted(Path(os.path.expanduser(name)).glob("model*.safetensors")):
+    """Raise ModelLoadError for a directory with files that cannot be read, which transformers calls missing."""
+    folder = Path(os.path.expanduser(name))
+    for file in sorted(each for kind in _FILES for each in folder.glob(kind)):
         if reason := unreadable(file):
             raise ModelLoadError(f"cannot load {name!r} from its directory: {file.name} cannot be read ({reason})")
 

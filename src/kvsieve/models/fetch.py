@@ -105,7 +105,7 @@ def unreadable(path: Path) -> str | None:
     try:
         open(path, "rb").close()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        return None
+        return "a link to a file that is not there" if path.is_symlink() and not path.exists() else None
     except OSError as error:
         return error.strerror or str(error)
     return None
