@@ -14,7 +14,7 @@ from torch import Tensor
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.records import Conversation, Turn
-from kvsieve.hf.persist.packing import Packer, unpacked
+from kvsieve.hf.persist.packing import Packer
 from kvsieve.hf.persist.saved import made_cache, packed_cache
 from kvsieve.hf.runtime import AttachedModel
 
@@ -198,9 +198,7 @@ def beginning(held: Held, model: AttachedModel, tokens: int, finished: bool) -> 
         finished: whether they are a prompt, or the beginning of one.
     """
     turn = Turn(prompt_end=tokens, reading=not finished)
-    # No tensors speak of a conversation all of whose tokens are held.
-    before: Conversation = unpacked(held.facts["cache"], {}, model.model.device, model.plan)
-    conversation = Conversation(tokens, 1, tables=before.table_lengths, turn=turn)
+    conversation = Conversation(tokens, 1, turn=turn)
     if finished:
         conversation.prompt_lengths, conversation.acted = (tokens,), ((0, tokens),)
         turn.record.prompt_tokens = tokens
