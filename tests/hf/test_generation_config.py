@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 
 import kvsieve
 from kvsieve.cli.answers import EncodedPrompt, Generation, run_methods
@@ -368,3 +368,49 @@ def test_one_answer_is_taken_of_a_prompt_on_the_command_line(model):
     how = Generation(16, 4)
     with pytest.raises(UnsupportedOptionError, match=r"model\.generation_config\.num_return_sequences=2"):
         run_methods(model, chat_tokenizer(), prompt, [MethodRun("full", {}, FULL)], how)
+
+
+@pytest.mark.parametrize("by", ["call", "model"])
+def test_the_time_of_an_answer_includes_that_of_its_prompt(model, ids, by):
+    given = []
+    options = {"max_time": 1000.0} if by == "call" else {}
+    if by == "model":
+        model.generation_config.max_time = 1000.0
+    with kvsieve.attach(model, FULL) as sieve:
+        own = sieve.own_generate
+        sieve.own_generate = lambda *args, **how: given.append(how["max_time"]) or own(*args, **how)
+        sieve.generate(ids, chunk=8, **options, **GREEDY)
+    assert 0 < given[0] < 1000.0
+
+
+RULES = {"repetition_penalty": 1.9, "no_repeat_ngram_size": 1, "encoder_no_repeat_ngram_size": 1}
+
+
+@pytest.mark.parametrize("by", ["call", "model"])
+@pytest.mark.parametrize("name", RULES)
+def test_rules_about_the_prompt_see_all_of_it_where_a_shorter_one_is_read(model, ids, name, by):
+    """No token of the prompt is said again, whether it was read again or not."""
+    options = {**GREEDY, "eos_token_id": None}
+    if by == "call":
+        options[name] = RULES[name]
+    else:
+        setattr(model.generation_config, name, RULES[name])
+    plan = kvsieve.plan("gemfilter", budget=8, layer=1, paper=True)
+    with kvsieve.attach(model, plan) as sieve:
+        found = sieve.generate(ids, **options)
+        assert found.stats.deep_tokens < 30
+        read = found.cache.conversation.short_prompt.token_index[0]
+        made = found.sequences[0, 30:].tolist()
+        if name == "repetition_penalty":
+            rule = RepetitionPenaltyLogitsProcessor(RULES[name])
+            short = torch.cat([ids[:, read], found.sequences[:, 30:33]], 1)
+            with torch.no_grad():
+                scores = rule(found.sequences[:, :33], own_logits(short))
+            assert int(scores.argmax()) == made[3]
+        else:
+            assert not set(made) & set(ids[0].tolist())
+
+
+def own_logits(ids):
+    """Logits behind ids, of the same model without a plan."""
+    return fill(build("llama", dtype=torch.float64))(ids).logits[:, -1].float()

@@ -134,6 +134,9 @@ def generate(
     with measure_peak(model.model.device) if measure else contextlib.nullcontext(Peak()) as peak:
         began = time.perf_counter()
         ids, mask = read_prompt(model, input_ids, attention_mask, cache, reading)
+        if config.max_time is not None:
+            # Time that reading the prompt took counts, as in generate's own call.
+            options = {**options, "max_time": max(config.max_time - (time.perf_counter() - began), 1e-9)}
         with resuming(_resume(model, ids, cache, reading)):
             output = _decode(model, own_generate, (input_ids, ids, mask), cache, clock, options, config)
         if reading.progress is not None:
@@ -179,6 +182,7 @@ def _decode(
     original = None
     if conversation.short_prompt is not None:
         original = OriginalPrompt(given, ids.shape[1])
+        options = original.rules(options, model.model, config)
         options = original.options(options, options.get("generation_config"), model.model.generation_config)
         criteria = original.criteria(criteria)
         if copies > 1 and not cache.num_seen:

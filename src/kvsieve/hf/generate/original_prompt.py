@@ -6,9 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from kvsieve.errors import UnsupportedOptionError
+from kvsieve.hf.compat import logits_processors
+
+# Rules of a configuration that look at the tokens of the prompt, and the values with which they do nothing.
+_OF_PROMPTS = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+}
 
 
 class OriginalPrompt:
@@ -52,6 +61,20 @@ class OriginalPrompt:
                 row, torch.cat([self.input_ids[row].to(ids.device), ids[self.read :]])
             )
         return options
+
+    def rules(self, options: dict[str, Any], model: Any, config: GenerationConfig) -> dict[str, Any]:
+        """Let rules about the prompt's tokens look at it as given: options of generate, with these as processors.
+
+        Args:
+            options: of generate.
+            model: of transformers.
+            config: in effect for them.
+        """
+        wanted = {name: getattr(config, name) for name in _OF_PROMPTS}
+        if all(value in (None, _OF_PROMPTS[name]) for name, value in wanted.items()):
+            return options
+        rules = logits_processors(model, GenerationConfig(**wanted), self.input_ids)
+        return {**options, **_OF_PROMPTS, "logits_processor": [*(options.get("logits_processor") or []), *rules]}
 
     def criteria(self, criteria: list[Any]) -> list[Any]:
         return [_Criterion(each, self) for each in criteria]
