@@ -22,6 +22,7 @@ def can_stack(caches: Sequence[SieveCache]) -> bool:
         cache.owner.decoder() is first.owner.decoder()
         and cache.num_seen == first.num_seen
         and cache.conversation.protected is None
+        and cache.conversation.ends is None
         and all(map(_alike, cache.all_layers, first.all_layers))
         for cache in caches
     )

@@ -33,4 +33,5 @@ def undone_on_failure(cache: Any) -> Iterator[None]:
         elif cache.owner.plan.shortens_prompt:
             # Every turn of such a plan reads the whole conversation into an empty cache.
             cache.reset()
+            cache.conversation.ends = before.ends
         raise

@@ -15,6 +15,7 @@ from kvsieve.hf.cache.counts import Passes, PromptBlocks, Reads
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvsieve.hf.cache.row_ends import RowEnds
     from kvsieve.hf.cache.short_prompt import ShortPrompt
     from kvsieve.protection import ProtectedTokens
 
@@ -135,6 +136,7 @@ class Conversation:
         num_seen: columns fed so far, padding included.
         batch: rows; 0 before anything was read.
         mask: attention mask of all columns fed so far, bool [B, num_seen]; None while nothing was padding.
+        ends: rows of answers that others of the batch outlasted; None where there are none.
         prompt_lengths: true tokens of each row when the turn's prompt was complete.
         short_prompt: the prompt as its caller knows it, under a plan that keeps a shorter one in its place.
         protected: tokens that the caller wants kept, whatever the plan drops.
@@ -150,6 +152,7 @@ class Conversation:
     num_seen: int = 0
     batch: int = 0
     mask: Tensor | None = None
+    ends: RowEnds | None = None
     prompt_lengths: tuple[int, ...] = ()
     short_prompt: ShortPrompt | None = None
     protected: ProtectedTokens | None = None
@@ -223,6 +226,8 @@ class Conversation:
             self.prompt_lengths = tuple(self.prompt_lengths[row] for row in rows.tolist())
         if self.mask is not None:
             self.mask = self.mask.index_select(0, rows.to(self.mask.device))
+        if self.ends is not None:
+            self.ends = self.ends.rows(rows)
         if self.short_prompt is not None:
             self.short_prompt = self.short_prompt.rows(rows)
         if self.protected is not None:
@@ -248,5 +253,5 @@ class Conversation:
         yield from (each.columns for each in self.propagated)
         for chunk in self.turn.deferred:
             yield from chunk
-        for part in (self.short_prompt, self.protected):
+        for part in (self.ends, self.short_prompt, self.protected):
             yield from () if part is None else part.tensors()

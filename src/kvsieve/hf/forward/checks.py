@@ -6,7 +6,8 @@ import warnings
 
 from torch import Tensor
 
-from kvsieve.errors import InputError, KvsieveWarning, UnsupportedOptionError
+from kvsieve.cache import PackedStore
+from kvsieve.errors import CacheStateError, InputError, KvsieveWarning, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Turn
 from kvsieve.plans import Plan
@@ -32,7 +33,7 @@ def warn_of_few(plan: Plan, cache: SieveCache, new: int) -> None:
         )
 
 
-def check_fits(cache: SieveCache, fed: Tensor) -> None:
+def check_fits(plan: Plan, cache: SieveCache, fed: Tensor) -> None:
     batch, known = fed.shape[0], cache.conversation.batch
     if not all(fed.shape[:2]):
         raise InputError(f"the prompt is empty: input of shape {tuple(fed.shape)}; pass at least one token")
@@ -41,6 +42,39 @@ def check_fits(cache: SieveCache, fed: Tensor) -> None:
         raise InputError(
             f"the cache holds {known} rows and got an input of {batch}; use one cache per batch, or "
             "cache.batch_repeat_interleave to expand it"
+        )
+    _check_ends(plan, cache)
+
+
+def check_ends_known(cache: SieveCache) -> None:
+    """Raise CacheStateError where it is unknown which columns of an answer are padding behind a row's end."""
+    ends = cache.conversation.ends
+    if ends is not None and ends.unknown:
+        raise CacheStateError(
+            "rows of this batch may have ended by stop strings or criteria, and the padding behind them is an end "
+            "token, so it is unknown where they ended: generate with a pad_token_id that ends no answer, or ask rows "
+            "one by one"
+        )
+
+
+def _check_ends(plan: Plan, cache: SieveCache) -> None:
+    """Raise CacheStateError where the padding behind rows that ended before others cannot be taken back."""
+    check_ends_known(cache)
+    ends = cache.conversation.ends
+    if ends is None or not ends.fed:
+        return
+    why = None
+    if plan.evict is not None and plan.evict.when.steps is not None:
+        why = f"{plan.name} has evicted for the padding behind them"
+    elif cache.forgets:
+        why = "the model's recurrent or sliding-window layers have read the padding behind them"
+    elif any(isinstance(layer.store, PackedStore) for layer in cache.sieve_layers.values()):
+        why = "entries were encoded while the padding behind them was read"
+    if why is not None:
+        raise CacheStateError(
+            f"rows {ends.hidden.any(1).nonzero()[:, 0].tolist()} of the batch ended before others, and {why}, so they "
+            "would not answer as alone: ask rows one by one, or begin with a new cache and a mask that hides the "
+            "padding"
         )
 
 

@@ -26,7 +26,10 @@ def checked_mask(
                 "earlier tokens of this cache are padding, so the pass needs the attention_mask of the whole "
                 f"conversation, [{batch}, {start + new}]"
             )
-        return None, ()
+        if cache.conversation.ends is None:
+            return None, ()
+        # A mask of ones, which generate leaves out.
+        mask = torch.ones(batch, start + new, dtype=torch.bool, device=device)
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise UnsupportedOptionError("attention_mask must be 2-D, [batch, tokens seen and new]; others are refused")
     check_mask(mask, (batch, start + new), f"{start} tokens seen and {new} new ones")
@@ -34,11 +37,17 @@ def checked_mask(
     mask = given.bool()
     past = mask[:, :start]
     differs = ~past if known is None else past != known
-    parts = (mask, mask[:, cache.turn.start :], mask[:, start:], mask[:, -1:], differs, strange(given))
+    taken = _padding_taken(mask, cache)
+    parts = (mask, mask[:, cache.turn.start :], mask[:, start:], mask[:, -1:], differs, taken, strange(given))
     # One copy from the device for all that the host must know.
-    *rows, different, odd = (tuple(part) for part in torch.stack([part.sum(-1) for part in parts]).tolist())
+    *rows, different, fillers, odd = (tuple(part) for part in torch.stack([part.sum(-1) for part in parts]).tolist())
     if any(odd):
         refuse_strange(given)
+    if any(fillers):
+        raise InputError(
+            "attention_mask counts the padding behind the end of rows that others of the batch outlasted as tokens: "
+            "give it 0 there, or use sieve.generate, which knows these columns"
+        )
     changed = any(different)
     if changed and cache.forgets and start:
         raise InputError(
@@ -53,3 +62,14 @@ def checked_mask(
         return None, ()
     cache.conversation.mask = mask
     return mask, tuple(rows)
+
+
+def _padding_taken(mask: Tensor, cache: SieveCache) -> Tensor:
+    """Return where a mask [B, columns] takes the padding behind a row's end for tokens; [B, 0] if it cannot."""
+    ends, short = cache.conversation.ends, cache.conversation.short_prompt
+    if ends is None:
+        return mask[:, :0]
+    if short is not None:
+        # What was read again has no padding in it; later columns are counted behind it.
+        mask = torch.cat([mask.new_zeros(len(mask), short.length), mask[:, short.token_index.shape[1] :]], 1)
+    return mask & ~ends.hide(mask)

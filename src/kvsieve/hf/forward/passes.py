@@ -95,7 +95,7 @@ def open_session(
     if fed is None:
         raise InputError("the model was called with neither input_ids nor inputs_embeds")
     batch, new = fed.shape[:2]
-    check_fits(cache, fed)
+    check_fits(plan, cache, fed)
     conversation = cache.conversation
     plan = _plan_of_pass(plan, cache, new, request)
     if request.phase is None and new > 1 and not cache.turn.reading:

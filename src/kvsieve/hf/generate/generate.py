@@ -23,6 +23,7 @@ from kvsieve.hf.compat import CACHE, CACHE_NAMES
 from kvsieve.hf.forward.own_generate import noting_caches
 from kvsieve.hf.forward.resume import Resume, resuming
 from kvsieve.hf.generate.config import check_config, config_in_effect
+from kvsieve.hf.generate.ends import note_ends
 from kvsieve.hf.generate.options import check_per_token, refusal
 from kvsieve.hf.generate.original_prompt import OriginalPrompt
 from kvsieve.hf.generate.peak_memory import Peak, measure_peak
@@ -145,7 +146,11 @@ def generate(
             total = (turn.prompt_end or 0) - turn.start + again
             reading.progress(total, total)
     sequences = output if isinstance(output, Tensor) else output.sequences
+    if cache.conversation.ends is not None:
+        sequences[:, : input_ids.shape[1]] = input_ids.repeat_interleave(len(sequences) // len(input_ids), 0)
     stats = stats_of(model, cache, clock.times, began, peak.bytes)
+    own = bool(options.get("stopping_criteria"))
+    note_ends(cache, sequences, len(clock.times), config, criteria=own)
     token_s = [after - before for before, after in itertools.pairwise(clock.times)]
     _log.info("%s", stats)
     return GenerateResult(sequences, stats, cache, output, token_s, cache.num_seen, model.tokenizer)
@@ -237,7 +242,8 @@ def with_stats(
         done(None)
         # The second of generate's arguments, where it is given by position.
         said = {**options, "generation_config": args[1]} if len(args) > 1 else options
-        check_config(model.model, said, config_in_effect(model.model, said))
+        config = config_in_effect(model.model, said)
+        check_config(model.model, said, config)
         # One that is empty would pass for the cache that generate makes itself.
         for name in options.keys() & set(CACHE_NAMES):
             if options[name] is not None:
@@ -257,6 +263,9 @@ def with_stats(
         if caches and clock.times:
             stats = stats_of(model, caches[-1], clock.times, began, None)
             done(stats)
+            sequences = output if isinstance(output, Tensor) else output.sequences
+            kept = caches[-1] if cache is None else cache
+            note_ends(kept, sequences, len(clock.times), config, criteria=bool(given))
             _log.info("%s", stats)
         return output
 

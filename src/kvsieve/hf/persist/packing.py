@@ -15,6 +15,7 @@ from kvsieve.errors import CacheFileError
 from kvsieve.hf.cache.counts import Passes, PromptBlocks, Reads
 from kvsieve.hf.cache.layer import StoreLayer, WindowLayer
 from kvsieve.hf.cache.records import Conversation, PropagatedTokens, Turn, TurnRecord
+from kvsieve.hf.cache.row_ends import RowEnds
 from kvsieve.hf.cache.short_prompt import ShortPrompt
 from kvsieve.hf.cache.states import CacheLayer, StateLayer
 from kvsieve.hf.persist.cache_file import DTYPES
@@ -32,6 +33,7 @@ _RECORDS: dict[str, Any] = {
         Passes,
         PromptBlocks,
         ProtectedTokens,
+        RowEnds,
         ShortPrompt,
         View,
         Window,
@@ -117,7 +119,7 @@ def unpacked(value: Any, tensors: dict[str, Tensor], device: torch.device, readi
         return tuple(parts) if kind == "tuple" else set(parts)
     given = {**parts, "plan": reading} if kind == "ShortPrompt" else parts
     fields = {each.name: each for each in dataclasses.fields(_RECORDS[kind])}
-    later = {"Conversation": {"acted", "tables"}, "Turn": {"length"}, "TurnRecord": {"blocks", "reread"}}.get(
+    later = {"Conversation": {"acted", "tables", "ends"}, "Turn": {"length"}, "TurnRecord": {"blocks", "reread"}}.get(
         kind, set()
     )
     if not fields.keys() - later <= given.keys() <= fields.keys():

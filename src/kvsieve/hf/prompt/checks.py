@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvsieve.errors import InputError, KvsieveWarning, PlanError, short
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.checks import check_ends_known
 from kvsieve.hf.inputs import check_callable, check_ids, check_mask, prompt_of, refuse_strange
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.runtime import AttachedModel
@@ -68,6 +69,7 @@ def whole_mask(
         refuse_strange(attention_mask)
         attention_mask = attention_mask.long()
     cache.turn.check_beams()
+    check_ends_known(cache)
     rows, short_prompt = cache.conversation.batch, cache.conversation.short_prompt
     if rows not in (0, len(input_ids)):
         raise InputError(
@@ -93,7 +95,10 @@ def whole_mask(
             known = torch.cat([known_mask, known_mask.new_ones(len(known_mask), length - seen)], 1)
             known = known.long().to(input_ids.device)
             attention_mask = known if attention_mask is None else known * attention_mask
-    return attention_mask
+    ends = cache.conversation.ends
+    if ends is None:
+        return attention_mask
+    return ends.hide(torch.ones_like(input_ids) if attention_mask is None else attention_mask)
 
 
 def check_prompt(

@@ -52,6 +52,11 @@ def read_prompt(
             "attach(model, plan, tokenizer=tokenizer), or attach plan.for_tokenizer(tokenizer)"
         )
     check_callable("progress", options.progress)
+    model.check_cache(cache)
+    ends = cache.conversation.ends
+    if ends is not None:
+        ends = cache.conversation.ends = ends.begin_turn(input_ids, cache.conversation.caller_length_and_mask()[0])
+        input_ids = ends.as_read(input_ids)
     mask = whole_mask(model, input_ids, attention_mask, cache, options.pad_token_id)
     length, conversation = input_ids.shape[1], cache.conversation
     asked = constraints.checked_question(conversation.caller_length_and_mask()[0], mask, length)

@@ -43,6 +43,7 @@ def forget_other_tables(model: AttachedModel, cache: SieveCache, length: int) ->
         return 0
     cache.reset()
     cache.conversation.short_prompt, cache.conversation.protected = before.short_prompt, before.protected
+    cache.conversation.ends = None if before.ends is None else dataclasses.replace(before.ends, fed=False)
     return before.num_seen
 
 

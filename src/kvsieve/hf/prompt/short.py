@@ -47,7 +47,9 @@ def read_short_prompt(
         protected: what the caller wants kept.
         question: tokens of the question that follows.
     """
+    ends = cache.conversation.ends
     cache.reset()
+    cache.conversation.ends = None if ends is None else dataclasses.replace(ends, fed=False)
     token_index, real = _true_tokens(input_ids, mask)
     lengths = tuple(real.sum(-1).tolist())
     evictor, propagator, reduce = model.plan.evict, model.plan.propagate, options.constraints.reduce

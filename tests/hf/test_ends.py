@@ -1,0 +1,202 @@
+"""Rows of a batch that end before others: on a later turn such a row answers as it would alone, or is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import kvsieve
+from kvsieve.errors import CacheStateError, InputError
+from kvsieve.models.families import build
+from small import fill, plan_of
+
+N, PAD, END = 60, 0, 2
+ANSWERS = [[5, 6, END], [7, 8, 9, 10, 11, 12, 13, 14]]
+PLANS = {
+    **{name: {} for name in kvsieve.list_methods()},
+    "keydiff, chunks": {"chunks": True},
+    "lagkv, chunks": {"chunks": True, "lag": 8, "sinks": 2},
+    "snapkv, every": {"every": 3},
+    "snapkv, codec": {"codec": "kivi:bits=8:block=8:tail=4"},
+}
+
+
+class Say(LogitsProcessor):
+    """Lets rows answer with given tokens."""
+
+    def __init__(self, answers):
+        self.answers, self.at = answers, 0
+
+    def __call__(self, input_ids, scores):
+        for row, answer in enumerate(self.answers):
+            if self.at < len(answer):
+                scores[row] = -torch.inf
+                scores[row, answer[self.at]] = 0
+        self.at += 1
+        return scores
+
+
+@pytest.fixture(scope="module")
+def model():
+    return fill(build("llama", dtype=torch.float64))
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(3, 100, (2, N + 12), generator=torch.Generator().manual_seed(5))
+
+
+def plan(model, name):
+    return plan_of(name.partition(",")[0], model, **PLANS[name])
+
+
+def first(answers, **options):
+    say = LogitsProcessorList([Say(answers)])
+    new = len(ANSWERS[1])
+    return {"logits_processor": say, "max_new_tokens": new, "pad_token_id": PAD, "eos_token_id": END} | options
+
+
+def logits(sieve, ids, cache, mask=None, **options):
+    said = {"max_new_tokens": 2, "return_dict_in_generate": True, "output_logits": True, "eos_token_id": None}
+    result = sieve.generate(ids, mask, cache=cache, do_sample=False, pad_token_id=PAD, **said, **options)
+    return torch.stack(result.output.logits, 1)
+
+
+def ask(sieve, ids, cache=None, answers=ANSWERS, **options):
+    """The first turn's sequences and cache."""
+    result = sieve.generate(ids, cache=cache, do_sample=False, **first(answers, **options))
+    return result.sequences, result.cache
+
+
+def wanted(sieve, ids, later, row=0):
+    """Logits of the second turn of a row that was alone in both."""
+    sequences, cache = ask(sieve, ids[row : row + 1], None, ANSWERS[row : row + 1])
+    return logits(sieve, torch.cat([sequences, later[row : row + 1]], 1), cache)[0]
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_row_that_ended_early_answers_as_alone_or_is_refused(model, ids, name):
+    prompt, later = ids[:, :N], ids[:, N:]
+    with kvsieve.attach(model, plan(model, name)) as sieve:
+        sequences, cache = ask(sieve, prompt)
+        assert sequences[0, N:].tolist() == ANSWERS[0] + [PAD] * 5
+        together = torch.cat([sequences, later], 1)
+        evict = sieve.plan.evict
+        if (evict and evict.when.steps) or ((sieve.plan.codec or sieve.plan.rest) and name != "snapkv, codec"):
+            with pytest.raises(
+                CacheStateError, match=r"rows \[0\] of the batch ended before others, and .* one by one"
+            ):
+                logits(sieve, together, cache, torch.ones_like(together))
+            return
+        found = logits(sieve, together, cache, torch.ones_like(together))
+        torch.testing.assert_close(found[0], wanted(sieve, prompt, later))
+
+
+@pytest.mark.parametrize("pad", [PAD, END])
+@pytest.mark.parametrize("name", ["full", "snapkv", "fastkv", "quest", "gemfilter"])
+def test_without_a_mask_also_where_padding_is_the_end_token(model, ids, name, pad):
+    prompt, later = ids[:, :N], ids[:, N:]
+    with kvsieve.attach(model, plan(model, name)) as sieve:
+        sequences, cache = ask(sieve, prompt, pad_token_id=pad)
+        together = torch.cat([sequences, later], 1)
+        found = logits(sieve, together, cache, chunk=5)
+        torch.testing.assert_close(found[0], wanted(sieve, prompt, later))
+        # The row that went on to the end, too.
+        torch.testing.assert_close(found[1], wanted(sieve, prompt, later, row=1))
+
+
+@pytest.mark.parametrize("name", ["snapkv", "gemfilter", "finch"])
+def test_three_turns_through_a_file(model, ids, name, tmp_path):
+    prompt, later, more = ids[:, :N], ids[:, N : N + 6], ids[:, N + 6 :]
+
+    def turns(rows):
+        answers = [ANSWERS[row] for row in rows]
+        sequences, cache = ask(sieve, prompt[rows], None, answers)
+        for each in (later, more):
+            sieve.save(cache, tmp_path / "cache", force=True)
+            cache = sieve.load(tmp_path / "cache").cache
+            fed = torch.cat([sequences, each[rows]], 1)
+            sequences, cache = ask(sieve, {"input_ids": fed, "attention_mask": torch.ones_like(fed)}, cache, answers)
+            assert torch.equal(sequences[:, : fed.shape[1]], fed)
+        fed = torch.cat([sequences, later[rows]], 1)
+        kept = sieve.kept(cache, sequences, row=0)
+        return logits(sieve, fed, cache, torch.ones_like(fed))[0], kept.tokens.tolist()
+
+    with kvsieve.attach(model, plan(model, name)) as sieve:
+        (found, tokens), (alone, bare) = turns([0, 1]), turns([0])
+        torch.testing.assert_close(found, alone)
+        # The last token of a row alone was not read yet.
+        assert tokens == [*bare, END]
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv", "knorm"])
+def test_plain_generate(model, ids, name):
+    prompt, later = ids[:, :N], ids[:, N:]
+    said = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    with kvsieve.attach(model, plan(model, name)) as sieve:
+
+        def turns(**options):
+            cache = sieve.new_cache()
+            sequences = model.generate(prompt, past_key_values=cache, do_sample=False, **first(ANSWERS))
+            assert torch.equal(sieve.kept(cache, sequences).tokens, torch.cat([prompt[0], torch.tensor(ANSWERS[0])]))
+            fed = torch.cat([sequences, later], 1)
+            out = model.generate(fed, past_key_values=cache, **said, **options, pad_token_id=PAD, eos_token_id=None)
+            return torch.stack(out.logits, 1)[0]
+
+        mask = torch.ones(2, N + 8 + 12).long()
+        with pytest.raises(InputError, match="counts the padding behind the end of rows"):
+            turns(attention_mask=mask)
+        mask[0, N + 3 : N + 8] = 0
+        torch.testing.assert_close(turns(attention_mask=mask), wanted(sieve, prompt, later))
+
+
+def test_other_rows_go_on_alone(model, ids):
+    prompt, later = ids[:, :N], ids[:, N:]
+    with kvsieve.attach(model, plan(model, "h2o")) as sieve:
+        sequences, cache = ask(sieve, prompt)
+        cache.batch_select_indices(torch.tensor([1]))
+        found = logits(sieve, torch.cat([sequences, later], 1)[1:], cache)
+        torch.testing.assert_close(found[0], wanted(sieve, prompt, later, row=1))
+
+
+def test_plain_calls_are_refused_where_a_row_cannot_be_as_alone(model, ids):
+    prompt, later = ids[:, :N], ids[:, N:]
+    with kvsieve.attach(model, plan(model, "tova")) as sieve, torch.no_grad():
+        sequences, cache = ask(sieve, prompt)
+        fed = torch.cat([sequences, later], 1)
+        with pytest.raises(CacheStateError, match="tova has evicted for the padding"):
+            model(fed[:, cache.num_seen :], attention_mask=fed.ne(PAD).long(), past_key_values=cache)
+
+
+class Until(StoppingCriteria):
+    """Ends rows at a token."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids[:, -1] == 6
+
+
+def test_rows_that_other_criteria_have_ended(model, ids):
+    prompt, later = ids[:, :N], ids[:, N:]
+    with kvsieve.attach(model, plan(model, "snapkv")) as sieve:
+
+        def turns(rows, pad=PAD):
+            until = StoppingCriteriaList([Until()])
+            answers = [ANSWERS[row] for row in rows]
+            sequences, cache = ask(sieve, prompt[rows], None, answers, stopping_criteria=until, pad_token_id=pad)
+            fed = torch.cat([sequences, later[rows]], 1)
+            return logits(sieve, fed, cache, torch.ones_like(fed))[0]
+
+        torch.testing.assert_close(turns([0, 1]), turns([0]))
+        with pytest.raises(CacheStateError, match="a pad_token_id that ends no answer"):
+            turns([0, 1], END)
+
+
+@pytest.mark.parametrize("family", ["mistral:sliding", "qwen3_next"])
+def test_layers_that_cannot_take_tokens_back(family):
+    model = build(family, dtype=torch.float64)
+    ids = torch.randint(3, 100, (2, N + 12), generator=torch.Generator().manual_seed(5))
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        sequences, cache = ask(sieve, ids[:, :N])
+        with pytest.raises(CacheStateError, match="recurrent or sliding-window layers have read the padding"):
+            logits(sieve, torch.cat([sequences, ids[:, N:]], 1), cache)
