@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.errors import InputError
+from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.attach import attached
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
@@ -193,6 +193,11 @@ def test_time_ends_what_runs_and_what_waits(scheduler, model):
     assert told[-2].finish == "length" and isinstance(told[-1], Summary)
     last = waiting.all()[-1]
     assert isinstance(last, BusyError | Summary)
+
+
+def test_a_plan_with_a_draft_model_is_refused_by_name(scheduler):
+    with pytest.raises(PlanError, match=r"specprefill reads prompts with a draft model"):
+        scheduler(start=False).check_plan(kvsieve.plan("specprefill", draft=build("llama", num_hidden_layers=1)))
 
 
 def test_closing_refuses_what_comes_and_ends_what_runs(scheduler, model):

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
-from kvsieve.errors import KvsieveError, KvsieveWarning, NotAttachedError, UnsupportedModelError
+from kvsieve.errors import KvsieveError, KvsieveWarning, NotAttachedError, PlanError, UnsupportedModelError
 from kvsieve.hf import hooks
 from kvsieve.hf.cache.copies import uncopied
 from kvsieve.hf.compat import attention_of, check_version, decoder_of, is_compiled, layers_of, text_config
@@ -174,8 +174,13 @@ def under(sieve: Sieve, plan: Plan) -> Sieve:
 
     Raises:
         UnsupportedModelError: the plan cannot run on the model.
-        PlanError: a parameter of the plan does not fit it.
+        PlanError: a parameter of the plan does not fit it, or the plan reads prompts with a draft model.
     """
+    if isinstance(plan.propagate, DraftPropagator):
+        raise PlanError(
+            f"{plan.name} reads prompts with a draft model, which only `attach` loads: take it in Python or with "
+            "`kvsieve run`, and another method in a server"
+        )
     other = object.__new__(Sieve)
     vars(other).update(vars(sieve))
     other.plan = plan.for_model(sieve.model, sieve.tokenizer)
