@@ -22,6 +22,7 @@ from kvsieve.hf.persist.saved import read_header
 from kvsieve.methods import TSP, SnapKV
 from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, Profile, keep_profile, load_profile, profiles_dir
+from source_tree import needs_results
 
 ROOT = Path(__file__).parent.parent
 DEMO = load_profile("smollm2-135m-instruct").fingerprint
@@ -230,6 +231,7 @@ def makefile():
     return {name: value.replace("$(PROFILE)", found["PROFILE"]) for name, value in found.items()}
 
 
+@needs_results
 @pytest.mark.parametrize(
     ("folder", "variables", "budgets"),
     [

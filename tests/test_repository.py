@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvsieve
+from source_tree import needs_results
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,6 +55,7 @@ def test_the_guide_names_files_and_folders_that_exist():
         assert (ROOT / "src" / "kvsieve" / package).is_dir(), package
 
 
+@needs_results
 def test_results_kept_in_git_stay_small():
     """All that benchmarks/results adds to a clone; what is not tracked does not count."""
     folder = ROOT / "benchmarks" / "results"

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from source_tree import needs_results
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 brought the optimiser")
 
@@ -124,6 +126,7 @@ def test_a_refusal_is_recorded_in_its_own_words():
     assert "TSP layer 9 is outside" in measure.line(row)
 
 
+@needs_results
 def test_the_page_has_the_tables_of_the_committed_results():
     page = tables.PAGE.read_text()
     assert tables.filled(page, tables.tables(tables.RESULTS)) == page, "run python -m benchmarks.toys.tables"
