@@ -8,6 +8,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 
 import kvsieve
 from kvsieve.errors import CacheStateError, InputError
+from kvsieve.hf.compat import CACHE
 from kvsieve.models.families import build
 from small import fill, plan_of
 
@@ -93,14 +94,17 @@ def test_a_row_that_ended_early_answers_as_alone_or_is_refused(model, ids, name)
         torch.testing.assert_close(found[0], wanted(sieve, prompt, later))
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("pad", [PAD, END])
 @pytest.mark.parametrize("name", ["full", "snapkv", "fastkv", "quest", "gemfilter"])
-def test_without_a_mask_also_where_padding_is_the_end_token(model, ids, name, pad):
+def test_without_a_mask_and_with_one_that_hides_the_padding(model, ids, name, pad, masked):
     prompt, later = ids[:, :N], ids[:, N:]
     with kvsieve.attach(model, plan(model, name)) as sieve:
         sequences, cache = ask(sieve, prompt, pad_token_id=pad)
         together = torch.cat([sequences, later], 1)
-        found = logits(sieve, together, cache, chunk=5)
+        mask = torch.ones_like(together)
+        mask[0, N + 3 : N + 8] = 0
+        found = logits(sieve, together, cache, mask if masked else None, chunk=5)
         torch.testing.assert_close(found[0], wanted(sieve, prompt, later))
         # The row that went on to the end, too.
         torch.testing.assert_close(found[1], wanted(sieve, prompt, later, row=1))
@@ -130,25 +134,44 @@ def test_three_turns_through_a_file(model, ids, name, tmp_path):
         assert tokens == [*bare, END]
 
 
-@pytest.mark.parametrize("name", ["full", "snapkv", "knorm"])
+@pytest.mark.parametrize("name", ["full", "snapkv", "fastkv", "a-shape", "quest"])
 def test_plain_generate(model, ids, name):
     prompt, later = ids[:, :N], ids[:, N:]
     said = {"max_new_tokens": 2, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     with kvsieve.attach(model, plan(model, name)) as sieve:
 
-        def turns(**options):
-            cache = sieve.new_cache()
-            sequences = model.generate(prompt, past_key_values=cache, do_sample=False, **first(ANSWERS))
-            assert torch.equal(sieve.kept(cache, sequences).tokens, torch.cat([prompt[0], torch.tensor(ANSWERS[0])]))
-            fed = torch.cat([sequences, later], 1)
-            out = model.generate(fed, past_key_values=cache, **said, **options, pad_token_id=PAD, eos_token_id=None)
+        def turns(rows, mask=None):
+            cache, answers = sieve.new_cache(), [ANSWERS[row] for row in rows]
+            sequences = model.generate(prompt[rows], **{CACHE: cache}, do_sample=False, **first(answers))
+            # Of a row alone the last token was not read yet.
+            answer = torch.tensor(ANSWERS[0][: None if len(rows) > 1 else -1])
+            assert torch.equal(sieve.kept(cache, sequences).tokens, torch.cat([prompt[0], answer]))
+            fed = torch.cat([sequences, later[rows]], 1)
+            options = {**said, "attention_mask": mask, "pad_token_id": PAD, "eos_token_id": None, CACHE: cache}
+            out = model.generate(fed, **options)
+            assert torch.equal(out.sequences[:, : fed.shape[1]], fed)
             return torch.stack(out.logits, 1)[0]
 
-        mask = torch.ones(2, N + 8 + 12).long()
-        with pytest.raises(InputError, match="counts the padding behind the end of rows"):
-            turns(attention_mask=mask)
+        alone, ones = turns([0]), torch.ones(2, N + 8 + 12).long()
+        hidden = ones.clone()
+        hidden[0, N + 3 : N + 8] = 0
+        for mask in (None, ones, hidden):
+            torch.testing.assert_close(turns([0, 1], mask), alone)
+
+
+def test_plain_calls(model, ids):
+    """They take the last token of a row's answer for part of it."""
+    prompt, later = ids[:, :N], ids[:, N:]
+    with kvsieve.attach(model, plan(model, "knorm")) as sieve, torch.no_grad():
+        sequences, cache = ask(sieve, prompt)
+        fed, seen = torch.cat([sequences, later], 1), cache.num_seen
+        mask = torch.ones_like(fed)
+        with pytest.raises(InputError, match="give 0 for the padding behind their ends"):
+            model(fed[:, seen:], attention_mask=mask, **{CACHE: cache})
         mask[0, N + 3 : N + 8] = 0
-        torch.testing.assert_close(turns(attention_mask=mask), wanted(sieve, prompt, later))
+        positions = (mask.cumsum(-1) - 1)[:, seen:]
+        out = model(fed[:, seen:], attention_mask=mask, position_ids=positions, **{CACHE: cache})
+        torch.testing.assert_close(out.logits[0, -1].float(), wanted(sieve, prompt, later)[0])
 
 
 def test_other_rows_go_on_alone(model, ids):
@@ -166,7 +189,7 @@ def test_plain_calls_are_refused_where_a_row_cannot_be_as_alone(model, ids):
         sequences, cache = ask(sieve, prompt)
         fed = torch.cat([sequences, later], 1)
         with pytest.raises(CacheStateError, match="tova has evicted for the padding"):
-            model(fed[:, cache.num_seen :], attention_mask=fed.ne(PAD).long(), past_key_values=cache)
+            model(fed[:, cache.num_seen :], attention_mask=fed.ne(PAD).long(), **{CACHE: cache})
 
 
 class Until(StoppingCriteria):

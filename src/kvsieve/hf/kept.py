@@ -47,7 +47,7 @@ def kept_of(cache: SieveCache, ids: Tensor, row: int = 0, tokenizer: Any = None)
     if not 0 <= row < batch:
         raise InputError(f"row {row} of {batch}: expected 0 to {batch - 1}")
     if conversation.ends is not None:
-        mask = conversation.ends.hide(ids.new_ones(batch, length) if mask is None else mask)
+        mask = conversation.ends.corrected(ids.new_ones(batch, length) if mask is None else mask)
         ids = conversation.ends.as_read(ids)
     numbers = token_numbers(mask, batch, length)[row]
     count, short = int(numbers.max()) + 1, conversation.short_prompt

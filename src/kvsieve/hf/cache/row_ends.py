@@ -62,9 +62,11 @@ class RowEnds:
         moved[rows, last] = ids.to(moved.device)[rows, end]
         return dataclasses.replace(self, hidden=hidden, moved=moved)
 
-    def hide(self, mask: Tensor) -> Tensor:
-        """Return a mask [B, columns] of the caller's with zeros for columns that are no tokens."""
-        return mask.masked_fill(_fitted(self.hidden, mask.shape[1], False).to(mask.device), 0)
+    def corrected(self, mask: Tensor) -> Tensor:
+        """Return a mask [B, columns] of the caller's with 0 for columns that are no tokens and 1 for tokens moved."""
+        hidden = _fitted(self.hidden, mask.shape[1], False).to(mask.device)
+        moved = _fitted(self.moved, mask.shape[1], -1).to(mask.device) >= 0
+        return mask.masked_fill(hidden, 0).masked_fill(moved, 1)
 
     def as_read(self, ids: Tensor) -> Tensor:
         """Return ids [B, columns] of the caller's with the tokens that are read in place of padding."""

@@ -37,16 +37,17 @@ def checked_mask(
     mask = given.bool()
     past = mask[:, :start]
     differs = ~past if known is None else past != known
-    taken = _padding_taken(mask, cache)
-    parts = (mask, mask[:, cache.turn.start :], mask[:, start:], mask[:, -1:], differs, taken, strange(given))
+    mistaken = _mistaken(mask, cache)
+    parts = (mask, mask[:, cache.turn.start :], mask[:, start:], mask[:, -1:], differs, mistaken, strange(given))
     # One copy from the device for all that the host must know.
-    *rows, different, fillers, odd = (tuple(part) for part in torch.stack([part.sum(-1) for part in parts]).tolist())
+    *rows, different, wrong, odd = (tuple(part) for part in torch.stack([part.sum(-1) for part in parts]).tolist())
     if any(odd):
         refuse_strange(given)
-    if any(fillers):
+    if any(wrong):
         raise InputError(
-            "attention_mask counts the padding behind the end of rows that others of the batch outlasted as tokens: "
-            "give it 0 there, or use sieve.generate, which knows these columns"
+            "attention_mask does not fit rows that ended before others of the batch: give 0 for the padding behind "
+            "their ends, and 1 for the last column of it where a later turn has read the end token there, or use "
+            "sieve.generate or model.generate, which know these columns"
         )
     changed = any(different)
     if changed and cache.forgets and start:
@@ -64,12 +65,13 @@ def checked_mask(
     return mask, tuple(rows)
 
 
-def _padding_taken(mask: Tensor, cache: SieveCache) -> Tensor:
-    """Return where a mask [B, columns] takes the padding behind a row's end for tokens; [B, 0] if it cannot."""
+def _mistaken(mask: Tensor, cache: SieveCache) -> Tensor:
+    """Return where a mask [B, columns] takes padding behind a row's end for a token, or the reverse; [B, n]."""
     ends, short = cache.conversation.ends, cache.conversation.short_prompt
     if ends is None:
         return mask[:, :0]
+    before = 0 if short is None else short.length
     if short is not None:
         # What was read again has no padding in it; later columns are counted behind it.
-        mask = torch.cat([mask.new_zeros(len(mask), short.length), mask[:, short.token_index.shape[1] :]], 1)
-    return mask & ~ends.hide(mask)
+        mask = torch.cat([mask.new_zeros(len(mask), before), mask[:, short.token_index.shape[1] :]], 1)
+    return (mask != ends.corrected(mask))[:, before:]

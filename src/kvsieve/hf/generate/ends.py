@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.row_ends import RowEnds
-from kvsieve.hf.generate.config import end_tokens
+from kvsieve.hf.generate.config import end_tokens, padding_token
+from kvsieve.hf.prompt.checks import whole_mask
+from kvsieve.hf.runtime import AttachedModel
 
 
 def note_ends(cache: SieveCache, sequences: Tensor, new: int, config: GenerationConfig, *, criteria: bool) -> None:
@@ -40,3 +44,42 @@ def note_ends(cache: SieveCache, sequences: Tensor, new: int, config: Generation
         return
     before = conversation.ends or RowEnds(gone[:, :0], answer[:, :0], fed=False)
     conversation.ends = before.then(conversation.caller_length_and_mask()[0] + 1 - answer.shape[1], gone, unknown)
+
+
+def begin_plain_turn(
+    model: AttachedModel, cache: Any, args: tuple[Any, ...], options: dict[str, Any], config: GenerationConfig
+) -> tuple[tuple[Any, ...], dict[str, Any], Tensor | None]:
+    """Return the arguments of a plain generate that goes on where rows ended early, as sieve.generate has them.
+
+    Args:
+        model: the attached model.
+        cache: given to the call, or None.
+        args: of the call, by position.
+        options: of the call, by name.
+        config: in effect.
+
+    Returns:
+        args, options, and the ids int64 [B, N] that the caller gave where the call gets others, else None.
+    """
+    ends = cache.conversation.ends if isinstance(cache, SieveCache) else None
+    name = next((each for each in ("inputs", "input_ids") if options.get(each) is not None), None)
+    ids = args[0] if args else None if name is None else options[name]
+    if ends is None or not isinstance(ids, Tensor):
+        return args, options, None
+    ends = cache.conversation.ends = ends.begin_turn(ids, cache.conversation.caller_length_and_mask()[0])
+    read = ends.as_read(ids)
+    mask = whole_mask(model, read, options.get("attention_mask"), cache, padding_token(config))
+    options = {**options, "attention_mask": mask}
+    if args:
+        return (read, *args[1:]), options, ids
+    return args, {**options, str(name): read}, ids
+
+
+def put_back(sequences: Tensor, ids: Tensor) -> None:
+    """Write the ids [B, N] that a caller gave into the sequences [B or more, N + new] that generate has made of them.
+
+    Args:
+        sequences: changed in place.
+        ids: as given, where the model has read tokens in place of padding.
+    """
+    sequences[:, : ids.shape[1]] = ids.repeat_interleave(len(sequences) // len(ids), 0)

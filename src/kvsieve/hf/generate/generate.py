@@ -23,7 +23,7 @@ from kvsieve.hf.compat import CACHE, CACHE_NAMES
 from kvsieve.hf.forward.own_generate import noting_caches
 from kvsieve.hf.forward.resume import Resume, resuming
 from kvsieve.hf.generate.config import check_config, config_in_effect
-from kvsieve.hf.generate.ends import note_ends
+from kvsieve.hf.generate.ends import begin_plain_turn, note_ends, put_back
 from kvsieve.hf.generate.options import check_per_token, refusal
 from kvsieve.hf.generate.original_prompt import OriginalPrompt
 from kvsieve.hf.generate.peak_memory import Peak, measure_peak
@@ -147,7 +147,7 @@ def generate(
             reading.progress(total, total)
     sequences = output if isinstance(output, Tensor) else output.sequences
     if cache.conversation.ends is not None:
-        sequences[:, : input_ids.shape[1]] = input_ids.repeat_interleave(len(sequences) // len(input_ids), 0)
+        put_back(sequences, input_ids)
     stats = stats_of(model, cache, clock.times, began, peak.bytes)
     own = bool(options.get("stopping_criteria"))
     note_ends(cache, sequences, len(clock.times), config, criteria=own)
@@ -259,11 +259,14 @@ def with_stats(
         cache = next((options[name] for name in CACHE_NAMES if options.get(name) is not None), None)
         with noting_caches() as caches, undone_on_failure(cache):
             began = time.perf_counter()
+            args, options, ids = begin_plain_turn(model, cache, args, options, config)
             output = own_generate(*args, **options)
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        if ids is not None:
+            put_back(sequences, ids)
         if caches and clock.times:
             stats = stats_of(model, caches[-1], clock.times, began, None)
             done(stats)
-            sequences = output if isinstance(output, Tensor) else output.sequences
             kept = caches[-1] if cache is None else cache
             note_ends(kept, sequences, len(clock.times), config, criteria=bool(given))
             _log.info("%s", stats)

@@ -98,7 +98,7 @@ def whole_mask(
     ends = cache.conversation.ends
     if ends is None:
         return attention_mask
-    return ends.hide(torch.ones_like(input_ids) if attention_mask is None else attention_mask)
+    return ends.corrected(torch.ones_like(input_ids) if attention_mask is None else attention_mask)
 
 
 def check_prompt(
