@@ -223,3 +223,21 @@ def test_layers_that_cannot_take_tokens_back(family):
         sequences, cache = ask(sieve, ids[:, :N])
         with pytest.raises(CacheStateError, match="recurrent or sliding-window layers have read the padding"):
             logits(sieve, torch.cat([sequences, ids[:, N:]], 1), cache)
+
+
+class Fails(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        raise InterruptedError
+
+
+@pytest.mark.parametrize("name", ["snapkv", "gemfilter"])
+def test_after_a_call_that_failed(model, ids, name):
+    prompt, later = ids[:, :N], ids[:, N:]
+    with kvsieve.attach(model, plan(model, name)) as sieve:
+        sequences, cache = ask(sieve, prompt)
+        together = torch.cat([sequences, later], 1)
+        bad = {"logits_processor": LogitsProcessorList([Fails()])} if name == "gemfilter" else {"protect": [(0, 900)]}
+        with pytest.raises((InterruptedError, InputError)):
+            sieve.generate(together, cache=cache, max_new_tokens=2, **bad)
+        found = logits(sieve, together, cache, torch.ones_like(together))
+        torch.testing.assert_close(found[0], wanted(sieve, prompt, later))
