@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from kvsieve.display import html_table
-from kvsieve.errors import CacheStateError, KvsieveError
+from kvsieve.errors import CacheStateError, KvsieveError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.failures import undone_on_failure
 from kvsieve.hf.compat import CACHE, CACHE_NAMES
@@ -222,6 +223,14 @@ def _resume(model: AttachedModel, prompt: Tensor, cache: SieveCache, reading: Re
     def resume(ids: Tensor, mask: Tensor | None) -> SieveCache | None:
         size = prompt.shape[1]
         whole = prompt.repeat_interleave(max(len(ids) // len(prompt), 1), 0).to(ids.device)
+        # A pass of guidance brings a mask of its own tokens.
+        total = size if mask is None else mask.shape[-1]
+        if cache.num_seen and ids.shape[1] < total:
+            raise UnsupportedOptionError(
+                f"transformers {version('transformers')} drops the cache at {cache.num_seen} tokens, where the model's "
+                "rotary tables change, and does not read them again, so that the answer from there on is not the "
+                "model's: install transformers 5.20 or newer, or ask for fewer tokens"
+            )
         # Others are passes over another prompt, as those of guidance are.
         if ids.shape[1] <= cache.num_seen or not torch.equal(ids[:, :size], whole):
             return None
