@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
@@ -24,7 +25,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import kvsieve
-from kvsieve.errors import KvsieveWarning, PlanError, UnsupportedModelError, UnsupportedOptionError
+from kvsieve.errors import KvsieveError, KvsieveWarning, PlanError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.eval import lm_eval_command, lm_eval_model
 from kvsieve.eval.lm_eval_model import KvsieveLM
 from kvsieve.models.families import build
@@ -162,7 +163,11 @@ def test_the_model_is_left_as_it_was(model_dir):
     lm = make(model_dir, SNAPKV)
     before = lm.model.config._attn_implementation
     answers(lm)
-    with pytest.raises(UnsupportedOptionError):
+    other = copy.deepcopy(lm.model)
+    with pytest.raises(UnsupportedOptionError, match="assistant_model"):
+        answers(lm, assistant_model=other)
+    # The harness copies what it is given, which a model under a plan refuses.
+    with pytest.raises(KvsieveError, match="has a plan attached"):
         answers(lm, assistant_model=lm.model)
     assert lm.model.config._attn_implementation == before
     with pytest.raises(UnsupportedOptionError, match="inside generate_until"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.errors import PlanError
+from kvsieve.errors import CacheStateError, PlanError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode import engine as fixed
 from kvsieve.hf.forward.request import PassRequest
@@ -218,10 +218,14 @@ def test_rollbacks_forks_turns_and_reordered_rows(model, stand_in, name):
         cache.rollback(taken)
         seen = feed(cache, seen, more)
         other = feed(fork, seen[:, :94], more.flip(1))
-        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_select_indices(torch.tensor([1, 0]))
         whole = torch.cat([feed(cache, seen[[1, 0]], more), prompt(2, 20, seed=7)], 1)
         feed(sieve.prefill(whole, cache=cache), whole, more)
-        feed(fork, other, more)
+        # As beams change places, which end with the answer.
+        fork.reorder_cache(torch.tensor([1, 0]))
+        other = torch.cat([feed(fork, other[[1, 0]], more), prompt(2, 20, seed=7)], 1)
+        with pytest.raises(CacheStateError, match="that of a beam search.*batch_select_indices"):
+            sieve.prefill(other, cache=fork)
 
     torch.testing.assert_close(follow(model, plan, "graph", steps), follow(model, plan, "eager", steps))
 

@@ -361,10 +361,12 @@ def test_a_chat_obeys_what_a_configuration_of_the_turn_says(model):
             sieve.chat(tokenizer)
 
 
-def test_one_answer_is_taken_of_a_prompt_on_the_command_line(model):
+@pytest.mark.parametrize("kind", ["num_beams", "do_sample"])
+def test_one_answer_is_taken_of_a_prompt_on_the_command_line(model, kind):
     """Rows of several answers would be taken for those of other prompts."""
     prompt = EncodedPrompt(torch.arange(5, 12)[None], [])
-    model.generation_config.num_return_sequences = model.generation_config.num_beams = 2
+    # Without sampling, which is what a command asks for, transformers refuses several sampled ones in its own words.
+    model.generation_config.update(**{kind: 2 if kind == "num_beams" else True}, num_return_sequences=2)
     how = Generation(16, 4)
     with pytest.raises(UnsupportedOptionError, match=r"model\.generation_config\.num_return_sequences=2"):
         run_methods(model, chat_tokenizer(), prompt, [MethodRun("full", {}, FULL)], how)

@@ -125,12 +125,12 @@ def run_batches(
     import torch
 
     import kvsieve
-    from kvsieve.hf.generate.config import check_single_answer, config_in_effect
+    from kvsieve.hf.generate.config import check_single_answer
     from kvsieve.hf.model.support import check_model
     from kvsieve.hf.model.tables import RotaryTables
 
     alone = how.store is None and not how.kept
-    check_single_answer(model, how.sampling, config_in_effect(model, how.sampling), beams=alone)
+    check_single_answer(model, how.sampling, beams=alone)
     runs = [each.for_model(model, tokenizer) for each in runs]
     for each in runs:
         check_model(model, each.plan)

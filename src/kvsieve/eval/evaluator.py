@@ -202,9 +202,8 @@ class Evaluator:
     def _processors(self, prompt: Tensor, limit: int) -> LogitsProcessorList:
         """Return the processors of the checkpoint's generation_config, for answers without sampling."""
         options = {"do_sample": False, "max_new_tokens": limit, "eos_token_id": sorted(self.prompter.stops) or None}
-        config = config_in_effect(self.model, options)
-        check_single_answer(self.model, {}, config)
-        return processors_of(self.model, config, prompt)
+        check_single_answer(self.model, options)
+        return processors_of(self.model, config_in_effect(self.model, options), prompt)
 
     def _decode(self, state: ReadState, limit: int, processors: LogitsProcessorList | None = None) -> list[list[int]]:
         """Tokens of each row up to the end of the turn, at most `limit`; the state stays as it is."""

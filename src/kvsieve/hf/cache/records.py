@@ -120,7 +120,8 @@ class Turn:
         if self.reordered:
             raise CacheStateError(
                 "the cache is that of a beam search: its rows are the beams that were in progress, not the sequences "
-                "that were returned; go on without it, or answer with num_beams=1"
+                "that were returned; go on without it, or answer with num_beams=1 (rows that you order yourself go on "
+                "after batch_select_indices())"
             )
 
     def room(self, end: int, size: int) -> int:

@@ -53,9 +53,9 @@ def check_chat_options(options: dict[str, Any], model: Any) -> None:
     config = options.get("generation_config")
     if config is not None and config.max_length is not None and config.max_new_tokens is None:
         raise UnsupportedOptionError("generation_config.max_length is not for a chat: use max_new_tokens")
+    check_single_answer(model, options, ", or use fork() and ask in each")
     try:
         config = config_in_effect(model, options)
     except Exception as error:  # of comparing what it was given, whatever that may be
         raise refusal(options, error) from error
     check_config(model, options, config)
-    check_single_answer(model, options, config, ", or use fork() and ask in each")

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from kvsieve.errors import InputError
 from kvsieve.hf.cache.cache import SieveCache
@@ -95,7 +96,8 @@ class TurnMaker:
         """
         check_text("message", message)
         config = given.get("generation_config")
-        if config is not None and config.max_new_tokens is not None:
+        # One of another kind is refused with the other options.
+        if isinstance(config, GenerationConfig) and config.max_new_tokens is not None:
             given = {"max_new_tokens": config.max_new_tokens, **given}
         options = {**options, **given}
         check_chat_options(options, self.sieve.model)

@@ -91,21 +91,22 @@ def _way_out(options: Mapping[str, Any], name: str, value: Any = None) -> str:
     return "" if options.get(name) is not None else f", or pass {name}={value} in the call"
 
 
-def check_single_answer(
-    model: Any, options: Mapping[str, Any], config: GenerationConfig, otherwise: str = "", *, beams: bool = False
-) -> None:
+def check_single_answer(model: Any, options: Mapping[str, Any], otherwise: str = "", *, beams: bool = False) -> None:
     """Raise UnsupportedOptionError for several answers, and for beams, where one answer and its cache are taken.
+
+    Call it before `config_in_effect`, which fails for several answers without sampling.
 
     Args:
         model: of transformers.
         options: of the call.
-        config: in effect for it.
         otherwise: what to do for several answers.
         beams: accept beams, where the cache is not gone on with.
     """
-    for name in ("num_beams", "num_return_sequences"):
-        value = getattr(config, name, None) or 1
-        if value > 1 and not (beams and name == "num_beams"):
+    config, own = options.get("generation_config"), model.generation_config
+    for name in ("num_return_sequences",) if beams else ("num_beams", "num_return_sequences"):
+        inherited = getattr(own if getattr(config, name, None) is None else config, name, None)
+        value = options.get(name, inherited)
+        if isinstance(value, int) and value > 1:
             said = who_says(model, options, name).replace("...", str(value))
             raise UnsupportedOptionError(f"{said} gives several answers where one is taken; pass {name}=1{otherwise}")
 
