@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.errors import InputError
+from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.eval.evaluator import Evaluator, _compared
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.shared import next_logits
@@ -63,6 +63,14 @@ def by_itself(model, evaluator, plan, prompt, more=(), limit=8):
             step = torch.tensor([[tokens[-1]]])
             logits = model(input_ids=step, **{CACHE: cache}, use_cache=True).logits[:, -1]
     return evaluator.prompter.answer(tokens)[0]
+
+
+@pytest.mark.parametrize("kind", [{"num_beams": 2}, {"do_sample": True}], ids=str)
+def test_several_answers_that_a_checkpoint_asks_for_are_refused(kind):
+    model = build("llama", dtype=torch.float64)
+    model.generation_config.update(**kind, num_return_sequences=2)
+    with pytest.raises(UnsupportedOptionError, match=r"model\.generation_config\.num_"):
+        Evaluator(model, word_tokenizer()).run(Sample(CONTEXT, (turn(5, 6, 7),)), PLANS[:1], "visible")
 
 
 def test_visible_is_generate_under_the_plan(model, evaluator):
