@@ -88,7 +88,8 @@ def _with_floor(info: MethodInfo, given: Mapping[str, Any], usual: int) -> dict[
     floor, rest = given.get("floor"), {name: value for name, value in given.items() if name != "floor"}
     if floor is None and any(map(has_floor, rest.values())):
         return rest
-    floor = usual if floor is None and info.takes_floor else floor or 0
+    if floor is None:
+        floor = usual if info.takes_floor else 0
     if not Budget(ratio=1.0, floor=floor).floor:
         return {name: without_floor(value) for name, value in rest.items()}
     return {**rest, "floor": floor}

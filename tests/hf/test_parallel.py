@@ -21,11 +21,11 @@ import pytest
 import torch
 
 import kvsieve
+from kvsieve import budget
 from kvsieve.cache import DenseStore
 from kvsieve.errors import KvsieveError, KvsieveWarning
 from kvsieve.methods import TOVA, TSP, AdaKV, DuoAttention, PyramidKV, QFilters, SnapKV
 from kvsieve.models.families import build
-from kvsieve.named import plan_without_floor
 from kvsieve.types import ALONE, Ranks
 from small import draft
 from toy_words import word_tokenizer
@@ -42,8 +42,7 @@ KVZIP = {"chunk_length": 16, "prefix": 3, "repeat_ids": (5, 6), "go_on_ids": (7,
 
 
 def named(*args, **kwargs):
-    # In processes of their own, which do without the floor of shares as tests do.
-    return lambda: plan_without_floor(*args, **kwargs)
+    return lambda: kvsieve.plan(*args, **kwargs)
 
 
 # What is run: a plan, made late so that importing this file costs nothing, and options of generate.
@@ -211,6 +210,8 @@ def work(path: Path) -> None:
     from transformers.distributed import DistributedConfig
 
     logging.set_verbosity_error()
+    # As in tests/conftest.py, which these processes do without.
+    budget.FLOOR = 0
     shared = DistributedConfig(tp_plan="auto", tp_size=int(os.environ["WORLD_SIZE"]))
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=shared, dtype=torch.float64).eval()
     found = {"cases": run(model), "refused": refusals(model, path), "example": example(path)}

@@ -131,7 +131,7 @@ def generate(
         config: in effect for them.
     """
     input_ids, attention_mask = prompt
-    check_per_token(model.plan, input_ids, reading, options)
+    check_per_token(model, input_ids, cache, reading, options)
     clock = _Clock(exact=measure)
     with measure_peak(model.model.device) if measure else contextlib.nullcontext(Peak()) as peak:
         began = time.perf_counter()

@@ -10,11 +10,12 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvsieve.errors import InputError, UnsupportedOptionError, short
+from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import generate_arguments
 from kvsieve.hf.generate.config import check_config, config_in_effect
 from kvsieve.hf.inputs import check_callable
 from kvsieve.hf.prompt.options import ReadOptions
-from kvsieve.plans import Plan
+from kvsieve.hf.runtime import AttachedModel
 from kvsieve.registry import did_you_mean
 
 # Arguments of generate that a plan cannot honour; attributes of a configuration are in config.py.
@@ -83,23 +84,28 @@ def checked_config(model: Any, options: Mapping[str, Any]) -> GenerationConfig:
     return config
 
 
-def check_per_token(plan: Plan, input_ids: Tensor, reading: ReadOptions, options: Mapping[str, Any]) -> None:
+def check_per_token(
+    model: AttachedModel, input_ids: Tensor, cache: SieveCache, reading: ReadOptions, options: Mapping[str, Any]
+) -> None:
     """Raise UnsupportedOptionError for arguments about every token, where generate does not read the whole prompt.
 
     Args:
-        plan: that reads it.
+        model: the attached model, whose plan reads it.
         input_ids: int64 [B, N].
+        cache: to go on with.
         reading: how it is read.
         options: of generate.
     """
     alone = reading.chunk is not None or reading.constraints.question_tokens is not None
-    evictor = plan.evict
+    plan, evictor = model.plan, model.plan.evict
     turns = evictor is not None and "rotary" in evictor.traits.needs
     if not isinstance(input_ids, Tensor) or not (alone or plan.probes or plan.drafts or turns):
         return
     for name, value in options.items():
         # The prompt of guidance is another one, of whatever length.
         if isinstance(value, Tensor) and value.shape[-2:] == input_ids.shape and not name.startswith("negative_"):
+            # Leaving out what tells of images would not help a prompt that holds some.
+            model.check_tokens(cache, input_ids.shape[1], input_ids)
             raise UnsupportedOptionError(
                 f"generate({name}=...) is about every token of a prompt that generate reads in one pass: leave it out, "
                 f"or leave chunk= and question_tokens= out, and take a method that reads and moves nothing by itself "
