@@ -16,9 +16,14 @@ from torch import Tensor
 _COLUMNS = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1, "token_type_ids": 1}
 
 
+def holes(mask: Tensor) -> Tensor:
+    """bool [B, L - 1]: where padding stands behind a token of a mask, bool [B, L]."""
+    return mask[:, :-1] & ~mask[:, 1:]
+
+
 def has_holes(mask: Tensor) -> bool:
-    """Tell whether padding stands behind a token in some row of a mask, bool [B, L]."""
-    return bool((mask[:, :-1] & ~mask[:, 1:]).any())
+    """Tell whether padding stands behind a token in some row of a mask, bool [B, L]. The host waits for it."""
+    return bool(holes(mask).any())
 
 
 def compact_order(mask: Tensor) -> Tensor:
@@ -27,26 +32,27 @@ def compact_order(mask: Tensor) -> Tensor:
 
 
 def columns_of(
-    mask: Tensor | None, start: int, sizes: Sequence[int], device: Any
-) -> tuple[Tensor, Tensor | None, bool]:
-    """Return the columns of passes in their order, int64 [1 or B, L], which are tokens, and whether any was moved.
+    mask: Tensor | None, start: int, sizes: Sequence[int], device: Any, *, holed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the columns of passes in their order, int64 [1 or B, L], and which are tokens.
 
     Args:
         mask: bool [B, columns] of the conversation; None where nothing is padding.
         start: columns before the first pass.
         sizes: columns of each pass.
         device: of the result.
+        holed: False where no row has padding behind a token of its pass, and all columns stay where they are.
     """
     end = start + sum(sizes)
-    if mask is None or not has_holes(mask[:, start:end]):
+    if mask is None or not holed:
         valid = None if mask is None else mask[:, start:end]
-        return torch.arange(start, end, device=device)[None], valid, False
+        return torch.arange(start, end, device=device)[None], valid
     parts = []
     for size in sizes:
         parts.append(start + compact_order(mask[:, start : start + size]))
         start += size
     columns = torch.cat(parts, 1)
-    return columns, mask.gather(1, columns), True
+    return columns, mask.gather(1, columns)
 
 
 def reordered(call: dict[str, Any], order: Tensor | None, start: int, names: Sequence[str]) -> dict[str, Any]:

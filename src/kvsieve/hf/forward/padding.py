@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.compact import holes
 from kvsieve.hf.inputs import check_mask, refuse_strange, strange
 
 
@@ -17,7 +18,8 @@ def checked_mask(
 ) -> tuple[Tensor | None, tuple[tuple[int, ...], ...]]:
     """Return the attention mask of all columns, bool [B, start + new], or None when nothing is padding.
 
-    And per row, how many of all columns, of this turn's and of the new ones are true tokens, and whether the last is.
+    And per row, how many of all columns, of this turn's and of the new ones are true tokens, whether the last is, and
+    how often padding stands behind a token in the new ones.
     """
     known, start = cache.conversation.mask, cache.num_seen
     if mask is None:
@@ -38,7 +40,8 @@ def checked_mask(
     past = mask[:, :start]
     differs = ~past if known is None else past != known
     mistaken = _mistaken(mask, cache)
-    parts = (mask, mask[:, cache.turn.start :], mask[:, start:], mask[:, -1:], differs, mistaken, strange(given))
+    own = mask[:, cache.turn.start :], mask[:, start:], mask[:, -1:], holes(mask[:, start:])
+    parts = (mask, *own, differs, mistaken, strange(given))
     # One copy from the device for all that the host must know.
     *rows, different, wrong, odd = (tuple(part) for part in torch.stack([part.sum(-1) for part in parts]).tolist())
     if any(odd):

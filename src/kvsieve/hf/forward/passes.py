@@ -108,11 +108,11 @@ def open_session(
     if prefill and turn.prompt_end is None:
         check_needs_no_driver(plan, turn)
     mask, rows = checked_mask(call.get("attention_mask"), cache, batch, new, fed.device)
-    padded, counts = False, (new,) * batch
+    padded, holed, counts = False, False, (new,) * batch
     lengths, turn_lengths = (start + new,) * batch, (start + new - turn.start,) * batch
     if mask is not None:
-        lengths, turn_lengths, counts, ends = rows
-        padded = min(counts) < new
+        lengths, turn_lengths, counts, ends, gaps = rows
+        padded, holed = min(counts) < new, any(gaps)
         if prefill and request.last_chunk and not all(ends):
             raise InputError("the prompt is padded on the right; pad on the left: tokenizer.padding_side = 'left'")
         if padded and cache.has_state and has_holes(mask):
@@ -132,13 +132,13 @@ def open_session(
         mask=mask,
     )
     check_looks_back(plan, cache, step, counts)
-    columns, valid, moved = columns_of(mask if padded else None, start, (new,), fed.device)
+    columns, valid = columns_of(mask if padded else None, start, (new,), fed.device, holed=holed)
     tokens = Tokens(columns, valid, counts)
     source = (
         None if plan.propagate is None or not turn.acts else plan.propagate.first_layer(model.num_layers, model.layers)
     )
     session = Session(plan, source, cache, step, tokens, model, request, outer=_ACTIVE.get())
-    session.order = columns - start if moved else None
+    session.order = columns - start if holed else None
     conversation.batch = batch
     if prefill:
         short = conversation.short_prompt

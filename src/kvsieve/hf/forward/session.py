@@ -271,7 +271,7 @@ class Session:
                 deferred.clear()
                 self.moved = True
                 where = self.cache.conversation.mask, self.step.turn_start, [*sizes, self.step.num_new]
-                self.tokens = Tokens(*columns_of(*where, hidden.device)[:2], self.step.turn_lengths)
+                self.tokens = Tokens(*columns_of(*where, hidden.device, holed=True), self.step.turn_lengths)
         selection, self._selection = self._selection, None
         if index < 0:
             selection = choose_drafted(self.plan, self.cache, self.model, self.step, self.tokens, self.shared)

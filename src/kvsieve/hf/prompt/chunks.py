@@ -64,8 +64,6 @@ def read_chunks(
         if probed:
             ends = ends_in_columns(new, total, lambda n: probed_ends(n, chunk, window), exact=False)
     prompt_end = max(end, prompt_end or 0)
-    # What follows these columns is not padding.
-    length_at_end = prompt_end - end + (end if mask is None else int(mask.sum(-1).max()))
     if question:
         cache.conversation.begin_question(question)
     elif options.goes_on:
@@ -73,7 +71,9 @@ def read_chunks(
         cache.turn.acts = cache.turn.record.reduced = acts
     else:
         cache.begin_turn(prompt_end + probed, options.new_tokens, acts)
-    cache.turn.length = length_at_end
+    if model.facts.tables.depend:
+        # What follows these columns is not padding.
+        cache.turn.length = prompt_end - end + (end if mask is None else int(mask.sum(-1).max()))
     if acting.drafts and acts:
         cache.turn.drafted = drafted(model, acting, input_ids, mask, cache, chunk)
     result = None

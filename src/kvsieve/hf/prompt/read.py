@@ -72,7 +72,7 @@ def read_prompt(
     first = dataclasses.replace(options, leave_last=options.leave_last and not question)
     again = plan.shortens_prompt and (constraints.reduce or conversation.short_prompt is None)
     reread = 0
-    if not again:
+    if not again and model.facts.tables.depend:
         reread = forget_other_tables(model, cache, length_in_cache(cache, length, mask))
         conversation = cache.conversation
         options, first = (dataclasses.replace(each, goes_on=each.goes_on and not reread) for each in (options, first))
