@@ -10,7 +10,7 @@ from transformers import logging
 
 import kvsieve
 from kvsieve.cache import DenseStore
-from kvsieve.errors import UnsupportedOptionError
+from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.models.families import build
 from masking import mask_instead
 
@@ -91,6 +91,8 @@ def test_what_could_not_be_honoured_is_refused(name):
     with kvsieve.attach(model, SNAPKV) as sieve:
         with pytest.raises(UnsupportedOptionError, match="image_token.*read in one piece only"):
             sieve.generate(ids, chunk=16, **image, **GENERATE)
+        with pytest.raises(InputError, match="cache takes what"):
+            sieve.generate(ids, cache="x", chunk=16, **image, **GENERATE)
         with pytest.raises(UnsupportedOptionError, match="read in one piece only"):
             sieve.prefill(ids)
         result = sieve.generate(ids, **image, **GENERATE)

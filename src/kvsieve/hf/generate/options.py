@@ -105,6 +105,7 @@ def check_per_token(
         # The prompt of guidance is another one, of whatever length.
         if isinstance(value, Tensor) and value.shape[-2:] == input_ids.shape and not name.startswith("negative_"):
             # Leaving out what tells of images would not help a prompt that holds some.
+            model.check_cache(cache)
             model.check_tokens(cache, input_ids.shape[1], input_ids)
             raise UnsupportedOptionError(
                 f"generate({name}=...) is about every token of a prompt that generate reads in one pass: leave it out, "
