@@ -13,7 +13,7 @@ import torch
 
 from kvsieve.models.families import build
 from paths import PATHS, Ask, answer, plain, words
-from small import fill
+from small import fill, longrope_factors
 
 
 @functools.cache
@@ -23,16 +23,8 @@ def llama():
 
 @functools.cache
 def phi3(border: int):
-    rope = {
-        "rope_type": "longrope",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": border,
-        "short_factor": [1.0] * 8,
-        "long_factor": [float(1 + i) for i in range(8)],
-    }
     lengths = {"max_position_embeddings": 512, "original_max_position_embeddings": border}
-    return fill(build("phi3", dtype=torch.float64, rope_parameters=rope, **lengths))
+    return fill(build("phi3", dtype=torch.float64, rope_parameters=longrope_factors(border), **lengths))
 
 
 def full_kv() -> tuple[Ask, str]:

@@ -13,17 +13,10 @@ from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.model.tables import RotaryTables
 from kvsieve.models.families import build
-from small import fill
+from small import fill, longrope_factors
 
 BORDER = 40
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": BORDER,
-    "short_factor": [1.0] * 8,
-    "long_factor": [float(1 + i) for i in range(8)],
-}
+LONGROPE = longrope_factors(BORDER)
 LONG = {"max_position_embeddings": 160, "rope_parameters": LONGROPE}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 MODELS = {

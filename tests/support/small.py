@@ -66,6 +66,18 @@ def draft():
     return fill(build("llama", dtype=torch.float64, num_hidden_layers=2), seed=7)
 
 
+def longrope_factors(border):
+    """Rotary factors, as Phi-3's, that change behind so many tokens."""
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": border,
+        "short_factor": [1.0] * 8,
+        "long_factor": [float(1 + i) for i in range(8)],
+    }
+
+
 def plan_of(name, model, **given):
     """A method's plan at 40% of the prompt, with parameters fit for a tiny model; `given` where it takes them."""
     info = kvsieve.method_info(name)

@@ -51,8 +51,8 @@ class Talk:
         # What /undo goes back to, and the text that was still to be read then.
         self.before: tuple[ChatSnapshot, str | None] | None = None
         self.unsaved = True
-        # Kinds of notes that were told, without their numbers.
-        self.told: set[str] = set()
+        # Kinds of notes that were printed, without their numbers.
+        self.printed: set[str] = set()
 
     def run(self) -> None:
         """Raises typer.Exit when what --save asks for could not be written in the end."""
@@ -181,9 +181,9 @@ class Talk:
         """Tell what did not go as asked in the last turn: each kind of it once, but every cut answer."""
         for note in self.chat.turns[-1].notes:
             kind = re.sub(r"\d+", "", note)
-            if kind not in self.told or note.startswith("the answer was cut"):
+            if kind not in self.printed or note.startswith("the answer was cut"):
                 self.aside(f"note: {note}")
-            self.told.add(kind)
+            self.printed.add(kind)
 
     def _answer(self, message: str) -> Reply:
         """Print the answer as it comes."""

@@ -130,7 +130,7 @@ class Evaluator:
         return ReadState(state.plans, cache, logits, fed, given, state.order, unseen)
 
     def _read_anew(self, state: ReadState, given: Tensor, unseen: int) -> ReadState:
-        """Read conversations again whose rotary tables depend on the length of the whole."""
+        """Prefill conversations again where their rotary tables change with the length."""
         options = ReadOptions(self.chunk, constraints=PromptConstraints(question_tokens=unseen or None))
         parts = [read_alone(self.model, plan, given, torch.ones_like(given), options) for plan in state.plans]
         cache = parts[0][0] if len(parts) == 1 else stack([cache for cache, _, _ in parts])

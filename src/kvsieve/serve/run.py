@@ -52,7 +52,7 @@ class ServerOptions:
         share: let all keys find what was read for any.
         host: address to listen at.
         port: port to listen at; 0 for a free one.
-        open: let whoever reaches the address ask, without a key.
+        open: serve every client that reaches the address, without a key.
         hosts: names that a proxy calls this server by.
         origins: those of web pages elsewhere that may ask; "*" for all.
         name: of the model in requests; None for the name it was loaded by.

@@ -1,4 +1,4 @@
-"""Rows of a batch whose answers ended before those of others, and the padding that generate has put behind them."""
+"""Rows of a batch that ended early, and the padding that generate appended to them."""
 
 from __future__ import annotations
 

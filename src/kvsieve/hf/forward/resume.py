@@ -1,4 +1,4 @@
-"""Passes over a whole conversation, in whose call generate has dropped the cache, go on with it where it fits."""
+"""Reuse the conversation's cache in a pass for which generate has dropped it."""
 
 from __future__ import annotations
 
