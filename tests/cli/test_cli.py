@@ -510,15 +510,15 @@ def test_the_demo_explains_every_column():
 
 @pytest.mark.slow
 def test_demo_answers_right_three_ways(cli, real_model_in_float32):
-    """Of half the document that `make demo` takes."""
-    code, out, _ = cli("demo", "--tokens", "2500", "--json")
+    """Of a third of the document that `make demo` takes."""
+    code, out, _ = cli("demo", "--tokens", "1500", "--json")
     data = json.loads(out)
     assert [each["method"] for each in data["results"]] == ["full", "snapkv", "fastkv"]
     for result in data["results"]:
         assert data["expected"] in result["answer"] and result["correct"]
     full, snapkv, fastkv = (each["stats"] for each in data["results"])
     prompt = full["prompt_tokens"]
-    assert code == 0 and 2000 < prompt < 3100 and data["document_tokens"] == 2500
+    assert code == 0 and 1500 < prompt < 1700 and data["document_tokens"] == 1500
     assert set(full["kv_entries"]) == {prompt}
     assert set(snapkv["kv_entries"]) == set(fastkv["kv_entries"]) == {int(0.2 * prompt)}
     rate = data["results"][2]["parameters"]["tsp_rate"]

@@ -371,11 +371,18 @@ def test_unwritable_cache(absent: Path, gguf: Path, monkeypatch: pytest.MonkeyPa
     assert str(tmp_path / "file" / "cache") in str(caught.value)
 
 
-def test_two_processes_convert_once(tmp_path: Path, gguf: Path) -> None:
+def test_two_processes_convert_once(tmp_path: Path, gguf: Path, good: Path) -> None:
     code = (
+        "import os, time\n"
+        "from pathlib import Path\n"
         "from kvsieve.models import demo\n"
-        "convert = demo.convert\n"
-        "demo.convert = lambda *args: (print('converted'), convert(*args))\n"
+        "def convert(source, out):\n"
+        "    print('converted')\n"
+        "    time.sleep(0.5)\n"
+        f"    for file in Path({str(checkpoint(good))!r}).iterdir():\n"
+        "        if file.name != demo.MANIFEST:\n"
+        "            os.link(file, out / file.name)\n"
+        "demo.convert = convert\n"
         "model, _ = demo.load_demo()\n"
         "print('loaded', model.dtype)\n"
     )

@@ -11,6 +11,7 @@ import call_templates as templates
 from kvsieve.errors import InputError
 from kvsieve.models.families import build
 from kvsieve.serve.chat import HeldText
+from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.messages import template_tool
 from kvsieve.serve.prepare import Preparer, _message
 from kvsieve.serve.run import ServerOptions, application
@@ -27,7 +28,9 @@ USER = {"role": "user", "content": "w1 w2"}
 
 @pytest.fixture(scope="module")
 def server():
-    with application(build("llama"), chat_tokenizer(), ServerOptions(), "tiny") as app, listening(app) as url:
+    # The model ends no answer by itself.
+    options = ServerOptions(limits=ServerLimits(max_tokens=32))
+    with application(build("llama"), chat_tokenizer(), options, "tiny") as app, listening(app) as url:
 
         def ask(path, **body):
             return httpx.post(f"{url}/v1/{path}", json={"model": "tiny", "max_tokens": 1, **body}, timeout=60)
