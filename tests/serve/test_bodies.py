@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import json
 import random
 import socket
@@ -12,10 +14,12 @@ import pytest
 
 from kvsieve.models.families import build
 from kvsieve.serve import guards
+from kvsieve.serve.app import create_app
 from kvsieve.serve.bodies import DEEPEST, MOST_MEMBERS, MOST_VALUES, JsonShape
 from kvsieve.serve.failures import Failure
 from kvsieve.serve.keys import Keys
 from kvsieve.serve.limits import ServerLimits
+from kvsieve.serve.replies import json_text
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.serve.schema import CompletionRequest
 from served_apps import listening
@@ -131,6 +135,16 @@ WRONG = {
     "an integer of many digits": ("/v1/completions", b'"prompt":"w1","n":' + b"9" * 5000, 400),
     "no number": ("/v1/completions", b'"prompt":"w1","temperature":NaN', 400),
     "an endless number": ("/v1/completions", b'"prompt":"w1","presence_penalty":-Infinity', 400),
+    "no number in a tool": (
+        "/v1/chat/completions",
+        b'"messages":[%b],"tools":[{"type":"function","function":{"name":"f","parameters":{"a":[1, -Infinity]}}}]'
+        % SAID,
+        400,
+    ),
+    "true among token ids": ("/v1/completions", b'"prompt":[5,true]', 400),
+    "a fraction among token ids": ("/v1/completions", b'"prompt":[[5],[6.0]]', 400),
+    "a number as text": ("/v1/completions", b'"prompt":"w1","max_tokens":"5"', 400),
+    "true as a number": ("/v1/completions", b'"prompt":"w1","n":true', 400),
     "half a character": ("/v1/completions", b'"prompt":"w1 \\ud83d"', 400),
     "no UTF-8": ("/v1/completions", b'"prompt":"w1 \xff"', 400),
     "cut off": ("/v1/completions", b'"prompt":"w1', 400),
@@ -170,6 +184,35 @@ def test_parsing_a_body_makes_nobody_wait(served, monkeypatch):
     on.set()
     asking.join()
     assert found == [200]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_writing_a_reply_makes_nobody_wait(served, monkeypatch, path):
+    begun, on = threading.Event(), threading.Event()
+    service = served[1].state.service
+    preparer, spelled = copy.copy(service.preparer), service.preparer.token_bytes
+
+    def slow(token):
+        begun.set()
+        assert on.wait(60)
+        return spelled(token)
+
+    preparer.token_bytes = slow
+    more = b'"prompt":"w1","logprobs":2' if path == "/v1/completions" else b'"messages":[%b],"logprobs":true' % SAID
+    with listening(create_app(dataclasses.replace(service, preparer=preparer))) as url:
+        found = []
+        asking = threading.Thread(target=lambda: found.append(sent(url, more, path)))
+        asking.start()
+        assert begun.wait(60) and httpx.get(f"{url}/health").status_code == 200
+        on.set()
+        asking.join()
+    assert found[0].status_code == 200 and found[0].json()["choices"][0]["logprobs"]
+
+
+def test_json_is_the_same_item_by_item():
+    value = {"a": [{"b": [1.5, None, 'ä"\n'], "c": {}}, [], "d", True], "e": {"f": {"g": {"h": [[[1]]]}}}}
+    whole = json_text(value)
+    assert json.loads(whole) == value and {json_text(value, depth) for depth in range(9)} == {whole}
 
 
 def test_decoding_waits_for_no_tokenizing(served, monkeypatch):

@@ -21,7 +21,7 @@ from kvsieve.serve.events import EventStream
 from kvsieve.serve.guards import Edge, host_name
 from kvsieve.serve.keys import Keys, read_keys
 from kvsieve.serve.limits import ServerLimits
-from kvsieve.serve.run import ServerOptions, application, check_reach
+from kvsieve.serve.run import ServerOptions, application, check_reach, listening_socket
 from served_apps import listening
 from toy_chats import chat_tokenizer
 
@@ -161,6 +161,7 @@ def test_servers_that_others_reach_by_mistake_do_not_start(given, words):
     [
         {},
         {"host": "localhost"},
+        {"host": "LocalHost"},
         {"host": "::1"},
         {"host": "127.0.0.2"},
         {"host": "0.0.0.0", "open": True},
@@ -182,6 +183,33 @@ def test_a_variable_without_a_key_opens_no_server(monkeypatch, value, capsys):
     assert ended.value.code == 2 and "KVSIEVE_API_KEYS is set and has no key" in capsys.readouterr().err
     monkeypatch.delenv("KVSIEVE_API_KEYS")
     assert not read_keys(None) and read_keys(None).owner(None) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("\ufeffone\r\ntwo\r\n", ("one", "two")),
+        ("  # a comment\n\tone two \n", ("one two",)),
+        ("# a comment\n  # another\n \n", None),
+        ("schlüssel\n", None),
+        ("one\ntwo\0\n", None),
+    ],
+)
+def test_a_file_of_keys_has_those_that_can_be_sent(tmp_path, monkeypatch, text, keys):
+    monkeypatch.delenv("KVSIEVE_API_KEYS", raising=False)
+    (tmp_path / "keys").write_text(text, encoding="utf-8", newline="")
+    if keys is None:
+        with pytest.raises(InputError, match="has no key|printable ASCII"):
+            read_keys(str(tmp_path / "keys"))
+        return
+    found = read_keys(str(tmp_path / "keys"))
+    assert all(found.owner(f"Bearer {key}") for key in keys) and found.owner("Bearer # a comment") is None
+
+
+@pytest.mark.parametrize("host", ["ä" * 100, "[::1]", "a.invalid"])
+def test_an_address_that_is_none_is_told(host):
+    with pytest.raises(InputError, match="cannot listen at"):
+        listening_socket(host, 0)
 
 
 def test_the_command_does_not_open_a_server_by_itself(monkeypatch, capsys):
@@ -212,7 +240,7 @@ def test_a_stream_of_a_server_that_stops_ends_with_a_reason():
         assert told[-1] == "[DONE]" and json.loads(told[-2])["choices"][0]["finish_reason"] == "length"
         assert len(told) < ENDLESS["max_tokens"]
         refused = httpx.post(f"{url}/v1/completions", json=ENDLESS, timeout=60)
-        assert refused.status_code == 429 and "closing" in refused.json()["error"]["message"]
+        assert refused.status_code == 503 and "closing" in refused.json()["error"]["message"]
 
 
 async def broken_chunks(*_):

@@ -266,6 +266,10 @@ BAD = {
     "a prompt beyond the context": ({"messages": [{"role": "user", "content": words(1, 600)}]}, 400, None),
     "too many messages": ({"messages": [{"role": "user", "content": "w1"}] * 31}, 400, "messages"),
     "too long a body": ({"messages": [{"role": "user", "content": "w1 " * 20_000}]}, 413, None),
+    "a number as text": ({"max_tokens": "5"}, 400, "max_tokens"),
+    "a budget of no kind": ({"kv": {"budget": [1]}}, 400, "kv.budget"),
+    "a stop of no kind": ({"stop": 5}, 400, "stop"),
+    "a content of no kind": ({"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content"),
     "no content": ({"messages": [{"role": "user"}]}, 400, "messages"),
 }
 

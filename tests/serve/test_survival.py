@@ -17,7 +17,7 @@ from kvsieve.serve.plan_sieves import PlanSieves, plan_key
 from kvsieve.serve.prefixes import NoPrefixes
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.serve.scheduler import Scheduler
-from kvsieve.serve.ticket import BusyError, Sampling, StoppedError, Summary
+from kvsieve.serve.ticket import ClosingError, Sampling, StoppedError, Summary
 from orders import ask, prompt
 from served_apps import listening
 from small import plan_of
@@ -200,4 +200,27 @@ def test_closing_tells_those_that_wait(scheduler, sieve):
     one.start()
     one.close()
     ends = [each.all()[-1] for each in waiting]
-    assert all(isinstance(each, BusyError | Summary) for each in ends)
+    assert all(isinstance(each, ClosingError | Summary) for each in ends)
+
+
+def test_what_comes_while_it_closes_is_told_too(scheduler, sieve, monkeypatch):
+    one, plan = scheduler(), plan_of("full", sieve.model)
+    whole, heard = one._work.let_go, []
+
+    def closes(*given):
+        whole(*given)
+        if not heard:
+            # Behind the look at those that wait, and before the scheduler sees that it is closed.
+            heard.append(ask(one, prompt(2, 10), plan)[0])
+            one._closed = True
+            one.stop(0.0)
+
+    monkeypatch.setattr(one._work, "let_go", closes)
+    first, _ = ask(one, prompt(1, 10), plan)
+    one.start()
+    one._thread.join()
+    for each in (first, *heard):
+        assert isinstance(each.all()[-1], ClosingError | Summary)
+    assert len(heard) == 1
+    with pytest.raises(ClosingError, match="closing"):
+        ask(one, prompt(3, 10), plan)

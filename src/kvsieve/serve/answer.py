@@ -66,6 +66,8 @@ class Answer:
     def _tell(self) -> None:
         if self.finish is not None:
             self._text.add(self._words.end())
+            if self._text.stopped:
+                self.finish = "stop"
         text = self._text.take(last=self.finish is not None)
         wanted = self.order.sampling.logprobs is not None
         if text or self.finish is not None:

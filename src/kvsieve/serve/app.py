@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Annotated, Any, TypeVar
@@ -31,6 +30,7 @@ from kvsieve.serve.guards import Edge, json_error
 from kvsieve.serve.keys import Keys
 from kvsieve.serve.metrics import Metrics
 from kvsieve.serve.prepare import Preparer
+from kvsieve.serve.replies import json_text
 from kvsieve.serve.reply_schema import (
     CHAT,
     COMPLETION,
@@ -46,6 +46,8 @@ from kvsieve.serve.schema import ChatRequest, CommonRequest, CompletionRequest
 from kvsieve.serve.ticket import Order
 
 _log = logging.getLogger(__name__)
+# Levels of a reply above the likelihoods of a token.
+_TOKENS = 5
 _PAGE = files("kvsieve.serve").joinpath("page.html")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -207,28 +209,31 @@ async def _events(chunks: AsyncIterator[dict[str, Any]], exchange: Exchange) -> 
     """Yield chunks as JSON, an error as the last of them, and the sign of the end."""
     try:
         async for chunk in chunks:
-            yield _json(chunk)
+            yield json_text(chunk)
     except Exception as error:
         failure = failure_of(error)
         if failure.status == 500:
             _log.error("a stream failed: %s", type(error).__name__, exc_info=error)
         # The status is sent already.
-        yield _json(failure.body)
+        yield json_text(failure.body)
     finally:
         exchange.cancel()
     yield "[DONE]"
 
 
-def _json(data: dict[str, Any]) -> str:
-    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-
-
-async def _whole(request: Request, exchange: Exchange, reply: Any) -> Response:
+async def _whole(
+    request: Request, exchange: Exchange, reply: Coroutine[Any, Any, Callable[[], dict[str, Any]]]
+) -> Response:
     """Wait for a reply for as long as its client does."""
     answering, leaving = asyncio.ensure_future(reply), asyncio.ensure_future(left(request.receive))
     try:
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        return JSONResponse(answering.result()) if answering.done() else Response(status_code=499)
+        if not answering.done():
+            return Response(status_code=499)
+        made = answering.result()
+        # Likelihoods are long. Written token by token, so that nobody waits for all of them.
+        text = await asyncio.to_thread(lambda: json_text(made(), _TOKENS))
+        return Response(text, media_type="application/json")
     finally:
         answering.cancel()
         leaving.cancel()

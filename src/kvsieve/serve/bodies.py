@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from itertools import accumulate
 
@@ -15,6 +16,8 @@ from kvsieve.serve.limits import ServerLimits
 
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NO_BRACKETS = bytes(each for each in range(256) if each not in _STEPS)
+# As values, where others write them.
+_NO_NUMBER = re.compile(rb"(?<![^\s:,\[])-?(NaN|Infinity)(?![^\s,\]}])")
 # Bytes that are looked at at once.
 _PIECE = 1 << 16
 
@@ -47,6 +50,8 @@ class JsonShape:
         parts = data.split(b'"')
         outside = b"".join(parts[self._inside :: 2])
         self._inside = (self._inside + len(parts) - 1) % 2
+        if found := _NO_NUMBER.search(outside):
+            raise Failure(400, f"{found[0].decode()} is no number in JSON; leave it out, or send null")
         brackets = outside.translate(None, _NO_BRACKETS)
         depths = list(accumulate(map(_STEPS.__getitem__, brackets), initial=self.depth))
         self.depth = depths[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from kvsieve.serve.exchange import Exchange
@@ -12,14 +12,28 @@ from kvsieve.serve.ticket import AnswerPart, ChosenToken, Order
 from kvsieve.serve.tools import MARK, CallForm, split_calls
 
 
-async def chat_reply(request: ChatRequest, order: Order, exchange: Exchange, spelled: TokenBytes) -> dict[str, Any]:
-    """Wait for all answers and return them."""
+async def chat_reply(
+    request: ChatRequest, order: Order, exchange: Exchange, spelled: TokenBytes
+) -> Callable[[], dict[str, Any]]:
+    """Wait for all answers, and return what makes the reply, in any thread."""
     texts, tokens = [""] * order.answers, [list[ChosenToken]() for _ in range(order.answers)]
     ends = ["stop"] * order.answers
     async for _, part in exchange.parts():
         texts[part.answer] += part.text
         tokens[part.answer] += part.tokens
         ends[part.answer] = part.finish or ends[part.answer]
+    summaries = [each for each in exchange.summaries if each is not None]
+
+    def reply() -> dict[str, Any]:
+        choices = _choices(order, texts, tokens, ends, spelled)
+        return Envelope("chatcmpl", request.model, False).with_choices(choices, usage=usage(summaries))
+
+    return reply
+
+
+def _choices(
+    order: Order, texts: list[str], tokens: list[list[ChosenToken]], ends: list[str], spelled: TokenBytes
+) -> list[dict[str, Any]]:
     choices = []
     for number, said in enumerate(texts):
         content, calls = (said, []) if order.calls is None else split_calls(said, order.calls)
@@ -36,8 +50,7 @@ async def chat_reply(request: ChatRequest, order: Order, exchange: Exchange, spe
                 "finish_reason": "tool_calls" if calls else ends[number],
             }
         )
-    summaries = [each for each in exchange.summaries if each is not None]
-    return Envelope("chatcmpl", request.model, False).with_choices(choices, usage=usage(summaries))
+    return choices
 
 
 async def chat_chunks(

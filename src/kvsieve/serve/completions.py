@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from kvsieve.serve.exchange import Exchange
@@ -13,8 +13,8 @@ from kvsieve.serve.ticket import ChosenToken, Order
 
 async def completion_reply(
     request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, spelled: TokenBytes
-) -> dict[str, Any]:
-    """Wait for all answers and return them."""
+) -> Callable[[], dict[str, Any]]:
+    """Wait for all answers, and return what makes the reply, in any thread."""
     each = orders[0].answers
     texts = [order.echo for order in orders for _ in range(each)]
     tokens, ends = [list[ChosenToken]() for _ in texts], ["stop"] * len(texts)
@@ -24,17 +24,14 @@ async def completion_reply(
         tokens[at] += part.tokens
         ends[at] = part.finish or ends[at]
     wanted = orders[0].sampling.logprobs is not None
-    choices = [
-        {
-            "index": at,
-            "text": said,
-            "logprobs": completion_logprobs(tokens[at], spelled) if wanted else None,
-            "finish_reason": ends[at],
-        }
-        for at, said in enumerate(texts)
-    ]
     summaries = [one for one in exchange.summaries if one is not None]
-    return Envelope("cmpl", request.model, False).with_choices(choices, usage=usage(summaries))
+
+    def reply() -> dict[str, Any]:
+        told = [completion_logprobs(each, spelled) if wanted else None for each in tokens]
+        choices = [_choice(at, *each) for at, each in enumerate(zip(texts, told, ends, strict=True))]
+        return Envelope("cmpl", request.model, False).with_choices(choices, usage=usage(summaries))
+
+    return reply
 
 
 async def completion_chunks(

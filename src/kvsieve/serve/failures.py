@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +11,12 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from kvsieve.errors import InputError, KvsieveError, PlanError, UnsupportedModelError, UnsupportedOptionError
-from kvsieve.serve.ticket import BusyError, StoppedError, TooLargeError
+from kvsieve.serve.ticket import BusyError, ClosingError, StoppedError, TooLargeError
 
 # Characters of a message, and of a parameter's name, beyond which both are cut: clients choose much of them.
 _MESSAGE, _PARAM = 1000, 200
+
+_KIND = re.compile(r"^(str|int|float|bool)$|^constrained-|[\[(]")
 
 
 class Failure(Exception):
@@ -56,6 +59,8 @@ def failure_of(error: Exception) -> Failure:
         return Failure(error.status_code, str(error.detail), headers=error.headers)
     if isinstance(error, (ValidationError, RequestValidationError)):
         return _invalid(error)
+    if isinstance(error, ClosingError):
+        return Failure(503, str(error), code="server_closing", retry=error.retry_after)
     if isinstance(error, BusyError):
         return Failure(429, str(error), code="server_busy", retry=error.retry_after)
     if isinstance(error, StoppedError):
@@ -83,6 +88,9 @@ def _invalid(error: ValidationError | RequestValidationError) -> Failure:
     else:
         first = error.errors()[0]
     place = [str(each) for each in first["loc"] if each != "body"]
+    if first["type"] != "extra_forbidden":
+        # Kinds that a value could have had, and names of a dict's keys, are pydantic's own.
+        place = [each for each in place if not _KIND.search(each)]
     param = ".".join(place) or None
     if first["type"] == "extra_forbidden":
         return Failure(

@@ -53,17 +53,21 @@ def read_keys(path: str | None) -> Keys:
 
     A variable that is set and has no key lets nobody ask; see Keys.check.
 
-    Raises InputError for a file that cannot be read or has none.
+    Raises InputError for a file that cannot be read or has none, and for a key that no header can carry.
     """
     named = os.environ.get(ENVIRONMENT)
     found = [key.strip() for key in (named or "").split(",") if key.strip()]
     if path is not None:
         try:
-            lines = Path(os.path.expanduser(path)).read_text().splitlines()
+            # Some editors put a byte order mark before the first key.
+            lines = Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--api-keys {path!r} cannot be read: {error}") from error
-        listed = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        listed = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
         if not listed:
             raise InputError(f"--api-keys {path!r} has no key; write one a line")
         found += listed
+    for number, key in enumerate(found):
+        if not (key.isascii() and key.isprintable()):
+            raise InputError(f"API key number {number + 1} cannot be sent in a header: write it in printable ASCII")
     return Keys(found, needed=named is not None or path is not None)

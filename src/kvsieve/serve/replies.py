@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 import uuid
@@ -92,6 +93,15 @@ def completion_logprobs(tokens: Sequence[ChosenToken], spelled: TokenBytes) -> d
         "top_logprobs": [top(each) for each in tokens],
         "text_offset": [each.offset for each in tokens],
     }
+
+
+def json_text(data: Any, depth: int = 0) -> str:
+    """Write JSON, the items of `depth` levels one by one: other threads wait for each call of the encoder."""
+    if depth and isinstance(data, dict):
+        return "{" + ",".join(f"{json_text(name)}:{json_text(each, depth - 1)}" for name, each in data.items()) + "}"
+    if depth and isinstance(data, list):
+        return "[" + ",".join(json_text(each, depth - 1) for each in data) + "]"
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":"))
 
 
 def _shown(data: bytes) -> str:

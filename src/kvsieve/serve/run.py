@@ -6,9 +6,7 @@ import contextlib
 import dataclasses
 import ipaddress
 import re
-import signal
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,6 +27,7 @@ from kvsieve.serve.memory import free_bytes
 from kvsieve.serve.prefixes import Prefixes, open_prefixes
 from kvsieve.serve.prepare import Preparer
 from kvsieve.serve.scheduler import Scheduler
+from kvsieve.serve.signals import ended_by_signals, kept_signals
 
 # Seconds that running answers get once the server is told to stop.
 _GRACE = 20.0
@@ -126,7 +125,7 @@ def _hosts(options: ServerOptions) -> tuple[str, ...]:
 def _is_local(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+    return host.lower() == "localhost"
 
 
 def check_reach(options: ServerOptions) -> None:
@@ -150,7 +149,7 @@ def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Ca
     check_reach(options)
     listening = listening_socket(options.host, options.port)
     port = listening.getsockname()[1]
-    with _sigterm_kept(), application(model, tokenizer, options, name) as app, _ended_by_sigterm():
+    with kept_signals(), application(model, tokenizer, options, name) as app, ended_by_signals(say):
         service: Service = app.state.service
 
         def ready() -> None:
@@ -187,42 +186,6 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _in_main_thread() -> bool:
-    # Others cannot handle signals.
-    return threading.current_thread() is threading.main_thread()
-
-
-@contextlib.contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """Leave the block at SIGTERM by SystemExit(0); behind it SIGTERM has no effect.
-
-    uvicorn handles the signal first, and raises it again once all replies are sent: by default that ends the process,
-    before the store is written.
-    """
-
-    def leave(*_: object) -> None:
-        raise SystemExit(0)
-
-    if _in_main_thread():
-        signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        if _in_main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-@contextlib.contextmanager
-def _sigterm_kept() -> Iterator[None]:
-    """Handle SIGTERM behind the block as before it."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        if _in_main_thread():
-            signal.signal(signal.SIGTERM, before)
-
-
 def listening_socket(host: str, port: int) -> socket.socket:
     """Return a socket bound to an address. Raises InputError where it cannot be."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -231,9 +194,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind((host, port))
-    except OSError as error:
+    except (OSError, TypeError, ValueError) as error:
         made.close()
-        raise InputError(
-            f"cannot listen at {host}, port {port}: {error.strerror or error}; name another --port"
-        ) from error
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(f"cannot listen at {host}, port {port}: {reason}; name another --host or --port") from error
     return made

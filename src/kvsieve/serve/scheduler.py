@@ -22,10 +22,12 @@ from kvsieve.serve.pace import pause_within
 from kvsieve.serve.plan_sieves import PlanSieves
 from kvsieve.serve.prefixes import NoPrefixes, Prefixes
 from kvsieve.serve.queue import FairQueue
-from kvsieve.serve.ticket import BusyError, Event, Order, StoppedError, Ticket, TooLargeError
+from kvsieve.serve.ticket import BusyError, ClosingError, Event, Order, StoppedError, Ticket, TooLargeError
 from kvsieve.serve.workload import Workload
 
 _log = logging.getLogger(__name__)
+# Seconds after which a server that closes may have been started again.
+_RESTART = 30
 
 
 class Scheduler:
@@ -89,7 +91,8 @@ class Scheduler:
         Raises:
             InputError: it is longer than the model's context.
             TooLargeError: it needs more memory than there is for all.
-            BusyError: too many wait already, or the server is closing.
+            BusyError: too many wait already.
+            ClosingError: the server is closing.
             StoppedError: the scheduler's thread has ended.
         """
         context = self.context
@@ -111,7 +114,7 @@ class Scheduler:
             if self._ended is not None:
                 raise _stopped(self._ended)
             if self._late():
-                raise BusyError("the server is closing", 30)
+                raise ClosingError("the server is closing", _RESTART)
             if len(self._queue) >= self.limits.queue:
                 self.counts["refused"] += 1
                 raise BusyError(f"{len(self._queue)} requests wait already; try again later", self._patience())
@@ -168,7 +171,8 @@ class Scheduler:
                 self._changed.wait()
         try:
             self._let_go()
-            if self._closed and not self._work:
+            # What came since then is dropped next time.
+            if self._closed and not (self._work or len(self._queue)):
                 return False
             self._admit()
             self._work.step()
@@ -204,12 +208,16 @@ class Scheduler:
         def over(ticket: Ticket) -> bool:
             return late or now - ticket.came > self.limits.seconds
 
+        def refusal(what: str) -> BusyError:
+            if late:
+                return ClosingError(f"{what}: the server is closing", _RESTART)
+            return BusyError(f"{what} within {self.limits.seconds:g} s", self._patience())
+
         with self._changed:
             gone = self._queue.drop(lambda ticket: ticket.cancelled or over(ticket))
         for ticket in gone:
-            why = "the server is closing" if late else f"it waited for {self.limits.seconds:.0f} s"
-            self._work.end(ticket, BusyError(f"the request was not begun: {why}", self._patience()))
-        self._work.let_go(over, self._patience())
+            self._work.end(ticket, refusal("the request was not begun"))
+        self._work.let_go(over, refusal)
 
     def _admit(self) -> None:
         """Begin to read what there is room for, in turn."""

@@ -31,9 +31,9 @@ Arguments = Annotated[Text, AfterValidator(_bounded)]
 
 
 class Strict(BaseModel):
-    """A body that has no other members than these."""
+    """A body that has no other members than these, and no number as text, or as true and false."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
 
 class KVOptions(Strict):

@@ -22,6 +22,10 @@ class BusyError(KvsieveError):
         self.retry_after = retry_after
 
 
+class ClosingError(BusyError):
+    """The server is closing, and a request was not begun or not read in the time that was left."""
+
+
 class StoppedError(KvsieveError):
     """The scheduler's thread has ended, so no request is answered any more."""
 

@@ -86,12 +86,12 @@ class Workload:
         if self._reading:
             self._read()
 
-    def let_go(self, over: Callable[[Ticket], bool], patience: int) -> None:
-        """End what nobody waits for, and what `over` tells to have taken too long."""
+    def let_go(self, over: Callable[[Ticket], bool], refusal: Callable[[str], BusyError]) -> None:
+        """End what nobody waits for, and what `over` tells to have taken too long; `refusal` makes the reason."""
         for reading in [each for each in self._reading if each.ticket.cancelled or over(each.ticket)]:
             self._reading.remove(reading)
             self._stop(reading)
-            self.end(reading.ticket, BusyError("the prompt was not read in the time there is", patience))
+            self.end(reading.ticket, refusal("the prompt was not read"))
         for running in list(self._running):
             if running.ticket.cancelled:
                 self._running.remove(running)
