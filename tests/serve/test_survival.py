@@ -7,11 +7,14 @@ import json
 
 import httpx
 import pytest
+import torch
 
 import kvsieve
 from kvsieve.hf.attach import attached
+from kvsieve.hf.rows import feed_rows
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
+from kvsieve.serve import workload
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.plan_sieves import PlanSieves, plan_key
 from kvsieve.serve.prefixes import NoPrefixes
@@ -224,3 +227,47 @@ def test_what_comes_while_it_closes_is_told_too(scheduler, sieve, monkeypatch):
     assert len(heard) == 1
     with pytest.raises(ClosingError, match="closing"):
         ask(one, prompt(3, 10), plan)
+
+
+def of_four(scheduler, sieve, monkeypatch, fails):
+    """Answers of each of four requests alone, and events of all where a pass over the four fails, by the second."""
+    plans = [plan_of(name, sieve.model) for name in ("full", "snapkv", "full", "snapkv")]
+    right, one, failed = scheduler(), scheduler(), []
+    right.start()
+    wanted = [ask(right, prompt(n, 40), plan, 30, ignore_eos=True)[0].ids() for n, plan in enumerate(plans)]
+    whole = workload.next_logits
+
+    def next_logits(model, part):
+        at_fault = any(running.ticket.order.ids == prompt(1, 40) for running, _ in part)
+        if at_fault and (failed or len(part) == 4):
+            failed.append(len(part))
+            fails(model, part)
+        return whole(model, part)
+
+    monkeypatch.setattr(workload, "next_logits", next_logits)
+    heard = [ask(one, prompt(n, 40), plan, 30, ignore_eos=True)[0] for n, plan in enumerate(plans)]
+    one.start()
+    return wanted, [each.all() for each in heard], failed
+
+
+def test_of_answers_that_fail_together_only_the_one_at_fault_ends(scheduler, sieve, monkeypatch):
+    def fails(model, part):
+        raise MemoryError
+
+    wanted, heard, failed = of_four(scheduler, sieve, monkeypatch, fails)
+    assert isinstance(heard[1][-1], MemoryError) and failed == [4, 1]
+    for right, events in zip([*wanted[:1], *wanted[2:]], [*heard[:1], *heard[2:]], strict=True):
+        assert [token.own.id for event in events[:-1] for token in event.tokens] == right
+
+
+def test_answers_whose_caches_a_failed_pass_has_changed_all_end(scheduler, sieve, monkeypatch):
+    def fails(model, part):
+        hook = model.layers[-1].register_forward_pre_hook(lambda *given: 1 / 0)
+        try:
+            feed_rows(model, [answer.cache for _, answer in part], torch.tensor([5] * len(part)))
+        finally:
+            hook.remove()
+
+    _, heard, failed = of_four(scheduler, sieve, monkeypatch, fails)
+    assert failed == [4]
+    assert [type(events[-1]) for events in heard] == [ZeroDivisionError] * 4

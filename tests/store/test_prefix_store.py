@@ -313,3 +313,11 @@ def test_threads_may_share_a_store(sieve, tmp_path):
             each.join()
         assert store.flush() and store.stats().added == 12
         assert all(store.find(sieve, longer(ids)[0]).tokens == 60 for ids, _ in caches)
+
+
+@pytest.mark.parametrize("path", ["", "a\0b", "/dev/null", "/dev/null/below"])
+def test_a_directory_that_is_none_is_told(path, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="the directory of a store"):
+        PrefixStore(path)
+    assert not list(tmp_path.iterdir())

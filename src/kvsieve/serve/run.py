@@ -196,6 +196,6 @@ def listening_socket(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except (OSError, TypeError, ValueError) as error:
         made.close()
-        reason = getattr(error, "strerror", None) or error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise InputError(f"cannot listen at {host}, port {port}: {reason}; name another --host or --port") from error
     return made

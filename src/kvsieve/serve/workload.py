@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvsieve.cache.base import MIN_ROOM
@@ -12,6 +12,7 @@ from kvsieve.errors import KvsieveError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.rows import joins
 from kvsieve.hf.sieve import Sieve
+from kvsieve.serve.answer import Answer
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.memory import KVBytes
 from kvsieve.serve.pace import pace_on
@@ -171,21 +172,31 @@ class Workload:
         parts = [together] if together else []
         parts += [[each] for each in going if not joins(each[1].cache)]
         for part in parts:
-            try:
-                logits = next_logits(self.sieve, part)
-            except Exception as error:
-                self._drop({id(running): running for running, _ in part}.values(), error)
-                continue
-            self.counts["decode_passes"] += 1
-            self.counts["new_tokens"] += len(part)
-            for row, (running, answer) in zip(logits, part, strict=True):
-                try:
-                    answer.add(row)
-                except Exception as error:
-                    self._drop([running], error)
+            self._pass(part)
         for running in list(self._running):
             if not running.going:
                 self._finish(running)
+
+    def _pass(self, part: Sequence[tuple[Running, Answer]]) -> None:
+        """Run one pass over the next token of some answers."""
+        try:
+            logits = next_logits(self.sieve, part)
+        except Exception as error:
+            # Caches that the pass has not begun to change go on alone, where only the answer at fault fails again.
+            alone = [each for each in part if len(part) > 1 and each[1].cache.status == "ready"]
+            left = [running for running, answer in part if (running, answer) not in alone]
+            self._drop({id(running): running for running in left}.values(), error)
+            for each in alone:
+                if each[0] in self._running:
+                    self._pass([each])
+            return
+        self.counts["decode_passes"] += 1
+        self.counts["new_tokens"] += len(part)
+        for row, (running, answer) in zip(logits, part, strict=True):
+            try:
+                answer.add(row)
+            except Exception as error:
+                self._drop([running], error)
 
     def _drop(self, failed: Iterable[Running], error: Exception) -> None:
         for running in failed:

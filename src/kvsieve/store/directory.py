@@ -31,6 +31,8 @@ class Directory:
         self.path, self.read_only = Path(path), read_only
         self.damaged = 0
         self._lock: BinaryIO | None = None
+        if not os.fspath(path):
+            raise InputError("the directory of a store has an empty name; write . for the current one")
         if read_only:
             if not self.path.is_dir():
                 raise InputError(f"there is no store at {os.fspath(path)!r}; name the directory of one")
@@ -38,10 +40,11 @@ class Directory:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = self._locked()
-        except OSError as error:
+        # A name with a null character is a ValueError.
+        except (OSError, ValueError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
             raise InputError(
-                f"cannot use {os.fspath(path)!r} as the directory of a store: {error.strerror or error}; name one that "
-                "can be written to"
+                f"cannot use {os.fspath(path)!r} as the directory of a store: {reason}; name one that can be written to"
             ) from error
         for left in self.path.glob(".*.kvsieve-tmp"):
             with contextlib.suppress(OSError):
