@@ -12,7 +12,6 @@ loss.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,14 +21,13 @@ import numpy as np
 
 from kvsieve.advise.intervals import FLOOR, prediction_interval
 from kvsieve.eval.results import load
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.report.tables import markdown_table
 
 RESULTS = Path(__file__).parent / "results"
 NEEDLES = ("needle", "ruler_niah_single_2", "ruler_niah_multikey_1")
 # Evaluations of each model, and their tasks that are like those of an advice, or a public one.
 RUNS = {
-    "SmolLM2-135M, 1,024 tokens": ("smollm2", (*NEEDLES, "ruler_qa_1", "passkey64")),
     "Qwen2.5-Coder-0.5B, 8,192 tokens": (
         "qwen2.5-coder-0.5b/ruler",
         (*NEEDLES, "ruler_niah_single_3", "ruler_niah_multikey_2"),
@@ -95,9 +93,7 @@ def main() -> None:
                 {"run": name, "tasks": len(tasks), "samples": samples}
                 | {k: round(float(v), 3) for k, v in told.items()}
             )
-    given.out.write_text(
-        json.dumps({"environment": environment(), "replays": given.replays, "rows": rows}, indent=1) + "\n"
-    )
+    write_result(given.out, {"environment": environment(), "replays": given.replays, "rows": rows})
     print(markdown_table(list(rows[0]), [[str(each) for each in row.values()] for row in rows]))
 
 

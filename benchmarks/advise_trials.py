@@ -24,7 +24,7 @@ from kvsieve.advise.measure import least_memory_at, measure_losses
 from kvsieve.cli.specs import method_specs
 from kvsieve.eval.cells import setting
 from kvsieve.eval.evaluator import Evaluator
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 
 KEY = ("model", "length", "seed", "memory")
 # Documents of trials stand apart from those of every advice.
@@ -84,7 +84,7 @@ def main() -> None:
     model, tokenizer = kvsieve.models.load(arguments.model)
     name = kvsieve.models.fetch.MODEL_NAME if arguments.model is None else Path(arguments.model).name
     report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"environments": [], "trials": []}
-    report["environments"].append(environment())
+    report["environments"].append(environment(model))
     rows = {tuple(row[part] for part in KEY): row for row in report["trials"]}
     full = least_memory_at(Evaluator(model, tokenizer), setting("full", {}).plan, arguments.length)
     for seed in range(arguments.first, arguments.first + arguments.trials):
@@ -105,7 +105,7 @@ def main() -> None:
         }
         rows[tuple(row[part] for part in KEY)] = row
         report["trials"] = list(rows.values())
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(arguments.out, report)
         print({part: row.get(part) for part in ("seed", "plan", "stated", "interval", "fresh", "within", "seconds")})
     mine = [row for row in report["trials"] if row["model"] == name and row["plan"] is not None]
     print(f"{name}: {sum(row['within'] for row in mine)} of {len(mine)} within the stated interval")

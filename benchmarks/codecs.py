@@ -46,7 +46,7 @@ from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import answer_logits, read_shared
 from kvsieve.named import plan_without_floor
 from kvsieve.plans import Plan
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.report.tables import markdown_table
 from kvsieve.tasks import chosen_tasks
 from kvsieve.tasks.haystack import load_haystack
@@ -286,7 +286,7 @@ def main() -> None:
     name = given.model or "SmolLM2-135M-Instruct (demo model)"
     codecs = [each for each in given.codecs.split(",") if each]
     report: dict[str, Any] = {
-        "environment": environment(),
+        "environment": environment(model),
         "model": f"{Path(name).name}, {str(model.dtype).removeprefix('torch.')}",
         "samples": given.samples,
     }
@@ -299,7 +299,7 @@ def main() -> None:
         if part.partition(" ")[0] not in given.parts.split(",") or part in report:
             return
         report[part] = made()
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(given.out, report)
 
     budgets = [each for each in given.budgets.split(",") if each]
     for length in map(int, given.lengths.split(",")):

@@ -31,7 +31,7 @@ from kvsieve.attention.choice import cpu_paths
 from kvsieve.bench.contenders import Contender, KvsieveMethod, Transformers
 from kvsieve.bench.prompts import TokensPrompt, text_ids
 from kvsieve.devices import AMX, ARM_BF16, AVX2, AVX512, AVX512_BF16, DtypeChoice, auto_dtype, cpu_kind
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 
 CHUNK = 1024
 HELD: dict[str, dict[str, str]] = {
@@ -137,7 +137,7 @@ def main() -> None:
         kind = row["kind"] if given.dtype == "auto" else f"{row['kind']}, {given.dtype}"
         report["kinds"][kind] = {"environment": environment(), **row}
         print(kind, json.dumps(row["contenders"], indent=1))
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(given.out, report)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
 """What a share costs short prompts, and how large a floor makes their answers full KV's.
 
-    python benchmarks/floor.py [--out benchmarks/results/floor.json]
+    python benchmarks/floor.py [MODEL] [--out benchmarks/results/floor.json]
 
 Twenty questions of 35 to 50 tokens and documents of 150 to 1,200 tokens with a fact, each asked for the fact, for a
-summary, for its first sentence and for three words of it, are answered by the demo model, greedily, in 16 tokens, under
-full KV and under shares with each floor. Counted are answers that equal full KV's, and how many of their first tokens
-agree.
+summary, for its first sentence and for three words of it, are answered greedily, in 16 tokens, under full KV and under
+shares with each floor. Counted are answers that equal full KV's, and how many of their first tokens agree. MODEL: a
+directory or hub id, the demo model if left out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 
 import kvsieve
 from kvsieve.cli.document import QUESTION, build_document
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.report.tables import markdown_table
 from kvsieve.turns import render, token_ids
 
@@ -73,9 +72,10 @@ def alike(mine: list[int], full: list[int]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", nargs="?")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "floor.json")
     arguments = parser.parse_args()
-    model, tokenizer = kvsieve.models.load_demo()
+    model, tokenizer = kvsieve.models.load(arguments.model)
     rows: list[dict[str, Any]] = []
     for group, text in questions(tokenizer):
         ids = torch.tensor([token_ids(tokenizer, render(tokenizer, [{"role": "user", "content": text}]))])
@@ -99,8 +99,10 @@ def main() -> None:
             parts = [[row for row in mine if row["group"] == group] for group in groups]
             cells = [f"{fmean(r['equal'] for r in part):.0%}, {fmean(r['alike'] for r in part):.0%}" for part in parts]
             table.append([name, str(floor), *cells])
-    report = {"environment": environment(), "plans": PLANS, "new_tokens": NEW_TOKENS, "rows": rows}
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    name = kvsieve.models.fetch.MODEL_NAME if arguments.model is None else Path(arguments.model).name
+    stamp = {"environment": environment(model), "model": name, "dtype": str(model.dtype).removeprefix("torch.")}
+    report = {**stamp, "plans": PLANS, "new_tokens": NEW_TOKENS, "rows": rows}
+    write_result(arguments.out, report)
     print(markdown_table(["method", "floor", *groups], table))
 
 

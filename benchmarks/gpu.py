@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, StoppingCriteria, StoppingCriteriaList
 
-from kvsieve.bench.compare import Limits, element_bytes, run_length, summarise, write_report
+from kvsieve.bench.compare import Limits, element_bytes, run_length, summarise
 from kvsieve.bench.contenders import BASELINE, Contender, KvsieveMethod, Transformers
 from kvsieve.bench.geometry import Geometry, geometry
 from kvsieve.bench.plain import held_bytes
@@ -42,7 +42,7 @@ from kvsieve.cli.specs import MethodRun, compared_methods, measured, with_codecs
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode.engine import ENGINES
 from kvsieve.hf.generate.peak_memory import measure_peak
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 
 GENERATE = "transformers generate"
 METHODS = (
@@ -316,7 +316,7 @@ def measure(arguments: argparse.Namespace) -> None:
     }
     model = build(config, "cpu" if tiny else "cuda")
     fresh: dict[str, Any] = {
-        "environment": environment(),
+        "environment": environment(model),
         "model": "tiny geometry, random weights" if tiny else "Llama-3.1-8B geometry, random weights",
         "dtype": "bfloat16",
         "device": str(model.device),
@@ -342,9 +342,16 @@ def measure(arguments: argparse.Namespace) -> None:
             print(f"stopped after {arguments.minutes:g} minutes, before {cell.key}; the same command goes on there")
             break
         print(cell.key, file=sys.stderr, flush=True)
-        report["cells"][cell.key] = {**measure_cell(model, cell, runs[name], limits, settings), "env": environment()}
+        report["cells"][cell.key] = {
+            **measure_cell(model, cell, runs[name], limits, settings),
+            "env": environment(model),
+        }
         report["summary"] = summaries(report, limits)
-        write_report(report, arguments.out)
+        write_result(arguments.out, report)
+    rates = rates.best(measure_rates(model))
+    report["rates"] = rates.to_dict()
+    report["summary"] = summaries(report, Limits(found, rates, element_bytes(model)))
+    write_result(arguments.out, report)
     show(report)
 
 

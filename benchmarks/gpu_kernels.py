@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 import torch
 
 from kvsieve import kernels
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.report.tables import markdown_table
 
 
@@ -69,7 +68,7 @@ def main() -> None:
     if arguments.check:
         return
     report = {"environment": environment(), "checks": checks, **measure(device)}
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(arguments.out, report)
     print(f"\na copy moves {report['copy_gb_per_s']:.0f} GB/s\n\n{table(report)}")
 
 

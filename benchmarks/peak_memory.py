@@ -29,7 +29,7 @@ from kvsieve.devices import cpu_kind
 from kvsieve.hf.decode.engine import ENGINES
 from kvsieve.hf.generate.peak_memory import measure_peak
 from kvsieve.named import plan_without_floor
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 
 HALF_GIB = 2**29
 CHUNKED = "/chunked"
@@ -110,10 +110,10 @@ def main() -> None:
                 for _ in range(given.runs)
             ]
         )
-        cell = {"environment": environment(), "kind": cpu_kind(), "chunk": given.chunk, **row}
+        cell = {"environment": environment(given.model), "kind": cpu_kind(), "chunk": given.chunk, **row}
         called = case if given.decode == "auto" else f"{case}, {given.decode}"
         report.setdefault(model, {}).setdefault(str(given.tokens), {})[called] = cell
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(given.out, report)
         mib = {key: round(value / 2**20) for key, value in row.items() if key.endswith("_bytes")}
         mib["runs"] = [round(value / 2**20) for value in row["added_bytes_runs"]]
         print(model, given.tokens, case, mib, flush=True)

@@ -26,7 +26,7 @@ from kvsieve.bench.contenders import KvsieveMethod
 from kvsieve.bench.prompts import TokensPrompt
 from kvsieve.eval.evaluator import Evaluator
 from kvsieve.named import plan_without_floor
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.tasks import chosen_tasks
 
 TASKS = "needle", "ruler_niah_multikey_1", "ruler_qa_1"
@@ -72,7 +72,7 @@ def scores(
             }
             for name, mine in rows.items()
         }
-        done({"environment": environment(), "samples_per_task": index + 1, "told": told})
+        done({"environment": environment(model), "samples_per_task": index + 1, "told": told})
 
 
 def times(model: Any, tokenizer: Any, compared: dict[str, kvsieve.Plan], given: argparse.Namespace) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def times(model: Any, tokenizer: Any, compared: dict[str, kvsieve.Plan], given: 
         return round(statistics.median(a / b for a, b in zip(spent[name], spent[to], strict=True)), 3)
 
     return {
-        "environment": environment(),
+        "environment": environment(model),
         "prompt_tokens": prompt.ids.shape[1],
         "rounds": given.rounds,
         "threads": torch.get_num_threads(),
@@ -128,7 +128,7 @@ def main() -> None:
         mine = report.setdefault(name, {})
         mine |= {"length": given.length, "dtype": str(model.dtype).removeprefix("torch."), part: found}
         mine["plans"] = {label: plan.to_dict() for label, plan in compared.items()}
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(given.out, report)
 
     if "scores" in given.parts:
         scores(model, tokenizer, compared, given, lambda found: keep("scores", found))

@@ -33,7 +33,7 @@ from kvsieve.bench.prompts import text_ids
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.named import plan_without_floor
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 
 READERS = "full;rocketkv:budget=256;hsa:budget=256;quest:budget=256;sparq:budget=256"
 PLANS = f"{READERS};snapkv:budget=10%;adakv:budget=10%;lagkv:budget=10%"
@@ -180,7 +180,7 @@ def main() -> None:
         if each.plan is not None and each.plan.read is not None
     }
     report: dict[str, Any] = {
-        "environment": environment(),
+        "environment": environment(model),
         "model": Path(arguments.model).name if arguments.model else "demo",
         "dtype": arguments.dtype,
         "lengths": lengths,
@@ -207,7 +207,7 @@ def main() -> None:
         report |= beside_peer(arguments, model, text[:, : lengths[-1]], contenders)
     print(json.dumps(report, indent=1))
     if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(arguments.out, report)
 
 
 def beside_peer(arguments: Any, model: Any, text: torch.Tensor, contenders: dict[str, Contender]) -> dict[str, Any]:

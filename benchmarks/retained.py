@@ -1,60 +1,105 @@
-"""What methods keep of full KV's score: the table of docs/results.md and README.md, from results of `make retained`.
+"""What methods keep of full KV's score, from directories of `kvsieve eval` with one model's results.
 
-    python benchmarks/retained.py [RESULTS ...] [--tasks needle,ruler_vt]
+    python benchmarks/retained.py RESULTS ... [--tasks needle,ruler_vt]
 
-Of the needle and RULER's single and multi-key needles, or of the tasks that are named: scores per task, the ratio of
-the mean scores with the 95% interval of a bootstrap over prompts (over documents where several share one), the prompts
-that full KV answers and a method does not, and the mean KL.
+Per method and budget: the ratio of the mean scores with the 95% interval of a bootstrap over prompts (over documents
+where several share one), the prompts that full KV answers and a method does not, the mean KL, and the entries stored.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from kvsieve.eval.results import load
 from kvsieve.report.tables import markdown_table
 
-SINGLE, MULTI = "ruler_niah_single_", "ruler_niah_multikey_"
-TASKS = ("needle", *(f"{kind}{number}" for kind in (SINGLE, MULTI) for number in (1, 2, 3)))
-RESULTS = Path(__file__).parent / "results" / "qwen2.5-coder-0.5b" / "ruler"
 DRAWS = 10_000
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Retained:
+    """One method at one budget over the prompts that all settings ran on.
+
+    Attributes:
+        score: mean score in percent.
+        share: of full KV's mean score, in percent; low, high: its interval, None where it has none.
+        lost: prompts that full KV answers in full and the method does not; of: those that full KV does.
+        kl: mean, in nats.
+        stored: KV entries kept, in percent.
+    """
+
+    score: float
+    share: float
+    low: float | None
+    high: float | None
+    lost: int
+    of: int
+    kl: float
+    stored: float
+    prompts: int
+
+    def __str__(self) -> str:
+        interval = "" if self.low is None else f" [{self.low:.0f}, {self.high:.0f}]"
+        return f"{self.share:.0f}%{interval}"
+
+
+def retained(
+    folders: Iterable[Path], tasks: Collection[str] = (), question: str | None = None, length: int | None = None
+) -> dict[tuple[str, str | None], Retained]:
+    """Results by method and budget; full KV's budget is None. tasks, question, length: all if left out."""
+    rows: dict[tuple[str, str | None], dict[Any, Row]] = defaultdict(dict)
+    for row in (row for folder in folders for row in load(folder).samples):
+        here = question in (None, row["question"]) and length in (None, row["length"])
+        if here and (not tasks or row["task"] in tasks):
+            rows[row["method"], row["budget"]][row["task"], row["length"], row["sample"]] = row
+    full = rows["full", None]
+    samples = sorted(key for key in full if all(key in mine for mine in rows.values()))
+    documents = [(key[0], full[key]["meta"].get("document", key[2])) for key in samples]
+    numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
+    owner = np.array([numbers[each] for each in documents])
+    drawn = np.random.default_rng(0).integers(len(numbers), size=(DRAWS, len(numbers)))
+    theirs = np.array([full[key]["score"] for key in samples])
+    out = {}
+    for setting, mine in rows.items():
+        scores = np.array([mine[key]["score"] for key in samples])
+        ours, full_kv = (np.bincount(owner, each)[drawn].sum(1) for each in (scores, theirs))
+        # Where prompts drawn may be such that full KV answers none of them, a ratio has no interval.
+        low, high = np.percentile(100 * ours / full_kv, [2.5, 97.5]) if full_kv.all() else (None, None)
+        out[setting] = Retained(
+            score=100 * scores.mean(),
+            share=100 * scores.mean() / theirs.mean(),
+            low=low,
+            high=high,
+            lost=sum(their == 1 and our < 1 for their, our in zip(theirs, scores, strict=True)),
+            of=int((theirs == 1).sum()),
+            kl=float(np.mean([mine[key]["kl"] for key in samples])),
+            stored=100 * float(np.mean([mine[key]["kv_share"] for key in samples])),
+            prompts=len(samples),
+        )
+    return out
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("results", nargs="*", type=Path, default=[RESULTS], help="runs of one model, one table of all")
-    parser.add_argument("--tasks", default=",".join(TASKS))
+    parser.add_argument("results", nargs="+", type=Path, help="runs of one model, one table of all")
+    parser.add_argument("--tasks", default="", help="all if left out")
+    parser.add_argument("--question", choices=("visible", "hidden"))
     given = parser.parse_args()
-    tasks = given.tasks.split(",")
-    rows, documents = defaultdict(dict), {}
-    for row in (row for folder in given.results for row in load(folder).samples):
-        if row["task"] in tasks:
-            rows[row["method"], row["budget"]][row["task"], row["sample"]] = row["score"], row["kl"]
-            documents[row["task"], row["sample"]] = row["task"], row["meta"].get("document", row["sample"])
-    full = rows["full", None]
-    samples = sorted(key for key in full if all(key in mine for mine in rows.values()))
-    numbers = {document: number for number, document in enumerate(dict.fromkeys(documents[key] for key in samples))}
-    owner = np.array([numbers[documents[key]] for key in samples])
-    drawn = np.random.default_rng(0).integers(len(numbers), size=(DRAWS, len(numbers)))
-    theirs = np.array([full[key][0] for key in samples])
-    out = []
-    for (method, budget), mine in rows.items():
-        scores = np.array([mine[key][0] for key in samples])
-        ours, full_kv = (np.bincount(owner, each)[drawn].sum(1) for each in (scores, theirs))
-        # Where prompts drawn may be such that full KV answers none of them, a ratio has no interval.
-        interval = "[{:.0f}, {:.0f}]".format(*np.percentile(100 * ours / full_kv, [2.5, 97.5])) if full_kv.all() else ""
-        each = [np.mean([mine[key][0] for key in samples if key[0] == task]) for task in tasks]
-        lost = sum(their == 1 and our < 1 for their, our in zip(theirs, scores, strict=True))
-        kept = f"{scores.mean() / theirs.mean():.0%} {interval}".rstrip()
-        kl = np.mean([mine[key][1] for key in samples])
-        cells = [f"{100 * score:.0f}" for score in each]
-        out.append([method, budget or "all", *cells, kept, f"{lost} of {int((theirs == 1).sum())}", f"{kl:.3f}"])
-    print(f"{len(samples)} prompts")
-    print(markdown_table(["method", "budget", *tasks, "of full KV", "lost", "KL"], out))
+    found = retained(given.results, [each for each in given.tasks.split(",") if each], given.question)
+    print(f"{next(iter(found.values())).prompts} prompts")
+    rows = [
+        [method, budget or "all", str(each), f"{each.lost} of {each.of}", f"{each.kl:.3f}", f"{each.stored:.0f}%"]
+        for (method, budget), each in found.items()
+    ]
+    print(markdown_table(["method", "budget", "of full KV", "lost", "KL", "entries stored"], rows))
 
 
 if __name__ == "__main__":

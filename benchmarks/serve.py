@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import queue
 import statistics
 import time
@@ -26,7 +25,7 @@ import kvsieve
 from kvsieve.devices import auto_dtype
 from kvsieve.hf.attach import attached
 from kvsieve.plans import Plan
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.ticket import Order, Summary, Ticket
@@ -177,7 +176,7 @@ def main() -> None:
             for gap in map(float, given.gaps.split(",")):
                 report["reading"].append(reading(sieve, tokenizer, plan, gap, given))
                 print(report["reading"][-1], flush=True)
-    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(given.out, report)
 
 
 if __name__ == "__main__":

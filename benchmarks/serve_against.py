@@ -39,7 +39,7 @@ from kvsieve.client import ServerClient, check_tokenizer_of
 from kvsieve.models import cache_dir, load_demo
 from kvsieve.models.demo import CHECKPOINT_VERSION
 from kvsieve.models.fetch import GGUF_SHA256, MODEL_NAME, find_gguf
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.turns import plain_ids
 
 LLAMA = """
@@ -236,7 +236,7 @@ def main() -> None:
             one.name: {"memory_bytes": one.memory, "cells": medians(one.rounds, all_[0].rounds)} for one in all_
         },
     }
-    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(given.out, report)
     print(json.dumps(report["servers"], indent=1))
 
 

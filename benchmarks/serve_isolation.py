@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import random
 import statistics
 import time
@@ -25,7 +24,7 @@ import httpx
 
 import kvsieve
 import serve_tiny
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.serve.keys import Keys
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.run import ServerOptions, application
@@ -130,7 +129,7 @@ def main() -> None:
         "tokens": given.tokens,
         "probes": results,
     }
-    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(given.out, report)
     if results["another key"]["hits"]:
         raise SystemExit("one key has found what was read for another")
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import httpx
 
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.serve.keys import Keys
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.run import ServerOptions
@@ -93,7 +93,7 @@ def main() -> None:
         "runs": runs,
         "server_counts": counts,
     }
-    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(given.out, report)
     print(json.dumps({key: report[key] for key in report if key != "environment"}, indent=1))
     if any(each["exit"] for each in runs.values()):
         raise SystemExit("some responses were not as the schema says")

@@ -36,7 +36,7 @@ import kvsieve
 import serve_tiny
 from kvsieve.detokenize import text_of
 from kvsieve.models.families import build
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.reply_schema import ChatReply, CompletionReply, ErrorReply
 from kvsieve.serve.run import ServerOptions
@@ -214,7 +214,7 @@ def main() -> None:
         "objects_per_10000": max(each["objects_per_10000"] for each in pieces),
         "pieces": pieces,
     }
-    given.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_result(given.out, report)
     print(json.dumps({**report, "pieces": [{**pieces[-1], "environment": None, "memory": None}]}, indent=1))
 
 

@@ -17,7 +17,6 @@ which products with weights take, that a sparse prompt leaves as they are, by to
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -32,7 +31,7 @@ from kvsieve.eval.evaluator import Evaluator
 from kvsieve.hf.compat import CACHE
 from kvsieve.named import plan_without_floor
 from kvsieve.plans import Plan
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.report.tables import markdown_table
 from kvsieve.tasks import chosen_tasks
 
@@ -141,7 +140,7 @@ def main() -> None:
         plans |= {f"{told}, {each}": plan_without_floor(method, budget=given.budget, prefill=each) for each in prefills}
     timed: dict[str, Plan | None] = {THEIRS: None, **plans} if given.transformers else {**plans}
     report: dict[str, Any] = {
-        "environment": environment(),
+        "environment": environment(model),
         "model": f"{Path(name).name}, {str(model.dtype).removeprefix('torch.')}",
         "samples": given.samples,
         "quality": [],
@@ -152,7 +151,7 @@ def main() -> None:
             report["time"] += times(model, tokenizer, timed, length, given)
         if given.samples:
             report["quality"] += quality(model, tokenizer, plans, length, given.samples)
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(given.out, report)
     for part, keys in (
         ("time", ("tokens", "plan", "ttft", "ttft_to_transformers", "ttft_s", "products")),
         ("quality", ("tokens", "task", "plan", "kl", "score", "density", "recall")),

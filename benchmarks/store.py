@@ -37,7 +37,7 @@ from kvsieve.bench.prompts import text_ids
 from kvsieve.hf.reuse import Stored
 from kvsieve.models.families import build
 from kvsieve.named import plan_without_floor
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.store import PrefixStore
 from kvsieve.turns import render, stop_ids, token_ids
 
@@ -214,7 +214,7 @@ def main() -> None:
     where = "from memory" if given.unbroken else "from the disk, after a kill"
     key = f"document, {given.method}, {where}" if given.what == "document" else given.what
     known[key] = {"environment": environment(), **found}
-    RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+    write_result(RESULTS, known)
 
 
 if __name__ == "__main__":

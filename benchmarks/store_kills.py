@@ -23,7 +23,7 @@ import torch
 import kvsieve
 from kvsieve.hf.attach import Sieve
 from kvsieve.models.families import build
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.store import PrefixStore
 
 PLANS = {"full": {}, "snapkv": {"budget": 30, "window": 4, "paper": True}}
@@ -140,7 +140,7 @@ def main() -> None:
     result = {"environment": environment(), "result": total}
     print(json.dumps(total))
     if given.out is not None:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(given.out, result)
     if total["lost"] or total["damaged"] or total["wrong"]:
         raise SystemExit(1)
 

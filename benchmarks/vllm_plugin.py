@@ -489,14 +489,14 @@ def main() -> None:
     if given.inner:
         print(MARK + json.dumps({**PARTS, **INNER}[given.inner](given)), flush=True)
         return
-    from kvsieve.report.environment import environment
+    from kvsieve.report.environment import environment, write_result
 
     report = json.loads(given.out.read_text()) if given.out.exists() else {}
     for part in given.parts.split(","):
         told = child(given, part) if part == "layer" else PARTS[part](given)
-        stamp = {"environment": environment(), "model": Path(given.model).name, "dtype": given.dtype}
+        stamp = {"environment": environment(given.model), "model": Path(given.model).name, "dtype": given.dtype}
         report[f"{part}, {Path(given.model).name}"] = {**stamp, "result": told}
-        given.out.write_text(json.dumps(report, indent=1) + "\n")
+        write_result(given.out, report)
         print(json.dumps({part: told}, indent=1), flush=True)
 
 

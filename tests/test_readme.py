@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shlex
 import shutil
@@ -15,7 +14,7 @@ import kvsieve
 from kvsieve.cli.info import methods_command
 from kvsieve.cli.main import app
 from kvsieve.cli.specs import method_specs
-from source_tree import HAS_RESULTS, needs_results
+from source_tree import HAS_RESULTS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -119,19 +118,6 @@ def anchors(page: Path) -> set[str]:
 def test_the_readme_leads_to_every_page():
     linked = set(re.findall(r"\]\((docs/\w+\.md)\)", README))
     assert linked == {str(page.relative_to(ROOT)) for page in (ROOT / "docs").glob("*.md")}
-
-
-@needs_results
-def test_the_table_of_measurements_is_that_of_the_results():
-    script = ROOT / "benchmarks" / "overview.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_overview", script)
-    overview = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(overview)
-    reports = overview.load()
-    assert overview.table(*reports) in README
-    drawn = overview.alternative_text(*reports)
-    assert f"![{drawn}](docs/{overview.PICTURE.name})" in README
-    assert overview.PICTURE.is_file()
 
 
 def test_the_table_of_methods_is_complete():

@@ -33,7 +33,7 @@ from kvsieve.eval.store import writing
 from kvsieve.eval.texts import other_text
 from kvsieve.models.fetch import MODEL_NAME
 from kvsieve.plans import Plan
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.report.labels import FULL
 from kvsieve.report.plot_style import PNG_DPI, new_figure, style
 from kvsieve.report.tables import markdown_table
@@ -264,13 +264,14 @@ def run(parts: Sequence[Part], model: Any, tokenizer: Any, given: argparse.Names
         for part in parts:
             texts = {"data": data_digests(known[name] for name in _tasks(part, given))}
             if part.measure is not None:
-                files[part.name] = stack.enter_context(RowsFile(folder / part.name, {**stamp, **texts}))
+                files[part.name] = stack.enter_context(RowsFile(folder / part.name, {**stamp, **texts}, model))
                 continue
             mine = [each for (name, _), found in settings.items() if name == part.name for each in found]
             described = {"settings": [each.described() for each in mine]}
             titles = {"tasks": {name: known[name].title for name in _tasks(part, given)}}
             made = writing(folder / part.name, {**stamp, **titles, **texts, **described}, resume=True)
             files[part.name] = stack.enter_context(made)
+            files[part.name].settle([], model)
         for index in range(given.samples):
             for length in given.lengths:
                 for name in dict.fromkeys(name for part in parts for name in (_tasks(part, given) or ["times"])):
@@ -323,8 +324,9 @@ def _on(part: Part, shape: Shape, length: int, model: Any, tokenizer: Any) -> li
 class RowsFile:
     """Rows of a measurement, one line each, and run.json with the environments they were made in."""
 
-    def __init__(self, folder: Path, run: Row) -> None:
+    def __init__(self, folder: Path, run: Row, model: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self.model = model
         self.run_file, self.file = folder / "run.json", folder / "rows.jsonl"
         lines = self.file.read_text().splitlines() if self.file.exists() else []
         self.done = {self._key(json.loads(line)) for line in lines}
@@ -340,8 +342,8 @@ class RowsFile:
 
     def __exit__(self, *error: Any) -> None:
         if self.written:
-            self.run["environments"].append({**environment(), "rows": self.written})
-            self.run_file.write_text(json.dumps(self.run, indent=1) + "\n")
+            self.run["environments"].append({**environment(self.model), "rows": self.written})
+            write_result(self.run_file, self.run)
 
     def _key(self, row: Row) -> tuple[Any, ...]:
         return row["task"], row["length"], row["sample"]

@@ -14,7 +14,6 @@ prompt.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 import warnings
@@ -34,7 +33,7 @@ from benchmarks.toys.train import RESULTS, STAGES
 from kvsieve.errors import KvsieveError
 from kvsieve.methods import TSP, GemFilter, PyramidInfer
 from kvsieve.named import plan_without_floor
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 
 ROLES = ("evict", "read", "propagate")
 SHARES = (0.1, 0.25, 0.5)
@@ -241,10 +240,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model = AutoModelForCausalLM.from_pretrained(given.toys / geometry, dtype=torch.float32).eval()
         began = time.process_time()
         found = table(model, task, given.prompts, given.seed, given.roles.split(","))
-        stamp = {"environment": environment(), "load_average": os.getloadavg()[0], "geometry": geometry}
+        stamp = {"environment": environment(model), "load_average": os.getloadavg()[0], "geometry": geometry}
         spent = {"task": asdict(task), "prompts": given.prompts, "cpu_s": round(time.process_time() - began, 1)}
         target = given.results / f"toys_{geometry}_methods.json"
-        target.write_text(json.dumps(stamp | spent | found, indent=1) + "\n")
+        write_result(target, stamp | spent | found)
 
 
 if __name__ == "__main__":

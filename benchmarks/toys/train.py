@@ -15,7 +15,6 @@ drawn from the seed and one thread computes, so a run repeats itself bit by bit 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -31,7 +30,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.toys.geometries import GEOMETRIES, build
 from benchmarks.toys.task import Task
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 
 STAGES = (
     Task(length=32, records=3, questions=2, symbols=16),
@@ -167,7 +166,7 @@ def report(model: PreTrainedModel, geometry: str, recipe: Recipe, run: Run, seed
     """Everything about a training, JSON-ready."""
     task = recipe.stages[-1].one_question()
     return {
-        "environment": environment(),
+        "environment": environment(model),
         "load_average": os.getloadavg()[0],
         "geometry": geometry,
         "model_type": model.config.model_type,
@@ -202,9 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = report(model, name, recipe, run, given.seed)
     folder = given.out / name
     model.save_pretrained(folder)
-    text = json.dumps(found, indent=1) + "\n"
-    (folder / "curve.json").write_text(text)
-    (given.results / f"toys_{name}.json").write_text(text)
+    for file in (folder / "curve.json", given.results / f"toys_{name}.json"):
+        write_result(file, found)
     verdict = "learned" if run.learned else "NOT learned"
     spent = f"{run.steps} steps, {run.cpu_s:.0f} s of CPU time, {run.wall_s:.0f} s in all"
     print(f"{name}: {verdict} in {spent}; right answers, held out: {found['held_out']['answers']:.1%}")

@@ -8,7 +8,6 @@ DIR is what benchmarks.toys.train wrote; FOLDER, benchmarks/results otherwise, g
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.toys.train import RESULTS, STAGES
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 
 
 @torch.no_grad()
@@ -62,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found[toy] = answer_mass(model, prompts)
         print(toy, found[toy])
     report = {"environment": environment(), "prompts": len(prompts), "answer_mass": found}
-    (given.results / "toys_where.json").write_text(json.dumps(report, indent=1) + "\n")
+    write_result(given.results / "toys_where.json", report)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 import sys
@@ -317,6 +318,24 @@ def test_rates_are_measured_with_the_models_shapes(model, monkeypatch):
     rates = measure_rates(model)
     assert 1e6 < rates.bandwidth < 1e13 and 1e6 < rates.matmul < 1e16
     assert {(1, 128, 64), (1, 96, 64), (64, 96, 64), (64, 64, 96), (64, 32, 64)} <= seen and (64, 128, 64) not in seen
+
+
+def test_rates_measured_after_a_length_count_where_they_are_larger(report, model):
+    """What ran faster than its limit shows that the rate was measured too low."""
+    entry = copy.deepcopy(report["lengths"][str(LENGTHS[0])])
+    row = entry["summary"]["fastkv"]
+    row["ttft_of_limit"], row["tpot_of_limit"] = 0.5, 1.5
+    (_, headers, rows), *_ = tables({**report, "lengths": {"100": entry}})
+    at = [number for number, head in enumerate(headers) if head == "x limit"]
+    (mine,) = (each for each in rows if each[0] == "fastkv")
+    assert [mine[number] for number in at] == ["-", "1.5"]
+    assert "0.5 x its limit" not in "".join(closing({"lengths": {"100": entry}}))
+    rates = Rates(2e9, 3e9).best(Rates(1e9, 6e9))
+    assert rates == Rates(2e9, 6e9)
+    compare.limit(entry, Limits(geometry(model.config), rates, element_bytes(model)))
+    before = report["lengths"][str(LENGTHS[0])]["summary"]["fastkv"]
+    assert row["ttft_limit_s"] == pytest.approx(before["ttft_limit_s"] / 2)
+    assert row["tpot_limit_s"] == pytest.approx(before["tpot_limit_s"])
 
 
 # The peer

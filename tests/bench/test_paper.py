@@ -61,8 +61,8 @@ def few(monkeypatch):
     tasks = [name for study in claims.STUDIES for part in study.parts for name in part.tasks]
     monkeypatch.setattr(common, "all_tasks", lambda: {name: Words(name) for name in tasks})
     monkeypatch.setattr(common, "PNG_DPI", 20)
-    monkeypatch.setattr(common, "environment", lambda: {})
-    monkeypatch.setattr("kvsieve.eval.store.environment", lambda: {})
+    monkeypatch.setattr(common, "environment", lambda *_: {"kvsieve": "0", "commit": "c"})
+    monkeypatch.setattr("kvsieve.eval.store.environment", lambda *_: {"kvsieve": "0", "commit": "c"})
     monkeypatch.setattr(fastkv, "DEPTHS", (1 / 3, 1 / 2, 2 / 3))
     monkeypatch.setattr(fastkv, "RATES", ("10%", "20%"))
     monkeypatch.setattr(asl, "TAUS", (0.3, 0.6))

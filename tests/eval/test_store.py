@@ -17,6 +17,7 @@ from kvsieve.eval.cells import settings
 from kvsieve.eval.packed import contents, packed_name
 from kvsieve.eval.results import load
 from kvsieve.eval.store import ResultsWriter, writing
+from kvsieve.models.families import build
 from kvsieve.tasks.haystack import load_haystack, text_digest
 
 RUN = {"model": "toy", "dtype": "float32", "seed": 0, "haystack": "noise", "tasks": {"needle": "Needle"}}
@@ -432,3 +433,17 @@ def test_full_always_runs_and_budgets_have_a_default():
 def test_naming_a_setting_twice_is_refused(budgets):
     with pytest.raises(PlanError, match="named twice"):
         settings([("snapkv", {})], budgets)
+
+
+def test_rows_of_other_weights_are_refused(tmp_path):
+    model = build("llama")
+    with writing(tmp_path, RUN, resume=False) as writer:
+        writer.settle([], model)
+        writer.save(0.0)
+    assert json.loads((tmp_path / "run.json").read_text())["environments"][0]["weights"] == "random"
+    model.config._name_or_path, model.config._commit_hash = "owner/name", "abc123"
+    with (
+        writing(tmp_path, RUN, resume=True) as writer,
+        pytest.raises(InputError, match="results of the weights random, this model has owner/name revision:abc123"),
+    ):
+        writer.settle([], model)

@@ -166,7 +166,7 @@ def advise(
         choice=choice,
         nearest=None if choice is not None else second or nearest(measured, options.limits),
         not_tried=left_out,
-        env=environment(),
+        env=environment(evaluator.model),
         seconds=time.perf_counter() - began,
     )
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -137,6 +134,14 @@ def summarise(
     return out
 
 
+def limit(entry: dict[str, Any], limits: Limits) -> None:
+    """Compute the limits in the entry of a length anew, for rates that turned out larger."""
+    for name, row in entry["summary"].items():
+        main = _main(entry["samples"][name][0])
+        if main is not None:
+            row |= _limited(row, main["rows"], limits)
+
+
 def _ratios(mine: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dict[str, Any]:
     pairs = list(zip(mine, reference, strict=True))
     return {name: _spread(_over(a.get(name), b.get(name)) for a, b in pairs) for name in (*METRICS, *ALONE)}
@@ -208,14 +213,6 @@ def growth(report: dict[str, Any]) -> dict[str, float]:
     first, last = (report["lengths"][length]["summary"] for length in (lengths[0], lengths[-1]))
     times = {name: (first[name]["tpot_s"], last[name]["tpot_s"]) for name in first if name in last}
     return {name: after["median"] / before["median"] for name, (before, after) in times.items() if before and after}
-
-
-def write_report(report: dict[str, Any], path: Path) -> None:
-    """Whole or not at all. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    fresh.write_text(json.dumps(report, indent=1) + "\n")
-    fresh.replace(path)
 
 
 def element_bytes(model: Any) -> int:

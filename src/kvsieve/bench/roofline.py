@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from kvsieve.bench.geometry import Geometry
 from kvsieve.hf.compat import decoder_of, layers_of
+from kvsieve.kernels.cpu import products
 
 # Weights that are read in one go, so that no cache holds them; and rows of a large product.
 READ_BYTES = 2**29
@@ -40,6 +42,10 @@ class Rates:
         """Seconds per token of each row, when `kv_bytes` are read for it in all."""
         return (geometry.weights_read(rows) * element_bytes + kv_bytes) / self.bandwidth
 
+    def best(self, other: Rates) -> Rates:
+        """The larger of each: what a machine reached at another time it can reach."""
+        return Rates(max(self.bandwidth, other.bandwidth), max(self.matmul, other.matmul))
+
     def to_dict(self) -> dict[str, float]:
         return {"bandwidth_gb_per_s": self.bandwidth / 1e9, "matmul_tflops": self.matmul / 1e12}
 
@@ -54,12 +60,8 @@ def measure_rates(model: Any) -> Rates:
     copies = [torch.clone(weight) for _ in range(math.ceil(READ_BYTES / own) - 1) for weight in weights]
     everything = [*weights, *copies]
     vectors = {weight.shape[1]: torch.randn(1, weight.shape[1]).to(weight) for weight in weights}
-
-    def read() -> None:
-        for weight in everything:
-            functional.linear(vectors[weight.shape[1]], weight)
-
-    bandwidth = sum(weight.nbytes for weight in everything) / _best_seconds(read, weights[0])
+    seconds = min(_best_seconds(read, weights[0]) for read in _readings(everything, vectors))
+    bandwidth = sum(weight.nbytes for weight in everything) / seconds
     everything.clear()
     copies.clear()
     shapes = Counter(weight.shape for weight in layers)
@@ -72,6 +74,25 @@ def measure_rates(model: Any) -> Rates:
         flops += count * 2 * size * shape.numel()
         seconds += count * took
     return Rates(bandwidth, flops / seconds)
+
+
+def _readings(weights: list[Tensor], vectors: dict[int, Tensor]) -> list[Callable[[], None]]:
+    """Return ways to multiply every weight with a vector: torch's, and the C kernel where the CPU has it."""
+
+    def by_torch() -> None:
+        for weight in weights:
+            functional.linear(vectors[weight.shape[1]], weight)
+
+    first = weights[0]
+    if first.is_cuda or first.dtype not in products.MOST_ROWS or products.built().loaded is None:
+        return [by_torch]
+    wrapped = [products.Weight(weight.contiguous(), None) for weight in weights]
+
+    def in_c() -> None:
+        for weight in wrapped:
+            products.multiply(vectors[weight.weight.shape[1]], weight)
+
+    return [by_torch, in_c]
 
 
 def _best_seconds(run: Any, on: Tensor) -> float:

@@ -61,7 +61,7 @@ def closing(report: dict[str, Any]) -> list[str]:
         parts = [] if name == BASELINE else [_saved(row)]
         for phase, metric, what in (("prompt", "ttft", "prompt"), ("token", "tpot", "token")):
             shares = row.get("time_shares", {}).get(phase)
-            limit = row.get(f"{metric}_of_limit")
+            limit = _of_limit(row, metric)
             where = [] if shares is None else [_shares(shares)]
             where += [] if limit is None else [f"{_plain(limit, 1, 1)} x its limit"]
             parts += [f"{what}: {', '.join(where)}"] if where else []
@@ -77,6 +77,12 @@ def _saved(row: dict[str, Any]) -> str:
         if ratio is not None:
             found.append(f"{100 * (1 - ratio):.0f}% {what}")
     return f"saves {', '.join(found)}" if found else ""
+
+
+def _of_limit(row: dict[str, Any], metric: str) -> float | None:
+    """Time over its limit; None below 1, where the rate was measured too low to be one."""
+    found = row.get(f"{metric}_of_limit")
+    return None if found is None or found < 1 else found
 
 
 def _shares(shares: dict[str, float]) -> str:
@@ -104,10 +110,10 @@ def _times(length: str, summary: dict[str, Any], report: dict[str, Any]) -> Tabl
                 _name(name, row),
                 _with_ratio(row, "ttft_s", 1, 2),
                 _plain(row.get("ttft_limit_s"), 1, 2),
-                _plain(row.get("ttft_of_limit"), 1, 1),
+                _plain(_of_limit(row, "ttft"), 1, 1),
                 _with_ratio(row, "tpot_s", 1e3, 1),
                 _plain(row.get("tpot_limit_s"), 1e3, 1),
-                _plain(row.get("tpot_of_limit"), 1, 1),
+                _plain(_of_limit(row, "tpot"), 1, 1),
                 _median(row, "decode_tokens_per_s", 1, 1),
                 _median(row, "tokens_per_s", 1, 2),
             ]

@@ -79,5 +79,5 @@ def measure(
         q_filters=run.q_filters,
         measured=run.measured,
         text=text,
-        environment=environment(),
+        environment=environment(model),
     )

@@ -125,7 +125,7 @@ def eval_command(
         grid = replace(grid, settings=on_model(grid.settings, loaded, tokenizer))
         for each in grid.settings:
             check_model(loaded, each.plan)
-        writer.settle([each.described() for each in grid.settings])
+        writer.settle([each.described() for each in grid.settings], loaded)
         grid.check(context_of(loaded.config))
         with progress_bar() as progress:
             run_grid(grid, Evaluator(loaded, tokenizer, batch=batch, chunk=chunk), writer, progress)

@@ -7,14 +7,14 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from kvsieve.errors import InputError, KvsieveError
 from kvsieve.eval.packed import contents, how_to_mend, packed, packed_name
 from kvsieve.eval.results import FORMAT, read_run
 from kvsieve.eval.rows import COST_FIELDS, SAMPLE_FIELDS, SAMPLE_KEY, Row, finite, sealed, unsealed
 from kvsieve.eval.texts import other_text, texts_of
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import UNRECORDED, environment, weights_digest
 
 COST_KEY = ("length", "label", "budget", "repeat")
 _LOCK, _DRAFT = ".lock", "run.json.part"
@@ -94,9 +94,23 @@ class ResultsWriter:
                 )
         return list(held.values())
 
-    def settle(self, settings: list[Row]) -> None:
-        """Add settings that only the model made known. Raises InputError where their parameters were others before."""
+    def settle(self, settings: list[Row], model: Any = None) -> None:
+        """Add what only the loaded model made known: settings, and the sha256 of its weights.
+
+        Raises:
+            InputError: results of these settings were measured with other parameters, or with other weights.
+        """
         self.run["settings"] = self._merged(self.run["settings"], settings)
+        if model is None:
+            return
+        weights = weights_digest(model)
+        for before in (each.get("weights") for each in self.run["environments"]):
+            if before not in (None, UNRECORDED, weights):
+                raise InputError(
+                    f"'{self.folder}' holds results of the weights {before}, this model has {weights}; load the same "
+                    "checkpoint, or write to another --out"
+                )
+        self.run["environments"][self.env]["weights"] = weights
 
     def save(self, seconds: float) -> None:
         """Write run.json; seconds: wall time of this invocation so far."""

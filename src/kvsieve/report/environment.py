@@ -1,10 +1,15 @@
-"""The stamp that every measured number carries."""
+"""The stamp that every measured number carries, and the one writer of results."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 import os
 import platform
 import subprocess
+import sys
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,11 +19,17 @@ import transformers
 
 from kvsieve.version import __version__
 
+UNRECORDED = "not recorded"
+WEIGHTS = (".safetensors", ".bin", ".gguf")
 
-def environment() -> dict[str, Any]:
-    """Versions, processor, device, threads, time (UTC) and, in a checkout, the commit measured (JSON-ready).
+
+def environment(model: Any = None) -> dict[str, Any]:
+    """Return versions, processor, device, time (UTC), weights, command and, in a checkout, the commit (JSON-ready).
 
     In a copy of a checkout without its history the variable KVSIEVE_COMMIT names the commit.
+
+    Args:
+        model: the model measured, or the directory or file it was loaded from; None where none was.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -32,7 +43,76 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "weights": None if model is None else weights_digest(model),
+        "command": _command(),
     }
+
+
+def _command() -> str:
+    """Return the command line of this process, folders left out of its paths."""
+    return " ".join(Path(each).name if os.path.isabs(each) else each for each in sys.argv)
+
+
+def weights_digest(model: Any) -> str:
+    """Return the names and sha256 of a checkpoint's weight files, as sha256sum prints them.
+
+    Args:
+        model: a transformers model, or the directory or file of its checkpoint.
+
+    Returns:
+        "NAME sha256:HEX", comma-separated; a hub id with its revision where the files are not at hand; "random" for a
+        model that no checkpoint was loaded into.
+    """
+    config = None if isinstance(model, (str, os.PathLike)) else model.config
+    source = str(model if config is None else config._name_or_path or "")
+    if not source:
+        return "random"
+    place = Path(os.path.expanduser(source))
+    files = [place] if place.is_file() else sorted(each for form in WEIGHTS for each in place.glob(f"*{form}"))
+    if not files:
+        revision = None if config is None else config._commit_hash
+        return f"{source} revision:{revision}" if revision else UNRECORDED
+    return ", ".join(f"{each.name} sha256:{_sha256(each)}" for each in files)
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a measurement as JSON, whole or not at all.
+
+    Args:
+        path: the file; its folder is made.
+        result: JSON-ready, with the settings in full and at least one `environment()`.
+
+    Raises:
+        ValueError: no part of it carries a stamp.
+        OSError: it cannot be written.
+    """
+    if not list(stamps(result)):
+        raise ValueError(f"a result for {path.name} without environment(model): nothing would say what was measured")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(result, indent=1) + "\n")
+    draft.replace(path)
+
+
+def stamps(result: Any) -> Iterator[dict[str, Any]]:
+    """Yield every stamp within a result, however deep."""
+    if isinstance(result, dict) and {"kvsieve", "commit"} <= result.keys():
+        yield result
+    elif isinstance(result, (dict, list)):
+        for each in result.values() if isinstance(result, dict) else result:
+            yield from stamps(each)
+
+
+def _sha256(file: Path) -> str:
+    status = file.stat()
+    return _digest(file, status.st_size, status.st_mtime_ns)
+
+
+@functools.cache
+def _digest(file: Path, size: int, changed: int) -> str:
+    """size, changed: of the file now, so that another one is read again."""
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _processor() -> str:

@@ -1,0 +1,419 @@
+"""Write the generated parts of README.md, docs/results.md and docs/performance.md, and draw their pictures.
+
+    python -m benchmarks.pages
+
+All of it comes from committed results (benchmarks/evidence.py); results that are not there yet leave their cells empty,
+and are taken in once they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.evidence import MODELS, RESULTS, Evidence, described, evidence, provenance
+from benchmarks.toys.tables import filled, markdown
+from kvsieve.report.plot_style import PNG_DPI, new_figure, style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ROOT = Path(__file__).parents[1]
+PICTURES = ROOT / "docs" / "pictures"
+MIB = 2**20
+PARTS = (
+    ("rocketkv", "multiturn", "conversations"),
+    ("rocketkv", "shared", "conversations, copies"),
+    ("lagkv", "grid", "64 digits, lagkv"),
+    ("lagkv", "attention", "64 digits"),
+)
+METHODS = ("snapkv", "adakv", "fastkv", "asl", "rocketkv", "rocketkv-mt", "kvzip", "lagkv", "streamingllm")
+ROWS = (
+    ("transformers", ""),
+    ("full", ""),
+    ("fastkv", "10%"),
+    ("snapkv", "10%"),
+    ("rocketkv", "10%"),
+    ("rocketkv", "256"),
+)
+SHOWN = {"transformers": "transformers", "full": "kvsieve, full KV"}
+COLOURS = {
+    "transformers": "#8c8c8c",
+    "full": "#222222",
+    "snapkv": "#0072B2",
+    "adakv": "#56B4E9",
+    "fastkv": "#009E73",
+    "asl": "#CC79A7",
+    "rocketkv": "#D55E00",
+    "rocketkv-mt": "#E69F00",
+    "kvzip": "#7B3FA0",
+    "lagkv": "#8B5A2B",
+    "streamingllm": "#999933",
+    "h2o": "#882255",
+    "hsa": "#44AA99",
+    "exacttopk": "#DDCC77",
+    "lagkv, lag 128": "#D2A679",
+    "lagkv, lag 512": "#B07840",
+    "lagkv, lag 1024": "#6B3E10",
+}
+MARKERS = "os^Dv<>PXph"
+Points = dict[str, list[tuple[float, float]]]
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One diagram: points of each series with ticks at `places`, or with `bars` a value of each for every group."""
+
+    title: str
+    x: str
+    y: str
+    series: Points
+    places: tuple[int, ...] = ()
+    bars: tuple[str, ...] = ()
+
+
+def main() -> None:
+    found = evidence()
+    PICTURES.mkdir(exist_ok=True)
+    for name, panels in pictures(found).items():
+        draw(panels, PICTURES / f"{name}.png")
+    for page, parts in pages(found).items():
+        page.write_text(filled(page.read_text(), parts))
+
+
+def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
+    """Generated parts of each page by the name of their mark."""
+    return {
+        ROOT / "README.md": {"measured": summary_table(found[0])},
+        ROOT / "docs" / "results.md": {
+            "models": "\n".join(f"- {described(each.name)}" for each in found),
+            "use": use_table(found[0]),
+            **{name: captions(found[0])[name] for name in pictures(found)},
+            "numbers": "\n\n".join(numbers_table(each) for each in found if each.sets),
+            "provenance": provenance_table(found),
+        },
+        ROOT / "docs" / "performance.md": {
+            "speed": "\n\n".join(speed_table(each) for each in found if each.speeds),
+            "h100": gpu_table(),
+        },
+        ROOT / "docs" / "options.md": {"floor": floor_table()},
+    }
+
+
+# Numbers
+
+
+def kept(one: Evidence, name: str, method: str, budget: str) -> str:
+    """The share of full KV's score with its interval; empty where that was not measured."""
+    measured = one.sets.get(name)
+    found = None if measured is None else measured.found.get((method, budget))
+    return "" if found is None else str(found)
+
+
+def share(one: Evidence, name: str, method: str, budget: str) -> str:
+    return kept(one, name, method, budget).partition(" ")[0]
+
+
+def contender(summary: dict[str, Any], method: str, budget: str = "") -> dict[str, Any] | None:
+    """The row of a method at a budget in a report of `kvsieve bench`, whatever its other parameters."""
+    for label, row in summary.items():
+        name, *given = label.split(":")
+        if name == method and (not budget or f"budget={budget}" in given):
+            return row
+    return None
+
+
+def ratio(one: Evidence, length: int, method: str, quantity: str, to: str) -> str:
+    row = contender(one.speeds[length]["summary"], method) if length in one.speeds else None
+    return "" if row is None else f"{row['ratios'][to][quantity]['median']:.2f}"
+
+
+# Tables
+
+
+def summary_table(one: Evidence) -> str:
+    """The README's: times, memory and answers of a few methods."""
+    longest = max(one.speeds)
+    head = ["", "first token, s", "per token, ms", "KV, MiB", "RULER 8K kept", "documents kept"]
+    lines = []
+    for method, budget in ROWS:
+        row = contender(one.speeds[longest]["summary"], method, budget)
+        times = ["", "", ""]
+        if row is not None:
+            times = [f"{row['ttft_s']['median']:.1f}", f"{1000 * row['tpot_s']['median']:.0f}"]
+            times.append(f"{row['kv_bytes']['median'] / MIB:.0f}")
+        answers = ["100%" if method == "full" else kept(one, name, method, budget) for name in ("ruler", "documents")]
+        if any(times + answers):
+            lines.append([SHOWN.get(method, f"`{method}` {budget}"), *times, *answers])
+    return markdown(head, lines)
+
+
+def use_table(one: Evidence) -> str:
+    """What to use, and what it costs."""
+
+    def both(name: str, method: str) -> str:
+        return f"{share(one, name, method, '10%')} at 10%, {share(one, name, method, '25%')} at 25%"
+
+    turns = by_ratio(one.scores("rocketkv", "multiturn"))
+    digits = one.scores("lagkv", "attention", "partial")
+    rows = [
+        [
+            "one question, known when the prompt is read",
+            "`snapkv` or `adakv`, 25%",
+            f"generated tasks: {both('ruler', 'snapkv')}; real documents: {both('documents', 'snapkv')}",
+        ],
+        ["the same, the first token sooner", "`fastkv`, 25%", f"real documents: {both('documents', 'fastkv')}"],
+        [
+            "later tokens may need what the question did not",
+            "`rocketkv`, 10%",
+            f"real documents: {both('documents', 'rocketkv')}; it stores 40 and 64% of the entries",
+        ],
+        ["a context compressed before its question", "`kvzip`, 25%", f"real documents: {both('hidden', 'kvzip')}"],
+        [
+            "a conversation about one document",
+            "`rocketkv-mt`",
+            f"{turns['rocketkv-mt']['1/32']:.0f}% of the answers, full KV {turns['full']['']:.0f}%; stores all "
+            "entries, reads 1/32 of them a token",
+        ],
+        [
+            "long copied answers: keys, UUIDs, long numbers",
+            "`snapkv` with 700 entries or more",
+            f"{digits['snapkv 8x'][0]:.0f}% of 64 digits right with 736 of 4,096 entries",
+        ],
+        ["a limit in bytes, or a model of your own", "[`kvsieve advise`](advise.md)", "stated beside the advice"],
+    ]
+    return markdown(["what you do", "use", "what it keeps of full KV's answers"], rows)
+
+
+def numbers_table(one: Evidence) -> str:
+    """Every method on every set of prompts, in percent of full KV's score."""
+    columns = [(name, budget) for name, measured in one.sets.items() for budget in measured.budgets]
+    head = ["method", *(f"{one.sets[name].title}, {budget}" for name, budget in columns)]
+    lines = [["`full`, score", *(f"{one.sets[name].found['full', None].score:.0f}" for name, _ in columns)]]
+    for method in METHODS:
+        cells = [kept(one, name, method, budget).replace("%", "") for name, budget in columns]
+        if any(cells):
+            lines.append([f"`{method}`", *cells])
+    return f"**{one.name}**\n\n{markdown(head, lines)}"
+
+
+def provenance_table(found: list[Evidence]) -> str:
+    """Where each column comes from."""
+    lines = []
+    for one in found:
+        for measured in one.sets.values():
+            lines.append([measured.title, str(measured.prompts), *_from(one, list(measured.folders))])
+        for study, part, title in PARTS:
+            scores = one.scores(study, part)
+            if scores:
+                lines.append([title, str(max(n for *_, n in scores.values())), *_from(one, [one.paper(study, part)])])
+        for length, speed in one.speeds.items():
+            rounds = f"{speed['report']['rounds']} rounds"
+            lines.append([f"speed, {length // 1024}K", rounds, *_from(one, [speed["file"]])])
+    return markdown(["measured", "prompts", "model", "files", "machine", "kvsieve", "commit", "weights"], lines)
+
+
+def _from(one: Evidence, places: list[Path]) -> list[str]:
+    names = " ".join(f"`{each.relative_to(one.results)}`" for each in places)
+    files = [each / "run.json" if each.is_dir() else each for each in places]
+    return [one.name.removesuffix("-Instruct"), names, *provenance(files)]
+
+
+def speed_table(one: Evidence) -> str:
+    """Times and memory of `kvsieve bench` at every length."""
+    head = ["tokens", "", "first token", "over own full KV", "per token", "over own full KV", "KV held", "peak memory"]
+    lines = []
+    for length, speed in one.speeds.items():
+        for label, row in speed["summary"].items():
+            to_full = row["ratios"].get("full", {})
+            cells = [f"{row['ttft_s']['median']:.1f} s", _median(to_full, "ttft_s")]
+            cells += [f"{1000 * row['tpot_s']['median']:.0f} ms", _median(to_full, "tpot_s")]
+            cells += [f"{row[each]['median'] / MIB:,.0f} MiB" for each in ("kv_bytes", "peak_bytes")]
+            lines.append([f"{length:,}", f"`{label}`", *cells])
+    report = next(iter(one.speeds.values()))["report"]
+    stamp = report["environment"]
+    machine = f"{stamp['processor']}, {stamp['cores']} cores, {stamp['threads']} threads"
+    rounds = sorted({each["report"]["rounds"] for each in one.speeds.values()})
+    said = f"{described(one.name)} on {machine}; medians of {' and '.join(map(str, rounds))} rounds."
+    return f"{said}\n\n{markdown(head, lines)}"
+
+
+def _median(ratios: dict[str, Any], quantity: str) -> str:
+    return f"{ratios[quantity]['median']:.2f}" if ratios.get(quantity) else ""
+
+
+def gpu_table() -> str:
+    """128K tokens on the H100: RocketKV beside a compiled full KV, memory at the peak included."""
+    summary = json.loads((RESULTS / "gpu_128k.json").read_text())["summary"]["1"]["131072"]
+    full = summary["full"]
+    lines = []
+    for label, row in summary.items():
+        cells = [f"{row['ttft_s']['median']:.2f}", f"{full['ttft_s']['median'] / row['ttft_s']['median']:.2f}"]
+        cells += [f"{1000 * row['tpot_s']['median']:.1f}", f"{full['tpot_s']['median'] / row['tpot_s']['median']:.2f}"]
+        cells += [f"{row[each]['median'] / MIB:,.0f}" for each in ("kv_bytes", "peak_bytes")]
+        lines.append([f"`{label}`", *cells, f"{1 - row['peak_bytes']['median'] / full['peak_bytes']['median']:.0%}"])
+    head = ["", "first token, s", "speed over full KV", "per token, ms", "speed over full KV", "KV, MiB", "peak, MiB"]
+    return markdown([*head, "saved at the peak"], lines)
+
+
+def floor_table() -> str:
+    """Answers of short prompts under each floor, as benchmarks/floor.py has measured them."""
+    report = json.loads((RESULTS / "floor.json").read_text())
+    groups = list(dict.fromkeys(row["group"] for row in report["rows"]))
+    lines = []
+    for method, floor in dict.fromkeys((row["method"], row["floor"]) for row in report["rows"]):
+        cells = []
+        for group in groups:
+            mine = [
+                row for row in report["rows"] if (row["method"], row["floor"], row["group"]) == (method, floor, group)
+            ]
+            cells.append(", ".join(f"{sum(row[of] for row in mine) / len(mine):.0%}" for of in ("equal", "alike")))
+        lines.append([method, str(floor), *cells])
+    model = report.get("model", "SmolLM2-135M-Instruct")
+    weights = "" if model not in MODELS else f", {described(model).partition('; ')[2].rstrip(')')}"
+    return f"Answers of {model}{weights}:\n\n{markdown(['method', 'floor', *groups], lines)}"
+
+
+# Pictures
+
+
+def by_ratio(scores: dict[str, tuple[float, float, int]]) -> dict[str, dict[str, float]]:
+    """Scores of labels such as "snapkv 1/8" by method and ratio; full KV's under an empty one."""
+    out: dict[str, dict[str, float]] = {}
+    for label, (score, _, _) in scores.items():
+        method, _, part = label.partition(" ")
+        out.setdefault(method, {})[part] = score
+    return out
+
+
+def pictures(found: list[Evidence]) -> dict[str, list[Panel]]:
+    """Panels of each picture."""
+    out: dict[str, list[Panel]] = {"bytes": [], "hidden": [], "conversations": [], "long": [], "speed": []}
+    for one in found:
+        for name in ("ruler", "documents"):
+            if name in one.sets:
+                out["bytes"].append(_of_bytes(one, name))
+        if "hidden" in one.sets:
+            out["hidden"].append(_bars(one, one.sets["hidden"].found, ("10%", "25%")))
+        out["conversations"] += _conversations(one)
+        out["long"] += _long(one)
+        out["speed"] += _speeds(one)
+    return out
+
+
+def _of_bytes(one: Evidence, name: str) -> Panel:
+    series: Points = {}
+    for (method, budget), each in one.sets[name].found.items():
+        if budget is not None and method in METHODS:
+            series.setdefault(method, []).append((each.stored, each.share))
+    return Panel(f"{one.sets[name].title}\n{one.name}", "KV stored, % of full KV", "score, % of full KV's", series)
+
+
+def _bars(one: Evidence, found: dict[tuple[str, str | None], Any], budgets: tuple[str, ...]) -> Panel:
+    methods = [each for each in METHODS if (each, budgets[0]) in found]
+    series = {m: [(at, found[m, budget].share) for at, budget in enumerate(budgets)] for m in methods}
+    title = f"the question hidden, {one.sets['hidden'].prompts} questions about documents\n{one.name}"
+    return Panel(title, "KV entries kept (rocketkv-mt: read a token)", "score, % of full KV's", series, bars=budgets)
+
+
+def _conversations(one: Evidence) -> Iterator[Panel]:
+    for part, title in (("multiturn", "four questions in turn"), ("shared", "four copies of one context")):
+        scores = by_ratio(one.scores("rocketkv", part))
+        if scores:
+            full, ratios = scores.pop("full")[""], sorted({each for mine in scores.values() for each in mine if each})
+            series = {method: [(at, mine[each]) for at, each in enumerate(ratios)] for method, mine in scores.items()}
+            series["full"] = [(at, full) for at in range(len(ratios))]
+            yield Panel(
+                f"{title}\n{one.name}", "KV entries read a token", "answers right, %", series, bars=tuple(ratios)
+            )
+
+
+def _long(one: Evidence) -> Iterator[Panel]:
+    series: Points = {}
+    for part in ("grid", "attention"):
+        for label, (right, stored, _) in one.scores("lagkv", part, "partial").items():
+            method = label.rpartition(" ")[0].rstrip(",")
+            if method.startswith("lag ") or method in ("snapkv", "h2o"):
+                series.setdefault(method.replace("lag ", "lagkv, lag "), []).append((stored, right))
+    if series:
+        yield Panel(f"64 digits\n{one.name}", "KV stored, % of full KV", "digits right, %", series)
+
+
+def _speeds(one: Evidence) -> Iterator[Panel]:
+    for quantity, title, y in (("ttft_s", "time to first token", "s"), ("tpot_s", "time per token", "ms")):
+        series: Points = {}
+        for length, speed in one.speeds.items():
+            for label, row in speed["summary"].items():
+                value = row[quantity]["median"] * (1000 if y == "ms" else 1)
+                series.setdefault(label.partition(":")[0], []).append((length, value))
+        if series:
+            yield Panel(f"{title}\n{one.name}", "prompt tokens", y, series, places=tuple(one.speeds))
+
+
+def captions(one: Evidence) -> dict[str, str]:
+    """Each picture with its sentence."""
+    turns, digits = by_ratio(one.scores("rocketkv", "multiturn")), one.scores("lagkv", "attention", "partial")
+    lag_right, lag_stored, _ = one.scores("lagkv", "grid", "partial")["lag 1024, 4x"]
+    longest = max(one.speeds)
+    said = {
+        "bytes": "A tenth of the KV cache costs `snapkv` nothing measurable on generated tasks of 8K tokens "
+        f"({kept(one, 'ruler', 'snapkv', '10%')} of full KV's score), and about a quarter of the score on real "
+        f"documents ({kept(one, 'documents', 'snapkv', '10%')}).",
+        "hidden": "Where the context is compressed before its question is known, `kvzip` at 25% keeps "
+        f"{kept(one, 'hidden', 'kvzip', '25%')} of full KV's score, `snapkv` {kept(one, 'hidden', 'snapkv', '25%')}.",
+        "conversations": "Over four turns `rocketkv-mt`, which evicts nothing and reads 1/32 of the entries, answers "
+        f"{turns['rocketkv-mt']['1/32']:.0f}% (full KV {turns['full']['']:.0f}%), and `snapkv`, which evicts what the "
+        f"first question did not need, {turns['snapkv']['1/32']:.0f}%.",
+        "long": f"Of 64 digits copied from the prompt, `snapkv` keeps {digits['snapkv 4x'][0]:.0f}% with "
+        f"{digits['snapkv 4x'][1]:.0f}% of the entries, `h2o` {digits['h2o 4x'][0]:.0f}%; `lagkv` needs a long lag, "
+        f"which stores more: {lag_right:.0f}% with {lag_stored:.0f}% of the entries.",
+        "speed": f"At {longest:,} tokens on two CPU cores kvsieve's full KV takes "
+        f"{ratio(one, longest, 'full', 'ttft_s', 'transformers')} of transformers' time to the first token and "
+        f"{ratio(one, longest, 'full', 'tpot_s', 'transformers')} of its time per token; `snapkv` at 10% takes "
+        f"{ratio(one, longest, 'snapkv', 'tpot_s', 'full')} of full KV's time per token.",
+    }
+    return {name: f"![{name}](pictures/{name}.png)\n\n{text}" for name, text in said.items()}
+
+
+def digest(panels: list[Panel]) -> str:
+    """Of all that is drawn; it stands in the picture's file, so that a test sees an old picture."""
+    return hashlib.sha256(repr(panels).encode()).hexdigest()
+
+
+def draw(panels: list[Panel], file: Path) -> None:
+    """Panels side by side as PNG."""
+    with style():
+        figure = new_figure(4.6 * len(panels), 3.6)
+        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+            plot: Callable[[Axes, Panel], None] = _draw_bars if panel.bars else _draw_lines
+            plot(axes, panel)
+            axes.set(xlabel=panel.x, ylabel=panel.y)
+            axes.set_title(panel.title, fontsize=8)
+            columns = min(4, len(panel.series))
+            axes.legend(fontsize=7, ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.2), columnspacing=1)
+        figure.savefig(file, dpi=PNG_DPI * 0.7, metadata={"Software": None, "Description": digest(panels)})
+
+
+def _draw_lines(axes: Axes, panel: Panel) -> None:
+    for number, (name, points) in enumerate(panel.series.items()):
+        look = {"color": COLOURS.get(name), "marker": MARKERS[number % len(MARKERS)], "markersize": 4}
+        axes.plot(*zip(*sorted(points), strict=True), label=name, **look)
+    axes.set_ylim(0)
+    if panel.places:
+        axes.set_xticks(panel.places, [f"{x:,}" for x in panel.places])
+
+
+def _draw_bars(axes: Axes, panel: Panel) -> None:
+    width = 0.8 / len(panel.series)
+    for number, (name, points) in enumerate(panel.series.items()):
+        places, values = zip(*points, strict=True)
+        axes.bar([x + number * width for x in places], values, 0.9 * width, label=name, color=COLOURS.get(name))
+    axes.set_xticks([at + 0.4 - width / 2 for at in range(len(panel.bars))], panel.bars)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Committed results and the pages that tell of them: every number has its stamp, every page agrees with its files."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvsieve
+from kvsieve.report.environment import UNRECORDED, stamps
+from source_tree import needs_results
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+# What writes each result: a script, or the command of kvsieve. Every file is one of these, and none is without files.
+WRITERS = {
+    "advise_replay.json": "advise_replay.py",
+    "advise_trials.json": "advise_trials.py",
+    "bench/*.json": "kvsieve bench",
+    "codecs_*.json": "codecs.py",
+    "cpu_kinds.json": "cpu_kinds.py",
+    "floor.json": "floor.py",
+    "gpu.json": "gpu.py",
+    "gpu_128k.json": "gpu.py",
+    "gpu_kernels.json": "gpu_kernels.py",
+    "paper/claims.md": "paper/claims.py",
+    "paper/*/*/*": "paper/common.py",
+    "peak_memory.json": "peak_memory.py",
+    "propagators.json": "propagators.py",
+    "qwen2.5-coder-*": "kvsieve eval",
+    "reading/*.json": "reading_cost.py",
+    "serve*.json": "serve.py",
+    "sparse_prompts*.json": "sparse_prompts.py",
+    "store.json": "store.py",
+    "store_kills.json": "store_kills.py",
+    "toys_*.json": "toys/train.py",
+    "vllm.json": "vllm_plugin.py",
+    "vllm_gpu.json": "vllm_plugin.py",
+}
+WEIGHTS = re.compile(r"4-bit \(?Q4_K_M\)?\s+GGUF\s+weights,?\s+dequantized\s+to\s+bfloat16")
+QUANTITY = re.compile(
+    r"\d[\d.,]*\s*(?:ms|s|seconds|minutes|MiB|TFLOP/s|tokens per second|times (?:faster|as))\b|\b\d+ of \d+\b"
+)
+pytestmark = needs_results
+
+
+def committed() -> list[str]:
+    """Results in git, relative to their folder; all of them outside a checkout."""
+    if (ROOT / ".git").exists() and shutil.which("git"):
+        return [name for name in git("ls-files", "-z", cwd=RESULTS).split("\0") if name and (RESULTS / name).exists()]
+    return [str(file.relative_to(RESULTS)) for file in RESULTS.rglob("*") if file.is_file()]
+
+
+def git(*arguments: str, cwd: Path = ROOT) -> str:
+    return subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, check=True).stdout
+
+
+def pages() -> dict[Path, str]:
+    return {page: page.read_text() for page in PAGES}
+
+
+def cited(text: str) -> list[Path]:
+    """Results that a page cites, in code or as a link, by their path or name."""
+    names = re.findall(r"`([\w./*-]+\.json|[\w.-]+/[\w./-]+)`", text) + re.findall(
+        r"\]\(([^)#]*results/[^)#]*)\)", text
+    )
+    found = []
+    for name in names:
+        short = re.sub(r"^(\.\./)?(benchmarks/)?(results/)?", "", name)
+        if short.startswith("/") or short in ("run.json", "paper"):
+            continue
+        for place in (RESULTS, *(each for each in RESULTS.iterdir() if each.is_dir())):
+            found += [file for file in place.glob(short) if file.exists()]
+    return found
+
+
+def stamps_of(place: Path) -> list[dict]:
+    files = [place] if place.suffix == ".json" else sorted(place.rglob("run.json")) if place.is_dir() else []
+    return [each for file in files for each in stamps(json.loads(file.read_text()))]
+
+
+def test_every_result_carries_its_stamp():
+    for file in RESULTS.rglob("*.json"):
+        found = list(stamps(json.loads(file.read_text())))
+        assert found, f"{file.name} says nothing of what was measured"
+        for each in found:
+            assert {"kvsieve", "commit", "processor", "torch", "weights"} <= each.keys(), file.name
+            assert each["commit"], file.name
+
+
+def test_every_commit_that_was_measured_is_in_the_history():
+    if not (ROOT / ".git").exists() or not shutil.which("git"):
+        pytest.skip("no history here")
+    if git("rev-parse", "--is-shallow-repository").strip() == "true":
+        pytest.skip("a part of the history is not here")
+    history = set(git("rev-list", "HEAD").split())
+    known = {commit[:length] for commit in history for length in (7, 12)}
+    for file in RESULTS.rglob("*.json"):
+        for each in stamps(json.loads(file.read_text())):
+            commit = each["commit"].rstrip("+")
+            assert commit == UNRECORDED or commit in known, f"{file.name} was measured at {commit}, which is gone"
+
+
+def test_every_result_has_a_writer_and_a_reader():
+    names = committed()
+    texts = "\n".join(pages().values()) + "".join(
+        file.read_text() for file in (ROOT / "benchmarks").rglob("*.py") if file.name in ("evidence.py", "pages.py")
+    )
+    for pattern, writer in WRITERS.items():
+        mine = fnmatch.filter(names, pattern if "*" in pattern or "." in pattern else f"{pattern}/*")
+        assert mine, f"nothing is called {pattern}"
+        assert writer.startswith("kvsieve ") or (ROOT / "benchmarks" / writer).is_file(), writer
+    for name in names:
+        assert any(fnmatch.fnmatch(name, pattern) for pattern in WRITERS), f"no script writes {name}"
+        parts = Path(name).parts
+        shown = [Path(name).name] if len(parts) == 1 else [parts[0], parts[-2]]
+        pattern = re.sub(r"_(16k|32k|qwen[\w.-]*)+.*$", "*", shown[0])
+        assert any(each in texts for each in (*shown, pattern, "toys_*")), f"no page tells of {name}"
+
+
+@pytest.fixture(scope="module")
+def generated():
+    pytest.importorskip("matplotlib")
+    from benchmarks import evidence, pages
+
+    found = evidence.evidence()
+    return pages, pages.pages(found), pages.pictures(found)
+
+
+def test_the_pages_are_what_the_results_say(generated):
+    module, parts, _ = generated
+    for page, filled in parts.items():
+        assert module.filled(page.read_text(), filled) == page.read_text(), "run python -m benchmarks.pages"
+
+
+def test_the_pictures_show_what_the_results_say(generated):
+    module, _, pictures = generated
+    for name, panels in pictures.items():
+        file = module.PICTURES / f"{name}.png"
+        assert module.digest(panels).encode() in file.read_bytes(), f"{name}.png is old: run python -m benchmarks.pages"
+        assert file.stat().st_size < 150_000
+    assert {file.stem for file in module.PICTURES.iterdir()} == set(pictures)
+
+
+@pytest.mark.parametrize(("name", "most"), [("results.md", 1200), ("performance.md", 1500)])
+def test_the_pages_of_numbers_are_short(name, most):
+    """Tables for who wants numbers do not count."""
+    text = (ROOT / "docs" / name).read_text()
+    text = re.sub(r"<!-- (numbers|provenance|speed) -->.*?<!-- end -->", "", text, flags=re.S)
+    assert len([word for word in text.split() if re.search(r"\w", word)]) <= most
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_agrees_with_the_files_it_cites(page):
+    text = page.read_text()
+    for name in re.findall(r"`(?:\.\./)?(benchmarks/[\w./-]+\.(?:py|json|md))`", text):
+        assert (ROOT / name).is_file(), f"{page.name} cites {name}, which is gone"
+    found = [each for place in cited(text) for each in stamps_of(place)]
+    measured = {each["kvsieve"] for each in found}
+    for version in re.findall(r"[Vv]ersion (\d+\.\d+\.\d+)", text) if measured else ():
+        assert version in measured | {kvsieve.__version__}, f"{page.name} names {version}, measured was {measured}"
+    qwen = re.search(r"Qwen2\.5-Coder-\d", text)
+    if qwen and any(each["weights"] != "random" for each in found):
+        assert WEIGHTS.search(text), f"{page.name} does not say what the weights are"
+
+
+def test_numbers_of_the_readme_come_from_files():
+    """Measured numbers stand in the generated table or in a paragraph that cites the file they come from."""
+    text = (ROOT / "README.md").read_text()
+    for generated in (r"<!-- measured -->.*?<!-- end -->", r"```.*?```", r"^ {4}.*$", r"^\| `make .*$"):
+        text = re.sub(generated, "", text, flags=re.S if "?" in generated else re.M)
+    for paragraph in text.split("\n\n"):
+        measured = QUANTITY.findall(paragraph)
+        assert not measured or cited(paragraph), f"{measured} of the README come from no file"
