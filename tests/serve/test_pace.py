@@ -97,6 +97,32 @@ def test_where_nobody_waits_whole_chunks_are_read():
         pace.gap = math.inf if measured else pace.gap
 
 
+def test_a_pass_that_nobody_waits_for_takes_several_chunks_within_a_second():
+    clock, others = Clock(), [False]
+    pace = ReadingPace(2.5, clock)
+
+    def takes(seconds: float, *, joins: bool = True, waits: bool = False) -> int:
+        pace.begin(waits=waits, alone=lambda: not others[0])
+        found = pace.chunks(lambda: joins)
+        clock.now += seconds * found
+        assert pace.over(ends_pass=True) or waits
+        return found
+
+    # How long a chunk takes is not known before the first.
+    assert [takes(0.2), takes(0.2), takes(0.6), takes(0.1), takes(0.1), takes(0.1, joins=False)] == [1, 4, 4, 1, 8, 1]
+    with pace.decoding():
+        clock.now += 10.0
+    assert takes(0.1, waits=True) == 1
+    others[0] = True
+    assert takes(0.1) == 1
+    # Another request stops a pass at the next step.
+    others[0] = False
+    pace.begin(waits=False, alone=lambda: not others[0])
+    assert pace.chunks(lambda: True) == 8 and not pace.over()
+    others[0] = True
+    assert pace.over()
+
+
 def test_one_slow_pass_does_not_count_for_long():
     clock = Clock()
     pace = ReadingPace(2.0, clock)

@@ -11,6 +11,7 @@ import torch
 import kvsieve
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.attach import attached
+from kvsieve.hf.runtime import AttachedModel
 from kvsieve.models.families import build
 from kvsieve.plans import Plan
 from kvsieve.serve.limits import ServerLimits
@@ -112,6 +113,26 @@ def test_a_long_prompt_is_read_between_the_tokens_of_others(scheduler, model):
     second.events.get(timeout=TIMEOUT)
     # A token for each part of each layer and chunk.
     assert one.counts["new_tokens"] - before >= min(2 * one.sieve.num_layers * 20, 150)
+
+
+def test_a_prompt_that_is_alone_is_read_in_longer_passes_and_whoever_comes_is_served(
+    scheduler, model, lone, monkeypatch
+):
+    one, sizes = scheduler(start=False), []
+    feed = AttachedModel.feed
+
+    def noted(self, cache, ids, *args, **kwargs):
+        sizes.append(ids.shape[1])
+        return feed(self, cache, ids, *args, **kwargs)
+
+    monkeypatch.setattr(AttachedModel, "feed", noted)
+    long, short = prompt(1, 20 * CHUNK + 3), prompt(2, CHUNK)
+    heard, plan = ask(one, long, plan_of("snapkv", model), 3)[0], plan_of("full", model)
+    one.start()
+    found = heard.ids()
+    assert max(sizes) >= 2 * CHUNK
+    assert found == alone(lone, plan_of("snapkv", model), long, 3)
+    assert ask(one, short, plan, 3)[0].ids() == alone(lone, plan, short, 3)
 
 
 def test_seeds_make_answers_again_and_several_answers_differ(scheduler, model):

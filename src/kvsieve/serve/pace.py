@@ -14,8 +14,12 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
 
+from kvsieve.hf.forward.pieces import COUNTS
+
 # Passes over the next token that tell how long one takes.
 _PASSES = 9
+# Seconds of a pass that nobody waits for.
+_PASS = 1.0
 # The longest step is forgotten by so much with each further one.
 _FADE = 0.9
 
@@ -40,6 +44,8 @@ class ReadingPace:
         self._passes: deque[float] = deque(maxlen=_PASSES)
         self._until: float | None = None
         self._at = self._longest = 0.0
+        self._alone: Callable[[], bool] | None = None
+        self._per_chunk, self._joined, self._pass_began = math.inf, 0, 0.0
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
@@ -48,16 +54,34 @@ class ReadingPace:
         yield
         self._passes.append(self._clock() - began)
 
-    def begin(self, *, waits: bool) -> None:
-        """Begin to read. waits: answers wait for their next token meanwhile."""
-        self._at = self._clock()
+    def begin(self, *, waits: bool, alone: Callable[[], bool] | None = None) -> None:
+        """Begin to read.
+
+        Args:
+            waits: answers wait for their next token meanwhile.
+            alone: tells that no other request is there; None where there is one already.
+        """
+        self._at, self._alone = self._clock(), None if waits else alone
         limited = waits and self._passes and self.gap != math.inf
         self._until = self._at + (self.gap - 1) * statistics.median(self._passes) if limited else None
 
+    def chunks(self, joins: Callable[[], bool]) -> int:
+        """Return how many chunks the next pass is to take: one, or what takes a second or less where nobody waits.
+
+        joins: tells whether results stay the same; asked only where several are quick enough.
+        """
+        found = max(n for n in COUNTS if n == 1 or n * self._per_chunk <= _PASS)
+        if self._alone is None or not self._alone() or found == 1 or not joins():
+            found = 1
+        self._joined, self._pass_began = found, self._clock()
+        return found
+
     def over(self, *, ends_pass: bool = False) -> bool:
-        """Note that a step was read, and tell whether to stop here. ends_pass: it was the last of its chunk."""
+        """Note that a step was read, and tell whether to stop here. ends_pass: it was the last of its pass."""
+        if ends_pass and self._joined:
+            self._per_chunk = (self._clock() - self._pass_began) / self._joined
         if self._until is None:
-            return ends_pass
+            return ends_pass or (self._alone is not None and not self._alone())
         if self._finish is not None:
             self._finish()
         now = self._clock()

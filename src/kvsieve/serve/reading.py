@@ -31,6 +31,7 @@ class PromptReader:
         done: tokens read.
         seconds: that reading took so far.
         chunk: tokens per pass.
+        together: tells how many chunks the next pass may take; None for one.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class PromptReader:
         self.logits: Tensor | None = None
         self.seconds = 0.0
         self.chunk, self._border = chunk, border
+        self.together: Callable[[], int] | None = None
         self._run = Coroutine(self._read, pace)
 
     def step(self) -> bool:
@@ -76,7 +78,11 @@ class PromptReader:
         order, sieve, cache = self.ticket.order, self.sieve, self.cache
         ids = torch.tensor([order.ids], device=sieve.model.device)
         options = ReadOptions(
-            chunk=self.chunk, new_tokens=order.max_tokens, progress=self._pause, constraints=order.constraints
+            chunk=self.chunk,
+            new_tokens=order.max_tokens,
+            progress=self._pause,
+            constraints=order.constraints,
+            together=self.together,
         )
         with closing():
             # All are tokens of the prompt, those of the pad token's number too.

@@ -47,7 +47,7 @@ class Scheduler:
         self.sieve, self.limits = sieve, limits
         self.prefixes: Prefixes = NoPrefixes() if prefixes is None else prefixes
         self._under = PlanSieves(sieve)
-        self._work = Workload(self._under, sieve, tokenizer, limits, self.prefixes)
+        self._work = Workload(self._under, sieve, tokenizer, limits, self.prefixes, lambda: not len(self._queue))
         if sieve.new_cache().has_state:
             # Found by passes of its own, which none of the readers may be in the middle of.
             _ = sieve.continues

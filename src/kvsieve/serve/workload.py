@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from kvsieve.cache.base import MIN_ROOM
 from kvsieve.errors import KvsieveError
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.pieces import rows_are_alone
 from kvsieve.hf.forward.rows import joins
 from kvsieve.hf.sieve import Sieve
 from kvsieve.serve.answer import Answer
@@ -35,15 +37,24 @@ class Workload:
     """
 
     def __init__(
-        self, under: PlanSieves, sieve: Sieve, tokenizer: Any, limits: ServerLimits, prefixes: Prefixes
+        self,
+        under: PlanSieves,
+        sieve: Sieve,
+        tokenizer: Any,
+        limits: ServerLimits,
+        prefixes: Prefixes,
+        nobody_waits: Callable[[], bool] = lambda: True,
     ) -> None:
+        """Begin with nothing to do. nobody_waits: tells that no request waits to be begun."""
         self.under, self.sieve, self.tokenizer, self.limits, self.prefixes = under, sieve, tokenizer, limits, prefixes
+        self._nobody_waits = nobody_waits
         self.counts: collections.Counter[str] = collections.Counter()
         self.bytes = KVBytes(sieve.model)
         self.pace = pace_on(sieve.model.device, limits.gap)
         self.seconds: collections.deque[float] = collections.deque(maxlen=32)
         self._reading, self._running = collections.deque[PromptReader](), list[Running]()
         self._held: dict[Ticket, int] = {}
+        self._rows_alone: bool | None = None
 
     def __bool__(self) -> bool:
         return bool(self._reading or self._running)
@@ -75,7 +86,10 @@ class Workload:
         try:
             sieve = self.under.of(ticket.order.plan)
             cache = self._found(sieve, ticket.order) or sieve.new_cache()
-            self._reading.append(PromptReader(ticket, sieve, cache, self.limits.chunk, self.pace, self._at_border))
+            reader = PromptReader(ticket, sieve, cache, self.limits.chunk, self.pace, self._at_border)
+            reader.together = functools.partial(self.pace.chunks, self._joins)
+            # Whoever reads a long prompt alone was stopped in the middle of a long pass.
+            self._reading.appendleft(reader)
         except Exception as error:
             self.fail(ticket, error)
 
@@ -139,7 +153,7 @@ class Workload:
     def _read(self) -> None:
         """Read the prompt whose turn it is, for as long as running answers can wait."""
         reading = self._reading.popleft()
-        self.pace.begin(waits=bool(self._running))
+        self.pace.begin(waits=bool(self._running), alone=None if self._reading else self._nobody_waits)
         try:
             read = reading.step()
             self.counts["late_tokens"] += self.pace.late
@@ -149,6 +163,12 @@ class Workload:
                 self._reading.append(reading)
         except Exception as error:
             self.fail(reading.ticket, error)
+
+    def _joins(self) -> bool:
+        """Tell that passes over several chunks compute what passes over each do; found out once."""
+        if self._rows_alone is None:
+            self._rows_alone = rows_are_alone(self.sieve.decoder, self.limits.chunk)
+        return self._rows_alone
 
     def _answer(self, reading: PromptReader) -> None:
         """Choose the first tokens behind a prompt that is read."""

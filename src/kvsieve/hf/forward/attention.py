@@ -22,6 +22,7 @@ from kvsieve.hf.compat import (
 )
 from kvsieve.hf.forward.latent import ask_latents
 from kvsieve.hf.forward.passes import current
+from kvsieve.hf.forward.pieces import attend_by_chunk
 from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.forward.session import Session
@@ -104,7 +105,7 @@ def _attend(
     elif isinstance(layer, StoreLayer):
         key, value, repeats = layer.take(key, value, who)
         asked, key, value = _one_dtype(asked, key, value)
-        out = session.attend(index, layer, _heads_together(asked, repeats), key, value)
+        out = attend_by_chunk(session, index, layer, _heads_together(asked, repeats), key, value)
         out = out if repeats == 1 else out.unflatten(1, (-1, repeats)).transpose(1, 2).flatten(1, 2)
     elif isinstance(layer, EmptyLayer) and layer.source is not None:
         out = attend_shared(session, index, layer.source, asked, key)

@@ -34,6 +34,7 @@ class PassRequest:
             it returns stays stored there; None leaves everything.
         on_leave: called with a layer's index and with what would wait there of this pass for a propagator that acts at
             the end of the prompt; for the layers that `attached` was told of.
+        chunk: tokens of each of the leading chunks that the pass takes together; None for a pass over one.
     """
 
     plan: Plan | None = None
@@ -41,6 +42,7 @@ class PassRequest:
     last_chunk: bool = True
     on_layer: Callable[[LayerContext], Selection | None] | None = None
     on_leave: Callable[[int, tuple[Tensor, ...]], None] | None = None
+    chunk: int | None = None
 
 
 PLAIN = PassRequest()

@@ -52,6 +52,11 @@ class Tokens:
         found = self.token_index.to(torch.int32)
         return found if self.valid is None else found.masked_fill(~self.valid, -1)
 
+    def part(self, columns: slice) -> Tokens:
+        """Take those of a slice of the columns, where none is padding and none was dropped."""
+        token_index = self.token_index[:, columns]
+        return Tokens(token_index, None, (token_index.shape[1],) * len(self.counts))
+
     def mask_states(self, given: dict[str, Any], names: Collection[str]) -> None:
         """Put a mask of them among the arguments that a recurrent layer, of parameters `names`, is given."""
         name = next(name for name in ("mamba_attention_mask", "attention_mask") if name in names)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.forward.pieces import joins_chunks
 from kvsieve.hf.forward.request import PassRequest, PassResult
 from kvsieve.hf.prompt.borders import ends_in_columns
 from kvsieve.hf.prompt.draft import drafted
@@ -76,14 +79,16 @@ def read_chunks(
         cache.turn.length = prompt_end - end + (end if mask is None else int(mask.sum(-1).max()))
     if acting.drafts and acts:
         cache.turn.drafted = drafted(model, acting, input_ids, mask, cache, chunk)
-    result = None
-    for first, last in zip([0, *ends], ends, strict=False):
+    result, together = None, options.together
+    if together and (options.on_layer is not None or not joins_chunks(acting, cache, mask)):
+        together = None
+    for first, last in passes(ends, together):
         if probed and last == total:
             probe(model, cache, input_ids, mask, options.probed)
             cache.turn.prompt_end = prompt_end
         if options.leave_last and last == total:
             break
-        request = PassRequest(plan, "prefill", last == total, options.on_layer)
+        request = PassRequest(plan, "prefill", last == total, options.on_layer, chunk=chunk)
         seen = None if mask is None else mask[:, : start + last]
         result = model.feed(cache, input_ids[:, start + first : start + last], seen, request)
         if options.progress is not None:
@@ -154,6 +159,16 @@ def chunk_ends(total: int, chunk: int | None, window: int, *, backwards: bool = 
         # A first token alone would do no harm here, but to recurrent layers.
         return [*sorted(range(total - max(chunk, window), 1, -chunk)), total]
     return [end for end in range(chunk, total, chunk) if total - end >= min(window, total)] + [total]
+
+
+def passes(ends: list[int], together: Callable[[], int] | None) -> Iterator[tuple[int, int]]:
+    """Yield where each pass begins and ends: one chunk, or as many leading ones as `together` tells before it."""
+    first = at = 0
+    while at < len(ends):
+        leading = len(ends) - 1 - at
+        at += 1 if together is None or leading < 2 else min(together(), leading)
+        yield first, ends[at - 1]
+        first = ends[at - 1]
 
 
 def probed_ends(total: int, chunk: int | None, window: int) -> list[int]:

@@ -30,6 +30,7 @@ class ReadOptions:
         begun: makes a cache that has read the beginning of the prompt, in full, and goes on with it; for a first pass
             over a prompt that only chooses tokens. None where nothing was read.
         probed: what probings of this prompt have left in the layers' states, which others go by; filled here.
+        together: tells how many chunks the next pass may take, where their results do not depend on it; None for one.
         goes_on: the cache itself has read the beginning of the prompt, in full.
     """
 
@@ -43,6 +44,7 @@ class ReadOptions:
     on_layer: Callable[[LayerContext], Selection | None] | None = None
     begun: Callable[[], SieveCache] | None = None
     probed: dict[ProbingEvictor, dict[int, dict[str, Any]]] | None = None
+    together: Callable[[], int] | None = None
     goes_on: bool = False
 
 

@@ -1,0 +1,85 @@
+"""Passes over several chunks of a prompt at once, whose results are those of one pass over each, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
+from kvsieve.hf.forward.request import Asked
+from kvsieve.hf.forward.session import Session
+from kvsieve.plans import Plan
+
+# Chunks that a pass may take.
+COUNTS = (1, 2, 4, 8)
+
+
+def attend_by_chunk(
+    session: Session, index: int, layer: StoreLayer, asked: Asked, key: Tensor, value: Tensor
+) -> Tensor:
+    """Let a layer store and attend to the chunks of a pass one after another, as passes over each would.
+
+    Args:
+        session: the pass.
+        index: index of the layer.
+        layer: the layer's cache.
+        asked: its queries.
+        key: [B, H, L, D].
+        value: [B, H, L, Dv].
+
+    Returns:
+        [B, Hq, L, Dv].
+    """
+    chunk, whole = session.request.chunk, session.tokens
+    if chunk is None or chunk >= whole.size:
+        return session.attend(index, layer, asked, key, value)
+    outs = []
+    try:
+        for first in range(0, whole.size, chunk):
+            part = slice(first, first + chunk)
+            session.tokens = whole.part(part)
+            one = replace(asked, query=asked.query[:, :, part])
+            outs.append(session.attend(index, layer, one, key[:, :, part], value[:, :, part]))
+    finally:
+        session.tokens = whole
+    return torch.cat(outs, 2)
+
+
+def joins_chunks(plan: Plan, cache: SieveCache, mask: Tensor | None) -> bool:
+    """Return True where leading chunks of a prompt leave the same behind when one pass takes several.
+
+    Not so where a plan acts on or observes each chunk, where there is padding, and in layers with a state.
+    """
+    acts = plan.prefill is not None or plan.codec is not None or plan.probes
+    acts = acts or (plan.evict is not None and (plan.evict.when.chunks or plan.evict.when.observes))
+    kinds = all(isinstance(layer, SieveLayer | WindowLayer) for layer in cache.layers)
+    return kinds and not acts and not cache.producers and (mask is None or bool(mask.all()))
+
+
+def rows_are_alone(decoder: nn.Module, chunk: int) -> bool:
+    """Compute products of the model to tell that a row's bits are the same beside any number of others.
+
+    True only if each part of `decoder` with weights is an embedding, a norm or a plain linear layer, and each of the
+    latter, one of every shape, gives for passes over several chunks of `chunk` rows what it gives for each alone.
+    """
+    shapes: dict[Any, nn.Linear] = {}
+    for module in decoder.modules():
+        if not any(True for _ in module.parameters(recurse=False)):
+            continue
+        if type(module) is nn.Linear:
+            shapes.setdefault((module.weight.shape, module.weight.dtype, module.bias is None), module)
+        elif not (isinstance(module, nn.Embedding | nn.LayerNorm) or type(module).__name__.endswith("RMSNorm")):
+            return False
+    return all(_same_rows(module, chunk) for module in shapes.values())
+
+
+def _same_rows(module: nn.Linear, chunk: int) -> bool:
+    weight, draw = module.weight, torch.Generator().manual_seed(0)
+    rows = torch.randn(1, COUNTS[-1] * chunk, module.in_features, generator=draw).to(weight.device, weight.dtype)
+    with torch.no_grad():
+        alone = torch.cat([module(part) for part in rows.split(chunk, 1)], 1)
+        return all(bool((module(rows[:, : n * chunk]) == alone[:, : n * chunk]).all()) for n in COUNTS[1:])

@@ -1,0 +1,79 @@
+"""Passes over several chunks of a prompt: every bit is that of a pass over each."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvsieve
+from kvsieve.hf.forward.pieces import COUNTS, joins_chunks, rows_are_alone
+from kvsieve.hf.prompt.chunks import passes
+from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.prompt.read import read_prompt
+from kvsieve.models.families import build
+from small import plan_of
+
+CHUNK = 32
+PLANS = ("full", "snapkv", "adakv", "fastkv", "gemfilter", "rocketkv-mt", "quest", "h2o", "lagkv", "kivi", "keydiff")
+
+
+def read(model, plan, ids, together):
+    """Logits after a prompt, what is stored, how often it was asked for chunks, and whether the plan lets them join."""
+    asked = []
+
+    def count() -> int:
+        asked.append(together)
+        return together
+
+    with kvsieve.attach(model, plan, decode="eager") as sieve:
+        cache = sieve.new_cache()
+        joins = joins_chunks(plan, cache, None)
+        options = ReadOptions(chunk=CHUNK, new_tokens=4, together=count)
+        left, mask = read_prompt(sieve, ids, None, cache, options)
+        logits = sieve.feed(cache, left[:, cache.num_seen :], mask, logits=1).logits
+    stores = [layer.store for layer in cache.layers]
+    return logits, [part for store in stores for part in (store.keys, store.values, store.index)], len(asked), joins
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+@pytest.mark.parametrize("name", PLANS)
+def test_every_bit_is_that_of_a_pass_over_each_chunk(family, name):
+    model = build(family)
+    plan = plan_of(name, model)
+    ids = torch.randint(5, 90, (1, 9 * CHUNK + 5), generator=torch.Generator().manual_seed(1))
+    logits, stored, passes_alone, joins = read(model, plan, ids, 1)
+    for together in (2, 4):
+        again, kept, passes_joined, _ = read(model, plan, ids, together)
+        assert torch.equal(again, logits)
+        assert all(torch.equal(one, other) for one, other in zip(kept, stored, strict=True))
+        assert (passes_joined < passes_alone) == (joins and passes_alone > 0)
+
+
+def test_what_acts_on_chunks_or_has_padding_or_a_state_is_read_chunk_by_chunk():
+    model, plan = build("llama"), kvsieve.Plan()
+    with kvsieve.attach(model, plan) as sieve:
+        cache = sieve.new_cache()
+        assert joins_chunks(plan, cache, None)
+        assert joins_chunks(plan, cache, torch.ones(1, 4)) and not joins_chunks(plan, cache, torch.tensor([[0, 1]]))
+        assert not any(joins_chunks(plan_of(name, model), cache, None) for name in ("h2o", "kivi"))
+    hybrid = build("qwen3_next")
+    with kvsieve.attach(hybrid, plan) as sieve:
+        assert not joins_chunks(plan, sieve.new_cache(), None)
+
+
+def test_passes_take_what_is_told_and_the_last_chunk_alone():
+    told = iter((1, 4, 2, 8))
+    assert list(passes([10, 20, 30, 40, 50, 60, 70, 77], lambda: next(told))) == [
+        (0, 10),
+        (10, 50),
+        (50, 70),
+        (70, 77),
+    ]
+    assert list(passes([5], None)) == [(0, 5)]
+
+
+def test_models_with_other_parts_than_linear_ones_are_not_trusted():
+    assert not rows_are_alone(build("mixtral").model, CHUNK)
+    odd = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    odd[0].forward = lambda rows: rows + rows.shape[1]
+    assert not rows_are_alone(odd, CHUNK) and COUNTS[-1] > 1
