@@ -5,11 +5,6 @@ from __future__ import annotations
 import gc
 import os
 
-# Profiles of whoever runs the tests should not change what methods do here.
-os.environ["KVSIEVE_HOME"] = os.devnull
-# Nor should what a busy machine measures.
-os.environ["KVSIEVE_ATTENTION"] = "table"
-
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Two processes of two threads each on two cores slow each other tenfold. Subprocesses inherit this.
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -17,8 +12,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 
+import surroundings
 from kvsieve import budget
 
+surroundings.settle()
 # Prompts of tests are short, and shares of them are to evict; tests/test_floor.py goes by the floor that users have.
 USUAL_FLOOR, budget.FLOOR = budget.FLOOR, 0
 
@@ -48,10 +45,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="module", autouse=True)
 def frozen_garbage():
-    """`generate` collects garbage to measure memory; what the imports left need not be looked at each time."""
+    """Keep the collector from looking at imports and collected tests again and again.
+
+    `generate` collects garbage to measure memory, which would take most of a second each time. What lives here lives
+    to the session's end, so it is never handed back: the next module's collection would look at all of it once more.
+    """
     gc.collect()
     gc.freeze()
-    yield
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter free at its end what `frozen_garbage` froze."""
     gc.unfreeze()
 
 

@@ -125,8 +125,6 @@ def run(model) -> dict[str, dict]:
     mask = torch.ones_like(ids)
     ids[1, :7], mask[1, :7] = 0, 0
     out = {}
-    # What is imported need not be looked through whenever peak memory is measured, which is most of the time here.
-    gc.freeze()
     for name, (make, options) in CASES.items():
         options = {**GREEDY, **options, "max_new_tokens": 4, "pad_token_id": 0, "eos_token_id": None}
         with kvsieve.attach(model, make()) as sieve:
@@ -144,7 +142,6 @@ def run(model) -> dict[str, dict]:
             # Of others each process rounds its own room.
             exact = all(type(layer.store) is DenseStore for layer in cache.layers)
         out[name] = {"turns": turns, "bytes": stats.storage.bytes if exact else None}
-    gc.unfreeze()
     return out
 
 
@@ -214,6 +211,7 @@ def work(path: Path) -> None:
     budget.FLOOR = 0
     shared = DistributedConfig(tp_plan="auto", tp_size=int(os.environ["WORLD_SIZE"]))
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=shared, dtype=torch.float64).eval()
+    gc.freeze()
     found = {"cases": run(model), "refused": refusals(model, path), "example": example(path)}
     torch.save(found, path / f"rank{dist.get_rank()}.pt")
     dist.destroy_process_group()
