@@ -13,7 +13,7 @@ from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.models.families import build
 from small import fill, plan_of
 
-N, NEW = 90, 5
+N, NEW = 90, 3
 GREEDY = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": NEW}
 HIDDEN = [3, 20, 21, 22, 23, 24, 25, 26, 40, 60, 74, 80, 83, 84, 88]
 PLANS = {
