@@ -115,19 +115,22 @@ $(VLLM_VENV)/.ready: pyproject.toml
 	$(VLLM_VENV)/bin/pip install --quiet --no-deps -e .
 	touch $@
 
-# The quick tests on the lowest versions that pyproject.toml allows and on the newest there are, made anew each time.
-# uv finds the lowest. Another Python: make test-versions PYTHON=python3.13
+# The quick tests on the lowest versions that pyproject.toml allows and on the newest there are, made anew each time; the
+# newest run also where the lowest fail. uv finds the versions. Another Python: make test-versions PYTHON=python3.13
 VERSIONS := lowest newest
 
-test-versions: $(VERSIONS:%=test-%)
+test-versions:
+	$(MAKE) --keep-going --no-print-directory $(VERSIONS:%=test-%)
 
 test-lowest test-newest: test-%:
 	$(PYTHON) -m venv --clear .venv-$*
-	.venv-$*/bin/pip install --quiet uv
+	.venv-$*/bin/pip install --quiet --disable-pip-version-check uv
 	.venv-$*/bin/uv pip install --quiet --python .venv-$*/bin/python -e '.[dev]' \
 		--resolution $(if $(filter lowest,$*),lowest-direct,highest)
 	.venv-$*/bin/uv pip install --quiet --python .venv-$*/bin/python --no-deps --require-hashes -r requirements-demo.txt
-	.venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal --quick
+	@echo "The quick tests on the $* versions:"
+	@.venv-$*/bin/uv pip list --quiet --python .venv-$*/bin/python | grep -E '^(torch|triton|transformers|tokenizers|numpy|accelerate|fastapi|pytest) '
+	.venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal --quick --tb=short --disable-warnings
 
 docs: $(VENV)/.ready
 	$(BIN)/kvsieve models --markdown > docs/supported_models.md
