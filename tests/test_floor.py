@@ -101,9 +101,9 @@ DECODING = [each for each in DECODING if each[0] not in ("lookahead", "mixed")]
 
 @pytest.mark.parametrize("name, every", [*((name, None) for name in TAKE_SHARES), *DECODING])
 def test_an_answer_is_full_kvs_until_the_floor(name, every):
-    plan = named(name, 64) if every is None else plan_of(name, model(), floor=64, budget="20%", every=every)
-    result = answers(plan, *prompts(24), new_tokens=40)
-    assert torch.equal(result.sequences, full(0, 40, 24))
+    plan = named(name, 40) if every is None else plan_of(name, model(), floor=40, budget="20%", every=every)
+    result = answers(plan, *prompts(24), new_tokens=16)
+    assert torch.equal(result.sequences, full(0, 16, 24))
 
 
 @pytest.mark.parametrize("name", ["rocketkv", "rocketkv-mt"])
