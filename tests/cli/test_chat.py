@@ -123,6 +123,8 @@ def test_json_is_a_line_per_turn(talk, model_dir):
     assert code == 0 and err == "" and [each["message"] for each in turns] == ["w1", "w2"]
     assert [each["answer"] for each in turns] == answers(model_dir, "w1", "w2")
     assert not turns[0]["ended"] and turns[1]["stats"]["prompt_tokens"] == 18
+    # A byte order mark is no part of a message.
+    assert json.loads(talk("\ufeffw1\n", "--json")[1])["message"] == "w1"
 
 
 def test_commands(talk, model_dir):

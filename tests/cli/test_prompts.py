@@ -43,6 +43,18 @@ def test_prompts_come_from_one_place(cli, given):
     assert code == 2 and "give one of --prompt TEXT, --prompt-file FILE and --prompts-file FILE" in err
 
 
+def test_a_byte_order_mark_is_no_part_of_a_prompt(cli, model_dir, tmp_path):
+    alone, many, lines = (tmp_path / name for name in ("alone", "many", "lines"))
+    alone.write_text(words(40), encoding="utf-8-sig")
+    many.write_text(words(40) + "\n", encoding="utf-8-sig")
+    lines.write_text(json.dumps({"prompt": words(40)}), encoding="utf-8-sig")
+    wanted = single(cli, model_dir, words(40))["answer"]
+    _, out, _ = cli("run", model_dir, "--prompt-file", alone, *OPTIONS, "--json")
+    assert json.loads(out)["results"][0]["answer"] == wanted
+    for file in (many, lines):
+        assert [row["answer"] for row in rows(cli("run", model_dir, "--prompts-file", file, *OPTIONS)[1])] == [wanted]
+
+
 def test_many_prompts_are_answered_as_each_alone(cli, model_dir, tmp_path):
     texts = [words(30), words(50, 3), words(20, 5), words(41, 8), words(33, 9)]
     file = tmp_path / "prompts.txt"

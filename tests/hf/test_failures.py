@@ -34,14 +34,14 @@ def ids():
 
 
 class Streamer:
-    """Its reader is gone at the fourth token."""
+    """Its reader is gone at a call of `put`: the first is shown the prompt."""
 
-    def __init__(self, error):
-        self.error, self.calls = error, 0
+    def __init__(self, error, at=4):
+        self.error, self.at, self.calls = error, at, 0
 
     def put(self, value):
         self.calls += 1
-        if self.calls == 4:
+        if self.calls == self.at:
             raise self.error
 
     def end(self):
@@ -113,6 +113,15 @@ def test_a_call_that_fails_half_way_leaves_a_cache_that_is_refused(model, ids, n
         assert torch.equal(sieve.generate(ids, cache=cache, **GREEDY).sequences, wanted.sequences)
 
 
+@pytest.mark.parametrize("method", ["full", "gemfilter"])
+@pytest.mark.parametrize("error", [ValueError("closed"), MemoryError(), torch.OutOfMemoryError("full")])
+def test_the_error_of_a_streamer_that_is_shown_the_prompt_is_raised_as_it_is(model, ids, method, error):
+    given = {} if method == "full" else {"budget": "50%", "layer": 1, "paper": True}
+    with kvsieve.attach(model, kvsieve.plan(method, **given)) as sieve, pytest.raises(type(error)) as raised:
+        sieve.generate(ids, streamer=Streamer(error, at=1), **GREEDY)
+    assert raised.value is error
+
+
 def test_a_call_that_fed_nothing_leaves_the_cache_as_it_was(model, ids):
     with kvsieve.attach(model, PLAN) as sieve:
         cache = sieve.prefill(ids[:, :40])
@@ -134,6 +143,50 @@ def test_a_cache_is_deep_copied_as_it_is_forked(model, ids, method):
         assert all(torch.equal(answers[0], each) for each in answers)
 
 
+def test_a_chat_is_copied_as_it_is_forked(model):
+    with kvsieve.attach(model, PLAN) as sieve:
+        chat = sieve.chat(chat_tokenizer(), max_new_tokens=4)
+        chat.ask("w1 w2 w3")
+        copies = [copy.deepcopy(chat), copy.copy(chat), chat.fork()]
+        wanted = chat.ask("w4").tokens
+        assert [each.ask("w4").tokens for each in copies] == [wanted] * 3
+
+
+def test_a_cache_is_used_by_one_thread_at_a_time(model, ids):
+    """The call that has the cache is not disturbed; the other one is refused, and may come again."""
+    with kvsieve.attach(model, PLAN) as sieve:
+        cache, refused = sieve.prefill(ids[:, :40]), []
+        wanted = sieve.generate(ids, cache=cache.fork(), **GREEDY).sequences
+
+        longer = torch.cat([ids, ids], 1)
+
+        def plain(ids, cache):
+            model.generate(ids, **{CACHE: cache})
+
+        def use():
+            for call in (sieve.generate, sieve.prefill, sieve.begin, plain):
+                with pytest.raises(CacheStateError) as raised:
+                    call(longer, cache=cache)
+                refused.append("another thread" in str(raised.value))
+
+        class Other(Streamer):
+            def put(self, value):
+                self.calls += 1
+                if self.calls == 3:
+                    thread = threading.Thread(target=use)
+                    thread.start()
+                    thread.join()
+
+        assert torch.equal(sieve.generate(ids, cache=cache, streamer=Other(None), **GREEDY).sequences, wanted)
+        assert refused == [True] * 4
+        answers = []
+        again = torch.cat([wanted, ids[:, :8]], 1)
+        thread = threading.Thread(target=lambda: answers.append(sieve.generate(again, cache=cache, **GREEDY)))
+        thread.start()
+        thread.join()
+        assert len(answers) == 1
+
+
 def test_what_a_plan_runs_on_is_not_pickled(model, ids):
     with kvsieve.attach(model, PLAN) as sieve:
         result = sieve.generate(ids, **GREEDY)
@@ -144,7 +197,7 @@ def test_what_a_plan_runs_on_is_not_pickled(model, ids):
         for held in (result.cache, result.cache.snapshot()):
             with pytest.raises(KvsieveError, match=r"sieve.save\(cache, path\)"):
                 pickle.dumps(held)
-        for held in (model, model.model, model.model.layers[1], sieve):
+        for held in (model, model.model, model.model.layers[1], sieve, kvsieve.attach(model, PLAN)):
             with pytest.raises(KvsieveError):
                 copy.deepcopy(held)
     for again in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):

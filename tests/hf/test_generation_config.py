@@ -16,6 +16,7 @@ from kvsieve.hf.compat import CACHE
 from kvsieve.hf.generate.config import FROM_HUB, REFUSED, config_in_effect, end_tokens, padding_token, processors_of
 from kvsieve.models.families import build
 from small import fill
+from toy_bytes import byte_level
 from toy_chats import chat_tokenizer
 
 FULL = kvsieve.plan("full")
@@ -411,6 +412,45 @@ def test_rules_about_the_prompt_see_all_of_it_where_a_shorter_one_is_read(model,
             assert int(scores.argmax()) == made[3]
         else:
             assert not set(made) & set(ids[0].tolist())
+
+
+# Likewise, of the prompt's last tokens and the answer's first.
+SEQUENCES = {
+    "bad_words_ids": lambda words: [words],
+    "sequence_bias": lambda words: [[words, -100.0]],
+}
+
+
+@pytest.mark.parametrize("by", ["call", "model"])
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_rules_about_sequences_see_those_that_begin_where_nothing_is_read_again(model, ids, name, by):
+    plan = kvsieve.plan("gemfilter", budget=3, layer=1, paper=True)
+    with kvsieve.attach(model, plan) as sieve:
+        found = sieve.generate(ids, **GREEDY)
+        assert 28 not in found.cache.conversation.short_prompt.token_index[0].tolist()
+        first = int(found.sequences[0, 30])
+        rule = SEQUENCES[name]([*ids[0, -2:].tolist(), first])
+        if by == "model":
+            setattr(model.generation_config, name, rule)
+        given = {name: rule} if by == "call" else {}
+        assert int(sieve.generate(ids, **given, **GREEDY).sequences[0, 30]) != first
+
+
+@pytest.mark.parametrize("by", ["call", "model"])
+def test_a_stop_string_that_begins_where_nothing_is_read_again_ends_the_answer(by):
+    model, tokenizer = fill(build("llama", dtype=torch.float64, vocab_size=256)), byte_level()
+    ids = torch.tensor([tokenizer("Where is the needle? Nobody knows")["input_ids"]])
+    halves = [number for letter, number in tokenizer.get_vocab().items() if not letter.isascii()]
+    options = {**GREEDY, "suppress_tokens": halves}
+    with kvsieve.attach(model, kvsieve.plan("gemfilter", budget=3, layer=1, paper=True)) as sieve:
+        found = sieve.generate(ids, **options)
+        assert ids.shape[1] - 2 not in found.cache.conversation.short_prompt.token_index[0].tolist()
+        stop = tokenizer.decode(found.sequences[0, ids.shape[1] - 2 : ids.shape[1] + 2])
+        if by == "model":
+            model.generation_config.stop_strings = [stop]
+        given = {"stop_strings": [stop]} if by == "call" else {}
+        stopped = sieve.generate(ids, tokenizer=tokenizer, **given, **options).sequences
+        assert stopped.shape[1] == ids.shape[1] + 2 < found.sequences.shape[1]
 
 
 def own_logits(ids):

@@ -240,7 +240,7 @@ def _make_profiles_dir() -> None:
 
 def _text(path: Path) -> str:
     try:
-        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise InputError(f"cannot read the text {str(path)!r}: {why}") from error

@@ -11,6 +11,9 @@ from typing import Any
 
 from kvsieve.errors import InputError
 
+# First in a text that some editors of Windows have saved, and no part of it.
+BYTE_ORDER_MARK = "\ufeff"
+
 
 @dataclass(frozen=True)
 class TextPrompt:
@@ -92,6 +95,7 @@ def _asked(text: str, question: str | None, where: str) -> str:
 def _read(name: str) -> str:
     try:
         text = sys.stdin.read() if name == "-" else Path(os.path.expanduser(name)).read_text(encoding="utf-8")
+        text = text.removeprefix(BYTE_ORDER_MARK)
     except OSError as error:
         raise InputError(f"cannot read the prompt file {name!r}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:

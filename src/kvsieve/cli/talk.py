@@ -15,6 +15,7 @@ import typer
 
 from kvsieve.cli.kept import found_lines, print_map
 from kvsieve.cli.output import one_line, print_table, say, show
+from kvsieve.cli.prompts import BYTE_ORDER_MARK
 from kvsieve.cli.words import Words
 from kvsieve.display import span
 from kvsieve.errors import InputError, KvsieveError
@@ -75,7 +76,8 @@ class Talk:
     def _lines(self) -> Iterator[str]:
         if not self.interactive:
             try:
-                yield from (line.rstrip("\r\n") for line in sys.stdin)
+                for number, line in enumerate(sys.stdin):
+                    yield (line if number else line.removeprefix(BYTE_ORDER_MARK)).rstrip("\r\n")
             except UnicodeDecodeError as error:
                 raise InputError(f"stdin is not UTF-8 text (byte {error.start})") from error
             return

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from kvsieve.errors import KvsieveError, KvsieveWarning, NotAttachedError, PlanError, UnsupportedModelError
 from kvsieve.hf import hooks
-from kvsieve.hf.cache.copies import uncopied
+from kvsieve.hf.cache.copies import Unpicklable, uncopied
 from kvsieve.hf.compat import attention_of, check_version, decoder_of, is_compiled, layers_of, text_config
 from kvsieve.hf.forward import attention, passes
 from kvsieve.hf.generate.generate import with_stats
@@ -31,8 +31,10 @@ _log = logging.getLogger(__name__)
 _BLOCKS: dict[int, object] = {}
 
 
-class Attachment(contextlib.AbstractContextManager[Sieve]):
+class Attachment(Unpicklable, contextlib.AbstractContextManager[Sieve]):
     """The block that `attach` returns. Entered by ``with``, once, it gives the Sieve; before, nothing is attached."""
+
+    _instead = "call attach(model, plan) where it is to run"
 
     def __init__(self, block: contextlib.AbstractContextManager[Sieve]) -> None:
         self._block = block

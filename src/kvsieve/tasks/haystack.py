@@ -45,7 +45,7 @@ def load_haystack(source: str) -> str:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
             f"cannot read {file} of the haystack as UTF-8 text: {error}; mend it or move it away"

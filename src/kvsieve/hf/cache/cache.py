@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsieve.cache.base import storage_bytes
 from kvsieve.display import html_table, mebibytes, span
 from kvsieve.errors import CacheStateError, UnsupportedOptionError
-from kvsieve.hf.cache.copies import Unpicklable
+from kvsieve.hf.cache.copies import Forked, Unpicklable
 from kvsieve.hf.cache.layer import SieveLayer, StoreLayer, WindowLayer
 from kvsieve.hf.cache.layers import kind_of, new_layer
 from kvsieve.hf.cache.owner import Owner
@@ -42,7 +42,7 @@ class Snapshot(Unpicklable):
     _instead = "save the cache with sieve.save(cache, path) after a rollback to it"
 
 
-class SieveCache(Unpicklable, Cache):
+class SieveCache(Forked, Cache):
     """A batch of conversations under one plan, on one model. Made by ``Sieve.new_cache()``.
 
     Length questions are answered logically (tokens seen), so kept tokens keep their absolute positions and a later
@@ -185,12 +185,6 @@ class SieveCache(Unpicklable, Cache):
         if self.status != "ready" or self.turn.deferred:
             raise CacheStateError("the cache is in the middle of a prompt and cannot be forked; finish it first")
         return self.with_layers([layer.fork(share) for layer in self.all_layers])
-
-    def __copy__(self) -> SieveCache:
-        return self.fork()
-
-    def __deepcopy__(self, memo: Any) -> SieveCache:
-        return self.fork()
 
     def with_layers(self, layers: list[Any]) -> SieveCache:
         """Copy what is known of the conversation, with other layers."""

@@ -20,6 +20,19 @@ class Unpicklable:
         raise KvsieveError(f"a {type(self).__name__} cannot be pickled: {self._instead}")
 
 
+class Forked(Unpicklable):
+    """Base of objects that `fork` copies, and so do copy.copy and copy.deepcopy; pickling them raises KvsieveError."""
+
+    def fork(self) -> Any:
+        raise NotImplementedError
+
+    def __copy__(self) -> Any:
+        return self.fork()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.fork()
+
+
 class _Refusal:
     """Takes the place of a module's methods that copy it."""
 

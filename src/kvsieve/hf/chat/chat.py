@@ -14,6 +14,7 @@ from torch import Tensor
 from kvsieve.display import mebibytes
 from kvsieve.errors import CacheStateError, InputError
 from kvsieve.hf.cache.cache import SieveCache
+from kvsieve.hf.cache.copies import Forked
 from kvsieve.hf.chat.options import check_chat_options
 from kvsieve.hf.chat.state import ChatSnapshot, ChatState, Reply, Transcript, from_saved, saved_form
 from kvsieve.hf.chat.turn import ChatBackend, TurnMaker
@@ -29,13 +30,14 @@ from kvsieve.turns import Message
 _T = TypeVar("_T")
 
 
-class Chat:
+class Chat(Forked):
     """One conversation under a plan. Made by ``Sieve.chat()``.
 
     A turn that does not end well (an interrupt, an exception in on_text, a message too long for the context, an option
     that is refused) leaves messages, ids and cache as they were before it.
     """
 
+    _instead = "save it with chat.save(path), which sieve.chat(tokenizer, load=path) reads"
     # What a turn in progress is known by; an attribute of the instance only then.
     _turn: object | None = None
 
@@ -80,9 +82,8 @@ class Chat:
 
     def __repr__(self) -> str:
         turns, tokens = len(self._transcript.turns), self.ids.shape[1]
-        return (
-            f"<Chat under {self.sieve.plan.name}: {turns} turns, {tokens} tokens, KV {mebibytes(self.cache.nbytes())}>"
-        )
+        size = mebibytes(self.cache.nbytes())
+        return f"<Chat under {self.sieve.plan.name}: {turns} turns, {tokens} tokens, KV {size}>"
 
     @property
     def messages(self) -> list[Message]:
@@ -279,9 +280,7 @@ class Chat:
         try:
             try:
                 if vars(self).setdefault("_turn", mine) is not mine:
-                    raise CacheStateError(
-                        "a turn of this chat is in progress: let it end, or close its stream, and try again"
-                    )
+                    raise CacheStateError("a turn of this chat is in progress: let it end, or close its stream")
                 self._settle()
                 return work()
             finally:

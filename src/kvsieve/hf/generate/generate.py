@@ -26,7 +26,7 @@ from kvsieve.hf.forward.resume import Resume, resuming
 from kvsieve.hf.generate.config import check_config, config_in_effect
 from kvsieve.hf.generate.ends import begin_plain_turn, note_ends, put_back
 from kvsieve.hf.generate.options import check_per_token, refusal
-from kvsieve.hf.generate.original_prompt import OriginalPrompt
+from kvsieve.hf.generate.original_prompt import OriginalPrompt, Streamer
 from kvsieve.hf.generate.peak_memory import Peak, measure_peak
 from kvsieve.hf.generate.stats import Stats, stats_of
 from kvsieve.hf.hooks import refuse_foreign
@@ -190,10 +190,12 @@ def _decode(
         original = OriginalPrompt(given, ids.shape[1])
         options = original.rules(options, model.model, config)
         options = original.options(options, options.get("generation_config"), model.model.generation_config)
-        criteria = original.criteria(criteria)
+        criteria, options = original.criteria(criteria, options, config)
         if copies > 1 and not cache.num_seen:
             conversation.short_prompt = conversation.short_prompt.rows(repeated)
-    seen = cache.num_seen
+    seen, streamer = cache.num_seen, Streamer(options.get("streamer"), original)
+    if streamer.inner is not None:
+        options["streamer"] = streamer
     try:
         output = own_generate(
             ids,
@@ -203,7 +205,9 @@ def _decode(
             **options,
         )
     except Exception as error:
-        if isinstance(error, KvsieveError) or cache.num_seen != seen or cache.status != "ready":
+        begun = cache.num_seen != seen or cache.status != "ready"
+        known = (KvsieveError, MemoryError, torch.OutOfMemoryError)
+        if begun or isinstance(error, known) or error is streamer.raised:
             raise
         # It did not come to a pass of the model: what it was told is at fault.
         raise refusal(options, error) from error

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, StopStringCriteria
 
 from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.compat import logits_processors
+from kvsieve.hf.generate.options import refusal
 
 # Rules of a configuration that look at the tokens of the prompt, and the values with which they do nothing.
 _OF_PROMPTS = {
@@ -17,6 +18,10 @@ _OF_PROMPTS = {
     "encoder_repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
+    # Sequences that may begin in the prompt.
+    "sequence_bias": None,
+    "bad_words_ids": None,
+    "watermarking_config": None,
 }
 
 
@@ -51,8 +56,6 @@ class OriginalPrompt:
             length = _asked(name, options, configs)
             if length and _asked(instead, options, configs) is None:
                 options[name] = max(length - self.input_ids.shape[1] + self.read, 1)
-        if options.get("streamer") is not None:
-            options["streamer"] = _Streamer(options["streamer"], self)
         if options.get("logits_processor"):
             options["logits_processor"] = [_Processor(each, self) for each in options["logits_processor"]]
         allowed = options.get("prefix_allowed_tokens_fn")
@@ -73,11 +76,30 @@ class OriginalPrompt:
         wanted = {name: getattr(config, name) for name in _OF_PROMPTS}
         if all(value in (None, _OF_PROMPTS[name]) for name, value in wanted.items()):
             return options
-        rules = logits_processors(model, GenerationConfig(**wanted), self.input_ids)
+        # Of end tokens, which generate takes out of the bad words.
+        rules = logits_processors(model, GenerationConfig(**wanted, eos_token_id=config.eos_token_id), self.input_ids)
         return {**options, **_OF_PROMPTS, "logits_processor": [*(options.get("logits_processor") or []), *rules]}
 
-    def criteria(self, criteria: list[Any]) -> list[Any]:
-        return [_Criterion(each, self) for each in criteria]
+    def criteria(
+        self, criteria: list[Any], options: dict[str, Any], config: GenerationConfig
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return stopping criteria that look at the prompt as given, and options of generate without stop strings.
+
+        Args:
+            criteria: of the caller.
+            options: of generate.
+            config: in effect for them.
+        """
+        tokenizer = options.get("tokenizer")
+        # Without a tokenizer generate refuses stop strings.
+        if config.stop_strings is not None and tokenizer is not None:
+            # One may begin in the prompt.
+            try:
+                stops = StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings)
+            except Exception as error:  # of a tokenizer that it cannot read
+                raise refusal(options, error) from error
+            criteria, options = [*criteria, stops], {**options, "stop_strings": None}
+        return [_Criterion(each, self) for each in criteria], options
 
     def output(self, output: Any) -> Any:
         """Return what generate returned, its sequences as given."""
@@ -109,15 +131,31 @@ class _Processor(LogitsProcessor):
         return out
 
 
-class _Streamer:
-    """Shows a streamer the prompt as given, which is what generate puts first."""
+class Streamer:
+    """Passes what generate streams on to a streamer of its caller.
 
-    def __init__(self, inner: Any, shown: OriginalPrompt) -> None:
-        self.inner, self.shown, self.begun = inner, shown, False
+    Attributes:
+        inner: the streamer; None where there is none.
+        shown: shows it the prompt as given, which is what generate puts first; None where that is what is read.
+        raised: the error that it raised; None for none.
+    """
+
+    def __init__(self, inner: Any, shown: OriginalPrompt | None) -> None:
+        self.inner, self.shown = inner, shown
+        self.raised: Exception | None = None
+        self._begun = False
 
     def put(self, value: Tensor) -> None:
-        self.inner.put(value if self.begun else self.shown.whole(value))
-        self.begun = True
+        shown = None if self._begun else self.shown
+        self._call(self.inner.put, value if shown is None else shown.whole(value))
+        self._begun = True
 
     def end(self) -> None:
-        self.inner.end()
+        self._call(self.inner.end)
+
+    def _call(self, method: Any, *args: Any) -> None:
+        try:
+            method(*args)
+        except Exception as error:
+            self.raised = error
+            raise
