@@ -18,7 +18,7 @@ OWN = benchmarks/results/$(SHORT)
 SEEING := snapkv,adakv,fastkv,asl,lagkv:decode=false,rocketkv,rocketkv-mt
 UNSEEING := lagkv:decode=false,kvzip,snapkv,adakv,streamingllm,rocketkv-mt
 RETAINED := snapkv,adakv,fastkv,asl,rocketkv,lagkv:decode=false,streamingllm
-WIDTHS := snapkv:paper=true;window=16;kernel=7,snapkv:paper=true;window=16;kernel=21,snapkv:paper=true;window=16;kernel=63,snapkv:paper=true;window=16;kernel=95,snapkv:paper=true;window=16;kernel=auto
+WIDTHS := snapkv:paper=true;pooling=avg;window=16;kernel=7,snapkv:paper=true;pooling=avg;window=16;kernel=21,snapkv:paper=true;pooling=avg;window=16;kernel=63,snapkv:paper=true;pooling=avg;window=16;kernel=95,snapkv:paper=true;pooling=avg;window=16;kernel=auto
 
 # What is timed beside transformers; `make bench PEER=peer/bin/python` times that interpreter's kvpress as well.
 TIMED := snapkv:budget=10%,fastkv:budget=10%,rocketkv:budget=10%,rocketkv:budget=256

@@ -113,7 +113,7 @@ def test_what_is_given_stays():
 def test_the_papers_defaults_are_had_by_asking():
     plan = kvsieve.plan("fastkv", paper=True)
     assert plan.propagate == TSP(rate=0.2) and plan.for_model(DEMO) is plan
-    assert kvsieve.plan("chunkkv", paper=True).for_model(DEMO).evict.base == SnapKV(budget="20%")
+    assert kvsieve.plan("chunkkv", paper=True).for_model(DEMO).evict.base == SnapKV(budget="20%", pooling="max")
     with pytest.raises(PlanError, match="paper=True and profile= are two sources"):
         kvsieve.plan("fastkv", paper=True, profile="smollm2-135m-instruct")
     with pytest.raises(PlanError, match="paper must be True or False, got 'yes'"):
@@ -191,14 +191,14 @@ def test_results_are_named_by_what_ran():
     both = "snapkv,snapkv:paper=true,snapkv:paper=true:kernel=21,chunkkv,qfilters"
     assert labels(both, DEMO) == [
         "snapkv window=16 kernel=21",
-        "snapkv",
-        "snapkv kernel=21",
+        "snapkv pooling=max",
+        "snapkv kernel=21 pooling=max",
         "chunkkv base.window=16 base.kernel=21",
         "qfilters profile=SmolLM2-135M-Instruct",
     ]
     assert labels("snapkv,snapkv:kernel=5", UNKNOWN) == ["snapkv window=16 kernel=auto", "snapkv kernel=5 window=16"]
     with pytest.raises(PlanError, match="'snapkv window=16 kernel=21' at a budget of 10% is named twice"):
-        labels("snapkv,snapkv:paper=true:window=16:kernel=21", DEMO)
+        labels("snapkv,snapkv:paper=true:window=16:kernel=21:pooling=avg", DEMO)
     run = make_run("fastkv", budget="5%").for_model(DEMO)
     assert (
         run.label == "fastkv:budget=5%"

@@ -1,11 +1,13 @@
 """Parameters of methods where neither the caller nor a profile of the model gives them.
 
-The papers' defaults were found on models of 7 to 8B. These follow from the model's depth and from how its tokenizer
-splits digits, and were chosen by what a small and a larger model answer (benchmarks/defaults.py, docs/calibrate.md).
+PAPER holds what each paper ran, which ``paper=True`` takes; MODELS and LAYERS the models that papers ran it on, which
+get those values without asking. Other models get what follows from their depth and from how their tokenizer splits
+digits, chosen by what a small and a larger model answered (docs/calibrate.md).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from kvsieve.errors import InputError, short
@@ -14,6 +16,90 @@ from kvsieve.profiles import Fingerprint
 # Tokens of an answer such as a number of seven digits with some room: what pooling should keep in one piece.
 _PIECE = 21
 _DIGITS = "7305816294"
+
+# Method -> parameters as its paper ran it; "code" is what its authors published beside the paper.
+PAPER: dict[str, dict[str, Any]] = {
+    # LongBench runs of the code: w32, k7, maxpool.
+    "snapkv": {"window": 32, "kernel": 7, "pooling": "max"},
+    # Code: floor 0.2, window 32, kernel 7, maxpool.
+    "adakv": {"alpha": 0.2, "window": 32, "kernel": 7, "pooling": "max"},
+    # Section 5 and code: beta 20, window 8, kernel 7, maxpool.
+    "pyramidkv": {"beta": 20, "window": 8, "kernel": 7, "pooling": "max"},
+    # Code: window 32, kernel 5, avgpool, gamma 200.
+    "cake": {"gamma": 200.0, "window": 32, "kernel": 5, "pooling": "avg"},
+    # Section 5.1: window 8, kernel 7, TSP rate 20%; code: maxpool.
+    "fastkv": {"tsp_rate": 0.2, "window": 8, "kernel": 7, "pooling": "max"},
+    # Sections 5.1 and 5.5, appendix C.2: L_obs 8, tau 0.3, average pooling, window 32, kernel 7.
+    "asl": {"tau": 0.3, "observed": 8, "window": 32, "kernel": 7, "pooling": "avg"},
+    # Notes on the paper; see methods/claa.py.
+    "claa": {"joined": 4, "window": 8, "kernel": 7, "skip_layers": 4},
+    # Algorithm 1; no token is forced.
+    "gemfilter": {"kernel": 5, "keep_last": 0},
+    # Section 3.2 (lag 128) and 3.3 (16 sinks).
+    "lagkv": {"sinks": 16, "lag": 128},
+    # Half of the budget for recent entries, in every step.
+    "h2o": {"recent": 0.5, "every": 1},
+    # Section 3.2: kernel 63; appendix A.3: window 32, in conversations 128. Algorithm 1 forces no entry.
+    "rocketkv": {"window": 32, "kernel": 63, "pooling": "max", "newest": False},
+    "rocketkv-mt": {"window": 128, "kernel": 63, "pooling": "max", "newest": False},
+    "hsa": {"newest": False},
+    "exacttopk": {"newest": False, "per_group": False},
+    # Pages of 16, first two layers dense, one set per query head.
+    "quest": {"page": 16, "per_query_head": True, "skip_layers": 2},
+    # One set per query head, the mean of values blended in, no entry forced.
+    "sparq": {"per_query_head": True, "mean_value": True, "newest": False},
+}
+
+# Models of the papers, by shape; their vocabulary stands for the tokenizer.
+MODELS = {
+    "Llama-3.1-8B": Fingerprint("llama", 32, 32, 8, 128, 4096, 128256),
+    "Qwen2.5-7B": Fingerprint("qwen2", 28, 28, 4, 128, 3584, 152064),
+    "Ministral-8B": Fingerprint("mistral", 36, 32, 8, 128, 4096, 131072),
+    "Mistral-Nemo-12B": Fingerprint("mistral", 40, 32, 8, 128, 5120, 131072),
+    "Mistral-7B-v0.2": Fingerprint("mistral", 32, 32, 8, 128, 4096, 32000),
+    "LongChat-7B-v1.5": Fingerprint("llama", 32, 32, 32, 128, 4096, 32000),
+    "Phi-3.5-mini": Fingerprint("phi3", 32, 32, 32, 96, 3072, 32064),
+}
+
+# Method -> parameter, and the layer that its paper, or a paper that ran it beside its own method, took on a model.
+LAYERS: dict[str, tuple[str, dict[str, int]]] = {
+    # FastKV 5.1, its code (Nemo), ASL C.2 (Qwen).
+    "fastkv": ("tsp_layer", {"Llama-3.1-8B": 15, "Ministral-8B": 17, "Mistral-Nemo-12B": 19, "Qwen2.5-7B": 14}),
+    "claa": ("tsp_layer", {"Llama-3.1-8B": 15}),
+    # FastKV 5.1, ASL C.2, GemFilter's code (Nemo, Phi).
+    "gemfilter": (
+        "layer",
+        {"Llama-3.1-8B": 13, "Ministral-8B": 17, "Mistral-Nemo-12B": 19, "Qwen2.5-7B": 14, "Phi-3.5-mini": 19},
+    ),
+    # ASL 5.1; D.2 has a third of the depth for any model.
+    "asl": ("first", {name: shape.layers // 3 for name, shape in MODELS.items()}),
+}
+
+# Parameters that depend on the model; others of PAPER are a user's choice, which only paper=True changes.
+_OF_MODEL = frozenset({"tau", "observed", "window", "kernel", "pooling"})
+
+
+def paper_model(model: Fingerprint) -> str | None:
+    """Return the name of the papers' model of this shape, None for another."""
+    # transformers gave Ministral a type of its own; checkpoints have either.
+    shape = dataclasses.replace(model, model_type={"ministral": "mistral"}.get(model.model_type, model.model_type))
+    return next((name for name, known in MODELS.items() if known == shape), None)
+
+
+def published(method: str, model: Fingerprint) -> dict[str, Any]:
+    """Return the parameters of a method that depend on the model, as papers ran it on this one; empty for others."""
+    name = paper_model(model)
+    parameter, layers = LAYERS.get(method, ("", None))
+    if name is None or method not in PAPER or (layers is not None and name not in layers):
+        return {}
+    layer = {} if layers is None else {parameter: layers[name]}
+    return {**layer, **{each: value for each, value in PAPER[method].items() if each in _OF_MODEL}}
+
+
+def layer_at_depth(method: str, layers: int, otherwise: int) -> int:
+    """Return the layer that a method's paper took on a model of so many layers, `otherwise` where it had none."""
+    known = ((MODELS[name].layers, layer) for name, layer in LAYERS[method][1].items())
+    return next((layer for depth, layer in known if depth == layers), otherwise)
 
 
 def digits_per_token(tokenizer: Any = None) -> int:

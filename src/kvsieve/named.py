@@ -12,8 +12,8 @@ from kvsieve.budget import Budget, has_floor, without_floor
 from kvsieve.errors import PlanError, short
 from kvsieve.plans import ROLES, Plan
 from kvsieve.registry import MethodInfo, check_parameters, list_methods, method_info
-from kvsieve.roles import Codec, SparsePrefill, budgets_of
-from kvsieve.settled import plan_of
+from kvsieve.roles import Codec, DelegatingEvictor, Evictor, SparsePrefill, budgets_of
+from kvsieve.settled import as_in_paper, plan_of
 from kvsieve.specs import split_specs
 from kvsieve.unset import Unset
 
@@ -32,17 +32,17 @@ def plan(
 ) -> Plan:
     """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``.
 
-    Parameters are the method's own (`kvsieve methods` lists them); a budget is a Budget, a share such as "20%" or
-    0.2, a number of entries, or the size of the whole cache of one prompt, such as "512MiB". Of any method that takes
+    Parameters are the method's own (`kvsieve methods` lists them); a budget is a Budget, a share such as "20%" or 0.2,
+    a number of entries, or the size of the whole cache of one prompt, such as "512MiB". Of any method that takes
     shares, `floor` is the number of entries that a share keeps at least (512, so that short prompts stay whole; 0 for
     none; ``paper=True`` has none). Of any method, `codec` says how entries are stored: a Codec, or one as text,
     ``codec="kivi:bits=4"``. Of one that evicts, `rest` says how entries that it would drop are stored instead: a codec
     again, or "2bit", "3bit" or "4bit". Of any method, `prefill` says what the queries of prompts attend to: a
     SparsePrefill, or one as text, ``prefill="xattention:threshold=0.9"``. Of a method that has `paper` among them,
-    those that are not given come with the model when the plan is attached (Plan.for_model); ``paper=True`` takes the
-    paper's defaults, ``profile=``, a Profile, its file or the name of one that is shipped, takes that one's. Raises
-    PlanError, with a suggestion, for an unknown method, parameter or bad value, and for a profile that cannot be read
-    or holds nothing for the method.
+    those that are not given come with the model when the plan is attached (Plan.for_model); ``paper=True`` takes what
+    the paper ran (kvsieve.defaults.PAPER), ``profile=``, a Profile, its file or the name of one that is shipped, takes
+    that one's. Raises PlanError, with a suggestion, for an unknown method, parameter or bad value, and for a profile
+    that cannot be read or holds nothing for the method.
     """
     info = method_info(method)
     check_parameters(info, parameters)
@@ -53,7 +53,7 @@ def plan(
     given = _with_floor(info, given, 0 if paper else budgets.FLOOR)
     if paper and given.get("profile") is not None:
         raise PlanError(f"{info.name}: paper=True and profile= are two sources of the same parameters; leave one out")
-    made = plan_of(info, given)
+    made = _as_in_paper(info, given) if paper else plan_of(info, given)
     _check_floor(made, parameters.get("floor") or 0)
     if info.adapts and not paper and given.pop("profile", None) is None:
         made = dataclasses.replace(made, unset=Unset(info.name, given))
@@ -72,6 +72,17 @@ def plan(
             )
         made = dataclasses.replace(made, prefill=prefill_of(prefill))
     return made
+
+
+def _as_in_paper(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
+    """Return the plan of a method, and of its base if it has one, with what their papers ran unless it is given."""
+    values = as_in_paper(info, given)
+    inner = {name.removeprefix("base."): value for name, value in values.items() if name.startswith("base.")}
+    made = plan_of(info, {**{name: value for name, value in values.items() if "." not in name}, **given})
+    if not inner or not isinstance(made.evict, DelegatingEvictor):
+        return made
+    ranking: Evictor = dataclasses.replace(made.evict.base, **inner)  # type: ignore[type-var]
+    return dataclasses.replace(made, evict=dataclasses.replace(made.evict, base=ranking))
 
 
 def plan_without_floor(method: str, **parameters: Any) -> Plan:

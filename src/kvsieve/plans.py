@@ -63,7 +63,7 @@ class Plan:
     read: a Reader, which entries a new token reads. codec: a Codec, how stored entries are encoded. rest: a Codec of
     what the evictor would drop, which stays stored then. prefill: a SparsePrefill, what a prompt's queries attend to.
     profile: the model whose profile gave the parameters, if one did; `attach` refuses another. unset: of a plan made
-    by name, what `attach` needs to fill in parameters that were not given, which stand at the paper's defaults until
+    by name, what `attach` needs to fill in parameters that were not given, which stand at the method's defaults until
     then. filled: what it filled in. name: what reports call it. Raises PlanError for what fills no role or fits none.
     """
 
@@ -196,10 +196,10 @@ class Plan:
 
         model: of transformers, or its Fingerprint. tokenizer: the model's; without one its digits are taken to be
         tokens of their own. Parameters of a named method that were not given come, each from the first that has it,
-        from the user's own profile of such a model, from a shipped one, from the model's depth and its tokenizer's
-        digits, and from the paper. What was given, and a role that was replaced, stays. Raises PlanError for a method
-        that needs a profile where there is none, and for a profile whose parameters cannot be used. Budgets in bytes
-        become entries; of a Fingerprint alone they stay.
+        from the user's own profile of such a model, from a shipped one, from the method's paper if it ran on a model of
+        this shape, from the model's depth and its tokenizer's digits, and from the method itself. What was given, and a
+        role that was replaced, stays. Raises PlanError for a method that needs a profile where there is none, and for a
+        profile whose parameters cannot be used. Budgets in bytes become entries; of a Fingerprint alone they stay.
         """
         out = self
         if self.budgets_in_bytes and not isinstance(model, Fingerprint):

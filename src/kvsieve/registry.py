@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
 from kvsieve import budget as budgets
 from kvsieve import loading
+from kvsieve.defaults import PAPER
 from kvsieve.errors import PlanError, short
 from kvsieve.loading import BUILT_IN, canonical, load_methods
 from kvsieve.parameters import check_kinds
@@ -57,7 +58,7 @@ class MethodInfo:
         """Parameter names and their defaults, options that all evictors share and `profile` included."""
         own = {name: each.default for name, each in inspect.signature(self.make).parameters.items()}
         profile = {"profile": None} if _CALIBRATED.intersection(own) and "profile" not in own else {}
-        paper = {"paper": False} if (profile or self.derive or "base" in own) and self.part is None else {}
+        paper = {"paper": False} if self.part is None and (self.adapts or self.name in PAPER) else {}
         floor = {"floor": budgets.FLOOR} if self.takes_floor else {}
         return {**own, **self.shared_options, **floor, **profile, **paper}
 
@@ -72,7 +73,8 @@ class MethodInfo:
     @property
     def adapts(self) -> bool:
         """True when parameters that are not given are taken from the model that the plan is attached to."""
-        return self.part is not None or "paper" in self.parameters
+        own = inspect.signature(self.make).parameters
+        return bool(self.part is not None or self.derive or "base" in own or _CALIBRATED.intersection(own))
 
     @property
     def takes_profile(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvsieve.budget import Budget
-from kvsieve.defaults import digits_per_token
+from kvsieve.defaults import PAPER, digits_per_token, paper_model, published
 from kvsieve.errors import PlanError
 from kvsieve.loading import provides
 from kvsieve.plans import ROLES, Plan
@@ -33,7 +33,7 @@ def _settle(plan: Plan, unset: Unset, model: Any, tokenizer: Any) -> Plan:
 
 
 def plan_of(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
-    """The plan of a method, with the paper's defaults for what was not given and is not in a profile that was."""
+    """The plan of a method, with its own defaults for what was not given and is not in a profile that was."""
     parameters, profile = profiled(info, given)
     check_complete(info, parameters)
     shared = {name: parameters.pop(name) for name in info.shared_options if name in parameters}
@@ -54,14 +54,16 @@ def plan_of(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
 
 
 def all_parameters(method: str, given: Mapping[str, Any], filled: SettledParameters | None = None) -> dict[str, Any]:
-    """Every parameter of `plan(method, **given)`, JSON-ready: given, from its profile, or the paper's default.
+    """Every parameter of `plan(method, **given)`, JSON-ready: given, from its profile, or its default.
 
     filled: of the plan once it was attached (`sieve.plan.filled`), what came with the model.
     """
     info = method_info(method)
     came = {} if filled is None else filled.values
-    values = {**info.parameters, **profiled(info, given)[0], **came, **given}
-    paper = values.pop("paper", False)
+    paper = given.get("paper", False)
+    values = {**info.parameters, **(as_in_paper(info, given) if paper else {}), **profiled(info, given)[0], **came}
+    values.update(given)
+    values.pop("paper", None)
     if "floor" in values and paper:
         values["floor"] = given.get("floor", 0)
     if isinstance(values.get("profile"), Profile):
@@ -73,31 +75,43 @@ def all_parameters(method: str, given: Mapping[str, Any], filled: SettledParamet
 def told(method: str, given: Mapping[str, Any], filled: SettledParameters | None) -> dict[str, Any]:
     """Parameters by which results of a method are told apart: those given, and what came with the model.
 
-    What is as in the paper is left out (so are ``paper=True`` and ``floor=0``): a name alone means the paper's
-    defaults.
+    What is as the method's own default is left out (so are ``paper=True`` and ``floor=0``): a name alone means those.
     """
-    usual = method_info(method).parameters
-    named = {name: value for name, value in given.items() if name != "paper" and (name, value) != ("floor", 0)}
-    for name, value in (filled.values if filled is not None else {}).items():
+    info = method_info(method)
+    paper = as_in_paper(info, given) if given.get("paper") else {}
+    named = {name: each for name, each in given.items() if name not in {"paper", *paper}}
+    if named.get("floor") == 0:
+        del named["floor"]
+    for name, value in {**paper, **(filled.values if filled is not None else {})}.items():
         inner = name.removeprefix("base.")
-        usually = usual[name] if inner == name else method_info(named.get("base", usual["base"])).parameters[inner]
+        owner = info if inner == name else method_info(given.get("base", info.parameters["base"]))
+        usually = owner.parameters[inner]
         if value != usually and not (name == "tsp_rate" and Budget.parse(value) == Budget.parse(usually)):
             named[name] = value
     return named
 
 
+def as_in_paper(info: MethodInfo, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``paper=True`` sets, or what was given in its place; ``base.kernel`` is that of a wrapper's base."""
+    own = {name: given.get(name, value) for name, value in PAPER.get(info.name, {}).items()}
+    base = {**info.parameters, **given}.get("base")
+    inner = PAPER.get(method_info(base).name, {}) if isinstance(base, str) else {}
+    return {**own, **{f"base.{name}": value for name, value in inner.items() if name not in info.parameters}}
+
+
 def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, digits: int) -> Plan:
     """The plan of a method whose parameters are given, or come with a model; see Plan.for_model."""
     derived = dict(info.derive(model, digits)) if info.derive is not None else {}
+    paper = published(info.name, model) if info.derive is not None else {}
     measured: dict[str, Any] = {}
     where, profile = _profile_for(info, model)
     if profile is not None and info.part is None:
         measured = profile.for_method(info.name)
-    for name in given:
-        derived.pop(name, None), measured.pop(name, None)
-    derived = {name: value for name, value in derived.items() if name not in measured}
+    paper = {name: value for name, value in paper.items() if name not in measured and name not in given}
+    measured = {name: value for name, value in measured.items() if name not in given}
+    derived = {name: value for name, value in derived.items() if not {name} & {*given, *measured, *paper}}
     tokens = Budget.parse(given["budget"]).tokens if given.get("budget") is not None else None
-    for values in (derived, measured):
+    for values in (derived, paper, measured):
         if tokens is not None and "window" in values:
             # A budget of few entries should not be the window's alone.
             values["window"] = max(1, min(values["window"], tokens // 2))
@@ -108,12 +122,14 @@ def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, di
             measured = {"profile": profile.name}
             made = plan_of(info, {**given, "profile": profile})
         else:
-            made = plan_of(info, {**derived, **measured, **given})
+            made = plan_of(info, {**derived, **paper, **measured, **given})
     except PlanError as error:
         raise PlanError(f"{info.name} with the parameters of {where or _DERIVED}: {error}") from error
     if measured and profile is not None:
         parts.append((where, measured))
         made = dataclasses.replace(made, profile=profile.fingerprint)
+    if paper:
+        parts.append((f"its paper, for a model of {paper_model(model)}'s shape", paper))
     if derived:
         parts.append((_DERIVED, derived))
     base = {**info.parameters, **given}.get("base")

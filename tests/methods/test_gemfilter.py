@@ -27,7 +27,7 @@ N, K, LAYER, PADDING = 60, 20, 1, 11
 
 
 def gem(**given):
-    return kvsieve.plan("gemfilter", **{"budget": K, "layer": LAYER, "paper": True, **given})
+    return kvsieve.plan("gemfilter", **{"budget": K, "layer": LAYER, "paper": True, "keep_last": 1, **given})
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 
 import torch
@@ -81,7 +82,7 @@ def longrope_factors(border):
 def plan_of(name, model, **given):
     """A method's plan at 40% of the prompt, with parameters fit for a tiny model; `given` where it takes them."""
     info = kvsieve.method_info(name)
-    chosen = {**info.example, "budget": "40%", "paper": True, **SMALL, **PARAMETERS.get(name, {}), **given}
+    chosen = {**info.example, "budget": "40%", **SMALL, **PARAMETERS.get(name, {}), **given}
     if name == "per-layer":
         chosen["shares"] = "1/0.5/1.5/1"
     if name == "specprefill":
@@ -92,7 +93,9 @@ def plan_of(name, model, **given):
         heads = golden(shape, 3).tolist()
         filters = golden((*shape, config.hidden_size // config.num_attention_heads), 4).tolist()
         chosen["profile"] = Profile(Fingerprint.of(model), heads=heads, q_filters=filters)
-    return plan_without_floor(name, **{key: value for key, value in chosen.items() if key in info.parameters})
+    made = plan_without_floor(name, **{key: value for key, value in chosen.items() if key in info.parameters})
+    # What is not given stays at the method's own default.
+    return dataclasses.replace(made, unset=None)
 
 
 def stored(cache, padding=(0,)):

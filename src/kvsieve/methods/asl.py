@@ -12,6 +12,8 @@ Every layer keeps `budget` entries (group-shared SnapKV with the same window), s
 and the selected ids are read again as a fresh prompt, in full, as GemFilter does; `rule="gemfilter"` also takes the
 selection layer's tokens by GemFilter's rule.
 
+The defaults are the paper's: L_obs 8, tau 0.3, L_min a third of the depth (10 of 32, 9 of 28), window 32, kernel 7.
+
 Differences from the reference: rows of a batch decide alone, and one that has selected waits with filler for the
 others; variance zero at L_min selects where it stays zero; only L_obs rank vectors are kept; GemFilter's rule always
 keeps the last token.

@@ -2,8 +2,8 @@
 
 Every stored key is scored, and the t best entries of each query head are read: the most attention mass that any t
 entries can hold. The scores cost as much as dense attention, so this is a yardstick, not a saving; the budget counts
-what is attended to, and the statistics also tell what was looked at. `per_group=True`: one set per KV head, by the
-softmax weights summed over its query heads.
+what is attended to, and the statistics also tell what was looked at. The defaults are RocketKV's. `per_group=True`: one
+set per KV head, by the softmax weights summed over its query heads.
 """
 
 from __future__ import annotations

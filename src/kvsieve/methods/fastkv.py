@@ -7,6 +7,9 @@ gathered at the most salient tokens (eq. 2: pooled window mass, mean over all qu
 window; deeper layers run on those, with their original positions. What every layer stores is decided apart from it:
 group-shared SnapKV with the same window and pooling, `budget` counted on the full prompt in every layer.
 
+The defaults are the paper's: window 8, kernel 7, TSP rate 20%, KV retention 10%, and the TSP layer that it took on a
+model as deep (15 of 32, 17 of 36), about half the depth.
+
 Differences from the reference: batches and padding; propagation does not depend on the KV branch; on a later turn
 the new tokens attend to everything stored and only they are propagated (the reference ignores the cache there);
 max pooling as in the reference's evaluation, average pooling by option (the paper does not say which).
@@ -34,7 +37,7 @@ class TSP(Propagator, heads="all", query_aware=True):
     """Token-selective propagation: after `layer` only salient tokens go on.
 
     rate: tokens that go on, window included; a Budget, a share ("30%", 0.3) or a number (2048) of the turn's prompt.
-    layer: T, 0-based; the layer itself still reads everything. None takes the papers' choice, half the depth.
+    layer: T, 0-based; the layer itself still reads everything. None takes the papers' choice, about half the depth.
     window: W, observing queries at the prompt's end, which always go on.
     kernel: odd width of the pooling. pooling: "avg" or "max".
     """
@@ -54,7 +57,8 @@ class TSP(Propagator, heads="all", query_aware=True):
         check_kernel(self, self.kernel)
 
     def source(self, num_layers: int) -> int:
-        layer = num_layers // 2 - 1 if self.layer is None else self.layer
+        half = num_layers // 2 - 1
+        layer = defaults.layer_at_depth("fastkv", num_layers, half) if self.layer is None else self.layer
         if not 0 <= layer < num_layers - 1:
             raise PlanError(
                 f"TSP layer {layer} is outside the model: it has {num_layers} layers, so the TSP layer must lie in "

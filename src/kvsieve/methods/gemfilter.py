@@ -7,9 +7,9 @@ last query, unscaled and without softmax, summed over all query heads and averag
 of the best k tokens, in order, are a fresh prompt at positions 0..k-1, read in full; decoding goes on at k. So one
 budget sets the cost of reading and what is stored, and nothing of the first pass survives.
 
-Differences from the reference: the prompt's last token always goes on (`keep_last=0` restores the reference, whose
+Differences from the reference: the prompt's last token always goes on (``paper=True`` sets `keep_last=0` as there, and
 answers may then start from a wrong token); batches and padding; on a later turn the whole conversation is filtered
-afresh; the filter layer's published depths are 13 of 32 (Llama), 17 of 36 (Ministral) and 14 of 28 (Qwen2.5).
+afresh; without `layer` the filter layer is the published one of a model as deep (kvsieve.defaults.LAYERS), else 13/32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class GemFilter(Propagator, heads="all", query_aware=True):
     """Read again only the tokens that the prompt's last query points to at `layer`.
 
     budget: k, tokens that are read again; a Budget, a share ("20%", 0.2) or a number (1024) of the whole prompt.
-    layer: the filter layer, 0-based, the last one of the first pass. None for 13/32 of the depth.
+    layer: the filter layer, 0-based, the last one of the first pass. None for the published
+        one of a model as deep, else 13/32 of the depth.
     kernel: odd width of the average pooling.
     keep_last: last tokens that always go on, within the budget.
     """
@@ -71,7 +72,8 @@ class GemFilter(Propagator, heads="all", query_aware=True):
             )
 
     def source(self, num_layers: int) -> int:
-        layer = num_layers * 13 // 32 if self.layer is None else self.layer
+        otherwise = num_layers * 13 // 32
+        layer = defaults.layer_at_depth("gemfilter", num_layers, otherwise) if self.layer is None else self.layer
         if layer >= num_layers:
             raise PlanError(
                 f"filter layer {layer} is outside the model: it has {num_layers} layers, so the filter layer must lie "

@@ -4,6 +4,8 @@ Kept: the most recent entries, and those that all queries so far have attended t
 softmax mass a KV head's entries received, summed over every query of the prompt and every generated token. The sums
 travel with the entries that stay.
 
+The defaults are the paper's: half of the budget for recent entries, eviction in every step.
+
 Differences from the reference: exact causal mass in blocks of queries, never N x N; group queries are summed; padded
 batches; `every` may evict in blocks. Sums favour early entries, which more queries have seen, as in the paper.
 """

@@ -8,9 +8,9 @@ that are read exactly.
 The budget t is what a step reads per KV head, in entries, half of it for the estimate: with c = cap / t and cap the
 entries that may be stored, P = ceil(sqrt(c)) (1 where that is more than c), k1 = D P / c, k2 = t / 2.
 
-Differences from the reference: the newest page is always read, of it the k2 / 2 newest entries at most (`newest=False`
-as there); what fits the budget is read whole; pages lie over the entries that are stored, in order; where c is above
-D^2, P = ceil(c / D), so that one channel of every page is within the budget.
+Differences from the reference: the newest page is always read, of it the k2 / 2 newest entries at most (`newest=False`,
+which ``paper=True`` sets, as there); what fits the budget is read whole; pages lie over the entries that are stored, in
+order; where c is above D^2, P = ceil(c / D), so that one channel of every page is within the budget.
 """
 
 from __future__ import annotations

@@ -13,6 +13,9 @@ as in the paper: r is the budget's share itself, and what a partition has kept s
 Variants: "local" takes the range from the partition itself (eqs. 14-15); "l2" ranks by the smallest key norm, on the
 same frame, all of `skip_layers=2` first layers kept.
 
+The defaults are the paper's of section 3.2 (RULER): lag 128, r by eq. 13, with the 16 sinks of section 3.3, which 3.2
+does not name. Section 3.3 has lags of 128, 512 and 1024 and a fixed r: `lag=1024, chunks=True`.
+
 Differences from the reference: scores in float32; channels that are constant in the next partition have a range of
 1e-6 instead of dividing by zero; kept entries ascending; rows of a batch have partitions of their own. Unless
 ``chunks``, the budget is met to the entry, the newest partitions sharing what rounding r L down leaves, and holds over

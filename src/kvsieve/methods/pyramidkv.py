@@ -4,6 +4,9 @@ Attention narrows with depth, so budgets fall linearly from the first layer to t
 average. What each layer keeps is its base's choice, SnapKV's by default; windows and sinks count besides the pyramid,
 the same in every layer. A prompt shorter than twice the budget gives all layers alike.
 
+``paper=True`` is the setting of the paper's runs: window 8, kernel 7, max pooling; the defaults are those of its code's
+class, window 32, kernel 5, average pooling.
+
 Differences from the reference: steps from layer to layer are not floored, so that the total is exactly the budget's
 (the original exceeds it by half an entry per layer and step, at most); one set per KV head; every prompt, a later
 turn's too, has a pyramid of its own; no layer keeps less than its base needs.

@@ -5,14 +5,15 @@ Entries lie in pages; a page keeps the least and the greatest value of each key 
 
 By default as RocketKV (arXiv 2502.14051) compares it: one set per KV head, by the softmax of the bounds summed over its
 query heads, cut to the entry, with pages of ``2 S / t`` entries, so that bounds and exact reads take half the budget
-each. `page=16, per_query_head=True, skip_layers=2` is the original: a set per query head, the whole budget for exact
-reads.
+each. ``paper=True`` is the original, `page=16, per_query_head=True, skip_layers=2`: a set per query head, the whole
+budget for exact reads.
 
 With `means=True` a page weighs what the mean of its keys does, as in MoBA (arXiv 2502.13189): a bound adds up the most
 that each channel can have, and no entry of a long page may come near it.
 
-Differences from the original: the newest page is part of the budget, and no more than half of what is read: of a page
-that is longer, the newest entries; the last page that is needed is read in part.
+Differences from the original: the newest page, which its kernel forces and its evaluation does not, is part of the
+budget, and no more than half of what is read: of a page that is longer, the newest entries; the last page that is
+needed is read in part; a budget below three pages is kept to.
 """
 
 from __future__ import annotations

@@ -6,8 +6,13 @@ estimates included; how the compression S / t is split between the stages follow
 
 RocketKV-MT (section 3.4), for conversations, drops nothing: stage 1 chooses, in each turn, what stage 2 reads of.
 
+``paper=True``: no entry is forced (`newest=False`), and RocketKV-MT observes with 128 queries, as the paper does in
+conversations (appendix A.3). RocketKV observes with its 32; in a conversation the paper gives it 128 as well
+(`window=128`).
+
 Differences from the reference: the first token after a prompt comes from the dense pass over it; budgets follow the
-conversation's length in every turn; the newest page is always read; what fits the budget is read whole.
+conversation's length in every turn; what fits the budget is read whole; the newest page is always read, unless
+``paper=True``; attention weights are float32, ties go to the lower slot.
 """
 
 from __future__ import annotations

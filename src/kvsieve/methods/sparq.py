@@ -7,7 +7,10 @@ to the mean of all values. Keys are held once more, channel by channel.
 By default as RocketKV (arXiv 2502.14051) compares it: one choice per KV head, of channels by the sum of ``|q|`` over
 its query heads and of entries by the sum of their estimates; r and k follow from the budget, half for each:
 r = D t / S, k = t / 2. One channel is the least: beyond S = D t the estimates cost more than half the budget.
-`per_query_head=True` is the original, which knows one query head per KV head.
+``paper=True`` (`per_query_head=True, newest=False`) is the original, which knows one query head per KV head.
+
+Differences from the original: r and k follow from one budget, half for each, where the paper gives both; the paper's
+local window, a quarter of k, is not forced: `newest` forces the current entry instead, by default.
 """
 
 from __future__ import annotations
