@@ -11,6 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import kvsieve
 from benchmarks.paper.common import (
     Found,
@@ -26,16 +28,20 @@ from benchmarks.paper.common import (
     median,
     named,
     number,
+    published,
     score_table,
     task_table,
     time_table,
 )
 from benchmarks.paper.verdicts import LATER, MARGIN, NOT, OPEN, OUT, SCORES, Verdict, apart, better, compared, paired
+from kvsieve.core.scoring import pooled_mass
 from kvsieve.eval.cells import MethodSetting
+from kvsieve.hf.shared import read_shared
 
 TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
 BUDGETS = ("5%", "10%", "20%", "40%")
 BUDGET = "20%"
+LOOKBACK, FIRST = (4, 8, 16), (1 / 6, 1 / 3, 1 / 2)
 TASKS = ("ruler_niah_single_2", "ruler_qa_1", "kv")
 TRACE_TASKS = (*TASKS, "needle", "ruler_niah_multikey_1", "ruler_niah_single_3", "passkey64", "ruler_vt")
 
@@ -56,6 +62,20 @@ PAPER_TAU = {
     0.4: (66.9, 70.5, 0.78),
     0.5: (65.8, 67.5, 0.75),
     0.6: (62.1, 63.3, 0.73),
+}
+# RULER at 8K and 16K, Qwen2.5-7B, table 3.
+PAPER_AS_RUN = {
+    name: f"8K {eight}, 16K {sixteen}"
+    for name, eight, sixteen in (
+        ("full", 93.0, 92.7),
+        ("asl", 77.5, 75.5),
+        ("fastkv", 79.7, 75.3),
+        ("snapkv", 77.9, 75.3),
+        ("asl, full before", 91.2, 88.0),
+        ("fastkv, full before", 80.6, 75.8),
+        ("asl two passes", 70.7, 67.9),
+        ("gemfilter", 67.7, 66.9),
+    )
 }
 # Tables 4 and 5, 128K.
 PAPER_TIMES = {
@@ -98,6 +118,27 @@ def taus(shape: Shape, length: int) -> list[MethodSetting]:
     ]
 
 
+def entries(length: int) -> int:
+    """The paper's 2048 entries from 16K on, 5% of shorter prompts, at least 64: few enough for ranks to settle."""
+    return 2048 if length >= 16384 else max(length // 20, 64)
+
+
+def as_run(shape: Shape, length: int) -> list[MethodSetting]:
+    """Tables 2 and 3 as the paper ran them (C.2): window 32, kernel 7 and average pooling, also FastKV and SnapKV."""
+    budget = entries(length)
+    pooled = {"window": 32, "kernel": 7, "pooling": "avg"}
+    fixed = {"tsp_layer": shape.half, "tsp_rate": budget, **pooled}
+    return [
+        published("asl", "asl", budget=budget),
+        published("fastkv", "fastkv", budget=budget, **fixed),
+        published("snapkv", "snapkv", budget=budget, **pooled),
+        published("asl, full before", "asl", budget=budget, full_before=True),
+        published("fastkv, full before", "fastkv", budget="100%", **fixed),
+        published("asl two passes", "asl", budget=budget, two_pass=True),
+        published("gemfilter", "gemfilter", budget=budget, layer=shape.half),
+    ]
+
+
 def pyramid(shape: Shape, length: int) -> list[MethodSetting]:
     return [
         named(f"asl {BUDGET}", "asl", budget=BUDGET),
@@ -118,6 +159,44 @@ def trace(model: Any, ids: Any) -> Row:
     first = plan.propagate.source(model.config.get_text_config().num_hidden_layers)
     variances = [round(each, 4) for each in report["relative_variance"][0]]
     return {"label": "trace", "first": first, "relative_variance": variances}
+
+
+def lookback(model: Any, ids: Any) -> Row:
+    """Figure 8: rank variances of one reading for several L_obs, from which every L_min and tau can be read off.
+
+    Window, kernel and pooling are the paper's, k is `entries`; variance[L_obs] starts at layer L_obs - 1.
+    """
+    seen = read_shared(model, None, ids, window=32).seen
+    top, ranks = entries(ids.shape[1]) - 32, []
+    # The last layer has none behind it.
+    for _, ctx in sorted(seen.items())[:-1]:
+        order = pooled_mass(ctx, 32, 7, "avg")[0].mean(0).argsort(descending=True, stable=True)
+        ranks.append(torch.empty(len(order)).scatter_(0, order.cpu(), torch.arange(1.0, len(order) + 1)))
+    variance: dict[str, list[float]] = {}
+    for observed in LOOKBACK:
+        windows = (torch.stack(ranks[at : at + observed]) for at in range(len(ranks) - observed + 1))
+        each = [window[:, (window <= top).any(0)].double().var(0, correction=0).mean().item() for window in windows]
+        variance[str(observed)] = [round(value, 2) for value in each]
+    return {"label": "lookback", "k": top + 32, "variance": variance}
+
+
+def settles(row: Row, observed: int, first: int, tau: float = 0.3) -> int | None:
+    """The layer at which ranks have settled, by L_obs and L_min; None where they never do."""
+    start = max(first - observed + 1, 0)
+    variance = row["variance"][str(observed)][start:]
+    return next((start + observed - 1 + at for at, each in enumerate(variance) if each < tau * variance[0]), None)
+
+
+def _lookback_table(found: Found) -> Table:
+    rows = []
+    for length in found.lengths("lookback"):
+        mine = [row for row in found.rows("lookback") if row["length"] == length]
+        for observed in (each for each in LOOKBACK if mine[0]["variance"][str(each)]):
+            depth = len(mine[0]["variance"][str(observed)]) + observed - 1
+            layers = [[settles(row, observed, round(depth * share)) for row in mine] for share in FIRST]
+            rows.append([str(length), str(observed), str(len(mine)), *map(_median_layer, layers)])
+    head = ["prompt tokens", "L_obs", "n", *(f"L_min {share:.2f} of the depth" for share in FIRST)]
+    return "figure 8: layer at which ranks settle, tau 0.3: median (times), and how often none", head, rows
 
 
 def selected(row: Row, tau: float) -> int | None:
@@ -145,6 +224,8 @@ def tables(found: Found) -> list[Table]:
     paper = {f"tau {tau}": f"{now}, TTFT {ttft}" for tau, (now, _, ttft) in PAPER_TAU.items()}
     paper |= {f"tau {tau}, full before": str(before) for tau, (_, before, _) in PAPER_TAU.items()}
     made.append(score_table(found, "taus", ["full", *paper], paper))
+    made.append(score_table(found, "published", [*PAPER_AS_RUN], PAPER_AS_RUN))
+    made.append(_lookback_table(found))
     made.append(score_table(found, "pyramid", ["full", f"asl {BUDGET}", "pyramidinfer"]))
     rows = []
     for length in found.lengths("trace"):
@@ -165,8 +246,12 @@ def _labels(budget: str) -> list[str]:
 
 
 def _layers(rows: list[Row], tau: float) -> str:
-    found = [layer for row in rows if (layer := selected(row, tau)) is not None]
-    none = len(rows) - len(found)
+    return _median_layer([selected(row, tau) for row in rows])
+
+
+def _median_layer(layers: list[int | None]) -> str:
+    found = [layer for layer in layers if layer is not None]
+    none = len(layers) - len(found)
     return (f"{median(found):g} ({len(found)})" if found else "") + (f" none {none}" if none else "")
 
 
@@ -372,6 +457,8 @@ STUDY = Study(
     "ASL",
     (
         Part("trace", "rank variance and selected layers per task", TRACE_TASKS, measure=trace),
+        Part("published", "the paper's tables with its kernel, 5% of a prompt or 2048 entries", TASKS, as_run),
+        Part("lookback", "rank variance by L_obs and L_min", TRACE_TASKS, measure=lookback),
         Part("budgets", "ASL and others at four budgets", TASKS, budgets),
         Part("taus", "tau at one budget", TASKS, taus),
         Part("pyramid", "PyramidInfer beside ASL", TASKS, pyramid),

@@ -49,18 +49,20 @@ Table = tuple[str, list[str], list[list[str]]]
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a model the settings depend on. parameters: without embeddings."""
+    """What of a model the settings depend on. parameters: without embeddings; group: query heads per KV head."""
 
     layers: int
     hidden: int
     parameters: float
+    group: int = 1
 
     @classmethod
     def of(cls, model: Any) -> Shape:
         config = model.config.get_text_config()
         embeddings = model.get_input_embeddings().weight.numel()
         weights = sum(each.numel() for each in model.parameters())
-        return cls(config.num_hidden_layers, config.hidden_size, float(weights - embeddings))
+        group = config.num_attention_heads // config.num_key_value_heads
+        return cls(config.num_hidden_layers, config.hidden_size, float(weights - embeddings), group)
 
     def at(self, share: float) -> int:
         """The layer at a share of the depth that deeper layers still follow."""
@@ -120,15 +122,24 @@ class Study:
 
 
 def named(label: str, method: str, **given: Any) -> MethodSetting:
-    """A setting under a label of its own; parameters that are not given are the paper's, but for the pooling's width.
+    """A setting under a label of its own; parameters that are not given are the method's, but for the pooling's width.
 
     The papers' models write three digits into a token, those measured here one: a kernel of 7 would cut every number.
     """
     info = kvsieve.registry.method_info(method)
     wide = {"kernel": "auto"} if info.derive is not None and "kernel" in info.parameters else {}
-    made = setting(info.name, {**wide, **given, "paper": True} if info.adapts else given)
-    plan = dataclasses.replace(made.plan, name=label)
-    return dataclasses.replace(made, label=label, plan=plan)
+    return _labelled(label, setting(info.name, {**wide, **given}))
+
+
+def published(label: str, method: str, **given: Any) -> MethodSetting:
+    """A setting under a label of its own as papers ran the method; parameters that are not given are its paper's."""
+    paper = {"paper": True} if "paper" in kvsieve.registry.method_info(method).parameters else {}
+    return _labelled(label, setting(method, {**paper, **given}))
+
+
+def _labelled(label: str, made: MethodSetting) -> MethodSetting:
+    """A setting under another label, with nothing left to the model."""
+    return dataclasses.replace(made, label=label, plan=dataclasses.replace(made.plan, name=label, unset=None))
 
 
 def custom(label: str, plan: Plan, budget: str, **parameters: Any) -> MethodSetting:
@@ -159,13 +170,12 @@ class Found:
             if (folder / "rows.jsonl").exists():
                 self.cache[part] = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
             else:
-                begun = (folder / "samples.jsonl").exists() or (folder / "samples.jsonl.gz").exists()
-                self.cache[part] = load(folder).samples if begun else []
+                self.cache[part] = load(folder).samples if _begun(folder, "samples") else []
         return self.cache[part]
 
     def costs(self, part: str = "times") -> list[Row]:
         folder = self.folder / part
-        return load(folder).costs if (folder / "run.json").exists() else []
+        return load(folder).costs if _begun(folder, "costs") else []
 
     def lengths(self, part: str) -> list[int]:
         return sorted({row["length"] for row in (self.rows(part) or self.costs(part))})
@@ -195,6 +205,11 @@ class Found:
         return [row[quantity] / base[key] for row in mine if (key := (row["env"], row["repeat"])) in base]
 
 
+def _begun(folder: Path, what: str) -> bool:
+    """Whether a part has rows; one that was stopped before its first has a run.json alone."""
+    return any((folder / f"{what}.jsonl{end}").exists() for end in ("", ".gz"))
+
+
 def parser(study: Study) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=f"{study.title}: its experiments here.",
@@ -208,6 +223,7 @@ def parser(study: Study) -> argparse.ArgumentParser:
     made.add_argument("--tasks", default="", help="only these of a part's tasks")
     made.add_argument("--out", type=Path, default=RESULTS)
     made.add_argument("--dtype", default="auto")
+    made.add_argument("--minutes", type=float, help="start no further sample after so many; a later run goes on")
     made.add_argument("--forecast", action="store_true", help="tell what would be read and how long it may take")
     return made
 
@@ -275,6 +291,9 @@ def run(parts: Sequence[Part], model: Any, tokenizer: Any, given: argparse.Names
         for index in range(given.samples):
             for length in given.lengths:
                 for name in dict.fromkeys(name for part in parts for name in (_tasks(part, given) or ["times"])):
+                    if given.minutes is not None and time.perf_counter() - began > 60 * given.minutes:
+                        print(f"stopped after {given.minutes:g} minutes", file=sys.stderr)
+                        return
                     # What other prompts have left would be held for nothing.
                     memory = Memory()
                     for part in parts:

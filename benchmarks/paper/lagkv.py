@@ -26,6 +26,7 @@ from benchmarks.paper.common import (
     main,
     named,
     number,
+    published,
     score_table,
     task_table,
     time_table,
@@ -43,6 +44,8 @@ TIMES = (2, 4, 6, 8)
 VARIANTS = {"local": {"variant": "local"}, "l2": {"variant": "l2", "skip_layers": 2}}
 KEPT = ("75%", "50%", "25%", "12.5%")
 ROOM = 300
+# Shorter prompts leave a lag of 1024 nothing to compress.
+ABSTRACT_FROM = 4096
 RULER = ("ruler_niah_single_2", "ruler_niah_multikey_1", "ruler_niah_single_3", "ruler_niah_multivalue", "ruler_qa_1")
 
 # Needle column of table 3, Qwen2.5-7B: partial match.
@@ -113,6 +116,27 @@ def attention(shape: Shape, length: int) -> list[MethodSetting]:
         made.append(fixed(f"lagkv {times}x", lag, times))
         made.append(named(f"h2o {times}x", "h2o", budget=entries, every=None))
         made.append(named(f"snapkv {times}x", "snapkv", budget=entries, window=32))
+    return made
+
+
+def abstract(shape: Shape, length: int) -> list[MethodSetting]:
+    """The abstract's comparison: a lag of 1024 at 4x beside H2O, at as many entries and at the quarter of 4x."""
+    entries = left(length, 1024, 4)
+    return [
+        fixed("lagkv 1024, 4x", 1024, 4),
+        named("h2o, as many entries", "h2o", budget=entries, every=None),
+        named("h2o 25%", "h2o", budget="25%", every=None),
+        named("snapkv, as many entries", "snapkv", budget=entries, window=32),
+    ]
+
+
+def as_run(shape: Shape, length: int) -> list[MethodSetting]:
+    """Table 2 as the paper ran it, in kvpress, whose SnapKV has a window of 64, a kernel of 5 and average pooling."""
+    made = []
+    for kept in (kept for kept in KEPT if float(kept[:-1]) / 100 * length >= ROOM):
+        made.append(published(f"lagkv {kept}", "lagkv", budget=kept, decode=False))
+        made.append(published(f"snapkv {kept}", "snapkv", budget=kept, window=64, kernel=5, pooling="avg"))
+        made.append(published(f"streamingllm {kept}", "streamingllm", budget=kept))
     return made
 
 
@@ -196,6 +220,10 @@ def tables(found: Found) -> list[Table]:
     )
     labels = ["full", *(f"{name} {kept}" for kept in KEPT for name in ("lagkv", "snapkv", "streamingllm"))]
     made += [score_table(found, "ruler", labels, PAPER_RULER), task_table(found, "ruler", labels)]
+    made.append(score_table(found, "published", labels, PAPER_RULER))
+    labels = ["full", *(each.label for each in abstract(Shape(1, 1, 1.0), ABSTRACT_FROM))]
+    paper = {"lagkv 1024, 4x": "partial 96.57, exact 89 (Llama-3.1)", "h2o 25%": "partial 70.8, exact 35 (Llama-3)"}
+    made.append(score_table(found, "abstract", labels, paper))
     return [*made, time_table(found)]
 
 
@@ -373,6 +401,10 @@ STUDY = Study(
         Part("grid", "64-digit number: lag x ratio, and variants", ("passkey64",), grid, answer=70),
         Part(
             "ruler", "RULER with the question hidden, beside SnapKV and StreamingLLM", RULER, ruler, "hidden", answer=24
+        ),
+        Part("published", "RULER with SnapKV as the paper ran it", RULER, as_run, "hidden", answer=24),
+        Part(
+            "abstract", "64-digit number: lag 1024 beside H2O", ("passkey64",), abstract, least=ABSTRACT_FROM, answer=70
         ),
         Part("chunks", "first token of chunked prompts", ("passkey64",), chunked, chunk=chunk, answer=70),
         Part("attention", "64-digit number: H2O and SnapKV at as many entries", ("passkey64",), attention, answer=70),

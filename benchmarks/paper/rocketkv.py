@@ -25,6 +25,7 @@ from benchmarks.paper.common import (
     main,
     median,
     named,
+    published,
     score_table,
     task_table,
     time_table,
@@ -127,6 +128,38 @@ def budgets(shape: Shape, length: int) -> list[MethodSetting]:
     return [*rocket, *others]
 
 
+def as_run(shape: Shape, length: int) -> list[MethodSetting]:
+    """Table 6 as the paper ran it (A.3): nothing forced, SnapKV per query head with the group's budget shared out."""
+    made = []
+    for part in parts(length, COMPARED):
+        budget = length // part
+        readers = ("rocketkv", "hsa", "exacttopk")
+        made += [published(f"{method} 1/{part}", method, budget=budget) for method in readers]
+        made += [named(f"{method} 1/{part}", method, budget=budget, newest=False) for method in ("quest", "sparq")]
+        made += _snapkv(shape, part, budget, 32)
+    return made
+
+
+def turns_as_run(shape: Shape, length: int) -> list[MethodSetting]:
+    """Table 4 as the paper ran it (A.3): windows of 128 queries, nothing forced."""
+    made = []
+    for part in parts(length, TURNS_AT):
+        budget = length // part
+        made.append(published(f"rocketkv-mt 1/{part}", "rocketkv-mt", budget=budget))
+        made.append(published(f"rocketkv 1/{part}", "rocketkv", budget=budget, window=128))
+        made += [published(f"{method} 1/{part}", method, budget=budget) for method in ("exacttopk", "hsa")]
+        made += _snapkv(shape, part, budget, 128)
+    return made
+
+
+def _snapkv(shape: Shape, part: int, budget: int, window: int) -> list[MethodSetting]:
+    """SnapKV as the paper ran it; none where a query head's share of the budget is its window's alone."""
+    shared = budget // shape.group
+    if shared <= window:
+        return []
+    return [published(f"snapkv 1/{part}", "snapkv", budget=shared, window=window, per_query_head=True)]
+
+
 def splits(shape: Shape, length: int) -> list[MethodSetting]:
     made = []
     for part in parts(length, SPLIT_AT):
@@ -160,13 +193,14 @@ def times(shape: Shape, length: int) -> list[MethodSetting]:
 def tables(found: Found) -> list[Table]:
     names = ["full", *(f"{method} 1/{part}" for part in PARTS for method in ("rocketkv", *OTHERS))]
     made = [score_table(found, "budgets", names, PAPER), task_table(found, "budgets", names)]
+    made.append(score_table(found, "published", names, PAPER))
     names = [name for part in SPLIT_AT for name in (f"rocketkv 1/{part}", *(f"split {s}, 1/{part}" for s in SPLITS))]
     made.append(score_table(found, "splits", ["full", *names]))
     names = [*(f"pages of {page}" for page in PAGES), *(f"{each} 1/{PAGES_AT}" for each in ("hsa", "quest", "sparq"))]
     made.append(score_table(found, "pages", ["full", *names]))
     methods = ("rocketkv-mt", "rocketkv", "snapkv", "exacttopk", "hsa")
     names = ["full", *(f"{method} 1/{part}" for part in TURNS_AT for method in methods)]
-    for part in ("multiturn", "shared"):
+    for part in ("multiturn", "shared", "turns"):
         made.append(score_table(found, part, names, PAPER_TURNS))
     made.append(_by_turn(found, names))
     return [*made, time_table(found)]
@@ -361,6 +395,8 @@ STUDY = Study(
     "RocketKV",
     (
         Part("budgets", "budgets down to 1/64, beside others at equal traffic", TASKS, budgets),
+        Part("published", "budgets as the paper ran them: nothing forced, SnapKV per query head", TASKS, as_run),
+        Part("turns", "conversations as the paper ran them: windows of 128", ("multiturn",), turns_as_run, answer=60),
         Part("multiturn", "four questions in one conversation", ("multiturn",), turns, answer=60),
         Part("shared", "four questions, each on its own copy of the context", ("shared",), turns, "hidden", answer=60),
         Part("splits", "how the compression is split between the stages", TASKS, splits),

@@ -94,15 +94,15 @@ def test_every_part_runs_and_is_told(study, checkpoints, few, tmp_path, capsys):
     found = run(study, checkpoints[layers], tmp_path)
     for part in study.parts:
         rows = found.rows(part.name)
-        assert bool(rows) != part.times
+        assert bool(rows) != (part.times or part.least > 150)
         if part.measure is None and rows:
-            labels = ["full", *(each.label for each in part.settings(common.Shape(layers, 32, 1e4), 150))]
+            labels = ["full", *(each.label for each in part.settings(common.Shape(layers, 32, 1e4, 2), 150))]
             assert [row["label"] for row in rows] == labels
     assert (found.folder / f"{study.name}.png").stat().st_size > 1000
     told = capsys.readouterr().out
     assert told.count("| claim |") == 1 and "the paper" in told
     page = claims.page(tmp_path)
-    assert f"### {study.title}, tiny" in page and "Not run yet: times." in page and page.count("Nothing has run") == 3
+    assert f"### {study.title}, tiny" in page and "Not run yet: " in page and page.count("Nothing has run") == 3
 
 
 def test_a_run_goes_on_where_it_stopped(checkpoint, few, tmp_path, monkeypatch):
@@ -110,7 +110,7 @@ def test_a_run_goes_on_where_it_stopped(checkpoint, few, tmp_path, monkeypatch):
     folder = run(fastkv.STUDY, checkpoint, tmp_path).folder
     before = {file: file.read_bytes() for file in folder.rglob("*.jsonl*")}
     run(fastkv.STUDY, checkpoint, tmp_path)
-    assert len(before) == 3 and {file: file.read_bytes() for file in before} == before
+    assert len(before) == 4 and {file: file.read_bytes() for file in before} == before
 
 
 def test_a_forecast_counts_readings_and_runs_nothing(checkpoint, tmp_path, capsys):
@@ -199,6 +199,55 @@ def test_a_layer_is_selected_where_the_variance_falls_below_tau():
     row = {"first": 8, "relative_variance": [1.0, 0.7, 0.28, 0.4]}
     assert [asl.selected(row, tau) for tau in (0.2, 0.3, 0.8)] == [None, 10, 9]
     assert asl.depth_of(row, 0.2) == 13 and asl.depth_of(row, 0.3) == 11
+
+
+def test_one_reading_gives_the_variances_that_asl_sees(checkpoints):
+    """Those of ASL's own trace, and the layer that each L_obs and L_min would select."""
+    import torch
+
+    import kvsieve
+
+    model, _ = kvsieve.models.load(checkpoints[9])
+    ids = torch.randint(3, 100, (1, 300), generator=torch.Generator().manual_seed(1))
+    row = asl.lookback(model, ids)
+    assert row["k"] == 64 and {name: len(each) for name, each in row["variance"].items()} == {"4": 5, "8": 1, "16": 0}
+    plan = kvsieve.plan("asl", paper=True, budget=64, tau=0, observed=4, first=3)
+    with kvsieve.attach(model, plan) as sieve:
+        trace = sieve.generate(ids, max_new_tokens=1, do_sample=False).stats.report["relative_variance"][0]
+    found = [each / row["variance"]["4"][0] for each in row["variance"]["4"]]
+    assert found == pytest.approx(trace, rel=1e-3)
+    row = {"variance": {"4": [8.0, 9.0, 2.0, 1.0]}}
+    assert [asl.settles(row, 4, first) for first in (2, 3, 4, 5)] == [5, 5, 5, None]
+
+
+def test_no_sample_starts_when_the_time_is_over(checkpoint, few, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "show", lambda *_: None)
+    given = ["--model", checkpoint, "--lengths", "150", "--out", str(tmp_path), "--only", "overlap"]
+    common.main(fastkv.STUDY, [*given, "--minutes", "0"])
+    found = common.Found("fastkv", tmp_path / "fastkv" / "tiny")
+    assert not found.rows("overlap")
+
+
+def test_published_settings_are_the_papers():
+    """FastKV 5.1; ASL C.2; LagKV 3.2 in kvpress; RocketKV A.3."""
+    shape = common.Shape(32, 4096, 7e9, group=4)
+    fast = {each.label: each.plan for each in fastkv.as_run(shape, 8192)}
+    assert (fast["fastkv 10%"].propagate.layer, fast["fastkv 10%"].propagate.window) == (15, 8)
+    snap = fast["snapkv 10%"].evict
+    assert (snap.window, snap.kernel, snap.pooling) == (8, 7, "max") and fast["gemfilter 10%"].propagate.layer == 13
+    adaptive = {each.label: each.plan for each in asl.as_run(shape, 16384)}
+    assert {each.evict.budget.tokens for each in (adaptive["asl"], adaptive["snapkv"])} == {2048}
+    assert (adaptive["fastkv"].propagate.window, adaptive["fastkv"].propagate.pooling) == (32, "avg")
+    lag = {each.label: each.plan.evict for each in lagkv.as_run(shape, 16384)}
+    assert (lag["lagkv 25%"].lag, lag["snapkv 25%"].window, lag["snapkv 25%"].kernel) == (128, 64, 5)
+    rocket = {each.label: each.plan for each in rocketkv.as_run(shape, 16384)}
+    assert not any(each.read.newest for each in rocket.values() if each.read is not None)
+    assert (rocket["snapkv 1/64"].evict.budget.tokens, rocket["snapkv 1/64"].evict.per_query_head) == (64, True)
+    assert "snapkv 1/64" not in {each.label for each in rocketkv.as_run(shape, 4096)}, "all of it is the window"
+    turns = {each.label: each.plan for each in rocketkv.turns_as_run(shape, 4096)}
+    assert (turns["rocketkv-mt 1/8"].evict.base.window, turns["rocketkv 1/8"].evict.window) == (128, 128)
+    ours = lagkv.ruler(shape, 8192)[1].plan.evict
+    assert (ours.kernel, ours.pooling) == ("auto", "avg"), "ours pools as before"
 
 
 def test_overlap_by_distance_compares_layers_of_one_half():
