@@ -93,6 +93,18 @@ def test_a_stop_is_found_across_tokens_and_named_by_a_special_one(level, path, s
     assert (said(choice), choice["finish_reason"]) == (left, "length" if stop == "x" else "stop")
 
 
+@pytest.mark.parametrize(
+    ("stop", "left"), [("a", ""), ("😀", "a"), ("é b", "a😀"), ("!", "a😀é b"), ("<|stop|>", TEXT)]
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_is_no_part_of_the_likelihoods(level, stop, left, stream):
+    reply = level("chat/completions", **ASKED["chat/completions"], stop=stop, logprobs=True, stream=stream)
+    lines = [line[6:] for line in reply.text.splitlines() if line.startswith("data: {")] if stream else [reply.text]
+    listed = [json.loads(line)["choices"][0]["logprobs"] for line in lines]
+    tokens = [token for part in listed if part for token in part["content"]]
+    assert b"".join(bytes(token["bytes"]) for token in tokens).decode() == left
+
+
 def test_a_completion_begins_with_the_space_of_its_first_word(piece):
     ask, script = piece
     (choice,) = ask("completions", prompt=script[:1], logprobs=0).json()["choices"]

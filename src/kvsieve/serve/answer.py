@@ -41,6 +41,8 @@ class Answer:
         self._sampler, self._words, self._text = sampler, words, StopText(order.stops)
         self._ends = frozenset[int]() if order.ignore_eos else order.stop_ids
         self._untold: list[ChosenToken] = []
+        # Characters that were told.
+        self._length = 0
 
     def add(self, logits: Tensor) -> None:
         """Choose the next token by logits [V] on the CPU, and tell the text that it completes."""
@@ -69,6 +71,10 @@ class Answer:
             if self._text.stopped:
                 self.finish = "stop"
         text = self._text.take(last=self.finish is not None)
+        self._length += len(text)
+        if self._text.stopped:
+            # Tokens of the stop are no part of the answer.
+            self._untold = [token for token in self._untold if token.offset < self._length]
         wanted = self.order.sampling.logprobs is not None
         if text or self.finish is not None:
             self.tell(AnswerPart(self.number, text, tuple(self._untold) if wanted else (), self.finish))
