@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 import call_templates as templates
 from kvsieve.errors import InputError
-from kvsieve.forms import CallArguments
+from kvsieve.forms import CallArguments, forms
 from kvsieve.turns import render, token_ids
 from toy_words import word_tokenizer
 
@@ -45,9 +47,24 @@ def test_arguments_are_an_object_or_text_as_the_template_takes_them(name):
     assert "{}" in empty and '"{}"' not in empty and "None" not in empty
 
 
+def test_ids_of_calls_are_shortened_where_the_template_wants_it():
+    """Calls and their answers stay together, and calls apart."""
+    given = [*called(OBJECT, "call_abcdefghi")[:1], *called(OBJECT, "call_1")[1:], *called(OBJECT, "call_2")[1:]]
+    text = rendered(templates.MISTRAL, given)
+    ids = re.findall(r'"id": "(\w+)"', text)
+    assert [len(each) for each in ids] == [9, 9] and ids[0] != ids[1] and "call_" not in text
+    one, *_ = re.findall(r'"id": "(\w+)"', rendered(templates.MISTRAL, called(OBJECT, "call_1")))
+    assert one == ids[0]
+    answer = {"role": "tool", "tool_call_id": "call_1", "content": "w5"}
+    *_, form = forms([*called(OBJECT, "call_1"), answer])
+    assert form[1]["tool_calls"][0]["id"] == form[2]["tool_call_id"] == one
+    # Templates that take any id get the one that was given.
+    assert "call_1" in rendered(templates.KIMI, called(OBJECT, "call_1"))
+
+
 def test_a_template_that_refuses_says_so():
-    with pytest.raises(InputError, match="refuses the prompt: ids have 9 characters"):
-        rendered(templates.MISTRAL, called(OBJECT, "call_1"))
+    with pytest.raises(InputError, match="refuses the prompt: no"):
+        rendered("{{ raise_exception('no') }}", called(OBJECT, "call_1"))
 
 
 def test_what_a_user_says_is_not_taken_for_python():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 Messages = Sequence[Mapping[str, Any]]
+# Characters of the ids of tool calls in Mistral's templates, which refuse others.
+_ID_LENGTH = 9
 # What a template writes that takes parts for text, as Python or as JSON.
 _PRINTED = ("'type': 'text'", '"type": "text"')
 
@@ -25,16 +28,22 @@ class CallArguments(dict[str, Any]):
 def forms(messages: Messages) -> Iterator[list[dict[str, Any]]]:
     """Yield a chat in the forms that templates take, the one that it has first.
 
-    Those are: as given; parts joined to a text, one a line; every text as a part; arguments of calls as text only.
+    Those are: as given; parts joined to a text, one a line; every text as a part; arguments of calls as text only;
+    and all of these with ids of calls that are nine letters and digits.
     """
     given = [dict(each) for each in messages]
-    yield given
+    found = [given]
     if any(isinstance(each.get("content"), list) for each in given):
-        yield _contents(given, _joined)
-    yield _contents(given, _parted)
+        found.append(_contents(given, _joined))
+    found.append(_contents(given, _parted))
     texts = [_with_text_arguments(each) for each in _contents(given, _joined)]
     if any("tool_calls" in each for each in texts):
-        yield texts
+        found.append(texts)
+    yield from found
+    for form in found:
+        short = [_with_short_ids(each) for each in form]
+        if short != form:
+            yield short
 
 
 def shows(text: str, messages: Messages) -> bool:
@@ -68,6 +77,25 @@ def _joined(content: Any) -> Any:
 
 def _parted(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Replace the ids of a message's calls, or of the call that it answers, by nine letters and digits each."""
+    if isinstance(message.get("tool_call_id"), str):
+        message = {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+    if message.get("tool_calls"):
+        calls = [
+            {**call, "id": _short_id(call["id"])} if isinstance(call.get("id"), str) else call
+            for call in message["tool_calls"]
+        ]
+        message = {**message, "tool_calls": calls}
+    return message
+
+
+def _short_id(given: str) -> str:
+    if len(given) == _ID_LENGTH and given.isascii() and given.isalnum():
+        return given
+    return hashlib.sha256(given.encode(errors="surrogatepass")).hexdigest()[:_ID_LENGTH]
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
