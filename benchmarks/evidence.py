@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -79,18 +79,20 @@ class Evidence:
         return found
 
     def scores(self, study: str, part: str, metric: str = "score") -> dict[str, tuple[float, float, int]]:
-        """Mean in percent, KV entries stored in percent, and samples, by label, at the length with most samples."""
-        by: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+        """Mean in percent, KV entries stored in percent, and samples, by label, at the part's main length."""
+        by: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for row in rows(self.paper(study, part)):
-            by[row["length"], row["label"]].append((row["metrics"].get(metric, row["score"]), row["kv_share"]))
-        if not by:
-            return {}
-        best = max(by, key=lambda key: (len(by[key]), -key[0]))[0]
+            if row["length"] == self.main_length(study, part):
+                by[row["label"]].append((row["metrics"].get(metric, row["score"]), row["kv_share"]))
         return {
             label: (*(100 * sum(each) / len(found) for each in zip(*found, strict=True)), len(found))
-            for (length, label), found in by.items()
-            if length == best
+            for label, found in by.items()
         }
+
+    def main_length(self, study: str, part: str) -> int:
+        """The length with most samples, the shortest of several; 0 where nothing has run."""
+        counts = Counter(row["length"] for row in rows(self.paper(study, part)))
+        return max(counts, key=lambda length: (counts[length], -length), default=0)
 
     @cached_property
     def speeds(self) -> dict[int, dict[str, Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -376,19 +377,28 @@ def _conversations(one: Evidence) -> Iterator[Panel]:
             series = {method: [(at, mine[each]) for at, each in enumerate(ratios)] for method, mine in scores.items()}
             series["full"] = [(at, full) for at in range(len(ratios))]
             yield Panel(
-                f"{title}\n{one.name}", "KV entries read a token", "answers right, %", series, bars=tuple(ratios)
+                f"{title}\n{one.name}",
+                "KV entries read a token (snapkv: kept)",
+                "answers right, %",
+                series,
+                bars=tuple(ratios),
             )
 
 
 def _long(one: Evidence) -> Iterator[Panel]:
-    series: Points = {}
-    for part in ("grid", "attention"):
+    """A panel for each length that parts were measured at."""
+    by: dict[int, Points] = {}
+    for part in ("grid", "attention", "abstract"):
+        series = by.setdefault(one.main_length("lagkv", part), {})
         for label, (right, stored, _) in one.scores("lagkv", part, "partial").items():
-            method = label.rpartition(" ")[0].rstrip(",")
-            if method.startswith("lag ") or method in ("snapkv", "h2o"):
-                series.setdefault(method.replace("lag ", "lagkv, lag "), []).append((stored, right))
-    if series:
-        yield Panel(f"64 digits\n{one.name}", "KV stored, % of full KV", "digits right, %", series)
+            method = label.partition(",")[0] if "," in label else label.rpartition(" ")[0]
+            name = re.sub(r"^(?:lag|lagkv) (\d+)$", r"lagkv, lag \1", method)
+            if name.startswith("lagkv, ") or name in ("snapkv", "h2o"):
+                series.setdefault(name, []).append((stored, right))
+    for length, series in sorted(by.items()):
+        if series:
+            title = f"64 digits in {length:,} tokens\n{one.name}"
+            yield Panel(title, "KV stored, % of full KV", "digits right, %", series)
 
 
 def _speeds(one: Evidence) -> Iterator[Panel]:
