@@ -45,6 +45,7 @@ WRITERS = {
     "vllm.json": "vllm_plugin.py",
     "vllm_gpu.json": "vllm_plugin.py",
 }
+MODELS = json.loads((ROOT / "benchmarks" / "models.json").read_text())
 WEIGHTS = re.compile(r"4-bit \(?Q4_K_M\)?\s+GGUF\s+weights,?\s+dequantized\s+to\s+bfloat16")
 QUANTITY = re.compile(
     r"\d[\d.,]*\s*(?:ms|s|seconds|minutes|MiB|TFLOP/s|tokens per second|times (?:faster|as))\b|\b\d+ of \d+\b"
@@ -94,6 +95,10 @@ def test_every_result_carries_its_stamp():
         for each in found:
             assert {"kvsieve", "commit", "processor", "torch", "weights"} <= each.keys(), file.name
             assert each["commit"], file.name
+            # What pages say of a model's weights is true of these files alone.
+            known = {model["weights"] for name, model in MODELS.items() if name in file.read_text()}
+            if known and "sha256:" in str(each["weights"]):
+                assert each["weights"] in known, f"{file.name} was measured with other weights than pages say"
 
 
 def test_every_commit_that_was_measured_is_in_the_history():
