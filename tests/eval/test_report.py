@@ -50,6 +50,10 @@ def cli(*arguments):
     return stopped.value.code
 
 
+def test_runs_that_differ_in_time_and_command_are_one_environment(page):
+    assert "Environment 1" in page and "Environment 2" not in page
+
+
 def test_the_page_needs_nothing_else(page):
     assert "http://" not in page and "https://" not in page
     sources = re.findall(r"\bsrc\s*=\s*['\"]?([^'\">]{0,12})", page)

@@ -42,7 +42,8 @@ def write_results(folder, *, tasks=9, labels=7, budgets=("5%", "10%", "20%"), le
                "torch": "2.13.0+cpu", "transformers": "5.23.0", "system": "Linux x86_64", "processor": "AMD EPYC",
                "cores": 2, "threads": 2, "device": "cpu"}  # fmt: skip
     run = {"format": 1, "model": "SmolLM2-135M-Instruct", "dtype": "bfloat16", "seed": 0, "haystack": "topics",
-           "environments": [machine, {**machine, "time": "2025-11-21T09:02:00+00:00"}], "seconds": 5134.5,
+           "environments": [machine, {**machine, "time": "2025-11-21T09:02:00+00:00", "command": "kvsieve eval"}],
+           "seconds": 5134.5,
            "tasks": {name: TITLES[name] for name in names}}  # fmt: skip
     (folder / "run.json").write_text(json.dumps(run))
     runs = [(label, budget) for label in chosen for budget in ([None] if label == "full" else budgets)]

@@ -191,10 +191,10 @@ def _duration(seconds: Any) -> str:
 
 
 def _machines(results: Results) -> list[Row]:
-    """The environments, without repetitions that differ in nothing but the time."""
+    """The environments, without repetitions that differ in time and command alone."""
     found: dict[str, Row] = {}
     for each in results.run.get("environments") or []:
-        found.setdefault(str({key: value for key, value in each.items() if key != "time"}), each)
+        found.setdefault(str({key: value for key, value in each.items() if key not in ("time", "command")}), each)
     return list(found.values())
 
 
