@@ -326,6 +326,17 @@ def test_under_autocast_chunks_and_later_turns_are_those_of_one_pass(ids, name):
             assert torch.equal(later, sieve.generate(talk, **GREEDY).sequences)
 
 
+@pytest.mark.parametrize("codec", [None, "kivi:bits=4"])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_cache_goes_on_under_autocast_where_it_was_begun_under_it(ids, before, codec):
+    model, dtype = fill(build("llama")), torch.bfloat16
+    with kvsieve.attach(model, kvsieve.plan("full", codec=codec)) as sieve:
+        with torch.autocast("cpu", dtype=dtype, enabled=before):
+            cache = sieve.prefill(ids[:, :20])
+        with torch.autocast("cpu", dtype=dtype, enabled=not before), pytest.raises(CacheStateError, match="autocast"):
+            sieve.generate(ids, cache=cache, **GREEDY)
+
+
 def test_latent_attention_under_autocast_is_refused(ids):
     model = build("deepseek_v3")
     with torch.autocast("cpu", dtype=torch.bfloat16), kvsieve.attach(model, FULL) as sieve:

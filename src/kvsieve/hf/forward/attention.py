@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsieve.cache import LayerStore, PackedStore
 from kvsieve.errors import CacheStateError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.latent import LatentLayer
@@ -105,6 +106,7 @@ def _attend(
     elif isinstance(layer, StoreLayer):
         key, value, repeats = layer.take(key, value, who)
         asked, key, value = _one_dtype(asked, key, value)
+        _check_dtype(layer.store, key)
         out = attend_by_chunk(session, index, layer, _heads_together(asked, repeats), key, value)
         out = out if repeats == 1 else out.unflatten(1, (-1, repeats)).transpose(1, 2).flatten(1, 2)
     elif isinstance(layer, EmptyLayer) and layer.source is not None:
@@ -121,6 +123,16 @@ def _one_dtype(asked: Asked, key: Tensor, value: Tensor) -> tuple[Asked, Tensor,
         return asked, key, value
     dtype = torch.get_autocast_dtype(kind)
     return replace(asked, query=asked.query.to(dtype)), key.to(dtype), value.to(dtype)
+
+
+def _check_dtype(store: LayerStore, key: Tensor) -> None:
+    """Raise CacheStateError where a store holds keys of another dtype than new ones have."""
+    exact = store.exact if isinstance(store, PackedStore) else store
+    if not exact.is_empty and exact.buffers()[0].dtype != key.dtype:
+        raise CacheStateError(
+            f"the cache holds keys in {exact.buffers()[0].dtype}, and this pass makes them in {key.dtype}: go on with "
+            "it under torch.autocast where it was begun under it, and without where it was not, or start a new cache"
+        )
 
 
 def _layer_of(cache: SieveCache, module: torch.nn.Module, key: Tensor) -> tuple[int, CacheLayer]:
