@@ -183,7 +183,8 @@ class LayerContext:
         step: facts of this pass.
         scale: factor of the model's query-key products.
         query: [B, Hq, L, D], post-RoPE. They belong to the last L of the N stored entries: this pass's queries, or,
-            where an evictor acts while decoding, those of its `window` last tokens.
+            where an evictor acts while decoding, those of its `window` last tokens. A query is padding where its entry
+            is: rows that brought fewer tokens than the window have padding among their entries then, too.
         keys: [B, H, N, D], post-RoPE; a view of the store, not to be written to.
         values: [B, H, N, Dv]; a view of the store, not to be written to.
         index: int32 [B, H, N], token index of each entry in its row as fed (padding counted), -1 for filler.

@@ -192,6 +192,26 @@ def test_plain_calls_are_refused_where_a_row_cannot_be_as_alone(model, ids):
             model(fed[:, cache.num_seen :], attention_mask=fed.ne(PAD).long(), **{CACHE: cache})
 
 
+def test_hidden_tokens_of_an_answer(model, ids):
+    """Rows that a loop of one's own leaves out of a pass; an evictor that acts while decoding would count them."""
+    mask = torch.ones(2, N + 1, dtype=torch.long)
+    mask[0, N] = 0
+    for name, every in (("snapkv", None), ("snapkv", 3), ("h2o", 1)):
+        with kvsieve.attach(model, plan_of(name, model, every=every)) as sieve, torch.no_grad():
+            cache, own = sieve.prefill(ids[:, :N]), sieve.prefill(ids[:1, :N])
+            options = {"attention_mask": mask, **{CACHE: cache}}
+            if every:
+                with pytest.raises(InputError, match=r"hides the token of rows \[0\], and .* evicts after"):
+                    model(ids[:, N : N + 1], **options)
+                continue
+            model(ids[:, N : N + 1], **options)
+            mask = torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)
+            positions = mask.cumsum(-1)[:, -1:] - 1
+            found = model(ids[:, N + 1 : N + 2], attention_mask=mask, position_ids=positions, **{CACHE: cache}).logits
+            mask = mask[:, :-1]
+            torch.testing.assert_close(found[0], model(ids[:1, N + 1 : N + 2], **{CACHE: own}).logits[0])
+
+
 class Until(StoppingCriteria):
     """Ends rows at a token."""
 

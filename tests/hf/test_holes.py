@@ -1,7 +1,4 @@
-"""Masks that hide tokens between others: a prompt is then the one without them, in one pass and in chunks.
-
-And padded rows: alone and beside longer ones alike, also where an evictor acts on every chunk.
-"""
+"""Masks that hide tokens between others: a prompt is then the one without them, in one pass and in chunks."""
 
 from __future__ import annotations
 
@@ -67,19 +64,6 @@ def test_hidden_tokens_are_tokens_left_out(model, ids, name, chunk):
                 sieve.generate(ids, rows, chunk=chunk, **GREEDY)
         elif sieve.plan.codec is None or sieve.plan.evict is not None or not chunk:
             assert answer(sieve, ids, rows, chunk=chunk)[0] == wanted[0]
-
-
-@pytest.mark.parametrize("chunk", [None, 16])
-@pytest.mark.parametrize("name", PLANS)
-def test_a_padded_row_is_the_row_alone(model, ids, name, chunk):
-    if chunk and kvsieve.method_info(name.partition(",")[0]).is_prefill:
-        pytest.skip("blocks are chosen per chunk, and chunks are counted from the longest row's start")
-    both, mask = ids[:2].clone(), torch.ones(2, N, dtype=torch.long)
-    both[1, :25], mask[1, :25] = 0, 0
-    with kvsieve.attach(model, plan(model, name)) as sieve:
-        together = answer(sieve, both, mask, chunk=chunk)
-        assert together[1] == answer(sieve, ids[1:2, 25:], chunk=chunk)[0]
-        assert together[0] == answer(sieve, ids[:1], chunk=chunk)[0]
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "fastkv", "keydiff, chunks", "quest"])

@@ -130,7 +130,12 @@ class PackedParts(Store):
     def order(self) -> Tensor:
         """Place of each slot's entry, int64 [B, H, size], where slots are in the order of their tokens."""
         encoded = [body.padded_index() for body in self.bodies if body.width]
-        return self._joined(self.exact.index, encoded).argsort(dim=-1, stable=True)
+        index, valid = self.exact.index, self.exact.valid
+        if valid is not None:
+            # Padding stays in front of the token behind it, where its pass has it, whatever its column.
+            following = index.masked_fill(~valid, torch.iinfo(index.dtype).max).flip(-1).cummin(-1).values.flip(-1)
+            index = index.where(valid | (index < 0), following)
+        return self._joined(index, encoded).argsort(dim=-1, stable=True)
 
     def _together(self, exact: Tensor, encoded: Sequence[Tensor]) -> Tensor:
         """Slots [B, H, size, ...] of exact ones [B, H, slots, ...] and parts [R, width, ...]."""

@@ -95,16 +95,18 @@ class AdaKV(LayerAllocator, heads="all", ragged=True, query_aware=False):
             return None
         if ctx.step.phase == "decode":
             return self._select_again(ctx, counts)
-        fits = torch.tensor([length <= count for length, count in zip(ctx.step.lengths, counts, strict=True)])
+        fits = [length <= count for length, count in zip(ctx.step.lengths, counts, strict=True)]
         counts = self.layer_counts(ctx, counts)
-        # What a prompt that fits leaves over is for what is generated, the same in every head.
+        whole = [count >= stored for count, stored in zip(counts, ctx.stored, strict=True)]
+        # What a row of which all stays leaves over is for what is generated, the same in every head.
         later = ctx.state.pop("allocated")[:, None].expand(-1, ctx.keys.shape[1])
         selection = None
-        if any(count < stored for count, stored in zip(counts, ctx.stored, strict=True)):
+        if not all(whole):
             scores, counts = apply_protection(ctx, hide_padding(ctx, self.base.scores(ctx)), counts)
             budgets = self.head_budgets(ctx.ranks.gather(scores), counts, ctx.shared.setdefault("adakv", []))
             budgets = budgets[:, ctx.ranks.own(budgets.shape[1])]
-            later = _match(later, budgets.shape[1]).where(fits[:, None], budgets)
+            even = torch.tensor([one or other for one, other in zip(fits, whole, strict=True)])
+            later = _match(later, budgets.shape[1]).where(even[:, None], budgets)
             # No head gets more than it has.
             selection = pack_ragged(top_mask(scores, budgets), budgets.tolist())
         ctx.state["heads"] = later.clone()

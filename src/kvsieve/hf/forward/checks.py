@@ -90,10 +90,11 @@ def check_needs_no_driver(plan: Plan, turn: Turn) -> None:
         )
 
 
-def check_looks_back(plan: Plan, cache: SieveCache, step: Step, counts: tuple[int, ...]) -> None:
-    """Raise InputError where a pass that ends a prompt holds fewer of its tokens than the plan looks back on.
+def check_step(plan: Plan, cache: SieveCache, step: Step, counts: tuple[int, ...]) -> None:
+    """Raise InputError where a plan cannot do in a pass what it does for each row alone.
 
-    Drivers leave as many for the last chunk. Whoever calls `Sieve.begin` may not.
+    A pass that ends a prompt holds as many of its tokens as the plan looks back on: drivers leave these for the last
+    chunk, whoever calls `Sieve.begin` may not. Where an evictor counts an answer's tokens, the mask hides none.
 
     Args:
         plan: what acts on the pass.
@@ -101,6 +102,22 @@ def check_looks_back(plan: Plan, cache: SieveCache, step: Step, counts: tuple[in
         step: facts of the pass.
         counts: true tokens of the pass, per row.
     """
+    if step.phase == "decode":
+        _check_answers(plan, step, counts)
+    else:
+        _check_looks_back(plan, cache, step, counts)
+
+
+def _check_answers(plan: Plan, step: Step, counts: tuple[int, ...]) -> None:
+    if plan.evict is not None and plan.evict.when.steps is not None and min(counts) < step.num_new:
+        rows = [row for row, count in enumerate(counts) if count < step.num_new]
+        raise InputError(
+            f"attention_mask hides the token of rows {rows}, and {plan.name} evicts after every so many tokens of all "
+            "rows, so they would not keep what they keep alone: give 1 for tokens of an answer, or ask rows one by one"
+        )
+
+
+def _check_looks_back(plan: Plan, cache: SieveCache, step: Step, counts: tuple[int, ...]) -> None:
     turn = cache.turn
     if not step.ends_prompt or not turn.acts or step.start == turn.start or _keeps_all(plan, cache, step):
         return

@@ -11,6 +11,7 @@ from kvsieve.core.queries import second_moments
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import SieveLayer
+from kvsieve.hf.forward.recent import aligned, stored_slots
 from kvsieve.plans import Plan
 from kvsieve.protection import lost
 from kvsieve.roles import Role
@@ -32,11 +33,14 @@ def evict(plan: Plan, ctx: LayerContext, cache: SieveCache) -> None:
     if prompt:
         record.asked = max(evictor.requested(length, turn.new_tokens) for length in lengths)
         record.raised_to = max(counts) if max(counts) > record.asked else None
-    chosen = evictor.select(ctx, counts)
+    shown, slots = aligned(ctx)
+    chosen = evictor.select(shown, counts)
     per_layer = chosen if isinstance(chosen, dict) else {ctx.layer_idx: chosen}
     for index, selection in per_layer.items():
         if selection is None:
             continue
+        if index == ctx.layer_idx:
+            selection = stored_slots(selection, slots)
         layer = cache.sieve_layers[index]
         if conversation.protected is not None:
             protected, quotas = conversation.protected.at(layer.store.index, layer.store.valid)

@@ -16,7 +16,7 @@ from kvsieve.core.checks import look
 from kvsieve.errors import InputError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.states import StateLayer
-from kvsieve.hf.forward.checks import check_fits, check_looks_back, check_needs_no_driver, warn_of_few
+from kvsieve.hf.forward.checks import check_fits, check_needs_no_driver, check_step, warn_of_few
 from kvsieve.hf.forward.compact import columns_of, has_holes
 from kvsieve.hf.forward.own_generate import note_cache
 from kvsieve.hf.forward.padding import checked_mask
@@ -131,7 +131,7 @@ def open_session(
         turn_lengths=turn_lengths,
         mask=mask,
     )
-    check_looks_back(plan, cache, step, counts)
+    check_step(plan, cache, step, counts)
     columns, valid = columns_of(mask if padded else None, start, (new,), fed.device, holed=holed)
     tokens = Tokens(columns, valid, counts)
     source = (

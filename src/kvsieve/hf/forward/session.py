@@ -19,6 +19,7 @@ from kvsieve.hf.forward.compact import columns_of
 from kvsieve.hf.forward.drafted import choose_drafted
 from kvsieve.hf.forward.encode import decode_before, encode_after
 from kvsieve.hf.forward.evict import check_protected, drops_nothing, evict
+from kvsieve.hf.forward.recent import recent_queries
 from kvsieve.hf.forward.request import Asked, ModelContext, PassRequest, StopForward
 from kvsieve.hf.forward.sparse_prompt import attend_stored
 from kvsieve.hf.forward.sparse_read import read_token
@@ -119,7 +120,9 @@ class Session:
         self._lend(index, layer, made, changes=reduces or self.request.on_layer is not None or codec is not None)
         self._show(index, layer, asked, out)
         if evictor is not None and self.when.steps is not None and evictor.window > 1 and step.is_last_chunk:
-            asked = replace(asked, query=self._recent(layer, query, evictor.window))
+            decoding = step.phase == "decode"
+            query = recent_queries(layer.state, query, tokens.counts, evictor.window, decoding=decoding)
+            asked = replace(asked, query=query)
         if reduces and not drops_nothing(self.plan, step, where, layer):
             with gathered(self.checks):
                 self._reduce(index, layer, asked)
@@ -169,14 +172,6 @@ class Session:
                 layer.store = keep(layer.store, kept, self.cache.turn.room(self.end, kept.indices.shape[-1]))
         if observes and evictor is not None:
             evictor.observe(ctx)
-
-    def _recent(self, layer: SieveLayer, query: Tensor, window: int) -> Tensor:
-        """Queries [B, Hq, <= window, D] of the turn's last tokens, this pass's among them."""
-        before = layer.state.get("recent")
-        if self.step.phase == "decode" and before is not None and query.shape[2] < window:
-            query = torch.cat([before, query], 2)
-        layer.state["recent"] = query[:, :, -window:].clone()  # A whole prompt's queries are not held on to.
-        return query
 
     def _context(self, index: int, layer: SieveLayer, asked: Asked) -> LayerContext:
         store, kept, ranks = layer.store, self.cache.conversation.protected, self.model.ranks

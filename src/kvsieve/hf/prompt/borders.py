@@ -10,13 +10,16 @@ from kvsieve.errors import InputError, UnsupportedOptionError
 from kvsieve.hf.forward.compact import has_holes
 
 
-def ends_in_columns(mask: Tensor | None, total: int, ends: Callable[[int], list[int]], *, exact: bool) -> list[int]:
+def ends_in_columns(
+    mask: Tensor | None, total: int, ends: Callable[[int], list[int]], window: int, *, exact: bool
+) -> list[int]:
     """Return where passes end, in columns of a turn's prompt.
 
     Args:
         mask: bool [B, total], False for padding; None where there is none.
         total: columns.
         ends: where passes over so many tokens end.
+        window: last tokens of each row that the last pass holds.
         exact: raise where rows would have other borders than each alone.
 
     Raises:
@@ -28,6 +31,7 @@ def ends_in_columns(mask: Tensor | None, total: int, ends: Callable[[int], list[
         return whole
     rows = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]
     longest, found = max(map(len, rows)), []
+    latest = min(row[max(len(row) - max(window, 1), 0)] for row in rows if row)
     for end in ends(longest)[:-1]:
         left = longest - end
         # Behind the border every row has so many tokens, or all of its own.
@@ -37,7 +41,7 @@ def ends_in_columns(mask: Tensor | None, total: int, ends: Callable[[int], list[
                 "attention_mask hides tokens of rows at different places, and the plan acts on every chunk, which "
                 "would end elsewhere than for each row alone: leave chunk= out, or read one row at a time"
             )
-        found.append(border)
+        found.append(min(border, latest))
     return [*dict.fromkeys(border for border in found if border), total]
 
 

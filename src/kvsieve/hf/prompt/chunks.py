@@ -59,13 +59,13 @@ def read_chunks(
     # Padding at the left would move borders that are counted from there, and with them what is exact until when.
     backwards, new = _counts_backwards(acting), None if mask is None else mask[:, start:].bool()
     exact = acts and (acting.prefill is not None or (acting.evict is not None and backwards))
-    ends = ends_in_columns(new, total, lambda n: chunk_ends(n, chunk, window, backwards=backwards), exact=exact)
+    ends = ends_in_columns(new, total, lambda n: chunk_ends(n, chunk, window, backwards=backwards), window, exact=exact)
     probed = 0
     if acting.probes and acts:
         whole = torch.ones_like(input_ids) if mask is None else mask
         probed = tokens_to_probe(model, cache, whole)
         if probed:
-            ends = ends_in_columns(new, total, lambda n: probed_ends(n, chunk, window), exact=False)
+            ends = ends_in_columns(new, total, lambda n: probed_ends(n, chunk, window), window, exact=False)
     prompt_end = max(end, prompt_end or 0)
     if question:
         cache.conversation.begin_question(question)
