@@ -2,8 +2,9 @@
 
     python benchmarks/retained.py RESULTS ... [--tasks needle,ruler_vt]
 
-Per method and budget: the ratio of the mean scores with the 95% interval of a bootstrap over prompts (over documents
-where several share one), the prompts that full KV answers and a method does not, the mean KL, and the entries stored.
+Per method and budget: the ratio of the mean scores, the prompts that full KV answers and a method does not, the mean
+KL, and the entries stored. The ratio's 95% interval is that of the difference on the same prompts
+(`kvsieve.eval.intervals`), over full KV's mean score.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from kvsieve.eval.intervals import estimate
 from kvsieve.eval.results import load
+from kvsieve.eval.significance import document
 from kvsieve.report.tables import markdown_table
 
-DRAWS = 10_000
 Row = dict[str, Any]
 
 
@@ -30,7 +32,7 @@ class Retained:
 
     Attributes:
         score: mean score in percent.
-        share: of full KV's mean score, in percent; low, high: its interval, None where it has none.
+        share: of full KV's mean score, in percent; low, high: its interval, None for full KV.
         lost: prompts that full KV answers in full and the method does not; of: those that full KV does.
         kl: mean, in nats.
         stored: KV entries kept, in percent.
@@ -62,17 +64,14 @@ def retained(
             rows[row["method"], row["budget"]][row["task"], row["length"], row["sample"]] = row
     full = rows["full", None]
     samples = sorted(key for key in full if all(key in mine for mine in rows.values()))
-    documents = [(key[0], full[key]["meta"].get("document", key[2])) for key in samples]
-    numbers = {document: number for number, document in enumerate(dict.fromkeys(documents))}
-    owner = np.array([numbers[each] for each in documents])
-    drawn = np.random.default_rng(0).integers(len(numbers), size=(DRAWS, len(numbers)))
+    documents = [(key[0], document(full[key])) for key in samples]
     theirs = np.array([full[key]["score"] for key in samples])
     out = {}
     for setting, mine in rows.items():
         scores = np.array([mine[key]["score"] for key in samples])
-        ours, full_kv = (np.bincount(owner, each)[drawn].sum(1) for each in (scores, theirs))
-        # Where prompts drawn may be such that full KV answers none of them, a ratio has no interval.
-        low, high = np.percentile(100 * ours / full_kv, [2.5, 97.5]) if full_kv.all() else (None, None)
+        less = estimate(scores - theirs, documents)
+        ends = (max(0.0, 100 * (1 + each / theirs.mean())) for each in (less.low, less.high))
+        low, high = ends if setting != ("full", None) else (None, None)
         out[setting] = Retained(
             score=100 * scores.mean(),
             share=100 * scores.mean() / theirs.mean(),

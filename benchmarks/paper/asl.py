@@ -27,15 +27,27 @@ from benchmarks.paper.common import (
     main,
     median,
     named,
-    number,
     published,
     score_table,
     task_table,
     time_table,
 )
-from benchmarks.paper.verdicts import LATER, MARGIN, NOT, OPEN, OUT, SCORES, Verdict, apart, better, compared, paired
+from benchmarks.paper.verdicts import (
+    LATER,
+    NOT,
+    OUT,
+    SCORES,
+    Case,
+    Verdict,
+    apart,
+    compared,
+    no_worse,
+    paired,
+    repeated,
+)
 from kvsieve.core.scoring import pooled_mass
 from kvsieve.eval.cells import MethodSetting
+from kvsieve.eval.intervals import FEWEST_DIFFERENT
 from kvsieve.hf.shared import read_shared
 
 TAUS = (0.2, 0.3, 0.4, 0.5, 0.6)
@@ -301,13 +313,9 @@ def _histogram(rows: list[Row]) -> list[tuple[float, float | None]]:
 
 
 def verdicts(found: Found) -> list[Verdict]:
-    def differ(ours: str, theirs: str, part: str = "budgets", metric: str = "score") -> dict[str, Any]:
-        """Scores: ours less theirs; distances, of which less is better: theirs less ours."""
-        out = {}
-        for length in found.lengths(part):
-            one, other = (found.values(part, each, metric, length) for each in (ours, theirs))
-            out[str(length)] = paired(one, other) if metric == "score" else paired(other, one, None)
-        return out
+    def differ(ours: str, theirs: str, part: str = "budgets", metric: str = "score") -> dict[int, Case | None]:
+        # Two passes select the layer as one does, and always leave tokens: whether a layer settled shows in one.
+        return found.differ(part, ours, theirs, metric, ours.replace(" two passes", ""))
 
     return [
         *_harder(found),
@@ -348,7 +356,7 @@ def verdicts(found: Found) -> list[Verdict]:
             "can be used with SnapKV: no worse than SnapKV alone",
             "66.4 against 65.0",
             differ("asl 20%", "snapkv 20%"),
-            margin=MARGIN,
+            judge=no_worse,
             abstract=True,
         ),
         _tau_time(found),
@@ -376,11 +384,13 @@ def _harder(found: Found) -> list[Verdict]:
             for label in ("full", "fastkv 20%")
         )
         loss = {sort: [full[sort][key] - mine[sort][key] for key in mine[sort] if key in full[sort]] for sort in full}
-        losses[str(length)] = apart(loss["hard"], loss["easy"], SCORES)
+        acts = found.acts("budgets", "fastkv 20%", length)
+        losses[length] = apart(loss["hard"], loss["easy"], SCORES, sum(acts[key] for key in mine["hard"]))
     for length in found.lengths("trace"):
         rows = [row for row in found.rows("trace") if row["length"] == length]
         of_sort = {sort: [depth_of(row, 0.3) for row in rows if row["task"] in t] for sort, t in _sorts(easy).items()}
-        depths[str(length)] = apart(of_sort["hard"], of_sort["easy"], None)
+        settled = sum(selected(row, 0.3) is not None for row in rows if row["task"] in _sorts(easy)["hard"])
+        depths[length] = apart(of_sort["hard"], of_sort["easy"], (0, max(map(most_layers, rows))), settled)
     return [
         compared(
             "a fixed layer's accuracy varies with the task, worse for harder ones: FastKV (20%) loses more of full "
@@ -423,33 +433,21 @@ def _budget_met(found: Found) -> Verdict:
 
 def _same(found: Found, quantity: str, claim: str, paper: str) -> Verdict:
     lengths = sorted({row["length"] for row in found.costs()})
-    found_at = {each: found.ratio("asl 20%", quantity, each, to="fastkv 20%") for each in lengths}
-    shown = "; ".join(
-        f"{length}: {median(each):.3f} of FastKV's, n={len(each)}" for length, each in found_at.items() if each
-    )
-    rule = "median ratio at the longest prompt within 10%"
-    if not shown:
-        return Verdict(claim, paper, LATER, "", rule, abstract=True)
-    return Verdict(
-        claim, paper, OUT if abs(median(found_at[lengths[-1]]) - 1) <= 0.1 else NOT, shown, rule, abstract=True
-    )
+    ratios = {each: found.ratio("asl 20%", quantity, each, to="fastkv 20%") for each in lengths}
+    rule = f"over FastKV's: within 10% in each of {FEWEST_DIFFERENT} repeats or more at the longest prompt"
+    return repeated(claim, paper, ratios, rule, lambda ratio: abs(ratio - 1) <= 0.1)
 
 
 def _tau_time(found: Found) -> Verdict:
-    claim, paper = "table 9: a larger tau is faster", "TTFT 0.90 at 0.2, 0.73 at 0.6"
-    rule = "fewer layers read everything at tau 0.6 than at 0.2, difference above 0"
-    rows = found.rows("trace")
-    if not rows:
-        return Verdict(claim, paper, LATER, "", rule)
     cases = {}
     for length in found.lengths("trace"):
-        mine = [row for row in rows if row["length"] == length]
+        mine = [row for row in found.rows("trace") if row["length"] == length]
         deep = {tau: {(row["task"], row["sample"]): depth_of(row, tau) for row in mine} for tau in (0.2, 0.6)}
+        settled = {(row["task"], row["sample"]): selected(row, 0.6) is not None for row in mine}
         # A larger tau never selects a later layer.
-        cases[length] = paired(deep[0.2], deep[0.6], (0, max(map(most_layers, mine))))
-    shown = "; ".join(f"{length}: {number(each.mean)} layers, {each}" for length, each in cases.items() if each)
-    seen = {better(each) for each in cases.values() if each}
-    return Verdict(claim, paper, OUT if seen == {OUT} else NOT if NOT in seen else OPEN if seen else LATER, shown, rule)
+        cases[length] = paired(deep[0.2], deep[0.6], (0, max(map(most_layers, mine))), settled)
+    claim = "table 9: a larger tau is faster: layers that read everything at tau 0.2, less those at 0.6"
+    return compared(claim, "TTFT 0.90 at 0.2, 0.73 at 0.6", cases)
 
 
 STUDY = Study(

@@ -11,17 +11,24 @@ from pathlib import Path
 
 from benchmarks.paper import asl, fastkv, lagkv, rocketkv
 from benchmarks.paper.common import RESULTS, Found, Study
-from benchmarks.paper.verdicts import FEW, LEAST, MARGIN, verdict_table
+from benchmarks.paper.verdicts import ACTED, FEW, MARGIN, verdict_table
+from kvsieve.eval.intervals import FEWEST_DIFFERENT, LEVEL
 
 STUDIES = (fastkv.STUDY, asl.STUDY, lagkv.STUDY, rocketkv.STUDY)
 INTRO = f"""# What came out of the papers' claims
 
 Written by `python -m benchmarks.paper.claims` from the results beside it. A comparison is one of differences between
-two settings on the same samples, with an interval of 95%: Gaffke's for scores, which allows for outcomes that were not
-seen (of 0 and 1 it is Clopper and Pearson's); Student's t for KL; Wilson's for a share. "Better" came out where the
-interval lies above 0, "no worse" where it lies above -{MARGIN:g}, for which identical outcomes have to be 73; it did
-not come out where the interval lies below 0; otherwise, and with fewer than {LEAST} samples, it is undecided. A claim
-about several cases came out only if all of them did. Fewer than {FEW} samples are marked "few".
+two settings on the same samples, with an interval of 95%: Tango's score interval where scores are 0 or 1, Student's t
+elsewhere (Gaffke's where fewer than {FEWEST_DIFFERENT} samples differ from the others), Clopper and Pearson's for a
+share. "Better" came out where the interval is above 0, at least {FEWEST_DIFFERENT} samples differ and a sign-flip test
+has p<{LEVEL:g}; it did not come out where a case's interval is below -{MARGIN:g} for scores and shares, below 0 for
+other measures, with p<{LEVEL:g} over the number of cases. "No worse" came out where the interval is above -{MARGIN:g},
+for which identical outcomes have to be 73; it did not come out where the interval is below -{MARGIN:g}.
+Otherwise a claim is undecided. Fewer than {FEW} samples are shown and not counted. "Acted" is the number of samples in
+which the method did something: a propagator left tokens out of deeper layers, an evictor dropped entries, a reader read
+fewer than were stored. Where it acted in less than {ACTED:.0%}, a case is not counted, and a claim without any other is
+refused. A claim about several cases came out only if all that count did. [coverage.md](../coverage.md) measures how
+often the intervals hold and how often a verdict is false.
 """
 
 

@@ -15,13 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import kvsieve
 from benchmarks.paper.remember import Memory, remembering
-from benchmarks.paper.verdicts import Verdict, verdict_table
+from benchmarks.paper.verdicts import SCORES, Case, Verdict, paired, verdict_table
 from kvsieve.cli.loading import load_model
 from kvsieve.errors import InputError
 from kvsieve.eval.cells import MethodSetting, setting
@@ -193,6 +193,31 @@ class Found:
                 out[row["task"], row["length"], row["question"], row["sample"]] = float(value)
         return out
 
+    def acts(self, part: str, label: str, length: int) -> dict[tuple[Any, ...], bool]:
+        """Whether a method did something to each sample, by sample."""
+        mine = (row for row in self.rows(part) if row["label"] == label and row["length"] == length)
+        return {(row["task"], row["length"], row["question"], row["sample"]): acted(row) for row in mine}
+
+    def differ(
+        self, part: str, ours: str, theirs: str, metric: str = "score", acting: str | None = None
+    ) -> dict[int, Case | None]:
+        """Return ours less theirs at each length; of distances, of which less is better, theirs less ours.
+
+        Args:
+            part: whose rows.
+            ours: a label.
+            theirs: another's.
+            metric: what is compared.
+            acting: a label whose rows say whether the method acted; `ours` if left out.
+        """
+        cases = {}
+        for length in self.lengths(part):
+            one, other = (self.values(part, each, metric, length) for each in (ours, theirs))
+            first, second = (one, other) if metric == "score" else (other, one)
+            within = SCORES if metric == "score" else None
+            cases[length] = paired(first, second, within, self.acts(part, acting or ours, length))
+        return cases
+
     def mean(self, part: str, label: str, metric: str = "score", length: int | None = None) -> float | None:
         values = self.values(part, label, metric, length).values()
         return sum(values) / len(values) if values else None
@@ -208,6 +233,24 @@ class Found:
 def _begun(folder: Path, what: str) -> bool:
     """Whether a part has rows; one that was stopped before its first has a run.json alone."""
     return any((folder / f"{what}.jsonl{end}").exists() for end in ("", ".gz"))
+
+
+@cache
+def propagates(method: str) -> bool:
+    """Tell whether a method leaves tokens out of deeper layers; False for settings that no name makes."""
+    if method not in kvsieve.registry.list_methods():
+        return False
+    info = kvsieve.registry.method_info(method)
+    return info.make(**info.example).propagate is not None
+
+
+def acted(row: Row) -> bool:
+    """Tell whether a method did something: a propagator left tokens, an evictor entries, a reader reads fewer."""
+    tokens = row["prompt_tokens"]
+    if propagates(row["method"]):
+        return bool(row["deep_tokens"] < tokens)
+    read = int(row["budget"]) if (row["budget"] or "").isdigit() else tokens
+    return bool(min(row["kv_entries"], read) < tokens - 0.5)
 
 
 def parser(study: Study) -> argparse.ArgumentParser:

@@ -22,7 +22,6 @@ from benchmarks.paper.common import (
     Table,
     draw,
     main,
-    median,
     named,
     number,
     published,
@@ -30,9 +29,10 @@ from benchmarks.paper.common import (
     task_table,
     time_table,
 )
-from benchmarks.paper.verdicts import IMPOSSIBLE, LATER, MARGIN, NOT, OUT, Verdict, better, compared, estimate, paired
+from benchmarks.paper.verdicts import IMPOSSIBLE, Case, Verdict, compared, mean, no_worse, repeated
 from kvsieve.core.scoring import pooled_mass
 from kvsieve.eval.cells import MethodSetting
+from kvsieve.eval.intervals import FEWEST_DIFFERENT
 from kvsieve.hf.shared import read_shared
 
 DEPTHS = (1 / 6, 1 / 3, 1 / 2, 2 / 3, 5 / 6)
@@ -197,12 +197,8 @@ def points(found: Found, name: str, length: int, metric: str) -> list[tuple[floa
 
 
 def verdicts(found: Found) -> list[Verdict]:
-    def differ(ours: str, theirs: str, part: str = "layers", metric: str = "score", sign: int = 1) -> dict[str, Any]:
-        out = {}
-        for length in found.lengths(part):
-            one, other = (found.values(part, each, metric, length) for each in (ours, theirs))
-            out[str(length)] = paired(one, other) if sign > 0 else paired(other, one, None)
-        return out
+    def differ(ours: str, theirs: str, part: str = "layers", metric: str = "score") -> dict[int, Case | None]:
+        return found.differ(part, ours, theirs, metric)
 
     half = "tsp at 1/2"
     made = [
@@ -212,7 +208,7 @@ def verdicts(found: Found) -> list[Verdict]:
             "matches methods that only speed up decoding (SnapKV), 10% kept",
             "LongBench 48.47 against 48.73; RULER 75.6 against 73.6",
             differ(half, "snapkv 10%"),
-            margin=MARGIN,
+            judge=no_worse,
             abstract=True,
         ),
         compared(
@@ -222,18 +218,18 @@ def verdicts(found: Found) -> list[Verdict]:
             abstract=True,
         ),
         _stable(found),
-        compared("accuracy stays near full KV's", "48.47 of 50.19", differ(half, "full"), margin=MARGIN),
+        compared("accuracy stays near full KV's", "48.47 of 50.19", differ(half, "full"), judge=no_worse),
         compared(
             "figure 3: at half the depth TSP is closer to full KV than GemFilter, the same tokens going on",
             "curve, no numbers",
-            differ(half, "gemfilter at 1/2", metric="kl_last", sign=-1),
+            differ(half, "gemfilter at 1/2", metric="kl_last"),
         ),
         compared("figure 5b: an early TSP layer (1/6) costs accuracy", "curve", differ(half, "tsp at 1/6")),
         compared(
             "figure 5b: the score saturates at half the depth: no worse than at 5/6",
             "layer 15 of 32",
             differ(half, "tsp at 5/6"),
-            margin=MARGIN,
+            judge=no_worse,
         ),
         compared(
             "figure 5a: a small TSP rate (5%) costs accuracy",
@@ -244,11 +240,11 @@ def verdicts(found: Found) -> list[Verdict]:
             "figure 5a: the score saturates at 20%: no worse than at 100%",
             "20%",
             differ("tsp rate 20%", "tsp rate 100%", "rates"),
-            margin=MARGIN,
+            judge=no_worse,
         ),
         _sparse(found),
         *(
-            compared(f"the same by KL over the answer: {claim}", "", differ(ours, theirs, part, "kl", -1))
+            compared(f"the same by KL over the answer: {claim}", "", differ(ours, theirs, part, "kl"))
             for claim, ours, theirs, part in (
                 ("FastKV is closer to full KV than GemFilter", half, "gemfilter 13/32, 10%", "layers"),
                 ("half the depth is closer than 1/6", half, "tsp at 1/6", "layers"),
@@ -262,12 +258,8 @@ def verdicts(found: Found) -> list[Verdict]:
 def _faster(found: Found, quantity: str, claim: str, paper: str) -> Verdict:
     lengths = sorted({row["length"] for row in found.costs()})
     ratios = {length: found.ratio("tsp at 1/2", quantity, length) for length in lengths}
-    shown = "; ".join(f"{length}: {1 / median(each):.2f}x, n={len(each)}" for length, each in ratios.items() if each)
-    rule = "factor at 128K cannot be tested here; came out: every repeat at the longest prompt is faster than full KV"
-    if not shown:
-        return Verdict(claim, paper, LATER, "", rule, abstract=True)
-    verdict = OUT if max(ratios[lengths[-1]]) < 1 else NOT
-    return Verdict(claim, paper, f"{verdict}; its size {IMPOSSIBLE}", shown, rule, abstract=True)
+    rule = f"time over full KV's below 1 in each of {FEWEST_DIFFERENT} repeats or more; factor at 128K {IMPOSSIBLE}"
+    return repeated(claim, paper, ratios, rule, lambda ratio: ratio < 1)
 
 
 def _stable(found: Found) -> Verdict:
@@ -275,26 +267,20 @@ def _stable(found: Found) -> Verdict:
     for length in found.lengths("overlap"):
         rows = [row for row in found.rows("overlap") if row["length"] == length]
         spread = [[sum(by_distance(row, late)[:4]) / 4 for late in (True, False)] for row in rows]
-        cases[str(length)] = estimate([late - early for late, early in spread])
+        cases[length] = mean([late - early for late, early in spread])
     claim = "figure 1a: important tokens are stabler in later layers: overlap at distances 1-4, second half less first"
     return compared(claim, "early layers fall sharply, later ones hardly", cases, abstract=True)
 
 
 def _sparse(found: Found) -> Verdict:
-    claim, paper = "figure 1b: 512 tokens hold most of every layer's attention", "more than half at 128K"
-    rule = "the least layer's mean mass, less 0.5, above 0"
-    rows = found.rows("overlap")
-    if not rows:
-        return Verdict(claim, paper, LATER, "", rule)
-    lengths = found.lengths("overlap")
-    cases = {each: [row for row in rows if row["length"] == each] for each in lengths}
-    found_at = {}
-    for length, of_length in cases.items():
-        means = [sum(column) / len(column) for column in zip(*(row["mass"] for row in of_length), strict=True)]
+    cases = {}
+    for length in found.lengths("overlap"):
+        rows = [row for row in found.rows("overlap") if row["length"] == length]
+        means = [sum(column) / len(column) for column in zip(*(row["mass"] for row in rows), strict=True)]
         least = means.index(min(means))
-        found_at[length] = (least, estimate([row["mass"][least] - 0.5 for row in of_length], (-0.5, 0.5)))
-    shown = "; ".join(f"{length}: layer {layer}, {mass}" for length, (layer, mass) in found_at.items() if mass)
-    return Verdict(claim, paper, better(found_at[lengths[-1]][1]), shown, rule)
+        cases[f"{length}, layer {least}"] = mean([row["mass"][least] - 0.5 for row in rows], (-0.5, 0.5))
+    claim = "figure 1b: 512 tokens hold most of every layer's attention: the least layer's mean mass, less 0.5"
+    return compared(claim, "more than half at 128K", cases)
 
 
 STUDY = Study(

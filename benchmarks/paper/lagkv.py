@@ -31,10 +31,10 @@ from benchmarks.paper.common import (
     task_table,
     time_table,
 )
-from benchmarks.paper.verdicts import FEW, LATER, NOT, OPEN, OUT, Estimate, Verdict, compared, estimate, paired
+from benchmarks.paper.verdicts import ACTED, FEW, LATER, NOT, OPEN, OUT, Case, Verdict, compared, no_worse, paired
 from kvsieve.budget import Budget
-from kvsieve.eval.aggregate import wilson
 from kvsieve.eval.cells import MethodSetting
+from kvsieve.eval.intervals import share_interval
 from kvsieve.methods import LagKV
 from kvsieve.plans import Plan
 from kvsieve.types import When
@@ -199,12 +199,11 @@ def tables(found: Found) -> list[Table]:
             label = f"chunked {ratio}x"
             same = first_tokens(found, label, length)
             if same:
-                mean = sum(same) / len(same)
-                low, high = wilson(mean, len(same))
+                low, high = share_interval(sum(same), len(same))
                 right = found.values("chunks", label, length=length)
                 whole = found.values("grid", f"lag {chunk(length)}, {ratio}x", length=length)
                 unchunked = _mean([whole[key] for key in right if key in whole])
-                cells = [f"{mean:.2f} [{low:.2f}, {high:.2f}]", number(_mean(list(right.values())), 3)]
+                cells = [f"{sum(same) / len(same):.2f} [{low:.2f}, {high:.2f}]", number(_mean(list(right.values())), 3)]
                 paper = "about 0.80" if ratio == 8 else ""
                 rows.append([str(length), label, str(len(same)), *cells, number(unchunked, 3), paper])
     head = ["prompt tokens", "setting", "n", "first token as full KV's", "digits right", "unchunked", "the paper"]
@@ -289,20 +288,11 @@ def _mean(values: list[float]) -> float | None:
 
 
 def verdicts(found: Found) -> list[Verdict]:
-    def differ(
-        part: str, ours: str, theirs: str, metric: str = "score", margin: float = 0
-    ) -> dict[int, Estimate | None]:
-        out = {}
-        for length in found.lengths(part):
-            one, other = (found.values(part, each, metric, length) for each in (ours, theirs))
-            out[length] = paired({key: value - margin for key, value in one.items()}, other)
-        return out
-
-    def over_budgets(theirs: str) -> dict[str, Estimate | None]:
+    def over_budgets(theirs: str) -> dict[str, Case | None]:
         return {
             f"{kept}, {length}": each
             for kept in KEPT
-            for length, each in differ("ruler", f"lagkv {kept}", f"{theirs} {kept}").items()
+            for length, each in found.differ("ruler", f"lagkv {kept}", f"{theirs} {kept}").items()
         }
 
     no_attention = LagKV(budget=Budget(ratio=0.25)).window == 0
@@ -343,9 +333,9 @@ def verdicts(found: Found) -> list[Verdict]:
             {
                 f"{times}x, {length}": each
                 for times in (4, 8)
-                for length, each in differ("attention", f"lagkv {times}x", f"snapkv {times}x").items()
+                for length, each in found.differ("attention", f"lagkv {times}x", f"snapkv {times}x").items()
             },
-            margin=0.05,
+            judge=no_worse,
             abstract=True,
         ),
     ]
@@ -353,8 +343,8 @@ def verdicts(found: Found) -> list[Verdict]:
     for length in found.lengths("grid"):
         few, many = lags(length)[0], lags(length)[-1]
         for times in (4, 8):
-            ours, theirs = (found.values("grid", f"lag {lag}, {times}x", length=length) for lag in (many, few))
-            cases[f"{many} against {few}, {times}x, {length}"] = paired(ours, theirs)
+            both = found.differ("grid", *(f"lag {lag}, {times}x" for lag in (many, few)))
+            cases[f"{many} against {few}, {times}x, {length}"] = both[length]
     made.append(
         compared("table 3: at the same r a larger lag keeps more digits", "4x: 96.98 at 1024, 20.83 at 128", cases)
     )
@@ -363,35 +353,36 @@ def verdicts(found: Found) -> list[Verdict]:
         for length in found.lengths("grid"):
             largest = lags(length)[-1]
             for times in (4, 8):
-                ours, theirs = (
-                    found.values("grid", f"{each} {largest}, {times}x", length=length) for each in ("lag", name)
-                )
-                cases[f"{times}x, {length}"] = paired(ours, theirs)
+                both = found.differ("grid", *(f"{each} {largest}, {times}x" for each in ("lag", name)))
+                cases[f"{times}x, {length}"] = both[length]
         made.append(
             compared(f"figure 5: the next partition as reference beats the variant '{name}'", "curve, L=1024", cases)
         )
     return [*made, _first(found)]
 
 
-def _more_by_half(found: Found, times: int, length: int) -> Estimate | None:
+def _more_by_half(found: Found, times: int, length: int) -> Case | None:
     ours, theirs = (found.values("attention", f"{each} {times}x", length=length) for each in ("lagkv", "h2o"))
-    return estimate([ours[key] - 1.5 * theirs[key] for key in ours if key in theirs], (-1.5, 1.0))
+    acts = found.acts("attention", f"lagkv {times}x", length)
+    return paired(ours, {key: 1.5 * value for key, value in theirs.items()}, (-1.5, 1.0), acts)
 
 
 def _first(found: Found) -> Verdict:
     claim, paper = "figure 3: chunked, 8x, about 80% of first tokens are as without", "about 80%"
-    rule = "Wilson interval: came out where its low end is at least 0.7, did not where its high end is below"
-    shown, verdicts = [], []
+    rule = "came out where the share's low end is at least 0.7, did not where its high end is below"
+    shown, verdicts, acted, known = [], [], 0, 0
     for length in found.lengths("chunks"):
         same = first_tokens(found, "chunked 8x", length)
         if same:
-            mean = sum(same) / len(same)
-            low, high = wilson(mean, len(same))
-            verdicts.append(OUT if low >= 0.7 else NOT if high < 0.7 else OPEN)
-            few = "" if len(same) >= FEW else ", few"
-            shown.append(f"{length}: {mean:.2f} [{low:.2f}, {high:.2f}], n={len(same)}{few}")
-    verdict = LATER if not verdicts else NOT if NOT in verdicts else OPEN if OPEN in verdicts else OUT
-    return Verdict(claim, paper, verdict, "; ".join(shown), rule)
+            low, high = share_interval(sum(same), len(same))
+            counted, mine = len(same) >= FEW, sum(found.acts("chunks", "chunked 8x", length).values())
+            acted, known = acted + mine, known + len(same)
+            if counted and mine >= ACTED * len(same):
+                verdicts.append(OUT if low >= 0.7 else NOT if high < 0.7 else OPEN)
+            few = "" if counted else ", few: not counted"
+            shown.append(f"{length}: {sum(same) / len(same):.2f} [{low:.2f}, {high:.2f}], n={len(same)}{few}")
+    verdict = LATER if not shown else NOT if NOT in verdicts else OUT if set(verdicts) == {OUT} else OPEN
+    return Verdict(claim, paper, verdict, "; ".join(shown), rule, acted=f"{acted} of {known}" if known else "")
 
 
 STUDY = Study(

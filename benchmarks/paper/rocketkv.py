@@ -30,7 +30,7 @@ from benchmarks.paper.common import (
     task_table,
     time_table,
 )
-from benchmarks.paper.verdicts import IMPOSSIBLE, LATER, MARGIN, Estimate, Verdict, compared, no_worse, paired
+from benchmarks.paper.verdicts import IMPOSSIBLE, LATER, MARGIN, OUT, Case, Verdict, compared, no_worse, of_all
 from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import ReadFacts
 from kvsieve.eval.cells import MethodSetting
@@ -258,24 +258,15 @@ def _of(paper: dict[str, str], label: str) -> float | None:
 
 
 def verdicts(found: Found) -> list[Verdict]:
-    def differ(part: str, ours: str, theirs: str, metric: str = "score", sign: int = 1) -> dict[int, Estimate | None]:
-        out = {}
-        for length in found.lengths(part):
-            one, other = (found.values(part, each, metric, length) for each in (ours, theirs))
-            out[length] = paired(one, other) if sign > 0 else paired(other, one, None)
-        return out
-
     def cases(
         part: str, ours: str, theirs: tuple[str, ...], parts: tuple[int, ...], metric: str = "score"
-    ) -> dict[str, Estimate | None]:
+    ) -> dict[str, Case | None]:
         """Scores: ours less theirs; distances, of which less is better: theirs less ours."""
         return {
             f"{name} 1/{each}, {length}": found_at
             for name in theirs
             for each in parts
-            for length, found_at in differ(
-                part, f"{ours} 1/{each}", f"{name} 1/{each}", metric, 1 if metric == "score" else -1
-            ).items()
+            for length, found_at in found.differ(part, f"{ours} 1/{each}", f"{name} 1/{each}", metric).items()
         }
 
     made = [
@@ -306,7 +297,7 @@ def verdicts(found: Found) -> list[Verdict]:
                 f"RocketKV-MT nearly on par with exact top-k {what}",
                 "47.8 against 48.7",
                 cases(part, "rocketkv-mt", ("exacttopk",), TURNS_AT),
-                margin=MARGIN,
+                judge=no_worse,
                 abstract=True,
             )
         )
@@ -317,7 +308,7 @@ def verdicts(found: Found) -> list[Verdict]:
             {
                 f"{name}, {length}": each
                 for name in ("quest", "sparq")
-                for length, each in differ("pages", "hsa 1/16", f"{name} 1/16", "kl", -1).items()
+                for length, each in found.differ("pages", "hsa 1/16", f"{name} 1/16", "kl").items()
             },
         )
     )
@@ -328,7 +319,7 @@ def verdicts(found: Found) -> list[Verdict]:
             {
                 f"pages of {page}, {length}": each
                 for page in (1, 16)
-                for length, each in differ("pages", "hsa 1/16", f"pages of {page}", "kl", -1).items()
+                for length, each in found.differ("pages", "hsa 1/16", f"pages of {page}", "kl").items()
             },
         )
     )
@@ -339,20 +330,17 @@ def verdicts(found: Found) -> list[Verdict]:
 def _compression(found: Found) -> Verdict:
     claim, paper = "up to 400x compression with negligible loss of accuracy", "NIAH 100% at 1/400 of 109K"
     rule = f"the most compression where RocketKV is no worse than full KV by {MARGIN:g}, at most 64x tried"
-    shown, seen = [], []
-    for length in found.lengths("budgets"):
-        for part in PARTS:
-            each = paired(*(found.values("budgets", name, length=length) for name in (f"rocketkv 1/{part}", "full")))
-            if each is not None:
-                seen.append((part, no_worse(each)))
-                shown.append(f"1/{part}, {length}: {each}, {no_worse(each)}")
-    if not seen:
+    cases = {part: found.differ("budgets", f"rocketkv 1/{part}", "full") for part in PARTS}
+    told = {part: of_all(list(each.values()), no_worse)[0] for part, each in cases.items()}
+    lengths = found.lengths("budgets")
+    shown = [f"1/{part}, {at}: {case}" for at in lengths for part, each in cases.items() if (case := each[at])]
+    if not shown:
         return Verdict(claim, paper, f"{IMPOSSIBLE} (400x); up to 64x {LATER}", "", rule, abstract=True)
-    best = max((part for part, _ in seen if all(v == "came out" for p, v in seen if p == part)), default=0)
-    told = f"400x {IMPOSSIBLE} (contexts are too short); " + (
-        f"{best}x came out" if best else "not shown at any budget"
-    )
-    return Verdict(claim, paper, told, "; ".join(shown), rule, abstract=True)
+    best = max((part for part in PARTS if told[part] == OUT), default=0)
+    found_here = f"{best}x {OUT}" if best else "not shown at any budget"
+    verdict = f"400x {IMPOSSIBLE} (contexts are too short); {found_here}"
+    acted = of_all([case for each in cases.values() for case in each.values()], no_worse)[1]
+    return Verdict(claim, paper, verdict, "; ".join(shown), rule, abstract=True, acted=acted)
 
 
 def _costs(found: Found) -> Verdict:
@@ -381,13 +369,12 @@ def _adaptive(found: Found) -> Verdict:
             seen = {s: value for s, value in kl.items() if value is not None}
             if seen:
                 best = min(seen, key=lambda s: seen[s])
-                ours = found.values("splits", f"rocketkv 1/{part}", length=length)
-                theirs = found.values("splits", f"split {best}, 1/{part}", length=length)
-                cases[f"best is {best}, 1/{part}, {length}"] = paired(ours, theirs)
+                both = found.differ("splits", f"rocketkv 1/{part}", f"split {best}, 1/{part}")
+                cases[f"best is {best}, 1/{part}, {length}"] = both[length]
     claim = "figure 9: the adaptive split is comparable to the best static one"
     if not cases:
         return Verdict(claim, "curve", LATER)
-    return compared(claim, "curve, in most cases", cases, margin=MARGIN)
+    return compared(claim, "curve, in most cases", cases, judge=no_worse)
 
 
 STUDY = Study(

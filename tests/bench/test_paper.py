@@ -154,45 +154,98 @@ def test_readings_that_share_layers_give_what_they_give_alone(checkpoint):
     assert "forward" not in vars(model.model.layers[0].mlp)
 
 
-def constant(value: float, samples: int) -> dict[int, float]:
-    return dict.fromkeys(range(samples), value)
+def pairs(won: int, lost: int, same: int, acted: int | None = None) -> verdicts.Case:
+    """Samples that one setting alone has right, that the other has, and on which they agree."""
+    ours = dict(enumerate([1.0] * won + [0.0] * (lost + same)))
+    theirs = dict(enumerate([0.0] * won + [1.0] * lost + [0.0] * same))
+    acts = None if acted is None else {key: key < acted for key in ours}
+    return verdicts.paired(ours, theirs, acts=acts)
 
 
-def test_verdicts_follow_their_rules():
-    ours = constant(0.9, 200)
-    better = verdicts.compared("a", "", {"x": verdicts.paired(ours, constant(0.5, 200))})
-    worse = verdicts.compared("a", "", {"x": verdicts.paired(ours, constant(1.0, 200))}, margin=0.05)
-    close = verdicts.compared("a", "", {"x": verdicts.paired(ours, constant(0.92, 200))}, margin=0.05)
-    spread = verdicts.paired({key: key % 2 for key in range(60)}, {key: (key + 1) % 2 for key in range(60)})
-    assert [each.verdict for each in (better, worse, close)] == [verdicts.OUT, verdicts.NOT, verdicts.OUT]
-    assert verdicts.better(spread) == verdicts.OPEN and spread.low < 0 < spread.high
-    both = verdicts.compared("a", "", {"x": spread, "y": verdicts.paired(ours, constant(0.5, 200))})
-    assert both.verdict == verdicts.OPEN and "few" not in both.evidence
-    assert verdicts.compared("a", "", {"x": None}).verdict == verdicts.LATER
+OUT, NOT, OPEN = verdicts.OUT, verdicts.NOT, verdicts.OPEN
 
 
-@pytest.mark.parametrize(("samples", "least"), [(10, -0.308), (50, -0.0711), (100, -0.0362)])
-def test_identical_outcomes_allow_for_some_that_were_not_seen(samples, least):
-    """Clopper and Pearson's bound: 1 - 0.025 ** (1 / n) of the outcomes may be the worst there is."""
-    found = verdicts.estimate([0.0] * samples)
-    assert found.low == pytest.approx(least, rel=0.03) and found.high == pytest.approx(-least, rel=0.03)
-    assert verdicts.no_worse(found) == (verdicts.OUT if samples == 100 else verdicts.OPEN)
+@pytest.mark.parametrize(
+    ("case", "better", "no_worse"),
+    [
+        (pairs(6, 0, 54), OUT, OUT),
+        # Five of a kind happen by chance in more than 5 of 100.
+        (pairs(5, 0, 55), OPEN, OUT),
+        (pairs(0, 20, 40), NOT, NOT),
+        # Lower, but by less than the margin as far as the interval shows.
+        (pairs(0, 6, 54), OPEN, OPEN),
+        # Higher on the whole, and by so much that a loss of the margin is out of the question.
+        (pairs(12, 8, 40), OPEN, OPEN),
+        (pairs(0, 0, 72), OPEN, OPEN),
+        (pairs(0, 0, 73), OPEN, OUT),
+        # Too few to count, however clear.
+        (pairs(49, 0, 0), OPEN, OPEN),
+        (pairs(50, 0, 0), OUT, OUT),
+    ],
+    ids=str,
+)
+def test_verdicts_follow_their_rules(case, better, no_worse):
+    assert verdicts.compared("a", "", {"x": case}).verdict == better
+    assert verdicts.compared("a", "", {"x": case}, judge=verdicts.no_worse).verdict == no_worse
 
 
-def test_gains_without_a_loss_are_better_from_six_on():
-    """As by a coin's tosses: five of five on one side happen by chance in more than 5 of 100."""
-    five, six = (verdicts.estimate([1.0] * gains + [0.0] * 14) for gains in (5, 6))
-    assert verdicts.better(five) == verdicts.OPEN and verdicts.better(six) == verdicts.OUT
+def test_a_claim_in_several_cases_came_out_in_all_that_count():
+    clear, open_, few = pairs(60, 0, 0), pairs(0, 0, 60), pairs(0, 40, 0)
+    told = [
+        verdicts.compared("a", "", dict(enumerate(cases))) for cases in ((clear, few), (clear, open_), (few,), (None,))
+    ]
+    assert [each.verdict for each in told] == [OUT, OPEN, OPEN, verdicts.LATER]
+    assert told[0].evidence.endswith("n=40, few: not counted")
+    # Of many cases one is lower by chance: each has its part of the 5%.
+    lower = pairs(8, 24, 18)
+    assert 0.05 / 100 < lower.found.p < 0.05 and lower.found.high < -0.05
+    assert verdicts.compared("a", "", {"x": lower}).verdict == NOT
+    assert verdicts.compared("a", "", {"x": lower, **dict.fromkeys(range(99), open_)}).verdict == OPEN
 
 
-def test_intervals_of_values_without_bounds_are_students():
-    found = verdicts.estimate([0.1, 0.2, 0.3, 0.4, 0.5], None)
-    # t of 4 degrees of freedom: 2.776 standard errors of 0.0707.
-    assert found.low == pytest.approx(0.3 - 0.1963, abs=0.01) and found.high == pytest.approx(0.4963, abs=0.01)
-    same = verdicts.estimate([0.1] * 20, None)
-    assert verdicts.better(same) == verdicts.OPEN and same.high == float("inf")
-    assert verdicts.better(verdicts.apart([2.0] * 20, [1.0] * 20, None)) == verdicts.OPEN
-    assert verdicts.better(verdicts.apart([1.0] * 20, [0.0] * 20, (0, 1))) == verdicts.OUT
+def test_a_verdict_is_refused_where_the_method_did_nothing():
+    idle, active = pairs(60, 0, 0, acted=29), pairs(60, 0, 0, acted=30)
+    refused = verdicts.compared("a", "", {4096: idle, 8192: idle})
+    assert (refused.verdict, refused.acted) == ("refused: acted in 58 of 120", "58 of 120")
+    counted = verdicts.compared("a", "", {4096: idle, 8192: active})
+    assert (counted.verdict, counted.acted) == (OUT, "59 of 120")
+    assert "4096: +1.000 [+0.880, +1.000], n=60, acted in 29: not counted" in counted.evidence
+    assert "| a |  | came out | 59 of 120 |" in verdicts.verdict_table([counted])
+
+
+def test_two_sets_are_compared_by_both_intervals():
+    found = verdicts.apart([1.0] * 60, [0.0] * 80, (0, 1)).found
+    assert (found.mean, found.n, found.high) == (1.0, 60, 1.0)
+    assert found.low == pytest.approx(1 - (0.0596**2 + 0.0451**2) ** 0.5, abs=0.003)
+    same = verdicts.apart([2.0] * 60, [1.0] * 60, None)
+    assert verdicts.better(same) == OPEN and same.found.high == float("inf")
+
+
+def test_costs_need_six_repeats_that_agree():
+    def told(*ratios):
+        return verdicts.repeated("a", "", {4096: [2.0], 8192: ratios}, "", lambda ratio: ratio < 1).verdict
+
+    assert [told(*[0.9] * 6), told(*[1.1] * 6), told(*[0.9] * 5), told(*[0.9] * 6, 1.1), told()] == [
+        OUT, NOT, OPEN, OPEN, verdicts.LATER
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "deep", "entries", "acted"),
+    [
+        ("asl", "20%", 1000, 200.0, False),
+        ("asl", "20%", 200, 200.0, True),
+        ("snapkv", "20%", 1000, 200.0, True),
+        ("snapkv", "20%", 1000, 1000.0, False),
+        ("hsa", "128", 1000, 1000.0, True),
+        ("hsa", "1024", 1000, 1000.0, False),
+        ("lag 128, 8x", "16 of 128", 1000, 300.0, True),
+        ("full", None, 1000, 1000.0, False),
+    ],
+)
+def test_a_method_acted_where_something_was_left_out(method, budget, deep, entries, acted):
+    row = {"method": method, "budget": budget, "prompt_tokens": 1000, "deep_tokens": deep, "kv_entries": entries}
+    assert common.acted(row) == acted
 
 
 def test_a_layer_is_selected_where_the_variance_falls_below_tau():

@@ -178,7 +178,7 @@ def print_scores(report: dict[str, Any], out: Path, as_json: bool) -> None:
             str(each["length"]),
             str(each["samples"]),
             f"{100 * each['score']:.1f}",
-            "" if each["error"] is None else f"{100 * each['error']:.1f}",
+            f"{50 * (each['high'] - each['low']):.1f}",
         ]
         for each in report["means"]
     ]

@@ -8,25 +8,17 @@ from functools import cached_property
 
 from kvsieve.errors import InputError
 from kvsieve.eval.aggregate import Cell, CostCell, cells, cost_cells, task_means
+from kvsieve.eval.intervals import FEWEST, FEWEST_DIFFERENT, LEVEL, Estimate
 from kvsieve.eval.merge import Subject
-from kvsieve.eval.significance import (
-    FEWEST,
-    FEWEST_DIFFERENT,
-    LEVEL,
-    RESAMPLES,
-    Difference,
-    Place,
-    against,
-    against_full,
-)
+from kvsieve.eval.significance import Place, against, against_full
 from kvsieve.eval.tables import NONE, budget_name, number, plus_minus, questions_of, runs
 from kvsieve.report.labels import FULL, distinct
 from kvsieve.report.tables import Entry, Table
 
 METHOD_NOTE = (
-    f"Differences are of the same samples, with 95% intervals from a paired bootstrap of {RESAMPLES} resamples with a "
-    "fixed seed: of documents with all samples about them where several share one, of samples elsewhere; of each task "
-    f"by itself, each of the same weight in the mean. “Level” says that p is not below {LEVEL}, not that there is no "
+    "Differences are of the same samples, with 95% intervals: Tango's score interval where scores are 0 or 1, else "
+    "Student's t, over documents where several samples share one; tasks weigh the same in the mean. “Lower” and "
+    f"“higher”: 0 is outside, and a sign-flip test has p<{LEVEL}. “Level” does not mean that there is no "
     f"difference: look at the interval. With fewer than {FEWEST} samples, or fewer than {FEWEST_DIFFERENT} samples or "
     "documents that differ, no difference is claimed. Of twenty rows that are level in truth, one is marked by chance."
 )
@@ -57,11 +49,11 @@ class Compared:
         return {(each.length, each.label, each.budget): each for each in cost_cells(self.subject.results.costs)}
 
     @cached_property
-    def from_full(self) -> dict[Place, Difference]:
+    def from_full(self) -> dict[Place, Estimate]:
         return against_full(self.subject.results.samples)
 
     @cached_property
-    def from_baseline(self) -> dict[Place, Difference]:
+    def from_baseline(self) -> dict[Place, Estimate]:
         return {} if self.baseline is None else against(self.subject.results.samples, self.baseline)
 
 
@@ -134,14 +126,14 @@ def _score(cell: Cell) -> list[str]:
     return [str(cell.tasks), str(cell.n), f"{100 * cell.score:.1f}{plus_minus(cell)}"]
 
 
-def _difference(found: dict[Place, Difference], cell: Cell) -> list[str]:
+def _difference(found: dict[Place, Estimate], cell: Cell) -> list[str]:
     one = found.get((cell.task, cell.length, cell.question, cell.label, cell.budget))
     if one is None:
         return [NONE, NONE]
     return [f"{100 * one.mean:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]", told(one)]
 
 
-def told(one: Difference) -> str:
+def told(one: Estimate) -> str:
     """The verdict in words."""
     if one.verdict == "few":
         return "too few samples" if one.n < FEWEST or one.clusters < FEWEST_DIFFERENT else "too few differ"

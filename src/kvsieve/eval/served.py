@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from typing import Any
 
 from kvsieve.client import ServerClient
 from kvsieve.errors import InputError
+from kvsieve.eval.aggregate import wilson
 from kvsieve.eval.grid import Grid, Unit
 from kvsieve.eval.texts import other_text
 from kvsieve.tasks.prompter import Prompter
@@ -105,20 +105,18 @@ def _row(client: ServerClient, unit: Unit, sample: Sample, prompts: Sequence[lis
 
 
 def means(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Mean score of each task at each length, and its standard error."""
-    cells: dict[tuple[str, int], list[float]] = {}
+    """Return the mean score of each task at each length, with its 95% interval."""
+    scores: dict[tuple[str, int], list[float]] = {}
     for row in rows:
-        cells.setdefault((row["task"], row["length"]), []).append(row["score"])
-    return [
-        {
-            "task": task,
-            "length": length,
-            "samples": len(scores),
-            "score": round(statistics.fmean(scores), 4),
-            "error": round(statistics.stdev(scores) / math.sqrt(len(scores)), 4) if len(scores) > 1 else None,
-        }
-        for (task, length), scores in cells.items()
-    ]
+        scores.setdefault((row["task"], row["length"]), []).append(row["score"])
+    return [_mean(task, length, each) for (task, length), each in scores.items()]
+
+
+def _mean(task: str, length: int, scores: list[float]) -> dict[str, Any]:
+    mean = statistics.fmean(scores)
+    low, high = wilson(mean, len(scores))
+    numbers = {"score": round(mean, 4), "low": round(low, 4), "high": round(high, 4)}
+    return {"task": task, "length": length, "samples": len(scores), **numbers}
 
 
 def _known(file: Path, run: Mapping[str, Any], resume: bool) -> list[dict[str, Any]]:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvsieve.eval.aggregate import Cell, CostCell, budgets_of, cells, cost_cells, labels_of, task_means
+from kvsieve.eval.intervals import LEVEL, Estimate
 from kvsieve.eval.results import Results
-from kvsieve.eval.significance import LEVEL, Difference, Place
+from kvsieve.eval.significance import Place
 from kvsieve.report.labels import FULL, distinct
 from kvsieve.report.tables import Entry, Table
 
@@ -32,7 +33,7 @@ class Tables:
 
 
 def make_tables(
-    results: Results, interval: Callable[[Cell], str], differences: Mapping[Place, Difference] | None = None
+    results: Results, interval: Callable[[Cell], str], differences: Mapping[Place, Estimate] | None = None
 ) -> Tables:
     """Make the tables of a results directory.
 
@@ -125,13 +126,13 @@ def _explained(rows: Sequence[Sequence[Entry]]) -> str:
     texts = "".join(entry.text for row in rows for entry in row)
     note = ""
     if any(each in texts for each in _ARROWS.values()):
-        note += f" ↓, ↑: lower, higher than full KV on the same samples (p<{LEVEL}, paired bootstrap)."
+        note += f" ↓, ↑: lower, higher than full KV on the same samples (sign-flip test, p<{LEVEL})."
     if DAGGER in texts:
         note += f" {DAGGER}: the method did not run as asked in some samples."
     return note
 
 
-def arrow(difference: Difference | None) -> str:
+def arrow(difference: Estimate | None) -> str:
     return "" if difference is None else _ARROWS.get(difference.verdict, "")
 
 
