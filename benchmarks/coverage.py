@@ -21,8 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.paper.verdicts import MARGIN, OPEN, SCORES, Case, apart, no_worse
-from kvsieve.eval.aggregate import wilson
-from kvsieve.eval.intervals import Estimate, estimate, share
+from kvsieve.eval.intervals import Estimate, estimate, share_interval
 from kvsieve.report.environment import environment
 from kvsieve.report.tables import markdown_table
 
@@ -115,10 +114,6 @@ def part(chance: float, interval: Callable[[int, int], tuple[float, float]]) -> 
     return draw
 
 
-def of_wilson(count: int, n: int) -> tuple[float, float]:
-    return wilson(count / n, n)
-
-
 SHARES = (0.5, 0.8, 0.95)
 RATES = ((0.3, 0.3), (0.1, 0.1), (0.02, 0.02))
 RULES = (
@@ -130,6 +125,7 @@ RULES = (
     Rule("graded, a tenth lost", "t, Gaffke", 0.0, graded(0)),
     Rule("graded, a tenth lost", "t, Gaffke", -MARGIN, graded(-MARGIN)),
     Rule("graded, 2% lost", "t, Gaffke", 0.0, graded(0, 0.02)),
+    Rule("graded, none won", "t, Gaffke", -MARGIN, graded(-MARGIN, MARGIN / 0.7)),
     Rule("normal, 4 questions each", "t over documents", 0.0, normal_documents),
     Rule("binary, 4 questions each, half alike", "t over documents, Gaffke", 0.0, documents(0.2, 0.2, 0.5)),
     Rule("binary, 4 questions each, all alike", "t over documents, Gaffke", 0.0, documents(0.2, 0.2, 1.0)),
@@ -137,8 +133,7 @@ RULES = (
     Rule("binary, 3 tasks of n", "Tango", 0.0, tasks((1, 1, 1), RATES)),
     Rule("binary, 3 tasks of n, n and 2n", "t over tasks, Gaffke", 0.0, tasks((1, 1, 2), RATES)),
     Rule("binary, n against 2n of others", "t of both, MOVER", 0.0, two_sets),
-    *(Rule(f"share, {chance:g}", "Clopper and Pearson", chance, part(chance, share), False) for chance in SHARES),
-    *(Rule(f"share, {chance:g}", "Wilson", chance, part(chance, of_wilson), False) for chance in SHARES),
+    *(Rule(f"share, {each:g}", "Clopper and Pearson", each, part(each, share_interval), False) for each in SHARES),
 )  # fmt: skip
 
 

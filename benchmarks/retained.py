@@ -20,7 +20,7 @@ import numpy as np
 
 from kvsieve.eval.intervals import estimate
 from kvsieve.eval.results import load
-from kvsieve.eval.significance import document
+from kvsieve.eval.rows import document
 from kvsieve.report.tables import markdown_table
 
 Row = dict[str, Any]

@@ -11,7 +11,7 @@ import pytest
 
 import fake_results as fake
 from kvsieve.errors import InputError
-from kvsieve.eval.aggregate import budgets_of, cells, cost_cells, task_means, wilson
+from kvsieve.eval.aggregate import budgets_of, cells, cost_cells, score_interval, task_means
 from kvsieve.eval.results import load
 from kvsieve.eval.store import writing
 
@@ -32,17 +32,19 @@ def cost(label, repeat, ttft, tokens, **changes):
 
 
 @pytest.mark.parametrize(
-    ("mean", "n", "low", "high"),
-    # The first three are in every table of Wilson intervals.
-    [(0.5, 10, 0.2366, 0.7634), (0.0, 10, 0.0, 0.2775), (1.0, 10, 0.7225, 1.0), (0.9, 100, 0.8256, 0.9448)],
+    ("scores", "low", "high"),
+    # The first two are in every table of Clopper and Pearson's intervals.
+    [([1, 0] * 5, 0.1871, 0.8129), ([0] * 10, 0, 0.3085), ([0.5, 1, 0.5, 0.5], 0.1228, 0.9715)],
 )
-def test_wilson_interval(mean, n, low, high):
-    assert wilson(mean, n) == pytest.approx((low, high), abs=5e-5)
+def test_a_score_has_an_interval(scores, low, high):
+    assert score_interval(scores, range(len(scores))) == pytest.approx((low, high), abs=5e-5)
 
 
-def test_fractional_scores_have_an_interval_around_them():
-    low, high = wilson(0.625, 4)
-    assert 0 < low < 0.625 < high < 1
+def test_questions_about_one_document_narrow_no_score():
+    apart = score_interval([1.0, 0.0] * 20, range(40))
+    together = score_interval([1.0] * 4 + [0.0] * 4 + [1.0, 0.0] * 16, [index // 4 for index in range(40)])
+    alike = score_interval(([1.0] * 4 + [0.0] * 4) * 5, [index // 4 for index in range(40)])
+    assert alike[1] - alike[0] > 1.9 * (apart[1] - apart[0]) and together[1] - together[0] < alike[1] - alike[0]
 
 
 def test_cells_take_means_of_what_is_there():
@@ -55,7 +57,7 @@ def test_cells_take_means_of_what_is_there():
     assert (first.task, first.n, first.score, first.not_applied) == ("needle", 2, 0.75, 1)
     assert first.metrics == {"exact": 0.5, "partial": 0.5}
     assert (first.kl, first.top1, first.kv_share, first.kl_last) == (0.2, 0.75, 0.1, None)
-    assert (first.low, first.high) == wilson(0.75, 2)
+    assert (first.low, first.high) == score_interval([1.0, 0.5], range(2))
     assert second.n == 1
 
 
@@ -63,7 +65,8 @@ def test_tasks_weigh_the_same_in_their_mean():
     rows = [sample(1.0, index) for index in range(9)] + [sample(0.0, 0, task="other")]
     (mean,) = task_means(cells(rows))
     assert (mean.score, mean.n, mean.tasks) == (0.5, 10, 2)
-    assert (mean.low, mean.high) == wilson(0.5, 10)
+    # Of a mean of two each, half of both widths together: 1 - 0.025 ** (1 / 9), and 0.975.
+    assert (mean.low, mean.high) == pytest.approx((0.5 - 0.3363 / 2, 0.5 + 0.975 / 2), abs=5e-5)
 
 
 def test_costs_are_medians_and_ratios_are_taken_within_a_repeat():

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
-from kvsieve.eval.rows import Row, finite, groups
+from kvsieve.eval.intervals import estimate, share_interval
+from kvsieve.eval.rows import Row, document, finite, groups
 from kvsieve.report.labels import FULL, budget_order, distinct
-
-_Z95 = 1.959963984540054
 
 
 @dataclass(frozen=True)
 class Cell:
     """Samples of one task, length, question mode, label and budget, or of several tasks: then `task` is "mean".
 
-    low, high: 95% Wilson interval of `score`. n: samples. tasks: how many tasks are in it. not_applied: samples in
+    low, high: 95% interval of `score`. n: samples. tasks: how many tasks are in it. not_applied: samples in
     which the method did not run as asked.
     """
 
@@ -85,13 +84,13 @@ class CostCell:
         return {key: finite(value) for key, value in asdict(self).items() if key != "kept"}
 
 
-def wilson(mean: float, n: int) -> tuple[float, float]:
-    """95% interval of a share seen in n samples; for scores between 0 and 1 it is wider than it need be."""
-    square = _Z95**2 / n
-    centre = (mean + square / 2) / (1 + square)
-    half = _Z95 * math.sqrt(max(mean * (1 - mean), 0.0) / n + square / (4 * n)) / (1 + square)
-    # At 0 and 1 the bound is exact; only rounding moves it past the mean.
-    return max(0.0, min(centre - half, mean)), min(1.0, max(centre + half, mean))
+def score_interval(scores: Sequence[float], documents: Sequence[Hashable]) -> tuple[float, float]:
+    """Return the 95% interval of a mean score: Clopper and Pearson's, or over documents where several share one."""
+    n = len(scores)
+    if len(set(documents)) == n:
+        return share_interval(math.fsum(scores), n)
+    found = estimate(scores, documents, within=(0.0, 1.0))
+    return found.low, found.high
 
 
 def cells(samples: Iterable[Row]) -> list[Cell]:
@@ -105,7 +104,7 @@ def _cell(key: tuple[Any, ...], rows: list[Row]) -> Cell:
     names = distinct(name for row in rows for name in row.get("metrics") or {} if name != "score")
     metrics = {name: mean_of((row.get("metrics") or {}).get(name) for row in rows) for name in names}
     task, length, question, label, budget = key
-    low, high = wilson(score, len(rows))
+    low, high = score_interval([row["score"] for row in rows], [document(row) for row in rows])
     return Cell(
         task,
         length,
@@ -128,7 +127,7 @@ def _cell(key: tuple[Any, ...], rows: list[Row]) -> Cell:
 def task_means(parts: Iterable[Cell]) -> list[Cell]:
     """Over tasks, each of the same weight: one cell per length, question mode, label and budget.
 
-    The interval is Wilson's for all samples together.
+    The interval puts those of the tasks together (Zou and Donner's MOVER).
     """
     found: dict[tuple[Any, ...], list[Cell]] = {}
     for cell in parts:
@@ -139,7 +138,8 @@ def task_means(parts: Iterable[Cell]) -> list[Cell]:
 def _task_mean(key: tuple[Any, ...], group: list[Cell]) -> Cell:
     score, n = sum(cell.score for cell in group) / len(group), sum(cell.n for cell in group)
     length, question, label, budget = key
-    low, high = wilson(score, n)
+    low = score - math.hypot(*(cell.score - cell.low for cell in group)) / len(group)
+    high = score + math.hypot(*(cell.high - cell.score for cell in group)) / len(group)
     return Cell(
         "mean",
         length,

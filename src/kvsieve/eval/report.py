@@ -30,7 +30,8 @@ _GUIDE = (
 )
 GLOSSARY = (
     ("score", "What a task's scoring gives an answer, 0 to 100%; the mean over tasks gives each the same weight."),
-    ("95% interval", "Wilson's interval for a share seen in n samples; for a mean over tasks, of all samples."),
+    ("95% interval", "Clopper and Pearson's for a share seen in n samples, over documents where several samples "
+     "share one; for a mean over tasks, those of the tasks put together."),
     ("±", "Half the width of the 95% interval, which is not quite symmetric around the score."),
     ("budget", "KV entries kept per layer and KV head: a share of the prompt, or a number; all: no budget."),
     ("KV kept", "Entries stored per KV head once the prompt was complete, mean over layers, as a share of the prompt."),

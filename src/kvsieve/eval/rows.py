@@ -87,6 +87,12 @@ def _kind_name(kind: Any) -> str:
     return names.get(kind, "text or null")
 
 
+def document(row: Row) -> tuple[str, Any]:
+    """Return what samples share where they are about one text: its name, or the sample's own number."""
+    named = (row.get("meta") or {}).get("document")
+    return ("sample", row["sample"]) if named is None else ("document", str(named))
+
+
 def groups(rows: Iterable[Row], key: Sequence[str], first_only: bool = False) -> dict[tuple[Any, ...], Any]:
     """Rows by their values of `key`: a list of each, or the first of each alone."""
     found: dict[tuple[Any, ...], Any] = {}

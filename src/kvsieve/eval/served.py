@@ -12,8 +12,9 @@ from typing import Any
 
 from kvsieve.client import ServerClient
 from kvsieve.errors import InputError
-from kvsieve.eval.aggregate import wilson
+from kvsieve.eval.aggregate import score_interval
 from kvsieve.eval.grid import Grid, Unit
+from kvsieve.eval.rows import Row, document, groups
 from kvsieve.eval.texts import other_text
 from kvsieve.tasks.prompter import Prompter
 from kvsieve.tasks.public import recorded
@@ -106,16 +107,13 @@ def _row(client: ServerClient, unit: Unit, sample: Sample, prompts: Sequence[lis
 
 def means(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the mean score of each task at each length, with its 95% interval."""
-    scores: dict[tuple[str, int], list[float]] = {}
-    for row in rows:
-        scores.setdefault((row["task"], row["length"]), []).append(row["score"])
-    return [_mean(task, length, each) for (task, length), each in scores.items()]
+    return [_mean(task, length, each) for (task, length), each in groups(rows, ("task", "length")).items()]
 
 
-def _mean(task: str, length: int, scores: list[float]) -> dict[str, Any]:
-    mean = statistics.fmean(scores)
-    low, high = wilson(mean, len(scores))
-    numbers = {"score": round(mean, 4), "low": round(low, 4), "high": round(high, 4)}
+def _mean(task: str, length: int, rows: Sequence[Row]) -> Row:
+    scores = [row["score"] for row in rows]
+    low, high = score_interval(scores, [document(row) for row in rows])
+    numbers = {"score": round(statistics.fmean(scores), 4), "low": round(low, 4), "high": round(high, 4)}
     return {"task": task, "length": length, "samples": len(scores), **numbers}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvsieve.eval.intervals import Estimate, estimate
-from kvsieve.eval.rows import Row, groups
+from kvsieve.eval.rows import Row, document, groups
 from kvsieve.report.labels import FULL
 
 MEAN = "mean"
@@ -56,12 +56,6 @@ def _sample(row: Row) -> tuple[Any, ...]:
 
 def _by_sample(rows: Iterable[Row]) -> Mapping[tuple[Any, ...], Sequence[Row]]:
     return groups(rows, ("task", "length", "question", "sample", "budget"))
-
-
-def document(row: Row) -> tuple[str, Any]:
-    """Return what samples share where they are about one text: its name, or the sample's own number."""
-    named = (row.get("meta") or {}).get("document")
-    return ("sample", row["sample"]) if named is None else ("document", str(named))
 
 
 def _difference(pairs: Sequence[Pair]) -> Estimate:
