@@ -10,7 +10,6 @@ and where the mean is -0.05 and it says "no worse" or "did not come out". The ta
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.paper.verdicts import MARGIN, OPEN, SCORES, Case, apart, no_worse
 from kvsieve.eval.intervals import Estimate, estimate, share_interval
-from kvsieve.report.environment import environment
+from kvsieve.report.environment import environment, write_result
 from kvsieve.report.tables import markdown_table
 
 SIZES, QUESTIONS, SEED, TINY = (10, 20, 50), 4, 0, 1e-9
@@ -180,7 +179,7 @@ def main() -> None:
         rows.append(measured(rule, given.draws))
         print(rows[-1], flush=True)
     result = {"environment": environment(), "draws": given.draws, "seed": SEED, "rows": rows}
-    given.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(given.out, result)
     intro = (__doc__ or "").split("\n\n")[2].replace("\n", " ")
     given.out.with_suffix(".md").write_text(
         f"# How often intervals hold and verdicts are false\n\nPercent of {given.draws} sets, by `python "

@@ -3,22 +3,22 @@
     python benchmarks/retained.py RESULTS ... [--tasks needle,ruler_vt]
 
 Per method and budget: the ratio of the mean scores, the prompts that full KV answers and a method does not, the mean
-KL, and the entries stored. The ratio's 95% interval is that of the difference on the same prompts
-(`kvsieve.eval.intervals`), over full KV's mean score.
+KL, and the entries stored. The ratio's 95% interval is by `kvsieve.eval.intervals`, over documents where several prompts
+share one.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvsieve.eval.intervals import estimate
+from kvsieve.eval.intervals import FEWEST_DIFFERENT, estimate
 from kvsieve.eval.results import load
 from kvsieve.eval.rows import document
 from kvsieve.report.tables import markdown_table
@@ -69,9 +69,7 @@ def retained(
     out = {}
     for setting, mine in rows.items():
         scores = np.array([mine[key]["score"] for key in samples])
-        less = estimate(scores - theirs, documents)
-        ends = (max(0.0, 100 * (1 + each / theirs.mean())) for each in (less.low, less.high))
-        low, high = ends if setting != ("full", None) else (None, None)
+        low, high = (None, None) if setting == ("full", None) else ratio_interval(scores, theirs, documents)
         out[setting] = Retained(
             score=100 * scores.mean(),
             share=100 * scores.mean() / theirs.mean(),
@@ -84,6 +82,19 @@ def retained(
             prompts=len(samples),
         )
     return out
+
+
+def ratio_interval(scores: np.ndarray, theirs: np.ndarray, documents: Sequence[Hashable]) -> tuple[float, float]:
+    """Return the 95% interval of a ratio of two mean scores on the same prompts, in percent.
+
+    It is the difference's over the other's mean where few prompts differ, else that of the ratio made linear.
+    """
+    ratio, centre = scores.mean() / theirs.mean(), 1.0
+    found = estimate(scores - theirs, documents)
+    if found.different >= FEWEST_DIFFERENT:
+        found, centre = estimate(scores - ratio * theirs, documents, within=(-max(1.0, ratio), 1.0)), ratio
+    low, high = (100 * (centre + each / theirs.mean()) for each in (found.low, found.high))
+    return max(0.0, low), high
 
 
 def main() -> None:

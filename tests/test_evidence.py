@@ -26,6 +26,7 @@ WRITERS = {
     "advise_trials.json": "advise_trials.py",
     "bench/*.json": "kvsieve bench",
     "codecs_*.json": "codecs.py",
+    "coverage.*": "coverage.py",
     "cpu_kinds.json": "cpu_kinds.py",
     "floor.json": "floor.py",
     "gpu.json": "gpu.py",

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 from benchmarks import coverage  # noqa: E402
 from benchmarks.paper import verdicts  # noqa: E402
+from benchmarks.retained import ratio_interval  # noqa: E402
 
 sys.path.remove(str(ROOT))
 
@@ -155,6 +156,21 @@ def test_the_measured_rules_are_those_of_the_script():
         [row[name] for name in names] for row in RULES
     ]
     assert coverage.table(found).count("\n") == len(found) + 1
+
+
+@pytest.mark.parametrize(
+    ("ours", "low", "high"),
+    [
+        # 50 of 50, of which 40 are right: Tango's 0.0713 over 0.8.
+        ([1.0] * 40 + [0.0] * 10, 91.1, 108.9),
+        # Half of what the other has: the standard error of ours - theirs / 2 is a half's of 40 of 50.
+        ([1.0] * 20 + [0.0] * 30, 33.8, 66.2),
+        ([0.0] * 50, 0.0, 8.9),
+    ],
+)
+def test_a_ratio_to_full_kv_has_an_interval(ours, low, high):
+    theirs = np.array([1.0] * 40 + [0.0] * 10)
+    assert ratio_interval(np.array(ours), theirs, range(50)) == pytest.approx((low, high), abs=0.4)
 
 
 @pytest.mark.parametrize("row", RULES, ids=lambda row: f"{row['kind']}, {row['rule']}, {row['mean']:g}")
