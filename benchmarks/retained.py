@@ -3,8 +3,8 @@
     python benchmarks/retained.py RESULTS ... [--tasks needle,ruler_vt]
 
 Per method and budget: the ratio of the mean scores, the prompts that full KV answers and a method does not, the mean
-KL, and the entries stored. The ratio's 95% interval is by `kvsieve.eval.intervals`, over documents where several prompts
-share one.
+KL, and the entries stored. The ratio's 95% interval is by `kvsieve.eval.intervals`, over documents where several
+prompts share one.
 """
 
 from __future__ import annotations
