@@ -20,14 +20,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.paper.verdicts import MARGIN, OPEN, SCORES, Case, apart, no_worse
-from kvsieve.eval.intervals import Estimate, estimate, share_interval
+from kvsieve.eval.intervals import MeanEstimate, estimate, share_interval
 from kvsieve.report.environment import environment, write_result
 from kvsieve.report.tables import markdown_table
 
 SIZES, QUESTIONS, SEED, TINY = (10, 20, 50), 4, 0, 1e-9
 RESULTS = Path(__file__).parent / "results" / "coverage.json"
 Random = np.random.Generator
-Draw = Callable[[Random, int], Estimate]
+Draw = Callable[[Random, int], MeanEstimate]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def pairs(win: float, lose: float) -> Draw:
 def graded(mean: float, lose: float = 0.1) -> Draw:
     """Scores in quarters, as of a conversation: each right answer of four is lost, each wrong one won, by chance."""
 
-    def draw(random: Random, n: int) -> Estimate:
+    def draw(random: Random, n: int) -> MeanEstimate:
         theirs = random.binomial(4, 0.7, n)
         ours = random.binomial(theirs, 1 - lose) + random.binomial(4 - theirs, (mean + 0.7 * lose) / 0.3)
         return estimate((ours - theirs) / 4)
@@ -65,7 +65,7 @@ def normal(mean: float) -> Draw:
     return lambda random, n: estimate(random.normal(mean, 0.3, n), within=None)
 
 
-def skewed(random: Random, n: int) -> Estimate:
+def skewed(random: Random, n: int) -> MeanEstimate:
     """Differences of two distances to full KV, which are log-normal."""
     return estimate(np.subtract(*random.lognormal(-0.5, 1.0, (2, n))), within=None)
 
@@ -73,7 +73,7 @@ def skewed(random: Random, n: int) -> Estimate:
 def documents(win: float, lose: float, alike: float) -> Draw:
     """Questions of a document fare alike in a part of the documents, and each for itself in the others."""
 
-    def draw(random: Random, n: int) -> Estimate:
+    def draw(random: Random, n: int) -> MeanEstimate:
         each, one = outcomes(random, (n, QUESTIONS), win, lose), outcomes(random, (n, 1), win, lose)
         found = np.where(random.random((n, 1)) < alike, one, each)
         return estimate(found.ravel(), np.repeat(np.arange(n), QUESTIONS).tolist())
@@ -81,7 +81,7 @@ def documents(win: float, lose: float, alike: float) -> Draw:
     return draw
 
 
-def normal_documents(random: Random, n: int) -> Estimate:
+def normal_documents(random: Random, n: int) -> MeanEstimate:
     found = random.normal(0, 0.3, (n, 1)) + random.normal(0, 0.3, (n, QUESTIONS))
     return estimate(found.ravel(), np.repeat(np.arange(n), QUESTIONS).tolist(), within=None)
 
@@ -89,7 +89,7 @@ def normal_documents(random: Random, n: int) -> Estimate:
 def tasks(sizes: tuple[int, ...], rates: tuple[tuple[float, float], ...]) -> Draw:
     """Tasks with rates of their own, of n samples times `sizes`."""
 
-    def draw(random: Random, n: int) -> Estimate:
+    def draw(random: Random, n: int) -> MeanEstimate:
         found = [outcomes(random, (n * size,), *rate) for size, rate in zip(sizes, rates, strict=True)]
         names = [number for number, each in enumerate(found) for _ in each]
         return estimate(np.concatenate(found), tasks=names)
@@ -97,7 +97,7 @@ def tasks(sizes: tuple[int, ...], rates: tuple[tuple[float, float], ...]) -> Dra
     return draw
 
 
-def two_sets(random: Random, n: int) -> Estimate:
+def two_sets(random: Random, n: int) -> MeanEstimate:
     """Losses on n prompts of a hard task, and on 2n of easy ones."""
     hard, easy = outcomes(random, (n,), 0.0, 0.3), outcomes(random, (2 * n,), 0.1, 0.4)
     case = apart(hard.tolist(), easy.tolist(), SCORES)
@@ -106,9 +106,9 @@ def two_sets(random: Random, n: int) -> Estimate:
 
 
 def part(chance: float, interval: Callable[[int, int], tuple[float, float]]) -> Draw:
-    def draw(random: Random, n: int) -> Estimate:
+    def draw(random: Random, n: int) -> MeanEstimate:
         count = int(random.binomial(n, chance))
-        return Estimate(count / n, *interval(count, n), 1.0, n, n, count)
+        return MeanEstimate(count / n, *interval(count, n), 1.0, n, n, count)
 
     return draw
 
@@ -136,7 +136,7 @@ RULES = (
 )  # fmt: skip
 
 
-def false(rule: Rule, found: Estimate) -> bool:
+def false(rule: Rule, found: MeanEstimate) -> bool:
     if abs(rule.mean) < TINY:
         return found.verdict in ("lower", "higher")
     return no_worse(Case(found)) != OPEN

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from kvsieve.eval.intervals import FEWEST_DIFFERENT, LEVEL, SCORES, Estimate, estimate
+from kvsieve.eval.intervals import FEWEST_DIFFERENT, LEVEL, SCORES, MeanEstimate, estimate
 from kvsieve.report.tables import markdown_table
 
 OUT, NOT, OPEN, IMPOSSIBLE, LATER = "came out", "did not come out", "undecided", "cannot be tested here", "not run yet"
@@ -64,7 +64,7 @@ class Case:
         margin: How far below 0 the interval has to be for "did not come out".
     """
 
-    found: Estimate
+    found: MeanEstimate
     acted: int | None = None
     margin: float = MARGIN
 

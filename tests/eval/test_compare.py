@@ -13,7 +13,7 @@ from kvsieve.eval import significance
 from kvsieve.eval.aggregate import cells, cost_cells, task_means
 from kvsieve.eval.comparison import compared, comparison_tables, told
 from kvsieve.eval.export import COLUMNS, rows_of
-from kvsieve.eval.intervals import Estimate
+from kvsieve.eval.intervals import MeanEstimate
 from kvsieve.eval.merge import subjects
 from kvsieve.eval.plots_frontier import planned
 from kvsieve.eval.results import load
@@ -250,5 +250,5 @@ def test_the_command(tmp_path, cli):
 
 
 def test_words_for_p():
-    chances = [Estimate(-1, -1, -1, p, 50, 50, 50).chance for p in (0.0001, 0.005, 0.04)]
+    chances = [MeanEstimate(-1, -1, -1, p, 50, 50, 50).chance for p in (0.0001, 0.005, 0.04)]
     assert chances == ["p<0.001", "p<0.01", "p<0.05"]

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from kvsieve.errors import InputError
 from kvsieve.eval.aggregate import Cell, CostCell, cells, cost_cells, task_means
-from kvsieve.eval.intervals import FEWEST, FEWEST_DIFFERENT, LEVEL, Estimate
+from kvsieve.eval.intervals import FEWEST, FEWEST_DIFFERENT, LEVEL, MeanEstimate
 from kvsieve.eval.merge import Subject
 from kvsieve.eval.significance import Place, against, against_full
 from kvsieve.eval.tables import NONE, budget_name, number, plus_minus, questions_of, runs
@@ -49,11 +49,11 @@ class Compared:
         return {(each.length, each.label, each.budget): each for each in cost_cells(self.subject.results.costs)}
 
     @cached_property
-    def from_full(self) -> dict[Place, Estimate]:
+    def from_full(self) -> dict[Place, MeanEstimate]:
         return against_full(self.subject.results.samples)
 
     @cached_property
-    def from_baseline(self) -> dict[Place, Estimate]:
+    def from_baseline(self) -> dict[Place, MeanEstimate]:
         return {} if self.baseline is None else against(self.subject.results.samples, self.baseline)
 
 
@@ -126,14 +126,14 @@ def _score(cell: Cell) -> list[str]:
     return [str(cell.tasks), str(cell.n), f"{100 * cell.score:.1f}{plus_minus(cell)}"]
 
 
-def _difference(found: dict[Place, Estimate], cell: Cell) -> list[str]:
+def _difference(found: dict[Place, MeanEstimate], cell: Cell) -> list[str]:
     one = found.get((cell.task, cell.length, cell.question, cell.label, cell.budget))
     if one is None:
         return [NONE, NONE]
     return [f"{100 * one.mean:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]", told(one)]
 
 
-def told(one: Estimate) -> str:
+def told(one: MeanEstimate) -> str:
     """The verdict in words."""
     if one.verdict == "few":
         return "too few samples" if one.n < FEWEST or one.clusters < FEWEST_DIFFERENT else "too few differ"

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvsieve.errors import KvsieveError
 from kvsieve.eval.aggregate import Cell, CostCell
 from kvsieve.eval.comparison import Compared
-from kvsieve.eval.intervals import Estimate
+from kvsieve.eval.intervals import MeanEstimate
 from kvsieve.eval.rows import Row, finite
 from kvsieve.report.labels import FULL
 
@@ -44,7 +44,7 @@ def _row(each: Compared, cell: Cell) -> Row:
     return finite(row)
 
 
-def _of_difference(prefix: str, one: Estimate | None) -> Row:
+def _of_difference(prefix: str, one: MeanEstimate | None) -> Row:
     data = {} if one is None else one.to_dict()
     return {f"{prefix}_{name}": data.get(name) for name in _DIFFERENCE}
 

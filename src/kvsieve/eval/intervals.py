@@ -27,7 +27,7 @@ _TINY = 1e-9
 
 
 @dataclass(frozen=True)
-class Estimate:
+class MeanEstimate:
     """A mean of samples, such as a difference of two settings on them.
 
     Attributes:
@@ -75,7 +75,7 @@ def estimate(
     clusters: Sequence[Hashable] | None = None,
     tasks: Sequence[Hashable] | None = None,
     within: tuple[float, float] | None = SCORES,
-) -> Estimate:
+) -> MeanEstimate:
     """Return the mean of samples, its 95% interval, and the p of a sign-flip test.
 
     The interval is Tango's where every value is -1, 0 or 1, samples have a document each and tasks weigh alike.
@@ -92,7 +92,7 @@ def estimate(
     low, high = units.interval(within)
     different = int(np.count_nonzero(np.abs(units.parts) > _TINY / units.samples))
     counts = units.samples, len(units.parts), different, len(units.of_task)
-    return Estimate(units.mean, low, high, sign_flip(units.parts), *counts)
+    return MeanEstimate(units.mean, low, high, sign_flip(units.parts), *counts)
 
 
 @dataclass(frozen=True)

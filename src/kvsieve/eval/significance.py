@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvsieve.eval.intervals import Estimate, estimate
+from kvsieve.eval.intervals import MeanEstimate, estimate
 from kvsieve.eval.rows import Row, document, groups
 from kvsieve.report.labels import FULL
 
@@ -15,7 +15,7 @@ Place = tuple[str, int, str, str, str | None]
 Pair = tuple[Row, Row]
 
 
-def differences(samples: Iterable[Row], reference: Callable[[Row], Sequence[Row]]) -> dict[Place, Estimate]:
+def differences(samples: Iterable[Row], reference: Callable[[Row], Sequence[Row]]) -> dict[Place, MeanEstimate]:
     """Compare settings with others, per task and as a mean over tasks.
 
     Args:
@@ -36,14 +36,14 @@ def differences(samples: Iterable[Row], reference: Callable[[Row], Sequence[Row]
     return {place: _difference(pairs) for place, pairs in (found | means).items()}
 
 
-def against_full(samples: Sequence[Row]) -> dict[Place, Estimate]:
+def against_full(samples: Sequence[Row]) -> dict[Place, MeanEstimate]:
     """Compare every setting with full KV."""
     full = _by_sample(row for row in samples if row["label"] == FULL)
     rest = [row for row in samples if row["label"] != FULL]
     return differences(rest, lambda row: full.get((*_sample(row), None), ()))
 
 
-def against(samples: Sequence[Row], label: str) -> dict[Place, Estimate]:
+def against(samples: Sequence[Row], label: str) -> dict[Place, MeanEstimate]:
     """Compare every setting but full KV with `label` at the same budget."""
     other = _by_sample(row for row in samples if row["label"] == label)
     rest = [row for row in samples if row["label"] not in (FULL, label)]
@@ -58,7 +58,7 @@ def _by_sample(rows: Iterable[Row]) -> Mapping[tuple[Any, ...], Sequence[Row]]:
     return groups(rows, ("task", "length", "question", "sample", "budget"))
 
 
-def _difference(pairs: Sequence[Pair]) -> Estimate:
+def _difference(pairs: Sequence[Pair]) -> MeanEstimate:
     """Documents count with all samples about them."""
     values = [row["score"] - other["score"] for row, other in pairs]
     return estimate(values, [document(row) for row, _ in pairs], [row["task"] for row, _ in pairs])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvsieve.eval.aggregate import Cell, CostCell, budgets_of, cells, cost_cells, labels_of, task_means
-from kvsieve.eval.intervals import LEVEL, Estimate
+from kvsieve.eval.intervals import LEVEL, MeanEstimate
 from kvsieve.eval.results import Results
 from kvsieve.eval.significance import Place
 from kvsieve.report.labels import FULL, distinct
@@ -33,7 +33,7 @@ class Tables:
 
 
 def make_tables(
-    results: Results, interval: Callable[[Cell], str], differences: Mapping[Place, Estimate] | None = None
+    results: Results, interval: Callable[[Cell], str], differences: Mapping[Place, MeanEstimate] | None = None
 ) -> Tables:
     """Make the tables of a results directory.
 
@@ -132,7 +132,7 @@ def _explained(rows: Sequence[Sequence[Entry]]) -> str:
     return note
 
 
-def arrow(difference: Estimate | None) -> str:
+def arrow(difference: MeanEstimate | None) -> str:
     return "" if difference is None else _ARROWS.get(difference.verdict, "")
 
 
