@@ -97,6 +97,15 @@ def test_equal_outcomes_have_an_interval(n, value, documents):
     assert found.mean == value and found.high - found.low > 0.06 and -1 <= found.low <= value <= found.high <= 1
 
 
+def test_few_that_differ_say_little_of_those_that_were_not_seen():
+    few, enough = ([-0.5] * count + [0.0] * (50 - count) for count in (5, 6))
+    assert (estimate(few).low, estimate(few).high) == gaffke(np.array(few), (-1, 1))
+    found = estimate(enough)
+    half = student(49) * np.std(enough, ddof=1) / 50**0.5
+    assert (found.low, found.high) == pytest.approx((-0.06 - half, -0.06 + half))
+    assert estimate(few).low < found.low and estimate(few).high > 0.03 > found.high
+
+
 def test_documents_count_once():
     """Four equal questions about a document are as one."""
     values = [1.0, 0.0, 0.0, -1.0, 0.0, 1.0, 1.0, 0.5, -0.5, 1.0, 0.25, 0.75]

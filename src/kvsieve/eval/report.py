@@ -49,8 +49,8 @@ GLOSSARY = (
     ("deep tokens", "Prompt tokens that the last layers computed; fewer than the prompt with prefill reduction."),
     ("less full", "Mean over tasks of the score's difference to full KV on the same samples, in points, with its 95% "
      "interval."),
-    ("against full", "lower or higher: more than chance; level: p is not below 0.05; too few samples, too few "
-     "differ: nothing is claimed."),
+    ("against full", "lower or higher: 0 is outside the interval and p is below 0.05; level: not both; too "
+     "few samples, too few differ: nothing is claimed."),
     ("×", "Ratio to full KV of the same repeat, the median of the repeats; below 1 is less."),
     ("full", "The model as it is: the whole cache, no method."),
 )  # fmt: skip
