@@ -62,6 +62,13 @@ COLOURS = {
     "lagkv, lag 512": "#B07840",
     "lagkv, lag 1024": "#6B3E10",
 }
+SHOWS = {
+    "bytes": "Score against KV stored",
+    "hidden": "Score where the question is hidden",
+    "conversations": "Answers right in conversations",
+    "long": "Digits right against KV stored",
+    "speed": "Times against the prompt's length",
+}
 MARKERS = "os^Dv<>PXph"
 Points = dict[str, list[tuple[float, float]]]
 
@@ -434,7 +441,7 @@ def captions(one: Evidence) -> dict[str, str]:
         f"{ratio(one, longest, 'full', 'tpot_s', 'transformers')} of its time per token; `snapkv` at 10% takes "
         f"{ratio(one, longest, 'snapkv', 'tpot_s', 'full')} of full KV's time per token.",
     }
-    return {name: f"![{name}](pictures/{name}.png)\n\n{text}" for name, text in said.items()}
+    return {name: f"![{SHOWS[name]}](pictures/{name}.png)\n\n{text}" for name, text in said.items()}
 
 
 def digest(panels: list[Panel]) -> str:
