@@ -7,6 +7,7 @@ import torch
 
 import kvsieve
 from kvsieve.hf.forward.pieces import COUNTS, joins_chunks, rows_are_alone
+from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.prompt.chunks import passes
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
@@ -17,7 +18,7 @@ CHUNK = 32
 PLANS = ("full", "snapkv", "adakv", "fastkv", "gemfilter", "rocketkv-mt", "quest", "h2o", "lagkv", "kivi", "keydiff")
 
 
-def read(model, plan, ids, together):
+def read(model, plan, ids, together, chunk=CHUNK):
     """Logits after a prompt, what is stored, how often it was asked for chunks, and whether the plan lets them join."""
     asked = []
 
@@ -28,9 +29,9 @@ def read(model, plan, ids, together):
     with kvsieve.attach(model, plan, decode="eager") as sieve:
         cache = sieve.new_cache()
         joins = joins_chunks(plan, cache, None)
-        options = ReadOptions(chunk=CHUNK, new_tokens=4, together=count)
-        left, mask = read_prompt(sieve, ids, None, cache, options)
-        logits = sieve.feed(cache, left[:, cache.num_seen :], mask, logits=1).logits
+        options = ReadOptions(chunk=chunk, new_tokens=4, together=together and count, leave_last=False)
+        left, mask = read_prompt(sieve, ids[:, :-1], None, cache, options)
+        logits = sieve.feed(cache, ids[:, -1:], None, PassRequest(phase="decode"), logits=1).logits
     stores = [layer.store for layer in cache.layers]
     return logits, [part for store in stores for part in (store.keys, store.values, store.index)], len(asked), joins
 
@@ -47,6 +48,14 @@ def test_every_bit_is_that_of_a_pass_over_each_chunk(family, name):
         assert torch.equal(again, logits)
         assert all(torch.equal(one, other) for one, other in zip(kept, stored, strict=True))
         assert (passes_joined < passes_alone) == (joins and passes_alone > 0)
+
+
+def test_a_last_chunk_that_is_longer_for_its_window_is_one():
+    model, ids = build("llama"), torch.randint(5, 90, (1, 70), generator=torch.Generator().manual_seed(2))
+    plan = kvsieve.plan("snapkv", budget=30, window=20)
+    alone, joined = (read(model, plan, ids, together, chunk=8)[:2] for together in (None, 4))
+    assert torch.equal(alone[0], joined[0])
+    assert all(torch.equal(one, other) for one, other in zip(alone[1], joined[1], strict=True))
 
 
 def test_what_acts_on_chunks_or_has_padding_or_a_state_is_read_chunk_by_chunk():

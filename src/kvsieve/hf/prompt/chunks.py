@@ -79,16 +79,16 @@ def read_chunks(
         cache.turn.length = prompt_end - end + (end if mask is None else int(mask.sum(-1).max()))
     if acting.drafts and acts:
         cache.turn.drafted = drafted(model, acting, input_ids, mask, cache, chunk)
-    result, together = None, options.together
-    if together and (options.on_layer is not None or not joins_chunks(acting, cache, mask)):
-        together = None
+    together = options.together if options.together and joins_chunks(acting, cache, mask) else None
+    result = None
     for first, last in passes(ends, together):
         if probed and last == total:
             probe(model, cache, input_ids, mask, options.probed)
             cache.turn.prompt_end = prompt_end
         if options.leave_last and last == total:
             break
-        request = PassRequest(plan, "prefill", last == total, options.on_layer, chunk=chunk)
+        several = chunk if together and last < total else None
+        request = PassRequest(plan, "prefill", last == total, options.on_layer, chunk=several)
         seen = None if mask is None else mask[:, : start + last]
         result = model.feed(cache, input_ids[:, start + first : start + last], seen, request)
         if options.progress is not None:

@@ -30,7 +30,8 @@ class ReadOptions:
         begun: makes a cache that has read the beginning of the prompt, in full, and goes on with it; for a first pass
             over a prompt that only chooses tokens. None where nothing was read.
         probed: what probings of this prompt have left in the layers' states, which others go by; filled here.
-        together: tells how many chunks the next pass may take, where their results do not depend on it; None for one.
+        together: tells how many chunks the next pass may take, where results do not depend on it; None for one,
+            and with `on_layer`.
         goes_on: the cache itself has read the beginning of the prompt, in full.
     """
 
