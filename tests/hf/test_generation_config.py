@@ -467,3 +467,60 @@ def test_a_stop_string_that_begins_where_nothing_is_read_again_ends_the_answer(b
 def own_logits(ids):
     """Logits behind ids, of the same model without a plan."""
     return fill(build("llama", dtype=torch.float64))(ids).logits[:, -1].float()
+
+
+STEPS = {
+    "gemfilter": kvsieve.plan("gemfilter", budget=8, layer=1, paper=True),
+    "kvzip": kvsieve.plan("kvzip", budget=16, repeat_ids=(), go_on_ids=(), answer_ids=()),
+    "finch": kvsieve.plan("finch", budget=16, question_tokens=4),
+}
+READ = {
+    **{
+        name: (plan, {}, f"'{name}' reads prompts in steps of its own: take another method")
+        for name, plan in STEPS.items()
+    },
+    "chunk": (FULL, {"chunk": 8}, "chunk=8 is below its 30 tokens"),
+    "question": (FULL, {"question_tokens": 5}, "question_tokens= has it read in two"),
+}
+STATES = {"output_hidden_states": True, "return_dict_in_generate": True}
+
+
+@pytest.mark.parametrize("by", ["call", "model"])
+@pytest.mark.parametrize("name", READ)
+def test_hidden_states_of_a_prompt_read_in_parts_are_refused_with_who_asks(model, ids, name, by):
+    plan, reading, why = READ[name]
+    options = {**GREEDY, **reading, **STATES}
+    if by == "model":
+        model.generation_config.output_hidden_states = options.pop("output_hidden_states")
+    who = r"^generate\(out" if by == "call" else r"^model\.generation_config\.out"
+    with kvsieve.attach(model, plan) as sieve:
+        with pytest.raises(UnsupportedOptionError, match=rf"{who}put_hidden_states=.*, and {why}"):
+            sieve.generate(ids, **options)
+        # Without a dict nothing is returned of them.
+        sieve.generate(ids, **{**options, "return_dict_in_generate": False})
+
+
+@pytest.mark.parametrize("chunk", [None, 30])
+def test_hidden_states_of_a_prompt_read_in_one_pass_are_transformers_own(model, ids, chunk):
+    more = {**STATES, "output_logits": True, "output_scores": True}
+    wanted = model.generate(ids, **GREEDY, **more)
+    with kvsieve.attach(model, FULL) as sieve:
+        found = sieve.generate(ids, chunk=chunk, **GREEDY, **more).output
+        short = sieve.generate(ids, chunk=8, **GREEDY, output_logits=True, return_dict_in_generate=True).output
+    for step, own in zip(found.hidden_states, wanted.hidden_states, strict=True):
+        torch.testing.assert_close(step, own)
+    torch.testing.assert_close(found.scores, wanted.scores)
+    torch.testing.assert_close(short.logits, wanted.logits)
+
+
+@pytest.mark.parametrize("by", ["call", "model"])
+@pytest.mark.parametrize("name", STEPS)
+def test_guidance_under_a_plan_that_reads_in_steps_is_refused_with_who_asks(model, ids, name, by):
+    if by == "model":
+        model.generation_config.guidance_scale = 2.0
+    given = {"guidance_scale": 2.0} if by == "call" else {}
+    who = r"^generate\(g" if by == "call" else r"^model\.generation_config\.g"
+    with kvsieve.attach(model, STEPS[name]) as sieve:
+        with pytest.raises(UnsupportedOptionError, match=rf"{who}uidance_scale=.*'{name}' reads prompts in steps"):
+            sieve.generate(ids, **given, **GREEDY)
+        sieve.generate(ids, **GREEDY, guidance_scale=1)

@@ -25,7 +25,7 @@ from kvsieve.hf.forward.own_generate import noting_caches
 from kvsieve.hf.forward.resume import Resume, resuming
 from kvsieve.hf.generate.config import check_config, config_in_effect
 from kvsieve.hf.generate.ends import begin_plain_turn, note_ends, put_back
-from kvsieve.hf.generate.options import check_per_token, refusal
+from kvsieve.hf.generate.options import check_plan_can, refusal
 from kvsieve.hf.generate.original_prompt import OriginalPrompt, Streamer
 from kvsieve.hf.generate.peak_memory import Peak, measure_peak
 from kvsieve.hf.generate.stats import Stats, stats_of
@@ -131,7 +131,7 @@ def generate(
         config: in effect for them.
     """
     input_ids, attention_mask = prompt
-    check_per_token(model, input_ids, cache, reading, options)
+    check_plan_can(model, input_ids, cache, reading, options, config)
     clock = _Clock(exact=measure)
     with measure_peak(model.model.device) if measure else contextlib.nullcontext(Peak()) as peak:
         began = time.perf_counter()

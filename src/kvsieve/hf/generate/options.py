@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,8 +13,9 @@ from transformers import GenerationConfig
 from kvsieve.errors import InputError, UnsupportedOptionError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.compat import generate_arguments
-from kvsieve.hf.generate.config import check_config, config_in_effect
+from kvsieve.hf.generate.config import check_config, config_in_effect, who_says
 from kvsieve.hf.inputs import check_callable
+from kvsieve.hf.prompt.checks import check_chunk
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.registry import did_you_mean
@@ -84,7 +86,51 @@ def checked_config(model: Any, options: Mapping[str, Any]) -> GenerationConfig:
     return config
 
 
-def check_per_token(
+def check_plan_can(
+    model: AttachedModel,
+    input_ids: Tensor,
+    cache: SieveCache,
+    reading: ReadOptions,
+    options: Mapping[str, Any],
+    config: GenerationConfig,
+) -> None:
+    """Raise UnsupportedOptionError for options that need what the plan, or the reading of this prompt, does not give.
+
+    Args:
+        model: the attached model.
+        input_ids: int64 [B, N], the whole conversation.
+        cache: to go on with.
+        reading: how the prompt is read.
+        options: of generate.
+        config: in effect for them.
+    """
+    _check_per_token(model, input_ids, cache, reading, options)
+    plan, said = model.plan, functools.partial(who_says, model.model, options)
+    of_its_own = plan.shortens_prompt or plan.probes or plan.drafts
+    if config.guidance_scale not in (None, 1) and of_its_own:
+        raise UnsupportedOptionError(
+            f"{said('guidance_scale')} runs the model on a second prompt in plain calls, and {plan.name!r} reads "
+            "prompts in steps of its own: take another method, or guidance_scale=1"
+        )
+    if not (config.output_hidden_states and config.return_dict_in_generate and isinstance(input_ids, Tensor)):
+        return
+    model.check_cache(cache)
+    check_chunk(reading.chunk)
+    new, why = input_ids.shape[-1] - cache.conversation.caller_length_and_mask()[0], None
+    if of_its_own:
+        why = f"{plan.name!r} reads prompts in steps of its own: take another method"
+    elif reading.constraints.question_tokens:
+        why = "question_tokens= has it read in two: leave that out"
+    elif reading.chunk is not None and new > reading.chunk:
+        why = f"chunk={reading.chunk} is below its {new} tokens: raise that or leave it out"
+    if why is not None:
+        raise UnsupportedOptionError(
+            f"{said('output_hidden_states')} gives the hidden states of a prompt that is read in one pass, and {why}, "
+            "or pass output_hidden_states=False"
+        )
+
+
+def _check_per_token(
     model: AttachedModel, input_ids: Tensor, cache: SieveCache, reading: ReadOptions, options: Mapping[str, Any]
 ) -> None:
     """Raise UnsupportedOptionError for arguments about every token, where generate does not read the whole prompt.
