@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from kvsieve.hf.compat import CACHE
 from kvsieve.hf.shared import next_logits
 from kvsieve.models.families import build
 from kvsieve.tasks.samples import QuestionAnswer, Sample
+from small import fill, longrope_factors
 from toy_words import WORDS, word_tokenizer
 
 PLANS = [
@@ -168,3 +171,33 @@ def test_distances_are_taken_throughout_a_long_answer():
     assert _compared(400, False) == list(range(32))
     places = _compared(400, True)
     assert len(set(places)) == 32 and places == sorted(places) and (places[0], places[-1]) == (0, 399)
+
+
+@pytest.mark.parametrize("question", ["visible", "hidden"])
+@pytest.mark.parametrize("family", ["phi3", "llama"])
+def test_distances_over_a_change_of_rotary_tables_are_read_as_generate_reads(family, question):
+    """The prompt of 74 tokens is read by the tables of up to 76."""
+    more = {"original_max_position_embeddings": 76} if family == "phi3" else {}
+    model = build(
+        family, dtype=torch.float64, max_position_embeddings=256, rope_parameters=longrope_factors(76), **more
+    )
+    evaluator = Evaluator(fill(model), word_tokenizer())
+    sample = Sample(CONTEXT, (turn(5, 6, 7),))
+    prompt = evaluator.prompter.encode(sample).prompt
+    assert prompt.shape[1] == 74
+    plans = [PLANS[0], PLANS[0], dataclasses.replace(PLANS[1], name="snapkv")]
+    seen, found = [], Evaluator._distributions
+
+    def noting(self, state, reference, places):
+        seen.append((list(reference), list(places), found(self, state, reference, places)))
+        return seen[-1][-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Evaluator, "_distributions", noting)
+        reference, same, _ = evaluator.run(sample, plans, question)
+    assert (same.kl, same.top1, same.answers) == (pytest.approx(0, abs=1e-6), 1.0, reference.answers)
+    tokens, places, ours = seen[0] if family == "llama" else max(seen, key=lambda each: len(each[1]))
+    options = {"do_sample": False, "max_new_tokens": len(tokens), "return_dict_in_generate": True}
+    own = model.generate(prompt, attention_mask=torch.ones_like(prompt), output_logits=True, **options)
+    assert own.sequences[0, 74:].tolist() == tokens and places == list(range(8))
+    torch.testing.assert_close(ours[0], torch.cat(own.logits).float().log_softmax(-1), rtol=0, atol=1e-5)

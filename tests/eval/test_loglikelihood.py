@@ -9,9 +9,18 @@ import kvsieve
 from kvsieve.errors import InputError
 from kvsieve.eval.loglikelihood import by_context, score, split
 from kvsieve.models.families import build
+from small import fill, longrope_factors
 
 CONTEXT = tuple(torch.randint(2, 120, (60,), generator=torch.Generator().manual_seed(5)).tolist())
 OTHER = (7, 9, 11)
+LONG = {"max_position_embeddings": 256, "rope_parameters": longrope_factors(64)}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+SCALED = {
+    # Its generate reads everything again behind the border.
+    "phi3": {"family_name": "phi3", "original_max_position_embeddings": 64, **LONG},
+    "llama": {"family_name": "llama", **LONG},
+    "dynamic": {"family_name": "llama", "max_position_embeddings": 64, "rope_parameters": DYNAMIC},
+}
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +95,19 @@ def test_a_text_beyond_the_context_is_cut_on_the_left():
 def test_pairs_are_grouped_by_context():
     pairs = [((1, 2), (3,)), ((1, 2, 3), (4,)), ((1, 2), (5,))]
     assert list(by_context(pairs)) == [((1, 2, 3), [1]), ((1, 2), [0, 2])]
+
+
+@pytest.mark.parametrize("name", ["full", "snapkv"])
+@pytest.mark.parametrize("family", SCALED)
+def test_a_continuation_that_changes_the_rotary_tables_scores_what_generate_gave_it(family, name):
+    """Tables of a prompt of 60 tokens hold up to 64 (longrope), or for one length alone (dynamic)."""
+    model = fill(build(dtype=torch.float64, **SCALED[family]))
+    plan = kvsieve.plan("full") if name == "full" else kvsieve.plan("snapkv", budget=30, window=4, kernel=3, paper=True)
+    options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    with kvsieve.attach(model, plan) as sieve:
+        out = sieve.generate(torch.tensor([CONTEXT]), eos_token_id=None, pad_token_id=0, **options)
+    answer = tuple(out.sequences[0, len(CONTEXT) :].tolist())
+    chosen = [step[0].log_softmax(-1)[token] for step, token in zip(out.output.logits, answer, strict=True)]
+    scored = score(model, plan, CONTEXT, [answer, answer[:3]]).scores
+    assert scored[0] == (pytest.approx(float(sum(chosen)), abs=1e-4), True)
+    assert scored[1] == (pytest.approx(float(sum(chosen[:3])), abs=1e-4), True)

@@ -23,7 +23,7 @@ from kvsieve.hf.generate.config import check_single_answer, config_in_effect, pr
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
-from kvsieve.hf.prompt.reread import crosses
+from kvsieve.hf.prompt.reread import crosses, tokens_before_border
 from kvsieve.hf.shared import after_prompt, answer_logits, next_logits, read_alone
 from kvsieve.plans import Plan
 from kvsieve.tasks.prompter import Prompter
@@ -227,27 +227,32 @@ class Evaluator:
                     break
                 logits = self.model(input_ids=chosen[:, None], use_cache=True, **{CACHE: cache}).logits[:, -1]
         for row in anew:
-            rows[row] += self._decode_anew(state, row, rows[row], limit - len(rows[row]), processors)
+            alone = self._anew_behind(state, row, rows[row])
+            rows[row] += self._decode(alone, limit - len(rows[row]), processors)[0]
         return rows
 
-    def _decode_anew(
-        self, state: ReadState, row: int, made: list[int], limit: int, processors: LogitsProcessorList
-    ) -> list[int]:
-        """Go on with one row's answer after its rotary tables have changed, as generate does."""
+    def _anew_behind(self, state: ReadState, row: int, made: list[int]) -> ReadState:
+        """Prefill one row and its answer so far, whose next token has other rotary tables, as generate does."""
         given = torch.cat([state.given, state.given.new_tensor([made])], 1)
         unseen = state.unseen + len(made) if state.unseen else 0
         alone = ReadState([state.plans[row]], state.cache, state.logits[row : row + 1], given, given, [0])
-        return self._decode(self._read_anew(alone, given, unseen), limit, processors)[0]
+        return self._read_anew(alone, given, unseen)
 
     def _distributions(self, state: ReadState, reference: list[int], places: Sequence[int]) -> Tensor:
         """Log-probabilities float32 [rows, len(places), V] of the tokens of `reference` there, given those before."""
         parts = [state.logits[:, None]] if places[0] == 0 else []
-        if len(reference) > 1:
-            with attach(self.model, after_prompt(state.plans[0])) as sieve, torch.no_grad():
-                ids = torch.tensor([reference[:-1]], device=self.model.device).expand(len(state.logits), -1)
-                cache = sieve.adopt(state.cache.fork(share=True))
-                parts.append(answer_logits(sieve, cache, ids, [place - 1 for place in places if place]))
-        return torch.cat(parts, 1).float().log_softmax(-1)
+        with attach(self.model, after_prompt(state.plans[0])) as sieve, torch.no_grad():
+            cache = sieve.adopt(state.cache.fork(share=True))
+            fed = tokens_before_border(sieve, cache, len(reference) - 1)
+            if fed:
+                ids = torch.tensor([reference[:fed]], device=self.model.device).expand(len(state.logits), -1)
+                parts.append(answer_logits(sieve, cache, ids, [place - 1 for place in places if 0 < place <= fed]))
+        found = [torch.cat(parts, 1).float().log_softmax(-1)] if parts else []
+        made, rest = reference[: fed + 1], [place - fed - 1 for place in places if place > fed]
+        if rest:
+            rows = [self._anew_behind(state, row, made) for row in range(len(state.logits))]
+            found.append(torch.cat([self._distributions(row, reference[fed + 1 :], rest) for row in rows]))
+        return torch.cat(found, 1)
 
 
 def _compared(length: int, spread: bool) -> list[int]:

@@ -13,6 +13,7 @@ from kvsieve.errors import InputError
 from kvsieve.hf.attach import attach
 from kvsieve.hf.generate.acted import entries_after_prompt, what_ran
 from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.prompt.reread import tokens_before_border
 from kvsieve.hf.shared import after_prompt, answer_logits, read_alone
 from kvsieve.plans import Plan
 
@@ -76,14 +77,21 @@ def score(
     options = ReadOptions(chunk, new_tokens=max(map(len, continuations)))
     cache, last, _ = read_alone(model, plan, torch.tensor([context]), options=options)
     kept, whole = entries_after_prompt(cache)
-    scores = []
+    scores, counts = [], []
     with attach(model, after_prompt(plan)) as sieve, torch.no_grad():
         for tokens in continuations:
             logits, copy = last[:, None], sieve.adopt(cache.fork())
-            if len(tokens) > 1:
-                fed = torch.tensor([tokens[:-1]], device=last.device)
+            count = 1 + tokens_before_border(sieve, copy, len(tokens) - 1)
+            if count > 1:
+                fed = torch.tensor([tokens[: count - 1]], device=last.device)
                 logits = torch.cat([logits, answer_logits(sieve, copy, fed)], 1)
-            scores.append(_score(logits[0], tokens, dtype))
+            scores.append(_score(logits[0], tokens[:count], dtype))
+            counts.append(count)
+    for at, (tokens, count) in enumerate(zip(continuations, counts, strict=True)):
+        if count < len(tokens):
+            # The rotary tables change: generate reads everything so far again.
+            rest = score(model, plan, context + tokens[:count], [tokens[count:]], chunk=chunk, dtype=dtype).scores[0]
+            scores[at] = (scores[at][0] + rest[0], scores[at][1] and rest[1])
     # Readers note what they read in the copy that they read.
     applied, notes = what_ran(plan, cache if plan.read is None else copy)
     share = sum(kept) / max(sum(whole), 1)

@@ -228,9 +228,17 @@ def answer_logits(model: AttachedModel, cache: SieveCache, ids: Tensor, wanted: 
     parts, start = [], 0
     while start < size:
         most = longest if steps is None else min(longest, steps - cache.turn.decoded % steps)
-        piece = ids[:, start : start + most]
+        piece = ids[:, start : start + _same_tables(model, cache, most)]
         found = model.feed(cache, piece, None, PassRequest(phase=phase), logits=piece.shape[1]).logits
         assert found is not None
         parts.append(found[:, [column - start for column in columns if start <= column < start + piece.shape[1]]])
         start += piece.shape[1]
     return torch.cat(parts, 1)
+
+
+def _same_tables(model: AttachedModel, cache: SieveCache, most: int) -> int:
+    """Return how many of an answer's next tokens, at most `most`, have the same rotary tables when generated."""
+    tables, length = model.facts.tables, cache.conversation.longest + 1
+    if not tables.depend:
+        return most
+    return next((count for count in range(1, most) if not tables.same((length, length), length + count)), most)

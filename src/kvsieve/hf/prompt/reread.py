@@ -47,12 +47,18 @@ def forget_other_tables(model: AttachedModel, cache: SieveCache, length: int) ->
     return before.num_seen
 
 
+def tokens_before_border(model: AttachedModel, cache: SieveCache, most: int) -> int:
+    """Return how many tokens, at most `most`, follow a cache before generate would read everything again."""
+    tables, conversation = model.facts.tables, cache.conversation
+    if not tables.depend or not rereads_at_border(model.model):
+        return most
+    used, length = conversation.table_lengths, conversation.longest
+    return next((count for count in range(most) if not tables.same(used, length + count + 1)), most)
+
+
 def crosses(model: AttachedModel, cache: SieveCache) -> bool:
     """Tell whether generate would read everything again for the next token behind what a cache holds."""
-    tables = model.facts.tables
-    if not tables.depend or not rereads_at_border(model.model):
-        return False
-    return not tables.same(cache.conversation.table_lengths, cache.conversation.longest + 1)
+    return not tokens_before_border(model, cache, 1)
 
 
 def read_again(
