@@ -370,7 +370,7 @@ def test_table(cli, folder):
     assert [row[1].partition(":")[0] for row in rows] == ["full", "snapkv", "fastkv"] * 2
     assert rows[3][:4] == ["131072", "full", "16.00", "GiB"] and rows[3][-3:] == ["1.000", "1.000", "4"]
     assert rows[4][0] == "131072" and rows[4][2:4] == ["256.00", "MiB"]
-    assert rows[4][1].startswith("snapkv:budget=2048:window=16:kernel=")
+    assert rows[4][1] == "snapkv:budget=2048:pooling=max", "the paper's values: this is a shape it ran on"
     assert "8.030 B parameters, 32 layers" in out
 
 
