@@ -12,7 +12,7 @@ from kvsieve.hf.prompt.chunks import passes
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.models.families import build
-from small import plan_of
+from small import fill, plan_of
 
 CHUNK = 32
 PLANS = ("full", "snapkv", "adakv", "fastkv", "gemfilter", "rocketkv-mt", "quest", "h2o", "lagkv", "kivi", "keydiff")
@@ -68,6 +68,25 @@ def test_what_acts_on_chunks_or_has_padding_or_a_state_is_read_chunk_by_chunk():
     hybrid = build("qwen3_next")
     with kvsieve.attach(hybrid, plan) as sieve:
         assert not joins_chunks(plan, sieve.new_cache(), None)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_pass_longer_than_a_chunk_hides_its_padding(family):
+    """Padding between a row's tokens moves the borders of passes, so that one holds two chunks."""
+    model = fill(build(family, dtype=torch.float64))
+    ids = torch.randint(5, 90, (2, 54), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 21:41] = 0
+    options = {"max_new_tokens": 2, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+
+    def logits(ids, mask):
+        cache = sieve.prefill(ids[:, :20])
+        result = sieve.generate(ids, mask, cache=cache, chunk=5, pad_token_id=0, eos_token_id=None, **options)
+        return result.output.logits[1][-1]
+
+    with kvsieve.attach(model, kvsieve.Plan()) as sieve:
+        alone = ids[1:, mask[1].bool()]
+        torch.testing.assert_close(logits(ids, mask), logits(alone, torch.ones_like(alone)))
 
 
 def test_passes_take_what_is_told_and_the_last_chunk_alone():
