@@ -286,6 +286,49 @@ def test_bad_input_is_told_in_openais_form(url, what):
     assert error["message"] and set(error) == {"message", "type", "param", "code"} and "/work" not in error["message"]
 
 
+WHOLE = ("max_tokens", "max_completion_tokens", "n", "seed", "top_k", "top_logprobs", "logprobs", "best_of")
+
+
+@pytest.mark.parametrize("name", [*WHOLE, "kv.map", "kv.question"])
+def test_a_whole_number_may_have_a_point_and_nothing_else_is_one(url, name):
+    """JSON has one kind of number, and some clients write 1 as 1.0."""
+    text = name in ("logprobs", "best_of")
+    path = "/v1/completions" if text else "/v1/chat/completions"
+    body = {
+        "model": "tiny",
+        "max_tokens": 3,
+        **({"prompt": "w1 w2"} if text else {"messages": [{"role": "user", "content": "w1"}]}),
+    }
+    body |= {"logprobs": True} if name == "top_logprobs" else {}
+
+    def asked(value):
+        member = {name: value} if "." not in name else {"kv": {name[3:]: value}}
+        return post(url, {**body, **member}, path=path)
+
+    assert asked(1.0).status_code == 200, asked(1.0).text
+    if name == "max_tokens":
+        assert asked(2.0).json()["usage"]["completion_tokens"] == 2
+    for value, said in {1.5: "1.5", "1": '"1"', True: "true"}.items():
+        if (name, value) == ("kv.question", True):
+            continue
+        error = asked(value).json()["error"]
+        assert error["message"].startswith(f"{name}: ") and error["message"].endswith(f", got {said}")
+        assert error["param"] == name
+
+
+def test_token_ids_have_no_point(url):
+    for prompt in ([5.0], [[5.0]], [5, True], ["w1", 5]):
+        reply = post(url, {"model": "tiny", "prompt": prompt}, path="/v1/completions")
+        assert (reply.status_code, reply.json()["error"]["param"].split(".")[0]) == (400, "prompt")
+
+
+def test_a_refused_value_is_repeated_where_it_is_short(url):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "w1"}]}
+    for value, end in {"5": ', got "5"', "5" * 60: "integer", None: None}.items():
+        reply = post(url, {**body, "max_tokens": value})
+        assert reply.status_code == 200 if end is None else reply.json()["error"]["message"].endswith(end)
+
+
 def test_other_paths_and_methods_are_refused_in_openais_form(url):
     missing, wrong = httpx.get(f"{url}/v1/none"), httpx.put(f"{url}/v1/completions")
     assert (missing.status_code, wrong.status_code) == (404, 405) and wrong.headers["allow"] == "POST"

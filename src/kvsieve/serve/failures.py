@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -15,6 +17,8 @@ from kvsieve.serve.ticket import BusyError, ClosingError, StoppedError, TooLarge
 
 # Characters of a message, and of a parameter's name, beyond which both are cut: clients choose much of them.
 _MESSAGE, _PARAM = 1000, 200
+# Characters of a refused value beyond which it is not repeated.
+_SHORT = 40
 
 _KIND = re.compile(r"^(str|int|float|bool)$|^constrained-|[\[(]")
 
@@ -84,7 +88,7 @@ def failure_of(error: Exception) -> Failure:
 
 def _invalid(error: ValidationError | RequestValidationError) -> Failure:
     if isinstance(error, ValidationError):
-        first: Any = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        first: Any = error.errors(include_url=False, include_context=False)[0]
     else:
         first = error.errors()[0]
     place = [str(each) for each in first["loc"] if each != "body"]
@@ -96,7 +100,18 @@ def _invalid(error: ValidationError | RequestValidationError) -> Failure:
         return Failure(
             400, f"{param}: this server knows no such parameter; leave it out", code="unknown_parameter", param=param
         )
-    return Failure(400, f"{param}: {first['msg']}" if param else str(first["msg"]), code="invalid_value", param=param)
+    message = f"{param}: {first['msg']}" if param else str(first["msg"])
+    return Failure(400, f"{message}{_got(first)}", code="invalid_value", param=param)
+
+
+def _got(fault: Mapping[str, Any]) -> str:
+    """Say which number, truth value or short text was refused; nothing of others."""
+    value = fault["input"]
+    if fault["type"] in ("json_invalid", "missing") or not isinstance(value, (bool, int, float, str, NoneType)):
+        return ""
+    if isinstance(value, str) and len(value) > _SHORT:
+        return ""
+    return f", got {json.dumps(value)}"
 
 
 def _cut(text: str, most: int) -> str:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from kvsieve.serve.bodies import JsonShape
 
+
+def _whole(value: Any) -> Any:
+    """Return a whole number that JSON writes with a point, such as 100.0, as the int that it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
 Text = Annotated[str, Field(max_length=1 << 23)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 # Nobody's draws need more, and some generators take no more.
-Seed = Annotated[int, Field(ge=-(2**62), le=2**62)]
+Seed = Annotated[Whole, Field(ge=-(2**62), le=2**62)]
 TokenName = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 # A list's first fault says enough; all of them would take hundreds of bytes each.
@@ -31,7 +38,10 @@ Arguments = Annotated[Text, AfterValidator(_bounded)]
 
 
 class Strict(BaseModel):
-    """A body that has no other members than these, and no number as text, or as true and false."""
+    """A body that has no other members than these, and no number as text, or as true and false.
+
+    A whole number may be written with a point, 100.0 for 100, but for token ids.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
@@ -52,10 +62,10 @@ class KVOptions(Strict):
     method: Annotated[str, Field(max_length=100)] | None = None
     budget: Annotated[str, Field(max_length=20)] | int | float | None = None
     codec: Annotated[str, Field(max_length=60, pattern=r"^[a-z0-9-]+(:[a-z_]+=[a-z0-9.]+)*$")] | None = None
-    protect: Annotated[list[int | tuple[int, int]], Field(max_length=100, fail_fast=True)] | None = None
-    question: bool | Annotated[int, Field(ge=1)] | None = None
+    protect: Annotated[list[Whole | tuple[Whole, Whole]], Field(max_length=100, fail_fast=True)] | None = None
+    question: bool | Annotated[Whole, Field(ge=1)] | None = None
     session: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.:-]+$")] | None = None
-    map: Annotated[int, Field(ge=0, le=512)] | None = None
+    map: Annotated[Whole, Field(ge=0, le=512)] | None = None
 
 
 class StreamOptions(Strict):
@@ -76,7 +86,7 @@ class CommonRequest(Strict):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=1_000_000)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=1_000_000)] | None = None
     min_p: Probability | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Penalty | None = None
@@ -84,8 +94,8 @@ class CommonRequest(Strict):
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=1024)] | None = None
     seed: Seed | None = None
     stop: Text | Texts | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[Whole, Field(ge=1)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     ignore_eos: bool | None = None
     kv: KVOptions | None = None
     user: Text | None = None
@@ -159,9 +169,9 @@ class ChatRequest(CommonRequest):
     """Body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
@@ -189,8 +199,8 @@ class CompletionRequest(CommonRequest):
     """
 
     prompt: Text | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)] | None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     parse_special: bool | None = None
-    best_of: Annotated[int, Field(ge=1)] | None = None
+    best_of: Annotated[Whole, Field(ge=1)] | None = None
     suffix: None = None
