@@ -9,6 +9,7 @@ from a third of the depth on. Here budgets are shares of the prompt; at 4K, 20% 
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -23,9 +24,12 @@ from benchmarks.paper.common import (
     Shape,
     Study,
     Table,
+    against,
+    at_lengths,
+    column_means,
     draw,
+    lines,
     main,
-    median,
     named,
     published,
     score_table,
@@ -77,17 +81,14 @@ PAPER_TAU = {
 }
 # RULER at 8K and 16K, Qwen2.5-7B, table 3.
 PAPER_AS_RUN = {
-    name: f"8K {eight}, 16K {sixteen}"
-    for name, eight, sixteen in (
-        ("full", 93.0, 92.7),
-        ("asl", 77.5, 75.5),
-        ("fastkv", 79.7, 75.3),
-        ("snapkv", 77.9, 75.3),
-        ("asl, full before", 91.2, 88.0),
-        ("fastkv, full before", 80.6, 75.8),
-        ("asl two passes", 70.7, 67.9),
-        ("gemfilter", 67.7, 66.9),
-    )
+    "full": (93.0, 92.7),
+    "asl": (77.5, 75.5),
+    "fastkv": (79.7, 75.3),
+    "snapkv": (77.9, 75.3),
+    "asl, full before": (91.2, 88.0),
+    "fastkv, full before": (80.6, 75.8),
+    "asl two passes": (70.7, 67.9),
+    "gemfilter": (67.7, 66.9),
 }
 # Tables 4 and 5, 128K.
 PAPER_TIMES = {
@@ -159,8 +160,9 @@ def pyramid(shape: Shape, length: int) -> list[MethodSetting]:
 
 
 def times(shape: Shape, length: int) -> list[MethodSetting]:
-    swept = [each for each in taus(shape, length) if "before" not in each.label and each.label != "tau 0.3"]
-    return [*(each for each in compare(shape, BUDGET) if "before" not in each.label), *two_pass(shape, BUDGET), *swept]
+    swept = [each for each in taus(shape, length) if each.label != "tau 0.3"]
+    made = [*compare(shape, BUDGET), *two_pass(shape, BUDGET), *swept]
+    return [each for each in made if "before" not in each.label]
 
 
 def trace(model: Any, ids: Any) -> Row:
@@ -199,13 +201,22 @@ def settles(row: Row, observed: int, first: int, tau: float = 0.3) -> int | None
     return next((start + observed - 1 + at for at, each in enumerate(variance) if each < tau * variance[0]), None)
 
 
+def layers_of(row: Row) -> int:
+    """Layers that figure 8's ranks are of: all but the last."""
+    return len(row["variance"][str(LOOKBACK[0])]) + LOOKBACK[0] - 1
+
+
+def first_at(row: Row, share: float) -> int:
+    """L_min at a share of the depth."""
+    return round(layers_of(row) * share)
+
+
 def _lookback_table(found: Found) -> Table:
     rows = []
     for length in found.lengths("lookback"):
-        mine = [row for row in found.rows("lookback") if row["length"] == length]
+        mine = found.rows("lookback", length)
         for observed in (each for each in LOOKBACK if mine[0]["variance"][str(each)]):
-            depth = len(mine[0]["variance"][str(observed)]) + observed - 1
-            layers = [[settles(row, observed, round(depth * share)) for row in mine] for share in FIRST]
+            layers = [[settles(row, observed, first_at(row, share)) for row in mine] for share in FIRST]
             rows.append([str(length), str(observed), str(len(mine)), *map(_median_layer, layers)])
     head = ["prompt tokens", "L_obs", "n", *(f"L_min {share:.2f} of the depth" for share in FIRST)]
     return "figure 8: layer at which ranks settle, tau 0.3: median (times), and how often none", head, rows
@@ -236,15 +247,16 @@ def tables(found: Found) -> list[Table]:
     paper = {f"tau {tau}": f"{now}, TTFT {ttft}" for tau, (now, _, ttft) in PAPER_TAU.items()}
     paper |= {f"tau {tau}, full before": str(before) for tau, (_, before, _) in PAPER_TAU.items()}
     made.append(score_table(found, "taus", ["full", *paper], paper))
-    made.append(score_table(found, "published", [*PAPER_AS_RUN], PAPER_AS_RUN))
+    made.append(score_table(found, "published", [*PAPER_AS_RUN], at_lengths(PAPER_AS_RUN)))
     made.append(_lookback_table(found))
     made.append(score_table(found, "pyramid", ["full", f"asl {BUDGET}", "pyramidinfer"]))
     rows = []
     for length in found.lengths("trace"):
-        of_length = [row for row in found.rows("trace") if row["length"] == length]
+        of_length = found.rows("trace", length)
         for task in dict.fromkeys(row["task"] for row in of_length):
             mine = [row for row in of_length if row["task"] == task]
-            rows.append([str(length), task, str(len(mine)), *(_layers(mine, tau) for tau in TAUS)])
+            layers = [[selected(row, tau) for row in mine] for tau in TAUS]
+            rows.append([str(length), task, str(len(mine)), *map(_median_layer, layers)])
     head = ["prompt tokens", "task", "n", *(f"tau {tau}" for tau in TAUS)]
     made.append(("selected layers: median (times), and how often none", head, rows))
     return [*made, time_table(found, PAPER_TIMES)]
@@ -257,10 +269,6 @@ def _labels(budget: str) -> list[str]:
     )
 
 
-def _layers(rows: list[Row], tau: float) -> str:
-    return _median_layer([selected(row, tau) for row in rows])
-
-
 def _median_layer(layers: list[int | None]) -> str:
     found = [layer for layer in layers if layer is not None]
     none = len(layers) - len(found)
@@ -268,24 +276,14 @@ def _median_layer(layers: list[int | None]) -> str:
 
 
 def pictures(found: Found, folder: Path) -> list[Path]:
-    lengths = found.lengths("taus")
-    tau = [
-        Line(f"{length}{after}", [(t, found.mean("taus", f"tau {t}{after}", length=length)) for t in TAUS])
-        for length in lengths
-        for after in ("", ", full before")
-    ]
+    befores = ("", ", full before")
+    tau = lines(found, "taus", {after: [(t, f"tau {t}{after}") for t in TAUS] for after in befores})
     tau += [
         Line(f"the paper, RULER 128K{after}", [(t, PAPER_TAU[t][at] / 100) for t in TAUS], ours=False)
-        for at, after in enumerate(("", ", full before"))
+        for at, after in enumerate(befores)
     ]
-    swept = [
-        Line(
-            f"{name}, {length}",
-            [(float(b[:-1]), found.mean("budgets", f"{name} {b}", length=length)) for b in BUDGETS],
-        )
-        for length in found.lengths("budgets")
-        for name in ("asl", "fastkv", "snapkv")
-    ]
+    methods = ("asl", "fastkv", "snapkv")
+    swept = lines(found, "budgets", {name: [(float(b[:-1]), f"{name} {b}") for b in BUDGETS] for name in methods})
     rows = found.rows("trace")
     depth = [
         Line(task, _variance([row for row in rows if row["task"] == task]))
@@ -302,8 +300,7 @@ def pictures(found: Found, folder: Path) -> list[Path]:
 
 
 def _variance(rows: list[Row]) -> list[tuple[float, float | None]]:
-    means = [sum(column) / len(column) for column in zip(*(row["relative_variance"] for row in rows), strict=True)]
-    return [(rows[0]["first"] + at, mean) for at, mean in enumerate(means)]
+    return list(enumerate(column_means(row["relative_variance"] for row in rows), rows[0]["first"]))
 
 
 def _histogram(rows: list[Row]) -> list[tuple[float, float | None]]:
@@ -313,103 +310,82 @@ def _histogram(rows: list[Row]) -> list[tuple[float, float | None]]:
 
 
 def verdicts(found: Found) -> list[Verdict]:
-    def differ(ours: str, theirs: str, part: str = "budgets", metric: str = "score") -> dict[int, Case | None]:
+    def differ(ours: str, theirs: str, metric: str = "score") -> dict[int, Case | None]:
         # Two passes select the layer as one does, and always leave tokens: whether a layer settled shows in one.
-        return found.differ(part, ours, theirs, metric, ours.replace(" two passes", ""))
+        return found.differ("published", ours, theirs, metric, ours.replace(" two passes", ""))
 
+    pairs = {
+        "FastKV at the same budget": ("asl", "fastkv"),
+        "FastKV with everything kept before the selection layer": ("asl, full before", "fastkv, full before"),
+        "GemFilter with two passes": ("asl two passes", "gemfilter"),
+    }
     return [
-        *_harder(found),
-        compared(
-            "outperforms FastKV at the same budget (20%)",
-            "RULER 128K 66.4 against 59.1",
-            differ("asl 20%", "fastkv 20%"),
-            abstract=True,
-        ),
-        compared(
-            "outperforms FastKV at the same budget (5%)",
-            "66.4 against 59.1 at 1.6%",
-            differ("asl 5%", "fastkv 5%"),
-            abstract=True,
-        ),
-        compared(
-            "outperforms FastKV with everything kept before the selection layer (20%)",
-            "74.2 against 59.1",
-            differ("asl 20%, full before", "fastkv 20%, full before"),
-            abstract=True,
-        ),
-        compared(
-            "outperforms GemFilter with two passes (20%)",
-            "62.5 against 56.7",
-            differ("asl two passes 20%", "gemfilter 20%"),
-            abstract=True,
-        ),
-        compared(
-            "outperforms PyramidInfer (20%)",
-            "93.7 against 76.4 at 4K",
-            differ(f"asl {BUDGET}", "pyramidinfer", "pyramid"),
-            abstract=True,
+        _harder(found),
+        _by_task(found),
+        *(
+            compared(
+                f"outperforms {what}",
+                against(PAPER_AS_RUN, ours, theirs),
+                differ(ours, theirs),
+                abstract=True,
+            )
+            for what, (ours, theirs) in pairs.items()
         ),
         _budget_met(found),
         _same(found, "tpot_s", "keeps FastKV's decoding speed", "TPOT 0.15 against 0.15"),
         _same(found, "kv_bytes", "keeps FastKV's KV reduction", "0.2 GB against 0.2 GB"),
         compared(
             "can be used with SnapKV: no worse than SnapKV alone",
-            "66.4 against 65.0",
-            differ("asl 20%", "snapkv 20%"),
+            against(PAPER_AS_RUN, "asl", "snapkv"),
+            differ("asl", "snapkv"),
             judge=no_worse,
             abstract=True,
         ),
         _tau_time(found),
         *(
-            compared(
-                f"the same by KL over the answer: closer to full KV than {theirs}",
-                "",
-                differ(ours, theirs, metric="kl"),
-            )
-            for ours, theirs in (
-                ("asl 20%", "fastkv 20%"),
-                ("asl 20%, full before", "fastkv 20%, full before"),
-                ("asl two passes 20%", "gemfilter 20%"),
-            )
+            compared(f"the same by KL over the answer: closer to full KV than {what}", "", differ(*pair, "kl"))
+            for what, pair in pairs.items()
         ),
     ]
 
 
-def _harder(found: Found) -> list[Verdict]:
-    """Hard tasks (key-value retrieval) against easy ones (a question, a single needle)."""
-    easy, losses, depths = ("ruler_qa_1", "ruler_niah_single_2"), {}, {}
+# Key-value retrieval against a question and a single needle.
+HARD, EASY = ("kv",), ("ruler_qa_1", "ruler_niah_single_2")
+
+
+def _harder(found: Found) -> Verdict:
+    losses = {}
     for length in found.lengths("budgets"):
-        full, mine = (
-            {task: found.values("budgets", label, length=length, tasks=tasks) for task, tasks in _sorts(easy).items()}
-            for label in ("full", "fastkv 20%")
-        )
-        loss = {sort: [full[sort][key] - mine[sort][key] for key in mine[sort] if key in full[sort]] for sort in full}
+        loss = []
+        for tasks in (HARD, EASY):
+            full, mine = (found.values("budgets", each, "score", length, tasks) for each in ("full", "fastkv 20%"))
+            loss.append({key: full[key] - mine[key] for key in mine if key in full})
         acts = found.acts("budgets", "fastkv 20%", length)
-        losses[length] = apart(loss["hard"], loss["easy"], SCORES, sum(acts[key] for key in mine["hard"]))
-    for length in found.lengths("trace"):
-        rows = [row for row in found.rows("trace") if row["length"] == length]
-        of_sort = {sort: [depth_of(row, 0.3) for row in rows if row["task"] in t] for sort, t in _sorts(easy).items()}
-        settled = sum(selected(row, 0.3) is not None for row in rows if row["task"] in _sorts(easy)["hard"])
-        depths[length] = apart(of_sort["hard"], of_sort["easy"], (0, max(map(most_layers, rows))), settled)
-    return [
-        compared(
-            "a fixed layer's accuracy varies with the task, worse for harder ones: FastKV (20%) loses more of full "
-            "KV's score on key-value retrieval than on a question and a needle",
-            "Retr.KV 1.0 of 66.4, En.QA 12.15 of 12.63",
-            losses,
-            abstract=True,
-        ),
-        compared(
-            "chooses the layer by the task: later for key-value retrieval than for a question and a needle (tau 0.3)",
-            "KV retrieval and code debugging deepest",
-            depths,
-            abstract=True,
-        ),
-    ]
+        hard, easy = loss
+        losses[length] = apart([*hard.values()], [*easy.values()], SCORES, sum(acts[key] for key in hard))
+    return compared(
+        "a fixed layer's accuracy varies with the task, worse for harder ones: FastKV (20%) loses more of full "
+        "KV's score on key-value retrieval than on a question and a needle",
+        "Retr.KV 1.0 of 66.4, En.QA 12.15 of 12.63",
+        losses,
+        abstract=True,
+    )
 
 
-def _sorts(easy: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    return {"hard": ("kv",), "easy": easy}
+def _by_task(found: Found) -> Verdict:
+    """Layers that read everything, by figure 8's reading with the paper's tau, L_obs 8 and L_min a third."""
+    cases = {}
+    for length in found.lengths("lookback"):
+        rows = [row for row in found.rows("lookback", length) if row["variance"]["8"]]
+        layers = [(row["task"], settles(row, 8, first_at(row, 1 / 3)), layers_of(row) + 1) for row in rows]
+        hard, easy = (
+            [float(depth if layer is None else layer + 1) for task, layer, depth in layers if task in tasks]
+            for tasks in (HARD, EASY)
+        )
+        settled = sum(layer is not None for task, layer, _ in layers if task in HARD)
+        cases[length] = apart(hard, easy, (0, max((depth for *_, depth in layers), default=1)), settled)
+    claim = "chooses the layer by the task: later for key-value retrieval than for a question and a needle (tau 0.3)"
+    return compared(claim, "KV retrieval and code debugging deepest", cases, abstract=True)
 
 
 def _budget_met(found: Found) -> Verdict:
@@ -420,20 +396,12 @@ def _budget_met(found: Found) -> Verdict:
     over = [
         row["kv_entries"] - max(float(row["label"].split()[1][:-1]) / 100 * row["prompt_tokens"], 33) for row in rows
     ]
-    verdict = OUT if max(over) <= 1 else NOT
-    return Verdict(
-        claim,
-        "exactly k per layer",
-        verdict,
-        f"most above: {max(over):.2f} entries, n={len(rows)}",
-        rule,
-        abstract=True,
-    )
+    shown = f"most above: {max(over):.2f} entries, n={len(rows)}"
+    return Verdict(claim, "exactly k per layer", OUT if max(over) <= 1 else NOT, shown, rule, abstract=True)
 
 
 def _same(found: Found, quantity: str, claim: str, paper: str) -> Verdict:
-    lengths = sorted({row["length"] for row in found.costs()})
-    ratios = {each: found.ratio("asl 20%", quantity, each, to="fastkv 20%") for each in lengths}
+    ratios = found.ratios("asl 20%", quantity, to="fastkv 20%")
     rule = f"over FastKV's: within 10% in each of {FEWEST_DIFFERENT} repeats or more at the longest prompt"
     return repeated(claim, paper, ratios, rule, lambda ratio: abs(ratio - 1) <= 0.1)
 
@@ -441,7 +409,7 @@ def _same(found: Found, quantity: str, claim: str, paper: str) -> Verdict:
 def _tau_time(found: Found) -> Verdict:
     cases = {}
     for length in found.lengths("trace"):
-        mine = [row for row in found.rows("trace") if row["length"] == length]
+        mine = found.rows("trace", length)
         deep = {tau: {(row["task"], row["sample"]): depth_of(row, tau) for row in mine} for tau in (0.2, 0.6)}
         settled = {(row["task"], row["sample"]): selected(row, 0.6) is not None for row in mine}
         # A larger tau never selects a later layer.

@@ -10,13 +10,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import kvsieve
@@ -42,6 +44,8 @@ from kvsieve.tasks.public import data_digests
 from kvsieve.tasks.samples import Sample
 
 RESULTS = Path(__file__).parents[1] / "results" / "paper"
+# Metrics of which more is better; of the others, distances, less is.
+SHARES = ("score", "exact")
 Row = dict[str, Any]
 Table = tuple[str, list[str], list[list[str]]]
 """Title, head and rows."""
@@ -163,15 +167,15 @@ class Found:
     def model(self) -> str:
         return self.folder.name
 
-    def rows(self, part: str) -> list[Row]:
-        """Rows of a grid or of a measurement; none where it has not run."""
+    def rows(self, part: str, length: int | None = None) -> list[Row]:
+        """Rows of a grid or of a measurement, of all lengths or of one; none where it has not run."""
         if part not in self.cache:
             folder = self.folder / part
             if (folder / "rows.jsonl").exists():
                 self.cache[part] = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
             else:
                 self.cache[part] = load(folder).samples if _begun(folder, "samples") else []
-        return self.cache[part]
+        return [row for row in self.cache[part] if length is None or row["length"] == length]
 
     def costs(self, part: str = "times") -> list[Row]:
         folder = self.folder / part
@@ -185,8 +189,8 @@ class Found:
     ) -> dict[tuple[Any, ...], float]:
         """A metric of each sample under a label, by sample."""
         wanted, out = set(tasks), {}
-        for row in self.rows(part):
-            if row["label"] != label or (length and row["length"] != length) or (wanted and row["task"] not in wanted):
+        for row in self.rows(part, length):
+            if row["label"] != label or (wanted and row["task"] not in wanted):
                 continue
             value = row["metrics"].get(metric) if metric not in row else row[metric]
             if value is not None:
@@ -195,7 +199,7 @@ class Found:
 
     def acts(self, part: str, label: str, length: int) -> dict[tuple[Any, ...], bool]:
         """Whether a method did something to each sample, by sample."""
-        mine = (row for row in self.rows(part) if row["label"] == label and row["length"] == length)
+        mine = (row for row in self.rows(part, length) if row["label"] == label)
         return {(row["task"], row["length"], row["question"], row["sample"]): acted(row) for row in mine}
 
     def differ(
@@ -213,21 +217,35 @@ class Found:
         cases = {}
         for length in self.lengths(part):
             one, other = (self.values(part, each, metric, length) for each in (ours, theirs))
-            first, second = (one, other) if metric == "score" else (other, one)
-            within = SCORES if metric == "score" else None
+            first, second = (one, other) if metric in SHARES else (other, one)
+            within = SCORES if metric in SHARES else None
             cases[length] = paired(first, second, within, self.acts(part, acting or ours, length))
         return cases
+
+    def differ_each(
+        self, part: str, pairs: Mapping[str, tuple[str, str]], metric: str = "score"
+    ) -> dict[str, Case | None]:
+        """`differ` of several pairs of labels by their names, one case for each and each length."""
+        return {
+            f"{name}, {length}": case
+            for name, (ours, theirs) in pairs.items()
+            for length, case in self.differ(part, ours, theirs, metric).items()
+        }
 
     def mean(self, part: str, label: str, metric: str = "score", length: int | None = None) -> float | None:
         values = self.values(part, label, metric, length).values()
         return sum(values) / len(values) if values else None
 
-    def ratio(self, label: str, quantity: str, length: int, to: str = FULL, part: str = "times") -> list[float]:
-        """A cost over that of another label, of each repeat in the same run."""
-        rows = [row for row in self.costs(part) if row["length"] == length]
-        base = {(row["env"], row["repeat"]): row[quantity] for row in rows if row["label"] == to}
-        mine = [row for row in rows if row["label"] == label]
-        return [row[quantity] / base[key] for row in mine if (key := (row["env"], row["repeat"])) in base]
+    def ratios(self, label: str, quantity: str, to: str = FULL) -> dict[int, list[float]]:
+        """A cost over that of another label, of each repeat in the same run, by length."""
+        costs = self.costs()
+        out: dict[int, list[float]] = {length: [] for length in sorted({row["length"] for row in costs})}
+        base = {(row["env"], row["repeat"], row["length"]): row[quantity] for row in costs if row["label"] == to}
+        for row in costs:
+            key = row["env"], row["repeat"], row["length"]
+            if row["label"] == label and key in base:
+                out[row["length"]].append(row[quantity] / base[key])
+        return out
 
 
 def _begun(folder: Path, what: str) -> bool:
@@ -325,41 +343,34 @@ def run(parts: Sequence[Part], model: Any, tokenizer: Any, given: argparse.Names
             if part.measure is not None:
                 files[part.name] = stack.enter_context(RowsFile(folder / part.name, {**stamp, **texts}, model))
                 continue
-            mine = [each for (name, _), found in settings.items() if name == part.name for each in found]
-            described = {"settings": [each.described() for each in mine]}
-            titles = {"tasks": {name: known[name].title for name in _tasks(part, given)}}
-            made = writing(folder / part.name, {**stamp, **titles, **texts, **described}, resume=True)
-            files[part.name] = stack.enter_context(made)
+            described = [each.described() for (name, _), mine in settings.items() if name == part.name for each in mine]
+            titles = {name: known[name].title for name in _tasks(part, given)}
+            run_of = {**stamp, "tasks": titles, **texts, "settings": described}
+            files[part.name] = stack.enter_context(writing(folder / part.name, run_of, resume=True))
             files[part.name].settle([], model)
-        for index in range(given.samples):
-            for length in given.lengths:
-                for name in dict.fromkeys(name for part in parts for name in (_tasks(part, given) or ["times"])):
-                    if given.minutes is not None and time.perf_counter() - began > 60 * given.minutes:
-                        print(f"stopped after {given.minutes:g} minutes", file=sys.stderr)
-                        return
-                    # What other prompts have left would be held for nothing.
-                    memory = Memory()
-                    for part in parts:
-                        if length < part.least or name not in (_tasks(part, given) or ["times"]):
-                            continue
-                        told = f"{part.name}, {name}, {length} tokens, sample {index + 1}"
-                        print(f"{(time.perf_counter() - began) / 60:.1f} min, {told}", file=sys.stderr, flush=True)
-                        evaluator = Evaluator(model, tokenizer, chunk=part.chunk(length) if part.chunk else None)
-                        alone = part.times or part.chunk is not None or model.device.type != "cpu"
-                        with contextlib.nullcontext() if alone else remembering(model, memory):
-                            if part.measure is not None:
-                                _measure(part, evaluator, known[name], length, index, files[part.name])
-                            elif not part.times:
-                                plans, asked = settings[part.name, length], (part.question,)
-                                grid = Grid([known[name]], [length], asked, index + 1, plans, cost_samples=0)
-                                run_grid(grid, evaluator, files[part.name])
-                                files[part.name].lap()
-                            elif index == 0:
-                                grid = Grid(
-                                    [], [length], (), 0, settings[part.name, length], cost_samples=given.samples
-                                )
-                                run_grid(grid, evaluator, files[part.name])
-                                files[part.name].lap()
+        units = itertools.product(
+            range(given.samples), given.lengths, dict.fromkeys(name for part in parts for name in _units(part, given))
+        )
+        for index, length, name in units:
+            if given.minutes is not None and time.perf_counter() - began > 60 * given.minutes:
+                print(f"stopped after {given.minutes:g} minutes", file=sys.stderr)
+                return
+            # What other prompts have left would be held for nothing.
+            memory = Memory()
+            for part in (each for each in parts if length >= each.least and name in _units(each, given)):
+                told = f"{part.name}, {name}, {length} tokens, sample {index + 1}"
+                print(f"{(time.perf_counter() - began) / 60:.1f} min, {told}", file=sys.stderr, flush=True)
+                evaluator = Evaluator(model, tokenizer, chunk=part.chunk(length) if part.chunk else None)
+                alone = part.times or part.chunk is not None or model.device.type != "cpu"
+                with contextlib.nullcontext() if alone else remembering(model, memory):
+                    if part.measure is not None:
+                        _measure(part, evaluator, known[name], length, index, files[part.name])
+                    elif index == 0 or not part.times:
+                        mine = settings[part.name, length]
+                        costs, tasks = given.samples * part.times, [] if part.times else [known[name]]
+                        grid = Grid(tasks, [length], (part.question,), index + 1, mine, cost_samples=costs)
+                        run_grid(grid, evaluator, files[part.name])
+                        files[part.name].lap()
 
 
 def _measure(part: Part, evaluator: Evaluator, task: Any, length: int, index: int, rows: RowsFile) -> None:
@@ -374,6 +385,11 @@ def _measure(part: Part, evaluator: Evaluator, task: Any, length: int, index: in
 def _tasks(part: Part, given: argparse.Namespace) -> list[str]:
     wanted = given.tasks.split(",") if given.tasks else part.tasks
     return [name for name in part.tasks if name in wanted]
+
+
+def _units(part: Part, given: argparse.Namespace) -> list[str]:
+    """What a part runs at a length one after another."""
+    return ["times"] if part.times else _tasks(part, given)
 
 
 def _on(part: Part, shape: Shape, length: int, model: Any, tokenizer: Any) -> list[MethodSetting]:
@@ -475,7 +491,7 @@ def forecast(parts: Sequence[Part], shape: Shape, given: argparse.Namespace, mod
             made, spent, count = [full()], 0.0, 0
             if part.settings is not None:
                 made += part.settings(shape, length)
-            tasks = ["times"] if part.times else _tasks(part, given)
+            tasks = _units(part, given)
             for task in tasks:
                 alone, key = part.times or part.chunk is not None, (task, part.question, length)
                 each = list(readings(made, shape, length, alone, key in read and not alone))
@@ -542,19 +558,31 @@ def time_table(found: Found, paper: dict[str, str] | None = None) -> Table:
     head += ["the paper"] if paper else []
     rows = []
     for label in labels:
-        row = [label]
-        for length in lengths:
-            for quantity in ("ttft_s", "tpot_s", "kv_bytes"):
-                ratios = found.ratio(label, quantity, length)
-                row.append(f"{median(ratios):.2f}" if ratios else "")
+        all_ratios = [found.ratios(label, quantity) for quantity in ("ttft_s", "tpot_s", "kv_bytes")]
+        ratios = [each[length] for length in lengths for each in all_ratios]
+        row = [label, *(f"{median(each):.2f}" if each else "" for each in ratios)]
         rows.append(row + ([paper.get(label, "")] if paper else []))
     return "times, over full KV's", head, rows
 
 
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+Scores = Mapping[str, tuple[float, float]]
+"""A paper's scores on RULER at 8K and 16K, by label."""
+
+
+def at_lengths(scores: Scores) -> dict[str, str]:
+    """A paper's scores as a table has them beside ours."""
+    return {name: f"RULER 8K {eight}, 16K {sixteen}" for name, (eight, sixteen) in scores.items()}
+
+
+def against(scores: Scores, ours: str, *theirs: str) -> str:
+    """A paper's scores as a verdict has them."""
+    sides = (" and ".join(str(scores[each][at]) for each in theirs) for at in (0, 1))
+    both = zip(("8K", "16K"), scores[ours], sides, strict=True)
+    return "RULER " + ", ".join(f"{length} {mine} against {other}" for length, mine, other in both)
+
+
+def column_means(rows: Iterable[Sequence[float]]) -> list[float]:
+    return [sum(column) / len(column) for column in zip(*rows, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -564,6 +592,17 @@ class Line:
     name: str
     points: list[tuple[float, float | None]]
     ours: bool = True
+
+
+def lines(
+    found: Found, part: str, curves: Mapping[str, Iterable[tuple[float, str]]], metric: str = "score"
+) -> list[Line]:
+    """A line for each length and curve, which is a label for each x: the labels' means."""
+    return [
+        Line(f"{name}, {length}".lstrip(", "), [(x, found.mean(part, label, metric, length)) for x, label in curve])
+        for length in found.lengths(part)
+        for name, curve in curves.items()
+    ]
 
 
 @dataclass(frozen=True)

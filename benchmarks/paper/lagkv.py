@@ -23,6 +23,7 @@ from benchmarks.paper.common import (
     Table,
     custom,
     draw,
+    lines,
     main,
     named,
     number,
@@ -133,11 +134,16 @@ def abstract(shape: Shape, length: int) -> list[MethodSetting]:
 def as_run(shape: Shape, length: int) -> list[MethodSetting]:
     """Table 2 as the paper ran it, in kvpress, whose SnapKV has a window of 64, a kernel of 5 and average pooling."""
     made = []
-    for kept in (kept for kept in KEPT if float(kept[:-1]) / 100 * length >= ROOM):
+    for kept in kept_at(length):
         made.append(published(f"lagkv {kept}", "lagkv", budget=kept, decode=False))
         made.append(published(f"snapkv {kept}", "snapkv", budget=kept, window=64, kernel=5, pooling="avg"))
         made.append(published(f"streamingllm {kept}", "streamingllm", budget=kept))
     return made
+
+
+def kept_at(length: int) -> list[str]:
+    """The shares that leave the paper's lag of 128 the 272 entries that it needs."""
+    return [kept for kept in KEPT if float(kept[:-1]) / 100 * length >= ROOM]
 
 
 def chunk(length: int) -> int:
@@ -154,10 +160,9 @@ def chunked(shape: Shape, length: int) -> list[MethodSetting]:
 
 
 def ruler(shape: Shape, length: int) -> list[MethodSetting]:
-    """The paper's lag of 128, which 272 entries are needed for."""
-    lag, made = 128, []
-    for kept in (kept for kept in KEPT if float(kept[:-1]) / 100 * length >= ROOM):
-        made.append(named(f"lagkv {kept}", "lagkv", budget=kept, lag=lag, sinks=SINKS, decode=False))
+    made = []
+    for kept in kept_at(length):
+        made.append(named(f"lagkv {kept}", "lagkv", budget=kept, lag=128, sinks=SINKS, decode=False))
         made.append(named(f"snapkv {kept}", "snapkv", budget=kept))
         made.append(named(f"streamingllm {kept}", "streamingllm", budget=kept))
     return made
@@ -258,21 +263,11 @@ def pictures(found: Found, folder: Path) -> list[Path]:
         Line(str(length), [(ratio, _mean(first_tokens(found, f"chunked {ratio}x", length))) for ratio in TIMES])
         for length in found.lengths("chunks")
     ]
-    scores = [
-        Line(
-            f"{name}, {length}",
-            [(float(kept[:-1]), found.mean("ruler", f"{name} {kept}", length=length)) for kept in KEPT],
-        )
-        for length in found.lengths("ruler")
-        for name in ("lagkv", "snapkv", "streamingllm")
-    ]
+    kept = {name: [(float(k[:-1]), f"{name} {k}") for k in KEPT] for name in ("lagkv", "snapkv", "streamingllm")}
+    scores = lines(found, "ruler", kept)
     scores += [
-        Line(
-            f"{name}, the paper",
-            [(float(kept[:-1]), float(PAPER_RULER[f"{name} {kept}"]) / 100) for kept in KEPT],
-            ours=False,
-        )
-        for name in ("lagkv", "snapkv", "streamingllm")
+        Line(f"{name}, the paper", [(x, float(PAPER_RULER[label]) / 100) for x, label in curve], ours=False)
+        for name, curve in kept.items()
     ]
     panels = [
         Panel("Figure 2: 64 digits by r L", "entries kept of a partition", "digits right", against, log=True),
@@ -288,12 +283,8 @@ def _mean(values: list[float]) -> float | None:
 
 
 def verdicts(found: Found) -> list[Verdict]:
-    def over_budgets(theirs: str) -> dict[str, Case | None]:
-        return {
-            f"{kept}, {length}": each
-            for kept in KEPT
-            for length, each in found.differ("ruler", f"lagkv {kept}", f"{theirs} {kept}").items()
-        }
+    def over_budgets(part: str, theirs: str) -> dict[str, Case | None]:
+        return found.differ_each(part, {kept: (f"lagkv {kept}", f"{theirs} {kept}") for kept in KEPT})
 
     no_attention = LagKV(budget=Budget(ratio=0.25)).window == 0
     made = [
@@ -304,67 +295,63 @@ def verdicts(found: Found) -> list[Verdict]:
             "the evictor asks for 0 queries",
             "by construction",
             abstract=True,
-        ),
+        )
+    ]
+    for theirs, name, paper in (
+        ("snapkv", "SnapKV", "82.5 / 73.5 / 56.6 / 42.4 against 60.7 / 46.1 / 34.4 / 26.9"),
+        ("streamingllm", "StreamingLLM", "82.5 / 73.5 / 56.6 / 42.4 against 72.5 / 55.2 / 33.4 / 23.7"),
+    ):
+        for part, how in (("ruler", ""), ("published", ", as the paper ran it")):
+            made.append(
+                compared(
+                    f"RULER, question hidden: outperforms {name} in different compression ratios{how}",
+                    paper,
+                    over_budgets(part, theirs),
+                    abstract=True,
+                )
+            )
+    ours, same, quarter = "lagkv 1024, 4x", "h2o, as many entries", "h2o 25%"
+    made += [
         compared(
-            "RULER, question hidden: outperforms SnapKV in different compression ratios",
-            "82.5 / 73.5 / 56.6 / 42.4 against 60.7 / 46.1 / 34.4 / 26.9",
-            over_budgets("snapkv"),
+            "64-digit number, lag 1024, 4x: more prompts with all digits right than with H2O",
+            "89 against 35 %",
+            found.differ_each("abstract", {each: (ours, each) for each in (quarter, same)}, "exact"),
             abstract=True,
         ),
         compared(
-            "RULER, question hidden: outperforms StreamingLLM in different compression ratios",
-            "against 72.5 / 55.2 / 33.4 / 23.7",
-            over_budgets("streamingllm"),
-            abstract=True,
-        ),
-        compared(
-            "64-digit number: outperforms H2O by over 50% at the same ratio: digits right, less 1.5 times H2O's",
-            "4x, exact: 89 against 35 %",
-            {
-                f"{times}x, {length}": _more_by_half(found, times, length)
-                for times in (4, 8)
-                for length in found.lengths("attention")
-            },
+            "the same by over 50 points, as the paper's numbers are: the difference less 0.5",
+            "89 against 35 %",
+            {f"{quarter}, {length}": _by_half(found, ours, quarter, length) for length in found.lengths("abstract")},
             abstract=True,
         ),
         compared(
             "performance comparable to other methods': 64-digit number, no worse than SnapKV at as many entries",
             "LongBench within 10% of full KV",
-            {
-                f"{times}x, {length}": each
-                for times in (4, 8)
-                for length, each in found.differ("attention", f"lagkv {times}x", f"snapkv {times}x").items()
-            },
+            found.differ_each("attention", {f"{each}x": (f"lagkv {each}x", f"snapkv {each}x") for each in (4, 8)})
+            | found.differ_each("abstract", {"lag 1024, 4x": (ours, "snapkv, as many entries")}),
             judge=no_worse,
             abstract=True,
         ),
     ]
-    cases = {}
-    for length in found.lengths("grid"):
-        few, many = lags(length)[0], lags(length)[-1]
-        for times in (4, 8):
-            both = found.differ("grid", *(f"lag {lag}, {times}x" for lag in (many, few)))
-            cases[f"{many} against {few}, {times}x, {length}"] = both[length]
-    made.append(
-        compared("table 3: at the same r a larger lag keeps more digits", "4x: 96.98 at 1024, 20.83 at 128", cases)
-    )
-    for name in VARIANTS:
+    for claim, paper, name in (
+        ("table 3: at the same r a larger lag keeps more digits", "4x: 96.98 at 1024, 20.83 at 128", ""),
+        *((f"figure 5: the next partition as reference beats the variant '{v}'", "curve, L=1024", v) for v in VARIANTS),
+    ):
         cases = {}
         for length in found.lengths("grid"):
-            largest = lags(length)[-1]
-            for times in (4, 8):
-                both = found.differ("grid", *(f"{each} {largest}, {times}x" for each in ("lag", name)))
-                cases[f"{times}x, {length}"] = both[length]
-        made.append(
-            compared(f"figure 5: the next partition as reference beats the variant '{name}'", "curve, L=1024", cases)
-        )
+            few, many = lags(length)[0], lags(length)[-1]
+            theirs = f"{name} {many}" if name else f"lag {few}"
+            pairs = {f"{theirs}, {times}x": (f"lag {many}, {times}x", f"{theirs}, {times}x") for times in (4, 8)}
+            for label, pair in pairs.items():
+                cases[f"lag {many} against {label}, {length}"] = found.differ("grid", *pair)[length]
+        made.append(compared(claim, paper, cases))
     return [*made, _first(found)]
 
 
-def _more_by_half(found: Found, times: int, length: int) -> Case | None:
-    ours, theirs = (found.values("attention", f"{each} {times}x", length=length) for each in ("lagkv", "h2o"))
-    acts = found.acts("attention", f"lagkv {times}x", length)
-    return paired(ours, {key: 1.5 * value for key, value in theirs.items()}, (-1.5, 1.0), acts)
+def _by_half(found: Found, ours: str, theirs: str, length: int) -> Case | None:
+    one, other = (found.values("abstract", each, "exact", length) for each in (ours, theirs))
+    acts = found.acts("abstract", ours, length)
+    return paired(one, {key: value + 0.5 for key, value in other.items()}, (-1.5, 0.5), acts)
 
 
 def _first(found: Found) -> Verdict:
@@ -372,15 +359,15 @@ def _first(found: Found) -> Verdict:
     rule = "came out where the share's low end is at least 0.7, did not where its high end is below"
     shown, verdicts, acted, known = [], [], 0, 0
     for length in found.lengths("chunks"):
-        same = first_tokens(found, "chunked 8x", length)
-        if same:
-            low, high = share_interval(sum(same), len(same))
-            counted, mine = len(same) >= FEW, sum(found.acts("chunks", "chunked 8x", length).values())
-            acted, known = acted + mine, known + len(same)
-            if counted and mine >= ACTED * len(same):
-                verdicts.append(OUT if low >= 0.7 else NOT if high < 0.7 else OPEN)
-            few = "" if counted else ", few: not counted"
-            shown.append(f"{length}: {sum(same) / len(same):.2f} [{low:.2f}, {high:.2f}], n={len(same)}{few}")
+        if not (same := first_tokens(found, "chunked 8x", length)):
+            continue
+        low, high = share_interval(sum(same), len(same))
+        counted, mine = len(same) >= FEW, sum(found.acts("chunks", "chunked 8x", length).values())
+        acted, known = acted + mine, known + len(same)
+        if counted and mine >= ACTED * len(same):
+            verdicts.append(OUT if low >= 0.7 else NOT if high < 0.7 else OPEN)
+        few = "" if counted else ", few: not counted"
+        shown.append(f"{length}: {sum(same) / len(same):.2f} [{low:.2f}, {high:.2f}], n={len(same)}{few}")
     verdict = LATER if not shown else NOT if NOT in verdicts else OUT if set(verdicts) == {OUT} else OPEN
     return Verdict(claim, paper, verdict, "; ".join(shown), rule, acted=f"{acted} of {known}" if known else "")
 

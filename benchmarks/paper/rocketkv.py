@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.paper.common import (
@@ -22,8 +23,8 @@ from benchmarks.paper.common import (
     Table,
     custom,
     draw,
+    lines,
     main,
-    median,
     named,
     published,
     score_table,
@@ -51,6 +52,7 @@ TIMES_AT = (16, 64)
 FEWEST = 36
 TASKS = ("ruler_niah_single_2", "ruler_niah_multikey_1", "ruler_niah_single_3")
 OTHERS = ("snapkv", "quest", "sparq", "hsa", "exacttopk")
+TURNED = ("rocketkv-mt", "rocketkv", "snapkv", "exacttopk", "hsa")
 
 # RULER at 16K, Llama3.1-8B, table 6: 256 entries are 1/64, 1024 are 1/16, 4096 are 1/4. Full KV 91.3.
 PAPER = {
@@ -181,8 +183,7 @@ def pages(shape: Shape, length: int) -> list[MethodSetting]:
 
 
 def turns(shape: Shape, length: int) -> list[MethodSetting]:
-    methods = ("rocketkv-mt", "rocketkv", "snapkv", "exacttopk", "hsa")
-    return [at(method, length, part) for part in parts(length, TURNS_AT) for method in methods]
+    return [at(method, length, part) for part in parts(length, TURNS_AT) for method in TURNED]
 
 
 def times(shape: Shape, length: int) -> list[MethodSetting]:
@@ -198,8 +199,7 @@ def tables(found: Found) -> list[Table]:
     made.append(score_table(found, "splits", ["full", *names]))
     names = [*(f"pages of {page}" for page in PAGES), *(f"{each} 1/{PAGES_AT}" for each in ("hsa", "quest", "sparq"))]
     made.append(score_table(found, "pages", ["full", *names]))
-    methods = ("rocketkv-mt", "rocketkv", "snapkv", "exacttopk", "hsa")
-    names = ["full", *(f"{method} 1/{part}" for part in TURNS_AT for method in methods)]
+    names = ["full", *(f"{method} 1/{part}" for part in TURNS_AT for method in TURNED)]
     for part in ("multiturn", "shared", "turns"):
         made.append(score_table(found, part, names, PAPER_TURNS))
     made.append(_by_turn(found, names))
@@ -216,33 +216,18 @@ def _by_turn(found: Found, names: list[str]) -> Table:
 
 
 def pictures(found: Found, folder: Path) -> list[Path]:
-    lengths = found.lengths("budgets")
-    swept = [
-        Line(f"{name}, {length}", [(part, found.mean("budgets", f"{name} 1/{part}", length=length)) for part in PARTS])
-        for length in lengths
-        for name in ("rocketkv", *OTHERS)
-    ]
+    budgets = {name: [(part, f"{name} 1/{part}") for part in PARTS] for name in ("rocketkv", *OTHERS)}
+    swept = lines(found, "budgets", budgets)
     swept += [
-        Line(f"{name}, the paper, RULER 16K", [(c, _of(PAPER, f"{name} 1/{c}")) for c in PARTS], ours=False)
+        Line(f"{name}, the paper, RULER 16K", [(x, _of(PAPER, label)) for x, label in budgets[name]], ours=False)
         for name in ("rocketkv", "snapkv")
     ]
-    split = [
-        Line(f"1/{part}, {length}", [(s, found.mean("splits", f"split {s}, 1/{part}", "kl", length)) for s in SPLITS])
-        for length in found.lengths("splits")
-        for part in SPLIT_AT
-    ]
-    page = [
-        Line(str(length), [(size, found.mean("pages", f"pages of {size}", "kl", length)) for size in PAGES])
-        for length in found.lengths("pages")
-    ]
-    methods = ("rocketkv-mt", "rocketkv", "snapkv", "exacttopk", "hsa")
+    splits = {f"1/{part}": [(s, f"split {s}, 1/{part}") for s in SPLITS] for part in SPLIT_AT}
+    split = lines(found, "splits", splits, "kl")
+    page = lines(found, "pages", {"": [(size, f"pages of {size}") for size in PAGES]}, "kl")
     turn = [
-        Line(
-            f"{name} 1/{part}",
-            [(number, found.mean("multiturn", f"{name} 1/{part}", f"turn_{number}")) for number in range(1, 5)],
-        )
-        for part in TURNS_AT[-1:]
-        for name in methods
+        Line(label, [(number, found.mean("multiturn", label, f"turn_{number}")) for number in range(1, 5)])
+        for label in (f"{name} 1/{TURNS_AT[-1]}" for name in TURNED)
     ]
     panels = [
         Panel("Figure 5: score by compression", "prompt over budget", "score", swept, log=True),
@@ -261,82 +246,78 @@ def verdicts(found: Found) -> list[Verdict]:
     def cases(
         part: str, ours: str, theirs: tuple[str, ...], parts: tuple[int, ...], metric: str = "score"
     ) -> dict[str, Case | None]:
-        """Scores: ours less theirs; distances, of which less is better: theirs less ours."""
-        return {
-            f"{name} 1/{each}, {length}": found_at
-            for name in theirs
-            for each in parts
-            for length, found_at in found.differ(part, f"{ours} 1/{each}", f"{name} 1/{each}", metric).items()
-        }
+        pairs = {f"{name} 1/{each}": (f"{ours} 1/{each}", f"{name} 1/{each}") for name in theirs for each in parts}
+        return found.differ_each(part, pairs, metric)
 
+    low, as_paper = "better than SnapKV, Quest and SparQ at a low budget", "as the paper ran it"
+    three = ("snapkv", "quest", "sparq")
     made = [
-        _compression(found),
+        _compression(found, "budgets", PARTS),
+        _compression(found, "published", COMPARED, f", {as_paper}"),
         _costs(found),
+        compared(f"{low} (1/64)", "RULER 16K 86.3 against 26.3, 5.3, 8.7", cases("budgets", "rocketkv", three, (64,))),
         compared(
-            "better than SnapKV, Quest and SparQ at a low budget (1/64)",
-            "RULER 16K 86.3 against 26.3, 5.3, 8.7",
-            cases("budgets", "rocketkv", ("snapkv", "quest", "sparq"), (64,)),
+            f"{low} (1/16, 1/64), {as_paper}",
+            "RULER 16K 90.6 against 56.8, 64.6, 86.5; 86.3 against 26.3, 5.3, 8.7",
+            cases("published", "rocketkv", three, (16, 64)),
         ),
         compared(
             "the same by KL over the answer: closer to full KV than SnapKV, Quest and SparQ (1/64)",
             "",
-            cases("budgets", "rocketkv", ("snapkv", "quest", "sparq"), (64,), "kl"),
+            cases("budgets", "rocketkv", three, (64,), "kl"),
         ),
     ]
-    for part, what in (("multiturn", "in a conversation"), ("shared", "with a shared context")):
-        made.append(
+    for part, what in (
+        ("multiturn", "in a conversation"),
+        ("shared", "with a shared context"),
+        ("turns", f"in a conversation, {as_paper}"),
+    ):
+        made += [
             compared(
                 f"RocketKV-MT consistently outperforms other methods {what}: RocketKV, SnapKV, HSA",
                 "1/32: 47.8 against 31.5, 19.9, 38.6",
                 cases(part, "rocketkv-mt", ("rocketkv", "snapkv", "hsa"), TURNS_AT),
                 abstract=True,
-            )
-        )
-        made.append(
+            ),
             compared(
                 f"RocketKV-MT nearly on par with exact top-k {what}",
                 "47.8 against 48.7",
                 cases(part, "rocketkv-mt", ("exacttopk",), TURNS_AT),
                 judge=no_worse,
                 abstract=True,
-            )
-        )
-    made.append(
+            ),
+        ]
+    pages = {f"pages of {page}": (f"hsa 1/{PAGES_AT}", f"pages of {page}") for page in (1, 16)}
+    return [
+        *made,
         compared(
             "figure 8: HSA is better than Quest and SparQ at equal traffic (KL, 1/16)",
             "89.5 against 64.6 and 86.5",
-            {
-                f"{name}, {length}": each
-                for name in ("quest", "sparq")
-                for length, each in found.differ("pages", "hsa 1/16", f"{name} 1/16", "kl").items()
-            },
-        )
-    )
-    made.append(
+            cases("pages", "hsa", three[1:], (16,), "kl"),
+        ),
+        compared(
+            f"figure 8: HSA is better than Quest and SparQ at equal traffic (1/16, 1/64), {as_paper}",
+            "89.5 against 64.6 and 86.5; 69.0 against 5.3 and 8.7",
+            cases("published", "hsa", three[1:], (16, 64)),
+        ),
         compared(
             "a page size between the extremes (as HSA sets it) is better than pages of 1 and of 16 (KL)",
             "two dimensions beat one",
-            {
-                f"pages of {page}, {length}": each
-                for page in (1, 16)
-                for length, each in found.differ("pages", "hsa 1/16", f"pages of {page}", "kl").items()
-            },
-        )
-    )
-    made.append(_adaptive(found))
-    return made
+            found.differ_each("pages", pages, "kl"),
+        ),
+        _adaptive(found),
+    ]
 
 
-def _compression(found: Found) -> Verdict:
-    claim, paper = "up to 400x compression with negligible loss of accuracy", "NIAH 100% at 1/400 of 109K"
+def _compression(found: Found, results: str, tried: tuple[int, ...], how: str = "") -> Verdict:
+    claim, paper = f"up to 400x compression with negligible loss of accuracy{how}", "NIAH 100% at 1/400 of 109K"
     rule = f"the most compression where RocketKV is no worse than full KV by {MARGIN:g}, at most 64x tried"
-    cases = {part: found.differ("budgets", f"rocketkv 1/{part}", "full") for part in PARTS}
-    told = {part: of_all(list(each.values()), no_worse)[0] for part, each in cases.items()}
-    lengths = found.lengths("budgets")
-    shown = [f"1/{part}, {at}: {case}" for at in lengths for part, each in cases.items() if (case := each[at])]
+    cases = {part: found.differ(results, f"rocketkv 1/{part}", "full") for part in tried}
+    shown = [f"1/{part}, {at}: {case}" for at in found.lengths(results) for part in tried if (case := cases[part][at])]
     if not shown:
         return Verdict(claim, paper, f"{IMPOSSIBLE} (400x); up to 64x {LATER}", "", rule, abstract=True)
-    best = max((part for part in PARTS if told[part] == OUT), default=0)
+    told = {part: of_all(list(each.values()), no_worse)[0] for part, each in cases.items()}
+    best = max((part for part in tried if told[part] == OUT), default=0)
     found_here = f"{best}x {OUT}" if best else "not shown at any budget"
     verdict = f"400x {IMPOSSIBLE} (contexts are too short); {found_here}"
     acted = of_all([case for each in cases.values() for case in each.values()], no_worse)[1]
@@ -345,18 +326,17 @@ def _compression(found: Found) -> Verdict:
 
 def _costs(found: Found) -> Verdict:
     claim = "3.7x end-to-end speed of decoding and 32.6% less memory on an A100"
-    lengths = sorted({row["length"] for row in found.costs()})
     shown = []
-    for length in lengths:
-        for part in TIMES_AT:
-            named_at = f"rocketkv 1/{part}"
-            ratios = [found.ratio(named_at, each, length) for each in ("tpot_s", "kv_bytes", "kv_read_bytes")]
-            if ratios[0]:
-                now, stored, read = (median(each) for each in ratios)
-                shown.append(
-                    f"1/{part}, {length}: {1 / now:.2f}x tokens per second on this processor, "
-                    f"{stored:.3f} of the KV stored, {read:.3f} read per token, n={len(ratios[0])}"
-                )
+    for part in TIMES_AT:
+        speed, stored, read = (
+            found.ratios(f"rocketkv 1/{part}", each) for each in ("tpot_s", "kv_bytes", "kv_read_bytes")
+        )
+        shown += [
+            f"1/{part}, {length}: {1 / median(each):.2f}x tokens per second on this processor, "
+            f"{median(stored[length]):.3f} of the KV stored, {median(read[length]):.3f} read per token, n={len(each)}"
+            for length, each in speed.items()
+            if each
+        ]
     return Verdict(claim, "3.7x, 32.6%", IMPOSSIBLE, "; ".join(shown), "needs that GPU", abstract=True)
 
 

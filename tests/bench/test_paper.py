@@ -129,7 +129,7 @@ def test_times_are_measured_for_every_setting(checkpoint, few, tmp_path, monkeyp
     monkeypatch.setattr("kvsieve.eval.costs.Needle", lambda text: Words("needle"))
     common.main(rocketkv.STUDY, given)
     found = common.Found("rocketkv", tmp_path / "rocketkv" / "tiny")
-    assert found.ratio("full", "ttft_s", 150) == [1.0] and len(found.ratio("rocketkv 1/4", "kv_bytes", 150)) == 1
+    assert found.ratios("full", "ttft_s") == {150: [1.0]} and len(found.ratios("rocketkv 1/4", "kv_bytes")[150]) == 1
 
 
 def test_readings_that_share_layers_give_what_they_give_alone(checkpoint):
@@ -301,6 +301,133 @@ def test_published_settings_are_the_papers():
     assert (turns["rocketkv-mt 1/8"].evict.base.window, turns["rocketkv 1/8"].evict.window) == (128, 128)
     ours = lagkv.ruler(shape, 8192)[1].plan.evict
     assert (ours.kernel, ours.pooling) == ("auto", "avg"), "ours pools as before"
+
+
+class Asked(common.Found):
+    """Keeps what verdicts ask for: labels of every grid, at 16K."""
+
+    def lengths(self, part: str) -> list[int]:
+        return [] if part in ("trace", "lookback", "overlap") else [16384]
+
+    def differ(self, part, ours, theirs, metric="score", acting=None):
+        self.cache.setdefault("asked", []).append((part, {ours, theirs, acting or ours}))
+        return {16384: None}
+
+
+@pytest.mark.parametrize("study", claims.STUDIES, ids=lambda study: study.name)
+def test_verdicts_ask_for_labels_that_parts_have(study, tmp_path):
+    found = Asked(study.name, tmp_path, {part.name: [] for part in study.parts})
+    study.verdicts(found)
+    for part, labels in found.cache["asked"]:
+        made = study.part(part).settings(common.Shape(24, 896, 1e8, group=2), 16384)
+        assert labels <= {"full", *(each.label for each in made)}
+    judged = {part for part, _ in found.cache["asked"]}
+    assert judged >= {"published", *{"abstract", "turns"} & {part.name for part in study.parts}}
+
+
+def answers(label: str, right: int, prompts: int = 50, **more) -> list[dict]:
+    """Rows of prompts under one label, of which the first ones are right; a method leaves out nine of ten tokens."""
+    row = {
+        "label": label,
+        "method": label.split()[0],
+        "budget": "10%",
+        "task": "kv",
+        "question": "visible",
+        "length": 8192,
+    }
+    row |= {"prompt_tokens": 8000, "deep_tokens": 800, "kv_entries": 800.0, "answers": ["1"]} | more
+    return [
+        row | {"sample": at, "score": float(at < right), "metrics": {"exact": float(at < right)}}
+        for at in range(prompts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("study", "part", "claim", "ours", "theirs"),
+    [
+        (fastkv, "published", "matches methods that only speed up decoding (SnapKV), as", "fastkv 10%", ["snapkv 10%"]),
+        (
+            fastkv,
+            "published",
+            "tying prefill to the KV budget (GemFilter) costs accuracy, as",
+            "fastkv 10%",
+            ["gemfilter 10%"],
+        ),
+        (asl, "published", "outperforms FastKV at the same budget", "asl", ["fastkv"]),
+        (asl, "published", "outperforms FastKV with everything kept", "asl, full before", ["fastkv, full before"]),
+        (asl, "published", "can be used with SnapKV", "asl", ["snapkv"]),
+        (
+            lagkv,
+            "published",
+            "RULER, question hidden: outperforms SnapKV in different compression ratios, as",
+            "lagkv 25%",
+            ["snapkv 25%"],
+        ),
+        (
+            lagkv,
+            "abstract",
+            "64-digit number, lag 1024, 4x: more prompts",
+            "lagkv 1024, 4x",
+            ["h2o 25%", "h2o, as many entries"],
+        ),
+        (lagkv, "abstract", "the same by over 50 points", "lagkv 1024, 4x", ["h2o 25%"]),
+        (
+            rocketkv,
+            "published",
+            "better than SnapKV, Quest and SparQ at a low budget (1/16, 1/64), as",
+            "rocketkv 1/64",
+            ["quest 1/64"],
+        ),
+        (
+            rocketkv,
+            "turns",
+            "RocketKV-MT consistently outperforms other methods in a conversation, as",
+            "rocketkv-mt 1/8",
+            ["hsa 1/8"],
+        ),
+        (
+            rocketkv,
+            "turns",
+            "RocketKV-MT nearly on par with exact top-k in a conversation, as",
+            "rocketkv-mt 1/8",
+            ["exacttopk 1/8"],
+        ),
+    ],
+)
+def test_parts_as_papers_ran_them_have_verdicts(study, part, claim, ours, theirs, tmp_path):
+    def verdict(ours_right, theirs_right, **more):
+        rows = answers(ours, ours_right, **more)
+        rows += [row for label in theirs for row in answers(label, theirs_right)]
+        parts = {each.name: [] for each in study.STUDY.parts} | {part: rows}
+        told = study.STUDY.verdicts(common.Found(study.STUDY.name, tmp_path, parts))
+        (one,) = (each for each in told if each.claim.startswith(claim))
+        return one.verdict
+
+    assert (verdict(50, 0), verdict(0, 50)) == (OUT, NOT)
+    assert verdict(50, 0, prompts=49) == OPEN
+    idle = verdict(50, 0, deep_tokens=8000, kv_entries=8000.0)
+    assert idle == "refused: acted in 0 of " + str(50 * (len(theirs) if "over 50" not in claim else 1))
+
+
+def test_asl_settles_later_on_harder_tasks(tmp_path):
+    """Where the variance falls at the last layer for key-value retrieval, at the first compared one for a question."""
+    early, late = [8.0, 8.0, 1.0, *[8.0] * 13], [*[8.0] * 14, 1.0, 1.0]
+    variance = {"kv": late, "ruler_qa_1": early, "ruler_niah_single_2": early}
+    rows = [
+        {"label": "lookback", "task": task, "length": 8192, "sample": at, "variance": {"4": [8.0] * 20, "8": each}}
+        for task, each in variance.items()
+        for at in range(50)
+    ]
+
+    def verdict(rows):
+        parts = {part.name: [] for part in asl.STUDY.parts} | {"lookback": rows}
+        told = asl.verdicts(common.Found("asl", tmp_path, parts))
+        return next(each.verdict for each in told if each.claim.startswith("chooses the layer by the task"))
+
+    assert asl.first_at(rows[0], 1 / 3) == 8 and asl.settles(rows[0], 8, 8) == 21
+    assert (verdict(rows), verdict(rows[:49] + rows[50:]), verdict([])) == (OUT, OPEN, verdicts.LATER)
+    never = [row | {"variance": {"4": [8.0] * 20, "8": [8.0] * 16}} if row["task"] == "kv" else row for row in rows]
+    assert verdict(never) == "refused: acted in 0 of 50"
 
 
 def test_overlap_by_distance_compares_layers_of_one_half():
