@@ -1,6 +1,7 @@
 """Promises that hold on every path by which a question is answered (tests/support/paths.py): path x case.
 
 A case is a model, a question and what its answer must equal. A new path joins PATHS, and is then tried on all of them.
+Kinds of masks are in tests/support/masked_paths.py, where each path says how it takes them, or why it takes none.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from kvsieve.models.families import build
+from masked_paths import CARRIED, MASKED, asks
 from paths import PATHS, Ask, answer, plain, words
 from small import fill, longrope_factors
 
@@ -131,3 +133,19 @@ def test_every_path_gives_the_answer(path, case):
 def test_a_case_can_tell_answers_apart(case):
     """An answer of one word over and over would be right by chance."""
     assert len(set(prepared(case)[1].split())) > 2
+
+
+@functools.cache
+def masked() -> tuple[tuple[Ask, Ask, Ask], str]:
+    rows = asks()
+    return rows, answer("generate", rows[0])
+
+
+@pytest.mark.parametrize(("path", "kind"), CARRIED)
+def test_a_prompt_under_a_mask_is_answered_as_without(path, kind):
+    (ask, *others), wanted = masked()
+    carry = MASKED[path][kind]
+    if kind == "ended early":
+        wanted = carry(ask)
+    assert len(set(wanted.split())) > 2
+    assert carry(ask, *others) == wanted

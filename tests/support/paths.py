@@ -104,15 +104,17 @@ def _padded(ask: Ask) -> str:
     return ask.tokenizer.decode(made, skip_special_tokens=True).strip()
 
 
-def _pipeline(ask: Ask) -> str:
-    """transformers' own pipeline inside the block."""
+def _pipeline(ask: Ask, *others: Ask) -> str:
+    """transformers' own pipeline inside the block, all asks in one batch."""
+    rows = [each.messages for each in (ask, *others)]
     with kvsieve.attach(ask.model, ask.plan, tokenizer=ask.tokenizer):
         writer = transformers.pipeline("text-generation", model=ask.model, tokenizer=ask.tokenizer)
-        return writer(ask.messages, return_full_text=False, **ask.options)[0]["generated_text"].strip()
+        made = writer(rows, return_full_text=False, batch_size=len(rows), **ask.options)
+        return made[0][0]["generated_text"].strip()
 
 
-def _harness(ask: Ask) -> str:
-    """lm-evaluation-harness's request of an answer."""
+def _harness(ask: Ask, *others: Ask) -> str:
+    """lm-evaluation-harness's requests of answers, in one batch."""
     from lm_eval.api.instance import Instance
 
     from kvsieve.eval.lm_eval_model import KvsieveLM
@@ -121,10 +123,11 @@ def _harness(ask: Ask) -> str:
     arguments = {"chunk": ask.chunk, **given}
     if ask.budget is not None:
         arguments["budget"] = ask.budget
-    judged = KvsieveLM(pretrained=ask.model, tokenizer=ask.tokenizer, method=name, **arguments)
-    prompt = render(ask.tokenizer, ask.messages)
-    request = Instance("generate_until", {}, (prompt, {"until": [], "max_gen_toks": ask.tokens}), 0)
-    return judged.generate_until([request], disable_tqdm=True)[0].strip()
+    rows, until = (ask, *others), {"until": [], "max_gen_toks": ask.tokens}
+    judged = KvsieveLM(pretrained=ask.model, tokenizer=ask.tokenizer, method=name, batch_size=len(rows), **arguments)
+    prompts = [render(ask.tokenizer, each.messages) for each in rows]
+    requests = [Instance("generate_until", {}, (prompt, until), at) for at, prompt in enumerate(prompts)]
+    return judged.generate_until(requests, disable_tqdm=True)[0].strip()
 
 
 def _begun(ask: Ask) -> str:
@@ -150,8 +153,8 @@ def _stored_chat(ask: Ask) -> str:
         return text
 
 
-def _evaluated(ask: Ask) -> str:
-    """`kvsieve eval`, the question visible."""
+def _evaluated(ask: Ask, *others: Ask) -> str:
+    """`kvsieve eval`, the question visible; plans of others are asked the same."""
     from kvsieve.eval.evaluator import Evaluator
     from kvsieve.tasks.samples import QuestionAnswer, Sample
 
@@ -159,7 +162,8 @@ def _evaluated(ask: Ask) -> str:
     turn = QuestionAnswer(" ".join(words[-3:]), ("w1",), lambda answer, right: {"score": 0.0}, ask.tokens)
     sample = Sample(" ".join(words[:-3]), (turn,))
     evaluator = Evaluator(ask.model, ask.tokenizer, chunk=ask.chunk)
-    return evaluator.run(sample, [kvsieve.plan("full"), ask.plan], "visible")[-1].answers[0]
+    plans = [kvsieve.plan("full"), ask.plan, *(each.plan for each in others)]
+    return evaluator.run(sample, plans, "visible")[1].answers[0]
 
 
 def _command(ask: Ask, *arguments: str, stdin: str = "") -> str:
@@ -184,9 +188,10 @@ def _run_command(ask: Ask) -> str:
     return json.loads(_command(ask, "run", "--prompt", ask.text, "--json"))["results"][-1]["answer"]
 
 
-def _run_file_command(ask: Ask) -> str:
+def _run_file_command(ask: Ask, *others: Ask) -> str:
     """`kvsieve run` over a file of prompts, which are answered together."""
-    rows = _command(ask, "run", "--prompts-file", "-", stdin=f"{ask.text}\n{ask.text} w3 w4\n").splitlines()
+    texts = [each.text for each in (ask, *others)] if others else [ask.text, f"{ask.text} w3 w4"]
+    rows = _command(ask, "run", "--prompts-file", "-", stdin="\n".join(texts)).splitlines()
     return json.loads(rows[0])["answer"]
 
 
@@ -213,24 +218,35 @@ def _post(url: str, path: str, ask: Ask, **body: Any) -> dict[str, Any]:
     return reply.json()
 
 
-def _completions(ask: Ask) -> str:
+def _completions(ask: Ask, *others: Ask) -> str:
+    """Beside other prompts of the request."""
     with serving(ask) as url:
-        return _post(url, "/v1/completions", ask, prompt=ask.ids[0].tolist())["choices"][0]["text"].strip()
+        prompt = [each.ids[0].tolist() for each in (ask, *others)]
+        return _post(url, "/v1/completions", ask, prompt=prompt)["choices"][0]["text"].strip()
+
+
+def chat_reply(url: str, ask: Ask, **more: Any) -> str:
+    """The answer of `/v1/chat/completions` of a live server."""
+    body = {"messages": ask.messages, **more}
+    return _post(url, "/v1/chat/completions", ask, **body)["choices"][0]["message"]["content"].strip()
 
 
 def _chat_completions(ask: Ask, times: int = 1, **more: Any) -> str:
     with serving(ask) as url:
-        for _ in range(times):
-            reply = _post(url, "/v1/chat/completions", ask, messages=ask.messages, **more)
-    return reply["choices"][0]["message"]["content"].strip()
+        return [chat_reply(url, ask, **more) for _ in range(times)][-1]
+
+
+def streamed(url: str, ask: Ask) -> str:
+    """The same, streamed."""
+    body = {"model": "tiny", "max_tokens": ask.tokens, "temperature": 0, "messages": ask.messages, "stream": True}
+    lines = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return "".join(each["choices"][0]["delta"].get("content") or "" for each in events if each["choices"]).strip()
 
 
 def _stream(ask: Ask) -> str:
-    body = {"model": "tiny", "max_tokens": ask.tokens, "temperature": 0, "messages": ask.messages, "stream": True}
     with serving(ask) as url:
-        lines = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).text.splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    return "".join(each["choices"][0]["delta"].get("content") or "" for each in events if each["choices"]).strip()
+        return streamed(url, ask)
 
 
 PATHS: dict[str, Callable[[Ask], str]] = {
