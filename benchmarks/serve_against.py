@@ -56,6 +56,62 @@ while True:
 """
 
 
+OPENVINO = """
+import itertools, json, os, queue, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import numpy, openvino, openvino_genai as genai
+file, port, threads, size, evicts = sys.argv[1], *map(int, sys.argv[2:6])
+plan = genai.SchedulerConfig()
+plan.cache_size, plan.max_num_batched_tokens, plan.enable_prefix_caching = 2, 8192, False
+if evicts:
+    mean = genai.AggregationMode.NORM_SUM
+    plan.use_cache_eviction, plan.cache_eviction_config = True, genai.CacheEvictionConfig(32, 128, 160 + evicts, mean)
+given = {"INFERENCE_NUM_THREADS": threads}
+if not os.path.exists(os.path.join(os.path.dirname(file), "openvino_model.xml")):
+    genai.LLMPipeline(file, "CPU", scheduler_config=plan, enable_save_ov_model=True, **given)
+pipe = genai.ContinuousBatchingPipeline(os.path.dirname(file), plan, "CPU", given)
+words, numbers, came, going = pipe.get_tokenizer(), itertools.count(), queue.SimpleQueue(), []
+def run():
+    while True:
+        while not (going and came.empty()):
+            ids, rule, told = came.get()
+            tokens = openvino.Tensor(numpy.array([ids], dtype=numpy.int64))
+            going.append((pipe.add_request(next(numbers), tokens, rule), told))
+        pipe.step()
+        for each in list(going):
+            while each[0].can_read():
+                for part in each[0].read().values():
+                    each[1].put(list(part.generated_ids))
+            if not pipe.has_non_finished_requests():
+                going.clear()
+class Answers(BaseHTTPRequestHandler):
+    protocol_version, log_message = "HTTP/1.1", lambda *given: None
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "openvino"}]}).encode()
+        self.send_response(200), self.send_header("Content-Length", str(len(body))), self.end_headers()
+        self.wfile.write(body)
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        ids = asked["prompt"]
+        ids = words.encode(ids).input_ids.data[0].tolist() if isinstance(ids, str) else ids
+        rule = genai.GenerationConfig(max_new_tokens=asked["max_tokens"], do_sample=False, ignore_eos=True)
+        self.send_response(200), self.send_header("Connection", "close"), self.end_headers()
+        told, made = queue.SimpleQueue(), 0
+        came.put((ids, rule, told))
+        while made < asked["max_tokens"]:
+            part = told.get()
+            made += len(part)
+            self.tell({"choices": [{"text": words.decode(part) or " "}]})
+        self.tell({"usage": {"prompt_tokens": len(ids), "completion_tokens": made}})
+        self.close_connection = True
+    def tell(self, what):
+        self.wfile.write(b"data: " + json.dumps(what).encode() + bytes(2 * [10]))
+        self.wfile.flush()
+threading.Thread(target=run, daemon=True).start()
+ThreadingHTTPServer(("127.0.0.1", port), Answers).serve_forever()
+"""
+
+
 @dataclass
 class Contender:
     """A server in a process group of its own."""
