@@ -32,9 +32,6 @@ from benchmarks.paper.common import (
     main,
     named,
     published,
-    score_table,
-    task_table,
-    time_table,
 )
 from benchmarks.paper.verdicts import (
     LATER,
@@ -79,6 +76,8 @@ PAPER_TAU = {
     0.5: (65.8, 67.5, 0.75),
     0.6: (62.1, 63.3, 0.73),
 }
+PAPER_TAUS = {f"tau {tau}": f"{now}, TTFT {ttft}" for tau, (now, _, ttft) in PAPER_TAU.items()}
+PAPER_TAUS |= {f"tau {tau}, full before": str(before) for tau, (_, before, _) in PAPER_TAU.items()}
 # RULER at 8K and 16K, Qwen2.5-7B, table 3.
 PAPER_AS_RUN = {
     "full": (93.0, 92.7),
@@ -242,14 +241,6 @@ def most_layers(row: Row) -> int:
 
 
 def tables(found: Found) -> list[Table]:
-    names = ["full", *(each for budget in BUDGETS for each in _labels(budget))]
-    made = [score_table(found, "budgets", names, PAPER), task_table(found, "budgets", names)]
-    paper = {f"tau {tau}": f"{now}, TTFT {ttft}" for tau, (now, _, ttft) in PAPER_TAU.items()}
-    paper |= {f"tau {tau}, full before": str(before) for tau, (_, before, _) in PAPER_TAU.items()}
-    made.append(score_table(found, "taus", ["full", *paper], paper))
-    made.append(score_table(found, "published", [*PAPER_AS_RUN], at_lengths(PAPER_AS_RUN)))
-    made.append(_lookback_table(found))
-    made.append(score_table(found, "pyramid", ["full", f"asl {BUDGET}", "pyramidinfer"]))
     rows = []
     for length in found.lengths("trace"):
         of_length = found.rows("trace", length)
@@ -258,15 +249,7 @@ def tables(found: Found) -> list[Table]:
             layers = [[selected(row, tau) for row in mine] for tau in TAUS]
             rows.append([str(length), task, str(len(mine)), *map(_median_layer, layers)])
     head = ["prompt tokens", "task", "n", *(f"tau {tau}" for tau in TAUS)]
-    made.append(("selected layers: median (times), and how often none", head, rows))
-    return [*made, time_table(found, PAPER_TIMES)]
-
-
-def _labels(budget: str) -> list[str]:
-    ends = (f"asl {budget}", f"fastkv {budget}")
-    return [*(each + before for before in ("", ", full before") for each in ends), f"snapkv {budget}"] + (
-        [f"gemfilter {budget}", f"asl two passes {budget}"] if budget == BUDGET else []
-    )
+    return [("selected layers: median (times), and how often none", head, rows), _lookback_table(found)]
 
 
 def _median_layer(layers: list[int | None]) -> str:
@@ -423,12 +406,18 @@ STUDY = Study(
     "ASL",
     (
         Part("trace", "rank variance and selected layers per task", TRACE_TASKS, measure=trace),
-        Part("published", "the paper's tables with its kernel, 5% of a prompt or 2048 entries", TASKS, as_run),
+        Part(
+            "published",
+            "the paper's tables with its kernel, 5% of a prompt or 2048 entries",
+            TASKS,
+            as_run,
+            paper=at_lengths(PAPER_AS_RUN),
+        ),
         Part("lookback", "rank variance by L_obs and L_min", TRACE_TASKS, measure=lookback),
-        Part("budgets", "ASL and others at four budgets", TASKS, budgets),
-        Part("taus", "tau at one budget", TASKS, taus),
+        Part("budgets", "ASL and others at four budgets", TASKS, budgets, paper=PAPER),
+        Part("taus", "tau at one budget", TASKS, taus, paper=PAPER_TAUS),
         Part("pyramid", "PyramidInfer beside ASL", TASKS, pyramid),
-        Part("times", "time to the first token by tau and method", settings=times, times=True),
+        Part("times", "time to the first token by tau and method", settings=times, times=True, paper=PAPER_TIMES),
     ),
     tables,
     pictures,

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
 import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
@@ -96,6 +95,7 @@ class Part:
         times: costs alone, on prompts of the needle task.
         least: prompts that are shorter are left out.
         answer: tokens of an answer, for the forecast.
+        paper: what the paper has for a label, beside ours.
     """
 
     name: str
@@ -108,11 +108,12 @@ class Part:
     times: bool = False
     least: int = 0
     answer: int = 14
+    paper: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Study:
-    """The experiments of one paper. tables, draw, verdicts: of what a folder of one model holds."""
+    """The experiments of one paper. tables (beside those of each part), draw, verdicts: of one model's folder."""
 
     name: str
     title: str
@@ -143,12 +144,12 @@ def published(label: str, method: str, **given: Any) -> MethodSetting:
 
 def _labelled(label: str, made: MethodSetting) -> MethodSetting:
     """A setting under another label, with nothing left to the model."""
-    return dataclasses.replace(made, label=label, plan=dataclasses.replace(made.plan, name=label, unset=None))
+    return replace(made, label=label, plan=replace(made.plan, name=label, unset=None))
 
 
 def custom(label: str, plan: Plan, budget: str, **parameters: Any) -> MethodSetting:
     """A setting with a plan that no name makes."""
-    return MethodSetting(label, label, budget, parameters, dataclasses.replace(plan, name=label), parameters)
+    return MethodSetting(label, label, budget, parameters, replace(plan, name=label), parameters)
 
 
 def full() -> MethodSetting:
@@ -310,7 +311,7 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> None:
 def show(study: Study, folder: Path) -> None:
     """Print tables and verdicts of what there is, and write them and the pictures into the model's folder."""
     found = Found(study.name, folder)
-    tables = [table for table in study.tables(found) if table[2]]
+    tables = [table for table in [*part_tables(study.parts, found), *study.tables(found)] if table[2]]
     if not tables:
         print("nothing has run yet")
         return
@@ -396,7 +397,7 @@ def _on(part: Part, shape: Shape, length: int, model: Any, tokenizer: Any) -> li
     """Full KV and the part's settings, with plans that are ready for the model."""
     assert part.settings is not None
     made = [full(), *part.settings(shape, length)]
-    return [dataclasses.replace(each, plan=each.plan.for_model(model, tokenizer)) for each in made]
+    return [replace(each, plan=each.plan.for_model(model, tokenizer)) for each in made]
 
 
 class RowsFile:
@@ -518,51 +519,66 @@ def number(value: float | None, digits: int = 2) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def score_table(found: Found, part: str, labels: Sequence[str], paper: dict[str, str] | None = None) -> Table:
-    """Score of every label at every length, with its distance to full KV; beside it what the paper has."""
-    paper, lengths = paper or {}, found.lengths(part)
-    head = ["setting"]
-    for length in lengths:
-        head += [f"score, {length}", "n", "KL", "KL, first token", "KV"]
-    head += ["the paper"] if paper else []
-    rows = []
-    for label in labels:
-        row = [label]
+METRICS = {"exact": "all right", "kl": "KL", "kl_last": "KL, first token"}
+
+
+def part_tables(parts: Iterable[Part], found: Found) -> Iterator[Table]:
+    for part in parts:
+        if part.times:
+            yield time_table(found, part)
+        elif part.settings is not None:
+            yield score_table(found, part)
+            if len(part.tasks) > 1:
+                yield task_table(found, part)
+
+
+def labels(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row["label"] for row in rows))
+
+
+def _table(part: Part, title: str, head: list[str], rows: dict[str, list[str]]) -> Table:
+    """A row for each label, beside it what the paper has."""
+    paper = bool(part.paper)
+    cells = [[label, *row, *[part.paper.get(label, "")] * paper] for label, row in rows.items()]
+    return f"{part.name}{title}", ["setting", *head, *["the paper"] * paper], cells
+
+
+def score_table(found: Found, part: Part) -> Table:
+    """Score of every label at every length, with its distance to full KV."""
+    lengths = found.lengths(part.name)
+    measured = {name for row in found.rows(part.name) for name in {**row, **row["metrics"]}}
+    metrics = {each: what for each, what in METRICS.items() if each in measured}
+    head = [text for length in lengths for text in (f"score, {length}", "n", *metrics.values(), "KV")]
+    rows: dict[str, list[str]] = {}
+    for label in labels(found.rows(part.name)):
+        rows[label] = row = []
         for length in lengths:
-            scores = found.values(part, label, length=length)
-            row += [number(found.mean(part, label, length=length), 3), str(len(scores) or "")]
-            row += [number(found.mean(part, label, name, length), 3) for name in ("kl", "kl_last")]
-            share = found.mean(part, label, "kv_share", length)
+            row += [number(found.mean(part.name, label, length=length), 3)]
+            row += [str(len(found.values(part.name, label, length=length)) or "")]
+            row += [number(found.mean(part.name, label, metric, length), 3) for metric in metrics]
+            share = found.mean(part.name, label, "kv_share", length)
             row.append("" if share is None else f"{share:.1%}")
-        if any(cell for cell in row[1:]):
-            rows.append(row + ([paper.get(label, "")] if paper else []))
-    return part, head, rows
+    return _table(part, f": {part.title}", head, rows)
 
 
-def task_table(found: Found, part: str, labels: Sequence[str]) -> Table:
+def task_table(found: Found, part: Part) -> Table:
     """Score of every label on every task, all lengths together."""
-    tasks = list(dict.fromkeys(row["task"] for row in found.rows(part)))
-    rows = []
-    for label in labels:
-        scores = [list(found.values(part, label, tasks=[task]).values()) for task in tasks]
-        if any(scores):
-            rows.append([label, *(number(sum(each) / len(each), 2) if each else "" for each in scores)])
-    return f"{part}, by task", ["setting", *tasks], rows
+    tasks, rows = list(dict.fromkeys(row["task"] for row in found.rows(part.name))), {}
+    for label in labels(found.rows(part.name)):
+        scores = [list(found.values(part.name, label, tasks=[task]).values()) for task in tasks]
+        rows[label] = [number(sum(each) / len(each)) if each else "" for each in scores]
+    return _table(replace(part, paper={}), ", by task", tasks, rows)
 
 
-def time_table(found: Found, paper: dict[str, str] | None = None) -> Table:
+def time_table(found: Found, part: Part) -> Table:
     """Times and KV over full KV's, medians of the ratios within a repeat."""
-    paper, lengths = paper or {}, sorted({row["length"] for row in found.costs()})
-    labels = list(dict.fromkeys(row["label"] for row in found.costs()))
-    head = ["setting", *(f"{what}, {length}" for length in lengths for what in ("TTFT", "TPOT", "KV bytes"))]
-    head += ["the paper"] if paper else []
-    rows = []
-    for label in labels:
-        all_ratios = [found.ratios(label, quantity) for quantity in ("ttft_s", "tpot_s", "kv_bytes")]
-        ratios = [each[length] for length in lengths for each in all_ratios]
-        row = [label, *(f"{median(each):.2f}" if each else "" for each in ratios)]
-        rows.append(row + ([paper.get(label, "")] if paper else []))
-    return "times, over full KV's", head, rows
+    costs, rows = found.costs(part.name), {}
+    lengths = sorted({row["length"] for row in costs})
+    head = [f"{what}, {length}" for length in lengths for what in ("TTFT", "TPOT", "KV bytes")]
+    for label in labels(costs):
+        ratios = [found.ratios(label, quantity) for quantity in ("ttft_s", "tpot_s", "kv_bytes")]
+        rows[label] = [f"{median(each[n]):.2f}" if each[n] else "" for n in lengths for each in ratios]
+    return _table(part, ", over full KV's", head, rows)
 
 
 Scores = Mapping[str, tuple[float, float]]

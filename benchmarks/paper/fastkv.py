@@ -29,9 +29,6 @@ from benchmarks.paper.common import (
     named,
     number,
     published,
-    score_table,
-    task_table,
-    time_table,
 )
 from benchmarks.paper.verdicts import IMPOSSIBLE, Case, Verdict, compared, mean, no_worse, repeated
 from kvsieve.core.scoring import pooled_mass
@@ -143,19 +140,13 @@ def curves(found: Found, length: int) -> dict[str, list[float]]:
 
 
 def tables(found: Found) -> list[Table]:
-    names = ["full", *PAPER, *(f"tsp at {share(d)}" for d in DEPTHS), "tsp at 1/2, KV 20%"]
-    names = list(dict.fromkeys([*names, *(f"gemfilter at {share(d)}" for d in DEPTHS)]))
-    made = [score_table(found, "layers", names, PAPER), task_table(found, "layers", names)]
-    made.append(score_table(found, "published", ["full", *PAPER_AS_RUN], at_lengths(PAPER_AS_RUN)))
-    made.append(score_table(found, "rates", ["full", *(f"tsp rate {each}" for each in (*RATES, "100%"))]))
     rows = []
     for length in found.lengths("overlap"):
         for name, curve in curves(found, length).items():
             shown = [number(curve[at - 1]) if len(curve) >= at else "" for at in (1, 2, 4, 8)]
             rows.append([str(length), name, *shown])
     head = ["prompt tokens", "layers", *(f"distance {each}" for each in (1, 2, 4, 8))]
-    made.append(("overlap of the most attended tokens between layers (figure 1a)", head, rows))
-    return [*made, time_table(found, PAPER_TIMES)]
+    return [("overlap of the most attended tokens between layers (figure 1a)", head, rows)]
 
 
 def pictures(found: Found, folder: Path) -> list[Path]:
@@ -287,11 +278,17 @@ STUDY = Study(
     "fastkv",
     "FastKV",
     (
-        Part("layers", "TSP layers, GemFilter's layers and other methods at the same KV", TASKS, layers),
-        Part("published", "the paper's table of methods with its own kernel, window and pooling", TASKS, as_run),
+        Part("layers", "TSP layers, GemFilter's layers and other methods at the same KV", TASKS, layers, paper=PAPER),
+        Part(
+            "published",
+            "the paper's table of methods with its own kernel, window and pooling",
+            TASKS,
+            as_run,
+            paper=at_lengths(PAPER_AS_RUN),
+        ),
         Part("rates", "TSP rates at half the depth", TASKS, rates),
         Part("overlap", "overlap of important tokens between layers", (*TASKS, "ruler_qa_1"), measure=overlap),
-        Part("times", "time to the first token of the sweeps", settings=times, times=True),
+        Part("times", "time to the first token of the sweeps", settings=times, times=True, paper=PAPER_TIMES),
     ),
     tables,
     pictures,

@@ -28,9 +28,6 @@ from benchmarks.paper.common import (
     named,
     number,
     published,
-    score_table,
-    task_table,
-    time_table,
 )
 from benchmarks.paper.verdicts import ACTED, FEW, LATER, NOT, OPEN, OUT, Case, Verdict, compared, no_worse, paired
 from kvsieve.budget import Budget
@@ -64,6 +61,9 @@ PAPER = {
     (128, 6): 16.18,
     (128, 8): 15.07,
 }
+PAPER_DIGITS = {f"lag {lag}, {times}x": f"{score} %" for (lag, times), score in PAPER.items()}
+# 4.2, digits right and all right.
+PAPER_H2O = {"lagkv 1024, 4x": "96.57, 89 % (Llama-3.1)", "h2o 25%": "70.8, 35 % (Llama-3)"}
 # RULER averages of table 2, Qwen2.5-7B at 16K.
 PAPER_RULER = {
     "full": "90.8",
@@ -185,20 +185,6 @@ def first_tokens(found: Found, label: str, length: int) -> list[float]:
 
 def tables(found: Found) -> list[Table]:
     rows = []
-    for length in found.lengths("grid"):
-        for name in (*(f"lag {lag}" for lag in lags(length)), *(f"{each} {lags(length)[-1]}" for each in VARIANTS)):
-            lag = int(name.split()[1])
-            for ratio in TIMES:
-                label = f"{name}, {ratio}x"
-                scores = found.values("grid", label, length=length)
-                if scores:
-                    shown = [number(found.mean("grid", label, each, length), 3) for each in ("score", "exact", "kl")]
-                    paper = PAPER.get((lag, ratio)) if name.startswith("lag") else None
-                    share = number(found.mean("grid", label, "kv_share", length), 3)
-                    rows.append([str(length), label, share, str(len(scores)), *shown, number(paper)])
-    head = ["prompt tokens", "setting", "KV", "n", "digits right", "all right", "KL", "the paper, Qwen2.5-7B, %"]
-    made: list[Table] = [("64-digit number: lag x ratio (table 3), and variants (figures 5, 6)", head, rows)]
-    rows = []
     for length in found.lengths("chunks"):
         for ratio in TIMES:
             label = f"chunked {ratio}x"
@@ -212,23 +198,7 @@ def tables(found: Found) -> list[Table]:
                 paper = "about 0.80" if ratio == 8 else ""
                 rows.append([str(length), label, str(len(same)), *cells, number(unchunked, 3), paper])
     head = ["prompt tokens", "setting", "n", "first token as full KV's", "digits right", "unchunked", "the paper"]
-    made.append(("first token under chunking (figure 3)", head, rows))
-    labels = ["full", *(f"{name} {times}x" for times in (4, 8) for name in ("lagkv", "h2o", "snapkv"))]
-    made.append(
-        score_table(
-            found,
-            "attention",
-            labels,
-            {"h2o 4x": "partial 70.8, exact 35 (Llama-3)", "lagkv 4x": "L=1024: partial 96.57, exact 89 (Llama-3.1)"},
-        )
-    )
-    labels = ["full", *(f"{name} {kept}" for kept in KEPT for name in ("lagkv", "snapkv", "streamingllm"))]
-    made += [score_table(found, "ruler", labels, PAPER_RULER), task_table(found, "ruler", labels)]
-    made.append(score_table(found, "published", labels, PAPER_RULER))
-    labels = ["full", *(each.label for each in abstract(Shape(1, 1, 1.0), ABSTRACT_FROM))]
-    paper = {"lagkv 1024, 4x": "partial 96.57, exact 89 (Llama-3.1)", "h2o 25%": "partial 70.8, exact 35 (Llama-3)"}
-    made.append(score_table(found, "abstract", labels, paper))
-    return [*made, time_table(found)]
+    return [("first token under chunking (figure 3)", head, rows)]
 
 
 def pictures(found: Found, folder: Path) -> list[Path]:
@@ -376,13 +346,27 @@ STUDY = Study(
     "lagkv",
     "LagKV",
     (
-        Part("grid", "64-digit number: lag x ratio, and variants", ("passkey64",), grid, answer=70),
+        Part("grid", "64-digit number: lag x ratio, and variants", ("passkey64",), grid, answer=70, paper=PAPER_DIGITS),
         Part(
-            "ruler", "RULER with the question hidden, beside SnapKV and StreamingLLM", RULER, ruler, "hidden", answer=24
+            "ruler",
+            "RULER with the question hidden, beside SnapKV and StreamingLLM",
+            RULER,
+            ruler,
+            "hidden",
+            answer=24,
+            paper=PAPER_RULER,
         ),
-        Part("published", "RULER with SnapKV as the paper ran it", RULER, as_run, "hidden", answer=24),
         Part(
-            "abstract", "64-digit number: lag 1024 beside H2O", ("passkey64",), abstract, least=ABSTRACT_FROM, answer=70
+            "published", "RULER with SnapKV as the paper ran it", RULER, as_run, "hidden", answer=24, paper=PAPER_RULER
+        ),
+        Part(
+            "abstract",
+            "64-digit number: lag 1024 beside H2O",
+            ("passkey64",),
+            abstract,
+            least=ABSTRACT_FROM,
+            answer=70,
+            paper=PAPER_H2O,
         ),
         Part("chunks", "first token of chunked prompts", ("passkey64",), chunked, chunk=chunk, answer=70),
         Part("attention", "64-digit number: H2O and SnapKV at as many entries", ("passkey64",), attention, answer=70),

@@ -23,13 +23,12 @@ from benchmarks.paper.common import (
     Table,
     custom,
     draw,
+    labels,
     lines,
     main,
     named,
+    number,
     published,
-    score_table,
-    task_table,
-    time_table,
 )
 from benchmarks.paper.verdicts import IMPOSSIBLE, LATER, MARGIN, OUT, Case, Verdict, compared, no_worse, of_all
 from kvsieve.budget import Budget
@@ -192,27 +191,10 @@ def times(shape: Shape, length: int) -> list[MethodSetting]:
 
 
 def tables(found: Found) -> list[Table]:
-    names = ["full", *(f"{method} 1/{part}" for part in PARTS for method in ("rocketkv", *OTHERS))]
-    made = [score_table(found, "budgets", names, PAPER), task_table(found, "budgets", names)]
-    made.append(score_table(found, "published", names, PAPER))
-    names = [name for part in SPLIT_AT for name in (f"rocketkv 1/{part}", *(f"split {s}, 1/{part}" for s in SPLITS))]
-    made.append(score_table(found, "splits", ["full", *names]))
-    names = [*(f"pages of {page}" for page in PAGES), *(f"{each} 1/{PAGES_AT}" for each in ("hsa", "quest", "sparq"))]
-    made.append(score_table(found, "pages", ["full", *names]))
-    names = ["full", *(f"{method} 1/{part}" for part in TURNS_AT for method in TURNED)]
-    for part in ("multiturn", "shared", "turns"):
-        made.append(score_table(found, part, names, PAPER_TURNS))
-    made.append(_by_turn(found, names))
-    return [*made, time_table(found)]
-
-
-def _by_turn(found: Found, names: list[str]) -> Table:
     rows = []
-    for name in names:
-        turns = [found.mean("multiturn", name, f"turn_{turn}") for turn in range(1, 5)]
-        if turns[0] is not None:
-            rows.append([name, *("" if each is None else f"{each:.2f}" for each in turns)])
-    return "multiturn, by turn, all lengths", ["setting", "turn 1", "turn 2", "turn 3", "turn 4"], rows
+    for name in labels(found.rows("multiturn")):
+        rows.append([name, *(number(found.mean("multiturn", name, f"turn_{turn}")) for turn in range(1, 5))])
+    return [("multiturn, by turn, all lengths", ["setting", "turn 1", "turn 2", "turn 3", "turn 4"], rows)]
 
 
 def pictures(found: Found, folder: Path) -> list[Path]:
@@ -361,11 +343,32 @@ STUDY = Study(
     "rocketkv",
     "RocketKV",
     (
-        Part("budgets", "budgets down to 1/64, beside others at equal traffic", TASKS, budgets),
-        Part("published", "budgets as the paper ran them: nothing forced, SnapKV per query head", TASKS, as_run),
-        Part("turns", "conversations as the paper ran them: windows of 128", ("multiturn",), turns_as_run, answer=60),
-        Part("multiturn", "four questions in one conversation", ("multiturn",), turns, answer=60),
-        Part("shared", "four questions, each on its own copy of the context", ("shared",), turns, "hidden", answer=60),
+        Part("budgets", "budgets down to 1/64, beside others at equal traffic", TASKS, budgets, paper=PAPER),
+        Part(
+            "published",
+            "budgets as the paper ran them: nothing forced, SnapKV per query head",
+            TASKS,
+            as_run,
+            paper=PAPER,
+        ),
+        Part(
+            "turns",
+            "conversations as the paper ran them: windows of 128",
+            ("multiturn",),
+            turns_as_run,
+            answer=60,
+            paper=PAPER_TURNS,
+        ),
+        Part("multiturn", "four questions in one conversation", ("multiturn",), turns, answer=60, paper=PAPER_TURNS),
+        Part(
+            "shared",
+            "four questions, each on its own copy of the context",
+            ("shared",),
+            turns,
+            "hidden",
+            answer=60,
+            paper=PAPER_TURNS,
+        ),
         Part("splits", "how the compression is split between the stages", TASKS, splits),
         Part("pages", "page size against channels at equal traffic", TASKS, pages),
         Part("times", "times, KV stored and read", settings=times, times=True),

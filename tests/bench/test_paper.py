@@ -101,6 +101,7 @@ def test_every_part_runs_and_is_told(study, checkpoints, few, tmp_path, capsys):
     assert (found.folder / f"{study.name}.png").stat().st_size > 1000
     told = capsys.readouterr().out
     assert told.count("| claim |") == 1 and "the paper" in told
+    assert "| score, 150 | n | all right | KL | KL, first token | KV | the paper |" in told
     page = claims.page(tmp_path)
     assert f"### {study.title}, tiny" in page and "Not run yet: " in page and page.count("Nothing has run") == 3
 
