@@ -105,7 +105,7 @@ def _row(client: ServerClient, unit: Unit, sample: Sample, prompts: Sequence[lis
     }
 
 
-def means(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def means(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Return the mean score of each task at each length, with its 95% interval."""
     return [_mean(task, length, each) for (task, length), each in groups(rows, ("task", "length")).items()]
 
