@@ -229,7 +229,7 @@ def _hub_rows(subset: str) -> Any:
         from datasets import load_dataset
     except ImportError as error:
         raise InputError(
-            "SCBench from the hub needs the package `datasets`: pip install kvsieve[scbench], or pass a local copy"
+            "SCBench from the hub needs the package `datasets`: pip install 'kvsieve[scbench]', or pass a local copy"
         ) from error
     try:
         splits = load_dataset(HUB_ID, subset)
