@@ -172,7 +172,7 @@ def test_a_hub_out_of_reach(monkeypatch):
     with pytest.raises(InputError, match=r"scbench_kv of microsoft/SCBench.*no route to host; pass a local copy.*PATH"):
         SCBench("scbench_kv")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(InputError, match=r"pip install kvsieve\[scbench\]"):
+    with pytest.raises(InputError, match=r"pip install 'kvsieve\[scbench\]'"):
         SCBench("scbench_kv")
 
 
