@@ -348,10 +348,11 @@ def measure(arguments: argparse.Namespace) -> None:
         }
         report["summary"] = summaries(report, limits)
         write_result(arguments.out, report)
-    rates = rates.best(measure_rates(model))
-    report["rates"] = rates.to_dict()
-    report["summary"] = summaries(report, Limits(found, rates, element_bytes(model)))
-    write_result(arguments.out, report)
+    if report["cells"]:
+        rates = rates.best(measure_rates(model))
+        report["rates"] = rates.to_dict()
+        report["summary"] = summaries(report, Limits(found, rates, element_bytes(model)))
+        write_result(arguments.out, report)
     show(report)
 
 

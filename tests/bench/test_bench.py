@@ -446,14 +446,19 @@ def test_the_command_measures_writes_prints_and_draws(cli, model_dir, tmp_path, 
     assert code == 0, err
     report = json.loads(printed)
     assert json.loads(out.read_text()) == report and list(report["lengths"]) == ["100", "200"]
-    labels = ["transformers", "full", "snapkv:budget=20%", "fastkv:tsp_layer=1:tsp_rate=0.2:budget=10%:window=16"]
+    labels = [
+        "transformers",
+        "full",
+        "snapkv:budget=20%:pooling=max",
+        "fastkv:tsp_layer=1:tsp_rate=0.2:budget=10%:window=16",
+    ]
     assert list(report["contenders"]) == labels == list(report["lengths"]["200"]["summary"])
     assert report["environment"]["kvsieve"] == kvsieve.__version__ and report["rates"]["matmul_tflops"] == 0.01
     assert Plan.from_dict(report["plans"][labels[2]]) == kvsieve.plan("snapkv", budget="20%", paper=True)
     assert report["parameters"][labels[3]]["window"] == 16, "what came with the model"
     assert report["cpu"]["kind"] == cpu_kind() and report["cpu"]["attention"] == str(cpu_paths(torch.float32))
     code, printed, err = cli("bench", "--show", out, "--markdown", "--plots", tmp_path / "plots")
-    assert code == 0 and "| snapkv:budget=20% |" in printed and "growth" in printed
+    assert code == 0 and "| snapkv:budget=20%:pooling=max |" in printed and "growth" in printed
     assert f"{cpu_kind()}: prompts by " in printed and printed.splitlines()[-1].startswith(
         f"- {labels[3]}, 200 tokens: "
     )

@@ -57,8 +57,8 @@ def test_cells_are_measured_once_and_summed_up(gpu, call, tmp_path):
     summary = report["summary"]["2"]["384"]
     assert list(summary) == list(report["contenders"])
     assert all(row["applied"] for row in summary.values()), {name: row["notes"] for name, row in summary.items()}
-    assert summary["fastkv:tsp_layer=0:tsp_rate=0.2:budget=10%"]["layer_tokens"] == [384, 76]
-    assert summary["gemfilter:budget=40:layer=0"]["layer_tokens"] == [424, 40]
+    tokens = {name.partition(":")[0]: row["layer_tokens"] for name, row in summary.items()}
+    assert tokens["fastkv"] == [384, 76] and tokens["gemfilter"] == [424, 40]
     samples = {name: report["cells"][f"384/2/{name}"]["samples"][0]["alone"][0] for name in ("full", "transformers")}
     ratio = samples["full"]["ttft_s"] / samples["transformers"]["ttft_s"]
     assert summary["full"]["ratios"]["transformers"]["ttft_s"]["median"] == pytest.approx(ratio)

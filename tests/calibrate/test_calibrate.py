@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import kvsieve
+from kvsieve.budget import Budget
 from kvsieve.calibrate import Material, Options, Prompt, built_in_prompts, calibrate, forecast, measure, text_prompts
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.compat import CACHE
+from kvsieve.methods.snapkv import SnapKV
 from kvsieve.models.families import build
 from kvsieve.profiles import Fingerprint, load_profile
 from kvsieve.report import plot_style
@@ -131,7 +133,7 @@ def test_answers_name_the_budget_from_which_on_they_are_right(model):
     profile = measure(model, given, some_prompts(1)[0], (127,), options)
     seen = profile.measured["answers"]["prompts"]
     assert [each["task"] for each in seen] == ["task0", "task1", "task2"] and not profile.parameters
-    wrong = 0
+    wrong, own = 0, SnapKV(budget=Budget(ratio=0.5))
     for prompt, found in zip(given, seen, strict=True):
         assert found["prompt"] == 90 and list(found["same"]) == ["40%", "50%", "60%", "100%"]
         with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
@@ -139,7 +141,9 @@ def test_answers_name_the_budget_from_which_on_they_are_right(model):
         answer = answer.sequences[:, 90:]
         assert found["tokens"] == answer.shape[1]
         for budget, share in found["same"].items():
-            with kvsieve.attach(model, kvsieve.plan("snapkv", budget=budget, paper=True)) as sieve:
+            with kvsieve.attach(
+                model, kvsieve.plan("snapkv", budget=budget, window=own.window, kernel=own.kernel, pooling=own.pooling)
+            ) as sieve:
                 cache = sieve.prefill(prompt.ids)
             with kvsieve.attach(model, kvsieve.plan("full")) as sieve, torch.no_grad():
                 logits = model(input_ids=answer[:, :-1], **{CACHE: sieve.adopt(cache)}, use_cache=True).logits
