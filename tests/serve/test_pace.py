@@ -97,7 +97,7 @@ def test_where_nobody_waits_whole_chunks_are_read():
         pace.gap = math.inf if measured else pace.gap
 
 
-def test_a_pass_that_nobody_waits_for_takes_several_chunks_within_a_second():
+def test_a_pass_that_nobody_waits_for_takes_several_chunks_within_seconds():
     clock, others = Clock(), [False]
     pace = ReadingPace(2.5, clock)
 
@@ -109,7 +109,7 @@ def test_a_pass_that_nobody_waits_for_takes_several_chunks_within_a_second():
         return found
 
     # How long a chunk takes is not known before the first.
-    assert [takes(0.2), takes(0.2), takes(0.6), takes(0.1), takes(0.1), takes(0.1, joins=False)] == [1, 4, 4, 1, 8, 1]
+    assert [takes(0.8), takes(0.8), takes(2.4), takes(0.4), takes(0.4), takes(0.4, joins=False)] == [1, 4, 4, 1, 8, 1]
     with pace.decoding():
         clock.now += 10.0
     assert takes(0.1, waits=True) == 1

@@ -19,7 +19,7 @@ from kvsieve.hf.forward.pieces import COUNTS
 # Passes over the next token that tell how long one takes.
 _PASSES = 9
 # Seconds of a pass that nobody waits for.
-_PASS = 1.0
+_PASS = 4.0
 # The longest step is forgotten by so much with each further one.
 _FADE = 0.9
 
@@ -66,7 +66,7 @@ class ReadingPace:
         self._until = self._at + (self.gap - 1) * statistics.median(self._passes) if limited else None
 
     def chunks(self, joins: Callable[[], bool]) -> int:
-        """Return how many chunks the next pass is to take: one, or what takes a second or less where nobody waits.
+        """Return how many chunks the next pass is to take: one, or what takes a few seconds where nobody waits.
 
         joins: tells whether results stay the same; asked only where several are quick enough.
         """
