@@ -107,6 +107,7 @@ def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
         },
         ROOT / "docs" / "performance.md": {
             "speed": "\n\n".join(speed_table(each) for each in found if each.speeds),
+            "busy": busy_table(),
             "h100": gpu_table(),
         },
         ROOT / "docs" / "options.md": {"floor": floor_table()},
@@ -291,6 +292,21 @@ def floor_table() -> str:
     model = report.get("model", "SmolLM2-135M-Instruct")
     weights = "" if model not in MODELS else f", {described(model).partition('; ')[2].rstrip(')')}"
     return f"Answers of {model}{weights}:\n\n{markdown(['method', 'floor', *groups], lines)}"
+
+
+def busy_table() -> str:
+    """Times beside a program that keeps one core busy (benchmarks/busy.py)."""
+    report = json.loads((RESULTS / "busy.json").read_text())
+    lines = []
+    for name, found in report["contenders"].items():
+        first, token = found["ttft_s"], found["tpot_s"]
+        seconds = [f"{first[state]:.2f}" for state in ("idle", "busy")]
+        milliseconds = [f"{1000 * token[state]:.0f}" for state in ("idle", "busy")]
+        lines.append([name, *seconds, f"{first['ratio']:.2f}", *milliseconds, f"{token['ratio']:.2f}"])
+    head = ["", "first token, s", "busy", "ratio", "per token, ms", "busy", "ratio"]
+    where = f"{report['environment']['processor']}, {report['threads']} threads"
+    said = f"{described(report['model'])} on {where}, {report['tokens']:,} tokens, medians of"
+    return f"{said} {report['rounds']} rounds:\n\n{markdown(head, lines)}"
 
 
 def peers_table() -> str:

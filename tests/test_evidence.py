@@ -25,6 +25,7 @@ WRITERS = {
     "advise_replay.json": "advise_replay.py",
     "advise_trials.json": "advise_trials.py",
     "bench/*.json": "kvsieve bench",
+    "busy.json": "busy.py",
     "codecs_*.json": "codecs.py",
     "coverage.*": "coverage.py",
     "cpu_kinds.json": "cpu_kinds.py",

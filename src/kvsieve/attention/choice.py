@@ -23,6 +23,7 @@ from kvsieve.attention.causal import causal_attention
 from kvsieve.attention.chunk import chunk_attention
 from kvsieve.devices import AVX512_BF16, cpu_kind
 from kvsieve.kernels.cpu.build import processor
+from kvsieve.kernels.cpu.cores import asked_threads
 from kvsieve.kernels.cpu.folder import kernel_folders
 
 # Entries from which on a decoded token's attention is faster as two products, where those pay at all.
@@ -94,7 +95,7 @@ def cpu_paths(dtype: torch.dtype) -> CpuPaths:
     What was measured lies beside the compiled kernels (`kernels.cpu.folder`), by processor, version of torch, threads
     and dtype. ``KVSIEVE_ATTENTION=table`` measures nothing and goes by the kind of processor alone.
     """
-    return _paths(dtype, torch.get_num_threads())
+    return _paths(dtype, asked_threads())
 
 
 @functools.cache

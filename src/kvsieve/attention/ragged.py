@@ -9,6 +9,7 @@ from torch import Tensor
 from kvsieve import kernels
 from kvsieve.attention.blocked import single_query_attention
 from kvsieve.kernels.cpu import token as native
+from kvsieve.kernels.cpu.cores import asked_threads
 from kvsieve.types import AttentionTerms
 
 # Slots below which a part of its own is not worth a thread.
@@ -56,7 +57,7 @@ def ragged_attention(
         return single_query_attention(asked, keys[:, None], values[:, None], own, scale=scale, terms=terms).transpose(
             1, 2
         )
-    threads = torch.get_num_threads() if threads is None else threads
+    threads = asked_threads() if threads is None else threads
     parts = _parts(batch, slots, threads) if query.device.type == "cpu" and dim == values.shape[-1] else 1
     packed = query.reshape(batch, 1, query_heads, dim).expand(-1, parts, -1, -1)
     keys, values = (part.unflatten(1, (parts, -1)) for part in (keys, values))

@@ -21,6 +21,7 @@ from kvsieve.hf.forward.own_generate import in_generate
 from kvsieve.hf.forward.resume import resumed
 from kvsieve.hf.forward.tables import make_tables
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.kernels.cpu import cores
 
 _ABOUT_TOKENS = frozenset(
     ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position", "labels", *CACHE_NAMES)
@@ -59,6 +60,10 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
         return None if output is None or session.order is None else _in_order(output, session.order)
 
     handles: list[Any] = []
+    for part in (model.model, decoder):
+        # Before those that may raise; behind a pass torch calls both, whatever happened in it.
+        handles.append(part.register_forward_pre_hook(_take_cores))
+        handles.append(part.register_forward_hook(_give_cores_back, always_call=True))
     if model.is_composite:
         handles += [
             model.model.register_forward_pre_hook(_note_call, with_kwargs=True),
@@ -172,6 +177,14 @@ def _outside(model: AttachedModel) -> list[nn.Module]:
 def _arguments_of(layer: nn.Module) -> list[str]:
     """List the parameters of a layer behind hidden states, which come first."""
     return list(inspect.signature(layer.forward).parameters)[1:]
+
+
+def _take_cores(module: nn.Module, args: Any) -> None:
+    cores.begin()
+
+
+def _give_cores_back(module: nn.Module, args: Any, output: Any) -> None:
+    cores.end()
 
 
 def _widen(module: nn.Module, args: Any, output: Any) -> Any:

@@ -20,6 +20,7 @@ from kvsieve.hf.cache.counts import Reads
 from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.sparse_read import Reading, count_all
+from kvsieve.kernels.cpu.cores import asked_threads
 
 
 class Numbers(Protocol):
@@ -65,7 +66,7 @@ class RecordedLayer(SieveLayer):
         self.tensors = layer.store.tensors
         self.encoded = FixedEntries(layer.store) if isinstance(layer.store, PackedStore) else None
         # Asked here because torch.compile cannot.
-        self.threads = torch.get_num_threads()
+        self.threads = asked_threads()
         keys = self.tensors[0]
         self.thin = keys is not None and faster_for_token(keys, keys.shape[-2])
         self.remembered = self._remembered()

@@ -28,6 +28,7 @@ from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.shared_kv import attend_shared
+from kvsieve.kernels.cpu import cores
 from kvsieve.types import AttentionTerms
 
 # transformers tests implementation names for substrings: none of flash, sdpa, flex, paged or "/" may occur in it.
@@ -58,6 +59,8 @@ def attention_function(
     if session is None:
         raise CacheStateError(f"{type(module).__name__} ran outside its decoder while kvsieve is attached to the model")
     given = attention_mask, scaling, kwargs
+    if query.is_cpu:
+        cores.look()
     if isinstance(session, RowsSession):
         parts = session.each(query, key, value)
         out = torch.cat([_attend(row, module, (one, keys, values), *given) for row, one, keys, values in parts])

@@ -24,6 +24,7 @@ from kvsieve.hf.forward.request import PLAIN, ModelContext, PassRequest
 from kvsieve.hf.forward.rows import RowsCache, RowsSession
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.travel import Tokens
+from kvsieve.kernels.cpu import cores
 from kvsieve.plans import Plan
 from kvsieve.types import Step
 
@@ -70,6 +71,7 @@ def closing() -> Iterator[None]:
         if session is not None and session is not before:
             session.cache.status = "broken"
         _ACTIVE.set(before)
+        cores.end(all_parts=True)
         raise
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.kernels.cpu.build import function, library
+from kvsieve.kernels.cpu.cores import asked_threads
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -174,7 +175,7 @@ def _run(
     if encoded is not None:
         per_row = encoded.table.shape[1]
         # Every thread has something to do at the end, too.
-        splits = max(1, min(per_row, -(-4 * torch.get_num_threads() // rows)))
+        splits = max(1, min(per_row, -(-4 * asked_threads() // rows)))
         asked = [encoded.query, encoded.base, None, encoded.table, encoded.fills]
     if exact is not None:
         splits += 1

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvsieve.kernels.cpu.build import Library, function, library
+from kvsieve.kernels.cpu.cores import asked_threads
 
 _DTYPES = (torch.float32, torch.bfloat16)
 # Slots from which on a KV row is worth several threads, which the kernel does not give it.
@@ -44,7 +45,7 @@ def serves(query: Tensor, keys: Tensor, values: Tensor, rows: int) -> bool:
         return False
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and query.requires_grad) or built().reason is not None:
         return False
-    if keys.shape[-2] >= _LONG and rows < torch.get_num_threads():
+    if keys.shape[-2] >= _LONG and rows < asked_threads():
         return False
     apart = keys.stride()
     return apart == values.stride() and apart[-1] == 1 and apart[-2] == keys.shape[-1] == values.shape[-1]

@@ -1,0 +1,136 @@
+"""Leaving busy cores to other programs: no more threads for a pass than there are cores that nobody else uses.
+
+Each product of a layer waits for its slowest thread. A thread that shares its core with another program takes twice as
+long, and all others wait for it; without that thread, a pass takes the time of the threads that are left.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+_SWITCHED_ON = os.environ.get("KVSIEVE_THREADS") != "fixed"
+# Seconds over which use is measured: the kernel counts it in hundredths.
+_WINDOW = 0.2
+# Share of a core that others may use before it is left to them: what competes with a thread for a core gets half of it.
+_SHARE = 0.4
+
+
+class Use(NamedTuple):
+    """Seconds up to now: of a clock, that this process's cores were busy, and that this process used."""
+
+    clock: float
+    busy: float
+    own: float
+
+
+def read_use() -> Use | None:
+    """Return the use of the cores that this process may run on; None where the system does not tell."""
+    try:
+        with open("/proc/stat") as file:
+            lines = [line.split() for line in iter(file.readline, "") if line.startswith("cpu")]
+        mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+        # user, nice, system, then interrupts; 3 and 4 are idle, and 7 is what a hypervisor gave to others.
+        ticks = sum(int(line[at]) for line in lines if line[0] in mine for at in (1, 2, 3, 6, 7))
+        return Use(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
+    except (OSError, ValueError, IndexError, AttributeError):
+        return None
+
+
+class Meter:
+    """Measures how many of this process's cores others keep busy. cores: those it may run on."""
+
+    def __init__(self, read: Callable[[], Use | None] = read_use) -> None:
+        self._read, self._lock = read, threading.Lock()
+        self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._last, self._others = read(), 0.0
+
+    def others(self) -> float:
+        """Return how many cores others have used, on average, since the use was read before."""
+        last = self._last
+        if last is None or time.perf_counter() - last.clock < _WINDOW or not self._lock.acquire(blocking=False):
+            return self._others
+        try:
+            now = self._read()
+            if now is not None and now.clock > last.clock:
+                self._others = max(0.0, now.busy - last.busy - now.own + last.own) / (now.clock - last.clock)
+            self._last = now
+        finally:
+            self._lock.release()
+        return self._others
+
+
+def threads_beside(asked: int, cores: int, others: float) -> int:
+    """Return the threads that a pass takes.
+
+    Args:
+        asked: torch's threads.
+        cores: cores that this process may run on.
+        others: how many of them others use, on average.
+    """
+    return max(1, min(asked, cores - math.ceil(max(0.0, others - _SHARE))))
+
+
+class _Own(threading.local):
+    """What a thread is in the middle of. asked: torch's threads as its outermost pass found them."""
+
+    depth, asked = 0, 0
+
+
+_own = _Own()
+_meter: Meter | None = None
+# Threads as some pass has found them and as it has them now; the same where none leaves a core to others.
+_found, _left = 0, 0
+
+
+def asked_threads() -> int:
+    """Return torch's threads, as many as there are while others use no core: what a choice may depend on."""
+    return _own.asked if _own.depth else torch.get_num_threads()
+
+
+def begin() -> None:
+    """Begin a pass, or a part of one that has begun."""
+    if not _own.depth:
+        threads = torch.get_num_threads()
+        # A thread that began during such a pass was given what that one has.
+        _own.asked = _found if threads == _left < _found else threads
+    _own.depth += 1
+
+
+def end(*, all_parts: bool = False) -> None:
+    """End what `begin` began, and give torch its threads back behind the outermost.
+
+    all_parts: end all that this thread has begun.
+    """
+    if not _own.depth:
+        return
+    _own.depth = 0 if all_parts else _own.depth - 1
+    if not _own.depth and torch.get_num_threads() != _own.asked:
+        _set(_own.asked)
+
+
+def look() -> None:
+    """Give torch as many threads, within a pass, as there are cores that others do not use now."""
+    global _meter
+    if torch.compiler.is_compiling() or _own.asked == 1 or not _own.depth or not _SWITCHED_ON:
+        return
+    _meter = _meter or Meter()
+    threads = threads_beside(_own.asked, _meter.cores, _meter.others())
+    if threads != torch.get_num_threads():
+        _log.info("%d of %d threads: other programs keep %.1f cores busy", threads, _own.asked, _meter.others())
+        _set(threads)
+
+
+def _set(threads: int) -> None:
+    global _found, _left
+    _found, _left = _own.asked, threads
+    torch.set_num_threads(threads)
