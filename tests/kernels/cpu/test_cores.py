@@ -41,6 +41,13 @@ def test_use_is_what_others_took_since_it_was_read_before():
     assert meter.others() == 0.0 and meter.others() == 0.0
 
 
+def test_a_pass_does_not_go_by_what_others_used_long_before():
+    now = iter([Use(0.0, 0.0, 0.0), Use(60.0, 120.0, 0.0), Use(61.0, 121.0, 1.0)])
+    meter = Meter(lambda: next(now))
+    meter.begin()
+    assert meter.others() == 0.0
+
+
 def test_use_is_not_read_again_at_once():
     readings = []
     meter = Meter(lambda: readings.append(1) or read_use())
@@ -55,6 +62,8 @@ def beside(monkeypatch):
 
     class Busy:
         cores, used = 2, 1.0
+
+        def begin(self) -> None: ...
 
         def others(self) -> float:
             return self.used

@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 _SWITCHED_ON = os.environ.get("KVSIEVE_THREADS") != "fixed"
 # Seconds over which use is measured: the kernel counts it in hundredths.
 _WINDOW = 0.2
+# Seconds after which what was measured before a pass says nothing of it.
+_OLD = 1.0
 # Share of a core that others may use before it is left to them: what competes with a thread for a core gets half of it.
 _SHARE = 0.4
 
@@ -53,6 +55,11 @@ class Meter:
         self._read, self._lock = read, threading.Lock()
         self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._last, self._others = read(), 0.0
+
+    def begin(self) -> None:
+        """Forget what was measured long ago: a pass begins."""
+        if self._last is not None and time.perf_counter() - self._last.clock > _OLD:
+            self._last, self._others = self._read(), 0.0
 
     def others(self) -> float:
         """Return how many cores others have used, on average, since the use was read before."""
@@ -103,6 +110,8 @@ def begin() -> None:
         threads = torch.get_num_threads()
         # A thread that began during such a pass was given what that one has.
         _own.asked = _found if threads == _left < _found else threads
+        if _meter is not None:
+            _meter.begin()
     _own.depth += 1
 
 
