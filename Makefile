@@ -63,7 +63,7 @@ codecs: $(VENV)/.ready
 	$(BIN)/python benchmarks/codecs.py --model $(MODEL) --parts rest --lengths 2048 --samples 3 --out $(CODECS)_rest_$(SHORT).json
 	$(BIN)/python benchmarks/codecs.py --model $(MODEL) --parts planted --codecs "$(SEVERAL)" --lengths 1024 --samples 3 --out $(CODECS)_planted_$(SHORT).json
 
-# The papers' own experiments: make paper-fastkv MODEL=checkpoint LENGTHS=4096,8192 SAMPLES=16; docs/evaluation.md tells more.
+# The papers' own experiments: make paper-fastkv MODEL=checkpoint LENGTHS=4096,8192 SAMPLES=16; see docs/evaluation.md.
 LENGTHS ?= 4096
 SAMPLES ?= 8
 ONLY ?=

@@ -1,4 +1,4 @@
-"""Write the generated parts of README.md, docs/results.md and docs/performance.md, and draw their pictures.
+"""Write the generated parts of README.md and of pages in docs, and draw their pictures.
 
     python -m benchmarks.pages
 
@@ -11,13 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.evidence import MODELS, RESULTS, Evidence, described, evidence, provenance
-from benchmarks.toys.tables import filled
+from benchmarks.toys.tables import filled, markdown, summary
 from kvsieve.profiles import load_profile, shipped_profiles
 from kvsieve.report.plot_style import PNG_DPI, new_figure, style
 
@@ -98,7 +98,7 @@ def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
     """Generated parts of each page by the name of their mark."""
     return {
         ROOT / "README.md": {"measured": summary_table(found[0]), "peers": peers_table()},
-        ROOT / "docs" / "results.md": {
+        ROOT / "docs" / "choosing.md": {
             "models": "\n".join(f"- {described(each.name)}" for each in found),
             "use": use_table(found[0]),
             **{name: captions(found[0])[name] for name in pictures(found)},
@@ -112,6 +112,7 @@ def pages(found: list[Evidence]) -> dict[Path, dict[str, str]]:
         },
         ROOT / "docs" / "options.md": {"floor": floor_table()},
         ROOT / "docs" / "calibrate.md": {"profiles": profiles_table()},
+        ROOT / "docs" / "evaluation.md": {"toys": summary(RESULTS)},
     }
 
 
@@ -146,11 +147,6 @@ def ratio(one: Evidence, length: int, method: str, quantity: str, to: str) -> st
 # Tables
 
 
-def markdown(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table whose source has no blanks beside its bars."""
-    return "\n".join(f"|{'|'.join(line)}|" for line in (head, ["---"] * len(head), *lines))
-
-
 def summary_table(one: Evidence) -> str:
     """The README's: times, memory and answers of a few methods."""
     longest = max(one.speeds)
@@ -169,7 +165,7 @@ def summary_table(one: Evidence) -> str:
 
 
 def use_table(one: Evidence) -> str:
-    """What to use, and what it costs."""
+    """The method for each case, and its share of full KV's score."""
 
     def both(name: str, method: str) -> str:
         return f"{share(one, name, method, '10%')} at 10%, {share(one, name, method, '25%')} at 25%"
@@ -178,13 +174,13 @@ def use_table(one: Evidence) -> str:
     digits = one.scores("lagkv", "attention", "partial")
     rows = [
         [
-            "one question, known when the prompt is read",
+            "one question, known at prefill",
             "`snapkv` or `adakv`, 25%",
             f"generated tasks: {both('ruler', 'snapkv')}; real documents: {both('documents', 'snapkv')}",
         ],
-        ["the same, the first token sooner", "`fastkv`, 25%", f"real documents: {both('documents', 'fastkv')}"],
+        ["the same, with an earlier first token", "`fastkv`, 25%", f"real documents: {both('documents', 'fastkv')}"],
         [
-            "later tokens may need what the question did not",
+            "later tokens may need other entries than the question",
             "`rocketkv`, 10%",
             f"real documents: {both('documents', 'rocketkv')}; it stores 40 and 64% of the entries",
         ],
@@ -200,9 +196,9 @@ def use_table(one: Evidence) -> str:
             "`snapkv` with 700 entries or more",
             f"{digits['snapkv 8x'][0]:.0f}% of 64 digits right with 736 of 4,096 entries",
         ],
-        ["a limit in bytes, or a model of your own", "[`kvsieve advise`](advise.md)", "stated beside the advice"],
+        ["a limit in bytes, or a model of your own", "[`kvsieve advise`](#advice)", "printed with the advice"],
     ]
-    return markdown(["what you do", "use", "what it keeps of full KV's answers"], rows)
+    return markdown(["your case", "use", "share of full KV's score"], rows)
 
 
 def numbers_table(one: Evidence) -> str:
@@ -449,11 +445,11 @@ def captions(one: Evidence) -> dict[str, str]:
         "bytes": "A tenth of the KV cache costs `snapkv` nothing measurable on generated tasks of 8K tokens "
         f"({kept(one, 'ruler', 'snapkv', '10%')} of full KV's score), and about a quarter of the score on real "
         f"documents ({kept(one, 'documents', 'snapkv', '10%')}).",
-        "hidden": "Where the context is compressed before its question is known, `kvzip` at 25% keeps "
+        "hidden": "For a context compressed before its question is known, `kvzip` at 25% keeps "
         f"{kept(one, 'hidden', 'kvzip', '25%')} of full KV's score, `snapkv` {kept(one, 'hidden', 'snapkv', '25%')}.",
         "conversations": "Over four turns `rocketkv-mt`, which evicts nothing and reads 1/32 of the entries, answers "
-        f"{turns['rocketkv-mt']['1/32']:.0f}% (full KV {turns['full']['']:.0f}%), and `snapkv`, which evicts what the "
-        f"first question did not need, {turns['snapkv']['1/32']:.0f}%.",
+        f"{turns['rocketkv-mt']['1/32']:.0f}% (full KV {turns['full']['']:.0f}%), and `snapkv`, which evicts entries "
+        f"that the first question did not need, {turns['snapkv']['1/32']:.0f}%.",
         "long": f"Of 64 digits copied from the prompt, `snapkv` keeps {digits['snapkv 4x'][0]:.0f}% with "
         f"{digits['snapkv 4x'][1]:.0f}% of the entries, `h2o` {digits['h2o 4x'][0]:.0f}%; `lagkv` needs a long lag, "
         f"which stores more: {lag_right:.0f}% with {lag_stored:.0f}% of the entries.",

@@ -1,4 +1,4 @@
-"""The tables of docs/toys.md, from what training and measuring left in a results folder.
+"""Print tables of the toys' results: training, answers by method and share, states. docs/evaluation.md shows a summary.
 
 python -m benchmarks.toys.tables [--results benchmarks/results]
 """
@@ -13,13 +13,12 @@ from typing import Any
 
 from benchmarks.toys.train import RESULTS
 
-PAGE = Path(__file__).parents[2] / "docs" / "toys.md"
 GEOMETRIES = ("hybrid", "hybrid_early", "sinks", "latent")
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """Return a table without blanks beside its bars."""
+    return "\n".join(f"|{'|'.join(line)}|" for line in (head, ["---"] * len(head), *rows))
 
 
 def training(trained: dict[str, dict[str, Any]]) -> str:
@@ -45,18 +44,18 @@ def star(row: dict[str, Any]) -> str:
     return "\\*" if row["role"] == "propagate" and not row["applied"] else ""
 
 
-def plans(found: dict[str, dict[str, Any]], role: str, hidden: bool) -> str:
+def plans(found: dict[str, dict[str, Any]], roles: Sequence[str], hidden: bool) -> str:
     """Answers by method, per geometry; where methods choose tokens by a layer, a row for each."""
 
     def rows_of(name: str) -> dict[str, list[dict[str, Any]]]:
         by: dict[str, list[dict[str, Any]]] = {}
         for row in found[name]["rows"]:
-            if row["role"] in ("full", role) and row["hidden"] == hidden:
+            if row["role"] in ("full", *roles) and row["hidden"] == hidden:
                 layer = "" if row["layer"] is None else f", layer {row['layer']}"
                 by.setdefault(f"`{row['method']}`{layer}", []).append(row)
         return by
 
-    measured = [name for name in found if any(row["role"] == role for row in found[name]["rows"])]
+    measured = [name for name in found if any(row["role"] in roles for row in found[name]["rows"])]
     tables = {name: rows_of(name) for name in measured}
     labels = list(dict.fromkeys(label for table in tables.values() for label in table))
     methods = [label.partition(",")[0] for label in labels]
@@ -65,6 +64,14 @@ def plans(found: dict[str, dict[str, Any]], role: str, hidden: bool) -> str:
         [label, *(answers(table[label]) if label in table else "" for table in tables.values())] for label in labels
     ]
     return markdown(["method", *tables], rows)
+
+
+def summary(results: Path, share: float = 0.25) -> str:
+    """Return right answers by method at one share of entries or tokens, with the question visible."""
+    found = _read(results, "_methods")
+    for report in found.values():
+        report["rows"] = [row for row in report["rows"] if row["role"] == "full" or row["share"] == share]
+    return plans(found, ("evict", "read", "propagate"), hidden=False)
 
 
 def where(mass: dict[str, dict[str, float]]) -> str:
@@ -90,20 +97,20 @@ def states(found: dict[str, dict[str, Any]]) -> str:
 
 
 def tables(results: Path) -> dict[str, str]:
-    """Every table by name, of the geometries whose results are there."""
-
-    def read(suffix: str) -> dict[str, dict[str, Any]]:
-        files = {name: results / f"toys_{name}{suffix}.json" for name in GEOMETRIES}
-        return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
-
-    trained, found = read(""), read("_methods")
+    """Every table by name, of the geometries with results."""
+    trained, found = _read(results, ""), _read(results, "_methods")
     out = {"training": training(trained)} if trained else {}
     for role, hidden in (("evict", False), ("evict", True), ("read", False), ("propagate", False), ("propagate", True)):
-        out[f"{role}, {'hidden' if hidden else 'visible'}"] = plans(found, role, hidden)
+        out[f"{role}, {'hidden' if hidden else 'visible'}"] = plans(found, [role], hidden)
     out["states"] = states(found)
     if (results / "toys_where.json").exists():
         out["where"] = where(json.loads((results / "toys_where.json").read_text())["answer_mass"])
     return out
+
+
+def _read(results: Path, suffix: str) -> dict[str, dict[str, Any]]:
+    files = {name: results / f"toys_{name}{suffix}.json" for name in GEOMETRIES}
+    return {name: json.loads(file.read_text()) for name, file in files.items() if file.exists()}
 
 
 def filled(page: str, found: dict[str, str]) -> str:
@@ -120,9 +127,8 @@ def filled(page: str, found: dict[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    given = parser.parse_args()
-    given.page.write_text(filled(given.page.read_text(), tables(given.results)))
+    for name, text in tables(parser.parse_args().results).items():
+        print(f"## {name}\n\n{text}\n")
 
 
 if __name__ == "__main__":

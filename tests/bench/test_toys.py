@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from source_tree import needs_results
-
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 brought the optimiser")
 
@@ -126,10 +124,35 @@ def test_a_refusal_is_recorded_in_its_own_words():
     assert "TSP layer 9 is outside" in measure.line(row)
 
 
-@needs_results
-def test_the_page_has_the_tables_of_the_committed_results():
-    page = tables.PAGE.read_text()
-    assert tables.filled(page, tables.tables(tables.RESULTS)) == page, "run python -m benchmarks.toys.tables"
+def test_the_summary_has_a_row_for_each_method_and_layer_at_one_share(tmp_path):
+    def row(role, method, share, answers, layer=None, **others):
+        shown = {"role": role, "method": method, "share": share, "layer": layer, "hidden": False, "applied": True}
+        return {**shown, "answers": answers, **others}
+
+    rows = {
+        "sinks": [
+            row("full", "full", None, 1.0),
+            row("evict", "snapkv", 0.1, 0.5),
+            row("evict", "snapkv", 0.25, 0.75),
+            row("evict", "snapkv", 0.25, 0.125, hidden=True),
+            row("propagate", "tsp", 0.25, 0.2, layer=3),
+        ],
+        "latent": [
+            row("full", "full", None, 0.98),
+            row("evict", "snapkv", 0.25, 0.0, refused="PlanError"),
+            row("propagate", "tsp", 0.25, 1.0, layer=1, applied=False),
+        ],
+    }
+    for name, each in rows.items():
+        (tmp_path / f"toys_{name}_methods.json").write_text(json.dumps({"rows": each}))
+    assert tables.summary(tmp_path).splitlines() == [
+        "|method|sinks|latent|",
+        "|---|---|---|",
+        "|`full`|100|98|",
+        "|`snapkv`|75|refused|",
+        "|`tsp`, layer 1||100\\*|",
+        "|`tsp`, layer 3|20||",
+    ]
 
 
 def test_a_page_without_a_place_for_a_table_is_refused():

@@ -1,4 +1,4 @@
-"""Predicted costs of a plan on a model, from the model's config alone. docs/estimate.md derives the formulas."""
+"""Predicted costs of a plan on a model, from the model's config alone. docs/choosing.md has the formulas."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def eval_command(
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     data: Annotated[
-        str | None, typer.Option(help="Directory or file of public benchmarks, see docs/public_benchmarks.md.")
+        str | None, typer.Option(help="Directory or file of public benchmarks, see docs/evaluation.md.")
     ] = None,
     scbench_mode: Annotated[str, typer.Option(help="How scbench_... asks: multi-turn or shared.")] = "multi-turn",
     server: ServerOption = None,
