@@ -4,8 +4,8 @@
         --openvino-model FOLDER] [--out FILE]
 
 In every round each contender reads and answers one prompt while nothing else runs, and then while a process of its own
-counts in a loop. The result has the medians of both, and of their ratio within a round. kvsieve and transformers run here,
-OpenVINO GenAI in its own interpreter (`pip install openvino-genai`), on a folder of its model files.
+counts in a loop. The result has the medians of both, and of their ratio within a round. kvsieve and transformers run
+here, OpenVINO GenAI in its own interpreter (`pip install openvino-genai`), on a folder of its model files.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def main() -> None:
             idle, busy = ([run[name] for run in each[state]] for state in ("idle", "busy"))
             ratio = statistics.median(b / a for a, b in zip(idle, busy, strict=True))
             each[name] = {"idle": statistics.median(idle), "busy": statistics.median(busy), "ratio": round(ratio, 3)}
-    settings = {"model": Path(given.model).name, "tokens": given.tokens, "new_tokens": given.new_tokens, "rounds": given.rounds}
+    settings = {"model": Path(given.model).name, "tokens": given.tokens}
+    settings |= {"new_tokens": given.new_tokens, "rounds": given.rounds}
     threads = torch.get_num_threads()
     write_result(given.out, {"environment": environment(model), "threads": threads, **settings, "contenders": found})
     print(json.dumps({name: {part: each[part] for part in ("ttft_s", "tpot_s")} for name, each in found.items()}))
