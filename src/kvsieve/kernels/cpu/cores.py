@@ -88,7 +88,7 @@ def threads_beside(asked: int, cores: int, others: float) -> int:
 
 
 class _Own(threading.local):
-    """What a thread is in the middle of. asked: torch's threads as its outermost pass found them."""
+    """State of one thread: depth of nested passes, and torch's threads before the outermost (`asked`)."""
 
     depth, asked = 0, 0
 
