@@ -496,8 +496,9 @@ def test_doctor_does_not_contradict_itself(cli, monkeypatch):
 
 
 def test_fetch_demo_prints_the_path(cli, monkeypatch, tmp_path):
-    monkeypatch.setattr(kvsieve.models, "fetch_demo", lambda: tmp_path / "model.gguf")
-    assert json.loads(cli("fetch-demo", "--json")[1]) == {"path": str(tmp_path / "model.gguf")}
+    monkeypatch.setattr(kvsieve.models, "fetch_demo", lambda larger: tmp_path / f"model-{larger}.gguf")
+    assert json.loads(cli("fetch-demo", "--json")[1]) == {"path": str(tmp_path / "model-False.gguf")}
+    assert json.loads(cli("fetch-demo", "--larger", "--json")[1]) == {"path": str(tmp_path / "model-True.gguf")}
 
 
 def test_the_demo_explains_every_column():

