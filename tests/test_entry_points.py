@@ -15,6 +15,7 @@ from kvsieve.cli.specs import method_specs
 from kvsieve.errors import KvsieveWarning, PlanError
 from kvsieve.eval.cells import settings
 from kvsieve.models.families import build
+from kvsieve.tasks import all_tasks
 
 VNORM = '''
 from dataclasses import dataclass
@@ -103,3 +104,77 @@ def test_every_plan_of_ours_is_read_back():
         info = kvsieve.method_info(name)
         plan = kvsieve.plan(name, **info.example)
         assert kvsieve.Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan, name
+
+
+HIDDEN_WORD = """
+from dataclasses import dataclass
+
+from kvsieve.tasks.base import Generated
+from kvsieve.tasks.fit import fit
+from kvsieve.tasks.samples import QuestionAnswer, Sample
+from kvsieve.tasks.scoring import match_any
+
+
+@dataclass(frozen=True)
+class HiddenWord(Generated):
+    name: str = "hidden-word"
+    title: str = "A word in a text"
+
+    def build(self, rng, index, length, count):
+        word = f"w{rng.randrange(100)}"
+        turn = QuestionAnswer("Which word?", (word,), match_any, 4)
+        return fit(lambda n: Sample(" ".join([word, *["w7"] * n]), (turn,)), count, length, self.name)[0]
+
+
+def other(text):
+    return HiddenWord(text, name="another")
+
+
+def nothing(text):
+    return text
+
+
+def needle(text):
+    return HiddenWord(text, name="needle")
+"""
+
+
+@pytest.fixture
+def task_package(tmp_path, monkeypatch):
+    """Install a package whose entry point of a task is given."""
+
+    def install(name: str, value: str) -> None:
+        (tmp_path / "hidden_word_task.py").write_text(HIDDEN_WORD)
+        about = tmp_path / "hidden_word-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text("Metadata-Version: 2.1\nName: hidden-word\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text(f"[kvsieve.tasks]\n{name} = {value}\n")
+
+    monkeypatch.syspath_prepend(tmp_path)
+    return install
+
+
+def test_a_task_of_another_package_is_evaluated(task_package, cli, model_dir, tmp_path):
+    task_package("hidden-word", "hidden_word_task:HiddenWord")
+    listed = json.loads(cli("tasks", "--json")[1])
+    assert {"name": "hidden-word", "title": "A word in a text", "question": "visible or hidden"} in listed
+    grid = ["--tasks", "hidden-word", "--lengths", 60, "--samples", 2, "--methods", "knorm", "--cost-samples", 0]
+    code, out, err = cli("eval", model_dir, *grid, "--budgets", "20%", "--out", tmp_path / "out", "--json")
+    assert code == 0, err
+    assert {(cell["task"], cell["n"]) for cell in json.loads(out)["cells"]} == {("hidden-word", 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("hidden-word", "not_there:HiddenWord", "not_there:HiddenWord raises ModuleNotFoundError"),
+        ("hidden-word", "hidden_word_task:other", "hidden_word_task:other returns a task named 'another'"),
+        ("hidden-word", "hidden_word_task:nothing", "hidden_word_task:nothing returns .*, expected a task with name"),
+        ("needle", "hidden_word_task:needle", "kvsieve has a task of that name"),
+    ],
+)
+def test_a_task_that_cannot_be_used_is_left_out_with_a_warning(task_package, name, value, why):
+    known = list(all_tasks())
+    task_package(name, value)
+    with pytest.warns(KvsieveWarning, match=f"the task '{name}' of the package 'hidden-word' is left out: {why}"):
+        assert list(all_tasks()) == known

@@ -9,8 +9,8 @@ from typing import get_type_hints
 import kvsieve
 
 NAMES = """
-    Budget KvsieveError KvsieveWarning Plan Sieve SieveCache __version__ attach list_methods method_info methods models
-    plan register_method
+    Budget Evaluator KvsieveError KvsieveWarning Plan Sieve SieveCache __version__ attach list_methods method_info
+    methods models plan register_method
 """
 FUNCTIONS = """
     attach(model, plan, *, decode='auto', tokenizer=None)
@@ -21,7 +21,7 @@ FUNCTIONS = """
 """
 MODELS = """
     cache_dir()
-    fetch_demo(quiet=False)
+    fetch_demo(quiet=False, *, larger=False)
     load(model_id_or_dir, dtype='auto', device=None)
     load_demo(dtype='auto')
 """

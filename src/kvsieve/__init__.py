@@ -22,6 +22,7 @@ from kvsieve.version import __version__
 
 if TYPE_CHECKING:
     from kvsieve import methods, models
+    from kvsieve.eval.evaluator import Evaluator
     from kvsieve.hf.attach import Sieve, attach
     from kvsieve.hf.cache.cache import SieveCache
     from kvsieve.named import plan
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Budget",
+    "Evaluator",
     "KvsieveError",
     "KvsieveWarning",
     "Plan",
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Evaluator": "kvsieve.eval.evaluator",
     "Plan": "kvsieve.plans",
     "Sieve": "kvsieve.hf.attach",
     "SieveCache": "kvsieve.hf.cache.cache",

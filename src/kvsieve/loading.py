@@ -43,13 +43,17 @@ def load_methods() -> None:
         for point in metadata.entry_points(group=ENTRY_POINTS):
             why = _why_not_loaded(point)
             if why is not None:
-                package = point.dist.name if point.dist is not None else point.value
-                warnings.warn(
-                    f"the method {point.name!r} of the package {package!r} is left out: {why}; update or uninstall "
-                    "that package",
-                    KvsieveWarning,
-                    stacklevel=3,
-                )
+                warn_left_out("method", point, why)
+
+
+def warn_left_out(what: str, point: metadata.EntryPoint, why: str) -> None:
+    """Warn (KvsieveWarning) that a method or task of another package is left out."""
+    package = point.dist.name if point.dist is not None else point.value
+    warnings.warn(
+        f"the {what} {point.name!r} of the package {package!r} is left out: {why}; update or uninstall that package",
+        KvsieveWarning,
+        stacklevel=4,
+    )
 
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -91,3 +91,9 @@ def _parts(hint: Any) -> tuple[Any, ...] | None:
     if origin is Literal:
         return (typing.get_args(hint),)
     return (hint,) if hint in _WORDS else None
+
+
+def inherited_fields(kind: type[Any], base: type[Any]) -> frozenset[str]:
+    """Return the fields of a dataclass that it has from a base class and does not declare anew."""
+    own, theirs = kind.__dataclass_fields__, base.__dataclass_fields__
+    return frozenset(name for name, each in own.items() if each is theirs.get(name))

@@ -17,7 +17,7 @@ from kvsieve import loading
 from kvsieve.defaults import PAPER
 from kvsieve.errors import PlanError, short
 from kvsieve.loading import BUILT_IN, canonical, load_methods
-from kvsieve.parameters import check_kinds
+from kvsieve.parameters import check_kinds, inherited_fields
 from kvsieve.plans import ROLES, Plan
 from kvsieve.roles import budgets_of
 
@@ -40,6 +40,8 @@ class MethodInfo:
     be given to make a plan at all. derive: gives the parameters that depend on the model, from its Fingerprint and the
     digits per token of its tokenizer, where neither caller nor profile does. part: arrays of a profile that the method
     cannot do without, "heads" or "q_filters".
+    kind: the class that was registered, None for a function. parent: the method whose class this one derives from;
+    `inherited` parameters, which the class does not declare anew, come with the model as the parent's do.
     """
 
     name: str
@@ -52,6 +54,9 @@ class MethodInfo:
     example: Mapping[str, Any] = field(default_factory=dict)
     derive: Derive | None = None
     part: str | None = None
+    kind: type[Any] | None = None
+    parent: str | None = None
+    inherited: frozenset[str] = frozenset()
 
     @property
     def parameters(self) -> dict[str, Any]:
@@ -86,6 +91,10 @@ class MethodInfo:
         """Options of the plan's evictor and reader that need not be named in the function that makes the plan."""
         made, taken = self.make(**self.example), inspect.signature(self.make).parameters
         return {name: each for name, each in shared_options(made.evict, made.read).items() if name not in taken}
+
+    def of_parent(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of the parent's parameters that this method inherits; all of them without a parent."""
+        return {name: value for name, value in values.items() if self.parent is None or name in self.inherited}
 
     @property
     def storage(self) -> str:
@@ -185,8 +194,9 @@ def register_method(
             )
         told = summary or (inspect.getdoc(made) or "").partition("\n")[0]
         about = {key: value for key, value in rarely.items() if value is not None}
+        lineage = _lineage(made, about) if isinstance(made, type) else {}
         loading.REGISTERED[key] = made.__module__
-        _METHODS[key] = MethodInfo(name, title, paper, phase, query_aware, make, told, **about)  # type: ignore[arg-type]
+        _METHODS[key] = MethodInfo(name, title, paper, phase, query_aware, make, told, **about, **lineage)  # type: ignore[arg-type]
         return made
 
     return add
@@ -217,6 +227,23 @@ def _maker(kind: type[Any], budget: Budget | str | float | None) -> Callable[...
     make.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     make.__module__, make.__annotations__ = kind.__module__, typing.get_type_hints(kind)
     return make
+
+
+def method_of(kind: type[Any]) -> MethodInfo | None:
+    """Return the method that a class was registered as; None for another class."""
+    return next((info for info in _METHODS.values() if info.kind is kind), None)
+
+
+def _lineage(kind: type[Any], about: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `kind`, and `parent` and `inherited` of a class that does not say itself what comes with the model."""
+    says = kind.__module__.startswith(BUILT_IN) or "derive" in about or "part" in about
+    for base in () if says else kind.__mro__[1:]:
+        info = method_of(base)
+        if info is not None and info.adapts and info.part is None:
+            same = inherited_fields(kind, base)
+            parent, same = (info.name, same) if info.parent is None else (info.parent, same & info.inherited)
+            return {"kind": kind, "parent": parent, "inherited": same}
+    return {"kind": kind}
 
 
 def list_methods() -> list[str]:

@@ -11,9 +11,17 @@ from kvsieve.budget import Budget
 from kvsieve.defaults import PAPER, digits_per_token, paper_model, published
 from kvsieve.errors import PlanError
 from kvsieve.loading import provides
+from kvsieve.parameters import inherited_fields
 from kvsieve.plans import ROLES, Plan
 from kvsieve.profiles import Fingerprint, Profile, load_profile, profiles_of
-from kvsieve.registry import MethodInfo, check_complete, check_parameters, method_info, shared_options
+from kvsieve.registry import (
+    MethodInfo,
+    check_complete,
+    check_parameters,
+    method_info,
+    method_of,
+    shared_options,
+)
 from kvsieve.roles import Codec, DelegatingEvictor, Evictor, Role, SparsePrefill, with_floor
 from kvsieve.unset import SettledParameters, Unset
 
@@ -51,6 +59,30 @@ def plan_of(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
             changed[role] = dataclasses.replace(part, **{name: shared[name] for name in mine})  # type: ignore[type-var]
     made = dataclasses.replace(made, **changed)
     return dataclasses.replace(made, name=info.name, profile=profile.fingerprint if profile else made.profile)
+
+
+def settled_role(role: Role, model: Any, tokenizer: Any = None) -> Plan:
+    """Return the plan of a role object, whose fields at their default come with the model, as those of its name do.
+
+    Its class is a registered one or derives from one; fields that it declares anew keep their own defaults. A role
+    object in a Plan is run as it is instead.
+    """
+    (place,) = (name for name, base in ROLES.items() if name != "rest" and isinstance(role, base))
+    made: dict[str, Any] = {place: role}
+    plan = Plan(**made)
+    kind = next((each for each in type(role).__mro__ if method_of(each) is not None), None)
+    info = None if kind is None else method_of(kind)
+    if kind is None or info is None or not info.adapts or info.part is not None:
+        return plan
+    own, usual = vars(role), {each.name: each.default for each in dataclasses.fields(kind)}
+    given = {name: own[name] for name in info.parameters if name in usual and own[name] != usual[name]}
+    came = _on_model(info, given, Fingerprint.of(model), digits_per_token(tokenizer))
+    inherited = inherited_fields(type(role), kind)
+    parts = [(where, {name: each for name, each in values.items() if name in inherited})
+             for where, values in (came.filled.parts if came.filled is not None else ())]  # fmt: skip
+    filled = SettledParameters(tuple(part for part in parts if part[1]))
+    made[place] = dataclasses.replace(role, **filled.values)  # type: ignore[type-var]
+    return dataclasses.replace(plan, **made, filled=filled if filled.parts else None)
 
 
 def all_parameters(method: str, given: Mapping[str, Any], filled: SettledParameters | None = None) -> dict[str, Any]:
@@ -93,20 +125,26 @@ def told(method: str, given: Mapping[str, Any], filled: SettledParameters | None
 
 def as_in_paper(info: MethodInfo, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return what ``paper=True`` sets, or what was given in its place; ``base.kernel`` is that of a wrapper's base."""
-    own = {name: given.get(name, value) for name, value in PAPER.get(info.name, {}).items()}
+    own = {name: given.get(name, value) for name, value in _paper(info).items()}
     base = {**info.parameters, **given}.get("base")
-    inner = PAPER.get(method_info(base).name, {}) if isinstance(base, str) else {}
+    inner = _paper(method_info(base)) if isinstance(base, str) else {}
     return {**own, **{f"base.{name}": value for name, value in inner.items() if name not in info.parameters}}
+
+
+def _paper(info: MethodInfo) -> dict[str, Any]:
+    """Return what a method's paper ran, or that of the method whose class it derives from."""
+    return info.of_parent(PAPER.get(info.parent or info.name, {}))
 
 
 def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, digits: int) -> Plan:
     """The plan of a method whose parameters are given, or come with a model; see Plan.for_model."""
-    derived = dict(info.derive(model, digits)) if info.derive is not None else {}
-    paper = published(info.name, model) if info.derive is not None else {}
+    origin = info if info.parent is None else method_info(info.parent)
+    derived = info.of_parent(origin.derive(model, digits)) if origin.derive is not None else {}
+    paper = info.of_parent(published(origin.name, model)) if origin.derive is not None else {}
     measured: dict[str, Any] = {}
     where, profile = _profile_for(info, model)
     if profile is not None and info.part is None:
-        measured = profile.for_method(info.name)
+        measured = _held(info, profile) or {}
     paper = {name: value for name, value in paper.items() if name not in measured and name not in given}
     measured = {name: value for name, value in measured.items() if name not in given}
     derived = {name: value for name, value in derived.items() if not {name} & {*given, *measured, *paper}}
@@ -150,7 +188,7 @@ def _profile_for(info: MethodInfo, model: Fingerprint) -> tuple[str, Profile | N
     Raises PlanError where there is none for a method that needs one.
     """
     for where, profile in profiles_of(model):
-        if info.name in profile.parameters if info.part is None else getattr(profile, info.part) is not None:
+        if _held(info, profile) is not None if info.part is None else getattr(profile, info.part) is not None:
             return where, profile
     if info.part is not None:
         raise PlanError(
@@ -158,6 +196,13 @@ def _profile_for(info: MethodInfo, model: Fingerprint) -> tuple[str, Profile | N
             f"`kvsieve calibrate MODEL --parts {info.part}` makes one; or give a file as profile="
         )
     return "", None
+
+
+def _held(info: MethodInfo, profile: Profile) -> dict[str, Any] | None:
+    """Return what a profile holds for a method, or else for the one whose class it derives from; None for neither."""
+    if info.name not in profile.parameters and info.parent is not None and info.parent in profile.parameters:
+        return info.of_parent(profile.parameters[info.parent])
+    return dict(profile.parameters[info.name]) if info.name in profile.parameters else None
 
 
 def profiled(info: MethodInfo, given: Mapping[str, Any]) -> tuple[dict[str, Any], Profile | None]:
@@ -169,6 +214,7 @@ def profiled(info: MethodInfo, given: Mapping[str, Any]) -> tuple[dict[str, Any]
     profile = load_profile(source)
     if info.takes_profile:
         return {**parameters, "profile": profile}, profile
-    found = profile.for_method(info.name)
+    held = _held(info, profile)
+    found = profile.for_method(info.name) if held is None else held
     check_parameters(info, found)
     return {**found, **parameters}, profile

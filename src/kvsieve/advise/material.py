@@ -11,12 +11,12 @@ from pathlib import Path
 from kvsieve.errors import InputError
 from kvsieve.tasks import chosen_tasks
 from kvsieve.tasks.base import Generated
-from kvsieve.tasks.document_task import DocumentQuestion, DocumentTask, keep_ends
-from kvsieve.tasks.files import SUFFIXES, read_rows
+from kvsieve.tasks.document_task import DocumentTask
+from kvsieve.tasks.files import SUFFIXES
 from kvsieve.tasks.fit import Count, fit
 from kvsieve.tasks.haystack import load_haystack, passage
+from kvsieve.tasks.rows import rows_task
 from kvsieve.tasks.samples import QuestionAnswer, Sample, Task
-from kvsieve.tasks.scoring import match_any
 
 # Long answers, of which eviction may lose a part.
 PROBES = ("ruler_niah_single_3", "passkey64")
@@ -83,8 +83,11 @@ def from_file(path: Path) -> AdviceMaterial:
     path = Path(os.path.expanduser(path))
     if not path.is_file():
         raise InputError(f"--task must name a text or a file of JSON lines, got {str(path)!r}, which is no file")
-    probes, task = tuple(chosen_tasks(PROBES)), _rows(path) if path.name.endswith(SUFFIXES) else _windows(path)
-    return AdviceMaterial(path.name, (task,), probes, per_task=len(TASKS))
+    if path.name.endswith(SUFFIXES):
+        task: Task = rows_task(path, answer_tokens=_ANSWER, owner="kvsieve advise --task")
+    else:
+        task = _windows(path)
+    return AdviceMaterial(path.name, (task,), tuple(chosen_tasks(PROBES)), per_task=len(TASKS))
 
 
 @dataclass(frozen=True)
@@ -110,19 +113,6 @@ def _no_score(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 def _windows(path: Path) -> Windows:
     return Windows(load_haystack(str(path)))
-
-
-def _rows(path: Path) -> DocumentTask:
-    rows = read_rows(path, {"context": (str,), "question": (str,), "answer": (str, list)}, "kvsieve advise --task")
-    asked = []
-    for row in rows:
-        given = row.values["answer"]
-        answers = tuple(given) if isinstance(given, list) else (given,)
-        if not answers or not all(isinstance(each, str) and each.strip() for each in answers):
-            raise row.wrong("'answer' must be a text or a list of texts, none of them empty")
-        turn = QuestionAnswer(row.values["question"], answers, match_any, _ANSWER)
-        asked.append(DocumentQuestion("", row.values["context"], turn, row.line))
-    return DocumentTask("rows", path.name, asked, keep_ends, path)
 
 
 def _draw(task: Task, part: int, samples: int, length: int, seed: int, count: Count) -> list[Drawn]:

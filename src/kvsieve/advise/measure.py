@@ -11,7 +11,8 @@ from kvsieve.advise.material import PROBES, Drawn
 from kvsieve.errors import PlanError
 from kvsieve.eval.cells import MethodSetting
 from kvsieve.eval.costs import NEW_TOKENS, WARM_UP, measure_one
-from kvsieve.eval.evaluator import Evaluator, Outcome
+from kvsieve.eval.evaluator import Evaluator
+from kvsieve.eval.outcome import Outcome
 from kvsieve.hf.model.memory import layer_bytes, shapes_of
 from kvsieve.methods.base import skipped
 from kvsieve.plans import Plan

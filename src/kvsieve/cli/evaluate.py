@@ -32,10 +32,25 @@ from kvsieve.cli.specs import (
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
+    from kvsieve.eval.evaluator import Evaluator
+    from kvsieve.eval.grid import Grid
+    from kvsieve.tasks.document_task import DocumentTask
     from kvsieve.tasks.samples import Task
 
 # Options that say what is asked, and not how a model is run.
-_OF_SAMPLES = ("tasks", "lengths", "samples", "question", "resume", "seed", "haystack", "data", "scbench_mode")
+_OF_SAMPLES = (
+    "tasks",
+    "task",
+    "score",
+    "lengths",
+    "samples",
+    "question",
+    "resume",
+    "seed",
+    "haystack",
+    "data",
+    "scbench_mode",
+)
 
 
 def eval_command(
@@ -45,6 +60,12 @@ def eval_command(
     ] = None,
     out: Annotated[Path, typer.Option(help="Results directory.")] = ...,  # type: ignore[assignment]
     tasks: Annotated[str, typer.Option(help="Names, or ruler, or all; see `kvsieve tasks`.")] = "needle,ruler,kv",
+    task: Annotated[
+        Path | None, typer.Option(help="Your own task: .jsonl rows of context, question and answer, or answers.")
+    ] = None,
+    score: Annotated[
+        str | None, typer.Option(help="Score of --task: contains (default), exact, f1, rouge or module:function.")
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Prompt tokens, the question and chat template included.")] = "2048",
     methods: Annotated[str, typer.Option(help="snapkv,fastkv:tsp_rate=0.3:window=32; full always runs.")] = "snapkv",
     budgets: Annotated[str, typer.Option(help="Entries kept per layer and KV head: 5%,10%, 512 or 64MiB.")] = "10%,20%",
@@ -77,19 +98,15 @@ def eval_command(
     """Score methods on long-context tasks, with their time and memory; `kvsieve report` draws the results."""
     check_options(context, server, _OF_SAMPLES)
     check_dtype(dtype)
-    for option, value, least in (("--samples", samples, 1), ("--cost-samples", cost_samples, 0), ("--batch", batch, 1)):
-        if value < least:
-            raise InputError(f"{option} must be at least {least}, got {value}")
-    if question not in ("visible", "hidden", "both"):
-        raise InputError(f"--question must be visible, hidden or both, got {question!r}")
+    _check_numbers(samples, cost_samples, batch, question)
 
     from kvsieve.devices import auto_dtype
     from kvsieve.eval.cells import on_model, settings
     from kvsieve.eval.evaluator import Evaluator
     from kvsieve.eval.grid import QUESTIONS, Grid
-    from kvsieve.eval.results import load
     from kvsieve.eval.runner import run_grid
     from kvsieve.eval.store import writing
+    from kvsieve.eval.unlike import warn_unlike
     from kvsieve.hf.model.context import context_of
     from kvsieve.hf.model.support import check_model
     from kvsieve.models.fetch import MODEL_NAME
@@ -97,8 +114,10 @@ def eval_command(
     from kvsieve.tasks.public import data_digests
 
     parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
+    own = _own_task(context, task, score)
+    alone = bool(own) and not _is_given(context, "tasks")
     grid = Grid(
-        tasks=_tasks(names_of(tasks), haystack, data, scbench_mode),
+        tasks=[*own, *([] if alone else _tasks(names_of(tasks), haystack, data, scbench_mode))],
         lengths=lengths_of(lengths),
         questions=QUESTIONS if question == "both" else (question,),
         samples=samples,
@@ -116,25 +135,72 @@ def eval_command(
         "dtype": auto_dtype(device).name if dtype == "auto" else dtype,
         "seed": seed,
         "haystack": haystack,
-        "tasks": {task.name: task.title for task in grid.tasks},
+        "tasks": {each.name: each.title for each in grid.tasks},
         "data": data_digests(grid.tasks),
     }
     # Opened before the model is loaded: a directory that cannot be written to should not cost a wait.
     with writing(Path(os.path.expanduser(out)), run, resume=resume) as writer:
         loaded, tokenizer = load_model(model, dtype, device)
         grid = replace(grid, settings=on_model(grid.settings, loaded, tokenizer))
+        warn_unlike(grid.settings)
         for each in grid.settings:
             check_model(loaded, each.plan)
         writer.settle([each.described() for each in grid.settings], loaded)
+        evaluator = Evaluator(loaded, tokenizer, batch=batch, chunk=chunk)
+        if alone:
+            grid = _whole_rows(context, grid, own[0], evaluator)
         grid.check(context_of(loaded.config))
         with progress_bar() as progress:
-            run_grid(grid, Evaluator(loaded, tokenizer, batch=batch, chunk=chunk), writer, progress)
+            run_grid(grid, evaluator, writer, progress)
+    _print_results(out, as_json)
+
+
+def _print_results(out: Path, as_json: bool) -> None:
+    from kvsieve.eval.packed import packed_name
+    from kvsieve.eval.results import load
+
     results = load(out)
     if as_json:
         emit_json(aggregated(results))
         return
     print_means(results)
     show(f"results are in {out}; `kvsieve report {out}` makes tables and pictures of them")
+    show(f"each sample: pandas.read_json({str(packed_name(out / 'samples.jsonl'))!r}, lines=True)")
+
+
+def _check_numbers(samples: int, cost_samples: int, batch: int, question: str) -> None:
+    for option, value, least in (("--samples", samples, 1), ("--cost-samples", cost_samples, 0), ("--batch", batch, 1)):
+        if value < least:
+            raise InputError(f"{option} must be at least {least}, got {value}")
+    if question not in ("visible", "hidden", "both"):
+        raise InputError(f"--question must be visible, hidden or both, got {question!r}")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _own_task(context: typer.Context, task: Path | None, score: str | None) -> list[DocumentTask]:
+    """Return the task of --task and --score, if any."""
+    from kvsieve.tasks.rows import rows_task
+
+    if task is None and score is not None:
+        raise InputError("--score is of the rows of --task; give --task FILE.jsonl too")
+    if task is not None and _is_given(context, "server") and not _is_given(context, "lengths"):
+        raise InputError("--task with --server needs --lengths, the tokens of the longest prompt")
+    return [] if task is None else [rows_task(task, score or "contains")]
+
+
+def _whole_rows(context: typer.Context, grid: Grid, task: DocumentTask, evaluator: Evaluator) -> Grid:
+    """Return the grid of a file of rows: all of them and none cut, unless --samples or --lengths say so."""
+    from kvsieve.eval.own import whole_length
+
+    if not _is_given(context, "samples"):
+        grid = replace(grid, samples=len(task))
+    if not _is_given(context, "lengths"):
+        grid = replace(grid, lengths=[whole_length(task, evaluator.model, evaluator.prompter.count)])
+    return grid
 
 
 def tasks_command(as_json: JsonOption = False) -> None:

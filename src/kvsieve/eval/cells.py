@@ -39,7 +39,8 @@ class MethodSetting:
     def described(self) -> dict[str, Any]:
         """Describe it for a results directory."""
         names = ("label", "budget", "method", "parameters")
-        return {name: getattr(self, name) for name in names}
+        paper = {"paper": True} if self.given.get("paper") else {}
+        return {**{name: getattr(self, name) for name in names}, **paper}
 
 
 def setting(method: str, given: dict[str, Any]) -> MethodSetting:

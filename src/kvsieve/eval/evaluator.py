@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,12 +10,14 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from kvsieve.errors import InputError
+from kvsieve.eval.outcome import Outcome
+from kvsieve.eval.own import Methods, TaskOrRows, compared_rows
 from kvsieve.eval.reading import DocumentReader, ReadState
+from kvsieve.eval.rows import Row
 from kvsieve.hf.attach import attach
 from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.layer import StoreLayer
-from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.generate.acted import what_ran
 from kvsieve.hf.generate.config import check_single_answer, config_in_effect, processors_of
@@ -33,24 +34,23 @@ from kvsieve.tasks.samples import QuestionAnswer, Sample
 _COMPARED = 32
 
 
-@dataclass
-class Outcome:
-    """Result of one plan on one sample. Metrics as in docs/evaluation.md."""
-
-    answers: list[str]
-    metrics: dict[str, float]
-    record: TurnRecord
-    applied: bool
-    notes: list[str]
-    kl: float = 0.0
-    kl_last: float = 0.0
-    top1: float = 1.0
-
-
 class Evaluator:
-    """Runs samples on one model, greedily, as its generation_config says.
+    """Run tasks and single samples on one model, greedily, as its generation_config says.
 
-    batch: answers decoded together at most. chunk: prompt tokens per forward pass, None for all at once.
+    Your own task:
+
+        rows = [{"context": text, "question": "Who wrote it?", "answer": "Ada"}, ...]
+        evaluator = kvsieve.Evaluator(model, tokenizer)
+        table = evaluator.compare(rows, ["snapkv:budget=20%", Mine(budget="20%")], score="contains")
+        pandas.DataFrame(table).groupby("label").score.mean()
+
+    examples/compare_methods.py is the whole program.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: its tokenizer.
+        batch: answers decoded together at most.
+        chunk: prompt tokens per forward pass; None for all at once.
     """
 
     def __init__(self, model: Any, tokenizer: Any, *, batch: int = 8, chunk: int | None = None) -> None:
@@ -59,8 +59,33 @@ class Evaluator:
         self._weights = sum(each.nbytes for each in model.parameters())
         self.prompter = Prompter(tokenizer, model.generation_config.eos_token_id)
 
+    def compare(
+        self,
+        task: TaskOrRows,
+        methods: Methods,
+        *,
+        score: str | Callable[..., Any] = "contains",
+        **options: Any,
+    ) -> list[Row]:
+        """Return a row per sample and method, full KV first: answers, score, KL, entries kept.
+
+        Args:
+            task: rows with "context", "question" and "answer"; their file (.jsonl); or a task of kvsieve.tasks.
+            methods: names ("snapkv:budget=20%"; shares have no floor), role objects (fields at their default come with
+                the model, as by name) and plans (run as they are); a dict gives labels.
+            score: of rows: contains, exact, f1, rouge, a function (answer, expected) or "package.module:function".
+            options: `length`, tokens of a prompt at most (as long as the rows; 2048 of a task), `samples` (all rows; 25
+                of a task), `question`, "visible" or "hidden" (see `run`), `seed` (0).
+
+        Raises:
+            InputError: rows, a method or a length that cannot be used.
+        """
+        rows = compared_rows(self, task, methods, score=score, **options)
+        self.documents.forget()
+        return rows
+
     def run(self, sample: Sample, plans: Sequence[Plan], question: str) -> list[Outcome]:
-        """Outcomes of `plans`, the first of which must be full KV, the reference of the distances.
+        """Return the outcomes of `plans`, the first of which must be full KV, the reference of the distances.
 
         question: "visible" when plans act on context and question together; "hidden" when they act on the context
         alone and the questions follow, kept whole. Raises InputError for independent questions asked visibly: then

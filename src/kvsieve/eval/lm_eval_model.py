@@ -29,7 +29,7 @@ except ImportError as error:
         f"lm-evaluation-harness and its Hugging Face extra are needed ({error}); pip install 'kvsieve[lm-eval]'"
     ) from error
 
-import kvsieve
+from kvsieve import models
 from kvsieve.errors import KvsieveWarning, PlanError, UnsupportedOptionError
 from kvsieve.eval import loglikelihood
 from kvsieve.eval.loglikelihood import ScoredContext
@@ -38,7 +38,9 @@ from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.model.support import check_model
 from kvsieve.named import plan_without_floor
+from kvsieve.plans import Plan
 from kvsieve.registry import did_you_mean, list_methods, method_info
+from kvsieve.version import __version__
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -79,7 +81,7 @@ class KvsieveLM(HFLM):
             arguments["device"] = "cuda" if torch.cuda.is_available() else "cpu"
         if pretrained == "demo":
             dtype = get_dtype(arguments.pop("dtype", None) or "auto")
-            pretrained, tokenizer = kvsieve.models.load(None, dtype, arguments.pop("device"))
+            pretrained, tokenizer = models.load(None, dtype, arguments.pop("device"))
             arguments.setdefault("tokenizer", tokenizer)
         super().__init__(pretrained=pretrained, **arguments)
         context, config = context_of(self.model.config), self.model.config.get_text_config(decoder=True)
@@ -211,7 +213,7 @@ class KvsieveLM(HFLM):
         shares = [call.kv_share for call in calls if call.kv_share is not None]
         return super().get_model_info() | {
             "kvsieve": {
-                "version": kvsieve.__version__,
+                "version": __version__,
                 "plan": self.plan.to_dict(),
                 "chunk": self.chunk,
                 "batches": len(calls),
@@ -222,7 +224,7 @@ class KvsieveLM(HFLM):
         }
 
 
-def _split(method: str | None, arguments: dict[str, Any]) -> tuple[kvsieve.Plan, dict[str, Any]]:
+def _split(method: str | None, arguments: dict[str, Any]) -> tuple[Plan, dict[str, Any]]:
     """The plan that --model_args describe, and the arguments that are left for HFLM."""
     if method is None:
         raise PlanError(f"--model_args names no method; add method=..., one of {', '.join(list_methods())}")

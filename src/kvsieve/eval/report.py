@@ -12,7 +12,7 @@ from kvsieve.eval.cuts import cut_documents
 from kvsieve.eval.pictures import draw
 from kvsieve.eval.results import Results
 from kvsieve.eval.rows import Row
-from kvsieve.eval.tables import Tables, bounds, budget_name, make_tables, plus_minus
+from kvsieve.eval.tables import Tables, bounds, budget_name, make_tables, plus_minus, settings_table
 from kvsieve.report import html as h
 from kvsieve.report.labels import FULL, distinct
 from kvsieve.report.pictures import Picture
@@ -97,7 +97,8 @@ def markdown_report(entry: Compared) -> str:
     """Tables for papers: percent with ± half of the 95% interval."""
     results = entry.subject.results
     tables = make_tables(results, plus_minus, entry.from_full)
-    groups = (("Summary", tables.summary), (DIFFERENCES, _differences(entry)), ("Scores per task", tables.tasks),
+    groups = (("Summary", tables.summary), ("Settings", settings_table(results, entry.baseline)),
+              (DIFFERENCES, _differences(entry)), ("Scores per task", tables.tasks),
               ("Distance to full KV", tables.fidelity), ("Costs", tables.costs))  # fmt: skip
     return markdown_tables(_title(results), groups, [f"{each}." for each in cut_documents(results.samples)])
 
@@ -138,6 +139,7 @@ def html_report(entry: Compared, pictures: Sequence[Picture]) -> str:
     first = "\n".join(h.table(table, f"summary-{index}") for index, table in enumerate(tables.summary))
     sections = [
         ("summary", "Summary", first),
+        ("settings", "Settings", "\n".join(h.table(each) for each in settings_table(results, entry.baseline))),
         ("differences", DIFFERENCES, differences_section(_differences(entry))),
         ("accuracy", "Score by budget", shown["accuracy"]),
         ("tradeoff", "Score against cost", shown["tradeoff"]),

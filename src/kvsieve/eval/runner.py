@@ -9,11 +9,11 @@ from typing import Any
 from kvsieve.errors import InputError
 from kvsieve.eval.cells import MethodSetting
 from kvsieve.eval.costs import measure_costs
-from kvsieve.eval.evaluator import Evaluator, Outcome
+from kvsieve.eval.evaluator import Evaluator
 from kvsieve.eval.grid import Grid, Unit
-from kvsieve.eval.store import ResultsWriter, Row
+from kvsieve.eval.outcome import sample_row
+from kvsieve.eval.store import ResultsWriter
 from kvsieve.hf.model.context import context_of
-from kvsieve.tasks.public import recorded
 from kvsieve.tasks.samples import Sample
 
 Progress = Callable[[int, int, str], None]
@@ -40,7 +40,7 @@ def run_grid(grid: Grid, evaluator: Evaluator, writer: ResultsWriter, progress: 
         outcomes = evaluator.run(sample, [grid.settings[0].plan, *(each.plan for each in pending)], unit.question)
         # The reference runs first in any case; it is in `pending` only while its row is missing.
         rows = [
-            _row(unit, sample, setting, outcome, grid.seed, writer.env)
+            {**sample_row(unit, sample, setting, outcome), "seed": grid.seed, "env": writer.env}
             for setting, outcome in zip([grid.settings[0], *pending], outcomes, strict=True)
             if (*unit.key, setting.label, setting.budget) not in writer.samples.done
         ]
@@ -74,34 +74,3 @@ def _check_room(evaluator: Evaluator, sample: Sample, unit: Unit, context: int |
             f"{unit} needs {need} with its answers and later turns, the model's context ends at {context}; choose a "
             f"length of at most {context - (need - encoded.prompt.shape[1])}"
         )
-
-
-def _row(unit: Unit, sample: Sample, setting: MethodSetting, outcome: Outcome, seed: int, env: int) -> Row:
-    record = outcome.record
-    entries = sum(record.kept.values()) / max(len(record.kept), 1)
-    deep = record.prompt_tokens if record.propagated is None else record.propagated
-    return {
-        "task": unit.task.name,
-        "length": unit.length,
-        "question": unit.question,
-        "sample": unit.index,
-        "method": setting.method,
-        "label": setting.label,
-        "budget": setting.budget,
-        "score": outcome.metrics["score"],
-        "metrics": outcome.metrics,
-        "answers": outcome.answers,
-        "expected": [recorded(unit.task.name, turn.answers) for turn in sample.turns],
-        "prompt_tokens": record.prompt_tokens,
-        "kv_entries": round(entries, 3),
-        "kv_share": round(entries / record.prompt_tokens, 6),
-        "deep_tokens": deep,
-        "applied": outcome.applied,
-        "kl": round(outcome.kl, 6),
-        "top1": round(outcome.top1, 6),
-        "kl_last": round(outcome.kl_last, 6),
-        "meta": dict(sample.meta),
-        "seed": seed,
-        "env": env,
-        "notes": outcome.notes,
-    }

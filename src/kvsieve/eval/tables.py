@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from kvsieve.eval.aggregate import Cell, CostCell, budgets_of, cells, cost_cells, labels_of, task_means
 from kvsieve.eval.intervals import LEVEL, MeanEstimate
 from kvsieve.eval.results import Results
+from kvsieve.eval.rows import Row
 from kvsieve.eval.significance import Place
+from kvsieve.eval.unlike import COMPARED, parameter_values
 from kvsieve.report.labels import FULL, distinct
 from kvsieve.report.tables import Entry, Table
 
@@ -60,6 +62,41 @@ def make_tables(
         [_costs(costs, length) for length in sorted(distinct(cell.length for cell in costs), reverse=True)],
         [table for group in groups if (table := _metrics(_only(parts, *group), results.tasks, *group))],
     )
+
+
+def settings_table(results: Results, baseline: str | None = None) -> list[Table]:
+    """Return the table of parameters that come with a model or paper; none where no method has such a one.
+
+    Args:
+        results: The directory's contents.
+        baseline: Label from which others are to differ in method alone; the first method's where left out.
+    """
+    settings: dict[str, list[Row]] = {}
+    for each in results.run.get("settings") or []:
+        settings.setdefault(each["label"], []).append(each)
+    columns = ("paper", *COMPARED)
+    found = {
+        label: [_values(own, name) for name in columns]
+        for label, own in settings.items()
+        if label != FULL and any(_values(own, name) != NONE for name in COMPARED)
+    }
+    if not found:
+        return []
+    chosen = baseline if baseline in found else next(iter(found))
+    rows = [
+        [Entry(label), *(Entry(own, NONE not in (own, usual) and own != usual)
+                         for own, usual in zip(texts, found[chosen], strict=True))]
+        for label, texts in found.items()
+    ]  # fmt: skip
+    note = f"Parameters that come with a model, with paper=True or from the caller. Bold: unlike {chosen}."
+    return [Table("Settings", ["method", *columns], rows, 1, note)]
+
+
+def _values(settings: Sequence[Row], name: str) -> str:
+    """Return the values of a parameter, or of that of a wrapper's base, at all budgets."""
+    if name == "paper":
+        return "yes" if any(each.get("paper") for each in settings) else "no"
+    return ", ".join(parameter_values((each["parameters"] for each in settings), name)) or NONE
 
 
 def plus_minus(cell: Cell) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvsieve.tasks.haystack import load_haystack, text_digest
 from kvsieve.tasks.public import is_public
+from kvsieve.tasks.rows import PREFIX
 
 # Results without digests took the help texts of the Python that ran them; this one's are those that kvsieve ships.
 SHIPPED = "3.11.7"
@@ -29,7 +30,7 @@ def other_text(held: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
     for task, digest in given.get("data", {}).items():
         found = before.get(task, digest)
         if found != digest:
-            option = "--data" if is_public(task) else "--haystack"
+            option = "--data" if is_public(task) else "--task" if task.startswith(PREFIX) else "--haystack"
             return f"results of {task} on another text ({found}) than {option} has ({digest})"
     return None
 

@@ -1,4 +1,4 @@
-"""Built-in tasks, generated without a download."""
+"""Tasks that are generated without a download: those of kvsieve and those of installed packages."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from kvsieve.errors import InputError
 from kvsieve.registry import did_you_mean
 from kvsieve.tasks.documents import Documents
 from kvsieve.tasks.haystack import load_haystack
+from kvsieve.tasks.installed import installed_tasks
 from kvsieve.tasks.instructions import Instructions
 from kvsieve.tasks.longanswer import LongAnswer
 from kvsieve.tasks.needle import Needle, PassKey
@@ -44,7 +45,7 @@ def _ruler(text: str) -> list[Task]:
 
 
 def all_tasks(haystack: str = "topics") -> dict[str, Task]:
-    """Every built-in task by name, over the given haystack (see `load_haystack`, which raises InputError)."""
+    """Return every generated task by name, over the given haystack (see `load_haystack`, which raises InputError)."""
     text = load_haystack(haystack)
     tasks: list[Task] = [
         Needle(text),
@@ -59,6 +60,7 @@ def all_tasks(haystack: str = "topics") -> dict[str, Task]:
         Instructions(text, "system", "Instructions in the system prompt", where="system"),
         LongAnswer(text),
     ]
+    tasks += installed_tasks(text, {task.name for task in tasks})
     return {task.name: task for task in tasks}
 
 

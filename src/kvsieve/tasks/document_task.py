@@ -55,10 +55,12 @@ class DocumentTask:
     another of its questions, since a file may ask all its documents the same ones in the same order.
     """
 
-    def __init__(self, name: str, title: str, asked: Sequence[DocumentQuestion], cut: Cut | None, file: Path) -> None:
-        """cut: the rule for documents that are too long; None where the benchmark has none, and they are refused."""
+    def __init__(
+        self, name: str, title: str, asked: Sequence[DocumentQuestion], cut: Cut | None, file: Path | None
+    ) -> None:
+        """cut: the rule for documents that are too long; None refuses them. file: None for rows that are in none."""
         self.name, self.title, self.modes = name, title, BOTH
-        self.files = (file,)
+        self.files = () if file is None else (file,)
         self._cut = cut
         documents: dict[tuple[str, str], list[DocumentQuestion]] = {}
         for each in asked:
@@ -96,6 +98,15 @@ class DocumentTask:
         context, gone = self._contexts[key]
         meta = {"document": number, "question": turn, "line": asked.line, "cut": gone}
         return Sample(context, (asked.turn,), meta=meta)
+
+    def tokens(self, count: Count) -> int:
+        """Return the length of the longest prompt with no document cut."""
+        return max(count(Sample(each.lead + each.text, (each.turn,))) for own in self._documents for each in own)
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of the longest answer that is allowed."""
+        return max(each.turn.max_new_tokens for own in self._documents for each in own)
 
     def _place(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):

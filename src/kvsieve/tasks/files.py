@@ -104,6 +104,11 @@ def _row(file: Path, line: int, text: str, fields: Mapping[str, tuple[type, ...]
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise row.wrong(f"not JSON ({error}); {_expected(fields, benchmark)}, one a line") from error
+    return checked_row(row, values, fields, benchmark)
+
+
+def checked_row(row: FileRow, values: Any, fields: Mapping[str, tuple[type, ...]], benchmark: str) -> FileRow:
+    """Return a row with its values; see `read_rows`. Raises InputError for values that are no such row."""
     if not isinstance(values, dict):
         raise row.wrong(f"expected an object, got {short(values)}; {_expected(fields, benchmark)}")
     for name, kinds in fields.items():
@@ -112,7 +117,7 @@ def _row(file: Path, line: int, text: str, fields: Mapping[str, tuple[type, ...]
         if not isinstance(values[name], kinds) or isinstance(values[name], bool):
             kind = " or ".join(_KINDS[each] for each in kinds)
             raise row.wrong(f"{name!r} is {short(values[name])}, expected {kind}{_other(values, benchmark)}")
-    return FileRow(file, line, values)
+    return FileRow(row.file, row.line, values)
 
 
 _KINDS = {str: "text", list: "a list", int: "a number", float: "a fraction", dict: "an object", type(None): "null"}

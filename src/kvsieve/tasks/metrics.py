@@ -81,6 +81,11 @@ def label_match(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     return {"score": float(re.match(rf"\W*{re.escape(label)}(?!\w)", answer.lower()) is not None)}
 
 
+def exact(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
+    """1 when the answer has the words of one of `expected` and no others, case, articles and punctuation aside."""
+    return {"score": float(any(_words(answer) == _words(each) for each in expected))}
+
+
 def english_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
     """Best word F1 over `expected`, articles and punctuation aside; `contains` is the looser match of the authors."""
     best = max(_f1(_words(answer), _words(each)) for each in expected)

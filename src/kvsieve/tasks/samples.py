@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 Score = Callable[[str, tuple[str, ...]], dict[str, float]]
 """(the model's answer, what was expected) -> metrics in [0, 1], "score" among them: the one that tables show."""
@@ -51,6 +51,7 @@ class Sample:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Task(Protocol):
     """A named source of samples.
 
