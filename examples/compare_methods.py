@@ -1,45 +1,49 @@
-"""Compare methods on a task of `kvsieve eval` from Python: scores, distance from full KV, and what was stored.
+"""Your own task: score methods, one of them your own, on questions about your own documents.
 
-    python examples/compare_methods.py [--model MODEL] [--length 1024] [--samples 3]
+    python examples/compare_methods.py [--model MODEL]
 
-`kvsieve eval` runs whole grids of this, goes on where it was stopped, and makes
-tables and pictures (docs/evaluation.md).
+Rows with a context, a question and an answer are all it takes; `kvsieve eval --task rows.jsonl` reads the same from a
+file, goes on where it was stopped, and makes tables and pictures. Full KV always runs, as the reference.
 """
 
 import argparse
-from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
 
 import kvsieve
-from kvsieve.eval.evaluator import Evaluator
-from kvsieve.tasks import chosen_tasks
+from kvsieve.methods import SnapKV
+from kvsieve.types import LayerContext
 
-# Short prompts are to show what a share drops, so it has no floor.
-PLANS = {
-    "full": kvsieve.plan("full"),  # the reference comes first
-    "streamingllm 20%": kvsieve.plan("streamingllm", budget="20%", floor=0),
-    "snapkv 20%": kvsieve.plan("snapkv", budget="20%", floor=0),
-    "snapkv 20%, the paper's kernel of 7": kvsieve.plan("snapkv", budget="20%", kernel=7, floor=0),
-    "fastkv 20%": kvsieve.plan("fastkv", budget="20%", floor=0),
+MINUTES = (Path(__file__).parent / "minutes.txt").read_text(encoding="utf-8")
+ANSWERS = {
+    "What is the number of the order of the new radio?": "7294163",
+    "What is the name of the dredger?": "Petrel",
+    "When is the next meeting?": "14 June",
 }
+ROWS = [{"context": MINUTES, "question": question, "answer": answer} for question, answer in ANSWERS.items()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mine(SnapKV):
+    """SnapKV with votes weighed by the size of the values; window and kernel come with the model, as SnapKV's do."""
+
+    def context_scores(self, ctx: LayerContext) -> Tensor:
+        votes = super().context_scores(ctx)
+        return votes * ctx.values[:, :, : votes.shape[-1]].float().norm(p=1, dim=-1)
+
+
+METHODS = {name: f"{name}:budget=25%" for name in ("snapkv", "fastkv", "streamingllm")} | {"mine": Mine(budget="25%")}
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", help="directory of a checkpoint, or a Hub id; the demo model if left out")
-parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt")
-parser.add_argument("--samples", type=int, default=3)
-given = parser.parse_args()
-
-model, tokenizer = kvsieve.models.load(given.model)
-evaluator = Evaluator(model, tokenizer)
-(task,) = chosen_tasks(["needle"])
-outcomes = defaultdict(list)
-for index in range(given.samples):
-    sample = task.sample(index, given.length, seed=0, count=evaluator.prompter.count)
-    for name, outcome in zip(PLANS, evaluator.run(sample, list(PLANS.values()), "visible"), strict=True):
-        outcomes[name].append(outcome)
-
-print(f"{task.title}, {given.samples} samples of {given.length} tokens, the question visible")
-for name, runs in outcomes.items():
-    score = sum(run.metrics["score"] for run in runs) / len(runs)
-    kl = sum(run.kl for run in runs) / len(runs)
-    stored = sum(sum(run.record.kept.values()) / len(run.record.kept) for run in runs) / len(runs)
-    print(f"{name:38} score {score:4.0%}   KL from full KV {kl:.3f}   {stored:.0f} entries per layer and head")
+model, tokenizer = kvsieve.models.load(parser.parse_args().model)
+table = kvsieve.Evaluator(model, tokenizer).compare(ROWS, METHODS)  # pandas.DataFrame(table) is a table too
+for label in ("full", *METHODS):
+    rows = [row for row in table if row["label"] == label]
+    score, kl, stored = (sum(row[name] for row in rows) / len(rows) for name in ("score", "kl", "kv_entries"))
+    print(f"{label:13} score {score:4.0%}   KL from full KV {kl:.3f}   {stored:.0f} entries per layer and head")
+    # StreamingLLM keeps the beginning and the end of a prompt, whatever is asked: facts between are lost.
+    for row in rows:
+        print(f"    {'right' if row['score'] else 'LOST '} {row['answers'][0]!r}")

@@ -23,12 +23,13 @@ given = parser.parse_args()
 
 model, tokenizer = kvsieve.models.load(given.model)
 # 128 entries per layer and head after every turn. LagKV compares each partition of `lag` tokens with the next one.
-plan = kvsieve.plan("lagkv", budget=128, lag=32)
-with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve:
-    chat = sieve.chat(tokenizer, max_new_tokens=given.max_new_tokens)
-    for question in QUESTIONS:
-        print(f"> {question}")
-        for piece in chat.stream(question):
-            print(piece, end="", flush=True)
-        stored = max(chat.cache.entries())
-        print(f"\n    {chat.ids.shape[1]} tokens so far, at most {stored} entries stored per layer and head\n")
+plans = {"full": kvsieve.plan("full"), "lagkv": kvsieve.plan("lagkv", budget=128, lag=32)}
+for name, plan in plans.items():
+    with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve:
+        chat = sieve.chat(tokenizer, max_new_tokens=given.max_new_tokens)
+        for question in QUESTIONS:
+            print(f"{name} > {question}")
+            for piece in chat.stream(question):
+                print(piece, end="", flush=True)
+            stored = max(chat.cache.entries())
+            print(f"\n    {chat.ids.shape[1]} tokens so far, at most {stored} entries stored per layer and head\n")

@@ -29,14 +29,16 @@ batch = tokenizer.apply_chat_template(
 )
 width = batch["input_ids"].shape[1]
 # A number of entries leaves short prompts whole; a share of 37 tokens would be too few to answer from.
-plan = kvsieve.plan("snapkv", budget=300)
-with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve:
-    together = sieve.generate(batch, max_new_tokens=40, do_sample=False)
-    print(together.stats)
-    for row, chat in enumerate(chats):
-        answer = tokenizer.decode(together.sequences[row, width:], skip_special_tokens=True)
-        print(f"\n{int(batch['attention_mask'][row].sum())} tokens: {answer}")
-        alone = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        single = sieve.generate(alone, max_new_tokens=40, do_sample=False)
-        same = tokenizer.decode(single.sequences[0, single.stats.prompt_tokens :], skip_special_tokens=True) == answer
-        print(f"    alone: {'the same' if same else 'another'} answer")
+for plan in (kvsieve.plan("full"), kvsieve.plan("snapkv", budget=300)):
+    with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve:
+        together = sieve.generate(batch, max_new_tokens=40, do_sample=False)
+        print(f"{plan.name}: {together.stats.kv_entries[0]} entries kept at most")
+        for row, chat in enumerate(chats):
+            answer = tokenizer.decode(together.sequences[row, width:], skip_special_tokens=True)
+            print(f"    {int(batch['attention_mask'][row].sum())} tokens: {answer}")
+            alone = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )
+            single = sieve.generate(alone, max_new_tokens=40, do_sample=False)
+            own = tokenizer.decode(single.sequences[0, single.stats.prompt_tokens :], skip_special_tokens=True)
+            print(f"        alone: {'the same' if own == answer else 'another'} answer")

@@ -24,17 +24,27 @@ parser.add_argument("--cache", type=Path, default=Path("minutes.kv"), help="wher
 given = parser.parse_args()
 
 model, tokenizer = kvsieve.models.load(given.model)
-# The document is compressed before any question is known. KVzip is made for that: it keeps what the model needs to
-# repeat the text.
+
+
+def ask(chat):
+    """Print the answers to all questions, none of which sees the others."""
+    read = chat.snapshot()
+    for question in QUESTIONS:
+        print(f"> {question}\n{chat.ask(question, reduce=False).text}\n")
+        chat.rollback(read)
+
+
+if not given.cache.exists():
+    with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
+        chat = sieve.chat(tokenizer, max_new_tokens=60)
+        chat.read(given.document.read_text(encoding="utf-8"))
+        print(f"full KV, {chat.ids.shape[1]} tokens:\n")
+        ask(chat)
+# The document is compressed before any question is known: KVzip keeps what the model needs to repeat the text.
 with kvsieve.attach(model, kvsieve.plan("kvzip", budget="50%"), tokenizer=tokenizer) as sieve:
     if not given.cache.exists():
         chat = sieve.chat(tokenizer)
         chat.read(given.document.read_text(encoding="utf-8"))
         chat.save(given.cache)
         print(f"read {chat.ids.shape[1]} tokens, saved {given.cache.stat().st_size / 2**20:.1f} MiB\n")
-
-    chat = sieve.chat(tokenizer, load=given.cache, max_new_tokens=60)
-    read = chat.snapshot()
-    for question in QUESTIONS:
-        print(f"> {question}\n{chat.ask(question, reduce=False).text}\n")
-        chat.rollback(read)  # the next question does not see this one
+    ask(sieve.chat(tokenizer, load=given.cache, max_new_tokens=60))
