@@ -133,7 +133,8 @@ test-lowest test-newest: test-%:
 	.venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal --quick --tb=short --disable-warnings
 
 docs: $(VENV)/.ready
-	$(BIN)/kvsieve models --markdown > docs/supported_models.md
+	(sed '/^<!-- models -->/q' docs/models.md; echo; $(BIN)/kvsieve models --markdown) > docs/models.new
+	mv docs/models.new docs/models.md
 	$(BIN)/kvsieve methods --markdown > docs/methods.md
 	$(BIN)/python -m benchmarks.pages
 

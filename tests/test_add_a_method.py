@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -35,7 +36,11 @@ def test_the_page_runs_as_it_stands(blocks, module, capsys):
     for block in blocks:
         exec(compile(block, str(PAGE), "exec", dont_inherit=True), vars(module))
         wanted += re.findall(r"^print\(.*\)  # (.*)$", block, re.M)
-    assert capsys.readouterr().out.splitlines() == wanted and len(wanted) == 4
+    assert capsys.readouterr().out.splitlines() == wanted and len(wanted) == 3
+    tests = [value for name, value in vars(module).items() if name.startswith("test_")]
+    assert len(tests) == 2
+    for test in tests:
+        test()
     added = {name: kvsieve.method_info(name) for name in ("vnorm", "smoothed", "ends", "k8v2")}
     assert [info.roles for info in added.values()] == [("evict",), ("evict",), ("read",), ("codec",)]
     assert added["vnorm"].summary == "Largest value norms." and added["vnorm"].parameters["budget"] == "20%"
@@ -43,6 +48,15 @@ def test_the_page_runs_as_it_stands(blocks, module, capsys):
     for name in added:
         plan = kvsieve.plan(name)
         assert kvsieve.Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_the_package_to_copy_names_the_method_and_its_module(blocks):
+    page = PAGE.read_text(encoding="utf-8")
+    package = tomllib.loads(re.search(r"^```toml\n(.*?)^```$", page, re.M | re.S).group(1))
+    (name, module), *more = package["project"]["entry-points"]["kvsieve.methods"].items()
+    assert not more and f'register_method("{name}"' in blocks[0]
+    assert f"`src/{module.replace('.', '/')}.py`" in page
+    assert module.partition(".")[0] == package["project"]["name"].replace("-", "_")
 
 
 def test_nothing_of_hf_is_needed(blocks):

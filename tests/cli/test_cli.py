@@ -402,8 +402,10 @@ def test_models(cli, monkeypatch):
     kinds = ["sliding window of 16", "full attention", "KV shared with layer 0", "KV shared with layer 1"]
     assert rows["gemma3n_text"]["layer_kinds"] == kinds
     code, out, _ = cli("models", "--markdown")
-    assert code == 0 and out.startswith("# Supported models\n") and "2 supported, 1 eviction only, 2 refused" in out
-    assert f"| {held['gemma3n_text']} |" in out
+    assert code == 0 and "2 supported, 1 eviction only, 2 refused" in out
+    assert "| gemma3n_text | Gemma 3n, text part | window, full, KV shared |\n" in out
+    assert "| falcon_h1 | Falcon-H1 | full and recurrent |\n" in out
+    assert "| refused | it is an encoder-decoder | t5 (T5, Flan-T5) |" in out
     assert cli("models")[0] == 0
 
 

@@ -1,7 +1,7 @@
 """Tiny random models, one per architecture family of transformers.
 
 FAMILIES is the single place that says which families kvsieve knows of: the tests run over it, and
-`docs/supported_models.md` and `kvsieve models` are made from it. A family here need not be supported; it must build
+`docs/models.md` and `kvsieve models` are made from it. A family here need not be supported; it must build
 from a config alone, at once, with no download, and compute in float64. Every decoder is 64 channels wide, and most have
 4 layers, 4 query heads, 2 KV heads and 16 channels per head. Families that mix local and full attention alternate the
 two, with a window of 16 tokens.

@@ -1,0 +1,80 @@
+"""Pages of docs/ that repeat what files and code say: recipes of the server, the API's table, the list of models."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pkgutil
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import transformers
+import typer
+
+from kvsieve.cli.main import app
+from kvsieve.cli.models_table import _examine, models_markdown
+from kvsieve.models.families import FAMILIES
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+API = (DOCS / "api.md").read_text()
+MODELS = (DOCS / "models.md").read_text().partition("<!-- models -->\n")[2]
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"^#.*\n", "", text, flags=re.M).strip()
+
+
+@pytest.mark.parametrize("name", ["Containerfile", "kvsieve.service"])
+def test_the_recipes_of_the_server_are_the_examples(name):
+    blocks = re.findall(r"^```(?:dockerfile|ini)\n(.*?)^```$", (DOCS / "serving.md").read_text(), re.M | re.S)
+    recipe = without_comments((ROOT / "examples" / "serve" / name).read_text())
+    assert recipe in map(without_comments, blocks)
+    command = re.search(r"^(?:ENTRYPOINT|ExecStart=)(.*)$", recipe, re.M).group(1)
+    words = ast.literal_eval(command.strip()) if command.strip().startswith("[") else shlex.split(command)
+    serve = typer.main.get_command(app).commands["serve"]
+    assert words[1] == "serve"
+    serve.make_context("serve", [word.replace("%%", "%") for word in words[2:]])  # raises for an option there is not
+
+
+def test_the_api_table_links_every_name_to_its_file_and_has_its_parameters():
+    links = dict(re.findall(r"\[`([\w.]+)`\]\(\.\./([\w/.]+)\)", API))
+    signatures = dict(re.findall(r"^\| \[`([\w.]+)`\]\S+ \| `(\w+\([^`]*\))`", API, re.M))
+    names = re.findall(r"^::: (\S+)$", API, re.M)
+    assert len(links) == len(names)
+    for name in names:
+        member = pkgutil.resolve_name(name)
+        key = name if name in links else name.rpartition(".")[2]
+        assert links[key] == str(Path(inspect.getsourcefile(member)).relative_to(ROOT)), name
+        if key in signatures and not signatures[key].startswith("Budget.parse"):
+            arguments = ast.parse(f"def {signatures[key]}: ...").body[0].args
+            documented = [each.arg for each in (*arguments.args, *arguments.kwonlyargs)]
+            documented += [arguments.kwarg.arg] if arguments.kwarg else []
+            assert documented == list(inspect.signature(member).parameters), name
+
+
+def test_the_page_of_models_has_every_family_once():
+    listed = re.findall(r"^\| (\S+) \| [^|]+ \| [^|]+ \|$", MODELS, re.M)
+    supported = set(listed) - {"family", "---"}
+    others = re.findall(r"(?:^\| [\w ]+ \| [^|]+ \| |, )(\S+) \(", MODELS.partition("| status |")[2], re.M)
+    partly = {name for name in others if name in supported}
+    assert len(listed) == len(set(listed)) and len(others) == len(set(others))
+    assert supported | set(others) == {family.name for family in FAMILIES}
+    counts = [int(count) for count in re.findall(r"(\d+) (?:supported|eviction only|refused|not in this)", MODELS)]
+    assert sum(counts) == len(FAMILIES) and counts[1] == len(partly)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3n_text", "deepseek_v3", "kimi_linear", "llama4_text", "mamba2", "bloom"])
+def test_the_page_of_models_is_the_generated_one(name):
+    if f"transformers {transformers.__version__}:" not in MODELS:
+        pytest.skip("the page was made with another transformers")
+    row = _examine(next(family for family in FAMILIES if family.name == name))
+    _, runs, others = models_markdown([row], "").split("\n\n")
+    for line in runs.splitlines()[2:]:
+        assert line in MODELS.splitlines()
+    for line in others.splitlines()[2:]:
+        status_and_reason, _, title = line.removesuffix(" |").rpartition(" | ")
+        found = next(each for each in MODELS.splitlines() if each.startswith(f"{status_and_reason} | "))
+        assert title in found
