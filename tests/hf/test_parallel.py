@@ -315,7 +315,9 @@ def test_the_document_tells_of_every_method_and_each_is_compared():
     page = (ROOT / "docs" / "parallel.md").read_text()
     own = re.search(r"^\*\*Nothing is exchanged\*\*.*?\n\n", page, re.M | re.S).group()
     table = "\n".join(re.findall(r"^\| [^|]+ \| (`.*) \|$", page, re.M))
-    documented = {name: heads for heads, text in (("own", own), ("all", table)) for name in re.findall(r"`([\w-]+)`", text)}
+    documented = {
+        name: heads for heads, text in (("own", own), ("all", table)) for name in re.findall(r"`([\w-]+)`", text)
+    }
     assert documented == {name: needed(name) for name in kvsieve.list_methods()}
     assert {case.split()[0] for case in CASES} == set(kvsieve.list_methods())
 
