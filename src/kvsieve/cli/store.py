@@ -15,7 +15,7 @@ from kvsieve.errors import CacheFileError, InputError
 if TYPE_CHECKING:
     from kvsieve.store import PrefixStore
 
-store_app = typer.Typer(help="Look after a store of prompts that were read (docs/store.md).", no_args_is_help=True)
+store_app = typer.Typer(help="Look after a store of prompts that were read (docs/chats.md).", no_args_is_help=True)
 StoreOption = Annotated[
     str | None,
     typer.Option("--store", metavar="DIR", help="Take beginnings of prompts from this store, and leave them to it."),

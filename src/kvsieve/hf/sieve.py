@@ -200,7 +200,7 @@ class Sieve(AttachedModel):
     def kept(
         self, cache: SieveCache, input_ids: Tensor | Mapping[str, Any], *, row: int = 0, tokenizer: Any = None
     ) -> Kept:
-        """Tell which tokens a cache still holds, and in which layers and heads; docs/kept.md.
+        """Tell which tokens a cache still holds, and in which layers and heads; docs/options.md.
 
         Positions are copied: what is returned keeps no cache alive, and does not change with it.
 
@@ -228,7 +228,7 @@ class Sieve(AttachedModel):
         extra: Mapping[str, Any] | None = None,
         force: bool = False,
     ) -> None:
-        """Write a cache of this sieve to one file (safetensors), which `load` reads; docs/saved_caches.md.
+        """Write a cache of this sieve to one file (safetensors), which `load` reads; docs/chats.md.
 
         On any failure what was at `path` is untouched.
 

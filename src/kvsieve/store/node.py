@@ -20,7 +20,7 @@ class NodeInfo:
     Attributes:
         key: its name.
         tokens: how many it holds.
-        serves: "beginning", "continuation" or "conversation"; docs/store.md.
+        serves: "beginning", "continuation" or "conversation"; docs/chats.md.
         model: name of the model that read it.
         plan: name of the plan.
         owner: whom it is for.

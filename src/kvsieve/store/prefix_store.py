@@ -45,7 +45,7 @@ class Found:
 
 
 class PrefixStore:
-    """Finds prompts that begin alike, so that their beginning is read once; docs/store.md.
+    """Finds prompts that begin alike, so that their beginning is read once; docs/chats.md.
 
     Safe to be used by several threads.
     """

@@ -113,7 +113,7 @@ class Chat(Forked):
 
     @property
     def kept(self) -> Kept:
-        """Tokens of the conversation that the cache still holds; docs/kept.md."""
+        """Tokens of the conversation that the cache still holds; docs/options.md."""
         return kept_of(self.cache, self.ids, tokenizer=self.tokenizer)
 
     def ask(self, message: str, on_text: Callable[[str], None] | None = None, **options: Any) -> Reply:
