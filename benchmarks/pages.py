@@ -306,19 +306,22 @@ def busy_table() -> str:
 
 
 def peers_table() -> str:
-    """Servers side by side, once they were measured on one of the models (benchmarks/serve_against.py)."""
-    report = json.loads((RESULTS / "serve_against.json").read_text())
-    if report["model"] not in MODELS:
-        return "Servers of others beside it: [docs/serving.md](docs/serving.md)."
-    lines = []
-    for name, server in report["servers"].items():
-        for cell in server["cells"]:
-            times = [f"{cell['ttft_s']:.1f}", f"{1000 * cell['tpot_s']:.0f}", f"{cell['tokens_per_s']:.1f}"]
-            memory = f"{server['memory_bytes'] / 2**30:.1f}"
-            lines.append([name, f"{cell['tokens']:,}", str(cell["clients"]), *times, memory])
-    setup = f"{report['threads']} threads, medians of {report['rounds']} rounds"
-    said = f"Servers beside it, {described(report['model'])}, {setup}:"
-    head = ["server", "tokens", "clients", "first token, s", "per token, ms", "tokens per second", "GiB"]
+    """Servers side by side on one of the models (benchmarks/serve_against.py), of all its runs on that model."""
+    reports = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("serve_against*.json"))]
+    reports = [report for report in reports if report["model"] in MODELS]
+    if not reports:
+        return "Servers of others beside it: [server](docs/serving.md)."
+    lines, names = [], list(dict.fromkeys(name for report in reports for name in report["servers"]))
+    for name in names:
+        for report in reports:
+            server = report["servers"].get(name, {"cells": []})
+            for cell in server["cells"]:
+                times = [f"{cell['ttft_s']:.1f}", f"{1000 * cell['tpot_s']:.0f}", f"{cell['tokens_per_s']:.1f}"]
+                memory = f"{server['memory_bytes'] / 2**30:.1f}"
+                lines.append([name, f"{cell['tokens']:,}", str(cell["clients"]), *times, memory, str(report["rounds"])])
+    where = f"{reports[0]['environment']['processor']}, {reports[0]['threads']} threads"
+    said = f"Servers beside it, {described(reports[0]['model'])}, on {where}, medians:"
+    head = ["server", "tokens", "clients", "first token, s", "per token, ms", "tokens per second", "GiB", "rounds"]
     return f"{said}\n\n{markdown(head, lines)}"
 
 
