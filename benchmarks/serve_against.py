@@ -46,6 +46,8 @@ from kvsieve.models.fetch import GGUF_SHA256, MODEL_NAME, find_gguf
 from kvsieve.report.environment import environment, write_result
 from kvsieve.turns import plain_ids
 
+# Tokens of the request that does not count, once a server has answered prompts of every length.
+_WARM = 256
 LLAMA = """
 import sys, time, xllamacpp
 given = xllamacpp.CommonParams()
@@ -254,8 +256,9 @@ def medians(rounds: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[
                 told[name] = round(statistics.median(map(value, mine)), 5)
                 ratios = [value(a) / value(b) for a, b in zip(mine, theirs, strict=True)]
                 told[f"{name}_ratio"] = round(statistics.median(ratios), 3)
-            if "again" in cell:
-                told["again_ttft_s"] = round(statistics.median(each["again"]["ttft_s"]["median"] for each in mine), 5)
+            again = [each["again"]["ttft_s"]["median"] for each in mine if "again" in each]
+            if again:
+                told["again_ttft_s"] = round(statistics.median(again), 5)
             out.append(told)
     return out
 
@@ -294,24 +297,31 @@ def main() -> None:
                 check_tokenizer_of(client, plain_ids(tokenizer, probe), probe, str(given.model))
                 # The second plan of one server must not find what the first has read.
                 mine = start + (100_000 if one.extra else 0)
-                test = LoadTest(client, text, given.new_tokens, mine % text.shape[1])
-                one.rounds.append(load_test(test, given.lengths, given.clients, 1, lambda part: None))
+                first = number == 0
+                test = LoadTest(client, text, given.new_tokens, mine % text.shape[1], again=first)
+                warm = None if first else _WARM
+                one.rounds.append(load_test(test, given.lengths, given.clients, 1, lambda part: None, warm))
                 one.weigh()
                 client.close()
                 cell = one.rounds[-1][str(given.lengths[-1])][-1]
                 print(f"round {number + 1}: {one.name}: {cell}", flush=True)
+            save(given, all_)
+    print(json.dumps(json.loads(given.out.read_text())["servers"], indent=1))
+
+
+def save(given: argparse.Namespace, servers: list[Contender]) -> None:
+    """Write what all servers have measured so far."""
     report: dict[str, Any] = {
         "environment": environment(given.model),
         "model": MODEL_NAME if given.model.name.startswith(MODEL_NAME) else given.model.name,
         "threads": given.threads,
         "new_tokens": given.new_tokens,
-        "rounds": given.rounds,
+        "rounds": len(servers[0].rounds),
         "servers": {
-            one.name: {"memory_bytes": one.memory, "cells": medians(one.rounds, all_[0].rounds)} for one in all_
+            one.name: {"memory_bytes": one.memory, "cells": medians(one.rounds, servers[0].rounds)} for one in servers
         },
     }
     write_result(given.out, report)
-    print(json.dumps(report["servers"], indent=1))
 
 
 if __name__ == "__main__":

@@ -28,10 +28,13 @@ class LoadTest:
         new_tokens: of each answer.
         start: where the first prompt begins in the text; None for anywhere, since a server may know the beginning from
             an earlier run.
+        again: ask a client's prompts once more, to measure what the server remembers of them. Default True.
     """
 
-    def __init__(self, client: ServerClient, text: Tensor, new_tokens: int, start: int | None = None) -> None:
-        self.client, self.new_tokens = client, new_tokens
+    def __init__(
+        self, client: ServerClient, text: Tensor, new_tokens: int, start: int | None = None, *, again: bool = True
+    ) -> None:
+        self.client, self.new_tokens, self.again = client, new_tokens, again
         self._text: list[int] = text[0].tolist()
         self.start = secrets.randbelow(len(self._text)) if start is None else start
         self._at = self.start
@@ -72,7 +75,7 @@ class LoadTest:
         with ThreadPoolExecutor(clients) as pool:
             found = [each for answers in pool.map(one, prompts) for each in answers]
         out = {"clients": clients, "requests": len(found), **_summary(found)}
-        if clients == 1:
+        if clients == 1 and self.again:
             again = [self.ask(prompt) for prompt in prompts[0]]
             out["again"] = {
                 "ttft_s": _spread([each.ttft_s for each in again]),
@@ -82,12 +85,26 @@ class LoadTest:
 
 
 def load_test(
-    test: LoadTest, lengths: Sequence[int], clients: Sequence[int], rounds: int, tell: Callable[[str], None]
+    test: LoadTest,
+    lengths: Sequence[int],
+    clients: Sequence[int],
+    rounds: int,
+    tell: Callable[[str], None],
+    warm: int | None = None,
 ) -> dict[str, Any]:
-    """Measure a server at each length and number of clients, after one request that does not count; JSON-ready."""
+    """Measure a server at each length and number of clients, after one request that does not count; JSON-ready.
+
+    Args:
+        test: clients of the server.
+        lengths: tokens per prompt.
+        clients: numbers of clients.
+        rounds: requests per client.
+        tell: called with what is measured next.
+        warm: tokens of the request that does not count; None for those of the length measured.
+    """
     found: dict[str, Any] = {}
     for length in lengths:
-        test.ask(test.prompt(length))
+        test.ask(test.prompt(warm or length))
         found[str(length)] = []
         for count in clients:
             tell(f"{length} tokens, {count} client{'s' if count > 1 else ''}")
