@@ -202,3 +202,15 @@ def test_the_page_is_whole_and_harmless():
     assert len(found) == 1 and found[0].end == len(kept) and found[0].end - found[0].start == 7
     shown = kept._repr_html_()
     assert "<script" not in shown and "&lt;" in shown
+
+
+def test_a_map_wider_than_the_text_has_no_empty_columns(model, prompt):
+    ids = prompt[0][:1, :7]
+    with kvsieve.attach(model, plan_of("full", model)) as sieve:
+        kept = sieve.kept(sieve.prefill(ids), ids)
+    assert torch.equal(kept.map(20), torch.ones(len(kept.layers), 20))
+    assert torch.equal(kept.map(7), torch.ones(len(kept.layers), 7))
+    halves = generated(model, prompt, "streamingllm", budget=12).kept
+    wide = halves.map(2 * len(halves))
+    assert torch.equal(wide[:, ::2], halves.map(len(halves))) and torch.equal(wide[:, ::2], wide[:, 1::2])
+    assert "|" + "█" * 7 + "|" in str(kept), str(kept)

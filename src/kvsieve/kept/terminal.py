@@ -24,7 +24,7 @@ def map_text(kept: KeptTokens, width: int) -> str:
     together = -(-len(layers) // _LINES)
     names = [f"{each[0].index}" + (f"–{each[-1].index}" if len(each) > 1 else "") for each in _groups(layers, together)]
     edge = max(len("layer"), *map(len, names))
-    bins = max(10, min(len(kept), width - edge - 20))
+    bins = max(1, min(len(kept), max(10, width - edge - 20)))
     shares = kept.map(bins)
     lines = [f"{kept.method}: " + ("read by the answer" if kept.is_view else "held") + " by layer and position"]
     for name, group in zip(names, _groups(layers, together), strict=True):

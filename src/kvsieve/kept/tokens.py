@@ -183,6 +183,9 @@ class KeptTokens:
             stored: of what is stored, whatever the answer reads.
         """
         length = len(self) if tokens is None else tokens
+        if 0 < length < bins:
+            # Every column shows the token at its place: none is without one.
+            return self.map(length, tokens=tokens, stored=stored)[:, torch.arange(bins) * length // bins]
         place = torch.arange(length) * bins // max(length, 1)
         size = torch.bincount(place, minlength=bins).clamp_min(1)
         found = torch.zeros(len(self.layers), bins)
