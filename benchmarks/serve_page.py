@@ -1,8 +1,8 @@
-"""The server's page in headless Chromium: what a user would click and type, and screenshots of it. Run by hand.
+"""The server's page on the demo model in headless Chromium, and the screenshots of the docs. Run by hand.
 
-    python benchmarks/serve_page.py [--chromium /usr/bin/chromium] [--out docs/serving]
+    python benchmarks/serve_page.py [--out docs/serving]
 
-Needs `pip install playwright` and a Chromium; the server is started here, on the demo model.
+The walk over every control is tests/serve/test_page.py.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import argparse
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-from playwright.sync_api import Page, expect, sync_playwright
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-TIMEOUT = 300_000
+from browser import Browser, Page, chromium  # noqa: E402
 
 
 def served(arguments: list[str]) -> tuple[subprocess.Popen[str], str]:
-    """A server in a process of its own, and its address."""
+    """Start a server in a process of its own, and return its address."""
     command = [sys.executable, "-m", "kvsieve", "serve", "--port", "0", *arguments]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
@@ -29,60 +31,53 @@ def served(arguments: list[str]) -> tuple[subprocess.Popen[str], str]:
     raise SystemExit("the server did not start")
 
 
+def ask(page: Page, text: str) -> None:
+    page.click("#message")
+    page.type(text)
+    page.press("Enter")
+    page.wait("document.getElementById('send').hidden")
+    page.wait("!document.getElementById('send').hidden")
+    assert "answered" in page.text("#status").lower(), page.text("#status")
+
+
 def play(page: Page, url: str, out: Path) -> None:
-    """One conversation of two turns, by the keyboard alone, then the operator's view."""
-    complaints: list[str] = []
-    page.on("console", lambda message: complaints.append(message.text) if message.type == "error" else None)
-    page.on("request", lambda request: request.url.startswith(url) or complaints.append(f"fetched {request.url}"))
-    page.goto(url)
-    expect(page.locator(".method").first).to_have_value("full")
-    document = Path(__file__).parent.parent / "examples" / "minutes.txt"
-    page.set_input_files("#file", document)
-    page.fill("#tokens", "24")
-    page.focus("#message")
-    page.keyboard.type("Why is the dredging of the east channel late?")
-    page.keyboard.press("Enter")
-    expect(page.locator("#said")).to_have_text("Both have answered", timeout=TIMEOUT)
-    for side in page.locator(".side").all():
-        expect(side.locator(".facts")).to_contain_text("KV held")
-        assert side.locator(".assistant").inner_text().strip()
-        assert side.locator(".map i").count() == 120
-    shares = [side.get_attribute("aria-label") for side in page.locator(".map").all()]
-    assert "100 %" in (shares[0] or "") and "100 %" not in (shares[1] or ""), shares
-    page.screenshot(path=out / "playground.png")
-    page.keyboard.type("And when is the next meeting?")
-    page.keyboard.press("Enter")
-    expect(page.locator("#send")).to_be_disabled()
-    expect(page.locator("#send")).to_be_enabled(timeout=TIMEOUT)
-    assert page.locator(".side").first.locator(".user").count() == 2
-    page.focus("#tab-play")
-    page.keyboard.press("ArrowRight")
-    expect(page.locator("#counts")).to_contain_text("answered", timeout=TIMEOUT)
-    expect(page.locator("#nodes tr").nth(1)).to_be_visible(timeout=TIMEOUT)
-    page.screenshot(path=out / "operator.png")
-    page.set_viewport_size({"width": 390, "height": 844})
-    page.keyboard.press("ArrowLeft")
-    wide = page.evaluate("document.documentElement.scrollWidth")
-    assert wide <= 390, f"{wide} pixels wide on a phone of 390"
-    page.screenshot(path=out / "phone.png")
-    assert not complaints, complaints
+    """Ask about a document under two plans, look at the operator's view, and at a phone's screen."""
+    page.open(url)
+    page.wait("!document.getElementById('method-0').disabled")
+    page.click("#settings-open")
+    page.fill("#max_tokens", "40")
+    page.click("#settings-close")
+    minutes = (ROOT / "examples" / "minutes.txt").read_text(encoding="utf-8")
+    page.hand_over("#talk", {"minutes.txt": minutes}, "drop")
+    page.wait_text("#documents", "tokens")
+    page.click("#compare")
+    ask(page, "Who chairs the harbour board?")
+    page.screenshot(out / "playground.png")
+    ask(page, "Why is the dredging of the east channel late?")
+    page.click("#tab-operate")
+    page.wait_text("#counts", "answered")
+    page.screenshot(out / "operator.png")
+    page.click("#tab-chat")
+    page.click("#compare")
+    page.size(390, 844)
+    page.screenshot(out / "phone.png")
+    assert not page.complaints(), page.complaints()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--chromium", default="/usr/bin/chromium")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "docs" / "serving")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "serving")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
-    process, url = served(["--method", "snapkv", "--budget", "20%", "--set", "paper=true"])
-    try:
-        with sync_playwright() as play_:
-            browser = play_.chromium.launch(executable_path=given.chromium, args=["--no-sandbox"])
-            play(browser.new_page(viewport={"width": 1000, "height": 860}), url, given.out)
+    process, url = served([])
+    with tempfile.TemporaryDirectory() as profile:
+        browser = Browser(chromium(), Path(profile))
+        try:
+            play(browser.page(1100, 900), url, given.out)
+        finally:
             browser.close()
-    finally:
-        process.terminate()
-        process.wait()
+            process.terminate()
+            process.wait()
     print("the page works")
 
 

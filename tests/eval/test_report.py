@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 
 import fake_results as fake
+from browser import chromium
 from kvsieve.cli.main import run_cli
 from kvsieve.errors import KvsieveError
 from kvsieve.eval.aggregate import cells, cost_cells, task_means
@@ -170,11 +169,7 @@ def colours(file):
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     """Run headless Chromium with a fresh profile: what it printed."""
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        if os.environ.get("KVSIEVE_REQUIRE_BROWSER") == "1":
-            pytest.fail("KVSIEVE_REQUIRE_BROWSER=1, but none of chromium, chromium-browser, google-chrome is installed")
-        pytest.skip("no Chromium is installed")
+    found = chromium()
 
     def call(*arguments):
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",

@@ -29,7 +29,7 @@ def serve_command(
     codec: CodecOption = None,
     allow: Annotated[
         str, typer.Option(help="Methods that requests may name besides, with a comma between them.")
-    ] = "full",
+    ] = "full,rocketkv-mt",
     allow_codecs: Annotated[bool, typer.Option("--allow-codecs", help="Let requests name a codec.")] = False,
     name: Annotated[str | None, typer.Option(help="The model's name in requests.")] = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",

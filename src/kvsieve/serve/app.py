@@ -6,13 +6,12 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
 from pydantic import ValidationError
 from pydantic.json_schema import models_json_schema
@@ -29,6 +28,7 @@ from kvsieve.serve.failures import Failure, failure_of
 from kvsieve.serve.guards import Edge, json_error
 from kvsieve.serve.keys import Keys
 from kvsieve.serve.metrics import Metrics
+from kvsieve.serve.page import add_page
 from kvsieve.serve.prepare import Preparer
 from kvsieve.serve.replies import json_text
 from kvsieve.serve.reply_schema import (
@@ -37,19 +37,18 @@ from kvsieve.serve.reply_schema import (
     ERRORS,
     HEALTH,
     METRICS,
+    TOKENIZE,
     KVReply,
     ModelReply,
     ModelsReply,
 )
 from kvsieve.serve.scheduler import Scheduler
-from kvsieve.serve.schema import ChatRequest, CommonRequest, CompletionRequest
+from kvsieve.serve.schema import ChatRequest, CommonRequest, CompletionRequest, Strict, TokenizeRequest
 from kvsieve.serve.ticket import Order
 
 _log = logging.getLogger(__name__)
 # Levels of a reply above the likelihoods of a token.
 _TOKENS = 5
-_PAGE = files("kvsieve.serve").joinpath("page.html")
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 @dataclass(frozen=True)
@@ -100,6 +99,7 @@ def create_app(service: Service) -> FastAPI:
         app.add_exception_handler(kind, tell)
     _add_completions(app, service, metrics)
     _add_views(app, service, metrics)
+    add_page(app)
     return app
 
 
@@ -111,13 +111,13 @@ class _Application(FastAPI):
         made = self.openapi_schema is None
         schema: dict[str, Any] = super().openapi()
         if made:
-            kinds = [(ChatRequest, "validation"), (CompletionRequest, "validation")]
+            kinds = [(each, "validation") for each in (ChatRequest, CompletionRequest, TokenizeRequest)]
             _, defined = models_json_schema(kinds, ref_template="#/components/schemas/{model}")  # type: ignore[arg-type]
             schema["components"]["schemas"] |= defined["$defs"]
         return schema
 
 
-def _described(kind: type[CommonRequest]) -> dict[str, Any]:
+def _described(kind: type[Strict]) -> dict[str, Any]:
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
     return {"requestBody": {"required": True, "content": content}}
 
@@ -136,7 +136,7 @@ def _owner(request: Request, told: Annotated[object, Depends(_BEARER)]) -> str:
 Owner = Annotated[str, Depends(_owner)]
 
 
-_Body = TypeVar("_Body", bound=CommonRequest)
+_Body = TypeVar("_Body", bound=Strict)
 
 
 def _parsed(kind: type[_Body]) -> Callable[..., Awaitable[_Body]]:
@@ -160,9 +160,10 @@ def _parsed(kind: type[_Body]) -> Callable[..., Awaitable[_Body]]:
 
 ChatBody = Annotated[ChatRequest, Depends(_parsed(ChatRequest))]
 CompletionBody = Annotated[CompletionRequest, Depends(_parsed(CompletionRequest))]
+TokenizeBody = Annotated[TokenizeRequest, Depends(_parsed(TokenizeRequest))]
 
 
-def _check_model(service: Service, request: CommonRequest) -> None:
+def _check_model(service: Service, request: CommonRequest | TokenizeRequest) -> None:
     if request.model != service.model:
         message = f"this server has the model {service.model!r}, not {request.model!r}"
         raise Failure(404, message, code="model_not_found", param="model")
@@ -203,6 +204,17 @@ def _add_completions(app: FastAPI, service: Service, metrics: Metrics) -> None:
         if body.stream:
             return EventStream(_events(completion_chunks(body, orders, exchange, spelled), exchange))
         return await _whole(request, exchange, completion_reply(body, orders, exchange, spelled))
+
+    @app.post("/tokenize", responses=TOKENIZE, response_class=JSONResponse, openapi_extra=_described(TokenizeRequest))
+    async def tokenize(body: TokenizeBody) -> Response:
+        _check_model(service, body)
+
+        def text() -> str:
+            ids = preparer.tokens(body)
+            tokens = None if body.count_only else ids
+            return json_text({"count": len(ids), "max_model_len": service.scheduler.context, "tokens": tokens})
+
+        return Response(await asyncio.to_thread(text), media_type="application/json")
 
 
 async def _events(chunks: AsyncIterator[dict[str, Any]], exchange: Exchange) -> AsyncGenerator[str, None]:
@@ -278,10 +290,6 @@ def _add_views(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/metrics", responses=METRICS, response_class=PlainTextResponse)
     def metrics_text() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    @app.get("/", include_in_schema=False)
-    async def page() -> Response:
-        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": _POLICY})
 
 
 def _model(service: Service) -> ModelReply:

@@ -8,7 +8,7 @@ from typing import Any
 from kvsieve.serve.exchange import Exchange
 from kvsieve.serve.replies import Envelope, TokenBytes, chat_logprobs, usage
 from kvsieve.serve.schema import ChatRequest
-from kvsieve.serve.ticket import AnswerPart, ChosenToken, Order
+from kvsieve.serve.ticket import AnswerPart, ChosenToken, Order, PromptProgress
 from kvsieve.serve.tools import MARK, CallForm, split_calls
 
 
@@ -66,6 +66,9 @@ async def chat_chunks(
     for number in range(order.answers):
         yield envelope.with_choices([_choice(number, {"role": "assistant", "content": ""})], **none)
     async for _, part in exchange.parts():
+        if part.progress is not None:
+            yield envelope.with_choices([], prompt_progress=_progress(part.progress), **none)
+            continue
         for delta, tokens, finish in held[part.answer].deltas(part):
             logprobs = chat_logprobs(tokens, spelled) if tokens else None
             yield envelope.with_choices([_choice(part.answer, delta, logprobs, finish)], **none)
@@ -109,6 +112,16 @@ class HeldText:
 
 def _ends_like_mark(text: str) -> bool:
     return any(text.endswith(MARK[:count]) for count in range(1, len(MARK)))
+
+
+def _progress(progress: PromptProgress) -> dict[str, int]:
+    """Return the progress of a prefill in llama.cpp's form."""
+    return {
+        "total": progress.total,
+        "cache": progress.cached,
+        "processed": progress.done,
+        "time_ms": round(1000 * progress.seconds),
+    }
 
 
 def _choice(number: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None) -> dict[str, Any]:

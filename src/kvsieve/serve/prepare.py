@@ -16,7 +16,7 @@ from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.messages import all_texts, part_text, template_call, template_tool
 from kvsieve.serve.sampling import check_generation_config
-from kvsieve.serve.schema import ChatMessage, ChatRequest, CommonRequest, CompletionRequest
+from kvsieve.serve.schema import ChatMessage, ChatRequest, CommonRequest, CompletionRequest, TokenizeRequest
 from kvsieve.serve.ticket import Order, Sampling
 from kvsieve.serve.tools import form_of
 from kvsieve.turns import plain_ids, render, stop_ids, token_ids
@@ -71,6 +71,8 @@ class Preparer:
         logprobs = (request.top_logprobs or 0) if request.logprobs else None
         if request.top_logprobs is not None and not request.logprobs:
             raise InputError("top_logprobs: needs logprobs to be true")
+        if request.return_progress and not request.stream:
+            raise InputError("return_progress: needs stream to be true")
         self._check_length("\n".join(all_texts(request.model_dump(include={"messages", "tools"}))))
         text = self._rendered(messages, tools or None)
         ids = self._ids(text)
@@ -79,7 +81,8 @@ class Preparer:
         with self._lock:
             calls = form_of(self.tokenizer, names) if tools else None
         order = self._order(request, ids, owner, logprobs, request.max_completion_tokens)
-        return replace(order, constraints=PromptConstraints(spans, None, question), calls=calls)
+        constraints = PromptConstraints(spans, None, question)
+        return replace(order, constraints=constraints, calls=calls, progress=bool(request.return_progress))
 
     def completion(self, request: CompletionRequest, owner: str) -> list[Order]:
         """Make the orders of a completion, one per prompt. Raises InputError, PlanError."""
@@ -115,6 +118,13 @@ class Preparer:
         # As OpenAI has it: the beginning of a new document.
         begins = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
         return [token for token in begins if token is not None][:1]
+
+    def tokens(self, request: TokenizeRequest) -> list[int]:
+        """Return a text's token ids, as a completion has them. Raises InputError."""
+        if request.add_special_tokens is not False:
+            return self._prompt_ids(request.prompt, parse_special=True)
+        self._check_length(request.prompt)
+        return self._ids(request.prompt)
 
     def text(self, ids: tuple[int, ...]) -> str:
         """Write tokens as text, special ones left out."""

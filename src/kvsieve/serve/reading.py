@@ -16,7 +16,7 @@ from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.sieve import Sieve
 from kvsieve.serve.pace import Coroutine, ReadingPace
-from kvsieve.serve.ticket import Ticket
+from kvsieve.serve.ticket import AnswerPart, PromptProgress, Ticket
 
 
 class PromptReader:
@@ -57,6 +57,7 @@ class PromptReader:
         self.cached = self.done = cache.conversation.caller_length_and_mask()[0]
         self.logits: Tensor | None = None
         self.seconds = 0.0
+        self._began = 0.0
         self.chunk, self._border = chunk, border
         self.together: Callable[[], int] | None = None
         self._run = Coroutine(self._read, pace)
@@ -76,6 +77,8 @@ class PromptReader:
 
     def _read(self) -> None:
         order, sieve, cache = self.ticket.order, self.sieve, self.cache
+        self._began = time.perf_counter()
+        self._report()
         ids = torch.tensor([order.ids], device=sieve.model.device)
         options = ReadOptions(
             chunk=self.chunk,
@@ -93,6 +96,15 @@ class PromptReader:
 
     def _pause(self, done: int, total: int) -> None:
         self.done = self.cached + done
+        self._report()
         if done < total:
             self._border(self, total - done)
         self._run.rest(ends_pass=True)
+
+    def _report(self) -> None:
+        """Send the progress, if the request asks for it."""
+        order = self.ticket.order
+        if order.progress:
+            seconds = time.perf_counter() - self._began
+            progress = PromptProgress(self.done, self.cached, len(order.ids), seconds)
+            self.ticket.tell(AnswerPart(0, "", progress=progress))

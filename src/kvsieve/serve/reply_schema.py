@@ -151,6 +151,14 @@ class ModelsReply(Strict):
     data: list[ModelReply]
 
 
+class TokenizeReply(Strict):
+    """Body of a reply of /tokenize. max_model_len: the model's context, null if it has no limit."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int] | None
+
+
 class HealthReply(Strict):
     """Body of a reply of /health."""
 
@@ -186,6 +194,7 @@ CHAT: Responses = {
     200: {"model": ChatReply, "content": _STREAM, "description": "The answers, whole or streamed"},
 }
 COMPLETION: Responses = {**ERRORS, 200: {**CHAT[200], "model": CompletionReply}}
+TOKENIZE: Responses = {**ERRORS, 200: {"model": TokenizeReply, "description": "The tokens of a text"}}
 HEALTH: Responses = {
     status: {"model": HealthReply, "description": "Whether requests are taken"} for status in (200, 503)
 }

@@ -166,7 +166,11 @@ class ResponseFormat(BaseModel):
 
 
 class ChatRequest(CommonRequest):
-    """Body of /v1/chat/completions."""
+    """Body of /v1/chat/completions.
+
+    Attributes:
+        return_progress: stream the progress of the prefill in `prompt_progress`, as llama.cpp's server does.
+    """
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
@@ -176,6 +180,7 @@ class ChatRequest(CommonRequest):
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    return_progress: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
     # OpenAI's others, of which only the absence can be honoured.
     audio: None = None
@@ -204,3 +209,17 @@ class CompletionRequest(CommonRequest):
     parse_special: bool | None = None
     best_of: Annotated[Whole, Field(ge=1)] | None = None
     suffix: None = None
+
+
+class TokenizeRequest(Strict):
+    """Body of /tokenize.
+
+    Attributes:
+        add_special_tokens: false leaves out the tokens that the tokenizer puts around any text.
+        count_only: return the number of tokens without their ids.
+    """
+
+    model: Annotated[str, Field(max_length=300)]
+    prompt: Text
+    add_special_tokens: bool | None = None
+    count_only: bool | None = None

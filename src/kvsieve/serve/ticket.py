@@ -88,6 +88,23 @@ class ChosenToken:
 
 
 @dataclass(frozen=True)
+class PromptProgress:
+    """Progress of a prefill.
+
+    Attributes:
+        done: tokens whose KV exists, those from the store included.
+        cached: tokens from the store.
+        total: tokens of the prompt.
+        seconds: since the prefill began.
+    """
+
+    done: int
+    cached: int
+    total: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class AnswerPart:
     """A piece of an answer.
 
@@ -96,12 +113,14 @@ class AnswerPart:
         text: may be empty, where a character is not complete yet.
         tokens: chosen since the last piece, where likelihoods were asked for.
         finish: "stop", "length", or None while the answer goes on.
+        progress: of the prefill, in parts before the first token only.
     """
 
     answer: int
     text: str
     tokens: tuple[ChosenToken, ...] = ()
     finish: str | None = None
+    progress: PromptProgress | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +170,7 @@ class Order:
         continues: the answer goes on with the prompt's text, so it may begin with a space.
         echo: text before the answers in the reply.
         calls: the way in which an answer calls tools; None where it is text alone.
+        progress: report the progress of the prefill.
     """
 
     ids: tuple[int, ...]
@@ -169,6 +189,7 @@ class Order:
     continues: bool = False
     echo: str = ""
     calls: CallForm | None = None
+    progress: bool = False
 
 
 @dataclass(eq=False)
