@@ -23,6 +23,11 @@ def test_the_navigation_has_every_page_once():
     assert sorted(pages) == sorted(page.name for page in DOCS.glob("*.md"))
 
 
+def test_there_are_few_pages_and_few_words():
+    words = {page.name: len(page.read_text().split()) for page in DOCS.glob("*.md")}
+    assert len(words) <= 18 and sum(words.values()) <= 35_000, words
+
+
 def test_the_index_leads_to_every_other_page():
     linked = set(re.findall(r"\]\((\w+\.md)\)", (DOCS / "index.md").read_text()))
     assert linked == {page.name for page in DOCS.glob("*.md")} - {"index.md"}
@@ -44,9 +49,9 @@ def test_links_out_of_docs_lead_to_the_repository_and_pictures_are_shown():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     config = {"repo_url": "https://example.org/repo"}
-    text = "[a](../README.md#make) ![b](../benchmarks/b.png) [c](chat.md)"
+    text = "[a](../README.md#make) ![b](../benchmarks/b.png) [c](chats.md)"
     assert module.on_page_markdown(text, None, config, None) == (
-        "[a](https://example.org/repo/blob/main/README.md#make) ![b](benchmarks/b.png) [c](chat.md)"
+        "[a](https://example.org/repo/blob/main/README.md#make) ![b](benchmarks/b.png) [c](chats.md)"
     )
 
 

@@ -1,11 +1,9 @@
 """kvsieve makes long-context inference of Hugging Face language models cheap.
 
-Fewer hidden states travel through the deep layers while a prompt is read, and fewer KV entries stay in memory:
-
     model, tokenizer = kvsieve.models.load_demo()
-    plan = kvsieve.plan("fastkv", budget="20%", tsp_layer=22, tsp_rate=0.3, kernel=21)
-    with kvsieve.attach(model, plan) as sieve:
-        result = sieve.generate(input_ids, max_new_tokens=48)
+    with kvsieve.attach(model, kvsieve.plan("fastkv:budget=20%"), tokenizer=tokenizer) as sieve:
+        result = sieve.ask(document, question="What was decided?")
+    print(result.text, result.stats)
 
 Importing this loads neither torch nor transformers: each name is loaded when it is first used.
 """
@@ -77,4 +75,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted(__all__)

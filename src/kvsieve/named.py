@@ -30,7 +30,7 @@ def plan(
     prefill: SparsePrefill | str | None = None,
     **parameters: Any,
 ) -> Plan:
-    """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``.
+    """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``, or ``plan("fastkv:budget=20%")``.
 
     Parameters are the method's own (`kvsieve methods` lists them); a budget is a Budget, a share such as "20%" or 0.2,
     a number of entries, or the size of the whole cache of one prompt, such as "512MiB". Of any method that takes
@@ -44,6 +44,7 @@ def plan(
     that one's. Raises PlanError, with a suggestion, for an unknown method, parameter or bad value, and for a profile
     that cannot be read or holds nothing for the method.
     """
+    method, parameters = _split(method, parameters)
     info = method_info(method)
     check_parameters(info, parameters)
     given = dict(parameters)
@@ -83,6 +84,20 @@ def _as_in_paper(info: MethodInfo, given: Mapping[str, Any]) -> Plan:
         return made
     ranking: Evictor = dataclasses.replace(made.evict.base, **inner)  # type: ignore[type-var]
     return dataclasses.replace(made, evict=dataclasses.replace(made.evict, base=ranking))
+
+
+def _split(method: str, parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return name and parameters, those that stand behind the name among them. Raises PlanError."""
+    if not isinstance(method, str) or not any(mark in method for mark in ":;,"):
+        return method, parameters
+    specs = split_specs(method)
+    if len(specs) != 1:
+        raise PlanError(f"plan takes one method, e.g. plan('snapkv:budget=20%'), got {method!r}")
+    (name, written) = specs[0]
+    twice = sorted(written.keys() & parameters.keys())
+    if twice:
+        raise PlanError(f"{twice[0]} is given twice, in {method!r} and as {twice[0]}=; leave one out")
+    return name, {**written, **parameters}
 
 
 def plan_without_floor(method: str, **parameters: Any) -> Plan:

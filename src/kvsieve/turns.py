@@ -116,6 +116,19 @@ def token_ids(tokenizer: Any, text: str) -> list[int]:
     return ids + _ids(tokenizer, plain)
 
 
+def prompt_ids(tokenizer: Any, messages: Sequence[Mapping[str, Any]], parse_special: bool = False) -> list[int]:
+    """Tokenize a chat up to the answer: by the chat template, or, without one, as plain text.
+
+    Args:
+        tokenizer: any tokenizer.
+        messages: the chat.
+        parse_special: see `render`.
+    """
+    if getattr(tokenizer, "chat_template", None):
+        return token_ids(tokenizer, render(tokenizer, messages, parse_special=parse_special))
+    return plain_ids(tokenizer, "\n\n".join(str(each["content"]) for each in messages), parse_special)
+
+
 def plain_ids(tokenizer: Any, text: str, parse_special: bool = False) -> list[int]:
     """Tokenize a text without chat template, with what the tokenizer puts before and behind any text.
 

@@ -16,7 +16,7 @@ from kvsieve.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvsieve.hf.generate.generate import GenerateResult
+    from kvsieve.hf.generate.result import GenerateResult
     from kvsieve.hf.reuse import PromptStore
 
 _WARM_UP_TOKENS = 16
@@ -44,16 +44,12 @@ def encode(
     import torch
 
     from kvsieve.segments import role_spans
-    from kvsieve.turns import plain_ids, render, token_ids
+    from kvsieve.turns import prompt_ids
 
     protect = [*spans]
     if roles:
         protect += role_spans(tokenizer, prompt.messages, roles, parse_special=parse_special)[1]
-    if getattr(tokenizer, "chat_template", None):
-        ids = token_ids(tokenizer, render(tokenizer, prompt.messages, parse_special=parse_special))
-    else:
-        plain = f"{prompt.system}\n\n{prompt.text}" if prompt.system else prompt.text
-        ids = plain_ids(tokenizer, plain, parse_special)
+    ids = prompt_ids(tokenizer, prompt.messages, parse_special)
     return EncodedPrompt(torch.tensor([ids], dtype=torch.int64), protect)
 
 

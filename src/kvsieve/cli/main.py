@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 import kvsieve
-from kvsieve.cli import advise, bench, calibrate, chat, demo, estimate, evaluate, info, models_table, report, run, serve
+from kvsieve.cli import advise, ask, bench, calibrate, chat, demo, estimate, evaluate, info, models_table, report, run, serve
 from kvsieve.cli.output import emit_json, one_line, printed_warnings
 from kvsieve.cli.store import store_app
 from kvsieve.errors import InputError, KvsieveError, PlanError, short
@@ -22,6 +22,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("ask")(ask.ask_command)
 app.command("run")(run.run_command)
 app.command("chat")(chat.chat_command)
 app.command("serve")(serve.serve_command)

@@ -51,7 +51,7 @@ def given_prompts(
 
 def read_prompt(name: str, question: str | None) -> str:
     """The file's text and the question. Raises InputError for a file that cannot be read or holds nothing."""
-    return _asked(_read(name), question, f"the prompt file {name!r}")
+    return _asked(read_text(name, "prompt file"), question, f"the prompt file {name!r}")
 
 
 def read_prompts(name: str, question: str | None, system: str | None) -> list[TextPrompt]:
@@ -60,7 +60,7 @@ def read_prompts(name: str, question: str | None, system: str | None) -> list[Te
     An object may hold a "system" prompt and a "question" of its own; what else it holds is in the result's "extra". The
     first line says which of both a file holds. Raises InputError.
     """
-    lines = [(number, line) for number, line in enumerate(_read(name).split("\n"), 1) if line.strip()]
+    lines = [(number, line) for number, line in enumerate(read_text(name, "prompt file").split("\n"), 1) if line.strip()]
     if not isinstance(_json(lines[0][1]), dict):
         return [TextPrompt(_asked(line.rstrip("\r"), question, f"{name!r}, line {n}"), system) for n, line in lines]
     return [_from_json(_json(line), question, system, f"{name!r}, line {number}") for number, line in lines]
@@ -92,14 +92,16 @@ def _asked(text: str, question: str | None, where: str) -> str:
     return whole
 
 
-def _read(name: str) -> str:
+def read_text(name: str, kind: str) -> str:
+    """Return the text of a file in UTF-8, - for stdin. Raises InputError; kind: what messages call the file."""
     try:
         text = sys.stdin.read() if name == "-" else Path(os.path.expanduser(name)).read_text(encoding="utf-8")
         text = text.removeprefix(BYTE_ORDER_MARK)
     except OSError as error:
-        raise InputError(f"cannot read the prompt file {name!r}: {error.strerror or error}") from error
+        raise InputError(f"cannot read the {kind} {name!r}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"the prompt file {name!r} is not UTF-8 text (byte {error.start})") from error
+        raise InputError(f"the {kind} {name!r} is not UTF-8 text (byte {error.start})") from error
     if not text.strip():
-        raise InputError(f"the prompt is empty: {'stdin' if name == '-' else repr(name)} has no text; write some there")
+        what = "prompt" if kind == "prompt file" else kind
+        raise InputError(f"the {what} is empty: {'stdin' if name == '-' else repr(name)} has no text; write some there")
     return text

@@ -9,7 +9,7 @@ from kvsieve.eval.evaluator import Evaluator
 from kvsieve.eval.grid import Grid
 from kvsieve.eval.store import ResultsWriter, Row
 from kvsieve.hf.attach import attach
-from kvsieve.hf.generate.generate import GenerateResult
+from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.tasks.haystack import load_haystack
 from kvsieve.tasks.needle import Needle
 from kvsieve.traffic import read_bytes

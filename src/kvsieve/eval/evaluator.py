@@ -211,7 +211,7 @@ class Evaluator:
         places: list[int] = []
         truth = torch.empty(0)
         for state in states:
-            tokens = self._decode(state, turn.max_new_tokens)
+            tokens = self.decode(state, turn.max_new_tokens)
             used = [self.prompter.answer(row) for row in tokens]
             if not reference:
                 places = _compared(used[0][1], turn.spread)
@@ -230,8 +230,21 @@ class Evaluator:
         check_single_answer(self.model, options)
         return processors_of(self.model, config_in_effect(self.model, options), prompt)
 
-    def _decode(self, state: ReadState, limit: int, processors: LogitsProcessorList | None = None) -> list[list[int]]:
-        """Tokens of each row up to the end of the turn, at most `limit`; the state stays as it is."""
+    def decode(
+        self,
+        state: ReadState,
+        limit: int,
+        on_token: Callable[[int], None] | None = None,
+        processors: LogitsProcessorList | None = None,
+    ) -> list[list[int]]:
+        """Generate greedily, and return the tokens of each row up to the end of the turn; the state stays as it is.
+
+        Args:
+            state: conversations to answer.
+            limit: tokens of an answer at most.
+            on_token: called with each token of the first row as it is chosen; None for nobody.
+            processors: of the logits; None for those of the checkpoint's generation_config.
+        """
         logits = state.logits
         ids = state.given.to(logits.device).expand(len(logits), -1)
         processors = self._processors(ids[:1], limit) if processors is None else processors
@@ -244,6 +257,8 @@ class Evaluator:
                 ids = torch.cat([ids, chosen[:, None]], 1)
                 for row in going:
                     rows[row].append(int(chosen[row]))
+                if on_token is not None and 0 in going:
+                    on_token(rows[0][-1])
                 going = [row for row in going if rows[row][-1] not in self.prompter.stops]
                 if not going or step + 1 == limit:
                     break
@@ -253,7 +268,8 @@ class Evaluator:
                 logits = self.model(input_ids=chosen[:, None], use_cache=True, **{CACHE: cache}).logits[:, -1]
         for row in anew:
             alone = self._anew_behind(state, row, rows[row])
-            rows[row] += self._decode(alone, limit - len(rows[row]), processors)[0]
+            noted = on_token if row == 0 else None
+            rows[row] += self.decode(alone, limit - len(rows[row]), noted, processors)[0]
         return rows
 
     def _anew_behind(self, state: ReadState, row: int, made: list[int]) -> ReadState:

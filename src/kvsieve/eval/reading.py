@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.model.tables import RotaryTables
 from kvsieve.hf.prefix import SharedPrefix, read_prefix
-from kvsieve.hf.prompt.options import ReadOptions
+from kvsieve.hf.prompt.options import Progress, ReadOptions
 from kvsieve.hf.shared import read_alone, read_shared
 from kvsieve.plans import Plan
 from kvsieve.roles import ChunkedEvictor
@@ -95,12 +95,35 @@ class DocumentReader:
                 document.hidden[i] = counts[i], state
         return [document.hidden[i][1] for i in range(len(plans))]
 
-    def after_prompt(self, plans: list[Plan], context: Tensor, question: Tensor, expected: int) -> list[ReadState]:
-        """Return every plan's state once it has acted on context and question together; see `after_context`."""
-        ids = torch.cat([context, question], 1)
-        return self._read(self._of(plans, context), dict(enumerate(plans)), ids, expected)
+    def after_prompt(
+        self,
+        plans: list[Plan],
+        context: Tensor,
+        question: Tensor,
+        expected: int,
+        only: Sequence[int] | None = None,
+    ) -> list[ReadState]:
+        """Return every plan's state once it has acted on context and question together.
 
-    def _of(self, plans: list[Plan], context: Tensor) -> _Document:
+        Args:
+            plans: see `after_context`.
+            context: see `after_context`.
+            question: int64 [1, N].
+            expected: see `after_context`.
+            only: indices of the plans whose states are wanted; None for all.
+        """
+        wanted = {i: plan for i, plan in enumerate(plans) if only is None or i in only}
+        return self._read(self._of(plans, context), wanted, torch.cat([context, question], 1), expected)
+
+    def open(self, plans: list[Plan], context: Tensor, progress: Progress | None = None) -> None:
+        """Prefill a context now, for questions to come; progress is called with (tokens done, tokens in all)."""
+        self._of(plans, context, progress)
+
+    def shares(self, plan: Plan) -> bool:
+        """Return True if prompts under a plan go on from what was read of the context."""
+        return self._document is not None and self._document.prefix is not None and plan in self._document.going_on
+
+    def _of(self, plans: list[Plan], context: Tensor, progress: Progress | None = None) -> _Document:
         known = self._document
         if known is None or known.plans != plans or not torch.equal(known.context, context):
             self._document = None
@@ -108,7 +131,7 @@ class DocumentReader:
             start, prefix = context[:, :-window], None
             going_on = [plan for plan in plans if _can_go_on(plan) and plan.queries(context.shape[1]) <= window]
             if start.shape[1] >= window:
-                prefix = read_prefix(self.model, going_on, start, self.chunk, window + _ROOM)
+                prefix = read_prefix(self.model, going_on, start, self.chunk, window + _ROOM, progress)
             self._document = known = _Document(context, plans, going_on, prefix)
         return known
 

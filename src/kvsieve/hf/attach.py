@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -114,8 +115,7 @@ def attached(
         leaving: layers of which ``PassRequest.on_leave`` is told.
         any_plan: prompts may be read under other plans as well; see `under`.
     """
-    if not isinstance(plan, Plan):
-        raise KvsieveError(f"attach takes a Plan, got {plan!r}; make one with kvsieve.plan('snapkv', budget='20%')")
+    _check_arguments(model, plan)
     check_version()
     with contextlib.ExitStack() as stack:
         if hasattr(model, "config"):
@@ -137,6 +137,19 @@ def attached(
         hidden = hidden or (plan.evict is not None and "hidden" in plan.evict.traits.needs)
         with _running(sieve, hidden, leaving, any_plan), uncopied(model.modules()), passes.closing():
             yield sieve
+
+
+def _check_arguments(model: Any, plan: Any) -> None:
+    """Raise KvsieveError for what is no model, or no plan, and say what to do instead."""
+    if isinstance(model, Plan):
+        raise KvsieveError("attach takes the model first and the plan second: attach(model, plan)")
+    if isinstance(model, str | os.PathLike):
+        raise KvsieveError(
+            f"attach takes a model, got the name {str(model)!r}; load it first: model, tokenizer = "
+            f"kvsieve.models.load({str(model)!r})"
+        )
+    if not isinstance(plan, Plan):
+        raise KvsieveError(f"attach takes a Plan, got {plan!r}; make one with kvsieve.plan('snapkv', budget='20%')")
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from kvsieve.hf.attach import attached
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import DeferredChunk
 from kvsieve.hf.forward.request import PassRequest
+from kvsieve.hf.prompt.options import Progress
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 from kvsieve.roles import Evictor, Propagator
@@ -83,7 +84,12 @@ class SharedPrefix:
 
 
 def read_prefix(
-    model: Any, plans: Iterable[Plan], input_ids: Tensor, chunk: int | None = None, room: int = 0
+    model: Any,
+    plans: Iterable[Plan],
+    input_ids: Tensor,
+    chunk: int | None = None,
+    room: int = 0,
+    progress: Progress | None = None,
 ) -> SharedPrefix | None:
     """Read the beginning of prompts in full, for plans to come; None on a model that reads prompts at once only.
 
@@ -93,6 +99,7 @@ def read_prefix(
         input_ids: int64 [1, N]; every prompt has more tokens than the plan that reads it looks back on.
         chunk: tokens per forward pass, None for all at once.
         room: tokens that may follow, which buffers leave room for.
+        progress: called with (tokens read, tokens in all).
     """
     plans = list(plans)
     evictors = dict.fromkeys(plan.evict for plan in plans if plan.evict is not None and plan.evict.when.observes)
@@ -116,6 +123,8 @@ def read_prefix(
         )
         for start in range(0, length, chunk or length):
             sieve.feed(cache, input_ids[:, start : start + (chunk or length)], None, request)
+            if progress is not None:
+                progress(cache.num_seen, length)
     return SharedPrefix(cache, waiting, recorder.learned)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvsieve.errors import InputError, short
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.generate.generate import GenerateResult
+from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.prompt.chunks import shared_end
 from kvsieve.hf.prompt.options import Progress, shifted

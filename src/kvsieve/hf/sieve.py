@@ -14,8 +14,10 @@ from kvsieve.hf.cache.failures import undone_on_failure
 from kvsieve.hf.chat.chat import Chat
 from kvsieve.hf.forward.passes import closing
 from kvsieve.hf.generate.config import padding_token
-from kvsieve.hf.generate.generate import GenerateResult, generate
+from kvsieve.hf.generate.ask import ask
+from kvsieve.hf.generate.generate import generate
 from kvsieve.hf.generate.options import checked_config
+from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_path, check_tokenizer, prompt_of
 from kvsieve.hf.kept import kept_of
@@ -29,6 +31,12 @@ from kvsieve.hf.reuse import PromptStore
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.kept.kept import Kept
 from kvsieve.plans import Plan
+
+
+# What completion shows of a Sieve; the rest is for drivers.
+_PUBLIC = (
+    "ask begin chat facts generate kept last_stats load model new_cache plan prefill save tokenizer use_tokenizer"
+).split()
 
 
 class Sieve(AttachedModel):
@@ -48,6 +56,9 @@ class Sieve(AttachedModel):
         return (
             f"<Sieve {type(self.model).__name__}, {self.num_layers} layers, decode {self.engine.asked}, {self.plan!r}>"
         )
+
+    def __dir__(self) -> list[str]:
+        return _PUBLIC
 
     def prefill(
         self,
@@ -101,11 +112,10 @@ class Sieve(AttachedModel):
         chunk: int | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> SieveCache:
-        """Read the beginning of a prompt and return the cache, in the middle of that prompt.
+        """Prefill the beginning of a prompt and return the cache, in the middle of that prompt.
 
-        The next `prefill` or `generate` with it goes on with the same prompt: what these read is then one prompt, and
-        the plan acts on all of it. The beginning is read as leading chunks are. It must leave as many tokens as the
-        plan looks back on (SnapKV: its window), or what completes the prompt is refused.
+        The next `prefill` or `generate` with it completes the prompt, and the plan acts on all of it. The beginning
+        must leave as many tokens as the plan looks back on (SnapKV: its window).
 
         Args:
             input_ids: int64 [1, N], one row without padding; with a used `cache`, the whole conversation so far.
@@ -114,9 +124,8 @@ class Sieve(AttachedModel):
             progress: see `prefill`; it may look at the cache, which is between two passes then.
 
         Raises:
-            InputError: see `prefill`, and for several rows.
+            InputError, CacheStateError: see `prefill`; also for several rows.
             PlanError: a plan that reads a shorter prompt in place of the given one, which has no such beginning.
-            CacheStateError: see `prefill`.
         """
         self._check_attached()
         cache = self.new_cache() if cache is None else cache
@@ -144,12 +153,7 @@ class Sieve(AttachedModel):
 
         Args:
             input_ids: see `prefill`.
-            attention_mask: see `prefill`.
-            cache: see `prefill`.
-            chunk: see `prefill`.
-            progress: see `prefill`.
-            protect: see `prefill`.
-            quotas: see `prefill`.
+            attention_mask, cache, chunk, progress, protect, quotas: see `prefill`.
             question_tokens: the last so many tokens are a question that the plan is not to see: what comes before them
                 is read and reduced, then they are read, attend to what is left, and are kept whole.
             reduce: see `prefill`.
@@ -161,11 +165,8 @@ class Sieve(AttachedModel):
             `.sequences` int64 [B, N + new], `.stats`, `.cache`, and generate's own `.output`.
 
         Raises:
-            InputError: see `prefill`.
+            InputError, PlanError, CacheStateError: see `prefill`; generate's own option `tokenizer` is one as well.
             UnsupportedOptionError: an option that cannot be honoured.
-            PlanError: the plan needs a tokenizer and has none (see `attach`; generate's own option `tokenizer` is one
-                as well).
-            CacheStateError: see `prefill`.
         """
         self._check_attached()
         ids, mask = prompt_of(input_ids, attention_mask)
@@ -197,12 +198,26 @@ class Sieve(AttachedModel):
         self.last_stats = result.stats
         return result
 
+    def ask(
+        self, prompt: str | Sequence[Mapping[str, Any]], question: str | None = None, **options: Any
+    ) -> GenerateResult:
+        """Answer a text or a chat; ``.text`` of what is returned is the answer.
+
+        Args:
+            prompt: text of a user, or messages ``[{"role": "user", "content": ...}]``.
+            question: text behind the last message and a blank line.
+            **options: of `generate`; by default 256 new tokens, greedy, in chunks of 1,024.
+
+        Raises:
+            InputError: `attach` was given no tokenizer, the prompt is empty, or what `generate` raises.
+        """
+        self._check_attached()
+        return ask(self, prompt, question, options)
+
     def kept(
         self, cache: SieveCache, input_ids: Tensor | Mapping[str, Any], *, row: int = 0, tokenizer: Any = None
     ) -> Kept:
         """Tell which tokens a cache still holds, and in which layers and heads; docs/options.md.
-
-        Positions are copied: what is returned keeps no cache alive, and does not change with it.
 
         Args:
             cache: of this sieve, between turns.
@@ -210,9 +225,7 @@ class Sieve(AttachedModel):
             row: of the batch.
             tokenizer: for the text of the tokens; None for the one that `attach` was given.
 
-        Raises:
-            CacheStateError: nothing was read yet, a prompt is half-read, or the rows are beams.
-            InputError: other tokens than the cache has read, or no such row.
+        Raises CacheStateError for a half-read prompt or beams, InputError for other tokens or no such row.
         """
         self.check_cache(cache)
         ids, _ = prompt_of(input_ids, None)
@@ -240,10 +253,8 @@ class Sieve(AttachedModel):
             extra: anything JSON can hold.
             force: replace a file there that kvsieve did not save.
 
-        Raises:
-            CacheStateError: a prompt is half-read.
-            InputError: ids or extra do not fit, or another file is at the path.
-            CacheFileError: what cannot be saved or written.
+        Raises CacheStateError for a half-read prompt, InputError for ids or extra that do not fit or another file at
+        the path, CacheFileError for what cannot be written.
         """
         check_path(path)
         check_tokenizer(tokenizer)
@@ -282,9 +293,7 @@ class Sieve(AttachedModel):
             chunk: prompt tokens per forward pass.
             **options: of `generate`, for every turn; answers are greedy unless these say otherwise.
 
-        Raises:
-            InputError: the tokenizer has no chat template.
-            UnsupportedOptionError: beams, or several answers.
+        Raises InputError where the tokenizer has no chat template, UnsupportedOptionError for beams.
         """
         self._check_attached()
         self.use_tokenizer(tokenizer)

@@ -16,7 +16,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.chat.options import check_chat_options, complete_options
 from kvsieve.hf.chat.pieces import Pieces
 from kvsieve.hf.chat.state import Reply, Transcript
-from kvsieve.hf.generate.generate import GenerateResult
+from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.hf.inputs import check_callable, check_text
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.persist.saved import Saved

@@ -8,7 +8,6 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -16,78 +15,26 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from kvsieve.display import html_table
-from kvsieve.errors import CacheStateError, KvsieveError, UnsupportedOptionError
+from kvsieve.errors import KvsieveError, UnsupportedOptionError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.failures import undone_on_failure
 from kvsieve.hf.compat import CACHE, CACHE_NAMES
 from kvsieve.hf.forward.own_generate import noting_caches
 from kvsieve.hf.forward.resume import Resume, resuming
-from kvsieve.hf.generate.config import check_config, config_in_effect
+from kvsieve.hf.generate.config import check_config, config_in_effect, end_tokens
 from kvsieve.hf.generate.ends import begin_plain_turn, note_ends, put_back
 from kvsieve.hf.generate.options import check_plan_can, refusal
 from kvsieve.hf.generate.original_prompt import OriginalPrompt, Streamer
 from kvsieve.hf.generate.peak_memory import Peak, measure_peak
+from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.hf.generate.stats import Stats, stats_of
 from kvsieve.hf.hooks import refuse_foreign
-from kvsieve.hf.kept import kept_of
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
 from kvsieve.hf.prompt.reread import read_again
 from kvsieve.hf.runtime import AttachedModel
-from kvsieve.kept.kept import Kept
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(repr=False)
-class GenerateResult:
-    """The result of one generate call.
-
-    Attributes:
-        sequences: int64 [B, N + new].
-        stats: what really happened.
-        cache: ready for the next turn.
-        output: what ``model.generate`` returned.
-        token_s: seconds of every token after the first, in order, capturing included; see stats.tpot_s.
-        seen: columns that the cache had seen then.
-        tokenizer: of the model, None where nobody gave it.
-    """
-
-    sequences: Tensor
-    stats: Stats
-    cache: SieveCache
-    output: Any
-    token_s: list[float]
-    seen: int
-    tokenizer: Any = None
-
-    @functools.cached_property
-    def kept(self) -> Kept:
-        """Tokens that the cache still holds, of the first row; `kept_in` is of another.
-
-        Copied from the cache when it is first asked for, and free until then: ask before the cache goes on.
-
-        Raises:
-            CacheStateError: the cache has gone on since, or its rows are beams.
-        """
-        return self.kept_in(0)
-
-    def kept_in(self, row: int) -> Kept:
-        """Tokens that the cache still holds of a row of the batch; see `kept`."""
-        if self.cache.num_seen != self.seen:
-            raise CacheStateError(
-                "the cache has gone on since this answer and holds other tokens now: ask for result.kept before the "
-                "next turn, or look at the cache as it is with sieve.kept(cache, input_ids)"
-            )
-        return kept_of(self.cache, self.sequences, row, self.tokenizer)
-
-    def __repr__(self) -> str:
-        return f"<GenerateResult {list(self.sequences.shape)} tokens, {self.stats}>"
-
-    def _repr_html_(self) -> str:
-        shape = " x ".join(map(str, self.sequences.shape))
-        return html_table(f"{self.stats.method}: sequences of {shape} tokens", self.stats.told())
 
 
 class _Clock(StoppingCriteria):
@@ -154,7 +101,8 @@ def generate(
     note_ends(cache, sequences, len(clock.times), config, criteria=own)
     token_s = [after - before for before, after in itertools.pairwise(clock.times)]
     _log.info("%s", stats)
-    return GenerateResult(sequences, stats, cache, output, token_s, cache.num_seen, model.tokenizer)
+    seen, columns, ends = cache.num_seen, input_ids.shape[1], frozenset(end_tokens(config))
+    return GenerateResult(sequences, stats, cache, output, token_s, seen, model.tokenizer, columns, ends)
 
 
 def _decode(

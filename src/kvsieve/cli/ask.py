@@ -1,0 +1,250 @@
+"""`kvsieve ask`: questions about documents, answered under several methods side by side."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvsieve.cli.documents import read_documents
+from kvsieve.cli.loading import DeviceOption, DtypeOption, check_device, check_dtype, load_model
+from kvsieve.cli.output import JsonOption, emit_json, prefill_progress, print_table, say, show
+from kvsieve.cli.prompts import read_text
+from kvsieve.cli.specs import BudgetOption, MethodRun, compared_methods, make_run
+from kvsieve.display import mebibytes
+from kvsieve.errors import InputError, KvsieveError
+
+if TYPE_CHECKING:
+    from kvsieve.eval.ask import Answer, Asker, MethodSummary
+
+_METHODS = "full,snapkv,fastkv,rocketkv-mt"
+
+
+def ask_command(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Documents: text, Markdown, PDF, DOCX; - is stdin.")],
+    question: Annotated[list[str] | None, typer.Option(help="Question about the documents; repeatable.")] = None,
+    questions: Annotated[str | None, typer.Option(metavar="FILE", help="File with one question per line.")] = None,
+    methods: Annotated[str, typer.Option(help="Methods to compare with full KV: full,snapkv:budget=20%.")] = _METHODS,
+    budget: BudgetOption = None,
+    model: Annotated[
+        str | None, typer.Option(help="Hub id, directory of a checkpoint or .gguf file; default: the demo model.")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt; default: none.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
+    chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    csv_file: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Table of all answers as CSV.")] = None,
+    html_file: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Page with all answers.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask questions about documents under several methods, and see which give full KV's answers.
+
+    The documents are prefilled once. Answers are greedy.
+
+    Examples:
+
+    kvsieve ask report.pdf --question "What was decided?" --question "Who paid?"
+
+    kvsieve ask notes.md mail.txt --questions q.txt --methods full,snapkv:budget=20%,fastkv --html answers.html
+    """
+    check_dtype(dtype)
+    for option, value in (("--max-new-tokens", max_new_tokens), ("--chunk", chunk)):
+        if value < 1:
+            raise InputError(f"{option} must be at least 1, got {value}")
+    asked = given_questions(question, questions)
+    runs = runs_of(methods, budget)
+    for option, name in (("--csv", csv_file), ("--html", html_file)):
+        check_writable(option, name)
+    text = read_documents(files)
+    check_device(device)
+    loaded, tokenizer = load_model(model, dtype, device)
+
+    from kvsieve.eval.ask import Asker
+    from kvsieve.models.fetch import MODEL_NAME
+
+    plans = {run.label: run.plan for run in runs}
+    asker = Asker(loaded, tokenizer, text, plans, system=system, chunk=chunk, max_new_tokens=max_new_tokens)
+    asker.check(asked)
+    with prefill_progress("documents") as progress:
+        asker.prefill(progress)
+    answers = ask_all(asker, asked, quiet=as_json)
+    report = {
+        "model": model or MODEL_NAME,
+        "documents": list(files),
+        "document_tokens": asker.document_tokens,
+        "prefill_s": asker.prefill_s,
+        **results(asked, answers),
+    }
+    if csv_file is not None:
+        write(csv_file, as_csv(report), "--csv")
+    if html_file is not None:
+        write(html_file, as_html(report), "--html")
+    if as_json:
+        from kvsieve.report.environment import environment
+
+        emit_json({**report, "environment": environment(loaded)})
+        return
+    print_results(report)
+
+
+def given_questions(question: Sequence[str] | None, file: str | None) -> list[str]:
+    """Return the questions of both options. Raises InputError where there are none, or one is empty."""
+    lines = [] if file is None else read_text(file, "question file").splitlines()
+    found = [*(question or []), *(line.strip() for line in lines if line.strip())]
+    if not found:
+        raise InputError('no question was given: add --question "What was decided?" or --questions FILE')
+    if not all(each.strip() for each in found):
+        raise InputError("--question is empty; write the question")
+    return found
+
+
+def runs_of(methods: str, budget: str | None) -> list[MethodRun]:
+    """Return the methods, full KV first: it is what the others are compared with. Raises PlanError."""
+    runs = compared_methods(methods, budget)
+    if not runs:
+        raise InputError(f"--methods names no method; write e.g. {_METHODS}")
+    full = next((run for run in runs if run.name == "full"), None) or make_run("full")
+    found = {run.label: run for run in (full, *runs)}
+    return list(found.values())
+
+
+def check_writable(option: str, name: str | None) -> None:
+    """Raise InputError for a file that cannot be written, before anything is computed for it."""
+    if name is None:
+        return
+    target = Path(os.path.expanduser(name)).absolute()
+    if target.is_dir():
+        raise InputError(f"{option} {name!r} is a directory; name a file in it")
+    if not target.parent.is_dir():
+        raise InputError(f"cannot write {option} {name!r}: there is no directory {str(target.parent)!r}")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise InputError(f"cannot write {option} {name!r}: no permission to write there")
+
+
+def write(name: str, text: str, option: str) -> None:
+    """Write a file of results. Raises KvsieveError."""
+    try:
+        Path(os.path.expanduser(name)).write_text(text, encoding="utf-8", newline="")
+    except OSError as error:
+        raise KvsieveError(f"cannot write {option} {name!r}: {error.strerror or error}") from error
+    say(f"written: {name}")
+
+
+def ask_all(asker: Asker, questions: Sequence[str], quiet: bool) -> list[Answer]:
+    """Return all answers, each shown while it is generated unless `quiet`."""
+    answers: list[Answer] = []
+    last: list[str] = []
+
+    def shown(label: str, piece: str) -> None:
+        if last != [label]:
+            show("", end="\n" if last else "")
+            show(f"  {label}: ", end="")
+            last[:] = [label]
+            piece = piece.lstrip()
+        show(piece, end="")
+
+    for number, question in enumerate(questions):
+        if not quiet:
+            show(f"{number + 1}. {question}")
+        answers += asker.ask(question, number, None if quiet else shown)
+        if not quiet:
+            show("\n" if last else "")
+        last.clear()
+    return answers
+
+
+def results(questions: Sequence[str], answers: Sequence[Answer]) -> dict[str, Any]:
+    """Return answers, methods and advice, JSON-ready."""
+    from kvsieve.eval.ask import advice, differing_words, differs_at, summarise
+
+    reference = {each.question: each for each in reversed(answers)}
+    rows = []
+    for each in answers:
+        full = reference[each.question]
+        at = differs_at(full, each)
+        words = None if at is None else dict(zip(("full", "here"), differing_words(full, each), strict=True))
+        rows.append({**each.to_dict(), "same_as_full": at is None, "differs_at": at, "differing_words": words})
+    methods = summarise(answers)
+    return {
+        "questions": list(questions),
+        "answers": rows,
+        "methods": [dataclasses.asdict(each) for each in methods],
+        "advice": advice(methods),
+    }
+
+
+def cell(row: dict[str, Any]) -> str:
+    """Return how an answer compares with full KV's, in a few words."""
+    if row["same_as_full"]:
+        return "= full"
+    words = row["differing_words"]
+    return f"differs at token {row['differs_at']}: {words['here']} | {words['full']}"
+
+
+def matrix(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return headers and rows: a row per question, a column per method but full KV."""
+    labels = [each["method"] for each in report["methods"]][1:]
+    rows = []
+    for number, question in enumerate(report["questions"]):
+        mine = {row["method"]: row for row in report["answers"] if row["question"] == number}
+        rows.append([f"{number + 1}. {question}", *(cell(mine[label]) for label in labels)])
+    return ["question", *labels], rows
+
+
+def costs(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Return headers and rows of what each method takes."""
+    rows = []
+    for each in report["methods"]:
+        speed = "-" if each["per_token_s"] is None else f"{1000 * each['per_token_s']:.0f}"
+        same = f"{each['same']} of {each['questions']}"
+        times = [f"{each['first_token_s']:.2f}", speed]
+        rows.append([each["method"], same, mebibytes(each["kv_bytes"]), f"{each['kv_share']:.0%}", *times])
+    return ["method", "as full", "KV", "of full", "first token s", "token ms"], rows
+
+
+def print_results(report: dict[str, Any]) -> None:
+    """Print the matrix, the costs, notes and the advice."""
+    tokens, seconds = report["document_tokens"], report["prefill_s"]
+    if len(report["methods"]) > 1:
+        headers, rows = matrix(report)
+        print_table(headers, rows, left=len(headers))
+    print_table(*costs(report))
+    show(f"{tokens:,} tokens of documents, prefilled once in {seconds:.1f} s; first token: seconds after that.")
+    notes = dict.fromkeys(f"note: {row['method']}: {note}" for row in report["answers"] for note in row["notes"])
+    for note in notes:
+        show(note)
+    show(report["advice"])
+
+
+def as_csv(report: dict[str, Any]) -> str:
+    """Return a line per answer."""
+    names = ["question", "method", "same_as_full", "differs_at", "text", "kv_bytes", "first_token_s", "per_token_s"]
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerow(names)
+    for row in report["answers"]:
+        writer.writerow([report["questions"][row["question"]], *(row[name] for name in names[1:])])
+    return out.getvalue()
+
+
+def as_html(report: dict[str, Any]) -> str:
+    """Return a page with the matrix, the answers and the costs."""
+    from kvsieve.report import html as h
+
+    sections = [("costs", "Methods", h.text_table("What each method takes", *costs(report)))]
+    if len(report["methods"]) > 1:
+        sections.insert(0, ("matrix", "Compared with full KV", h.text_table("Answers", *matrix(report))))
+    for number, question in enumerate(report["questions"]):
+        rows = [[row["method"], row["text"]] for row in report["answers"] if row["question"] == number]
+        sections.append((f"question-{number + 1}", question, h.text_table("Answers", ["method", "answer"], rows)))
+    documents = ", ".join(Path(name).name for name in report["documents"])
+    facts = f"{report['document_tokens']:,} tokens of {documents}, {Path(report['model']).name}"
+    intro = h.paragraph(report["advice"]) + h.paragraph(facts, "quiet")
+    return h.page("Questions and answers", sections, intro, made_by="kvsieve ask")

@@ -1,0 +1,163 @@
+"""`kvsieve ask`: the document is prefilled once, and every method's answers stand beside full KV's."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from kvsieve.cli.ask import given_questions, runs_of
+from kvsieve.errors import InputError
+from kvsieve.eval.ask import Answer, advice, differing_words, differs_at, summarise
+
+WORDS = " ".join(f"w{number % 60}" for number in range(300))
+QUESTIONS = ("w3 w4 w5", "w7 w8")
+
+
+@pytest.fixture
+def document(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text(WORDS)
+    return path
+
+
+def ask(cli, model_dir, document, *more):
+    asked = [part for question in QUESTIONS for part in ("--question", question)]
+    return cli("ask", document, *asked, "--model", model_dir, "--max-new-tokens", 6, "--chunk", 64, *more)
+
+
+def test_the_answers_are_those_of_run(cli, model_dir, document):
+    methods = "full,snapkv:budget=40:window=8,rocketkv-mt:budget=40,knorm:budget=30,fastkv:budget=40:tsp_layer=1"
+    code, out, _ = ask(cli, model_dir, document, "--methods", methods, "--json")
+    report = json.loads(out)
+    assert code == 0 and report["questions"] == list(QUESTIONS)
+    assert [each["method"] for each in report["methods"]] == methods.split(",")
+    for number, question in enumerate(QUESTIONS):
+        for label in methods.split(","):
+            _, out, _ = cli(
+                "run", model_dir, "--prompt-file", document, "--question", question, "--method", label,
+                "--max-new-tokens", 6, "--chunk", 64, "--json",
+            )  # fmt: skip
+            alone = json.loads(out)["results"][0]
+            row = next(row for row in report["answers"] if (row["question"], row["method"]) == (number, label))
+            assert (row["text"], row["prompt_tokens"]) == (alone["answer"], alone["stats"]["prompt_tokens"]), label
+            kept = alone["stats"]["kv_entries"]
+            assert row["kv_entries"] == pytest.approx(sum(kept) / len(kept)), label
+
+
+def test_the_document_is_prefilled_once(cli, model_dir, document, monkeypatch):
+    from kvsieve.hf.runtime import AttachedModel
+
+    fed, feed = [], AttachedModel.feed
+    monkeypatch.setattr(
+        AttachedModel, "feed", lambda self, cache, ids, *a, **k: (fed.append(ids.shape[1]), feed(self, cache, ids, *a, **k))[1]
+    )
+    ask(cli, model_dir, document, "--methods", "full,snapkv:budget=40:window=8,rocketkv-mt:budget=40")
+    # Six prompts of 300 tokens and more: one whole, and behind it a window and a question each.
+    assert sum(fed) < 300 + 6 * 80
+
+
+def test_what_is_printed(cli, model_dir, document, tmp_path):
+    table, page = tmp_path / "a.csv", tmp_path / "a.html"
+    code, out, _ = ask(
+        cli, model_dir, document, "--methods", "snapkv:budget=20:window=8", "--csv", table, "--html", page
+    )
+    assert code == 0 and "1. w3 w4 w5" in out and "2. w7 w8" in out
+    assert "full: " in out and "snapkv:budget=20:window=8: " in out and "prefilled once" in out
+    assert "snapkv:budget=20:window=8 differs from full KV on" in out.replace("\n", " ")
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert [row["question"] for row in rows] == [QUESTIONS[0]] * 2 + [QUESTIONS[1]] * 2
+    assert {row["method"] for row in rows} == {"full", "snapkv:budget=20:window=8"}
+    assert "w7 w8" in page.read_text() and "kvsieve ask" in page.read_text()
+
+
+def answer(method: str, tokens: list[int], size: int, number: int = 0, text: str = "") -> Answer:
+    return Answer(number, method, text, tokens, 0.5, 0.1, size, 10.0, 100, True)
+
+
+def test_where_answers_differ():
+    full = answer("full", [1, 2, 3], 100, text="in the year 1998 at noon")
+    assert differs_at(full, answer("a", [1, 2, 3], 10)) is None
+    assert differs_at(full, answer("a", [1, 5, 3], 10)) == 2
+    assert differs_at(full, answer("a", [1, 2], 10)) == 3 == differs_at(answer("a", [1, 2], 1), full)
+    other = answer("a", [1, 5], 10, text="in the year 1996")
+    assert differing_words(full, other) == ("1998 at noon", "1996")
+    assert differing_words(full, answer("a", [1], 1, text="in the year")) == ("1998 at noon", "(end)")
+
+
+@pytest.mark.parametrize(
+    ("others", "told"),
+    [
+        ({"a": ([1], [9], 20), "b": ([1], [2], 50)}, "B gives every answer of full KV with 50% of its memory."),
+        ({"a": ([1], [9], 20)}, "None gives every answer of full KV: try a larger budget, or keep full KV."),
+        ({"a": ([1], [2], 100)}, "A gives every answer of full KV, and takes as much memory."),
+    ],
+)
+def test_the_advice_names_the_smallest_method_that_differs_nowhere(others, told):
+    answers = [answer("full", [1], 100), answer("full", [2], 100, 1)]
+    for name, (first, second, size) in others.items():
+        answers += [answer(name, first, size), answer(name, second, size, 1)]
+    text = advice(summarise(answers))
+    assert text.endswith(told)
+    assert f"a differs from full KV on {sum(others['a'][at] != [at + 1] for at in (0, 1))} of 2" in text
+
+
+def test_questions_come_from_both_options(tmp_path):
+    file = tmp_path / "q.txt"
+    file.write_text("second\n\n third \n")
+    assert given_questions(["first"], str(file)) == ["first", "second", "third"]
+    assert [run.label for run in runs_of("snapkv:budget=9,full", None)] == ["full", "snapkv:budget=9"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "no question was given"),
+        (("--question", " "), "--question is empty"),
+        (("--question", "w1", "--methods", "snapvk"), "unknown method 'snapvk'"),
+        (("--question", "w1", "--csv", "nowhere/a.csv"), "there is no directory"),
+        (("--question", "w1", "--max-new-tokens", 0), "--max-new-tokens must be at least 1"),
+        (("--questions", "nowhere.txt"), "cannot read the question file 'nowhere.txt'"),
+    ],
+)
+def test_bad_input_is_refused_before_a_model_is_loaded(cli, document, arguments, told):
+    code, _, err = cli("ask", document, "--model", "no/such/model", *arguments)
+    assert code == 2 and told in err
+
+
+@pytest.mark.parametrize("name", ["missing.txt", "missing.pdf", "missing.docx"])
+def test_a_missing_document_is_named(cli, tmp_path, name):
+    code, _, err = cli("ask", tmp_path / name, "--question", "w1", "--model", "no/such/model")
+    assert code == 2 and name in err and "cannot read the document" in err
+
+
+def test_a_document_longer_than_the_context_is_refused_before_it_is_prefilled(cli, model_dir, tmp_path):
+    path = tmp_path / "long.txt"
+    path.write_text(" ".join(["w1"] * 5000))
+    code, _, err = cli("ask", path, "--question", "w1", "--model", model_dir)
+    assert code == 2 and "the model's context ends at" in err
+
+
+def test_pdf_and_docx_become_text(tmp_path):
+    docx = pytest.importorskip("docx")
+    from kvsieve.cli.documents import read_documents
+
+    file = docx.Document()
+    file.add_paragraph("first words")
+    table = file.add_table(1, 2)
+    table.cell(0, 0).text, table.cell(0, 1).text = "left", "right"
+    file.save(str(tmp_path / "a.docx"))
+    (tmp_path / "b.md").write_text("# Title")
+    assert read_documents([str(tmp_path / "a.docx")]) == "first words\n\nleft\tright"
+    both = read_documents([str(tmp_path / "a.docx"), str(tmp_path / "b.md")])
+    assert both == "a.docx\n\nfirst words\n\nleft\tright\n\nb.md\n\n# Title"
+    pypdf = pytest.importorskip("pypdf")
+    writer = pypdf.PdfWriter()
+    writer.add_blank_page(100, 100)
+    writer.write(str(tmp_path / "scan.pdf"))
+    with pytest.raises(InputError, match="has no text"):
+        read_documents([str(tmp_path / "scan.pdf")])
+    (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 nothing")
+    with pytest.raises(InputError, match="cannot read the document"):
+        read_documents([str(tmp_path / "broken.pdf")])
