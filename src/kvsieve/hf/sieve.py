@@ -53,9 +53,8 @@ class Sieve(AttachedModel):
         self.last_stats: Stats | None = None
 
     def __repr__(self) -> str:
-        return (
-            f"<Sieve {type(self.model).__name__}, {self.num_layers} layers, decode {self.engine.asked}, {self.plan!r}>"
-        )
+        name = type(self.model).__name__
+        return f"<Sieve {name}, {self.num_layers} layers, decode {self.engine.asked}, {self.plan!r}>"
 
     def __dir__(self) -> list[str]:
         return _PUBLIC
@@ -81,16 +80,14 @@ class Sieve(AttachedModel):
             cache: of this plan on this model; None for a new one.
             chunk: tokens per forward pass, None for all at once.
             progress: called with (tokens read, tokens in all).
-            protect: spans of the conversation that are never evicted, ``[(0, 40), (100, 120)]``: half-open, counted in
-                a row's true tokens, one list for all rows or one per row.
-            quotas: spans of which so many entries must stay, the best of each per layer and head,
-                ``[((0, 40), 10), ((40, 90), "20%")]``. Both are counted in the budget and hold for as long as the cache
-                is used.
+            protect: spans that are never evicted, ``[(0, 40), (100, 120)]``: half-open, in a row's true tokens, one
+                list for all rows or one per row.
+            quotas: spans of which so many entries stay per layer and head, ``[((0, 40), 10), ((40, 90), "20%")]``. Both
+                count in the budget, and hold as long as the cache is used.
             reduce: False keeps this turn's prompt whole: the plan does not act on it.
 
         Raises:
-            InputError: the prompt is empty, too long or wrongly padded, a span lies outside it, or more is protected
-                than the budget allows.
+            InputError: an empty, too long or wrongly padded prompt, or a span outside it or larger than the budget.
             PlanError: the plan needs a tokenizer and has none; see `attach`.
             CacheStateError: the cache is of another plan or model, or the `with` block has ended.
         """
@@ -154,15 +151,14 @@ class Sieve(AttachedModel):
         Args:
             input_ids: see `prefill`.
             attention_mask, cache, chunk, progress, protect, quotas: see `prefill`.
-            question_tokens: the last so many tokens are a question that the plan is not to see: what comes before them
-                is read and reduced, then they are read, attend to what is left, and are kept whole.
+            question_tokens: the last so many tokens are a question that the plan does not see: they are read after the
+                plan has acted, and kept whole.
             reduce: see `prefill`.
-            measure: note the peak memory of the call (which collects garbage and resets the process's peak), and wait
-                for the GPU at every token, so that times are exact.
+            measure: measure peak memory (which collects garbage), and wait for the GPU at every token.
             **options: generate's own (sampling, beams, num_return_sequences, stop strings, streamers ...).
 
         Returns:
-            `.sequences` int64 [B, N + new], `.stats`, `.cache`, and generate's own `.output`.
+            GenerateResult: `.text`, `.sequences` int64 [B, N + new], `.stats`, `.cache`, generate's own `.output`.
 
         Raises:
             InputError, PlanError, CacheStateError: see `prefill`; generate's own option `tokenizer` is one as well.
@@ -263,9 +259,7 @@ class Sieve(AttachedModel):
     def load(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> Saved:
         """Read what `save` wrote: `.cache` on the model's device, to go on with; `.ids`, `.extra`.
 
-        Raises:
-            CacheFileError: the file is damaged or of another format, or was made with another model, dtype, tokenizer
-                (where both are known) or plan.
+        Raises CacheFileError for a damaged file, or one of another model, dtype, tokenizer or plan.
         """
         check_path(path)
         check_tokenizer(tokenizer)
