@@ -32,11 +32,8 @@ from kvsieve.hf.runtime import AttachedModel
 from kvsieve.kept.kept import Kept
 from kvsieve.plans import Plan
 
-
 # What completion shows of a Sieve; the rest is for drivers.
-_PUBLIC = (
-    "ask begin chat facts generate kept last_stats load model new_cache plan prefill save tokenizer use_tokenizer"
-).split()
+_PUBLIC = "ask begin chat generate kept last_stats load model new_cache plan prefill save tokenizer".split()
 
 
 class Sieve(AttachedModel):
