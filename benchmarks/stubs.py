@@ -1,12 +1,12 @@
 """Types of the public API with the parameters of every method, for editors and type checkers.
 
-    python -m benchmarks.stubs > src/kvsieve/__init__.pyi
+python -m benchmarks.stubs > src/kvsieve/__init__.pyi
 """
 
 from __future__ import annotations
 
-import inspect
 import re
+import typing
 from collections.abc import Iterator
 
 import kvsieve
@@ -21,6 +21,7 @@ from kvsieve import models as models
 from kvsieve.budget import Budget as Budget
 from kvsieve.errors import KvsieveError as KvsieveError
 from kvsieve.errors import KvsieveWarning as KvsieveWarning
+from kvsieve.eval.evaluator import Evaluator as Evaluator
 from kvsieve.hf.attach import Sieve as Sieve
 from kvsieve.hf.attach import attach as attach
 from kvsieve.hf.cache.cache import SieveCache as SieveCache
@@ -35,7 +36,7 @@ __version__: str
 __all__: list[str]
 '''
 # Annotations that the file above can name; parameters with others take anything.
-KNOWN = {"int", "float", "str", "bool", "None", "Budget", "Literal"}
+KNOWN = {"int", "float", "str", "bool", "None", "Budget", "Literal", "tuple"}
 # Parameters that every method takes, or that come from the model or the registry.
 TYPES = {
     "codec": "Codec | str | None",
@@ -55,10 +56,13 @@ def annotation(info: MethodInfo, name: str) -> str:
     """Return the type of a parameter as text."""
     if name in TYPES:
         return TYPES[name]
-    given = inspect.signature(info.make).parameters.get(name)
-    text = "" if given is None or given.annotation is inspect.Parameter.empty else str(given.annotation)
-    names = set(re.findall(r"[A-Za-z_]\w*", re.sub(r"\"[^\"]*\"|'[^']*'", "", text)))
-    return text if text and names <= KNOWN else "Any"
+    kind = typing.get_type_hints(info.make).get(name)
+    if kind is None:
+        return "Any"
+    text = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
+    text = re.sub(r"[\w.]+\.(\w+)", r"\1", text)
+    names = set(re.findall(r"[A-Za-z_]\w*", re.sub(r"'[^']*'", "", text)))
+    return text.replace("'", '"') if names <= KNOWN else "Any"
 
 
 def overloads() -> Iterator[str]:
@@ -68,7 +72,9 @@ def overloads() -> Iterator[str]:
         shared = ("codec", "rest", "prefill")
         own = [each for each in info.parameters if each not in shared]
         lines = [f"    {each}: {annotation(info, each)} = ...," for each in (*own, *shared)]
-        yield "\n".join(["@overload", "def plan(", f'    method: Literal["{name}"],', "    *,", *lines, ") -> Plan: ..."])
+        yield "\n".join(
+            ["@overload", "def plan(", f'    method: Literal["{name}"],', "    *,", *lines, ") -> Plan: ..."]
+        )
     yield "@overload\ndef plan(method: str, **parameters: Any) -> Plan: ..."
 
 

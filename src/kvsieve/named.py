@@ -30,7 +30,7 @@ def plan(
     prefill: SparsePrefill | str | None = None,
     **parameters: Any,
 ) -> Plan:
-    """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``, or ``plan("fastkv:budget=20%")``.
+    """Make the Plan of a named method: ``plan("fastkv", budget="20%", tsp_layer=14)``, ``plan("fastkv:budget=20%")``.
 
     Parameters are the method's own (`kvsieve methods` lists them); a budget is a Budget, a share such as "20%" or 0.2,
     a number of entries, or the size of the whole cache of one prompt, such as "512MiB". Of any method that takes

@@ -51,7 +51,9 @@ def test_the_document_is_prefilled_once(cli, model_dir, document, monkeypatch):
 
     fed, feed = [], AttachedModel.feed
     monkeypatch.setattr(
-        AttachedModel, "feed", lambda self, cache, ids, *a, **k: (fed.append(ids.shape[1]), feed(self, cache, ids, *a, **k))[1]
+        AttachedModel,
+        "feed",
+        lambda self, cache, ids, *a, **k: (fed.append(ids.shape[1]), feed(self, cache, ids, *a, **k))[1],
     )
     ask(cli, model_dir, document, "--methods", "full,snapkv:budget=40:window=8,rocketkv-mt:budget=40")
     # Six prompts of 300 tokens and more: one whole, and behind it a window and a question each.
@@ -107,7 +109,7 @@ def test_questions_come_from_both_options(tmp_path):
     file = tmp_path / "q.txt"
     file.write_text("second\n\n third \n")
     assert given_questions(["first"], str(file)) == ["first", "second", "third"]
-    assert [run.label for run in runs_of("snapkv:budget=9,full", None)] == ["full", "snapkv:budget=9"]
+    assert [run.label for run in runs_of("snapkv:budget=99,full", None)] == ["full", "snapkv:budget=99"]
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,15 @@ from kvsieve.display import mebibytes
 from kvsieve.errors import InputError, KvsieveError
 
 if TYPE_CHECKING:
-    from kvsieve.eval.ask import Answer, Asker, MethodSummary
+    from kvsieve.eval.ask import Answer, Asker
 
 _METHODS = "full,snapkv,fastkv,rocketkv-mt"
 
 
 def ask_command(
-    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Documents: text, Markdown, PDF, DOCX; - is stdin.")],
+    files: Annotated[
+        list[str], typer.Argument(metavar="FILE...", help="Documents: text, Markdown, PDF, DOCX; - is stdin.")
+    ],
     question: Annotated[list[str] | None, typer.Option(help="Question about the documents; repeatable.")] = None,
     questions: Annotated[str | None, typer.Option(metavar="FILE", help="File with one question per line.")] = None,
     methods: Annotated[str, typer.Option(help="Methods to compare with full KV: full,snapkv:budget=20%.")] = _METHODS,
@@ -49,7 +51,6 @@ def ask_command(
     The documents are prefilled once. Answers are greedy.
 
     Examples:
-
     kvsieve ask report.pdf --question "What was decided?" --question "Who paid?"
 
     kvsieve ask notes.md mail.txt --questions q.txt --methods full,snapkv:budget=20%,fastkv --html answers.html

@@ -35,7 +35,9 @@ def _read(name: str) -> str:
         return read_text(name, "document")
     path = Path(os.path.expanduser(name))
     if not path.is_file():
-        raise InputError(f"cannot read the document {name!r}: {'it is a directory' if path.is_dir() else 'no such file'}")
+        raise InputError(
+            f"cannot read the document {name!r}: {'it is a directory' if path.is_dir() else 'no such file'}"
+        )
     try:
         text = reader(path)
     except KvsieveError:

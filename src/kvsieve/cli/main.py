@@ -12,7 +12,21 @@ from typing import Annotated
 import typer
 
 import kvsieve
-from kvsieve.cli import advise, ask, bench, calibrate, chat, demo, estimate, evaluate, info, models_table, report, run, serve
+from kvsieve.cli import (
+    advise,
+    ask,
+    bench,
+    calibrate,
+    chat,
+    demo,
+    estimate,
+    evaluate,
+    info,
+    models_table,
+    report,
+    run,
+    serve,
+)
 from kvsieve.cli.output import emit_json, one_line, printed_warnings
 from kvsieve.cli.store import store_app
 from kvsieve.errors import InputError, KvsieveError, PlanError, short

@@ -60,7 +60,9 @@ def read_prompts(name: str, question: str | None, system: str | None) -> list[Te
     An object may hold a "system" prompt and a "question" of its own; what else it holds is in the result's "extra". The
     first line says which of both a file holds. Raises InputError.
     """
-    lines = [(number, line) for number, line in enumerate(read_text(name, "prompt file").split("\n"), 1) if line.strip()]
+    lines = [
+        (number, line) for number, line in enumerate(read_text(name, "prompt file").split("\n"), 1) if line.strip()
+    ]
     if not isinstance(_json(lines[0][1]), dict):
         return [TextPrompt(_asked(line.rstrip("\r"), question, f"{name!r}, line {n}"), system) for n, line in lines]
     return [_from_json(_json(line), question, system, f"{name!r}, line {number}") for number, line in lines]

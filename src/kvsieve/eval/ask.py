@@ -128,9 +128,7 @@ class Asker:
         """Return False for a method that prefills the document again for every question."""
         return self._evaluator.documents.shares(self.plans[label])
 
-    def ask(
-        self, question: str, number: int = 0, shown: Callable[[str, str], None] | None = None
-    ) -> list[Answer]:
+    def ask(self, question: str, number: int = 0, shown: Callable[[str, str], None] | None = None) -> list[Answer]:
         """Answer one question under every plan, in their order.
 
         Args:
@@ -194,7 +192,9 @@ class Asker:
 def differs_at(reference: Answer, other: Answer) -> int | None:
     """Return the number of the first token (from 1) at which two answers differ, None where they are equal."""
     pairs = zip(reference.tokens, other.tokens, strict=False)
-    same = next((at for at, (one, two) in enumerate(pairs) if one != two), min(len(reference.tokens), len(other.tokens)))
+    same = next(
+        (at for at, (one, two) in enumerate(pairs) if one != two), min(len(reference.tokens), len(other.tokens))
+    )
     return None if len(reference.tokens) == len(other.tokens) == same else same + 1
 
 

@@ -13,8 +13,8 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.failures import undone_on_failure
 from kvsieve.hf.chat.chat import Chat
 from kvsieve.hf.forward.passes import closing
-from kvsieve.hf.generate.config import padding_token
 from kvsieve.hf.generate.ask import ask
+from kvsieve.hf.generate.config import padding_token
 from kvsieve.hf.generate.generate import generate
 from kvsieve.hf.generate.options import checked_config
 from kvsieve.hf.generate.result import GenerateResult
@@ -40,8 +40,7 @@ class Sieve(AttachedModel):
     """A model with a plan attached. Made by `attach`.
 
     Attributes:
-        last_stats: of the last generate call, also of a plain ``model.generate`` or a pipeline inside the block; None
-            before the first, and after one that failed.
+        last_stats: of the last generate call, plain ``model.generate`` included; None before, and after a failure.
     """
 
     def __init__(self, model: Any, plan: Plan, decode: str = "auto") -> None:
@@ -71,14 +70,13 @@ class Sieve(AttachedModel):
         """Read a prompt, apply the plan to it and return the cache, ready for a next turn.
 
         Args:
-            input_ids: int64 [B, N], left-padded, or what ``tokenizer(..., return_tensors="pt")`` returned, mask
-                included; with a used `cache`, the whole conversation, of which only what is new is read.
+            input_ids: int64 [B, N], left-padded, or what ``tokenizer(..., return_tensors="pt")`` returned; with a used
+                `cache` the whole conversation, of which only new tokens are read.
             attention_mask: [B, N], 1 for tokens and 0 for padding; None when nothing new is padding.
             cache: of this plan on this model; None for a new one.
             chunk: tokens per forward pass, None for all at once.
             progress: called with (tokens read, tokens in all).
-            protect: spans that are never evicted, ``[(0, 40), (100, 120)]``: half-open, in a row's true tokens, one
-                list for all rows or one per row.
+            protect: spans that are never evicted, ``[(0, 40)]``: half-open, in true tokens; one list, or one per row.
             quotas: spans of which so many entries stay per layer and head, ``[((0, 40), 10), ((40, 90), "20%")]``. Both
                 count in the budget, and hold as long as the cache is used.
             reduce: False keeps this turn's prompt whole: the plan does not act on it.
@@ -108,8 +106,7 @@ class Sieve(AttachedModel):
     ) -> SieveCache:
         """Prefill the beginning of a prompt and return the cache, in the middle of that prompt.
 
-        The next `prefill` or `generate` with it completes the prompt, and the plan acts on all of it. The beginning
-        must leave as many tokens as the plan looks back on (SnapKV: its window).
+        The next `prefill` or `generate` completes the prompt; it needs as many tokens as the plan looks back on.
 
         Args:
             input_ids: int64 [1, N], one row without padding; with a used `cache`, the whole conversation so far.
@@ -147,9 +144,13 @@ class Sieve(AttachedModel):
 
         Args:
             input_ids: see `prefill`.
-            attention_mask, cache, chunk, progress, protect, quotas: see `prefill`.
-            question_tokens: the last so many tokens are a question that the plan does not see: they are read after the
-                plan has acted, and kept whole.
+            attention_mask: see `prefill`.
+            cache: see `prefill`.
+            chunk: see `prefill`.
+            progress: see `prefill`.
+            protect: see `prefill`.
+            quotas: see `prefill`.
+            question_tokens: last tokens that are a question, read after the plan has acted, and kept whole.
             reduce: see `prefill`.
             measure: measure peak memory (which collects garbage), and wait for the GPU at every token.
             **options: generate's own (sampling, beams, num_return_sequences, stop strings, streamers ...).
@@ -216,7 +217,7 @@ class Sieve(AttachedModel):
             cache: of this sieve, between turns.
             input_ids: int64 [B, N], the whole conversation as it was fed, padding included.
             row: of the batch.
-            tokenizer: for the text of the tokens; None for the one that `attach` was given.
+            tokenizer: for the text of the tokens; None for that of `attach`.
 
         Raises CacheStateError for a half-read prompt or beams, InputError for other tokens or no such row.
         """
@@ -236,7 +237,7 @@ class Sieve(AttachedModel):
     ) -> None:
         """Write a cache of this sieve to one file (safetensors), which `load` reads; docs/chats.md.
 
-        On any failure what was at `path` is untouched.
+        A failure leaves the file at `path` untouched.
 
         Args:
             cache: between turns.
@@ -277,10 +278,10 @@ class Sieve(AttachedModel):
 
         Args:
             tokenizer: with a chat template.
-            system: the system prompt.
-            load: a file that ``chat.save(path)`` wrote, to go on with.
-            store: a `kvsieve.store.PrefixStore` that prompts' beginnings are taken from, and left to.
-            max_new_tokens: longest answer; where the model's context ends, answers are shorter.
+            system: system prompt.
+            load: file of ``chat.save(path)`` to continue.
+            store: `kvsieve.store.PrefixStore` of prompts' beginnings.
+            max_new_tokens: longest answer.
             chunk: prompt tokens per forward pass.
             **options: of `generate`, for every turn; answers are greedy unless these say otherwise.
 

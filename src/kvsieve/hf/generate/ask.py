@@ -42,7 +42,9 @@ def _messages(prompt: Any, question: str | None) -> list[dict[str, Any]]:
     if question is not None:
         last = messages[-1].get("content")
         if not isinstance(last, str) or messages[-1].get("role") != "user":
-            raise InputError("question= goes behind a user's text: give the last message as one, or leave question= out")
+            raise InputError(
+                "question= goes behind a user's text: give the last message as one, or leave question= out"
+            )
         messages[-1]["content"] = f"{last.rstrip()}\n\n{question}"
     if not str(messages[-1].get("content") or "").strip():
         raise InputError("the prompt is empty; write some text")
