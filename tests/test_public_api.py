@@ -28,6 +28,7 @@ MODELS = """
 SIEVE = """
     adapters
     adopt(self, cache)
+    ask(self, prompt, question=None, **options)
     begin(self, input_ids, *, cache=None, chunk=None, progress=None)
     chat(self, tokenizer, system=None, *, load=None, store=None, max_new_tokens=512, chunk=1024, **options)
     check_cache(self, cache)
@@ -65,7 +66,7 @@ CHAT = """
     turns
 """
 FIELDS = {
-    "GenerateResult": "sequences stats cache output token_s seen tokenizer",
+    "GenerateResult": "sequences stats cache output token_s seen tokenizer prompt_columns ends",
     "Reply": "text tokens ended stats",
     "Saved": "cache ids extra",
     "Stats": """

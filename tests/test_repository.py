@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_the_version_stands_in_one_file_and_others_agree():
     project = (ROOT / "pyproject.toml").read_text()
-    assert 'dynamic = ["version"]' in project
+    assert 'dynamic = ["version", "readme"]' in project
     source = re.search(r'^path = "(src/kvsieve/\w+\.py)"$', project, re.M).group(1)
     assert f'__version__ = "{kvsieve.__version__}"' in (ROOT / source).read_text()
     stated = {

@@ -9,7 +9,7 @@ import pytest
 
 from kvsieve.cli.ask import given_questions, runs_of
 from kvsieve.errors import InputError
-from kvsieve.eval.ask import Answer, advice, differing_words, differs_at, summarise
+from kvsieve.eval.ask import DocumentAnswer, advice, differing_words, differs_at, summarise
 
 WORDS = " ".join(f"w{number % 60}" for number in range(300))
 QUESTIONS = ("w3 w4 w5", "w7 w8")
@@ -74,8 +74,8 @@ def test_what_is_printed(cli, model_dir, document, tmp_path):
     assert "w7 w8" in page.read_text() and "kvsieve ask" in page.read_text()
 
 
-def answer(method: str, tokens: list[int], size: int, number: int = 0, text: str = "") -> Answer:
-    return Answer(number, method, text, tokens, 0.5, 0.1, size, 10.0, 100, True)
+def answer(method: str, tokens: list[int], size: int, number: int = 0, text: str = "") -> DocumentAnswer:
+    return DocumentAnswer(number, method, text, tokens, 0.5, 0.1, size, 10.0, 100, True)
 
 
 def test_where_answers_differ():

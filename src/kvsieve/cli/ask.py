@@ -21,7 +21,7 @@ from kvsieve.display import mebibytes
 from kvsieve.errors import InputError, KvsieveError
 
 if TYPE_CHECKING:
-    from kvsieve.eval.ask import Answer, Asker
+    from kvsieve.eval.ask import Asker, DocumentAnswer
 
 _METHODS = "full,snapkv,fastkv,rocketkv-mt"
 
@@ -138,9 +138,9 @@ def write(name: str, text: str, option: str) -> None:
     say(f"written: {name}")
 
 
-def ask_all(asker: Asker, questions: Sequence[str], quiet: bool) -> list[Answer]:
+def ask_all(asker: Asker, questions: Sequence[str], quiet: bool) -> list[DocumentAnswer]:
     """Return all answers, each shown while it is generated unless `quiet`."""
-    answers: list[Answer] = []
+    answers: list[DocumentAnswer] = []
     last: list[str] = []
 
     def shown(label: str, piece: str) -> None:
@@ -161,7 +161,7 @@ def ask_all(asker: Asker, questions: Sequence[str], quiet: bool) -> list[Answer]
     return answers
 
 
-def results(questions: Sequence[str], answers: Sequence[Answer]) -> dict[str, Any]:
+def results(questions: Sequence[str], answers: Sequence[DocumentAnswer]) -> dict[str, Any]:
     """Return answers, methods and advice, JSON-ready."""
     from kvsieve.eval.ask import advice, differing_words, differs_at, summarise
 

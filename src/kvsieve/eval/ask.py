@@ -26,8 +26,8 @@ _WORDS = 4
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One answer under one method.
+class DocumentAnswer:
+    """Answer to one question under one method.
 
     Attributes:
         question: index of the question.
@@ -128,7 +128,9 @@ class Asker:
         """Return False for a method that prefills the document again for every question."""
         return self._evaluator.documents.shares(self.plans[label])
 
-    def ask(self, question: str, number: int = 0, shown: Callable[[str, str], None] | None = None) -> list[Answer]:
+    def ask(
+        self, question: str, number: int = 0, shown: Callable[[str, str], None] | None = None
+    ) -> list[DocumentAnswer]:
         """Answer one question under every plan, in their order.
 
         Args:
@@ -137,7 +139,7 @@ class Asker:
             shown: called with a label and each piece of text as it is generated.
         """
         evaluator, tokenizer = self._evaluator, self._evaluator.prompter.tokenizer
-        ids, answers, size = self._ids(question), list[Answer](), len(self._shared)
+        ids, answers, size = self._ids(question), list[DocumentAnswer](), len(self._shared)
         while ids[:size] != self._shared[:size]:
             size -= 1
         context, asked = self._tensor(ids[:size]), self._tensor(ids[size:])
@@ -163,7 +165,7 @@ class Asker:
                 shown(label, rest)
             stops = evaluator.prompter.stops
             answers.append(
-                Answer(
+                DocumentAnswer(
                     question=number,
                     method=label,
                     text=text.text.strip(),
@@ -189,7 +191,7 @@ class Asker:
         return torch.tensor([ids], dtype=torch.int64, device=self.model.device)
 
 
-def differs_at(reference: Answer, other: Answer) -> int | None:
+def differs_at(reference: DocumentAnswer, other: DocumentAnswer) -> int | None:
     """Return the number of the first token (from 1) at which two answers differ, None where they are equal."""
     pairs = zip(reference.tokens, other.tokens, strict=False)
     same = next(
@@ -198,7 +200,7 @@ def differs_at(reference: Answer, other: Answer) -> int | None:
     return None if len(reference.tokens) == len(other.tokens) == same else same + 1
 
 
-def differing_words(reference: Answer, other: Answer) -> tuple[str, str]:
+def differing_words(reference: DocumentAnswer, other: DocumentAnswer) -> tuple[str, str]:
     """Return the first few words of both answers from the word in which they differ."""
     ours, theirs = other.text.split(), reference.text.split()
     at = next((at for at, (one, two) in enumerate(zip(ours, theirs, strict=False)) if one != two), None)
@@ -208,7 +210,7 @@ def differing_words(reference: Answer, other: Answer) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """What one method did over all questions.
+    """Summary of one method over all questions.
 
     Attributes:
         method: label.
@@ -231,9 +233,9 @@ class MethodSummary:
     applied: bool
 
 
-def summarise(answers: Sequence[Answer]) -> list[MethodSummary]:
+def summarise(answers: Sequence[DocumentAnswer]) -> list[MethodSummary]:
     """Return a summary of each method, in order; the first method is the reference."""
-    by_method: dict[str, list[Answer]] = {}
+    by_method: dict[str, list[DocumentAnswer]] = {}
     for answer in answers:
         by_method.setdefault(answer.method, []).append(answer)
     reference = next(iter(by_method.values()), [])

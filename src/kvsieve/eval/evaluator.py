@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from kvsieve.errors import InputError
-from kvsieve.eval.outcome import Outcome
+from kvsieve.eval.outcome import Outcome, compared_places, mean
 from kvsieve.eval.own import Methods, TaskOrRows, compared_rows
 from kvsieve.eval.reading import DocumentReader, ReadState
 from kvsieve.eval.rows import Row
@@ -29,9 +29,6 @@ from kvsieve.hf.shared import after_prompt, answer_logits, next_logits, read_alo
 from kvsieve.plans import Plan
 from kvsieve.tasks.prompter import Prompter
 from kvsieve.tasks.samples import QuestionAnswer, Sample
-
-# Answer tokens of full KV over which other plans' distributions are compared with it.
-_COMPARED = 32
 
 
 class Evaluator:
@@ -88,8 +85,7 @@ class Evaluator:
         """Return the outcomes of `plans`, the first of which must be full KV, the reference of the distances.
 
         question: "visible" when plans act on context and question together; "hidden" when they act on the context
-        alone and the questions follow, kept whole. Raises InputError for independent questions asked visibly: then
-        there is no context that they could share.
+        alone and the questions follow, kept whole. Raises InputError for independent questions asked visibly.
         """
         if sample.independent and question == "visible":
             raise InputError("questions on copies of one context are asked hidden only; see --question")
@@ -126,7 +122,7 @@ class Evaluator:
                 if turn is sample.turns[0]:
                     outcome.kl, outcome.kl_last, outcome.top1 = distance
         for outcome, per_turn in zip(outcomes, scores, strict=True):
-            outcome.metrics = {name: _mean([each[name] for each in per_turn]) for name in per_turn[0]}
+            outcome.metrics = {name: mean([each[name] for each in per_turn]) for name in per_turn[0]}
             if len(per_turn) > 1:
                 outcome.metrics |= {f"turn_{i + 1}": each["score"] for i, each in enumerate(per_turn)}
         return outcomes
@@ -187,8 +183,7 @@ class Evaluator:
     def _suits(self, group: Sequence[ReadState], state: ReadState) -> bool:
         """Tell whether a state decodes well as a further row of a group.
 
-        Rows cost what the longest costs: they should be about as long, or all small beside the model's weights, which
-        every pass reads once for all rows.
+        Rows cost what the longest costs: they should be about as long, or all small beside the model's weights.
         """
         first, plans = group[0], (group[0].plans[0], state.plans[0])
         if plans[0].read != plans[1].read or any(
@@ -214,7 +209,7 @@ class Evaluator:
             tokens = self.decode(state, turn.max_new_tokens)
             used = [self.prompter.answer(row) for row in tokens]
             if not reference:
-                places = _compared(used[0][1], turn.spread)
+                places = compared_places(used[0][1], turn.spread)
                 reference = tokens[0][: places[-1] + 1]
             given = self._distributions(state, reference, places)
             truth = truth if len(truth) else given
@@ -240,10 +235,10 @@ class Evaluator:
         """Generate greedily, and return the tokens of each row up to the end of the turn; the state stays as it is.
 
         Args:
-            state: conversations to answer.
-            limit: tokens of an answer at most.
-            on_token: called with each token of the first row as it is chosen; None for nobody.
-            processors: of the logits; None for those of the checkpoint's generation_config.
+            state: conversations.
+            limit: longest answer.
+            on_token: called with each token of the first row.
+            processors: None for those of the checkpoint's generation_config.
         """
         logits = state.logits
         ids = state.given.to(logits.device).expand(len(logits), -1)
@@ -296,13 +291,6 @@ class Evaluator:
         return torch.cat(found, 1)
 
 
-def _compared(length: int, spread: bool) -> list[int]:
-    """Places of an answer of `length` tokens at which distributions are compared: the first ones, or throughout."""
-    if not spread or length <= _COMPARED:
-        return list(range(min(length, _COMPARED)))
-    return [i * (length - 1) // (_COMPARED - 1) for i in range(_COMPARED)]
-
-
 def _row_bytes(cache: SieveCache) -> int:
     """Bytes of keys and values as one row among others, where every head is as long as the fullest."""
     total = 0
@@ -310,7 +298,3 @@ def _row_bytes(cache: SieveCache) -> int:
         if isinstance(layer, StoreLayer) and layer.is_initialized:
             total += max(layer.store.lengths) * layer.store.heads * layer.store.entry_size()
     return total
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

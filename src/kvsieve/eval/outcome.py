@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvsieve.eval.cells import MethodSetting
@@ -10,6 +11,9 @@ from kvsieve.eval.rows import Row
 from kvsieve.hf.cache.records import TurnRecord
 from kvsieve.tasks.public import recorded
 from kvsieve.tasks.samples import Sample
+
+# Answer tokens of full KV over which other plans' distributions are compared with it.
+_COMPARED = 32
 
 
 @dataclass
@@ -54,3 +58,14 @@ def sample_row(unit: Unit, sample: Sample, setting: MethodSetting, outcome: Outc
         "meta": dict(sample.meta),
         "notes": outcome.notes,
     }
+
+
+def compared_places(length: int, spread: bool) -> list[int]:
+    """Return the tokens of an answer at which distributions are compared: the first ones, or some throughout."""
+    if not spread or length <= _COMPARED:
+        return list(range(min(length, _COMPARED)))
+    return [i * (length - 1) // (_COMPARED - 1) for i in range(_COMPARED)]
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
