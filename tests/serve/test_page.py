@@ -285,7 +285,7 @@ def test_documents_are_dropped_and_counted(server, page):
     ended(page)
     assert messages(server.asked[-1]) == [("user", "one two three\n\nwhat is this")]
     assert page.text(f"{LAST}.user .documents") == "a.txt (3 tokens)" and page.text("#documents") == ""
-    page.wait_text("#context", "Context: 25 of 200 tokens, 175 left")
+    assert page.text("#context") == "Context: 25 of 200 tokens, 175 left"
     page.hand_over("#talk", {"long.txt": "word " * 300}, "drop")
     page.wait_text("#context", "125 too many")
 
@@ -348,6 +348,8 @@ def test_the_last_line_is_in_sight_on_a_phone(server, page):
     server.script = lambda body: [*(f"line {number}\n\n" for number in range(60)), usage(9, 9, notes=["a note"] * 9)]
     ask(page, "Long?")
     ended(page)
+    assert page.js(f"document.querySelector('{LAST}.answer > .tools').getClientRects().length") == 1
+    assert page.js("document.getElementById('talk').scrollHeight") > 1500
     talk, map_ = page.box("#talk"), page.box(f"{LAST}.map")
     page.wait(f"document.querySelector('{LAST}.answer > .tools').getBoundingClientRect().bottom <= {talk['bottom']}")
     assert talk["height"] > 400 and page.box("#send")["bottom"] <= 844 and map_["width"] > 300

@@ -149,7 +149,7 @@ export class Chat {
     if (this.conversation !== conversation) return;
     this.views.find((view) => view.turn === turn).compare();
     this.offerAgain();
-    this.drawContext();
+    await this.countContext().catch(() => {});
     const kept = keep(conversation) ? "" : ". The browser has no room for this conversation";
     this.page.say(outcome(records) + kept);
   }
@@ -187,8 +187,9 @@ export class Chat {
   async countContext() {
     if (!server.model) return;
     const text = $("message").value.trim();
-    const answers = this.conversation.turns.at(-1)?.answers ?? [];
-    const before = Math.max(0, ...answers.map((answer) => answer?.usage?.total_tokens ?? 0));
+    const totals = this.conversation.turns.map((turn) =>
+      Math.max(0, ...turn.answers.map((answer) => answer?.usage?.total_tokens ?? 0)));
+    const before = totals.findLast((total) => total) ?? 0;
     const documents = attached().reduce((sum, each) => sum + (each.tokens ?? 0), 0);
     const used = before + documents + (text ? await countTokens(text) : 0);
     if (text !== $("message").value.trim()) return;
