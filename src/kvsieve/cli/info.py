@@ -18,6 +18,8 @@ from kvsieve.text import Markdown
 _EXTRAS = {
     "gguf": ("demo", "gguf"),
     "accelerate": ("gguf", "parallel"),
+    "pypdf": ("documents",),
+    "python-docx": ("documents",),
     "peft": ("peft",),
     "matplotlib": ("eval",),
     "datasets": ("scbench",),
