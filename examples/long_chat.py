@@ -13,7 +13,6 @@ QUESTIONS = (
     "Write five sentences about the river that flows through the city.",
     "And what is the capital of Italy?",
     "Write five sentences about its history.",
-    "Which of the two cities is further south?",
 )
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

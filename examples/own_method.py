@@ -36,7 +36,7 @@ given = parser.parse_args()
 
 model, tokenizer = kvsieve.models.load(given.model)
 document = (Path(__file__).parent / "minutes.txt").read_text(encoding="utf-8")
-chat = [{"role": "user", "content": f"{document}\n\nWhen is the next meeting?"}]
+chat = [{"role": "user", "content": f"{document}\n\nWhat is the number of the order of the new radio?"}]
 prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 # KNorm does not look at the question, and keeps too little of what answers it.
 for name in ("full", "weighed", "snapkv", "knorm"):

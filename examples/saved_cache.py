@@ -12,9 +12,8 @@ import kvsieve
 
 MINUTES = Path(__file__).parent / "minutes.txt"
 QUESTIONS = (
-    "Why is the dredging of the east channel late?",
-    "What does the new ferry terminal cost?",
-    "When is the next meeting?",
+    "What is the number of the order of the new radio?",
+    "What is the name of the dredger?",
 )
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
