@@ -1,6 +1,8 @@
 """Summarise a long document with FastKV: 40% of the tokens go through the deep layers, 40% of the entries stay.
 
 python examples/summarise.py [--model MODEL] [--document FILE]
+
+The demo model is small: parts of its summary are invented, under full KV as well. Give a larger one as --model.
 """
 
 import argparse

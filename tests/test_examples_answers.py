@@ -32,6 +32,7 @@ def example(demo, capsys, monkeypatch, tmp_path, usual_floor):
     """Run a script on the demo model and return what it printed."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(kvsieve.models, "load", lambda *where, **how: demo)
+    kvsieve.list_methods()
     monkeypatch.setattr(kvsieve.registry, "_METHODS", dict(kvsieve.registry._METHODS))
 
     def run(name: str, *arguments: str) -> str:
@@ -96,3 +97,8 @@ def test_the_tour_finds_the_number(demo, capsys, monkeypatch, usual_floor):
         printed.append(capsys.readouterr().out)
     assert all(NUMBER in answers(printed[2])[name] for name in ("full", "snapkv")) and NUMBER in printed[3]
     assert NUMBER in printed[5] and "Petrel" in printed[5]
+
+
+def test_both_summaries_name_the_terminal(example):
+    found = answers(example("summarise"))
+    assert all("approve the new ferry terminal" in found[name] for name in ("full", "fastkv"))
