@@ -36,12 +36,12 @@ from kvsieve.bench.prompts import TokensPrompt
 from kvsieve.bench.roofline import Rates, measure_rates
 from kvsieve.bench.tables import notes, tables
 from kvsieve.bench.work import Work
-from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.output import print_table, printed_warnings
 from kvsieve.cli.specs import MethodRun, compared_methods, measured, with_codecs
 from kvsieve.hf.compat import CACHE
-from kvsieve.hf.decode.engine import ENGINES
+from kvsieve.hf.decode.engines import ENGINES
 from kvsieve.hf.generate.peak_memory import measure_peak
+from kvsieve.quantities import parse_lengths
 from kvsieve.report.environment import environment, write_result
 
 GENERATE = "transformers generate"
@@ -321,7 +321,7 @@ def measure(arguments: argparse.Namespace) -> None:
         "dtype": "bfloat16",
         "device": str(model.device),
         **settings,
-        "contexts": parse_contexts(arguments.contexts or ("256,384" if tiny else "8k,32k,128k"), "--contexts"),
+        "contexts": parse_lengths(arguments.contexts or ("256,384" if tiny else "8k,32k,128k"), "--contexts"),
         "batches": [int(each) for each in (arguments.batches or ("1,2" if tiny else "1,4,8")).split(",")],
         "note": "weights and tokens are random: costs are real, choices are not; ASL's tau and first make it select",
         "contenders": {},

@@ -26,7 +26,7 @@ from kvsieve.attention.choice import cpu_paths
 from kvsieve.bench.contenders import Contender, KvsieveMethod, Transformers
 from kvsieve.bench.prompts import TokensPrompt, text_ids
 from kvsieve.devices import cpu_kind
-from kvsieve.hf.decode.engine import ENGINES
+from kvsieve.hf.decode.engines import ENGINES
 from kvsieve.hf.generate.peak_memory import measure_peak
 from kvsieve.named import plan_without_floor
 from kvsieve.report.environment import environment, write_result

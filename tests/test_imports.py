@@ -19,6 +19,8 @@ STOREYS = (
     (
         "loading",
         "parameters",
+        "quantities",
+        "suggestions",
         "specs",
         "profiles",
         "turns",

@@ -8,12 +8,8 @@ from typing import Any
 
 from kvsieve.errors import PlanError, short
 from kvsieve.parameters import MOST
+from kvsieve.quantities import format_bytes, is_size, is_tokens, parse_bytes, parse_tokens
 
-# Largest first, so that a size is written in the largest unit of which it is a whole number.
-_BINARY = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
-_DECIMAL = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3, "B": 1}
-_UNITS = {name.lower(): size for name, size in {**_BINARY, **_DECIMAL}.items()}
-_SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]+)", re.IGNORECASE)
 _FLOORED = re.compile(r"(.*\S)\s*\(at least (\d+)\)")
 
 # Entries that shares of plans made by name keep at least: with 20% of a question of 40 tokens a model answers with a
@@ -86,8 +82,8 @@ class Budget:
         """Read a budget as users write it.
 
         Args:
-            value: ``"20%"`` or ``0.2`` (ratio), ``"2048"`` or ``2048`` (tokens), ``"512MiB"`` (bytes), a Budget, or
-                what `str` makes of one.
+            value: ``"20%"`` or ``0.2`` (ratio), ``"2048"``, ``2048`` or ``"2k"`` (tokens), ``"512MiB"``
+                (bytes), a Budget, or what `str` makes of one.
 
         Raises:
             PlanError: the value is none of them.
@@ -101,15 +97,17 @@ class Budget:
             try:
                 if text.endswith("%"):
                     return cls(ratio=float(text[:-1]) / 100)
-                if _SIZE.fullmatch(text):
+                if is_size(text):
                     return cls(bytes=parse_bytes(text))
+                if is_tokens(text):
+                    return cls(tokens=parse_tokens(text, "budget"))
                 return cls(ratio=float(text)) if "." in text else cls(tokens=int(text))
             except ValueError as error:
                 if isinstance(error, PlanError):
                     raise
                 raise PlanError(
-                    f"budget {short(value)} is neither a share like '20%', a number of entries like 2048 nor a size "
-                    "like '512MiB'"
+                    f"budget {short(value)} is neither a share like '20%', a number of entries like 2048 or 2k nor a "
+                    "size like '512MiB'"
                 ) from None
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise PlanError(f"budget must be a Budget, '20%', 0.2, 2048 or '512MiB', got {short(value)}")
@@ -154,7 +152,7 @@ class Budget:
 
     def __str__(self) -> str:
         if self.bytes is not None:
-            return told_bytes(self.bytes)
+            return format_bytes(self.bytes)
         if self.tokens is not None:
             return str(self.tokens)
         return f"{100 * (self.ratio or 0.0):g}%" + (f" (at least {self.floor})" if self.floor else "")
@@ -181,26 +179,3 @@ def has_floor(value: Any) -> bool:
 def without_floor(value: Any) -> Any:
     """Return a budget, or one as text, without its floor, and any other value as it is."""
     return Budget.parse(value).with_floor(0) if has_floor(value) else value
-
-
-def parse_bytes(text: str) -> int:
-    """Read a size such as "512MiB", "1.5 GB" or "300kB".
-
-    Raises:
-        PlanError: the text is none, or its unit is unknown.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    known = ", ".join([*_BINARY, *_DECIMAL])
-    if match is None:
-        raise PlanError(f"{short(text)} is no size in bytes; write a number and one of {known}, such as '512MiB'")
-    unit = _UNITS.get(match[2].lower())
-    if unit is None:
-        raise PlanError(f"{short(text)} has the unknown unit {match[2]!r}; known are {known}")
-    return int(float(match[1]) * unit)
-
-
-def told_bytes(count: int) -> str:
-    """Write a size so that `parse_bytes` reads the same: "512MiB"."""
-    units = {**_BINARY, **_DECIMAL}
-    name = next(name for name, size in units.items() if count % size == 0)
-    return f"{count // units[name]}{name}"

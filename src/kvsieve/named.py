@@ -15,6 +15,7 @@ from kvsieve.registry import MethodInfo, check_parameters, list_methods, method_
 from kvsieve.roles import Codec, DelegatingEvictor, Evictor, SparsePrefill, budgets_of
 from kvsieve.settled import as_in_paper, plan_of
 from kvsieve.specs import split_specs
+from kvsieve.suggestions import role_error
 from kvsieve.unset import Unset
 
 # Codec of "2bit" and the like.
@@ -169,11 +170,16 @@ def crossed(
     return out
 
 
+def rest_text(text: str) -> str:
+    """Return a codec as `codec_of` reads it: "rotated:bits=2" for "2bit", any other text as it is."""
+    bits = _BITS.fullmatch(text.strip())
+    return f"{_REST}:bits={bits[1]}" if bits else text
+
+
 def rest_of(value: Codec | str) -> Codec:
     """Return a codec of what is otherwise dropped. Raises PlanError."""
     if isinstance(value, str):
-        bits = _BITS.fullmatch(value.strip())
-        return codec_of(f"{_REST}:bits={bits[1]}" if bits else value)
+        return codec_of(rest_text(value))
     if isinstance(value, Codec):
         return value
     raise PlanError(f"rest= takes '2bit', '3bit', '4bit', a Codec or its name, got {short(value)}")
@@ -204,6 +210,6 @@ def _alone(role: str, value: Any, example: str) -> Plan:
     info = method_info(name)
     if info.roles != (role,):
         known = [each for each in list_methods() if method_info(each).roles == (role,)]
-        raise PlanError(f"{info.name} is no {role}; {role}s are {', '.join(known)}")
+        raise role_error(info.name, role, known)
     check_parameters(info, given)
     return info.make(**given)

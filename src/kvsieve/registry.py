@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import inspect
 import typing
@@ -20,6 +19,7 @@ from kvsieve.loading import BUILT_IN, canonical, load_methods
 from kvsieve.parameters import check_kinds, inherited_fields
 from kvsieve.plans import ROLES, Plan
 from kvsieve.roles import budgets_of
+from kvsieve.suggestions import check_names, unknown_method
 
 if TYPE_CHECKING:
     from kvsieve.budget import Budget
@@ -260,22 +260,12 @@ def method_info(name: str) -> MethodInfo:
     try:
         return _METHODS[canonical(name)]
     except KeyError:
-        raise PlanError(f"unknown method {short(name)}{did_you_mean(name, list_methods())}") from None
+        raise unknown_method(name, list_methods()) from None
 
 
 def check_parameters(info: MethodInfo, given: Mapping[str, Any]) -> None:
     """Raise PlanError with a suggestion for a parameter the method does not have, or one of another kind."""
-    known = info.parameters
-    for name, value in given.items():
-        if name == "compression_ratio" and "budget" in known:
-            share = isinstance(value, float) and 0 <= value < 1
-            example = f"compression_ratio={value:g} is budget='{100 * (1 - value):g}%'" if share else "budget='20%'"
-            raise PlanError(
-                f"{info.name} has no parameter 'compression_ratio', the share that is dropped: give budget=, the share "
-                f"that is kept; {example}"
-            )
-        if name not in known:
-            raise PlanError(f"{info.name} has no parameter {name!r}{did_you_mean(name, list(known), 'it takes')}")
+    check_names(info.name, info.parameters, given)
     check_kinds(info.name, info.make, given)
 
 
@@ -285,13 +275,3 @@ def check_complete(info: MethodInfo, given: Mapping[str, Any]) -> None:
         if default is inspect.Parameter.empty and name not in given:
             example = ", ".join(f"{each}={value!r}" for each, value in info.example.items())
             raise PlanError(f"{info.name} needs {name}=, e.g. plan({info.name!r}, {example})")
-
-
-def did_you_mean(name: str, known: list[str], lead: str | None = "known are") -> str:
-    """What to add to a message about a wrong name: the nearest of those known, and all of them after `lead`, if any."""
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    suggestion = f"; did you mean {close[0]!r}?" if close else ""
-    if lead is None:
-        return suggestion
-    listing = f" ({lead} {', '.join(known)})" if known else f" ({lead} no parameters)"
-    return suggestion + listing

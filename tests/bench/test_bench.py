@@ -260,7 +260,8 @@ def test_one_line_per_method_at_the_end(report):
     ]
     row = report["lengths"][str(max(LENGTHS))]["summary"]["fastkv"]
     saved = 100 * (1 - row["ratios"]["transformers"]["kv_bytes"]["median"])
-    assert f"{saved:.0f}% KV held; prompt: attention " in lines[2] and lines[2].startswith("fastkv, 320 tokens: saves ")
+    assert f"{saved:.0f}% KV memory; prompt: attention " in lines[2]
+    assert lines[2].startswith("fastkv, 320 tokens: saves ")
     assert f"rest {100 * row['time_shares']['token']['rest']:.0f}%, " in lines[2] and lines[2].endswith("x its limit")
     assert "saves" not in lines[0] and lines[3].endswith("did not act")
 

@@ -14,7 +14,6 @@ import kvsieve
 from kvsieve.bench.estimate import check_priced, estimate, largest_batch
 from kvsieve.bench.geometry import geometry
 from kvsieve.cache.base import tensors_in
-from kvsieve.cli.estimate import parse_contexts
 from kvsieve.cli.main import run_cli
 from kvsieve.errors import InputError, PlanError, UnsupportedModelError
 from kvsieve.hf.cache.layer import StoreLayer
@@ -335,14 +334,6 @@ def test_plans_the_model_cannot_run_or_nobody_can_price_are_refused(llama):
         check_priced(later)
 
 
-def test_contexts_as_written():
-    assert parse_contexts("128k") == [131072]
-    assert parse_contexts("8k, 7500,1M") == [8192, 7500, 1048576]
-    for text in ("", "0", "k", "-5", "1.5k", "8k,", "many"):
-        with pytest.raises(InputError, match="--context takes tokens"):
-            parse_contexts(text)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("config")
@@ -364,7 +355,7 @@ def cli(capsys):
 
 def test_table(cli, folder):
     method = "full,snapkv:budget=2048,fastkv:tsp_layer=15:tsp_rate=0.2"
-    code, out, err = cli(folder, "--context", "8k,128k", "--method", method, "--memory", "80")
+    code, out, err = cli(folder, "--context", "8k,128k", "--method", method, "--memory", "80GiB")
     assert code == 0 and err == ""
     rows = [line.split() for line in out.splitlines() if line.strip().startswith(("8192", "131072"))]
     assert [row[1].partition(":")[0] for row in rows] == ["full", "snapkv", "fastkv"] * 2
@@ -415,7 +406,8 @@ def test_a_prompt_beyond_the_models_context_is_noted(cli, folder):
         (["--method", "fastkv:tsp_layer=99"], "outside the model"),
         (["--batch", "0"], "--batch must be at least 1"),
         (["--dtype", "int4"], "--dtype must be one of"),
-        (["--memory", "-1"], "--memory must be a positive number"),
+        (["--memory", "80"], "80' has no unit; write 80GiB or 80MiB"),
+        (["--memory", "0"], "--memory must be at least 1"),
         (["--attention-tflops", "100"], "needs --matmul-tflops"),
     ],
 )

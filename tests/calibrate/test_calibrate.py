@@ -320,7 +320,7 @@ def test_a_profile_of_another_model_is_refused_before_anything_runs(cli, model_d
     [
         (("--out", "nowhere/p.json"), "--out must name a file in a folder that exists"),
         (("--out", "p.json", "--parts", "tps"), "unknown part 'tps'"),
-        (("--out", "p.json", "--lengths", "many"), "--lengths must be numbers"),
+        (("--out", "p.json", "--lengths", "many"), "--lengths takes tokens such as"),
         (("--out", "p.json", "--text", "none.txt"), "cannot read the text 'none.txt'"),
         (("--out", "p.json", "--plot", "p.png", "--parts", "heads"), "--plot draws the distances of the part tsp"),
         (("--out", "p.json", "--dtype", "int3"), "--dtype must be one of"),

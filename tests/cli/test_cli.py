@@ -17,7 +17,7 @@ import transformers
 
 import kvsieve
 from kvsieve.attention.choice import cpu_paths
-from kvsieve.cli import demo, info, models_table, run
+from kvsieve.cli import demo, info, models_table, run, run_tables
 from kvsieve.cli.main import run_cli
 from kvsieve.cli.specs import chosen_method, compared_methods, split_specs
 from kvsieve.devices import auto_dtype, cpu_kind
@@ -97,7 +97,9 @@ def test_run_prints_answers_and_one_table(cli, model_dir, prompt_file):
     code, out, err = cli("run", model_dir, "--prompt-file", prompt_file, "--method", "snapkv", "--compare", "full")
     assert code == 0 and without_dtype(err) == []
     assert out.startswith("full: ") and "\nsnapkv: " in out
-    assert [line.split()[0] for line in out.splitlines() if line.rstrip().endswith("yes")] == ["full", "snapkv"]
+    table = out.partition("as full")[2].splitlines()
+    rows = [line for line in table if line[:1] == " " and line.strip()[:1].isalpha()]
+    assert [row.split()[0] for row in rows] == ["full", "snapkv"] and "\nSnapKV: " in out
 
 
 def test_run_answers_what_generate_answers(cli, model_dir, prompt_file):
@@ -209,13 +211,13 @@ def test_a_prompt_shorter_than_the_window_warns_and_says_it_did_not_run(cli, mod
         (["--max-new-tokens", "0"], ["--max-new-tokens must be at least 1, got 0"]),
         (["--protect", "0-40"], ["system, user or a span of tokens such as 0:40", "'0-40'"]),
         (["--protect", "system"], ["needs a system prompt", "--system"]),
-        (["--chunk", "many"], ["--chunk", "integer"]),
+        (["--chunk", "many"], ["--chunk", "tokens such as 7500 or 8k", "'many'"]),
         (["--colour"], ["--colour"]),
     ],
 )
-def test_bad_options_fail_before_a_model_is_loaded(cli, prompt_file, monkeypatch, options, told):
+def test_bad_options_fail_before_a_model_is_loaded(cli, model_dir, prompt_file, monkeypatch, options, told):
     monkeypatch.setattr(kvsieve.models, "load", lambda *a, **k: pytest.fail("the model was loaded"))
-    error = only_error(cli("run", "nowhere", "--prompt-file", prompt_file, *options), 2)
+    error = only_error(cli("run", model_dir, "--prompt-file", prompt_file, *options), 2)
     for part in told:
         assert part in error
 
@@ -504,8 +506,8 @@ def test_fetch_demo_prints_the_path(cli, monkeypatch, tmp_path):
 
 
 def test_the_demo_explains_every_column():
-    for header in run._HEADERS[1:]:
-        assert re.search(rf"\b{re.sub(' (MiB|ms|s)$', '', header)}[:,] ", demo.COLUMNS), header
+    for header in run_tables.COLUMNS:
+        assert re.search(rf"\b{re.sub(' (ms|s)$', '', header)}: ", demo.LEGEND), header
 
 
 # the real model

@@ -9,7 +9,7 @@ import pytest
 
 import fake_results
 import kvsieve
-from kvsieve.cli import run
+from kvsieve.cli import run_tables
 from kvsieve.cli.output import print_table
 from kvsieve.errors import InputError, KvsieveWarning
 from kvsieve.report.tables import markdown_table
@@ -27,7 +27,7 @@ def test_a_terminal_gets_no_orders():
 
 
 def test_answers(capsys):
-    run.print_answers([{"method": "full", "answer": EVIL}])
+    run_tables.print_answers([{"method": "full", "answer": EVIL}])
     assert capsys.readouterr().out == f"full: {printable(EVIL)}\n"
 
 

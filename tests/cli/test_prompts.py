@@ -163,6 +163,6 @@ def test_compared_methods_are_told_by_their_parameters(cli, model_dir):
     code, out, _ = cli("run", model_dir, "--prompt", words(60), *OPTIONS, "--compare", kinds)
     labels = ["full", "snapkv:window=4:budget=16", "snapkv:window=8:kernel=5:budget=16", "snapkv:window=4:budget=16"]
     assert code == 0 and [line.split(": ")[0] for line in out.splitlines()[:4]] == labels
-    table = out.split("ran", 1)[1].split()
+    table = out.split("as full", 1)[1].split()
     for label in labels:
         assert all(part in table for part in label.split(":"))

@@ -164,7 +164,8 @@ def test_rows_carry_what_happened(model_dir, tmp_path, cli):
     ("wrong", "words"),
     [
         (["--tasks", "neddle"], "did you mean 'needle'"),
-        (["--lengths", "2k"], "numbers of tokens"),
+        (["--lengths", "two"], "--lengths takes tokens such as"),
+        (["--lengths", "100k"], "a length of 102400 tokens"),
         (["--lengths", "100000"], "context"),
         (["--lengths", "20"], "at least"),
         (["--methods", "snapvk"], "did you mean 'snapkv'"),

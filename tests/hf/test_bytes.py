@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.budget import Budget, told_bytes
+from kvsieve.budget import Budget
 from kvsieve.errors import PlanError
 from kvsieve.methods import SnapKV
 from kvsieve.models.families import build
+from kvsieve.quantities import format_bytes
 from small import plan_of
 
 _SIZE = 60_000
@@ -48,7 +49,7 @@ def run(model, plan, rows=1, padding=0, new_tokens=1):
 )
 def test_the_whole_cache_of_a_prompt_fits(models, family, name, rows):
     model = models(family)
-    stats, plan = run(model, plan_of(name, model, budget=told_bytes(_SIZE)), rows)
+    stats, plan = run(model, plan_of(name, model, budget=format_bytes(_SIZE)), rows)
     ((source, values),) = plan.filled.parts
     each = int(source.split(", ", 1)[1].split(" bytes")[0].replace(",", ""))
     # The answer's token has room for itself: an entry in every layer and head.

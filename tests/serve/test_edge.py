@@ -212,10 +212,11 @@ def test_an_address_that_is_none_is_told(host):
         listening_socket(host, 0)
 
 
-def test_the_command_does_not_open_a_server_by_itself(monkeypatch, capsys):
+def test_the_command_does_not_open_a_server_by_itself(monkeypatch, capsys, tmp_path):
+    (tmp_path / "none.gguf").touch()
     monkeypatch.delenv("KVSIEVE_API_KEYS", raising=False)
     with pytest.raises(SystemExit) as ended:
-        run_cli(["serve", "none.gguf", "--host", "0.0.0.0"])
+        run_cli(["serve", str(tmp_path / "none.gguf"), "--host", "0.0.0.0"])
     assert ended.value.code == 2 and "--open" in capsys.readouterr().err
 
 

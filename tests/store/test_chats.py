@@ -103,5 +103,5 @@ def test_commands(tmp_path, model, tokenizer, capsys):
     assert "name nodes by their keys" in call("store", "rm", store, code=2)
     file = store / f"{nodes[0]['key']}.kv"
     file.write_bytes(file.read_bytes()[:-1])
-    assert "1 damaged files were set aside" in call("store", "verify", store, code=1)
+    assert "1 damaged files were moved to" in call("store", "verify", store, code=1)
     assert "1 nodes deleted" in call("store", "rm", store, "--all")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvsieve.bench.compare import ALONE, growth
@@ -10,26 +11,38 @@ from kvsieve.bench.contenders import BASELINE, is_peer
 Table = tuple[str, list[str], list[list[str]]]
 _MIB = 2**20
 _UNKNOWN = "-"
+# Columns that a table of 80 signs a line has: times, memory, batch.
+_TIMES, _MEMORY, _BATCH = (0, 1, 3, 4, 6, 7), (0, 1, 2, 6), (0, 1, 2, 3)
 
 
-def tables(report: dict[str, Any]) -> list[Table]:
+def tables(report: dict[str, Any], *, wide: bool = True) -> list[Table]:
     """Times and limits, memory, the batch where there is one, the peer where there is one, and growth over length.
 
     Times are medians; a ratio in brackets is to plain transformers, the median of the ratios within each round. What
     did not act as asked stands without ratios.
+
+    Args:
+        report: of `kvsieve bench`.
+        wide: all columns; else at most six of each table.
     """
     found: list[Table] = []
     for length, entry in report["lengths"].items():
         summary = entry["summary"]
-        found += [_times(length, summary, report), _memory(length, summary)]
+        parts = [(_times(length, summary, report), _TIMES), (_memory(length, summary), _MEMORY)]
         if report["batch"] > 1:
-            found.append(_batch(length, summary, report["batch"]))
+            parts.append((_batch(length, summary, report["batch"]), _BATCH))
+        found += [table if wide else _narrow(table, columns) for table, columns in parts]
         peers = [name for name in summary if is_peer(name)]
         if peers:
             found.append(_beside(length, summary, peers))
     if len(report["lengths"]) > 1:
         found.append(_growth(report))
     return found
+
+
+def _narrow(table: Table, columns: Sequence[int]) -> Table:
+    title, headers, rows = table
+    return title, [headers[at] for at in columns], [[row[at] for at in columns] for row in rows]
 
 
 def notes(report: dict[str, Any]) -> list[str]:
@@ -72,7 +85,7 @@ def closing(report: dict[str, Any]) -> list[str]:
 def _saved(row: dict[str, Any]) -> str:
     """Tell what a method saves beside the baseline, in percent; what it takes more is negative."""
     found = []
-    for metric, what in (("ttft_s", "to the first token"), ("tpot_s", "per token"), ("kv_bytes", "KV held")):
+    for metric, what in (("ttft_s", "to the first token"), ("tpot_s", "per token"), ("kv_bytes", "KV memory")):
         ratio = _ratio(row, BASELINE, metric)
         if ratio is not None:
             found.append(f"{100 * (1 - ratio):.0f}% {what}")
@@ -122,7 +135,7 @@ def _times(length: str, summary: dict[str, Any], report: dict[str, Any]) -> Tabl
 
 
 def _memory(length: str, summary: dict[str, Any]) -> Table:
-    headers = ["method", "KV held MiB", "KV read MiB/token", "KV after prompt", "at most in it", "allowed", "peak MiB"]
+    headers = ["method", "KV MiB", "KV read MiB/token", "KV after prompt", "at most in it", "allowed", "peak MiB"]
     rows = [
         [
             _name(name, row),

@@ -8,7 +8,7 @@ from typing import Any
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import Kernel
 from kvsieve.errors import PlanError
-from kvsieve.registry import did_you_mean
+from kvsieve.suggestions import did_you_mean
 
 # Answers of the model itself end here: a pass key of 64 digits fits. Heads are looked at while its beginning is given,
 # since small models go on talking.

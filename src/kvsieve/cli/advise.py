@@ -3,18 +3,44 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvsieve.cli.calibrate import duration
-from kvsieve.cli.estimate import parse_contexts
-from kvsieve.cli.evaluate import budgets_of, progress_bar
-from kvsieve.cli.loading import DeviceOption, DtypeOption, check_device, check_dtype, load_model
-from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
+from kvsieve.cli.evaluate import budgets_of
+from kvsieve.cli.loading import (
+    DeviceOption,
+    DtypeOption,
+    check_device,
+    check_dtype,
+    check_model_name,
+    load_model,
+    refuse_text,
+)
+from kvsieve.cli.options import (
+    LIMITS,
+    MEASUREMENT,
+    MEMORY,
+    METHOD,
+    OUTPUT,
+    TASKS,
+    GeneratedSeedOption,
+    ModelArgument,
+    option,
+)
+from kvsieve.cli.output import (
+    NARROW,
+    WIDE,
+    JsonOption,
+    WideOption,
+    emit_json,
+    print_table,
+    progress_bar,
+    say,
+    show,
+)
 from kvsieve.cli.specs import (
     PARTS,
     CodecsOption,
@@ -27,73 +53,80 @@ from kvsieve.cli.specs import (
     spec,
 )
 from kvsieve.errors import InputError
+from kvsieve.quantities import format_seconds, parse_length, parse_seconds
 
 if TYPE_CHECKING:
     from kvsieve.advise import Advice
     from kvsieve.advise.choose import Candidate
 
 _METHODS = "snapkv,adakv,fastkv,asl,lagkv,rocketkv,rocketkv-mt,streamingllm"
-_TPOT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(ms|s)", re.IGNORECASE)
 
 
 def advise_command(
-    model: Annotated[
-        str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
+    model: ModelArgument = None,
+    context: Annotated[str, option(LIMITS, "Prompt length in tokens: 7500 or 16k")] = "8k",
+    memory: Annotated[
+        int | None, option(LIMITS, "Memory for the KV cache of one prompt: 2GiB, 300MB (default: no limit)", **MEMORY)
     ] = None,
-    context: Annotated[str, typer.Option(help="Tokens of your prompts: 7500, 16k.")] = "8k",
-    memory: Annotated[str | None, typer.Option(help="Limit on the KV cache of one prompt: 2GiB, 300MB.")] = None,
-    tpot: Annotated[str | None, typer.Option(help="Limit on the time per token: 50ms, 0.1s.")] = None,
+    tpot: Annotated[str | None, option(LIMITS, "Time per token: 50ms, 0.1s (default: no limit)")] = None,
     loss: Annotated[
-        float | None, typer.Option(help="Limit on the KL to full KV, nats per token; 0.02 if no limit is given.")
+        float | None, option(LIMITS, "KL divergence to full KV, nats per token (default: 0.02 without other limits)")
     ] = None,
-    task: Annotated[
-        Path | None,
-        typer.Option(help="A text to read, in windows, or .jsonl rows of context, question and answer."),
-    ] = None,
-    methods: Annotated[str, typer.Option(help="What to measure, with parameters: snapkv:kernel=21,kvzip.")] = _METHODS,
+    methods: Annotated[str, option(METHOD, "Methods to measure, such as snapkv:kernel=21,kvzip")] = _METHODS,
+    budgets: Annotated[
+        str, option(METHOD, "Budgets of each method: 10%,20% (default: a few shares, or what fits)")
+    ] = "",
     codec: CodecsOption = None,
     rest: RestsOption = None,
     prefill: PrefillsOption = None,
-    budgets: Annotated[str, typer.Option(help="Of each method; a few shares, or what fits, if left out.")] = "",
-    samples: Annotated[int, typer.Option(help="Prompts per task, once to choose by and once held back.")] = 3,
-    measure_at: Annotated[
-        str | None, typer.Option(help="Tokens of the prompts that are measured; what takes bearable time if left out.")
+    task: Annotated[
+        Path | None,
+        option(TASKS, "Text file, or .jsonl with context, question and answer per row (default: built-in tasks)"),
     ] = None,
-    question: Annotated[str, typer.Option(help="Do methods see the question? visible or hidden.")] = "visible",
-    cost_samples: Annotated[int, typer.Option(help="Runs per plan that are timed; 0 leaves times out.")] = 2,
-    seed: Annotated[int, typer.Option(help="Of the generated prompts.")] = 0,
-    plot: Annotated[Path | None, typer.Option(help="Draw loss against memory and time into this PNG file.")] = None,
+    question: Annotated[str, option(TASKS, "Question mode: visible or hidden to the eviction")] = "visible",
+    samples: Annotated[int, option(TASKS, "Prompts per task to choose by, and as many to validate")] = 3,
+    seed: GeneratedSeedOption = 0,
+    measure_at: Annotated[
+        str | None, option(MEASUREMENT, "Prompt length that is measured, in tokens (default: what takes minutes)")
+    ] = None,
+    cost_samples: Annotated[int, option(MEASUREMENT, "Timed runs per plan; 0 skips timing")] = 2,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
+    plot: Annotated[Path | None, option(OUTPUT, "PNG file: loss against memory and time (default: none)")] = None,
+    wide: WideOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Recommend a plan for a context and a limit on memory, time or loss, from measurements on the model."""
+    """Recommend a plan for a context length and a limit on memory, time or loss, by measuring the model."""
+    refuse_text(model, "--task")
     check_dtype(dtype)
+    tokens = parse_length(context, "--context")
+    measured = None if measure_at is None else parse_length(measure_at, "--measure-at")
+    seconds = None if tpot is None else parse_seconds(tpot, "--tpot")
+    specs, shares = method_specs(methods), budgets_of(budgets)
+    parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
+    if task is not None and not os.path.isfile(os.path.expanduser(task)):
+        raise InputError(f"--task {str(task)!r} is no file; name a text, or .jsonl with context, question and answer")
+    plot = None if plot is None else _picture_file(plot)
+    check_model_name(model)
 
     from kvsieve.advise import AdviceOptions, PlanLimits, advise, built_in, from_file
-    from kvsieve.budget import parse_bytes
     from kvsieve.models.fetch import MODEL_NAME
 
     options = AdviceOptions(
-        context=_tokens(context, "--context"),
-        limits=PlanLimits(
-            memory=None if memory is None else parse_bytes(memory),
-            tpot=None if tpot is None else _seconds(tpot),
-            loss=loss,
-        ),
-        methods=tuple(method_specs(methods)),
-        codecs=tuple(parse_codecs(codec)),
-        rests=tuple(parse_rests(rest)),
-        prefills=tuple(parse_prefills(prefill)),
-        budgets=tuple(budgets_of(budgets)),
+        context=tokens,
+        limits=PlanLimits(memory=memory, tpot=seconds, loss=loss),
+        methods=tuple(specs),
+        codecs=tuple(parts[0]),
+        rests=tuple(parts[1]),
+        prefills=tuple(parts[2]),
+        budgets=tuple(shares),
         samples=samples,
-        measure_at=None if measure_at is None else _tokens(measure_at, "--measure-at"),
+        measure_at=measured,
         question=question,
         cost_samples=cost_samples,
         seed=seed,
     )
     material = built_in() if task is None else from_file(task)
-    plot = None if plot is None else _picture_file(plot)
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
     with progress_bar() as progress:
@@ -113,20 +146,21 @@ def advise_command(
     if as_json:
         emit_json(found.to_dict())
     else:
-        print_advice(found, model)
+        print_advice(found, model, wide)
         if plot is not None:
             show(f"the picture is in {plot}")
     if found.choice is None:
         raise typer.Exit(1)
 
 
-def print_advice(advice: Advice, model: str | None) -> None:
+def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
     """Print the table, the recommendation and what stands behind it."""
     from kvsieve.advise.choose import on_frontier
 
     rows = [_row(each, on_frontier(each, advice.candidates)) for each in advice.candidates]
-    headers = ["", "plan", "KV", "loss", "top-1", "score", "TPOT", "TTFT", "UUIDs lost", "passkeys lost"]
-    print_table(headers, rows, left=2)
+    headers = ["", "plan", "KV", "loss", "score", "TPOT", "TTFT", "top-1", "UUIDs lost", "passkeys lost"]
+    shown = len(headers) if wide else 6
+    print_table(headers[:shown], [row[:shown] for row in rows], left=2, width=WIDE if wide else NARROW)
     at, context = advice.measured_at, advice.context
     show(f"loss: KL to full KV, nats per token of the answer; loss, score and times are measured at {at} tokens,")
     show(f"questions {advice.question}, {advice.source}; times are ratios to full KV in this run")
@@ -187,31 +221,17 @@ def _row(one: Candidate, best: bool) -> list[str]:
         one.name,
         size(one.kv_bytes),
         f"{one.loss:.4f}",
-        f"{100 * one.top1:.0f}%",
         f"{100 * one.score:.0f}%",
         "-" if one.tpot is None else f"{one.tpot_ratio:.2f} ({1000 * one.tpot:.0f} ms)",
         "-" if one.ttft_ratio is None else f"{one.ttft_ratio:.2f}",
+        f"{100 * one.top1:.0f}%",
         *("-" if each is None else f"{each[0]} of {each[1]}" for each in lost),
     ]
 
 
 def _announce(context: int, length: int, seconds: float) -> None:
     where = "" if length >= context else f", not at {context}: --measure-at sets it"
-    say(f"measuring at {length} tokens{where}; this takes about {duration(seconds)}")
-
-
-def _tokens(text: str, option: str) -> int:
-    found = parse_contexts(text, option)
-    if len(found) != 1:
-        raise InputError(f"{option} takes one number of tokens such as 7500 or 16k, got {text!r}")
-    return found[0]
-
-
-def _seconds(text: str) -> float:
-    match = _TPOT.fullmatch(text.strip())
-    if match is None:
-        raise InputError(f"--tpot takes a time per token with its unit, such as 50ms or 0.1s, got {text!r}")
-    return float(match[1]) * (0.001 if match[2].lower() == "ms" else 1.0)
+    say(f"measuring at {length} tokens{where}; this takes about {format_seconds(seconds)}")
 
 
 def _picture_file(path: Path) -> Path:

@@ -13,10 +13,28 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsieve.cli.documents import read_documents
-from kvsieve.cli.loading import DeviceOption, DtypeOption, check_device, check_dtype, load_model
+from kvsieve.cli.loading import (
+    DeviceOption,
+    DtypeOption,
+    check_device,
+    check_dtype,
+    check_least,
+    check_model_name,
+    load_model,
+)
+from kvsieve.cli.options import (
+    METHOD,
+    MODEL,
+    OUTPUT,
+    PROMPT,
+    ChunkOption,
+    MaxNewTokensOption,
+    SystemOption,
+    option,
+)
 from kvsieve.cli.output import JsonOption, emit_json, prefill_progress, print_table, say, show
 from kvsieve.cli.prompts import read_text
-from kvsieve.cli.specs import BudgetOption, MethodRun, compared_methods, make_run
+from kvsieve.cli.specs import BudgetOption, MethodRun, compared_methods, compared_specs, make_run
 from kvsieve.display import mebibytes
 from kvsieve.errors import InputError, KvsieveError
 
@@ -28,42 +46,45 @@ _METHODS = "full,snapkv,fastkv,rocketkv-mt"
 
 def ask_command(
     files: Annotated[
-        list[str], typer.Argument(metavar="FILE...", help="Documents: text, Markdown, PDF, DOCX; - is stdin.")
+        list[str], typer.Argument(metavar="FILE...", help="Documents: text, Markdown, PDF, DOCX; - is stdin")
     ],
-    question: Annotated[list[str] | None, typer.Option(help="Question about the documents; repeatable.")] = None,
-    questions: Annotated[str | None, typer.Option(metavar="FILE", help="File with one question per line.")] = None,
-    methods: Annotated[str, typer.Option(help="Methods to compare with full KV: full,snapkv:budget=20%.")] = _METHODS,
-    budget: BudgetOption = None,
-    model: Annotated[
-        str | None, typer.Option(help="Hub id, directory of a checkpoint or .gguf file; default: the demo model.")
+    question: Annotated[
+        list[str] | None, option(PROMPT, "Question about the documents; repeatable (default: none)")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="System prompt; default: none.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 128,
-    chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
+    questions: Annotated[
+        str | None, option(PROMPT, "File with one question per line (default: none)", metavar="FILE")
+    ] = None,
+    system: SystemOption = None,
+    methods: Annotated[str, option(METHOD, "Methods to compare with full KV: full,snapkv:budget=20%")] = _METHODS,
+    budget: BudgetOption = None,
+    max_new_tokens: MaxNewTokensOption = 128,
+    chunk: ChunkOption = 1024,
+    model: Annotated[
+        str | None, option(MODEL, "Hub id, checkpoint directory or .gguf file (default: the demo model)")
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
-    csv_file: Annotated[str | None, typer.Option("--csv", metavar="FILE", help="Table of all answers as CSV.")] = None,
-    html_file: Annotated[str | None, typer.Option("--html", metavar="FILE", help="Page with all answers.")] = None,
+    csv_file: Annotated[
+        str | None, option(OUTPUT, "CSV file with all answers (default: none)", "--csv", metavar="FILE")
+    ] = None,
+    html_file: Annotated[
+        str | None, option(OUTPUT, "HTML page with all answers (default: none)", "--html", metavar="FILE")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Ask questions about documents under several methods, and see which give full KV's answers.
 
     The documents are prefilled once. Answers are greedy.
-
-    Examples:
-    kvsieve ask report.pdf --question "What was decided?" --question "Who paid?"
-
-    kvsieve ask notes.md mail.txt --questions q.txt --methods full,snapkv:budget=20%,fastkv --html answers.html
     """
     check_dtype(dtype)
-    for option, value in (("--max-new-tokens", max_new_tokens), ("--chunk", chunk)):
-        if value < 1:
-            raise InputError(f"{option} must be at least 1, got {value}")
+    check_least(1, max_new_tokens=max_new_tokens, chunk=chunk)
     asked = given_questions(question, questions)
-    runs = runs_of(methods, budget)
-    for option, name in (("--csv", csv_file), ("--html", html_file)):
-        check_writable(option, name)
+    compared_specs(methods, budget)
+    for given, name in (("--csv", csv_file), ("--html", html_file)):
+        check_writable(given, name)
     text = read_documents(files)
+    check_model_name(model)
+    runs = runs_of(methods, budget)
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from dataclasses import replace
@@ -11,28 +10,47 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsieve.cli.estimate import parse_contexts
-from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
-from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
+from kvsieve.cli.bench_report import print_report, read_report
+from kvsieve.cli.loading import (
+    DecodeOption,
+    DeviceOption,
+    DtypeOption,
+    check_device,
+    check_least,
+    check_loading,
+    check_model_name,
+    load_model,
+)
+from kvsieve.cli.options import (
+    MEASUREMENT,
+    METHOD,
+    OUTPUT,
+    SERVER,
+    TOKENS,
+    MarkdownOption,
+    ModelArgument,
+    WholeChunkOption,
+    option,
+)
+from kvsieve.cli.output import JsonOption, WideOption, say
 from kvsieve.cli.served import ExtraOption, Load, ServerOption, bench_server, check_options, print_load
 from kvsieve.cli.specs import (
     CodecsOption,
     MethodRun,
     PrefillsOption,
     RestsOption,
-    compared_methods,
+    compared_specs,
     make_run,
+    make_runs,
     measured,
     parse_codecs,
     parse_prefills,
     parse_rests,
     spec,
-    with_codecs,
 )
 from kvsieve.errors import InputError, UnsupportedModelError
-from kvsieve.report.tables import markdown_table
+from kvsieve.quantities import parse_lengths
 from kvsieve.specs import split_specs
-from kvsieve.text import markdown_text
 
 if TYPE_CHECKING:
     from kvsieve.bench.compare import Limits
@@ -42,83 +60,75 @@ if TYPE_CHECKING:
 PEER_BUDGET = "10%"
 LENGTHS = "2048,4096,7500"
 CONTEXT = "context"
+PEER = "Peer"
 
 
 def bench_command(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
-    ] = None,
+    model: ModelArgument = None,
     methods: Annotated[
-        str, typer.Option(help="Beside transformers and full: snapkv:budget=10%,fastkv:tsp_layer=14:budget=10%.")
+        str, option(METHOD, "Methods beside transformers and full: snapkv:budget=10%,fastkv:tsp_layer=14")
     ] = "snapkv:budget=10%,fastkv:budget=10%",
     codec: CodecsOption = None,
     rest: RestsOption = None,
     prefill: PrefillsOption = None,
     lengths: Annotated[
         str | None,
-        typer.Option(
-            help="Prompt tokens: 7500, 8k (8192), context (all that the model takes), or a list; "
-            f"{LENGTHS} if left out, of these what fits."
+        option(
+            MEASUREMENT,
+            f"Prompt lengths in tokens: 7500, 8k, or context for the longest (default: {LENGTHS}, as far as they fit)",
         ),
     ] = None,
-    batch: Annotated[
-        int, typer.Option(help="Rows, of n, 7/8 n, 3/4 n ... tokens: read as one padded batch and one by one.")
-    ] = 1,
-    new_tokens: Annotated[int, typer.Option(help="Tokens generated per prompt.")] = 32,
-    rounds: Annotated[int, typer.Option(help="Rounds that count, after one that does not.")] = 5,
-    chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward pass; all at once if left out.")] = None,
+    batch: Annotated[int, option(MEASUREMENT, "Batch size; rows differ in length to exercise padding")] = 1,
+    new_tokens: Annotated[int, option(MEASUREMENT, "Generated tokens per prompt", **TOKENS)] = 32,
+    rounds: Annotated[int, option(MEASUREMENT, "Measured rounds, after one warm-up")] = 5,
+    chunk: WholeChunkOption = None,
+    decode: DecodeOption = "auto",
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
-    decode: DecodeOption = "auto",
     peer_python: Annotated[
-        str | None, typer.Option(help="Interpreter with kvpress: measured beside, in a process of its own.")
+        str | None, option(PEER, "Python interpreter with kvpress, measured in its own process (default: none)")
     ] = None,
     peer_methods: Annotated[
-        str, typer.Option(help=f"Of kvpress, beside its full KV: snapkv,adakv:budget=20% ({PEER_BUDGET} if not said).")
+        str, option(PEER, f"Presses of kvpress beside its full KV: snapkv,adakv:budget=20% (budget {PEER_BUDGET})")
     ] = "snapkv",
-    out: Annotated[
-        Path | None, typer.Option(help="JSON file for the report, written after every length (--json prints it).")
-    ] = None,
-    plots: Annotated[Path | None, typer.Option(help="Directory for pictures; needs matplotlib.")] = None,
-    show: Annotated[Path | None, typer.Option(help="A saved report: print it, draw it, measure nothing.")] = None,
     server: ServerOption = None,
-    clients: Annotated[str, typer.Option(help="With --server: requests at once, a number or a list.")] = "1,8",
+    clients: Annotated[str, option(SERVER, "Concurrent requests to --server: a number or a list")] = "1,8",
     extra: ExtraOption = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables as Markdown.")] = False,
+    out: Annotated[Path | None, option(OUTPUT, "JSON report, written after every length (default: none)")] = None,
+    plots: Annotated[Path | None, option(OUTPUT, "Directory for plots; needs matplotlib (default: none)")] = None,
+    show: Annotated[
+        Path | None, option(OUTPUT, "Saved report to print and plot, without measuring (default: none)")
+    ] = None,
+    markdown: MarkdownOption = False,
+    wide: WideOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Time and memory per method beside plain transformers, in one run, with the machine's limit."""
+    """Measure time and memory of methods beside plain transformers, and the machine's limit, in one run."""
     check_options(context, server, ("lengths", "new_tokens", "rounds"))
     if server is not None:
-        load = Load(parse_contexts(lengths or LENGTHS, "--lengths"), clients, new_tokens, rounds)
-        print_load(bench_server(server, model, extra, load, out), as_json)
+        load = Load(parse_lengths(lengths or LENGTHS, "--lengths"), clients, new_tokens, rounds)
+        print_load(bench_server(server, model, extra, load, out), as_json, wide)
         return
     if plots is not None:
         from kvsieve.report.plot_style import require_matplotlib
 
         require_matplotlib()
     if show is not None:
-        _print(read_report(show), plots, markdown, as_json)
+        print_report(read_report(show), plots, markdown, as_json, wide)
         return
     check_loading(dtype, decode)
-    for option, value, least in (
-        ("--batch", batch, 1),
-        ("--rounds", rounds, 1),
-        ("--new-tokens", new_tokens, 2),
-        ("--chunk", 1 if chunk is None else chunk, 1),
-    ):
-        if value < least:
-            raise InputError(f"{option} must be at least {least}, got {value}")
+    check_least(1, batch=batch, rounds=rounds, chunk=chunk)
+    check_least(2, new_tokens=new_tokens)
     asked = [part.strip() for part in (LENGTHS if lengths is None else lengths).split(",")]
     numbers = [part for part in asked if part != CONTEXT]
-    sizes = parse_contexts(",".join(numbers), "--lengths") if numbers else []
-    named = [make_run("full")]
-    named += with_codecs(
-        compared_methods(methods, None), parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
-    )
+    sizes = parse_lengths(",".join(numbers), "--lengths") if numbers else []
+    specs = compared_specs(methods, None)
+    parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
     presses = parse_peer_methods(peer_methods) if peer_python is not None else []
     python = find_python(peer_python) if peer_python is not None else None
+    check_model_name(model)
+    named = [make_run("full"), *make_runs(specs, *parts)]
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
     from kvsieve.bench.prompts import lengths_of
@@ -140,7 +150,7 @@ def bench_command(
         say(f"starting {python}")
         with Peer(python, loaded) as peer:
             report = run_bench(model, loaded, tokenizer, runs, _peers(peer, presses), sizes, settings, out)
-    _print(report, plots, markdown, as_json)
+    print_report(report, plots, markdown, as_json, wide)
 
 
 def parse_peer_methods(text: str) -> list[tuple[str, Any, dict[str, Any]]]:
@@ -257,44 +267,3 @@ def _limits(model: Any) -> tuple[Limits | None, str | None]:
     except UnsupportedModelError as error:
         return None, str(error)
     return Limits(found, measure_rates(model), element_bytes(model)), None
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """A saved report. Raises InputError."""
-    try:
-        report = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"--show cannot read {str(path)!r}: {error}") from error
-    if not isinstance(report, dict) or not {"lengths", "batch", "contenders"} <= set(report):
-        raise InputError(f"--show expects a report that `kvsieve bench --out` wrote, got {str(path)!r}")
-    return report
-
-
-def _print(report: dict[str, Any], plots: Path | None, markdown: bool, as_json: bool) -> None:
-    from kvsieve.bench.tables import closing, notes, tables
-
-    if plots is not None:
-        from kvsieve.bench.plots import draw
-
-        for file in draw(report, plots):
-            say(f"drew {file}")
-    for note in notes(report):
-        say(f"note: {note}")
-    if as_json:
-        emit_json(report)
-        return
-    if report["rates"] is not None:
-        bandwidth, matmul = report["rates"]["bandwidth_gb_per_s"], report["rates"]["matmul_tflops"]
-        show(f"{report['model']}, {report['dtype']}, {report['device']}, {report['new_tokens']} new tokens")
-        show(f"matrix-vector {bandwidth:.1f} GB/s, matmul {matmul:.3g} TFLOP/s, measured in this run")
-    if report.get("cpu") is not None:
-        show(f"{report['cpu']['kind']}: {report['cpu']['attention']}")
-    for title, headers, rows in tables(report):
-        if markdown:
-            show(f"\n{markdown_text(title)}\n\n{markdown_table(headers, rows)}")
-        else:
-            show(f"\n{title}")
-            print_table(headers, rows)
-    show("")
-    for line in closing(report):
-        show(f"- {line}" if markdown else line)

@@ -10,12 +10,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from kvsieve.cli.evaluate import lengths_of, names_of, progress_bar
-from kvsieve.cli.loading import DeviceOption, DtypeOption, check_device, check_dtype, load_model
-from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
+from kvsieve.budget import Budget
+from kvsieve.cli.evaluate import names_of
+from kvsieve.cli.loading import (
+    DeviceOption,
+    DtypeOption,
+    check_device,
+    check_dtype,
+    check_least,
+    check_model_name,
+    load_model,
+    refuse_text,
+)
+from kvsieve.cli.options import MEASUREMENT, OUTPUT, TASKS, GeneratedSeedOption, ModelArgument, option
+from kvsieve.cli.output import JsonOption, emit_json, print_table, progress_bar, say, show
 from kvsieve.errors import InputError
+from kvsieve.quantities import format_seconds, parse_lengths
 
 if TYPE_CHECKING:
     from kvsieve.profiles import Profile
@@ -24,42 +34,51 @@ _PARTS = "pooling,answers,tsp,asl,heads,q_filters"
 
 
 def calibrate_command(
-    model: Annotated[
-        str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The profile's file; one that is there is replaced. If left out, where kvsieve finds it."),
-    ] = None,
+    model: ModelArgument = None,
     text: Annotated[
-        Path | None, typer.Option(help="A text to read, in windows; prompts with facts to find if left out.")
+        Path | None, option(TASKS, "Text file to calibrate on (default: generated prompts with facts to find)")
     ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Two prompts of 1024 tokens, fewer settings, only layers that may serve.")
-    ] = False,
     lengths: Annotated[
-        str | None, typer.Option(help="Tokens per prompt: 2048 (the default; 1024 with --quick) or 1024,4096.")
+        str | None, option(TASKS, "Prompt lengths in tokens: 1024,4k (default: 2048; 1024 with --quick)")
     ] = None,
-    prompts: Annotated[int | None, typer.Option(help="How many of each length: 4 if left out, 2 with --quick.")] = None,
-    parts: Annotated[str, typer.Option(help="What to measure.")] = _PARTS,
-    budget: Annotated[str, typer.Option(help="Entries kept where windows and kernels are compared.")] = "20%",
-    tsp_rate: Annotated[str, typer.Option(help="Tokens that go on where layers are compared.")] = "20%",
+    prompts: Annotated[int | None, option(TASKS, "Prompts per length (default: 4; 2 with --quick)")] = None,
+    seed: GeneratedSeedOption = 0,
+    parts: Annotated[str, option(MEASUREMENT, "Parts to measure")] = _PARTS,
+    quick: Annotated[
+        bool, option(MEASUREMENT, "Two prompts of 1024 tokens, fewer settings and layers", "--quick")
+    ] = False,
+    budget: Annotated[str, option(MEASUREMENT, "Budget at which windows and kernels are compared")] = "20%",
+    tsp_rate: Annotated[str, option(MEASUREMENT, "Share of tokens propagated where layers are compared")] = "20%",
     rule: Annotated[
-        str, typer.Option(help="How the TSP layer is chosen: settled, or argmin (FastKV's eq. 3).")
+        str, option(MEASUREMENT, "Choice of the TSP layer: settled, or argmin (FastKV's eq. 3)")
     ] = "settled",
     tolerance: Annotated[
         float | None,
-        typer.Option(help="settled: largest share of the squared norm (0.03). argmin: what may be lost (0)."),
+        option(MEASUREMENT, "Largest distance, a share of the squared norm (default: 0.03 for settled, 0 for argmin)"),
     ] = None,
-    max_layer: Annotated[int | None, typer.Option(help="Deepest TSP layer; the last but one if left out.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the distances of all layers into this PNG file.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the generated prompts.")] = 0,
+    max_layer: Annotated[
+        int | None, option(MEASUREMENT, "Deepest TSP layer to consider (default: the last but one)")
+    ] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
+    out: Annotated[
+        Path | None, option(OUTPUT, "Profile to write, replacing an old one (default: where kvsieve looks for it)")
+    ] = None,
+    plot: Annotated[Path | None, option(OUTPUT, "PNG file: distances of all layers (default: none)")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find a model's TSP layer, windows and kernels, ASL's threshold, retrieval heads and Q-Filters."""
+    """Calibrate a model: TSP layer, window, kernel, ASL's threshold, retrieval heads and Q-Filters."""
+    refuse_text(model, "--text")
     check_dtype(dtype)
+    wanted = parse_lengths(lengths or ("1024" if quick else "2048"), "--lengths")
+    check_least(1, prompts=prompts)
+    read = None if text is None else _text(text)
+    # Minutes of work should not end with a file that cannot be written.
+    out = None if out is None else _writable(out, "--out")
+    plot = None if plot is None else _writable(plot, "--plot")
+    for share in (budget, tsp_rate):
+        Budget.parse(share)
+    check_model_name(model)
 
     from kvsieve.calibrate import Material, Options, calibrate
     from kvsieve.models.fetch import MODEL_NAME
@@ -73,14 +92,11 @@ def calibrate_command(
         tolerance=tolerance,
         max_layer=max_layer,
     )
-    wanted = lengths_of(lengths or ("1024" if quick else "2048"))
     count = (2 if quick else 4) if prompts is None else prompts
-    # Minutes of work should not end with a file that cannot be written.
-    out = None if out is None else _writable(out, "--out")
     if out is None:
         _make_profiles_dir()
     plot = None if plot is None else _picture_file(plot, options.parts)
-    material = Material(None if text is None else _text(text), "" if text is None else text.name, wanted, count, seed)
+    material = Material(read, "" if text is None else text.name, wanted, count, seed)
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
 
@@ -108,8 +124,13 @@ def calibrate_command(
         emit_json({name: each for name, each in profile.to_dict().items() if name not in arrays} | {"out": str(file)})
         return
     print_profile(profile)
-    method = method_of(profile)
-    if out is None:
+    _print_use(profile, file, out is None, (model, dtype, device))
+
+
+def _print_use(profile: Profile, file: Path, found: bool, given: tuple[str | None, str, str | None]) -> None:
+    """Print how the profile is used. found: kvsieve finds it by itself. given: model, dtype and device."""
+    method, (model, dtype, device) = method_of(profile), given
+    if found:
         show(f"the profile is in {file}; methods take their parameters from it whenever they run on this model")
     elif method is None:
         show(f"the profile is in {file}")
@@ -126,12 +147,7 @@ def _name_of(model: str) -> str:
 def announce(quick: bool, seconds: float) -> None:
     """Say how long it may take, and what is quicker."""
     shorter = "" if quick or seconds < 300 else "; --quick takes a fraction of it"
-    say(f"this takes about {duration(seconds)}{shorter}")
-
-
-def duration(seconds: float) -> str:
-    """Such as "40 seconds" or "5 minutes"; a forecast knows no better."""
-    return f"{max(10, 10 * round(seconds / 10))} seconds" if seconds < 100 else f"{round(seconds / 60)} minutes"
+    say(f"this takes about {format_seconds(seconds)}{shorter}")
 
 
 def method_of(profile: Profile) -> str | None:
@@ -215,7 +231,6 @@ def _picture_file(path: Path, parts: Sequence[str]) -> Path:
     """The file of --plot. Raises InputError where nothing can be written or drawn, KvsieveError without matplotlib."""
     from kvsieve.report.plot_style import require_matplotlib
 
-    path = _writable(path, "--plot")
     require_matplotlib()
     if "tsp" not in parts:
         raise InputError("--plot draws the distances of the part tsp, which --parts leaves out; add it")

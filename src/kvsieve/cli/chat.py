@@ -6,20 +6,40 @@ import os
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
+from kvsieve.cli.loading import (
+    DecodeOption,
+    DeviceOption,
+    DtypeOption,
+    check_device,
+    check_least,
+    check_loading,
+    check_model_name,
+    load_model,
+    refuse_text,
+)
+from kvsieve.cli.options import (
+    METHOD,
+    OUTPUT,
+    PROMPT,
+    ChunkOption,
+    MaxNewTokensOption,
+    ModelArgument,
+    ProfileOption,
+    SettingsOption,
+    SystemOption,
+    option,
+)
 from kvsieve.cli.prompts import read_prompt
 from kvsieve.cli.specs import (
     BudgetOption,
     CodecOption,
     PrefillOption,
     RestOption,
-    chosen_method,
+    chosen_spec,
+    make_runs,
     parse_codecs,
     parse_prefills,
     parse_rests,
-    with_codecs,
 )
 from kvsieve.cli.store import StoreOption, opened_store
 from kvsieve.cli.talk import Talk
@@ -28,49 +48,37 @@ from kvsieve.plans import Plan
 
 
 def chat_command(
-    model: Annotated[
-        str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
-    ] = None,
+    model: ModelArgument = None,
+    system: SystemOption = None,
+    file: Annotated[str | None, option(PROMPT, "Text file to put before the first message (default: none)")] = None,
+    load: Annotated[str | None, option(PROMPT, "Saved chat to continue (default: none)")] = None,
+    commands: Annotated[bool, option(PROMPT, "Treat piped lines that start with / as commands", "--commands")] = False,
     method: Annotated[
-        str | None,
-        typer.Option(
-            help="snapkv, or snapkv:kernel=21; see `kvsieve methods`. full, or what --load was made with, if left out."
-        ),
+        str | None, option(METHOD, "Method, such as snapkv or snapkv:kernel=21 (default: full, or that of --load)")
     ] = None,
     budget: BudgetOption = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the method; repeatable.")
-    ] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="Parameters that `kvsieve calibrate` found: a file, or a shipped profile's name.")
-    ] = None,
+    settings: SettingsOption = None,
+    profile: ProfileOption = None,
     codec: CodecOption = None,
     rest: RestOption = None,
     prefill: PrefillOption = None,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    file: Annotated[str | None, typer.Option(help="File whose text comes before the first message.")] = None,
-    load: Annotated[str | None, typer.Option(help="Go on with a chat that was saved.")] = None,
-    save: Annotated[str | None, typer.Option(help="Write the chat to this file after each turn.")] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Let --save and /save replace a file that kvsieve did not save.")
-    ] = False,
-    commands: Annotated[
-        bool, typer.Option("--commands", help="Lines of piped text that begin with / are commands, not messages.")
-    ] = False,
+    max_new_tokens: MaxNewTokensOption = 512,
+    chunk: ChunkOption = 1024,
+    decode: DecodeOption = "auto",
     store: StoreOption = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 512,
-    chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
-    decode: DecodeOption = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print a line of JSON per turn, and nothing else.")] = False,
+    save: Annotated[str | None, option(OUTPUT, "File to save the chat to after each turn (default: none)")] = None,
+    force: Annotated[
+        bool, option(OUTPUT, "Let --save and /save replace a file that is no saved chat", "--force")
+    ] = False,
+    as_json: Annotated[bool, option(OUTPUT, "One line of JSON per turn, and nothing else", "--json")] = False,
 ) -> None:
-    """Talk with a model: in a terminal, or with one message per line of stdin."""
-    # Everything that can be wrong with the input is looked at before the model is loaded, which takes a while.
+    """Chat with a model: in the terminal, or one message per line of stdin."""
+    # Words, files and numbers are checked before torch is imported, plans before the model is loaded.
+    refuse_text(model, "--file")
     check_loading(dtype, decode)
-    for option, value in (("--max-new-tokens", max_new_tokens), ("--chunk", chunk)):
-        if value < 1:
-            raise InputError(f"{option} must be at least 1, got {value}")
+    check_least(1, max_new_tokens=max_new_tokens, chunk=chunk)
     if system is not None and not system.strip():
         raise InputError("--system is empty; leave it out, or write a system prompt")
     if system is not None and load is not None:
@@ -80,23 +88,24 @@ def chat_command(
         raise InputError(
             "--load brings the chat's own method; leave --budget, --set, --profile, --codec, --rest and --prefill out"
         )
-    chosen = chosen_method(method or "full", budget, settings or [], profile)
-    runs = with_codecs([chosen], parse_codecs(codec), parse_rests(rest), parse_prefills(prefill))
-    if len(runs) > 1:
-        several = f"--rest {rest}" if len(parse_rests(rest)) > 1 else f"--prefill {prefill}"
-        several = f"--codec {codec}" if len(parse_codecs(codec)) > 1 else several
-        raise InputError(f"a chat has one of each, got {several}; name one of them")
-    plan = runs[0].plan
-    if load is not None:
-        saved = _saved_plan(load)
-        if method is not None and saved.name != plan.name:
-            raise InputError(f"the chat in {load!r} was made under {saved.name}, not {plan.name}; leave --method out")
-        plan = saved if method is None else plan
+    chosen = chosen_spec(method or "full", budget, settings or [], profile)
+    parts = {"--codec": parse_codecs(codec), "--rest": parse_rests(rest), "--prefill": parse_prefills(prefill)}
+    if several := [name for name, listed in parts.items() if len(listed) > 1]:
+        raise InputError(f"a chat has one of each, got {several[0]} with a list; name one of them")
+    if load is not None and not os.path.exists(load):
+        raise InputError(f"--load {load!r}: No such file; name one that --save or /save wrote")
     if file == "-":
         raise InputError("--file - would read the messages' own stdin; write the text to a file")
     context = None if file is None else read_prompt(file, None)
     if save is not None:
         _check_target(save, force)
+    check_model_name(model)
+    plan = make_runs([chosen], *parts.values())[0].plan
+    if load is not None:
+        saved = _saved_plan(load)
+        if method is not None and saved.name != plan.name:
+            raise InputError(f"the chat in {load!r} was made under {saved.name}, not {plan.name}; leave --method out")
+        plan = saved if method is None else plan
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
 
@@ -134,9 +143,11 @@ def _check_target(path: str, force: bool) -> None:
         raise InputError(f"cannot write --save {path!r}: there is no directory {str(target.parent)!r}")
     if not os.access(target.parent, os.W_OK):
         raise InputError(f"cannot write --save {path!r}: no permission to write in {str(target.parent)!r}")
+    if force or not target.exists():
+        return
     from kvsieve.hf.persist.cache_file import is_ours
 
-    if not force and not is_ours(path):
+    if not is_ours(path):
         raise InputError(
             f"--save {path!r} is there already and is no chat that kvsieve saved; name another file, or add --force to "
             "replace it"

@@ -9,18 +9,20 @@ import typer
 from kvsieve.cli.answers import Generation, encode, run_methods
 from kvsieve.cli.document import CODE, QUESTION, build_document
 from kvsieve.cli.loading import DtypeOption, check_dtype, load_model
+from kvsieve.cli.options import PROMPT, TOKENS, option
 from kvsieve.cli.output import JsonOption, emit_json, say, show
 from kvsieve.cli.prompts import TextPrompt
-from kvsieve.cli.run import print_answers, print_stats, report
+from kvsieve.cli.run import report
+from kvsieve.cli.run_tables import print_answers, print_stats
 from kvsieve.cli.specs import MethodRun, make_run
+from kvsieve.errors import InputError
 
 CHUNK = 1024
 MAX_NEW_TOKENS = 32
-COLUMNS = """\
-prompt tokens: those read; deep tokens: those of them that the deepest layer computed, which is what a prompt costs.
-KV asked, KV kept: entries per layer and KV head after the prompt, by the budget and in fact; KV held: their memory.
-TTFT: time to the first token; TPOT: time per token after it; peak: memory of the process, model included.
-ran: whether every part of the method acted on this prompt."""
+LEGEND = """\
+KV kept: entries per layer and KV head after the prompt; KV MiB: memory of the KV cache.
+TTFT: time to first token; TPOT: time per token after it.
+as full: whether the answer has the words of full KV's, else how many of them."""
 
 
 def demo_runs() -> list[MethodRun]:
@@ -38,13 +40,15 @@ def demo_runs() -> list[MethodRun]:
 
 
 def demo_command(
-    tokens: Annotated[int, typer.Option(min=200, max=8000, help="Length of the document.")] = 5000,
-    depth: Annotated[float, typer.Option(min=0, max=1, help="Where the fact stands: 0 start, 1 end.")] = 0.5,
+    tokens: Annotated[int, option(PROMPT, "Length of the document, in tokens", **TOKENS)] = 5000,
+    depth: Annotated[float, option(PROMPT, "Position of the fact: 0 start, 1 end", min=0, max=1)] = 0.5,
     dtype: DtypeOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
     """Hide a fact in a long document and ask the demo model for it, under full KV, SnapKV and FastKV."""
     check_dtype(dtype)
+    if not 200 <= tokens <= 8000:
+        raise InputError(f"--tokens must be from 200 to 8000, got {tokens}")
     tell = say if as_json else show
     runs = demo_runs()
     model, tokenizer = load_model(None, dtype)
@@ -62,7 +66,7 @@ def demo_command(
         show()
         print_answers(results)
         print_stats(results)
-        print(COLUMNS)
+        print(LEGEND)
     wrong = [result["method"] for result in results if not result["correct"]]
     if wrong:
         say(f"error: expected {CODE} in every answer, {', '.join(wrong)} answered without it")

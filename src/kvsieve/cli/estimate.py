@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import replace
 from typing import Annotated, Any
 
-import typer
-
+from kvsieve.cli.loading import check_least, check_model_name, refuse_text
+from kvsieve.cli.options import MEMORY, METHOD, MODEL, PROMPT, ModelArgument, option
 from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.specs import (
     BudgetOption,
@@ -16,77 +15,73 @@ from kvsieve.cli.specs import (
     MethodRun,
     PrefillsOption,
     RestsOption,
-    compared_methods,
+    compared_specs,
+    make_runs,
     parse_codecs,
     parse_prefills,
     parse_rests,
     spec,
-    with_codecs,
 )
 from kvsieve.errors import InputError
+from kvsieve.quantities import parse_lengths
 from kvsieve.settled import told
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+MACHINE = "Machine"
 _HEADERS = ["context", "method", "KV", "of full", "TFLOP", "TTFT ratio", "TPOT ratio"]
 
 
 def estimate_command(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Hub id, directory with config.json or .gguf file; the demo model if left out."),
-    ] = None,
-    context: Annotated[str, typer.Option(help="Prompt tokens per row: 7500, 8k (8192), or a list: 8k,128k.")] = "8k",
+    model: ModelArgument = None,
+    context: Annotated[str, option(PROMPT, "Prompt lengths in tokens: 7500, 8k, or 8k,128k")] = "8k",
+    batch: Annotated[int, option(PROMPT, "Batch size, all rows of the same length")] = 1,
     method: Annotated[
-        str, typer.Option(help="Methods: full,snapkv:budget=10% or fastkv:tsp_layer=15:tsp_rate=0.2.")
+        str, option(METHOD, "Methods: full,snapkv:budget=10%,fastkv:tsp_layer=15:tsp_rate=0.2")
     ] = "full,snapkv,fastkv",
     budget: BudgetOption = None,
     codec: CodecsOption = None,
     rest: RestsOption = None,
     prefill: PrefillsOption = None,
-    batch: Annotated[int, typer.Option(help="Rows, all of the same length.")] = 1,
-    dtype: Annotated[str, typer.Option(help=f"Of weights and KV: {', '.join(ELEMENT_BYTES)}.")] = "bfloat16",
-    memory: Annotated[float | None, typer.Option(help="GiB for weights and KV: adds the largest batch.")] = None,
-    matmul_tflops: Annotated[float | None, typer.Option(help="Achieved by linear layers: adds seconds.")] = None,
-    attention_tflops: Annotated[
-        float | None, typer.Option(help="Achieved by attention; as --matmul-tflops if left out.")
+    dtype: Annotated[str, option(MODEL, f"Dtype of weights and KV cache: {', '.join(ELEMENT_BYTES)}")] = "bfloat16",
+    memory: Annotated[
+        int | None,
+        option(MACHINE, "Memory for weights and KV cache: 80GiB, adds the largest batch (default: none)", **MEMORY),
     ] = None,
-    bandwidth: Annotated[float | None, typer.Option(help="Achieved memory bandwidth, GB/s: adds ms per token.")] = None,
+    matmul_tflops: Annotated[
+        float | None, option(MACHINE, "TFLOP/s achieved by linear layers, adds seconds (default: none)")
+    ] = None,
+    attention_tflops: Annotated[
+        float | None, option(MACHINE, "TFLOP/s achieved by attention (default: that of --matmul-tflops)")
+    ] = None,
+    bandwidth: Annotated[
+        float | None, option(MACHINE, "Memory bandwidth achieved in GB/s, adds ms per token (default: none)")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """KV bytes, prefill FLOPs and predicted ratios to full KV, from the model's config alone."""
+    """Estimate KV memory, prefill FLOPs and speed ratios to full KV from the model's config alone."""
     if dtype not in ELEMENT_BYTES:
         raise InputError(f"--dtype must be one of {', '.join(ELEMENT_BYTES)}, got {dtype!r}")
-    if batch < 1:
-        raise InputError(f"--batch must be at least 1, got {batch}")
-    positive = {"--memory": memory, "--matmul-tflops": matmul_tflops, "--attention-tflops": attention_tflops}
-    for option, value in {**positive, "--bandwidth": bandwidth}.items():
+    refuse_text(model)
+    check_least(1, batch=batch, memory=memory)
+    positive = {"--matmul-tflops": matmul_tflops, "--attention-tflops": attention_tflops}
+    for name, value in {**positive, "--bandwidth": bandwidth}.items():
         if value is not None and not (value > 0 and math.isfinite(value)):
-            raise InputError(f"{option} must be a positive number, got {value:g}")
+            raise InputError(f"{name} must be a positive number, got {value:g}")
     if attention_tflops is not None and matmul_tflops is None:
         raise InputError("--attention-tflops needs --matmul-tflops beside it; add that option")
-    contexts = parse_contexts(context)
-    runs = with_codecs(
-        compared_methods(method, budget), parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
-    )
-    if not runs:
+    contexts = parse_lengths(context, "--context")
+    specs = compared_specs(method, budget)
+    parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
+    if not specs:
         raise InputError(f"--method names no method, got {method!r}; write e.g. full,snapkv:budget=10%")
+    check_model_name(model)
+    runs = make_runs(specs, *parts)
     rates = (matmul_tflops, attention_tflops or matmul_tflops, bandwidth)
     report = make_report(model, contexts, runs, batch, dtype, memory, rates)
     if as_json:
         emit_json(report)
     else:
         _print(report)
-
-
-def parse_contexts(text: str, option: str = "--context") -> list[int]:
-    """``8k,7500`` -> [8192, 7500]; k is 1024 and m 1024 k. Raises InputError."""
-    contexts = []
-    for part in text.split(","):
-        match = re.fullmatch(r"([1-9]\d*)(k|m)?", part.strip().lower())
-        if match is None:
-            raise InputError(f"{option} takes tokens such as 7500, 8k or 128k, comma between several, got {text!r}")
-        contexts.append(int(match[1]) * {None: 1, "k": 1024, "m": 1024**2}[match[2]])
-    return contexts
 
 
 def model_config(name: str | None) -> Any:
@@ -128,7 +123,7 @@ def make_report(
     runs: list[MethodRun],
     batch: int,
     dtype: str,
-    memory_gib: float | None = None,
+    memory: int | None = None,
     rates: tuple[float | None, float | None, float | None] = (None, None, None),
 ) -> dict[str, Any]:
     """JSON-ready; units are in the key names. rates: TFLOP/s of linear layers and of attention, GB/s of memory."""
@@ -153,8 +148,8 @@ def make_report(
             one = costs.estimate(shape, run.plan, tokens, element_bytes=size)
             whole = costs.estimate(shape, run.plan, tokens, batch=batch, element_bytes=size)
             results.append(_result(run, tokens, whole, full, rates))
-            if memory_gib is not None:
-                results[-1]["largest_batch"] = costs.largest_batch(one, memory_gib * 2**30)
+            if memory is not None:
+                results[-1]["largest_batch"] = costs.largest_batch(one, memory)
     return {
         "model": name or MODEL_NAME,
         "model_type": config.model_type,
@@ -164,7 +159,7 @@ def make_report(
         "layer_kinds": [kind.words for kind in shape.kinds],
         "dtype": dtype,
         "batch": batch,
-        "memory_gib": memory_gib,
+        "memory_gib": None if memory is None else memory / 2**30,
         "matmul_tflops": rates[0],
         "attention_tflops": rates[1],
         "bandwidth_gb_per_s": rates[2],

@@ -14,7 +14,21 @@ from kvsieve.cli.loading import (
     DtypeOption,
     check_device,
     check_dtype,
+    check_least,
+    check_model_name,
     load_model,
+)
+from kvsieve.cli.options import (
+    GENERATION,
+    MEASUREMENT,
+    METHOD,
+    OUTPUT,
+    SERVER,
+    TASKS,
+    GeneratedSeedOption,
+    ModelArgument,
+    WholeChunkOption,
+    option,
 )
 from kvsieve.cli.output import JsonOption, emit_json, progress_bar, show
 from kvsieve.cli.report import aggregated, print_means
@@ -30,6 +44,7 @@ from kvsieve.cli.specs import (
     parse_rests,
 )
 from kvsieve.errors import InputError
+from kvsieve.quantities import parse_lengths
 
 if TYPE_CHECKING:
     from kvsieve.eval.evaluator import Evaluator
@@ -55,55 +70,60 @@ _OF_SAMPLES = (
 
 def eval_command(
     context: typer.Context,
-    model: Annotated[
-        str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Results directory.")] = ...,  # type: ignore[assignment]
-    tasks: Annotated[str, typer.Option(help="Names, or ruler, or all; see `kvsieve tasks`.")] = "needle,ruler,kv",
+    model: ModelArgument = None,
+    tasks: Annotated[str, option(TASKS, "Task names, ruler or all (`kvsieve tasks`)")] = "needle,ruler,kv",
     task: Annotated[
-        Path | None, typer.Option(help="Your own task: .jsonl rows of context, question and answer, or answers.")
+        Path | None, option(TASKS, "Your own task: .jsonl rows of context, question and answer(s) (default: none)")
     ] = None,
     score: Annotated[
-        str | None, typer.Option(help="Score of --task: contains (default), exact, f1, rouge or module:function.")
+        str | None, option(TASKS, "Score of --task: contains, exact, f1, rouge or module:function (default: contains)")
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Prompt tokens, the question and chat template included.")] = "2048",
-    methods: Annotated[str, typer.Option(help="snapkv,fastkv:tsp_rate=0.3:window=32; full always runs.")] = "snapkv",
-    budgets: Annotated[str, typer.Option(help="Entries kept per layer and KV head: 5%,10%, 512 or 64MiB.")] = "10%,20%",
+    lengths: Annotated[str, option(TASKS, "Prompt lengths in tokens, question and template included")] = "2048",
+    samples: Annotated[int, option(TASKS, "Samples per task, length and question mode")] = 25,
+    question: Annotated[str, option(TASKS, "Question mode: visible or hidden to the eviction, or both")] = "visible",
+    haystack: Annotated[
+        str, option(TASKS, "Filler text: topics (Python 3.11's help texts), noise, or a folder of texts")
+    ] = "topics",
+    data: Annotated[
+        str | None, option(TASKS, "Directory or file of a public benchmark, docs/evaluation.md (default: none)")
+    ] = None,
+    scbench_mode: Annotated[str, option(TASKS, "Mode of scbench_... tasks: multi-turn or shared")] = "multi-turn",
+    seed: GeneratedSeedOption = 0,
+    methods: Annotated[
+        str, option(METHOD, "Methods, such as snapkv,fastkv:tsp_rate=0.3; full is always added")
+    ] = "snapkv",
+    budgets: Annotated[str, option(METHOD, "KV entries kept per layer and head: 5%,10%, 512, 2k or 64MiB")] = "10%,20%",
     codec: CodecsOption = None,
     rest: RestsOption = None,
     prefill: PrefillsOption = None,
-    samples: Annotated[int, typer.Option(help="Per task, length and question mode.")] = 25,
-    question: Annotated[
-        str, typer.Option(help="Do methods see the question when they choose? visible, hidden or both.")
-    ] = "visible",
-    resume: Annotated[bool, typer.Option("--resume", help="Continue or extend the results in --out.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the generated samples.")] = 0,
-    haystack: Annotated[
-        str, typer.Option(help="topics (Python 3.11's help texts), noise, or a folder of texts.")
-    ] = "topics",
-    cost_samples: Annotated[int, typer.Option(help="Runs per method that measure time and memory alone.")] = 3,
-    batch: Annotated[int, typer.Option(help="Answers decoded together at most.")] = 8,
-    chunk: Annotated[int | None, typer.Option(help="Prompt tokens per forward pass; all at once if left out.")] = None,
+    cost_samples: Annotated[int, option(MEASUREMENT, "Runs per method that measure only time and memory")] = 3,
+    batch: Annotated[int, option(GENERATION, "Batch size, at most")] = 8,
+    chunk: WholeChunkOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
-    data: Annotated[
-        str | None, typer.Option(help="Directory or file of public benchmarks, see docs/evaluation.md.")
-    ] = None,
-    scbench_mode: Annotated[str, typer.Option(help="How scbench_... asks: multi-turn or shared.")] = "multi-turn",
     server: ServerOption = None,
-    clients: Annotated[str, typer.Option(help="With --server: requests at once.")] = "4",
+    clients: Annotated[str, option(SERVER, "Concurrent requests to --server")] = "4",
     extra: ExtraOption = None,
+    out: Annotated[Path, option(OUTPUT, "Results directory")] = ...,  # type: ignore[assignment]
+    resume: Annotated[bool, option(OUTPUT, "Continue or extend the results in --out", "--resume")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Score methods on long-context tasks, with their time and memory; `kvsieve report` draws the results."""
+    """Score methods on long-context tasks, with time and memory; `kvsieve report` plots the results."""
     check_options(context, server, _OF_SAMPLES)
     check_dtype(dtype)
-    _check_numbers(samples, cost_samples, batch, question)
+    questions = _checked(samples, cost_samples, batch, chunk, question)
+    sizes = parse_lengths(lengths, "--lengths")
+    specs, shares = method_specs(methods), budgets_of(budgets)
+    parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
+    own = _own_task(context, task, score)
+    alone = bool(own) and not _is_given(context, "tasks")
+    asked = [*own, *([] if alone else _tasks(names_of(tasks), haystack, data, scbench_mode))]
+    check_model_name(model)
 
     from kvsieve.devices import auto_dtype
     from kvsieve.eval.cells import on_model, settings
     from kvsieve.eval.evaluator import Evaluator
-    from kvsieve.eval.grid import QUESTIONS, Grid
+    from kvsieve.eval.grid import Grid
     from kvsieve.eval.runner import run_grid
     from kvsieve.eval.store import writing
     from kvsieve.eval.unlike import warn_unlike
@@ -113,22 +133,18 @@ def eval_command(
     from kvsieve.named import crossed
     from kvsieve.tasks.public import data_digests
 
-    parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
-    own = _own_task(context, task, score)
-    alone = bool(own) and not _is_given(context, "tasks")
     grid = Grid(
-        tasks=[*own, *([] if alone else _tasks(names_of(tasks), haystack, data, scbench_mode))],
-        lengths=lengths_of(lengths),
-        questions=QUESTIONS if question == "both" else (question,),
+        tasks=asked,
+        lengths=sizes,
+        questions=questions,
         samples=samples,
-        settings=settings(crossed(method_specs(methods), *parts), budgets_of(budgets)),
+        settings=settings(crossed(specs, *parts), shares),
         seed=seed,
         cost_samples=cost_samples,
     )
     grid.check(None)
     if server is not None:
-        print_scores(eval_server(grid, server, model, extra, clients, out, resume, haystack), out, as_json)
-        return
+        return print_scores(eval_server(grid, server, model, extra, clients, out, resume, haystack), out, as_json)
     check_device(device)
     run = {
         "model": model or MODEL_NAME,
@@ -161,19 +177,19 @@ def _print_results(out: Path, as_json: bool) -> None:
 
     results = load(out)
     if as_json:
-        emit_json(aggregated(results))
-        return
+        return emit_json(aggregated(results))
     print_means(results)
     show(f"results are in {out}; `kvsieve report {out}` makes tables and pictures of them")
     show(f"each sample: pandas.read_json({str(packed_name(out / 'samples.jsonl'))!r}, lines=True)")
 
 
-def _check_numbers(samples: int, cost_samples: int, batch: int, question: str) -> None:
-    for option, value, least in (("--samples", samples, 1), ("--cost-samples", cost_samples, 0), ("--batch", batch, 1)):
-        if value < least:
-            raise InputError(f"{option} must be at least {least}, got {value}")
+def _checked(samples: int, cost_samples: int, batch: int, chunk: int | None, question: str) -> tuple[str, ...]:
+    """Return the question modes, the numbers checked. Raises InputError."""
+    check_least(1, samples=samples, batch=batch, chunk=chunk)
+    check_least(0, cost_samples=cost_samples)
     if question not in ("visible", "hidden", "both"):
         raise InputError(f"--question must be visible, hidden or both, got {question!r}")
+    return ("visible", "hidden") if question == "both" else (question,)
 
 
 def _is_given(context: typer.Context, name: str) -> bool:
@@ -239,13 +255,3 @@ def budgets_of(text: str) -> list[str]:
 
 def names_of(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-
-
-def lengths_of(text: str) -> list[int]:
-    try:
-        lengths = [int(each) for each in names_of(text)]
-    except ValueError:
-        raise InputError(f"--lengths must be numbers of tokens like 2048,4096, got {text!r}") from None
-    if not lengths or min(lengths) < 1:
-        raise InputError(f"--lengths must be numbers of tokens like 2048,4096, got {text!r}")
-    return lengths

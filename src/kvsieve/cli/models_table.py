@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from kvsieve.cli.options import OUTPUT, option
 from kvsieve.cli.output import JsonOption, emit_json, one_line, print_table, show
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.report.tables import markdown_table
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 SUPPORTED, EVICTION_ONLY, REFUSED, NOT_BUILT = "supported", "eviction only", "refused", "not in this transformers"
 
 LATENT = "latent attention: all heads keep the same entries, and plans that read sparsely are refused"
+# What `kvsieve models --json` printed last; `make docs` renews it.
+_TABLE = Path(__file__).with_name("models.json")
 
 
 @dataclass(frozen=True)
@@ -49,23 +54,21 @@ class Row:
 
 def models_command(
     as_json: JsonOption = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the tables of docs/models.md.")] = False,
+    markdown: Annotated[bool, option(OUTPUT, "Tables of docs/models.md", "--markdown")] = False,
 ) -> None:
-    """Which architectures are supported, and why the others are not. Takes about half a minute."""
-    import transformers
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    rows = list(_with_progress())
+    """List the supported architectures, and why others are not."""
+    version = metadata.version("transformers")
+    rows = None if markdown else shipped_rows(version)
+    rows = list(_with_progress()) if rows is None else rows
     if as_json:
-        emit_json({"transformers": transformers.__version__, "models": [asdict(row) for row in rows]})
+        emit_json({"transformers": version, "models": [asdict(row) for row in rows]})
         return
     if markdown:
-        print(models_markdown(rows, transformers.__version__))
+        print(models_markdown(rows, version))
         return
     headers = ["family", "models", "eviction", "propagation", "layers", "reason"]
     print_table(headers, [_cells(row) for row in rows], left=len(headers))
-    show(_summary(rows, transformers.__version__))
+    show(_summary(rows, version))
 
 
 def models_markdown(rows: list[Row], version: str) -> str:
@@ -89,12 +92,28 @@ def _short_kinds(row: Row) -> str:
     return ", ".join(dict.fromkeys(short))
 
 
+def shipped_rows(version: str) -> list[Row] | None:
+    """Return the rows found with this version of transformers, without importing it; None where it was another.
+
+    A process that has imported transformers may have changed it, and is examined.
+    """
+    if "transformers" in sys.modules:
+        return None
+    shipped = json.loads(_TABLE.read_text(encoding="utf-8"))
+    if shipped["transformers"] != version:
+        return None
+    return [Row(**{**row, "layer_kinds": tuple(row["layer_kinds"])}) for row in shipped["models"]]
+
+
 def _with_progress() -> Iterator[Row]:
+    """Examine every family; takes about half a minute."""
     from rich.console import Console
     from rich.progress import track
+    from transformers.utils import logging
 
     from kvsieve.models.families import FAMILIES
 
+    logging.set_verbosity_error()
     console = Console(stderr=True)
     families = track(
         FAMILIES, "building a tiny model of each", console=console, transient=True, disable=not console.is_terminal
@@ -104,14 +123,12 @@ def _with_progress() -> Iterator[Row]:
 
 
 def _examine(family: Any) -> Row:
-    import transformers
-
     import kvsieve
     from kvsieve.hf.kinds import told_kinds
     from kvsieve.hf.model.support import why_unsupported
     from kvsieve.models.families import build
 
-    model, reason = None, family.why_not_in(transformers.__version__)
+    model, reason = None, family.why_not_in(metadata.version("transformers"))
     try:
         model = None if reason else build(family.name)
     except Exception as error:  # a config that this version of transformers does not know fails in many ways

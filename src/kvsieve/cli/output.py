@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
-import typer
-
+from kvsieve.cli.options import OUTPUT, option
 from kvsieve.errors import KvsieveWarning
 from kvsieve.text import printable, shortened
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+JsonOption = Annotated[bool, option(OUTPUT, "JSON on stdout, and nothing else there", "--json")]
+WideOption = Annotated[bool, option(OUTPUT, "All columns, for terminals of more than 80 columns", "--wide")]
 
 
 def emit_json(data: Any) -> None:
@@ -114,8 +114,19 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, total, what: progress.update(task, completed=done, total=total, description=what)
 
 
-def print_table(headers: list[str], rows: list[list[str]], *, left: int = 1) -> None:
-    """A table on stdout; all columns but the first `left` are numbers."""
+# Columns of a table where no terminal says how many there are: as most terminals have, and with `--wide`.
+NARROW, WIDE = 80, 200
+
+
+def print_table(headers: list[str], rows: list[list[str]], *, left: int = 1, width: int = 120) -> None:
+    """Print a table on stdout.
+
+    Args:
+        headers: of the columns.
+        rows: their cells.
+        left: number of columns, the first ones, that are text; the others are numbers.
+        width: signs of a line where stdout is no terminal.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -123,7 +134,7 @@ def print_table(headers: list[str], rows: list[list[str]], *, left: int = 1) -> 
 
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)
+        console = Console(width=width)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for index, header in enumerate(headers):
         table.add_column(Text(printable(header)), justify="left" if index < left else "right", overflow="fold")

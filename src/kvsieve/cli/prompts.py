@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsieve.errors import InputError
+from kvsieve.turns import check_characters
 
 # First in a text that some editors of Windows have saved, and no part of it.
 BYTE_ORDER_MARK = "\ufeff"
@@ -87,10 +88,8 @@ def _json(line: str) -> Any:
 
 
 def _asked(text: str, question: str | None, where: str) -> str:
-    from kvsieve.hf.inputs import check_text
-
     whole = f"{text.rstrip()}\n\n{question}" if question else text
-    check_text(where, whole)
+    check_characters(where, whole)
     return whole
 
 

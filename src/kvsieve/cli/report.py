@@ -7,25 +7,30 @@ from typing import Annotated, Any
 
 import typer
 
-from kvsieve.cli.output import JsonOption, emit_json, print_table, show
+from kvsieve.cli.options import OUTPUT, option
+from kvsieve.cli.output import NARROW, JsonOption, emit_json, print_table, show
 from kvsieve.errors import InputError
 
 _COMPARISON = Path("comparison")
 
 
 def report_command(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="What `kvsieve eval --out DIR` has written.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Results directories of `kvsieve eval`")],
     out: Annotated[
-        Path | None, typer.Option(help="Directory for the report of several DIRs; ./comparison if left out.")
+        Path | None, option(OUTPUT, "Directory for a report of several DIRs (default: ./comparison)")
     ] = None,
     baseline: Annotated[
-        str | None, typer.Option(help="Method, or its label, to compare the others with, besides full KV.")
+        str | None, option(OUTPUT, "Method, or its label, to compare with besides full KV (default: none)")
     ] = None,
-    formats: Annotated[str, typer.Option(help="Files in plots: png, svg or both.")] = "png,svg",
-    csv: Annotated[Path | None, typer.Option(help="Also write every cell as a row of this file.")] = None,
+    formats: Annotated[str, option(OUTPUT, "File formats of plots: png, svg or both")] = "png,svg",
+    csv: Annotated[Path | None, option(OUTPUT, "CSV file with one row per cell (default: none)")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write report.html, tables.md and plots: of one DIR into it, of several side by side into --out."""
+    """Write report.html, tables.md and plots for one results directory, or a comparison of several to --out."""
+    for each in folders:
+        if not each.is_dir():
+            raise InputError(f"no results at '{each}': it is not a directory; run `kvsieve eval --out {each}` first")
+
     from kvsieve.eval.comparison import compared
     from kvsieve.eval.comparison_report import write_comparison
     from kvsieve.eval.export import write_csv
@@ -99,7 +104,8 @@ def print_means(results: Any) -> None:
                     texts = [f"{100 * cell.score:.1f}{plus_minus(cell)}" if cell else NONE for cell in found]
                     rows.append([label, budget_name(budget), *texts])
         show(f"{length} tokens, mean score over tasks in %:")
-        print_table(["method", "budget", *(f"question {question}" for question in questions)], rows)
+        headers = ["method", "budget", *(f"question {question}" for question in questions)]
+        print_table(headers, rows, width=NARROW)
     for line in cut_documents(results.samples):
         show(line)
 

@@ -3,124 +3,127 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import Annotated, Any
 
 from kvsieve.cli.answers import Generation, check_lengths, encode, run_batches, run_methods
 from kvsieve.cli.kept import check_kept, found_json, print_found, print_map, write_page
-from kvsieve.cli.loading import DecodeOption, DeviceOption, DtypeOption, check_device, check_loading, load_model
-from kvsieve.cli.output import JsonOption, emit_json, print_table, show
+from kvsieve.cli.loading import (
+    DecodeOption,
+    DeviceOption,
+    DtypeOption,
+    check_device,
+    check_least,
+    check_loading,
+    check_model_name,
+    load_model,
+    refuse_text,
+)
+from kvsieve.cli.options import (
+    GENERATION,
+    METHOD,
+    OUTPUT,
+    PROMPT,
+    ChunkOption,
+    MaxNewTokensOption,
+    ModelArgument,
+    ProfileOption,
+    ProtectOption,
+    SettingsOption,
+    SystemOption,
+    option,
+)
+from kvsieve.cli.output import JsonOption, WideOption, emit_json
 from kvsieve.cli.prompts import given_prompts
+from kvsieve.cli.run_tables import print_answers, print_stats
 from kvsieve.cli.specs import (
     BudgetOption,
     CodecsOption,
     PrefillsOption,
     RestsOption,
-    chosen_method,
-    compared_methods,
+    chosen_spec,
+    compared_specs,
+    make_runs,
     parse_codecs,
     parse_prefills,
     parse_rests,
-    with_codecs,
 )
 from kvsieve.cli.store import StoreOption
-from kvsieve.display import span
 from kvsieve.errors import InputError
-
-if TYPE_CHECKING:
-    from kvsieve.hf.generate.stats import Stats
-
-_HEADERS = [
-    "method",
-    "prompt tokens",
-    "deep tokens",
-    "KV asked",
-    "KV kept",
-    "KV held MiB",
-    "TTFT s",
-    "TPOT ms",
-    "peak MiB",
-    "ran",
-]
 
 
 def run_command(
-    model: Annotated[
-        str | None, typer.Argument(help="Hub id, directory of a checkpoint or .gguf file; the demo model if left out.")
-    ] = None,
-    prompt: Annotated[str | None, typer.Option(help="The prompt itself.")] = None,
-    prompt_file: Annotated[str | None, typer.Option(help="File with the prompt; - reads stdin.")] = None,
+    model: ModelArgument = None,
+    prompt: Annotated[str | None, option(PROMPT, "Prompt text (default: none)")] = None,
+    prompt_file: Annotated[str | None, option(PROMPT, "Prompt file; - is stdin (default: none)")] = None,
     prompts_file: Annotated[
         str | None,
-        typer.Option(help='File with a prompt per line, as text or as JSON like {"prompt": "..."}; - reads stdin.'),
+        option(PROMPT, 'File with one prompt per line, as text or JSON {"prompt": "..."}; - is stdin (default: none)'),
     ] = None,
-    question: Annotated[str | None, typer.Option(help="Put after the prompt and a blank line.")] = None,
-    method: Annotated[
-        str, typer.Option(help="snapkv, or with parameters snapkv:kernel=21; see `kvsieve methods`.")
-    ] = "fastkv",
+    question: Annotated[str | None, option(PROMPT, "Question, appended after a blank line (default: none)")] = None,
+    system: SystemOption = None,
+    parse_special: Annotated[
+        bool, option(PROMPT, "Treat <|im_end|> and the like in the prompt as control tokens", "--parse-special")
+    ] = False,
+    method: Annotated[str, option(METHOD, "Method, such as snapkv or snapkv:kernel=21 (`kvsieve methods`)")] = "fastkv",
+    compare: Annotated[
+        str, option(METHOD, "Methods to run first and compare with: full,snapkv:kernel=21 (default: none)")
+    ] = "",
     budget: BudgetOption = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="A parameter of the method; repeatable.")
-    ] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="Parameters that `kvsieve calibrate` found: a file, or a shipped profile's name.")
-    ] = None,
+    settings: SettingsOption = None,
+    profile: ProfileOption = None,
     codec: CodecsOption = None,
     rest: RestsOption = None,
     prefill: PrefillsOption = None,
-    compare: Annotated[
-        str, typer.Option(help="Methods to run before it: full,snapkv or snapkv:kernel=21:window=16,full.")
-    ] = "",
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    protect: Annotated[
-        list[str] | None,
-        typer.Option(metavar="ROLE|A:B", help="Never evict: system, user, or tokens A to B of the prompt; repeatable."),
+    protect: ProtectOption = None,
+    max_new_tokens: MaxNewTokensOption = 64,
+    temperature: Annotated[float | None, option(GENERATION, "Sampling temperature (default 0: greedy)")] = None,
+    top_p: Annotated[
+        float | None, option(GENERATION, "Nucleus sampling: total probability of the candidates (default 1)")
     ] = None,
+    top_k: Annotated[
+        int | None, option(GENERATION, "Top-k sampling: number of candidates (default: all tokens)")
+    ] = None,
+    seed: Annotated[int | None, option(GENERATION, "Random seed for sampling (default: a new one)")] = None,
+    chunk: ChunkOption = 1024,
+    batch: Annotated[int, option(GENERATION, "Batch size for --prompts-file")] = 8,
+    decode: DecodeOption = "auto",
     store: StoreOption = None,
-    parse_special: Annotated[
-        bool, typer.Option("--parse-special", help="Control tokens written in the prompt are no text.")
-    ] = False,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens.")] = 64,
-    temperature: Annotated[
-        float | None, typer.Option(help="Sample tokens, the more evenly the higher it is; greedy if left out, or 0.")
-    ] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this total share.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from so many of the likeliest tokens.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling: the same one gives the same answers.")] = None,
-    batch: Annotated[int, typer.Option(help="Prompts of --prompts-file that are answered together.")] = 8,
-    chunk: Annotated[int, typer.Option(help="Prompt tokens per forward pass.")] = 1024,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
-    decode: DecodeOption = "auto",
     show_kept: Annotated[
         str | None,
-        typer.Option(
-            "--show", metavar="FILE.html|-", help="What --method has kept of the prompt: a page, or - for the terminal."
+        option(
+            OUTPUT,
+            "Page with the tokens that --method kept; - prints them (default: none)",
+            "--show",
+            metavar="FILE.html|-",
         ),
     ] = None,
     find: Annotated[
-        list[str] | None, typer.Option(metavar="TEXT", help="Where a text of the prompt is still held; repeatable.")
+        list[str] | None,
+        option(OUTPUT, "Text of the prompt: print which layers keep it; repeatable (default: none)", metavar="TEXT"),
     ] = None,
+    wide: WideOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer a prompt under a method, and compare it with others.
+    """Answer a prompt under one method, or compare several.
 
-    The answers to --prompts-file are lines of JSON on stdout, one per prompt and method.
+    With --prompts-file the answers are JSON lines on stdout, one per prompt and method.
     """
-    # Everything that can be wrong with the input is looked at before the model is loaded, which takes a while.
+    # Words, files and numbers are checked before torch is imported, plans before the model is loaded.
+    refuse_text(model, "--prompt-file")
     check_loading(dtype, decode)
-    for option, value in (("--max-new-tokens", max_new_tokens), ("--chunk", chunk), ("--batch", batch)):
-        if value < 1:
-            raise InputError(f"{option} must be at least 1, got {value}")
+    check_least(1, max_new_tokens=max_new_tokens, chunk=chunk, batch=batch)
     sampling = parse_sampling(temperature, top_p, top_k, seed)
-    runs = [*compared_methods(compare, budget, profile), chosen_method(method, budget, settings or [], profile)]
-    runs = with_codecs(runs, parse_codecs(codec), parse_rests(rest), parse_prefills(prefill))
+    specs = [*compared_specs(compare, budget, profile), chosen_spec(method, budget, settings or [], profile)]
+    parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
     prompts = given_prompts(prompt, prompt_file, prompts_file, question, system)
     roles, spans = parse_protect(protect or [], all(each.system for each in prompts))
     texts = check_kept(show_kept, find, prompts_file, as_json)
     if store is not None and protect:
         raise InputError("--protect keeps tokens that others may not want kept, so it goes without --store")
+    check_model_name(model)
+    runs = make_runs(specs, *parts)
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
     asked = [encode(tokenizer, each, roles, spans, parse_special) for each in prompts]
@@ -144,7 +147,7 @@ def run_command(
         emit_json(report(model, results))
         return
     print_answers(results, "label")
-    print_stats(results, "label")
+    print_stats(results, "label", wide=wide)
     print_found([result["label"] for result in results], kept, texts)
     if show_kept == "-":
         print_map(kept[-1])
@@ -166,9 +169,9 @@ def parse_sampling(
     if samples:
         # Without 0 and 1 generate would take what the model's own configuration says.
         return {"do_sample": True, "temperature": temperature or 1.0, "top_p": top_p or 1.0, "top_k": top_k or 0}
-    for option, value in (("--top-p", top_p), ("--top-k", top_k), ("--seed", seed)):
+    for name, value in (("--top-p", top_p), ("--top-k", top_k), ("--seed", seed)):
         if value is not None:
-            raise InputError(f"{option} is for sampling, and answers are greedy here; add --temperature 1, or leave it")
+            raise InputError(f"{name} is for sampling, and answers are greedy here; add --temperature 1, or leave it")
     return {"do_sample": False}
 
 
@@ -196,39 +199,3 @@ def report(model: str | None, results: list[dict[str, Any]]) -> dict[str, Any]:
 
     plain = [{**result, "stats": result["stats"].to_dict()} for result in results]
     return {"model": model or MODEL_NAME, "results": plain, "environment": environment()}
-
-
-def print_answers(results: list[dict[str, Any]], name: str = "method") -> None:
-    """name: what methods are called, "label" with their parameters."""
-    for result in results:
-        mark = {True: "✓ ", False: "✗ ", None: ""}[result.get("correct")]
-        show(f"{mark}{result[name]}: {result['answer']}")
-
-
-def print_stats(results: list[dict[str, Any]], name: str = "method") -> None:
-    """One row per method, and below the table what did not go as asked."""
-    # With spaces a table can break it between two parameters.
-    print_table(_HEADERS, [_row(result[name].replace(":", " "), result["stats"]) for result in results])
-    for result in results:
-        for note in result["stats"].notes:
-            show(f"note: {result[name]}: {note}")
-
-
-def _row(name: str, stats: Stats) -> list[str]:
-    return [
-        name,
-        str(stats.prompt_tokens),
-        str(stats.deep_tokens),
-        "all" if stats.kv_asked is None else str(stats.kv_asked),
-        span(stats.kv_entries),
-        _mebibytes(stats.kv_bytes),
-        f"{stats.ttft_s:.2f}",
-        "-" if stats.tpot_s is None else f"{1000 * stats.tpot_s:.1f}",
-        "-" if stats.peak_bytes is None else f"{stats.peak_bytes / 2**20:.0f}",
-        "yes" if stats.applied else "no",
-    ]
-
-
-def _mebibytes(count: int) -> str:
-    value = count / 2**20
-    return f"{value:.1f}" if value >= 0.1 else f"{value:.3f}"

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsieve.cli.output import emit_json, print_table, progress_bar, say, show
+from kvsieve.cli.loading import check_least
+from kvsieve.cli.options import SERVER, option
+from kvsieve.cli.output import NARROW, WIDE, emit_json, print_table, progress_bar, say, show
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,10 +22,14 @@ if TYPE_CHECKING:
 
 ServerOption = Annotated[
     str | None,
-    typer.Option(help="URL of an OpenAI-compatible server to ask; MODEL then names its tokenizer. OPENAI_API_KEY."),
+    option(
+        SERVER,
+        "URL of an OpenAI-compatible server to measure, key in OPENAI_API_KEY; MODEL is its tokenizer (default: none)",
+    ),
 ]
 ExtraOption = Annotated[
-    str | None, typer.Option(help='With --server: further members of each request, \'{"kv": {"method": "snapkv"}}\'.')
+    str | None,
+    option(SERVER, 'Extra request fields for --server: {"kv": {"method": "snapkv"}} (default: none)'),
 ]
 
 
@@ -42,7 +48,7 @@ def check_options(context: typer.Context, server: str | None, allowed: Sequence[
         for name in sorted(given & {"clients", "extra"}):
             raise InputError(f"--{name}: only with --server")
         return
-    wrong = sorted(given - {*allowed, "server", "clients", "extra", "model", "out", "as_json"})
+    wrong = sorted(given - {*allowed, "server", "clients", "extra", "model", "out", "wide", "as_json"})
     if wrong:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in wrong)
         raise InputError(
@@ -83,9 +89,8 @@ def bench_server(server: str, model: str | None, extra: str | None, load: Load, 
     from kvsieve.bench.prompts import text_ids
     from kvsieve.report.environment import environment
 
-    for option, value, least in (("--new-tokens", load.new_tokens, 2), ("--rounds", load.rounds, 1)):
-        if value < least:
-            raise InputError(f"{option} must be at least {least}, got {value}")
+    check_least(2, new_tokens=load.new_tokens)
+    check_least(1, rounds=load.rounds)
     counts = _numbers("--clients", load.clients)
     client, tokenizer, name = opened(server, extra, model)
     test = LoadTest(client, text_ids(tokenizer), load.new_tokens)
@@ -106,12 +111,13 @@ def bench_server(server: str, model: str | None, extra: str | None, load: Load, 
     return report
 
 
-def print_load(report: dict[str, Any], as_json: bool) -> None:
-    """A table of what was measured."""
+def print_load(report: dict[str, Any], as_json: bool, wide: bool = False) -> None:
+    """Print a report of `bench_server`: as JSON, or six columns of it, or all."""
     if as_json:
         emit_json(report)
         return
-    headers = ["prompt", "clients", "TTFT s", "p95", "TPOT ms", "p95", "tokens/s", "again: TTFT s", "of these found"]
+    headers = ["prompt", "clients", "TTFT s", "TPOT ms", "tokens/s", "again: TTFT s", "of these cached"]
+    headers += ["TTFT p95", "TPOT p95"]
     rows = []
     for length, cells in report["lengths"].items():
         for cell in cells:
@@ -122,16 +128,17 @@ def print_load(report: dict[str, Any], as_json: bool) -> None:
                     length,
                     str(cell["clients"]),
                     f"{ttft['median']:.3f}",
-                    f"{ttft['p95']:.3f}",
                     f"{tpot['median'] * 1000:.1f}" if tpot else "",
-                    f"{tpot['p95'] * 1000:.1f}" if tpot else "",
                     f"{cell['tokens_per_s']:.1f}",
                     f"{again['ttft_s']['median']:.3f}" if again else "",
                     "" if found is None else f"{found:.0f}",
+                    f"{ttft['p95']:.3f}",
+                    f"{tpot['p95'] * 1000:.1f}" if tpot else "",
                 ]
             )
     show(f"{report['server_model']} at {report['server']}, {report['new_tokens']} new tokens")
-    print_table(headers, rows)
+    shown = len(headers) if wide else 6
+    print_table(headers[:shown], [row[:shown] for row in rows], width=WIDE if wide else NARROW)
     for note in report["notes"]:
         say(f"note: {note}")
 

@@ -7,47 +7,49 @@ that no ``name=`` follows belongs to the value, such as a file's name.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-import typer
-
 from kvsieve.budget import percent_doubt
+from kvsieve.cli.known import check_part, check_written, known_method
+from kvsieve.cli.options import METHOD, option
 from kvsieve.errors import KvsieveWarning, PlanError
-from kvsieve.named import codec_of, crossed, plan, plan_without_floor, prefill_of, rest_of
+from kvsieve.named import crossed, plan, plan_without_floor, rest_text
 from kvsieve.plans import Plan
 from kvsieve.profiles import load_profile
 from kvsieve.registry import check_parameters, method_info
-from kvsieve.roles import Role
 from kvsieve.settled import all_parameters, told
 from kvsieve.specs import parse_settings, split_specs
 
 BudgetOption = Annotated[
-    str | None, typer.Option(help="Entries kept per layer and KV head: 20% (at least 512), 2048 or 512MiB.")
-]
-CodecOption = Annotated[str | None, typer.Option(help="Hold entries in few bits: kivi:bits=4; see `kvsieve methods`.")]
-CodecsOption = Annotated[
     str | None,
-    typer.Option(help="Hold entries in few bits, each method under each of a list: kivi:bits=4 or none,kivi:bits=4."),
+    option(
+        METHOD,
+        "KV entries kept per layer and head: 20%, 2048, 8k or 512MiB (default: the method's; a share keeps "
+        "at least 512)",
+    ),
 ]
-
+CodecOption = Annotated[
+    str | None, option(METHOD, "Codec that quantizes the KV cache: kivi:bits=4, int8 (default: none)")
+]
+CodecsOption = Annotated[str | None, option(METHOD, "Codecs, each method under each: none,kivi:bits=4 (default: none)")]
 RestOption = Annotated[
-    str | None, typer.Option(help="Keep what --method would drop in few bits: 2bit, 3bit, 4bit or kivi:bits=2.")
+    str | None, option(METHOD, "Codec for entries the method would evict: 2bit, 3bit, kivi:bits=2 (default: evicted)")
 ]
 RestsOption = Annotated[
-    str | None,
-    typer.Option(help="Keep what methods would drop in few bits, each under each of a list: 2bit or none,2bit,kivi."),
+    str | None, option(METHOD, "Codecs for entries methods would evict: none,2bit,kivi (default: evicted)")
 ]
 PrefillOption = Annotated[
-    str | None, typer.Option(help="Attend to parts of a prompt only: xattention:threshold=0.9; see `kvsieve methods`.")
+    str | None, option(METHOD, "Sparse attention of the prefill: xattention:threshold=0.9 (default: dense)")
 ]
 PrefillsOption = Annotated[
     str | None,
-    typer.Option(help="Attend to parts of a prompt only, each method under each of a list: none,xattention."),
+    option(METHOD, "Sparse attention of the prefill, each method under each: none,xattention (default: dense)"),
 ]
 # Parameters of a plan that have options of their own.
 PARTS = ("codec", "rest", "prefill")
+Spec = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -79,40 +81,54 @@ class MethodRun:
 
 
 def spec(method: str, given: dict[str, Any]) -> str:
-    """The inverse of `split_specs` for one; what --codec, --rest and --prefill give stands apart."""
+    """Write a method as `split_specs` reads it, with --codec, --rest and --prefill after a space."""
     settings = ":".join(f"{name}={value}" for name, value in given.items() if name not in PARTS)
     parts = [f" {role}={given[role]}" for role in PARTS if given.get(role)]
     return "".join([f"{method}:{settings}" if settings else method, *parts])
 
 
 def parse_codecs(text: str | None) -> list[str | None]:
-    """Codecs of a list like ``none,kivi:bits=4``, each as text, None for none. Raises PlanError."""
-    return _parse_listed(text, "--codec", codec_of, "kivi:bits=4")
+    """Return the codecs of a list like ``none,kivi:bits=4``, each as text, None for none. Raises PlanError."""
+    return _parse_listed(text, "--codec", "codec", "kivi:bits=4")
 
 
 def parse_rests(text: str | None) -> list[str | None]:
-    """Codecs of what would be dropped, of a list like ``none,2bit``, each as text, None for none. Raises PlanError."""
-    return _parse_listed(text, "--rest", rest_of, "2bit")
+    """Return the codecs of a list like ``none,2bit`` for evicted entries, None for none. Raises PlanError."""
+    return _parse_listed(text, "--rest", "codec", "2bit")
 
 
 def parse_prefills(text: str | None) -> list[str | None]:
-    """Sparse prompts of a list like ``none,xattention``, each as text, None for none. Raises PlanError."""
-    return _parse_listed(text, "--prefill", prefill_of, "xattention")
+    """Return the sparse prefills of a list like ``none,xattention``, each as text, None for none. Raises PlanError."""
+    return _parse_listed(text, "--prefill", "prefill", "xattention")
 
 
-def _parse_listed(text: str | None, option: str, check: Callable[[str], Role], example: str) -> list[str | None]:
+def _parse_listed(text: str | None, option: str, role: str, example: str) -> list[str | None]:
     found: list[str | None] = []
     for name, given in split_specs("none" if text is None else text):
         one = None if name == "none" and not given else spec(name, given)
         if one is not None:
-            check(one)
+            for each in split_specs(rest_text(one) if option == "--rest" else one):
+                check_part(role, *each)
         if one in found:
             raise PlanError(f"{option} names {one or 'none'} twice, in {text!r}; name each once")
         found.append(one)
-    what = "sparse prompt" if option == "--prefill" else "codec"
+    what = "sparse prefill" if option == "--prefill" else "codec"
     if not found:
         raise PlanError(f"{option} names no {what}, got {text!r}; write e.g. {example}, or none,{example}")
     return found
+
+
+def make_runs(
+    specs: Iterable[Spec],
+    codecs: Sequence[str | None] = (None,),
+    rests: Sequence[str | None] = (None,),
+    prefills: Sequence[str | None] = (None,),
+) -> list[MethodRun]:
+    """Return the runs of methods, each with each codec, rest and prefill that it can have; see `named.crossed`.
+
+    Raises PlanError.
+    """
+    return [make_run(name, **given) for name, given in crossed(specs, codecs, rests, prefills)]
 
 
 def with_codecs(
@@ -121,13 +137,12 @@ def with_codecs(
     rests: Sequence[str | None] = (None,),
     prefills: Sequence[str | None] = (None,),
 ) -> list[MethodRun]:
-    """Each run with each codec, rest and prefill that it can have; see `named.crossed`. Raises PlanError."""
-    known = [(run.name, run.given) for run in runs]
-    return [make_run(name, **given) for name, given in crossed(known, codecs, rests, prefills)]
+    """Return the runs, each with each codec, rest and prefill that it can have. Raises PlanError."""
+    return make_runs([(run.name, run.given) for run in runs], codecs, rests, prefills)
 
 
 def make_run(method: str, /, **given: Any) -> MethodRun:
-    """Make the run of a method, and ask back (KvsieveWarning) about a budget that may be meant in percent.
+    """Return the run of a method, and ask back (KvsieveWarning) about a budget that may be meant in percent.
 
     Raises PlanError.
     """
@@ -146,12 +161,12 @@ def ask_back(budget: Any) -> None:
 
 
 def measured(run: MethodRun) -> MethodRun:
-    """The run with shares that have no floor unless it names one: what measurements take."""
+    """Return the run with shares that have no floor unless it names one: what measurements take."""
     return replace(run, plan=plan_without_floor(run.name, **run.given))
 
 
-def chosen_method(method: str, budget: str | None, settings: list[str], profile: str | None = None) -> MethodRun:
-    """The run that --method, --budget, --set and --profile describe. Raises PlanError.
+def chosen_spec(method: str, budget: str | None, settings: list[str], profile: str | None = None) -> Spec:
+    """Return the method that --method, --budget, --set and --profile describe, its words checked. Raises PlanError.
 
     method: a name, or one with parameters, ``snapkv:kernel=21``.
     """
@@ -159,7 +174,7 @@ def chosen_method(method: str, budget: str | None, settings: list[str], profile:
     if len(specs) != 1:
         raise PlanError(f"--method takes one method, e.g. snapkv:kernel=21, got {method!r}")
     (name, written), more = specs[0], parse_settings(settings)
-    info = method_info(name)
+    info = known_method(name)
     for twice in written.keys() & more.keys():
         raise PlanError(f"{twice} is given twice, in --method {method} and as --set {twice}={more[twice]}")
     given = written | more
@@ -174,34 +189,42 @@ def chosen_method(method: str, budget: str | None, settings: list[str], profile:
         if "profile" not in info.parameters:
             raise PlanError(f"{info.name} takes no profile, got --profile {profile}; leave the option out")
         given.setdefault("profile", profile)
+    check_written(name, given)
+    return info.name, given
+
+
+def chosen_method(method: str, budget: str | None, settings: list[str], profile: str | None = None) -> MethodRun:
+    """Return the run of a method; see `chosen_spec`. Raises PlanError."""
+    name, given = chosen_spec(method, budget, settings, profile)
     return make_run(name, **given)
 
 
-def compared_methods(text: str, budget: str | None, profile: str | None = None) -> list[MethodRun]:
-    """The runs that --compare lists: ``full,snapkv:kernel=21:window=16``.
+def compared_specs(text: str, budget: str | None, profile: str | None = None) -> list[Spec]:
+    """Return the methods of --compare, ``full,snapkv:kernel=21:window=16``, their words checked.
 
     They get the budget and the profile where they take one and were not given their own. Raises PlanError.
     """
-    runs = []
-    for method, given in method_specs(text):
-        info = method_info(method)
-        if budget is not None and "budget" in info.parameters:
+    specs = method_specs(text)
+    for method, given in specs:
+        if budget is not None and "budget" in known_method(method).parameters:
             given.setdefault("budget", budget)
-        if (
-            profile is not None
-            and "profile" in info.parameters
-            and (info.takes_profile or info.name in load_profile(profile).parameters)
-        ):
+        check_written(method, given)
+        if profile is not None and _has_profile(method, profile):
             given.setdefault("profile", profile)
-        runs.append(make_run(method, **given))
-    return runs
-
-
-def method_specs(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Names and parameters of a list like ``full,snapkv:kernel=21:window=16``. Raises PlanError."""
-    specs = []
-    for method, given in split_specs(text):
-        info = method_info(method)
-        check_parameters(info, given)
-        specs.append((info.name, given))
     return specs
+
+
+def _has_profile(method: str, profile: str) -> bool:
+    """Return True for a method that reads profiles itself, or that this one has parameters of."""
+    info = method_info(method)
+    return "profile" in info.parameters and (info.takes_profile or method in load_profile(profile).parameters)
+
+
+def compared_methods(text: str, budget: str | None, profile: str | None = None) -> list[MethodRun]:
+    """Return the runs of methods; see `compared_specs`. Raises PlanError."""
+    return [make_run(name, **given) for name, given in compared_specs(text, budget, profile)]
+
+
+def method_specs(text: str) -> list[Spec]:
+    """Return names and parameters of a list like ``full,snapkv:kernel=21:window=16``, checked. Raises PlanError."""
+    return [(check_written(method, given).name, given) for method, given in split_specs(text)]

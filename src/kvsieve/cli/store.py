@@ -1,13 +1,15 @@
-"""`kvsieve store`: what a store of prompts holds, and `--store` of other commands."""
+"""`kvsieve store`: look after a prefix cache; and `--store` of other commands."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvsieve.cli.options import CACHE, examples, option
 from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
 from kvsieve.display import mebibytes
 from kvsieve.errors import CacheFileError, InputError
@@ -15,12 +17,22 @@ from kvsieve.errors import CacheFileError, InputError
 if TYPE_CHECKING:
     from kvsieve.store import PrefixStore
 
-store_app = typer.Typer(help="Look after a store of prompts that were read (docs/chats.md).", no_args_is_help=True)
+store_app = typer.Typer(
+    help="Prefix cache on disk: list, verify, delete, export and import its entries (docs/chats.md).",
+    epilog=examples("store ls prefixes", "store verify prefixes"),
+    no_args_is_help=True,
+)
 StoreOption = Annotated[
     str | None,
-    typer.Option("--store", metavar="DIR", help="Take beginnings of prompts from this store, and leave them to it."),
+    option(CACHE, "Prefix-cache directory: reuse stored prompt prefixes, add new ones (default: none)", metavar="DIR"),
 ]
-Place = Annotated[str, typer.Argument(metavar="DIR", help="Directory of the store.")]
+Place = Annotated[str, typer.Argument(metavar="DIR", help="Prefix-cache directory")]
+
+
+def check_existing(path: str) -> None:
+    """Raise InputError where there is no directory, before anything heavy is imported."""
+    if not os.path.isdir(path):
+        raise InputError(f"there is no store at {path!r}; name the directory of one")
 
 
 @contextlib.contextmanager
@@ -37,9 +49,10 @@ def opened_store(path: str | None) -> Iterator[PrefixStore | None]:
             say(f"warning: not all of the store could be written to {path!r}; see the log")
 
 
-@store_app.command("ls")
+@store_app.command("ls", epilog=examples("store ls prefixes", "store ls prefixes --json"))
 def ls_command(path: Place, as_json: JsonOption = False) -> None:
-    """List what a store holds, the longest prompts first; also while another process uses it."""
+    """List the entries of a prefix cache, longest first; safe while another process uses it."""
+    check_existing(path)
     from kvsieve.store import PrefixStore
 
     with PrefixStore(path, read_only=True) as store:
@@ -63,26 +76,28 @@ def ls_command(path: Place, as_json: JsonOption = False) -> None:
     show(f"{len(nodes)} nodes, {mebibytes(sum(node.disk_bytes for node in nodes))}")
 
 
-@store_app.command("rm")
+@store_app.command("rm", epilog=examples("store rm prefixes 3f2a91", "store rm prefixes --all"))
 def rm_command(
     path: Place,
-    keys: Annotated[list[str] | None, typer.Argument(help="Nodes, by the beginning of their keys.")] = None,
-    owner: Annotated[str | None, typer.Option(help="All of this owner's.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All there are.")] = False,
+    keys: Annotated[list[str] | None, typer.Argument(help="Keys, or their first digits (default: none)")] = None,
+    owner: Annotated[str | None, typer.Option(help="Owner: delete all of its entries (default: none)")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Delete all entries")] = False,
 ) -> None:
-    """Delete nodes of a store."""
-    from kvsieve.store import PrefixStore
-
+    """Delete entries of a prefix cache."""
     if (bool(keys) + (owner is not None) + everything) != 1:
         raise InputError("name nodes by their keys, or give one of --owner NAME and --all")
+    check_existing(path)
+    from kvsieve.store import PrefixStore
+
     with PrefixStore(path) as store:
         chosen = [node.key for node in store.nodes()] if everything else keys or []
         show(f"{store.remove(*chosen, owner=owner)} nodes deleted")
 
 
-@store_app.command("verify")
+@store_app.command("verify", epilog=examples("store verify prefixes", "store verify /srv/kvsieve/prefixes"))
 def verify_command(path: Place) -> None:
-    """Verify the checksums of all files; damaged ones are set aside, and the exit code is 1."""
+    """Verify all checksums; move damaged files to DIR/damaged and exit with 1."""
+    check_existing(path)
     from kvsieve.store import PrefixStore
 
     with PrefixStore(path) as store:
@@ -90,30 +105,29 @@ def verify_command(path: Place) -> None:
         store.verify()
         damaged = store.stats().damaged
     if damaged:
-        raise CacheFileError(f"{damaged} damaged files were set aside in {path}/damaged; the others are fine")
+        raise CacheFileError(f"{damaged} damaged files were moved to {path}/damaged; the others are fine")
     show(f"{count} nodes, all fine")
 
 
-@store_app.command("export")
+@store_app.command("export", epilog=examples("store export prefixes all.tar", "store export prefixes one.tar 3f2a91"))
 def export_command(
     path: Place,
-    file: Annotated[str, typer.Argument(metavar="FILE", help="Tar file to write.")],
-    keys: Annotated[
-        list[str] | None, typer.Argument(help="Nodes, by the beginning of their keys; all if none.")
-    ] = None,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="Tar file to write")],
+    keys: Annotated[list[str] | None, typer.Argument(help="Keys, or their first digits (default: all)")] = None,
 ) -> None:
-    """Write nodes of a store to one file, to take them elsewhere."""
+    """Export entries of a prefix cache to a tar file."""
+    check_existing(path)
     from kvsieve.store import PrefixStore
 
     with PrefixStore(path, read_only=True) as store:
         show(f"{store.export(file, *(keys or []))} nodes written to {file}")
 
 
-@store_app.command("import")
+@store_app.command("import", epilog=examples("store import prefixes all.tar", "store import prefixes one.tar"))
 def import_command(
-    path: Place, file: Annotated[str, typer.Argument(metavar="FILE", help="What `kvsieve store export` wrote.")]
+    path: Place, file: Annotated[str, typer.Argument(metavar="FILE", help="Tar file of `kvsieve store export`")]
 ) -> None:
-    """Take the nodes of an exported file into a store."""
+    """Import the entries of an exported tar file."""
     from kvsieve.store import PrefixStore
 
     with PrefixStore(path) as store:

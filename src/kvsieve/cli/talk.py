@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from kvsieve.hf.generate.stats import Stats
 
 _COMMANDS = {
-    "/save FILE": "write the chat to FILE; go on with it by --load FILE",
-    "/undo": "forget the last turn",
-    "/stats": "what every turn cost",
-    "/kept TEXT": "which layers still hold TEXT; without TEXT, a map of all",
-    "/help": "this",
-    "/quit": "end, as Ctrl-D does",
+    "/save FILE": "save the chat to FILE; --load FILE continues it",
+    "/undo": "undo the last turn",
+    "/stats": "cost of every turn",
+    "/kept TEXT": "layers that keep TEXT; without TEXT, a map of all tokens",
+    "/help": "list the commands",
+    "/quit": "quit, as Ctrl-D does",
 }
 
 
@@ -237,7 +237,7 @@ class Talk:
             "tokens/s",
             "KV kept",
             "KV read",
-            "KV held MiB",
+            "KV MiB",
             "ran",
         ]
         sys.stdout.flush()

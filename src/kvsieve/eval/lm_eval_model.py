@@ -39,7 +39,8 @@ from kvsieve.hf.model.context import context_of
 from kvsieve.hf.model.support import check_model
 from kvsieve.named import plan_without_floor
 from kvsieve.plans import Plan
-from kvsieve.registry import did_you_mean, list_methods, method_info
+from kvsieve.registry import list_methods, method_info
+from kvsieve.suggestions import did_you_mean
 from kvsieve.version import __version__
 
 if TYPE_CHECKING:

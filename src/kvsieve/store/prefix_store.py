@@ -12,10 +12,10 @@ from typing import Self
 
 import numpy as np
 
-from kvsieve.budget import parse_bytes
 from kvsieve.errors import InputError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.runtime import AttachedModel
+from kvsieve.quantities import parse_bytes
 from kvsieve.store.directory import name_of
 from kvsieve.store.held import beginning, hold, revived
 from kvsieve.store.identity import Identities

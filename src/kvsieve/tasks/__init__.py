@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvsieve.errors import InputError
-from kvsieve.registry import did_you_mean
+from kvsieve.suggestions import did_you_mean
 from kvsieve.tasks.documents import Documents
 from kvsieve.tasks.haystack import load_haystack
 from kvsieve.tasks.installed import installed_tasks

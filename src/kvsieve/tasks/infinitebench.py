@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsieve.errors import InputError
-from kvsieve.registry import did_you_mean
+from kvsieve.suggestions import did_you_mean
 from kvsieve.tasks.document_task import DocumentQuestion, DocumentTask, keep_ends
 from kvsieve.tasks.files import SUFFIXES, FileRow, find_file, read_rows
 from kvsieve.tasks.metrics import (

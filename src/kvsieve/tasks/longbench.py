@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvsieve.errors import InputError
-from kvsieve.registry import did_you_mean
+from kvsieve.suggestions import did_you_mean
 from kvsieve.tasks.document_task import DocumentQuestion, DocumentTask, keep_ends
 from kvsieve.tasks.files import SUFFIXES, FileRow, find_file, read_rows
 from kvsieve.tasks.metrics import (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsieve.errors import InputError, short
-from kvsieve.registry import did_you_mean
+from kvsieve.suggestions import did_you_mean
 from kvsieve.tasks.document_task import DocumentQuestion, DocumentTask, keep_ends
 from kvsieve.tasks.files import FileRow, checked_row, read_rows
 from kvsieve.tasks.metrics import check_packages, english_f1, exact, rouge_l

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from kvsieve.cache.base import MIN_ROOM
-from kvsieve.errors import PlanError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.latent import LatentLayer
 from kvsieve.hf.compat import CACHE, CACHE_NAMES
+from kvsieve.hf.decode.engines import check_engine
 from kvsieve.hf.decode.fused_decoder import FusedDecoder, by_default
 from kvsieve.hf.decode.recorded_pass import RecordedPass, check_plan
 from kvsieve.hf.decode.recorders import RECORDERS, Refused, Run
@@ -33,8 +33,6 @@ from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.model.weights import check_forms, forms_of
 
-ENGINES = ("auto", "eager", "fused", "graph", "compile")
-
 # Tokens that room is made for at a time; an answer that is longer is recorded again.
 _ROOM = 4096
 # Recordings per turn that need no more passes than this each.
@@ -42,17 +40,6 @@ _PATIENCE, _LEAST = 3, 8
 _INPUTS = ("input_ids", "inputs_embeds", "position_ids", "cache_position")
 
 _log = logging.getLogger(__name__)
-
-
-def check_engine(asked: str, option: str) -> None:
-    """Raise PlanError for an engine that there is not. option: under what name it was asked for."""
-    if asked == "packed":
-        raise PlanError(
-            f"{option} 'packed' is gone: products of few tokens are as fast with weights as they lie. Leave it out, or "
-            "say 'fused', which has them"
-        )
-    if asked not in ENGINES:
-        raise PlanError(f"{option} must be one of {', '.join(ENGINES)}, got {asked!r}")
 
 
 class Engine:

@@ -8,13 +8,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from kvsieve.budget import Budget, told_bytes
+from kvsieve.budget import Budget
 from kvsieve.cache.base import window_room
 from kvsieve.cache.ragged import LANES
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.model.shapes import LayerShape, layer_shapes, meta_model
 from kvsieve.loading import provides
 from kvsieve.plans import Plan
+from kvsieve.quantities import format_bytes
 from kvsieve.roles import Codec, byte_budgets, with_entries
 from kvsieve.unset import SettledParameters
 
@@ -83,7 +84,7 @@ def fit(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> Plan:
         fixed = taken(0)
         found = bisect.bisect_right(range(1, budget.bytes), budget.bytes, key=taken)
         if found < 1:
-            beside = f", beside {told_bytes(fixed)} whatever the budget" if fixed else ""
+            beside = f", beside {format_bytes(fixed)} whatever the budget" if fixed else ""
             raise PlanError(
                 f"{plan.name!r}: a budget of {budget} is too small for this model: one entry in every layer and KV "
                 f"head takes {taken(1) - fixed:,} bytes{beside}; raise budget="
@@ -102,7 +103,7 @@ def fit(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> Plan:
     if count < least:
         raise PlanError(
             f"{plan.name!r}: a budget of {size} is {count} entries per layer and KV head on this model, and it keeps "
-            f"at least {least}; raise budget= to {told_bytes(taken(least))}"
+            f"at least {least}; raise budget= to {format_bytes(taken(least))}"
         )
     unset = plan.unset
     if unset is not None and "budget" in unset.given:

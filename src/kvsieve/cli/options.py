@@ -1,0 +1,91 @@
+"""Options that several commands share, the panels that group options in `--help`, and the examples at its end."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from kvsieve.errors import KvsieveError, short
+from kvsieve.quantities import is_tokens, parse_bytes, parse_tokens
+
+# Panels that options are grouped in.
+PROMPT = "Prompt"
+METHOD = "Method"
+GENERATION = "Generation"
+MODEL = "Model"
+TASKS = "Tasks"
+MEASUREMENT = "Measurement"
+SERVER = "Server"
+LIMITS = "Limits"
+CACHE = "Prefix cache"
+OUTPUT = "Output"
+
+
+def option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    """Return a typer option that `--help` prints in a panel.
+
+    Args:
+        panel: title of the panel.
+        text: help: starts with a noun, and ends with the default where typer does not print it.
+        names: of the option, where they are not the parameter's.
+        more: further arguments of `typer.Option`.
+    """
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+def tokens(value: object) -> int:
+    """Return the tokens of an option: 8192 or 8k. Raises typer.BadParameter."""
+    text = str(value)
+    if not is_tokens(text):
+        raise typer.BadParameter(f"expected tokens such as 7500 or 8k, got {short(text)}")
+    return parse_tokens(text, "it")
+
+
+def memory(value: object) -> int:
+    """Return the bytes of an option: 2GiB or 300MB. Raises typer.BadParameter."""
+    try:
+        return parse_bytes(str(value))
+    except KvsieveError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+TOKENS: dict[str, Any] = {"parser": tokens, "metavar": "TOKENS"}
+MEMORY: dict[str, Any] = {"parser": memory, "metavar": "SIZE"}
+
+
+def examples(*commands: str) -> str:
+    """Return the last lines of a command's help: its examples, one a line."""
+    # typer joins lines and keeps paragraphs.
+    return "\n\n".join(["Examples:", *(f"kvsieve {each}" for each in commands)])
+
+
+ModelArgument = Annotated[
+    str | None, typer.Argument(help="Hub id, checkpoint directory or .gguf file (default: the demo model)")
+]
+SettingsOption = Annotated[
+    list[str] | None,
+    option(
+        METHOD,
+        "Parameter of the method; repeatable (default: as `kvsieve methods` lists)",
+        "--set",
+        metavar="NAME=VALUE",
+    ),
+]
+ProfileOption = Annotated[
+    str | None, option(METHOD, "Profile of `kvsieve calibrate`: file or shipped name (default: the model's own)")
+]
+ProtectOption = Annotated[
+    list[str] | None,
+    option(
+        METHOD, "Tokens never to evict: system, user, or a span A:B; repeatable (default: none)", metavar="ROLE|A:B"
+    ),
+]
+SystemOption = Annotated[str | None, option(PROMPT, "System prompt (default: the chat template's, if any)")]
+MaxNewTokensOption = Annotated[int, option(GENERATION, "Longest answer, in tokens", **TOKENS)]
+ChunkOption = Annotated[int, option(GENERATION, "Prefill chunk, in tokens", **TOKENS)]
+WholeChunkOption = Annotated[
+    int | None, option(GENERATION, "Prefill chunk, in tokens (default: the whole prompt)", **TOKENS)
+]
+GeneratedSeedOption = Annotated[int, option(TASKS, "Random seed of the generated prompts")]
+MarkdownOption = Annotated[bool, option(OUTPUT, "Markdown instead of text", "--markdown")]

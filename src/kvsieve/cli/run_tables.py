@@ -1,0 +1,107 @@
+"""Tables of `kvsieve run` and `kvsieve demo`: answers, a sentence per method beside full KV, and one row each."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import kvsieve
+from kvsieve.cli.output import NARROW, WIDE, print_table, show
+from kvsieve.display import span
+
+# Of the columns of `row`, those of a table of 80 columns, beside the method; the last is there beside full KV only.
+COLUMNS = ("KV kept", "KV MiB", "TTFT s", "TPOT ms", "as full")
+# Ratios that are nearer to 1 count as the same.
+_SAME = 1.05
+
+
+def print_answers(results: list[dict[str, Any]], name: str = "method") -> None:
+    """Print the answers. name: key of the methods' names, "label" with their parameters."""
+    for result in results:
+        mark = {True: "✓ ", False: "✗ ", None: ""}[result.get("correct")]
+        show(f"{mark}{result[name]}: {result['answer']}")
+
+
+def print_stats(results: list[dict[str, Any]], name: str = "method", *, wide: bool = False) -> None:
+    """Print a sentence per method that is compared with full KV, a table, and notes on what did not go as asked.
+
+    Args:
+        results: of `run_methods`.
+        name: key of the methods' names, "label" with their parameters.
+        wide: print all columns.
+    """
+    full = next((each for each in results if each["label"] == "full"), None) if len(results) > 1 else None
+    for sentence in sentences(results, full):
+        show(sentence)
+    rows = [row(each, full) for each in results]
+    shown = list(rows[0]) if wide else [each for each in (*COLUMNS, "ran") if each in rows[0]][: len(COLUMNS)]
+    # With spaces a table can break a name between two parameters.
+    cells = [[each[name].replace(":", " "), *(one[header] for header in shown)]
+             for each, one in zip(results, rows, strict=True)]  # fmt: skip
+    print_table(["method", *shown], cells, width=WIDE if wide else NARROW)
+    for result in results:
+        for note in result["stats"].notes:
+            show(f"note: {result[name]}: {note}")
+
+
+def sentences(results: list[dict[str, Any]], full: dict[str, Any] | None) -> list[str]:
+    """Return a sentence per method beside full KV; [] without full KV."""
+    if full is None:
+        return []
+    count = Counter(each["method"] for each in results)
+    found = []
+    for each in results:
+        if each is not full:
+            title = kvsieve.method_info(each["method"]).title if count[each["method"]] == 1 else each["label"]
+            found.append(f"{title}: {_compared(each, full)}")
+    return found
+
+
+def _compared(result: dict[str, Any], full: dict[str, Any]) -> str:
+    stats, base = result["stats"], full["stats"]
+    if not stats.applied:
+        return "did not act on this prompt"
+    word = first_difference(result["answer"], full["answer"])
+    parts = ["same answer" if word is None else f"answer differs at word {word}"]
+    if stats.kv_bytes:
+        parts.append(_times(base.kv_bytes / stats.kv_bytes, "less KV", "more KV", "as much KV"))
+    parts.append(f"first token {_times(base.ttft_s / stats.ttft_s, 'sooner', 'later', 'as soon')}")
+    return ", ".join(parts)
+
+
+def _times(ratio: float, less: str, more: str, same: str) -> str:
+    if 1 / _SAME < ratio < _SAME:
+        return same
+    return f"{ratio:.1f}x {less}" if ratio > 1 else f"{1 / ratio:.1f}x {more}"
+
+
+def first_difference(answer: str, other: str) -> int | None:
+    """Return the number of the first word, from 1, in which two answers differ; None for the same words."""
+    pairs = itertools.zip_longest(answer.split(), other.split())
+    return next((number for number, (one, two) in enumerate(pairs, 1) if one != two), None)
+
+
+def row(result: dict[str, Any], full: dict[str, Any] | None) -> dict[str, str]:
+    """Return a row of the table: cells by header. "as full" is there beside full KV only."""
+    stats = result["stats"]
+    cells = {
+        "prompt tokens": str(stats.prompt_tokens),
+        "deep tokens": str(stats.deep_tokens),
+        "KV budget": "all" if stats.kv_asked is None else str(stats.kv_asked),
+        "KV kept": span(stats.kv_entries),
+        "KV MiB": _mebibytes(stats.kv_bytes),
+        "TTFT s": f"{stats.ttft_s:.2f}",
+        "TPOT ms": "-" if stats.tpot_s is None else f"{1000 * stats.tpot_s:.1f}",
+        "peak MiB": "-" if stats.peak_bytes is None else f"{stats.peak_bytes / 2**20:.0f}",
+        "ran": "yes" if stats.applied else "no",
+    }
+    if full is not None:
+        word = first_difference(result["answer"], full["answer"])
+        cells["as full"] = "-" if result is full else "yes" if word is None else f"to word {word - 1}"
+    return cells
+
+
+def _mebibytes(count: int) -> str:
+    value = count / 2**20
+    return f"{value:.1f}" if value >= 0.1 else f"{value:.3f}"

@@ -1,0 +1,18 @@
+"""Names of the decode engines."""
+
+from __future__ import annotations
+
+from kvsieve.errors import PlanError
+
+ENGINES = ("auto", "eager", "fused", "graph", "compile")
+
+
+def check_engine(name: str, option: str) -> None:
+    """Raise PlanError for an engine that does not exist. option: what it was given as, such as "--decode"."""
+    if name == "packed":
+        raise PlanError(
+            f"{option} 'packed' is gone: products of few tokens are as fast with weights as they lie. Leave it out, or "
+            "say 'fused', which has them"
+        )
+    if name not in ENGINES:
+        raise PlanError(f"{option} must be one of {', '.join(ENGINES)}, got {name!r}")

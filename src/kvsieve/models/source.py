@@ -1,0 +1,138 @@
+"""Names of models: directories, GGUF files and hub ids, checked without importing torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from kvsieve.errors import short
+from kvsieve.models.fetch import ModelLoadError, ModelNotFoundError, unreadable
+
+_EXPECTED = "expected the directory of a transformers checkpoint, a .gguf file, or a hub id owner/name"
+_HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+_LONGEST_ID = 96
+# Seconds that a hub may take to accept a connection.
+_PATIENCE = 3.0
+
+
+def checkpoint_source(name: str) -> tuple[str, dict[str, Any]]:
+    """Directory or hub id that transformers loads a name from, and further arguments of its `from_pretrained`.
+
+    Raises ModelNotFoundError for a path that holds no checkpoint, or one that may not be read, and ModelLoadError for a
+    GGUF file where a package that reads it is missing.
+    """
+    if name.endswith(".gguf"):
+        return _gguf_source(name)
+    try:
+        path = Path(os.path.expanduser(name))
+        local = path.is_dir()
+    except OSError as exc:
+        raise ModelNotFoundError(f"{name!r} names no directory: {exc}; {_EXPECTED}") from exc
+    looks_like_path = name.startswith((os.sep, "./", "../", "~")) or name.count("/") > 1 or name in ("", ".", "..")
+    if looks_like_path and not local:
+        raise ModelNotFoundError(f"{name!r} is not a directory; {_EXPECTED}")
+    if local:
+        if (reason := unreadable(path / "config.json")) and (path / "config.json").is_symlink():
+            raise ModelNotFoundError(f"the config.json of {name!r} cannot be read: {reason}; {_EXPECTED}")
+        try:
+            open(path / "config.json", "rb").close()
+        except FileNotFoundError as exc:
+            raise ModelNotFoundError(f"{name!r} has no config.json; {_EXPECTED}") from exc
+        except OSError as exc:
+            raise ModelNotFoundError(
+                f"the config.json of {name!r} cannot be read: {exc.strerror}; {_EXPECTED}"
+            ) from exc
+    return (str(path) if local else name), {"local_files_only": local}
+
+
+# Files of a checkpoint.
+_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model")
+
+
+def check_weights(name: str) -> None:
+    """Raise ModelLoadError for a directory with files that cannot be read, which transformers calls missing."""
+    folder = Path(os.path.expanduser(name))
+    for file in sorted(each for kind in _FILES for each in folder.glob(kind)):
+        if reason := unreadable(file):
+            raise ModelLoadError(f"cannot load {name!r} from its directory: {file.name} cannot be read ({reason})")
+
+
+def _gguf_source(name: str) -> tuple[str, dict[str, Any]]:
+    path = Path(os.path.expanduser(name)).absolute()
+    if reason := unreadable(path):
+        raise ModelNotFoundError(f"{name!r} cannot be read: {reason}; change its permissions")
+    if not path.is_file():
+        raise ModelNotFoundError(f"{name!r} is not a file here; a .gguf file is read from this machine, download it")
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ModelLoadError(f"reading {name!r} needs the package {package}; run `pip install 'kvsieve[gguf]'`")
+    return str(path.parent), {"local_files_only": True, "gguf_file": path.name}
+
+
+def load_error(what: str, options: dict[str, Any], error: Exception) -> ModelLoadError:
+    """The error to raise where transformers could not load something.
+
+    Args:
+        what: such as "cannot load 'owner/name'".
+        options: what `checkpoint_source` gave.
+        error: of transformers.
+    """
+    from huggingface_hub import errors
+
+    cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+    if "gguf_file" in options:
+        return ModelLoadError(f"{what} from its GGUF file: {cause}")
+    if options["local_files_only"]:
+        return ModelLoadError(f"{what} from its directory: {cause}")
+    told: BaseException | None = error
+    while told is not None:
+        missing = (errors.RepositoryNotFoundError, errors.EntryNotFoundError, errors.HFValidationError)
+        # That it is not in the cache either says nothing of a hub that cannot be reached.
+        if isinstance(told, missing) and not isinstance(told, errors.LocalEntryNotFoundError):
+            return ModelNotFoundError(f"{what}, which the hub does not have: {cause}")
+        told = told.__cause__ or told.__context__
+    return ModelLoadError(f"{what} from the hub (or it cannot be reached): {cause}")
+
+
+def check_source(name: str) -> None:
+    """Raise what loading a model would raise for its name alone, at once: it is not here, and no hub is reached.
+
+    Raises:
+        ModelNotFoundError: the name is no checkpoint here, and no hub id.
+        ModelLoadError: a hub id without a copy here, where the hub is switched off or does not answer.
+    """
+    _, options = checkpoint_source(name)
+    if options["local_files_only"]:
+        return
+    if len(name) > _LONGEST_ID or not _HUB_ID.fullmatch(name):
+        raise ModelNotFoundError(f"{short(name)} is no directory here and cannot be a hub id; {_EXPECTED}")
+    from huggingface_hub import constants
+
+    copies = Path(constants.HF_HUB_CACHE) / f"models--{name.replace('/', '--')}" / "snapshots"
+    if any(copies.glob("*/config.json")):
+        return
+    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _why_no_hub(constants.ENDPOINT)
+    if reason is not None:
+        raise ModelLoadError(
+            f"{name!r} is no directory here, has no copy in {constants.HF_HUB_CACHE}, and cannot be fetched from the "
+            f"hub: {reason}; name a checkpoint's directory, or leave the model out for the demo model"
+        )
+
+
+def _why_no_hub(endpoint: str) -> str | None:
+    """Return why the hub cannot be reached; None where it answers, or a proxy stands between."""
+    import socket
+    from urllib.parse import urlsplit
+    from urllib.request import getproxies
+
+    if getproxies():
+        return None
+    url = urlsplit(endpoint)
+    try:
+        socket.create_connection((url.hostname or "", url.port or {"http": 80}.get(url.scheme, 443)), _PATIENCE).close()
+    except OSError as error:
+        return f"{url.hostname} does not answer ({error.strerror or error})"
+    return None
