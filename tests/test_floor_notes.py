@@ -162,5 +162,5 @@ def test_run_tells_of_the_floor_and_warns_of_nothing(talk_in, usual_floor):
 
 def test_the_page_shows_notes():
     with serving(Ask(model(), "")) as url:
-        page = httpx.get(url).text
-    assert 'class="notes"' in page and "kv.notes" in page
+        script = httpx.get(f"{url}/page/answer.js").text
+    assert "kv?.notes" in script

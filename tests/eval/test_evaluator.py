@@ -9,7 +9,8 @@ import torch
 
 import kvsieve
 from kvsieve.errors import InputError, UnsupportedOptionError
-from kvsieve.eval.evaluator import Evaluator, _compared
+from kvsieve.eval.evaluator import Evaluator
+from kvsieve.eval.outcome import compared_places
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.shared import next_logits
 from kvsieve.models.families import build
@@ -167,9 +168,9 @@ def test_decode_time_eviction_acts_in_the_answer_and_in_its_distances(model, eva
 
 
 def test_distances_are_taken_throughout_a_long_answer():
-    assert _compared(20, True) == _compared(20, False) == list(range(20))
-    assert _compared(400, False) == list(range(32))
-    places = _compared(400, True)
+    assert compared_places(20, True) == compared_places(20, False) == list(range(20))
+    assert compared_places(400, False) == list(range(32))
+    places = compared_places(400, True)
     assert len(set(places)) == 32 and places == sorted(places) and (places[0], places[-1]) == (0, 399)
 
 

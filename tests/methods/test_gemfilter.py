@@ -399,12 +399,9 @@ def test_plans_that_cannot_be(model):
 
 def test_the_kept_map_is_of_the_prompt_as_given(model, ids):
     result = run(model, gem(), ids[:1])
-    bins = len(kept_map(result)[0])
-    shares = [0.0] * bins
-    for column in chosen(result):
-        shares[column * bins // N] += 1
-    sizes = [sum(column * bins // N == each for column in range(N)) for each in range(bins)]
-    wanted = [share / max(size, 1) for share, size in zip(shares, sizes, strict=True)]
+    bins, taken = len(kept_map(result)[0]), set(chosen(result))
+    columns = [{at * N // bins} if bins > N else {c for c in range(N) if c * bins // N == at} for at in range(bins)]
+    wanted = [len(each & taken) / len(each) for each in columns]
     assert kept_map(result) == [pytest.approx(wanted, abs=1e-4)] * 4
 
 

@@ -23,8 +23,9 @@ from kvsieve.serve import run
 from kvsieve.store import directory
 from toy_chats import chat_tokenizer
 
-# Tests that run in the background of a shell pass on that SIGINT is ignored.
+# Tests that run in the background of a shell, or under nohup, pass on that SIGINT or SIGHUP is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # A busy machine takes its time over an answer.
 run._GRACE = 600.0
 write = directory.write_cache

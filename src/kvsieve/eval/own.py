@@ -118,7 +118,7 @@ def _setting(method: Method, model: Any, tokenizer: Any) -> MethodSetting:
         plan = method.for_model(model, tokenizer)
     else:
         raise InputError(f"methods are names like 'snapkv:budget=20%', plans and role objects, got {short(method)}")
-    parameters = _parameters(plan)
+    parameters = _parameters_of(plan)
     came = {} if plan.filled is None else plan.filled.values
     label = " ".join([plan.name, *(f"{name}={value}" for name, value in came.items())])
     budgets = [str(budget) for role in plan.roles for budget in budgets_of(vars(plan)[role])]
@@ -126,7 +126,7 @@ def _setting(method: Method, model: Any, tokenizer: Any) -> MethodSetting:
     return MethodSetting(plan.name, label, budgets[0] if budgets else None, parameters, plan, parameters)
 
 
-def _parameters(plan: Plan) -> dict[str, Any]:
+def _parameters_of(plan: Plan) -> dict[str, Any]:
     """Return the fields of what evicts and propagates, JSON-ready; a wrapper's base included."""
     parts: list[Role | None] = [plan.propagate, plan.evict]
     if isinstance(plan.evict, DelegatingEvictor):
