@@ -27,6 +27,8 @@ from small import plan_of
         (4, 16, 10.0, 4),
         (4, 16, 13.0, 3),
         (1, 2, 2.0, 1),
+        (4, 2, 0.1, 4),
+        (4, 2, 1.0, 1),
     ],
 )
 def test_a_pass_takes_the_cores_that_others_leave(asked, of, others, left):

@@ -84,7 +84,8 @@ def threads_beside(asked: int, cores: int, others: float) -> int:
         cores: cores that this process may run on.
         others: how many of them others use, on average.
     """
-    return max(1, min(asked, cores - math.ceil(max(0.0, others - _SHARE))))
+    taken = math.ceil(others - _SHARE)
+    return asked if taken <= 0 else max(1, min(asked, cores - taken))
 
 
 class _Own(threading.local):
