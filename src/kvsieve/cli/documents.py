@@ -67,7 +67,9 @@ def _read_docx(path: Path) -> str:
 
 def _text_of(part: Any) -> str:
     """Return the text of a paragraph, or of a table with a line per row and tabs between cells."""
-    if not hasattr(part, "rows"):
+    from docx.table import Table
+
+    if not isinstance(part, Table):
         return str(part.text)
     return "\n".join("\t".join(cell.text for cell in row.cells) for row in part.rows)
 
