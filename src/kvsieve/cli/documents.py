@@ -17,7 +17,7 @@ def read_documents(names: Sequence[str]) -> str:
     """Return the text of the files, each below its name where there are several.
 
     Args:
-        names: paths; - for stdin. PDF and DOCX files are told by their suffix, everything else is text in UTF-8.
+        names: paths; - for stdin. the suffix marks PDF and DOCX files, everything else is UTF-8 text.
 
     Raises:
         InputError: a file cannot be read, or has no text.

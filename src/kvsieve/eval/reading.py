@@ -110,7 +110,7 @@ class DocumentReader:
             context: see `after_context`.
             question: int64 [1, N].
             expected: see `after_context`.
-            only: indices of the plans whose states are wanted; None for all.
+            only: indices of the plans to prefill for; None for all.
         """
         wanted = {i: plan for i, plan in enumerate(plans) if only is None or i in only}
         return self._read(self._of(plans, context), wanted, torch.cat([context, question], 1), expected)

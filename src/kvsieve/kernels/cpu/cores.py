@@ -36,7 +36,7 @@ class Use(NamedTuple):
 
 
 def read_use() -> Use | None:
-    """Return the use of the cores that this process may run on; None where the system does not tell."""
+    """Return the use of the cores that this process may run on; None where the system does not report it."""
     try:
         with open("/proc/stat") as file:
             lines = [line.split() for line in iter(file.readline, "") if line.startswith("cpu")]
