@@ -8,6 +8,7 @@ from a third of the depth on. Here budgets are shares of the prompt; at 4K, 20% 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -140,12 +141,14 @@ def as_run(shape: Shape, length: int) -> list[MethodSetting]:
     budget = entries(length)
     pooled = {"window": 32, "kernel": 7, "pooling": "avg"}
     fixed = {"tsp_layer": shape.half, "tsp_rate": budget, **pooled}
+    before = published("fastkv, full before", "fastkv", budget="100%", **fixed)
     return [
         published("asl", "asl", budget=budget),
         published("fastkv", "fastkv", budget=budget, **fixed),
         published("snapkv", "snapkv", budget=budget, **pooled),
         published("asl, full before", "asl", budget=budget, full_before=True),
-        published("fastkv, full before", "fastkv", budget="100%", **fixed),
+        # A results directory tells settings apart by label and budget; this one's parameters differ by length.
+        replace(before, budget=str(budget)),
         published("asl two passes", "asl", budget=budget, two_pass=True),
         published("gemfilter", "gemfilter", budget=budget, layer=shape.half),
     ]

@@ -326,6 +326,16 @@ def test_verdicts_ask_for_labels_that_parts_have(study, tmp_path):
     assert judged >= {"published", *{"abstract", "turns"} & {part.name for part in study.parts}}
 
 
+@pytest.mark.parametrize("study", claims.STUDIES, ids=lambda study: study.name)
+def test_settings_of_all_lengths_fit_into_one_directory(study):
+    """A directory knows a setting by label and budget: the parameters behind them are the same at every length."""
+    shape = common.Shape(24, 896, 1e8, group=2)
+    for part in (part for part in study.parts if part.settings is not None):
+        held = {}
+        for made in (made for length in (4096, 8192, 16384) for made in part.settings(shape, length)):
+            assert held.setdefault((made.label, made.budget), made.parameters) == made.parameters, part.name
+
+
 def answers(label: str, right: int, prompts: int = 50, **more) -> list[dict]:
     """Rows of prompts under one label, of which the first ones are right; a method leaves out nine of ten tokens."""
     row = {
