@@ -306,23 +306,32 @@ def busy_table() -> str:
 
 
 def peers_table() -> str:
-    """Servers side by side on one of the models (benchmarks/serve_against.py), of all its runs on that model."""
+    """Servers side by side on one of the models (benchmarks/serve_against.py): kvsieve's times, others' over them."""
     reports = [json.loads(file.read_text()) for file in sorted(RESULTS.glob("serve_against*.json"))]
-    reports = [report for report in reports if report["model"] in MODELS]
+    reports = sorted((each for each in reports if each["model"] in MODELS), key=lambda each: -each["rounds"])
     if not reports:
         return "Servers of others beside it: [server](docs/serving.md)."
-    lines, names = [], list(dict.fromkeys(name for report in reports for name in report["servers"]))
-    for name in names:
-        for report in reports:
-            server = report["servers"].get(name, {"cells": []})
-            for cell in server["cells"]:
-                times = [f"{cell['ttft_s']:.1f}", f"{1000 * cell['tpot_s']:.0f}", f"{cell['tokens_per_s']:.1f}"]
-                memory = f"{server['memory_bytes'] / 2**30:.1f}"
-                lines.append([name, f"{cell['tokens']:,}", str(cell["clients"]), *times, memory, str(report["rounds"])])
+    base = "kvsieve"
+    places = sorted({(cell["clients"], cell["tokens"]) for each in reports for cell in each["servers"][base]["cells"]})
+    lines = []
+    for name in dict.fromkeys(name for report in reports for name in report["servers"]):
+        report = next(report for report in reports if name in report["servers"])
+        server, line = report["servers"][name], [f"{name}, times" if name == base else name]
+        cells = {(cell["clients"], cell["tokens"]): cell for cell in server["cells"]}
+        for cell in map(cells.get, places):
+            if cell is None:
+                line += ["", ""]
+            elif name == base:
+                line += [f"{cell['ttft_s']:.1f} s", f"{1000 * cell['tpot_s']:.0f} ms"]
+            else:
+                line += [f"{cell['ttft_s_ratio']:.2f}", f"{cell['tpot_s_ratio']:.2f}"]
+        lines.append([*line, f"{server['memory_bytes'] / 2**30:.1f}", str(report["rounds"])])
     where = f"{reports[0]['environment']['processor']}, {reports[0]['threads']} threads"
-    said = f"Servers beside it, {described(reports[0]['model'])}, on {where}, medians:"
-    head = ["server", "tokens", "clients", "first token, s", "per token, ms", "tokens per second", "GiB", "rounds"]
-    return f"{said}\n\n{markdown(head, lines)}"
+    said = f"Servers beside it, {described(reports[0]['model'])}, on {where}: kvsieve's medians, and the others' times"
+    clients = ["" if number == 1 else f", {number} clients" for number, _ in places]
+    tokens = [f"{length:,} tokens{more}" for (_, length), more in zip(places, clients, strict=True)]
+    head = ["server", *(f"{each}: {what}" for each in tokens for what in ("first", "each later")), "GiB", "rounds"]
+    return f"{said} over kvsieve's in the same round:\n\n{markdown(head, lines)}"
 
 
 def profiles_table() -> str:
