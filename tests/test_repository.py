@@ -16,19 +16,61 @@ from source_tree import needs_results
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_version_stands_in_one_file_and_others_agree():
+def test_the_version_stands_in_one_file():
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version", "readme"]' in project
     source = re.search(r'^path = "(src/kvsieve/\w+\.py)"$', project, re.M).group(1)
     assert f'__version__ = "{kvsieve.__version__}"' in (ROOT / source).read_text()
-    stated = {
-        "CHANGELOG.md": r"^## (\d+\.\d+\.\d+)",  # the newest comes first
-        "README.md": r"^\*\*Status\.\*\* Version (\d+\.\d+\.\d+)",
-        "CITATION.cff": r"^version: \"?(\d+\.\d+\.\d+)",
-    }
-    for name, pattern in stated.items():
-        found = re.search(pattern, (ROOT / name).read_text(), re.M)
-        assert found is None or found.group(1) == kvsieve.__version__, name
+    for name, pattern in {"README.md": r"[Vv]ersion \d+\.\d+\.\d+", "CITATION.cff": r"^version:"}.items():
+        assert re.search(pattern, (ROOT / name).read_text(), re.M) is None, f"{name} states a version of its own"
+
+
+def sections() -> list[tuple[tuple[int, ...], str, str]]:
+    """The changelog's: version, what its heading has in parentheses, text; the newest first."""
+    _, *parts = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)
+    headings = [re.fullmatch(r"(\d+\.\d+\.\d+) \((.+)\)", part.partition("\n")[0]) for part in parts]
+    assert all(headings), "## X.Y.Z (YYYY-MM-DD), or (unreleased)"
+    return [
+        (numbers(found.group(1)), found.group(2), part.partition("\n")[2])
+        for found, part in zip(headings, parts, strict=True)
+    ]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def agrees(version: str, dated: list[tuple[int, ...]]) -> bool:
+    """Tell whether a version agrees with the changelog's dated sections: a release is the newest, .devN follows it."""
+    release, dev = re.fullmatch(r"(\d+\.\d+\.\d+)(\.dev\d+)?", version).groups()
+    return dated[0] < numbers(release) if dev else dated[0] == numbers(release)
+
+
+def test_the_changelog_has_a_dated_section_of_each_release():
+    found = sections()
+    versions = [version for version, *_ in found]
+    assert versions == sorted(versions, reverse=True)
+    dates = {version: date for version, date, _ in found}
+    assert all(re.match(r"\d{4}-\d\d-\d\d", date) or date == "unreleased" for date in dates.values())
+    dated = [version for version in versions if dates[version] != "unreleased"]
+    assert dated == versions[-len(dated) :] and len(versions) - len(dated) <= 1
+    assert agrees(kvsieve.__version__, dated), f"{kvsieve.__version__} and CHANGELOG.md's dates do not agree"
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted"),
+    [("0.3.0", True), ("0.4.0.dev0", True), ("0.2.0", False), ("0.4.0", False), ("0.3.0.dev0", False)],
+)
+def test_versions_that_agree_with_a_dated_section_of_0_3_0(version, wanted):
+    assert agrees(version, [(0, 3, 0), (0, 2, 0)]) == wanted
+
+
+def test_lines_of_the_changelog_are_short_and_in_order():
+    for version, _, text in sections():
+        kinds = re.findall(r"^### (.+)$", text, re.M)
+        assert kinds == [each for each in ("Upgrading", "Added", "Changed", "Fixed") if each in kinds], version
+        for line in re.findall(r"^- .*(?:\n  .*)*", text, re.M):
+            assert len(line.split()) <= 31, line
 
 
 def test_the_hooks_before_a_commit_run_what_make_runs():
@@ -38,7 +80,9 @@ def test_the_hooks_before_a_commit_run_what_make_runs():
     assert all(f"$(BIN)/{hook}" in makefile for hook in hooks)
 
 
-@pytest.mark.parametrize("name", [".pre-commit-config.yaml", "CITATION.cff", ".github/ISSUE_TEMPLATE"])
+@pytest.mark.parametrize(
+    "name", [".pre-commit-config.yaml", "CITATION.cff", ".github/ISSUE_TEMPLATE", ".github/workflows"]
+)
 def test_files_for_other_tools_can_be_read(name):
     yaml = pytest.importorskip("yaml")
     path = ROOT / name
