@@ -9,7 +9,6 @@ from a third of the depth on. Here budgets are shares of the prompt; at 4K, 20% 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,8 +17,6 @@ import torch
 import kvsieve
 from benchmarks.paper.common import (
     Found,
-    Line,
-    Panel,
     Part,
     Row,
     Shape,
@@ -27,9 +24,6 @@ from benchmarks.paper.common import (
     Table,
     against,
     at_lengths,
-    column_means,
-    draw,
-    lines,
     main,
     named,
     published,
@@ -261,40 +255,6 @@ def _median_layer(layers: list[int | None]) -> str:
     return (f"{median(found):g} ({len(found)})" if found else "") + (f" none {none}" if none else "")
 
 
-def pictures(found: Found, folder: Path) -> list[Path]:
-    befores = ("", ", full before")
-    tau = lines(found, "taus", {after: [(t, f"tau {t}{after}") for t in TAUS] for after in befores})
-    tau += [
-        Line(f"the paper, RULER 128K{after}", [(t, PAPER_TAU[t][at] / 100) for t in TAUS], ours=False)
-        for at, after in enumerate(befores)
-    ]
-    methods = ("asl", "fastkv", "snapkv")
-    swept = lines(found, "budgets", {name: [(float(b[:-1]), f"{name} {b}") for b in BUDGETS] for name in methods})
-    rows = found.rows("trace")
-    depth = [
-        Line(task, _variance([row for row in rows if row["task"] == task]))
-        for task in dict.fromkeys(row["task"] for row in rows)
-    ]
-    histogram = [Line(line.name, _histogram([row for row in rows if row["task"] == line.name])) for line in depth]
-    panels = [
-        Panel("Table 9: score by tau", "tau", "score", tau),
-        Panel("Table 8: score by budget", "budget, %", "score", swept, log=True),
-        Panel("Figure 6: relative variance", "layer", "relative variance", depth),
-        Panel("Layers selected at tau 0.3", "layer (the last: none)", "share of samples", histogram),
-    ]
-    return draw(panels, folder / "asl.png")
-
-
-def _variance(rows: list[Row]) -> list[tuple[float, float | None]]:
-    return list(enumerate(column_means(row["relative_variance"] for row in rows), rows[0]["first"]))
-
-
-def _histogram(rows: list[Row]) -> list[tuple[float, float | None]]:
-    last = rows[0]["first"] + len(rows[0]["relative_variance"])
-    found = [last if (layer := selected(row, 0.3)) is None else layer for row in rows]
-    return [(layer, found.count(layer) / len(found)) for layer in range(rows[0]["first"], last + 1)]
-
-
 def verdicts(found: Found) -> list[Verdict]:
     def differ(ours: str, theirs: str, metric: str = "score") -> dict[int, Case | None]:
         # Two passes select the layer as one does, and always leave tokens: whether a layer settled shows in one.
@@ -423,7 +383,6 @@ STUDY = Study(
         Part("times", "time to the first token by tau and method", settings=times, times=True, paper=PAPER_TIMES),
     ),
     tables,
-    pictures,
     verdicts,
 )
 

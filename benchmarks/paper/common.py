@@ -1,4 +1,4 @@
-"""What the four papers' experiments share: parts, running them, forecasts, tables and pictures.
+"""What the four papers' experiments share: parts, running them, forecasts and tables.
 
 A part is a grid of settings over tasks, times alone, or rows that a measurement of its own makes. All of them write to
 RESULTS/PAPER/MODEL/PART, go on where they stopped, and run sample by sample, so that a run that is stopped early has
@@ -36,7 +36,6 @@ from kvsieve.models.fetch import MODEL_NAME
 from kvsieve.plans import Plan
 from kvsieve.report.environment import environment, write_result
 from kvsieve.report.labels import FULL
-from kvsieve.report.plot_style import PNG_DPI, new_figure, style
 from kvsieve.report.tables import markdown_table
 from kvsieve.tasks import all_tasks
 from kvsieve.tasks.public import data_digests
@@ -113,13 +112,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Study:
-    """The experiments of one paper. tables (beside those of each part), draw, verdicts: of one model's folder."""
+    """The experiments of one paper. tables (beside those of each part), verdicts: of one model's folder."""
 
     name: str
     title: str
     parts: tuple[Part, ...]
     tables: Callable[[Found], list[Table]]
-    draw: Callable[[Found, Path], list[Path]]
     verdicts: Callable[[Found], list[Verdict]]
 
     def part(self, name: str) -> Part:
@@ -309,17 +307,15 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> None:
 
 
 def show(study: Study, folder: Path) -> None:
-    """Print tables and verdicts of what there is, and write them and the pictures into the model's folder."""
+    """Print tables and verdicts of what there is, and write them into the model's folder."""
     found = Found(study.name, folder)
     tables = [table for table in [*part_tables(study.parts, found), *study.tables(found)] if table[2]]
     if not tables:
         print("nothing has run yet")
         return
-    pictures = study.draw(found, folder)
     text = [f"# {study.title}, {found.model}\n"]
     text += [f"**{title}**\n\n{markdown_table(head, rows)}\n" for title, head, rows in tables]
     text.append(verdict_table(study.verdicts(found)))
-    text += [f"![{each.stem}]({each.name})\n" for each in pictures]
     (folder / "tables.md").write_text("\n".join(text))
     print("\n".join(text))
 
@@ -599,63 +595,3 @@ def against(scores: Scores, ours: str, *theirs: str) -> str:
 
 def column_means(rows: Iterable[Sequence[float]]) -> list[float]:
     return [sum(column) / len(column) for column in zip(*rows, strict=True)]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a picture. points: x and y; those without y are left out. ours: not one of the paper's."""
-
-    name: str
-    points: list[tuple[float, float | None]]
-    ours: bool = True
-
-
-def lines(
-    found: Found, part: str, curves: Mapping[str, Iterable[tuple[float, str]]], metric: str = "score"
-) -> list[Line]:
-    """A line for each length and curve, which is a label for each x: the labels' means."""
-    return [
-        Line(f"{name}, {length}".lstrip(", "), [(x, found.mean(part, label, metric, length)) for x, label in curve])
-        for length in found.lengths(part)
-        for name, curve in curves.items()
-    ]
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One diagram. log: base-2 axis."""
-
-    title: str
-    x: str
-    y: str
-    lines: list[Line]
-    log: bool = False
-
-
-def draw(panels: Sequence[Panel], file: Path) -> list[Path]:
-    """Panels side by side into one picture, ours solid, the paper's dashed; nothing where nothing has run."""
-    panels = [panel for panel in panels if any(line.ours and _seen(line) for line in panel.lines)]
-    if not panels:
-        return []
-    with style():
-        figure = new_figure(4.4 * len(panels), 3.9)
-        for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            for colour, line in enumerate(line for line in panel.lines if _seen(line)):
-                look = {"marker": "o"} if line.ours else {"marker": "x", "linestyle": "--"}
-                axes.plot(
-                    *zip(*_seen(line), strict=True), label=line.name, color=f"C{colour % 10}", markersize=4, **look
-                )
-            axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
-            if not panel.y.startswith(("KL", "relative")):
-                axes.set_ylim(-0.03, 1.03)
-            if panel.log:
-                axes.set_xscale("log", base=2)
-                places = sorted({x for line in panel.lines for x, _ in _seen(line)})
-                axes.set_xticks(places, [f"{x:.3g}" for x in places])
-            axes.legend(fontsize=6.5)
-        figure.savefig(file, dpi=PNG_DPI, metadata={"Software": None})
-    return [file]
-
-
-def _seen(line: Line) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in line.points if y is not None]

@@ -8,13 +8,10 @@ kept. Here half the depth, and shares of it for the sweep.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.common import (
     Found,
-    Line,
-    Panel,
     Part,
     Row,
     Shape,
@@ -23,8 +20,6 @@ from benchmarks.paper.common import (
     against,
     at_lengths,
     column_means,
-    draw,
-    lines,
     main,
     named,
     number,
@@ -149,26 +144,6 @@ def tables(found: Found) -> list[Table]:
     return [("overlap of the most attended tokens between layers (figure 1a)", head, rows)]
 
 
-def pictures(found: Found, folder: Path) -> list[Path]:
-    by_layer = {name: [(depth, f"{name} at {share(depth)}") for depth in DEPTHS] for name in ("tsp", "gemfilter")}
-    score = {"tsp": by_layer["tsp"], "full": [(depth, "full") for depth in DEPTHS]}
-    rate = {"": [(float(each[:-1]), f"tsp rate {each}") for each in (*RATES, "100%")]}
-    overlaps = [
-        Line(f"{name}, {length}", list(enumerate(curve, 1)))
-        for length in found.lengths("overlap")
-        for name, curve in curves(found, length).items()
-    ]
-    layer, same = "layer, share of the depth", "share of tokens in common"
-    kl = lines(found, "layers", by_layer, "kl_last")
-    panels = [
-        Panel("Figure 3: distance of the first token", layer, "KL to full KV", kl),
-        Panel("Figure 5b: score by TSP layer", layer, "score", lines(found, "layers", score)),
-        Panel("Figure 5a: score by TSP rate", "TSP rate, %", "score", lines(found, "rates", rate), log=True),
-        Panel("Figure 1a: overlap", "distance of two layers", same, overlaps),
-    ]
-    return draw(panels, folder / "fastkv.png")
-
-
 def verdicts(found: Found) -> list[Verdict]:
     def differ(ours: str, theirs: str, part: str = "layers", metric: str = "score") -> dict[int, Case | None]:
         return found.differ(part, ours, theirs, metric)
@@ -291,7 +266,6 @@ STUDY = Study(
         Part("times", "time to the first token of the sweeps", settings=times, times=True, paper=PAPER_TIMES),
     ),
     tables,
-    pictures,
     verdicts,
 )
 

@@ -10,20 +10,15 @@ has two partitions to compress; the entries that are left are told beside each s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from benchmarks.paper.common import (
     Found,
-    Line,
-    Panel,
     Part,
     Shape,
     Study,
     Table,
     custom,
-    draw,
-    lines,
     main,
     named,
     number,
@@ -201,53 +196,6 @@ def tables(found: Found) -> list[Table]:
     return [("first token under chunking (figure 3)", head, rows)]
 
 
-def pictures(found: Found, folder: Path) -> list[Path]:
-    lengths = found.lengths("grid")
-    against = [
-        Line(
-            f"{length}",
-            sorted(
-                (lag / ratio, found.mean("grid", f"lag {lag}, {ratio}x", length=length))
-                for lag in lags(length)
-                for ratio in TIMES
-            ),
-        )
-        for length in lengths
-    ]
-    against.append(
-        Line(
-            "the paper, Qwen2.5-7B",
-            sorted((lag / ratio, score / 100) for (lag, ratio), score in PAPER.items()),
-            ours=False,
-        )
-    )
-    by_variant = [
-        Line(
-            f"{name}, {length}",
-            [(ratio, found.mean("grid", f"{name} {lags(length)[-1]}, {ratio}x", length=length)) for ratio in TIMES],
-        )
-        for length in lengths
-        for name in ("lag", *VARIANTS)
-    ]
-    first = [
-        Line(str(length), [(ratio, _mean(first_tokens(found, f"chunked {ratio}x", length))) for ratio in TIMES])
-        for length in found.lengths("chunks")
-    ]
-    kept = {name: [(float(k[:-1]), f"{name} {k}") for k in KEPT] for name in ("lagkv", "snapkv", "streamingllm")}
-    scores = lines(found, "ruler", kept)
-    scores += [
-        Line(f"{name}, the paper", [(x, float(PAPER_RULER[label]) / 100) for x, label in curve], ours=False)
-        for name, curve in kept.items()
-    ]
-    panels = [
-        Panel("Figure 2: 64 digits by r L", "entries kept of a partition", "digits right", against, log=True),
-        Panel("Figure 5: variants, the largest lag", "times compressed", "digits right", by_variant),
-        Panel("Figure 3: first token, chunked", "times compressed", "as full KV's", first),
-        Panel("Table 2: RULER, question hidden", "entries kept, %", "score", scores, log=True),
-    ]
-    return draw(panels, folder / "lagkv.png")
-
-
 def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
@@ -373,7 +321,6 @@ STUDY = Study(
         Part("times", "times", settings=times, times=True),
     ),
     tables,
-    pictures,
     verdicts,
 )
 

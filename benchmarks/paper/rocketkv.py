@@ -9,22 +9,17 @@ The paper: Llama3.1-8B and others, budgets of 256 to 4096 entries per step and K
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from benchmarks.paper.common import (
     Found,
-    Line,
-    Panel,
     Part,
     Shape,
     Study,
     Table,
     custom,
-    draw,
     labels,
-    lines,
     main,
     named,
     number,
@@ -197,33 +192,6 @@ def tables(found: Found) -> list[Table]:
     return [("multiturn, by turn, all lengths", ["setting", "turn 1", "turn 2", "turn 3", "turn 4"], rows)]
 
 
-def pictures(found: Found, folder: Path) -> list[Path]:
-    budgets = {name: [(part, f"{name} 1/{part}") for part in PARTS] for name in ("rocketkv", *OTHERS)}
-    swept = lines(found, "budgets", budgets)
-    swept += [
-        Line(f"{name}, the paper, RULER 16K", [(x, _of(PAPER, label)) for x, label in budgets[name]], ours=False)
-        for name in ("rocketkv", "snapkv")
-    ]
-    splits = {f"1/{part}": [(s, f"split {s}, 1/{part}") for s in SPLITS] for part in SPLIT_AT}
-    split = lines(found, "splits", splits, "kl")
-    page = lines(found, "pages", {"": [(size, f"pages of {size}") for size in PAGES]}, "kl")
-    turn = [
-        Line(label, [(number, found.mean("multiturn", label, f"turn_{number}")) for number in range(1, 5)])
-        for label in (f"{name} 1/{TURNS_AT[-1]}" for name in TURNED)
-    ]
-    panels = [
-        Panel("Figure 5: score by compression", "prompt over budget", "score", swept, log=True),
-        Panel("Figure 9: split of the compression", "split factor r", "KL to full KV", split),
-        Panel("Page size at equal traffic", "entries per page", "KL to full KV", page, log=True),
-        Panel("Conversation, by turn", "turn", "score", turn),
-    ]
-    return draw(panels, folder / "rocketkv.png")
-
-
-def _of(paper: dict[str, str], label: str) -> float | None:
-    return float(paper[label]) / 100 if label in paper else None
-
-
 def verdicts(found: Found) -> list[Verdict]:
     def cases(
         part: str, ours: str, theirs: tuple[str, ...], parts: tuple[int, ...], metric: str = "score"
@@ -374,7 +342,6 @@ STUDY = Study(
         Part("times", "times, KV stored and read", settings=times, times=True),
     ),
     tables,
-    pictures,
     verdicts,
 )
 
