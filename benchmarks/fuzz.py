@@ -35,7 +35,7 @@ from transformers import logging
 import kvsieve
 from kvsieve import methods
 from kvsieve.budget import Budget
-from kvsieve.cli.specs import chosen_method, compared_methods
+from kvsieve.cli.specs import chosen_spec, compared_methods, make_runs
 from kvsieve.eval.cells import settings
 from kvsieve.models.families import build
 from kvsieve.named import plan_without_floor
@@ -414,7 +414,7 @@ def specifying(draw: random.Random) -> tuple[str, Callable[[World, Any], Any]]:
         each(
             lambda: compared_methods(text, None),
             lambda: compared_methods(text, draw.choice(TEXTS), draw.choice([None, "~nouser/x", "a\0b"])),
-            lambda: chosen_method(info.name, draw.choice([None, *TEXTS]), [f"{name}={value(draw)}"]),
+            lambda: make_runs([chosen_spec(info.name, draw.choice([None, *TEXTS]), [f"{name}={value(draw)}"])]),
             lambda: settings([(info.name, {name: value(draw)})], draw.choice([["10%"], TEXTS[:3]])),
             lambda: load_profile(value(draw)),
             lambda: kvsieve.Plan.from_dict(value(draw)),

@@ -37,7 +37,7 @@ from kvsieve.bench.roofline import Rates, measure_rates
 from kvsieve.bench.tables import notes, tables
 from kvsieve.bench.work import Work
 from kvsieve.cli.output import print_table, printed_warnings
-from kvsieve.cli.specs import MethodRun, compared_methods, measured, with_codecs
+from kvsieve.cli.specs import MethodRun, compared_methods, make_runs, measured
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.decode.engines import ENGINES
 from kvsieve.hf.generate.peak_memory import measure_peak
@@ -304,8 +304,8 @@ def measure(arguments: argparse.Namespace) -> None:
     config = TINY if tiny else LLAMA
     runs: dict[str, MethodRun | None] = {BASELINE: None, GENERATE: None}
     methods = compared_methods(TINY_METHODS if tiny else METHODS, None)
-    for run in methods + with_codecs(
-        [run for run in methods if run.name in ("full", "snapkv")], TINY_CODECS if tiny else CODECS
+    for run in methods + make_runs(
+        [(run.name, run.given) for run in methods if run.name in ("full", "snapkv")], TINY_CODECS if tiny else CODECS
     ):
         runs[run.full_label] = measured(run)
     settings = {

@@ -19,7 +19,7 @@ import kvsieve
 from kvsieve.attention.choice import cpu_paths
 from kvsieve.cli import demo, info, models_table, run, run_tables
 from kvsieve.cli.main import run_cli
-from kvsieve.cli.specs import chosen_method, compared_methods, split_specs
+from kvsieve.cli.specs import chosen_spec, compared_methods, make_run, split_specs
 from kvsieve.devices import auto_dtype, cpu_kind
 from kvsieve.errors import PlanError
 from kvsieve.models.families import FAMILIES, build
@@ -332,22 +332,22 @@ def test_a_colon_within_a_value_stays():
 
 
 def test_values_of_parameters():
-    given = chosen_method("snapkv", None, ["per-query-head=true", "budget=0.5", "window=16", "pooling=max"]).given
+    _, given = chosen_spec("snapkv", None, ["per-query-head=true", "budget=0.5", "window=16", "pooling=max"])
     assert given == {"per_query_head": True, "budget": 0.5, "window": 16, "pooling": "max"}
     with pytest.raises(PlanError, match="pooling must be one of"):
-        chosen_method("snapkv", None, ["pooling=3"])
+        make_run("snapkv", **chosen_spec("snapkv", None, ["pooling=3"])[1])
 
 
 def test_parameters_of_one_method_stand_behind_its_name_or_in_options():
-    assert chosen_method("snapkv:kernel=21:window=16", "20%", ["pooling=max"]).given == {
+    assert chosen_spec("snapkv:kernel=21:window=16", "20%", ["pooling=max"])[1] == {
         "kernel": 21,
         "window": 16,
         "pooling": "max",
         "budget": "20%",
     }
-    written = chosen_method("fastkv", "20%", ["window=8"], None)
+    written = make_run("fastkv", **chosen_spec("fastkv", "20%", ["window=8"])[1])
     # What a run is called can be given again.
-    assert chosen_method(written.label, None, []).plan == written.plan
+    assert make_run("fastkv", **chosen_spec(written.label, None, [])[1]).plan == written.plan
     for method, budget, settings, match in (
         ("snapkv:window=8", None, ["window=16"], "window is given twice"),
         ("snapkv:budget=5%", "20%", [], "the budget is given twice, as --budget 20% and in --method"),
@@ -356,7 +356,7 @@ def test_parameters_of_one_method_stand_behind_its_name_or_in_options():
         ("", None, [], "--method takes one method"),
     ):
         with pytest.raises(PlanError, match=match):
-            chosen_method(method, budget, settings)
+            chosen_spec(method, budget, settings)
 
 
 # the other commands

@@ -11,7 +11,7 @@ import kvsieve
 from kvsieve.bench.estimate import estimate
 from kvsieve.bench.geometry import geometry
 from kvsieve.cache import PackedStore
-from kvsieve.cli.specs import compared_methods, parse_codecs, parse_rests, with_codecs
+from kvsieve.cli.specs import compared_specs, make_runs, parse_codecs, parse_rests
 from kvsieve.errors import CacheFileError, PlanError, UnsupportedModelError
 from kvsieve.eval.cells import settings
 from kvsieve.hf.forward.session import Session
@@ -347,7 +347,7 @@ def test_plans_with_a_codec_come_back_from_json():
 
 def test_codecs_of_the_command_line_are_crossed_with_methods():
     codecs = parse_codecs("none,kivi:bits=2")
-    runs = with_codecs(compared_methods("full,snapkv:window=8,kivi:bits=8", None), codecs)
+    runs = make_runs(compared_specs("full,snapkv:window=8,kivi:bits=8", None), codecs)
     labels = ["full", "full codec=kivi:bits=2", "snapkv:window=8", "snapkv:window=8 codec=kivi:bits=2", "kivi:bits=8"]
     assert [run.label for run in runs] == labels
     assert runs[3].plan.codec == KIVI(bits=2) and runs[3].parameters["codec"] == "kivi:bits=2"
@@ -372,9 +372,7 @@ def test_codecs_of_the_command_line_are_crossed_with_methods():
 
 
 def test_what_methods_would_drop_is_asked_for_on_the_command_line():
-    runs = with_codecs(
-        compared_methods("full,snapkv:window=8,quest,mixed", None), [None, "int8"], parse_rests("none,2bit")
-    )
+    runs = make_runs(compared_specs("full,snapkv:window=8,quest,mixed", None), [None, "int8"], parse_rests("none,2bit"))
     assert [run.label for run in runs] == [
         "full",
         "full codec=int8",
@@ -389,7 +387,7 @@ def test_what_methods_would_drop_is_asked_for_on_the_command_line():
     ]
     assert runs[3].plan.rest == Rotated(bits=2) and runs[3].parameters["rest"] == "2bit"
     with pytest.raises(PlanError, match="none of the methods named has such a rest"):
-        with_codecs(compared_methods("full,quest", None), [None], parse_rests("2bit"))
+        make_runs(compared_specs("full,quest", None), [None], parse_rests("2bit"))
     for text, match in (("2bit,2bit", "twice"), ("", "--rest names no codec"), ("snapkv", "no codec; codecs are")):
         with pytest.raises(PlanError, match=match):
             parse_rests(text)

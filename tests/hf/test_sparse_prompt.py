@@ -8,7 +8,7 @@ import torch
 import kvsieve
 from kvsieve.bench.estimate import estimate
 from kvsieve.bench.geometry import geometry
-from kvsieve.cli.specs import compared_methods, parse_prefills, with_codecs
+from kvsieve.cli.specs import compared_specs, make_runs, parse_prefills
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.eval.cells import settings
 from kvsieve.methods import AShape, XAttention
@@ -179,8 +179,8 @@ def test_it_is_refused_where_it_cannot_run(model):
 def test_it_is_written_as_codecs_are(model):
     assert kvsieve.plan("full", prefill="xattention").prefill == XAttention()
     assert kvsieve.plan("xattention", threshold=0.8).prefill == XAttention(threshold=0.8)
-    runs = with_codecs(
-        compared_methods("snapkv,a-shape", None), [None], prefills=parse_prefills("none,xattention:stride=8")
+    runs = make_runs(
+        compared_specs("snapkv,a-shape", None), [None], prefills=parse_prefills("none,xattention:stride=8")
     )
     assert [run.label for run in runs] == ["snapkv", "snapkv prefill=xattention:stride=8", "a-shape"]
     found = settings(crossed([("snapkv", {}), ("full", {})], [None], [None], [None, "xattention"]), ["10%"])

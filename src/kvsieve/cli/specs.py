@@ -131,16 +131,6 @@ def make_runs(
     return [make_run(name, **given) for name, given in crossed(specs, codecs, rests, prefills)]
 
 
-def with_codecs(
-    runs: list[MethodRun],
-    codecs: list[str | None],
-    rests: Sequence[str | None] = (None,),
-    prefills: Sequence[str | None] = (None,),
-) -> list[MethodRun]:
-    """Return the runs, each with each codec, rest and prefill that it can have. Raises PlanError."""
-    return make_runs([(run.name, run.given) for run in runs], codecs, rests, prefills)
-
-
 def make_run(method: str, /, **given: Any) -> MethodRun:
     """Return the run of a method, and ask back (KvsieveWarning) about a budget that may be meant in percent.
 
@@ -191,12 +181,6 @@ def chosen_spec(method: str, budget: str | None, settings: list[str], profile: s
         given.setdefault("profile", profile)
     check_written(name, given)
     return info.name, given
-
-
-def chosen_method(method: str, budget: str | None, settings: list[str], profile: str | None = None) -> MethodRun:
-    """Return the run of a method; see `chosen_spec`. Raises PlanError."""
-    name, given = chosen_spec(method, budget, settings, profile)
-    return make_run(name, **given)
 
 
 def compared_specs(text: str, budget: str | None, profile: str | None = None) -> list[Spec]:
