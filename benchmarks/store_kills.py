@@ -28,7 +28,6 @@ from kvsieve.store import PrefixStore
 
 PLANS = {"full": {}, "snapkv": {"budget": 30, "window": 4, "paper": True}}
 TOKENS = 90
-LONGEST_WAIT = 60.0
 
 
 def prompt(seed: int) -> torch.Tensor:

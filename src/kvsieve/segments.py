@@ -18,7 +18,6 @@ from kvsieve.errors import InputError, PlanError, short
 from kvsieve.turns import render, token_ids
 
 Span = tuple[int, int]
-Quota = tuple[Span, int | float | str]
 
 
 def token_numbers(mask: Tensor | None, batch: int, length: int) -> Tensor:

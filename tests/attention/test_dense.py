@@ -7,7 +7,7 @@ import torch
 
 from kvsieve.attention import blocked, choice, dense
 from kvsieve.attention.chunk import can_split, chunk_attention
-from kvsieve.attention.reference import reference_attention
+from reference import reference_attention
 
 
 @pytest.mark.parametrize("new", [1, 6, 19], ids=lambda n: f"L{n}")

@@ -7,8 +7,8 @@ import torch
 
 from kvsieve.attention import UpProjection, dense_attention, latent_attention
 from kvsieve.attention import latent as latent_module
-from kvsieve.attention.reference import reference_attention
 from kvsieve.types import AttentionTerms
+from reference import reference_attention
 
 RANK, ROTATED, PLAIN, WIDTH, HEADS, LENGTH = 12, 4, 6, 5, 3, 19
 TERMS = [None, AttentionTerms(0.7, torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64))]

@@ -7,7 +7,6 @@ import torch
 
 from codecs_of_tests import Formats
 from kvsieve.attention import packed_attention
-from kvsieve.attention.reference import reference_attention
 from kvsieve.cache import DenseStore, PackedStore, keep
 from kvsieve.core.codes import CodeFormat
 from kvsieve.core.selection import pack_ragged
@@ -15,6 +14,7 @@ from kvsieve.kernels.cpu import build
 from kvsieve.kernels.cpu import packed as native
 from kvsieve.roles import Codec
 from kvsieve.types import AttentionTerms
+from reference import reference_attention
 
 HEADS = 2
 LEVELS = (-1.7, -0.4, 0.3, 2.0)

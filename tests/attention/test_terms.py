@@ -7,11 +7,11 @@ import torch
 
 from kvsieve.attention import blocked, dense, masked_attention, ragged_attention, sparse_attention
 from kvsieve.attention import masked as masked_module
-from kvsieve.attention.reference import reference_attention
 from kvsieve.cache import DenseStore, keep
 from kvsieve.core.kv_rows import Choice, KVRows
 from kvsieve.core.selection import pack_ragged
 from kvsieve.types import AttentionTerms
+from reference import reference_attention
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0, 3.0, -4.0], dtype=torch.float64)
 EACH_TERM = {

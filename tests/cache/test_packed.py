@@ -7,13 +7,13 @@ import torch
 
 from codecs_of_tests import Whole
 from kvsieve.attention import packed_attention
-from kvsieve.attention.reference import reference_attention
 from kvsieve.cache import DenseStore, PackedStore, keep
 from kvsieve.cache.encoded_rows import entries_at
 from kvsieve.cache.pool import BlockPool
 from kvsieve.core.selection import pack_ragged
 from kvsieve.methods import KIVI, Rotated
 from kvsieve.types import Selection
+from reference import reference_attention
 
 HEADS, DIM = 2, 16
 KIVI_4 = KIVI(bits=4, block=16, tail=8, group=8, sinks=0)

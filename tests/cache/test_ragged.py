@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kvsieve.attention import dense_attention, ragged_attention
-from kvsieve.attention.reference import reference_attention
 from kvsieve.cache import DenseStore, RaggedStore, keep
 from kvsieve.core.selection import pack_ragged
 from kvsieve.types import Selection
+from reference import reference_attention
 
 LENGTH, HEADS, DIM = 37, 3, 8
 
