@@ -105,7 +105,7 @@ def test_rows_of_the_padded_batch_answer_as_they_do_alone(example):
     ((full, snapkv),) = [numbers(r"(\d+) entries kept at most", printed)]
     tokens = numbers(r"^    (\d+) tokens: ", printed)
     assert len(tokens) == 6 and tokens[0] > tokens[1] > tokens[2] and tokens[:3] == tokens[3:]
-    assert full == tokens[0] and snapkv == (600,)
+    assert full == tokens[0] and snapkv == (200,)
     assert printed.count("alone: the same answer") == 6
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
+from forked import forked
+from kvsieve.cli.main import run_cli
 from kvsieve.eval.packed import contents
 
 pytestmark = pytest.mark.slow
@@ -49,20 +47,15 @@ def test_killed_twice_and_resumed_gives_the_same_table(model_dir, tmp_path, cli)
     assert code == 0, err
     whole, table = rows(tmp_path / "whole"), json.loads(out)
     assert len(whole) == 2 * (2 + 2 + 1) * 3
-    command = [sys.executable, "-m", "kvsieve.cli.main", "eval", model_dir, *GRID, "--resume"]
-    command += ["--out", str(tmp_path / "killed"), "--json"]
+    command = ["eval", model_dir, *GRID, "--resume", "--out", str(tmp_path / "killed"), "--json"]
     file, chance, kills = tmp_path / "killed" / "samples.jsonl", random.Random(3), 0
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for _ in range(2):
         had = file.stat().st_size if file.exists() else 0
-        with subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        ) as process:
-            while process.poll() is None and (not file.exists() or file.stat().st_size == had):
+        with forked(lambda tell: run_cli(command)) as (child, _):
+            while child.is_alive() and (not file.exists() or file.stat().st_size == had):
                 time.sleep(0.005)
             time.sleep(chance.random() * 0.3)
-            kills += process.poll() is None
-            process.send_signal(signal.SIGKILL)
+            kills += child.is_alive()
     assert kills == 2, "the run ended before it could be killed twice"
     assert 0 < len(rows_or_torn(file)) < len(whole)
     # What a kill in the middle of a write would leave.

@@ -1,7 +1,4 @@
-"""Tensor parallelism: two processes, with half of the heads each, against one that has them all.
-
-Run as a program it is what torchrun starts in the test (`python tests/hf/test_parallel.py DIR`).
-"""
+"""Tensor parallelism: two processes, with half of the heads each, against one that has them all."""
 
 from __future__ import annotations
 
@@ -11,17 +8,16 @@ import io
 import os
 import re
 import runpy
-import subprocess
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 import kvsieve
-from kvsieve import budget
+from forked import forked
 from kvsieve.cache import DenseStore
 from kvsieve.errors import KvsieveError, KvsieveWarning
 from kvsieve.methods import TOVA, TSP, AdaKV, DuoAttention, PyramidKV, QFilters, SnapKV
@@ -200,21 +196,23 @@ def example(path: Path) -> str:
     return said.getvalue()
 
 
-def work(path: Path) -> None:
-    """What each process of the test does."""
+def work(tell, path: Path, rank: int, port: int) -> None:
+    """What each process of the test does, in the environment that torchrun gives it."""
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM, logging
     from transformers.distributed import DistributedConfig
 
     logging.set_verbosity_error()
-    # As in tests/conftest.py, which these processes do without.
-    budget.FLOOR = 0
-    shared = DistributedConfig(tp_plan="auto", tp_size=int(os.environ["WORLD_SIZE"]))
+    given = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_PORT": port}
+    given |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    os.environ |= {name: str(value) for name, value in given.items()}
+    shared = DistributedConfig(tp_plan="auto", tp_size=RANKS)
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=shared, dtype=torch.float64).eval()
     gc.freeze()
     found = {"cases": run(model), "refused": refusals(model, path), "example": example(path)}
-    torch.save(found, path / f"rank{dist.get_rank()}.pt")
+    torch.save(found, path / f"rank{rank}.pt")
     dist.destroy_process_group()
+    tell("done")
 
 
 @pytest.fixture(scope="module")
@@ -240,15 +238,9 @@ def one(model):
 @pytest.fixture(scope="module")
 def ranks(directory):
     pytest.importorskip("accelerate", reason="transformers loads a model in parts with accelerate only")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), __file__]
-    ran = subprocess.run(
-        [*launch, str(directory)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=1200,
-    )
-    assert ran.returncode == 0, ran.stderr[-4000:]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with forked(work, directory, 0, store.port) as (_, first), forked(work, directory, 1, store.port) as (_, second):
+        assert [first.recv(), second.recv()] == ["done"] * RANKS
     return [torch.load(directory / f"rank{rank}.pt") for rank in range(RANKS)]
 
 
@@ -326,7 +318,3 @@ def test_alone_a_process_has_all_heads():
     scores = torch.rand(1, 4, 7)
     assert ALONE.gather(scores) is scores and ALONE.mean(scores) is scores and ALONE.most((3, 1)) == (3, 1)
     assert ALONE.own(4) == slice(0, 4) and [Ranks(rank, 2).own(6) for rank in (0, 1)] == [slice(0, 3), slice(3, 6)]
-
-
-if __name__ == "__main__":
-    work(Path(sys.argv[1]))

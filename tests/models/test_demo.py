@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import os
-import signal
 import socket
 import subprocess
 import sys
+import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from forked import all_told, forked
 from kvsieve import models
 from kvsieve.devices import auto_dtype
 from kvsieve.models import ModelLoadError, cache_dir, demo, fetch, fetch_demo, load, load_demo
+from kvsieve.models.families import build
+from toy_chats import chat_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -31,12 +34,6 @@ def checkpoint(cache: Path) -> Path:
 
 def leftovers(cache: Path) -> list[Path]:
     return list(cache.rglob(".tmp-*"))
-
-
-def child_env(cache: Path, gguf: Path) -> dict[str, str]:
-    source = str(Path(demo.__file__).parents[2])
-    path = os.pathsep.join(p for p in (source, os.environ.get("PYTHONPATH")) if p)
-    return {**os.environ, "PYTHONPATH": path, "KVSIEVE_CACHE": str(cache), "KVSIEVE_DEMO_GGUF": str(gguf)}
 
 
 @pytest.fixture(scope="session")
@@ -87,27 +84,44 @@ def absent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in place of the converted one, which takes seconds to load and to check."""
+    folder = tmp_path_factory.mktemp("tiny")
+    build("llama").save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
-def copy(absent: Path, good: Path, gguf: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, list[Path]]]:
-    """A cache with a checkpoint of its own, and the list of conversions, which only link the good one's files."""
+def stand_in(absent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A GGUF file whose hash is taken for the published one's; nothing can convert it."""
+    file = tmp_path / "stand-in.gguf"
+    file.write_bytes(b"stand-in")
+    for module in (fetch, demo):
+        monkeypatch.setattr(module, "GGUF_SHA256", hashlib.sha256(b"stand-in").hexdigest())
+    monkeypatch.setenv("KVSIEVE_DEMO_GGUF", str(file))
+    return file
+
+
+@pytest.fixture
+def copy(absent: Path, tiny: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, list[Path]]:
+    """A cache with a checkpoint of its own, and the list of conversions, which only link the tiny one's files."""
     calls: list[Path] = []
-    whole = checkpoint(good)
 
     def link(source: Path, out: Path) -> None:
         calls.append(source)
-        for file in whole.iterdir():
-            if file.name != demo.MANIFEST:
-                os.link(file, out / file.name)
+        for file in tiny.iterdir():
+            os.link(file, out / file.name)
 
     monkeypatch.setattr(demo, "convert", link)
-    monkeypatch.setenv("KVSIEVE_DEMO_GGUF", str(gguf))
     load_demo()
     calls.clear()
-    yield checkpoint(absent), calls
+    return checkpoint(absent), calls
 
 
 def replace(file: Path, content: bytes) -> None:
-    file.unlink()  # the good checkpoint shares the inode
+    file.unlink()  # the tiny checkpoint shares the inode
     file.write_bytes(content)
 
 
@@ -293,7 +307,7 @@ def scramble(target: Path) -> None:
     ids=["truncated", "same size", "template", "missing file", "bad manifest", "no manifest"],
 )
 def test_damaged_checkpoint(
-    copy: tuple[Path, list[Path]], gguf: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+    copy: tuple[Path, list[Path]], stand_in: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, calls = copy
     damage(target)
@@ -304,10 +318,10 @@ def test_damaged_checkpoint(
         assert str(target) in str(caught.value) and "kvsieve fetch-demo" in str(caught.value)
     with pytest.warns(UserWarning, match="converting .* anew"):
         load_demo()
-    assert calls == [gguf]
+    assert calls == [stand_in]
     assert leftovers(target.parent) == []
     load_demo()
-    assert calls == [gguf]
+    assert calls == [stand_in]
 
 
 def test_changed_gguf_and_changed_format_convert_anew(
@@ -371,51 +385,43 @@ def test_unwritable_cache(absent: Path, gguf: Path, monkeypatch: pytest.MonkeyPa
     assert str(tmp_path / "file" / "cache") in str(caught.value)
 
 
-def test_two_processes_convert_once(tmp_path: Path, gguf: Path, good: Path) -> None:
-    code = (
-        "import os, time\n"
-        "from pathlib import Path\n"
-        "from kvsieve.models import demo\n"
-        "def convert(source, out):\n"
-        "    print('converted')\n"
-        "    time.sleep(0.5)\n"
-        f"    for file in Path({str(checkpoint(good))!r}).iterdir():\n"
-        "        if file.name != demo.MANIFEST:\n"
-        "            os.link(file, out / file.name)\n"
-        "demo.convert = convert\n"
-        "model, _ = demo.load_demo()\n"
-        "print('loaded', model.dtype)\n"
-    )
-    children = [
-        subprocess.Popen([sys.executable, "-c", code], env=child_env(tmp_path, gguf), stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    outputs = [child.communicate(timeout=900)[0] for child in children]
-    assert [child.returncode for child in children] == [0, 0]
-    assert all(f"loaded {auto_dtype('cpu').dtype}" in out for out in outputs)
-    assert sum(out.count("converted") for out in outputs) == 1
-    assert checkpoint(tmp_path).is_dir() and leftovers(tmp_path) == []
+def convert_once(tell: Callable[[str], None], tiny: Path, cache: Path) -> None:
+    def convert(source: Path, out: Path) -> None:
+        tell("converted")
+        time.sleep(0.5)
+        for file in tiny.iterdir():
+            os.link(file, out / file.name)
+
+    os.environ["KVSIEVE_CACHE"], demo.convert = str(cache), convert
+    tell(f"loaded {demo.load_demo()[0].dtype}")
 
 
-def test_killed_half_way(copy: tuple[Path, list[Path]], gguf: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_two_processes_convert_once(tmp_path: Path, stand_in: Path, tiny: Path) -> None:
+    cache = tmp_path / "shared"
+    with forked(convert_once, tiny, cache) as (one, first), forked(convert_once, tiny, cache) as (other, second):
+        told = all_told(first), all_told(second)
+        one.join()
+        other.join()
+    assert [one.exitcode, other.exitcode] == [0, 0]
+    assert all(each[-1] == f"loaded {auto_dtype('cpu').dtype}" for each in told)
+    assert sum(told, []).count("converted") == 1
+    assert checkpoint(cache).is_dir() and leftovers(cache) == []
+
+
+def stop_half_way(tell: Callable[[str], None], cache: Path) -> None:
+    def convert(source: Path, out: Path) -> None:
+        (out / "model.safetensors").write_bytes(b"half")
+        tell("half")
+        time.sleep(600)
+
+    os.environ["KVSIEVE_CACHE"], demo.convert = str(cache), convert
+    demo.load_demo()
+
+
+def test_killed_half_way(copy: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: Any) -> None:
     cache = tmp_path / "killed"
-    code = (
-        "import time\n"
-        "from kvsieve.models import demo\n"
-        "def convert(source, out):\n"
-        "    (out / 'model.safetensors').write_bytes(b'half')\n"
-        "    print('half', flush=True)\n"
-        "    time.sleep(600)\n"
-        "demo.convert = convert\n"
-        "demo.load_demo()\n"
-    )
-    env = child_env(cache, gguf)
-    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        try:
-            assert child.stdout.readline() == "half\n"
-        finally:
-            child.send_signal(signal.SIGKILL)
+    with forked(stop_half_way, cache) as (_, heard):
+        assert heard.recv() == "half"
     assert len(leftovers(cache)) == 1 and not checkpoint(cache).exists()
     monkeypatch.setenv("KVSIEVE_CACHE", str(cache))
     load_demo()

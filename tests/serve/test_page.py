@@ -7,6 +7,7 @@ import threading
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from browser import Browser, chromium
 from kvsieve.models.families import build
@@ -33,8 +34,11 @@ def server():
 
 @pytest.fixture
 def url(server):
-    with listening(server.app) as address:
-        yield address
+    """Below a path, as a proxy may have it."""
+    proxy = FastAPI()
+    proxy.mount("/llm", server.app)
+    with listening(proxy) as address:
+        yield f"{address}/llm"
 
 
 @pytest.fixture
@@ -44,7 +48,7 @@ def page(browser, url):
     made.wait("!document.getElementById('method-0').disabled")
     yield made
     assert made.complaints() == []
-    assert all(each.startswith((url, "data:", "about:")) for each in made.fetched())
+    assert all(each.startswith((url, "data:", "about:")) and "metrics" not in each for each in made.fetched())
 
 
 def ask(page, text):
@@ -290,6 +294,52 @@ def test_documents_are_dropped_and_counted(server, page):
     page.wait_text("#context", "125 too many")
 
 
+def test_any_answer_is_made_again(server, page):
+    server.script = lambda body: [f"answer {len(server.asked)}"]
+    for text in ("first", "second", "third"):
+        ask(page, text)
+        ended(page)
+    again = ".turn:nth-child(2) .tools .idle[aria-label^='Regenerate']"
+    page.js("window.confirm = (text) => { window.warned = text; return false; }")
+    page.click(again)
+    page.wait("window.warned === 'Answer this message anew, and delete the message after it?'")
+    page.wait("!document.getElementById('send').hidden")
+    assert len(server.asked) == 3 and page.js("document.querySelectorAll('.turn').length") == 3
+    page.js("window.confirm = () => true")
+    page.click(again)
+    page.wait_text(f"{LAST}.body", "answer 4")
+    ended(page)
+    assert page.js("document.querySelectorAll('.turn').length") == 2
+    assert [text for _, text in messages(server.asked[-1])] == ["first", "answer 1", "second"]
+
+
+def test_the_context_left_counts_what_no_answer_has_counted(server, page):
+    going = threading.Event()
+    page.click("#settings-open")
+    page.fill("#system", "be very brief")
+    page.click("#settings-close")
+    page.hand_over("#talk", {"a.txt": "one two three"}, "drop")
+    page.wait_text("#context", "Context: 6 of 200 tokens")
+    server.script = lambda body: ["One ", "two ", going, "three"]
+    ask(page, "what is this")
+    page.wait_text(f"{LAST}.body", "two")
+    page.click("#stop")
+    ended(page, "Stopped")
+    going.set()
+    # The system prompt, the document, the question and what came of the answer.
+    assert page.text("#context") == "Context: 11 of 200 tokens, 189 left"
+    page.hand_over("#talk", {"b.txt": "four five"}, "drop")
+    page.wait_text("#context", "Context: 13 of 200 tokens, 187 left")
+    server.script = lambda body: [RuntimeError("out of memory")]
+    ask(page, "and this")
+    ended(page, "failed")
+    assert page.text("#context") == "Context: 11 of 200 tokens, 189 left"
+    server.script = lambda body: ["Three.", usage(40, 2)]
+    ask(page, "once more")
+    ended(page)
+    assert page.text("#context") == "Context: 42 of 200 tokens, 158 left"
+
+
 def test_settings_are_sent_and_kept(server, page, url):
     page.click("#settings-open")
     for name, value in {"system": "Be brief.", "temperature": "0.5", "top_k": "7", "max_tokens": "9"}.items():
@@ -369,7 +419,7 @@ def test_the_operator_sees_the_last_minutes(server, page):
     page.wait("document.activeElement.id === 'tab-operate' && document.getElementById('chat').hidden")
     page.wait("/Tokens per second: [1-9]/.test(document.getElementById('graphs').innerText)")
     graphs = page.text("#graphs")
-    assert "Running answers: 1" in graphs and "Waiting requests: 3" in graphs and "KV memory: 4.0 KiB" in graphs
+    assert "Running answers: 1" in graphs and "Waiting requests: 3" in graphs and "KV memory: 1.0 MiB" in graphs
     labels = page.js("[...document.querySelectorAll('#graphs svg')].map(each => each.getAttribute('aria-label'))")
     assert len(labels) == 5 and all("over the last 5 minutes: " in each for each in labels)
     page.wait("[...document.querySelectorAll('polyline')].every(each => each.getAttribute('points').includes(' '))")

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from kvsieve.serve.page import add_page
 
@@ -36,14 +36,14 @@ class ScriptedServer:
         methods: that requests may name.
         open: the list of methods is sent once it is set.
         key: that requests need, None for none.
-        counts: of the metrics.
+        new_tokens: generated so far; ten more at each look.
     """
 
     def __init__(self) -> None:
         self.app, self.asked, self.open = FastAPI(), list[dict[str, Any]](), threading.Event()
         self.script: Callable[[dict[str, Any]], Sequence[Step]] = lambda body: ["Yes."]
         self.methods, self.key = ["full", "rocketkv-mt", "snapkv"], None
-        self.counts = {"new_tokens_total": 5.0, "running": 1.0, "queued": 2.0, "reading": 1.0, "kv_bytes": 4096.0}
+        self.new_tokens = 5
         self.open.set()
         add_page(self.app)
         self._add_views()
@@ -62,17 +62,14 @@ class ScriptedServer:
         @self.app.get("/v1/kv")
         async def kv(request: Request) -> Any:
             await asyncio.to_thread(self.open.wait, 60)
-            state = {"running": 1, "reading": 0, "queued": 2, "kv_bytes": 1 << 20, "kv_limit": 1 << 22}
+            self.new_tokens += 10
+            state = {"running": 1, "reading": 1, "queued": 2, "kv_bytes": 1 << 20, "kv_limit": 1 << 22}
             node = {"key": "abcdefghij", "session": None, "tokens": 64, "plan": "full", "hits": 2}
-            told = {"state": state, "counts": {"answered": 7}, "store": {"hits": 2, "memory_bytes": 2048}}
+            counts = {"answered": 7, "new_tokens": self.new_tokens}
+            told = {"state": state, "counts": counts, "store": {"hits": 2, "memory_bytes": 2048}}
             told |= {"nodes": [{**node, "memory_bytes": 2048, "disk_bytes": 0}], "plan": self.methods[0]}
             told |= {"methods": self.methods, "context": CONTEXT, "max_tokens": 64}
             return self._refused(request) or JSONResponse(told)
-
-        @self.app.get("/metrics")
-        async def metrics() -> PlainTextResponse:
-            self.counts["new_tokens_total"] += 10
-            return PlainTextResponse("".join(f"kvsieve_{name} {value}\n" for name, value in self.counts.items()))
 
         @self.app.post("/tokenize")
         async def tokenize(request: Request) -> Any:

@@ -40,10 +40,6 @@ export async function get(path) {
   return (await request(path, {})).json();
 }
 
-export async function getText(path) {
-  return (await request(path, {})).text();
-}
-
 /** Return how many tokens a text has. */
 export async function countTokens(text) {
   const body = JSON.stringify({ model: server.model, prompt: text, add_special_tokens: false, count_only: true });

@@ -4,9 +4,9 @@ import { countTokens, server, streamChat } from "./api.js";
 import { attached, settled, takeDocuments } from "./documents.js";
 import { $, count } from "./dom.js";
 import { nameOf, panes, planOf } from "./plans.js";
-import { sample } from "./graphs.js";
+import { look } from "./operator.js";
 import { sampling, systemPrompt } from "./settings.js";
-import { conversations, keep, messagesFor, newConversation } from "./storage.js";
+import { answerOf, conversations, keep, messagesFor, newConversation } from "./storage.js";
 import { drawTurns } from "./turns.js";
 
 // Parts of the map of what was kept, pixels from the end that count as the end, and milliseconds without typing after
@@ -23,6 +23,7 @@ export class Chat {
     this.atEnd = true;
     this.top = 0;
     this.counting = 0;
+    this.counts = 0;
     const talk = $("talk");
     talk.addEventListener("scroll", () => {
       const near = talk.scrollHeight - talk.scrollTop - talk.clientHeight < NEAR;
@@ -69,15 +70,10 @@ export class Chat {
   draw() {
     this.atEnd = true;
     this.views = drawTurns(this.conversation.turns, {
-      regenerate: (turn, pane) => this.begin(() => this.answer(turn, [pane])),
+      regenerate: (turn, pane) => this.begin(() => this.regenerate(turn, pane)),
       edit: (turn, text) => this.begin(() => this.ask(text, turn.documents, this.conversation.turns.indexOf(turn))),
     });
-    this.offerAgain();
     this.drawContext();
-  }
-
-  offerAgain() {
-    this.views.forEach((view, at) => view.mayRegenerate(at === this.views.length - 1));
   }
 
   stop() {
@@ -137,18 +133,28 @@ export class Chat {
     return this.answer(turn, panes());
   }
 
+  /** Answer a turn anew under one plan. The turns after it go, if the user agrees. */
+  async regenerate(turn, pane) {
+    const turns = this.conversation.turns, at = turns.indexOf(turn) + 1, later = turns.length - at;
+    if (later) {
+      const gone = later === 1 ? "the message after it" : `the ${later} messages after it`;
+      if (!confirm(`Answer this message anew, and delete ${gone}?`)) return;
+      turns.splice(at);
+      this.draw();
+    }
+    await this.answer(turn, [pane]);
+  }
+
   async answer(turn, wanted) {
     const conversation = this.conversation, signal = this.running.signal;
     this.page.say("Answering");
-    this.offerAgain();
     const answering = wanted.map((pane) => this.answerIn(pane, turn, signal));
     keep(conversation);
     this.page.listed();
     const records = await Promise.all(answering);
-    sample();
+    look();
     if (this.conversation !== conversation) return;
     this.views.find((view) => view.turn === turn).compare();
-    this.offerAgain();
     await this.countContext().catch(() => {});
     const kept = keep(conversation) ? "" : ". The browser has no room for this conversation";
     this.page.say(outcome(records) + kept);
@@ -186,18 +192,35 @@ export class Chat {
 
   async countContext() {
     if (!server.model) return;
-    const text = $("message").value.trim();
-    const totals = this.conversation.turns.map((turn) =>
-      Math.max(0, ...turn.answers.map((answer) => answer?.usage?.total_tokens ?? 0)));
-    const before = totals.findLast((total) => total) ?? 0;
-    const documents = attached().reduce((sum, each) => sum + (each.tokens ?? 0), 0);
-    const used = before + documents + (text ? await countTokens(text) : 0);
-    if (text !== $("message").value.trim()) return;
+    const number = ++this.counts, draft = { text: $("message").value.trim(), documents: attached(), answers: [] };
+    const used = await tokensOf([...this.conversation.turns, draft]);
+    if (number !== this.counts) return;
     const left = server.context - used;
     $("context").textContent = server.context === null ? `${count(used)} tokens`
       : `Context: ${count(used)} of ${count(server.context)} tokens, ${left < 0 ? count(-left) + " too many" : count(left) + " left"}`;
     $("context").classList.toggle("over", server.context !== null && left < 0);
   }
+}
+
+const totalOf = (turn) => Math.max(0, ...turn.answers.map((answer) => answer?.usage?.total_tokens ?? 0));
+
+/**
+ * Return the tokens of a conversation whose last turn is a draft: those of the last answer that the server has counted,
+ * and those of every text after it.
+ */
+async function tokensOf(turns) {
+  const counted = turns.findLastIndex(totalOf);
+  const texts = counted < 0 ? [systemPrompt()] : [];
+  let total = counted < 0 ? 0 : totalOf(turns[counted]);
+  for (const turn of turns.slice(counted + 1)) {
+    const answer = answerOf(turn, 0);
+    // What got no answer is not sent again.
+    if (answer && answer.state !== "waiting" && !answer.text) continue;
+    texts.push(turn.text, answer?.text);
+    for (const each of turn.documents) total += each.tokens ?? 0;
+  }
+  const counts = await Promise.all(texts.filter((text) => text).map(countTokens));
+  return counts.reduce((sum, each) => sum + each, total);
 }
 
 function take(record, data, seconds) {

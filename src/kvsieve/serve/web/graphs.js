@@ -1,38 +1,27 @@
-// Small graphs of the last minutes, from the counts that /metrics shows to everybody.
+// Small graphs of the last minutes, drawn from samples of the server's counts.
 
-import { getText } from "./api.js";
 import { $, bytes, count } from "./dom.js";
 
-const SPAN = 300, EVERY = 2, WIDTH = 300, HEIGHT = 60, MARGIN = 3;
+const SPAN = 300, WIDTH = 300, HEIGHT = 60, MARGIN = 3;
 const SVG = "http://www.w3.org/2000/svg";
 const samples = [];
 
 // value: of a sample and the one before it. text: what is written beside the title.
 const GRAPHS = [
-  { title: "Tokens per second", value: (now, before) => rate(now, before, "new_tokens_total"), text: (value) => value.toFixed(1) },
+  { title: "Tokens per second", value: (now, before) => rate(now, before, "tokens"), text: (value) => value.toFixed(1) },
   { title: "Running answers", value: (now) => now.running, text: count },
-  { title: "Waiting requests", value: (now) => now.queued + now.reading, text: count },
-  { title: "KV memory", value: (now) => now.kv_bytes, text: bytes },
-  { title: "Store hits per minute", value: (now, before) => 60 * rate(now, before, "store_hits"), text: count },
+  { title: "Waiting requests", value: (now) => now.waiting, text: count },
+  { title: "KV memory", value: (now) => now.memory, text: bytes },
+  { title: "Store hits per minute", value: (now, before) => 60 * rate(now, before, "hits"), text: count },
 ];
 
-const rate = (now, before, name) => Math.max(0, (now[name] ?? 0) - (before[name] ?? 0)) / (now.time - before.time);
+const rate = (now, before, name) => Math.max(0, now[name] - before[name]) / (now.time - before.time);
 
-function parse(text) {
-  const found = { time: performance.now() / 1000 };
-  for (const [, name, value] of text.matchAll(/^kvsieve_(\w+) (\S+)$/gm)) found[name] = Number(value);
-  return found;
-}
-
-/** Take a sample, and draw the graphs if they can be seen. */
-export async function sample() {
-  try {
-    samples.push(parse(await getText("metrics")));
-  } catch {
-    return;
-  }
+/** Take a sample from the server's reply to v1/kv. */
+export function addSample({ state, counts, store }) {
+  samples.push({ time: performance.now() / 1000, running: state.running, waiting: state.queued + state.reading,
+    memory: state.kv_bytes, tokens: counts.new_tokens ?? 0, hits: store.hits ?? 0 });
   while (samples.at(-1).time - samples[0].time > SPAN) samples.shift();
-  if (!$("operate").hidden) drawGraphs();
 }
 
 /** Draw all graphs; the first of two samples gives no rate, so one sample draws nothing. */
@@ -65,10 +54,4 @@ function line(points, most, label) {
   }).join(" "));
   svg.append(path);
   return svg;
-}
-
-/** Take samples for as long as the page can be seen. */
-export function beginGraphs() {
-  sample();
-  setInterval(() => document.hidden || sample(), EVERY * 1000);
 }

@@ -4,8 +4,8 @@ import { connect, server, useKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { beginDocuments } from "./documents.js";
 import { $, button, el } from "./dom.js";
-import { beginGraphs } from "./graphs.js";
-import { watch } from "./operator.js";
+import { drawGraphs } from "./graphs.js";
+import { beginOperator, look } from "./operator.js";
 import { beginPlans, fillPlans } from "./plans.js";
 import { beginSettings } from "./settings.js";
 import { conversations, forget, forgetAll } from "./storage.js";
@@ -111,7 +111,9 @@ function show(tab) {
     each.tabIndex = on ? 0 : -1;
     $(each.getAttribute("aria-controls")).hidden = !on;
   }
-  watch(tab === $("tab-operate"), alarm);
+  if (tab !== $("tab-operate")) return;
+  drawGraphs();
+  look();
 }
 
 for (const tab of tabs) {
@@ -127,7 +129,7 @@ for (const tab of tabs) {
 beginPlans();
 beginSettings();
 beginDocuments(() => chat.drawContext());
-beginGraphs();
+beginOperator(alarm);
 drawList();
 ready();
 chat.focus();

@@ -1,11 +1,15 @@
-// The operator's view: what the server does now, its counts, and what its store holds.
+// The operator's view: the last minutes, what the server does now, its counts, and what its store holds.
 
 import { get } from "./api.js";
 import { $, bytes, count, el } from "./dom.js";
-import { drawGraphs, sample } from "./graphs.js";
+import { addSample, drawGraphs } from "./graphs.js";
 
-const EVERY = 2000;
+// Milliseconds between two samples: while the view is shown, and while it is not.
+const SHOWN = 2000, HIDDEN = 10000;
 let timer = null;
+let noted = () => {};
+
+const shown = () => !$("operate").hidden;
 
 const words = (name) => name.replaceAll("_", " ");
 
@@ -20,15 +24,27 @@ function table(id, head, rows) {
     el("tbody", {}, ...rows.map((cells) => el("tr", {}, ...cells.map((cell) => el("td", { textContent: cell }))))));
 }
 
-async function look(noted) {
-  let known;
+/** Take a sample, and draw the view if it is shown. The next one follows by itself. */
+export async function look() {
   try {
-    known = await get("v1/kv");
+    draw(await get("v1/kv"));
   } catch (error) {
-    noted(error);
-    return;
+    if (shown()) noted(error);
   }
+  clearTimeout(timer);
+  timer = setTimeout(lookAgain, shown() ? SHOWN : HIDDEN);
+}
+
+function lookAgain() {
+  if (document.hidden) timer = setTimeout(lookAgain, SHOWN);
+  else look();
+}
+
+function draw(known) {
+  addSample(known);
+  if (!shown()) return;
   noted(null);
+  drawGraphs();
   const state = known.state, limit = state.kv_limit;
   facts("now", [["Running answers", state.running], ["Prompts in prefill", state.reading], ["Queued", state.queued],
     ["Default plan", known.plan], ["Context", known.context === null ? "no limit" : count(known.context) + " tokens"]]);
@@ -42,12 +58,8 @@ async function look(noted) {
       bytes(node.memory_bytes), bytes(node.disk_bytes), node.hits]));
 }
 
-/** Draw the view now and again while it is shown. noted: called with an error, or null. */
-export function watch(on, noted) {
-  clearInterval(timer);
-  if (!on) return;
-  drawGraphs();
-  sample();
-  look(noted);
-  timer = setInterval(() => document.hidden || look(noted), EVERY);
+/** Take samples for as long as the page can be seen. alarm: called with an error, or null, while the view is shown. */
+export function beginOperator(alarm) {
+  noted = alarm;
+  look();
 }

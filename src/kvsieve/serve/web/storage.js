@@ -59,11 +59,14 @@ export function contentOf(turn) {
   return [...texts, turn.text].filter((text) => text).join("\n\n");
 }
 
+/** Return the answer that goes on as one of two panes has it. */
+export const answerOf = (turn, pane) => turn.answers[pane] ?? turn.answers[0] ?? turn.answers[1];
+
 /** Return the messages before and with a turn, as one of two panes has seen them. */
 export function messagesFor(turns, last, pane, system) {
   const messages = system ? [{ role: "system", content: system }] : [];
   for (const turn of turns.slice(0, last)) {
-    const answer = turn.answers[pane] ?? turn.answers[0] ?? turn.answers[1];
+    const answer = answerOf(turn, pane);
     // Roles must alternate, so a turn without any answer is left out.
     if (!answer?.text) continue;
     messages.push({ role: "user", content: contentOf(turn) }, { role: "assistant", content: answer.text });

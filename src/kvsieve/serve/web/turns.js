@@ -76,11 +76,6 @@ export class TurnView {
     if (left.record.state !== "done" || right.record.state !== "done") return;
     other.compared(nameOf(reference.record.plan), markDifference(reference.body, other.body));
   }
-
-  /** Let the last turn's answers be made again, no other's. */
-  mayRegenerate(may) {
-    for (const view of this.views) if (view) view.again.hidden = !may;
-  }
 }
 
 export const documentText = (each) => each.name + (each.tokens === null ? "" : ` (${count(each.tokens)} tokens)`);
