@@ -12,8 +12,8 @@ import kvsieve
 
 SECTIONS = (Path(__file__).parent / "minutes.txt").read_text(encoding="utf-8").split("\n\n")
 PROMPTS = (
-    "\n\n".join(SECTIONS[14:]) + "\n\nWhat is the number of the order of the new radio?",
-    "\n\n".join(SECTIONS[2:4]) + "\n\nWhy is the dredging of the east channel late?",
+    "\n\n".join(SECTIONS[11:17]) + "\n\nWhat is the number of the order of the new radio?",
+    "\n\n".join(SECTIONS[2:4]) + "\n\nWhat did the dredger lose in the storm?",
     "What is the capital of France?",
 )
 

@@ -35,6 +35,9 @@ FEWER = {
     "specprefill": "layers hold what is read, where that is less",
 }
 GROWS = {"duoattention": "retrieval heads keep all that is generated, until the next prompt"}
+# A share too, where it says what stays.
+BUDGETS = [(name, NUMBER) for name in kvsieve.list_methods()]
+BUDGETS += [(name, "20%") for name in kvsieve.list_methods() if name not in KEEPS_ALL]
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +88,7 @@ def mean(layers):
 
 
 @pytest.mark.filterwarnings("ignore::kvsieve.errors.KvsieveWarning")
-@pytest.mark.parametrize("budget", [NUMBER, "20%"])
-@pytest.mark.parametrize("name", kvsieve.list_methods())
+@pytest.mark.parametrize(("name", "budget"), BUDGETS)
 def test_a_budget_holds_once_every_turns_prompt_is_complete(model, name, budget):
     plan = plan_of(name, model, budget=budget)
     for turn in talk(model, plan, TURNS):
@@ -136,10 +138,6 @@ ROWS = (36, 31, 4), (40, 2, 4), (2, 12, 4), (12, 1, 4)
 
 # Small enough that rows encode several blocks, at different times.
 ENCODING = {name: {"block": 16, "tail": 8} for name in CODECS}
-# A codec alone encodes after every chunk, so that tokens read entries exact or encoded by where chunks of the row end,
-# and that padding moves; with an evictor it encodes when the prompt is complete. Blocks of sparse prompts begin with a
-# chunk, so that they move as well.
-BY_CHUNK = (*CODECS, *SPARSE_PROMPTS)
 PLANS = {
     **{name: {**DECODING.get(name, {}), **ENCODING.get(name, {})} for name in kvsieve.list_methods()},
     "snapkv, every token": {"every": 1, "window": 8},
@@ -147,7 +145,16 @@ PLANS = {
     "lagkv, chunks": {"chunks": True, "budget": "40%"},
     "snapkv, codec": {"codec": "kivi:bits=8:block=8:tail=4"},
 }
-PADDED = [(name, chunk) for name in PLANS for chunk in (None, 16) if not (chunk and name in BY_CHUNK)]
+# One of each kind in chunks as well: at the end, while decoding, on every chunk, ragged, shortened, read, viewed.
+CHUNKED = (
+    "snapkv",
+    "snapkv, every token",
+    "keydiff, chunks",
+    "lagkv, chunks",
+    "snapkv, codec",
+    *("h2o", "adakv", "kvzip", "fastkv", "asl", "gemfilter", "rocketkv", "hsa", "perturn"),
+)
+PADDED = [*((name, None) for name in PLANS), *((name, 16) for name in CHUNKED)]
 
 
 def tokens_held(cache, mask, row):
