@@ -13,7 +13,7 @@ from source_tree import circles, imports, modules
 # Lowest first. A module imports from lower storeys and from its own package, not from others on its storey. "kvsieve"
 # is the package itself, the public API. What the registry loads by name (methods, entry points) is not an import.
 STOREYS = (
-    ("folders",),
+    ("folders", "lazy"),
     ("version", "text", "forms", "types", "display", "devices", "kernels"),
     ("errors",),
     (

@@ -1,8 +1,21 @@
 """Advice: which plan suits a model, a context and a limit, by measuring a handful of them. An application."""
 
-from kvsieve.advise.choose import PlanLimits
-from kvsieve.advise.material import AdviceMaterial, built_in, from_file
-from kvsieve.advise.options import AdviceOptions
-from kvsieve.advise.run import Advice, advise
+from typing import TYPE_CHECKING
+
+from kvsieve.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvsieve.advise.choose import PlanLimits
+    from kvsieve.advise.material import AdviceMaterial, built_in, from_file
+    from kvsieve.advise.options import AdviceOptions
+    from kvsieve.advise.run import Advice, advise
 
 __all__ = ["Advice", "AdviceMaterial", "AdviceOptions", "PlanLimits", "advise", "built_in", "from_file"]
+
+__getattr__ = lazy_names(
+    __name__,
+    choose=("PlanLimits",),
+    material=("AdviceMaterial", "built_in", "from_file"),
+    options=("AdviceOptions",),
+    run=("Advice", "advise"),
+)

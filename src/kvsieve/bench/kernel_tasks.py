@@ -113,7 +113,7 @@ def encoded(shape: Shape, batch: int, blocks: int, tokens: int, bits: int) -> Ke
 
     def plain(query: Tensor, table: Tensor, fills: Tensor, *codes: Tensor) -> Tensor:
         keys, values = (
-            decode(form, each, dim, query.dtype)[table].flatten(1, 2)
+            decode(form, each, dim).to(query.dtype)[table].flatten(1, 2)
             for form, each in zip(forms, parts(codes), strict=True)
         )
         real = torch.arange(tokens, device=table.device) < fills[..., None]

@@ -29,7 +29,7 @@ ROUNDS = 25
 def check(device: torch.device) -> list[dict[str, Any]]:
     """Every kernel against its twin in float64, on odd sizes and in every dtype: errors and whether they pass."""
     rows = []
-    for dtype in kernels.DTYPES:
+    for dtype in kernels.dtypes():
         for sizes in ({"heads": 2, "groups": 3, "dim": 40}, {"heads": 1, "groups": 17, "dim": 128}):
             for task in small(Shape(**sizes, device=device, dtype=dtype)):
                 tensors = task.tensors()

@@ -1,9 +1,14 @@
 """Calibration: what a model needs of its methods' parameters, measured once and kept as a profile. An application."""
 
-from kvsieve.calibrate.duration import forecast
-from kvsieve.calibrate.options import PARTS, Options
-from kvsieve.calibrate.prompts import Material, Prompt, built_in_prompts, text_prompts
-from kvsieve.calibrate.run import calibrate, measure
+from typing import TYPE_CHECKING
+
+from kvsieve.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from kvsieve.calibrate.duration import forecast
+    from kvsieve.calibrate.options import PARTS, Options
+    from kvsieve.calibrate.prompts import Material, Prompt, built_in_prompts, text_prompts
+    from kvsieve.calibrate.run import calibrate, measure
 
 __all__ = [
     "PARTS",
@@ -16,3 +21,11 @@ __all__ = [
     "measure",
     "text_prompts",
 ]
+
+__getattr__ = lazy_names(
+    __name__,
+    duration=("forecast",),
+    options=("PARTS", "Options"),
+    prompts=("Material", "Prompt", "built_in_prompts", "text_prompts"),
+    run=("calibrate", "measure"),
+)

@@ -1,1 +1,1 @@
-"""Pure tensor blocks that methods are made of: scoring, pooling, selection. Imports nothing but torch."""
+"""Pure tensor blocks that methods are made of: scoring, pooling, selection. Imports only torch, by kvsieve.lazy."""

@@ -6,10 +6,8 @@ import functools
 import math
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.selection import top_mask
+from kvsieve.lazy import Tensor, torch
 
 
 def water_fill(weights: Sequence[float], total: int, floors: Sequence[int], caps: Sequence[int]) -> list[float]:

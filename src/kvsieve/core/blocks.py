@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
-
 from kvsieve.core.softmax import cap
+from kvsieve.lazy import Tensor, torch
+from kvsieve.lazy import functional as F
 from kvsieve.types import AttentionTerms
 
 
@@ -181,9 +179,9 @@ class BlockLines:
             torch.ones(new, new, dtype=torch.bool, device=logits.device).triu(1), float("-inf")
         )
         weights = logits.softmax(-1)
-        columns = pad(weights.sum(2), (grid.pad, grid.key_blocks * grid.block - grid.length - grid.pad))
+        columns = F.pad(weights.sum(2), (grid.pad, grid.key_blocks * grid.block - grid.length - grid.pad))
         # Row r of the queries, shifted so that places are distances: each row is one longer than it is apart.
-        shifted = pad(weights.flip(-1), (0, new)).flatten(2)[..., : new * (grid.length + new - 1)]
+        shifted = F.pad(weights.flip(-1), (0, new)).flatten(2)[..., : new * (grid.length + new - 1)]
         apart = shifted.view(*weights.shape[:2], new, grid.length + new - 1).sum(2)[..., new - 1 :]
         return cls(columns.unflatten(-1, (grid.key_blocks, grid.block)).sum(-1), _by_distance(apart, grid))
 
@@ -195,7 +193,7 @@ class BlockLines:
 
 def _by_distance(apart: Tensor, grid: BlockGrid) -> Tensor:
     """Weight of diagonals of blocks, of the weight [B, Hq, N] at each distance of a query and a key."""
-    total = pad(apart.cumsum(-1), (1, 0))
+    total = F.pad(apart.cumsum(-1), (1, 0))
     blocks = torch.arange(grid.key_blocks, device=apart.device) * grid.block
     # A query of the block is up to so much further from a key than the block's first one.
     low, high = (blocks - grid.block + 1).clamp(0, grid.length), (blocks + grid.queries).clamp(0, grid.length)

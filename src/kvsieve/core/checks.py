@@ -10,8 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
-import torch
-from torch import Tensor
+from kvsieve.lazy import Tensor, torch
 
 # Values on their device, and what to do with them once they are the host's.
 Value = tuple[Tensor, Callable[[Tensor], None]]

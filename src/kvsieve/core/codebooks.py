@@ -6,10 +6,8 @@ import functools
 import itertools
 import math
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.codes import CodeFormat, level_tensor, nearest
+from kvsieve.lazy import Tensor, torch
 
 # Rounds of Lloyd's iteration: of 16 levels, none moves by more than 1e-12 any more.
 _ROUNDS = 2000

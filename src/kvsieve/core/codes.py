@@ -6,18 +6,16 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from typing import Literal, Self
-
-import torch
-from torch import Tensor
+from typing import Literal, Self, TypeAlias
 
 from kvsieve.errors import PlanError, UnsupportedModelError
+from kvsieve.lazy import Tensor, torch
 
 # Levels up to which a processor is faster by comparing a number with every border than by searching.
 _COMPARED = 16
 
 # What finds the scale and zero of [N, ..., group, ...] numbers; see `fit_range`.
-Fit = Callable[["CodeFormat", Tensor, int], tuple[Tensor, Tensor | None]]
+Fit: TypeAlias = "Callable[[CodeFormat, Tensor, int], tuple[Tensor, Tensor | None]]"
 
 
 @dataclass(frozen=True)
@@ -236,8 +234,8 @@ def nearest(levels: tuple[float, ...], x: Tensor) -> Tensor:
     return level_tensor(levels, x.device).index_select(0, codes.flatten().int()).view_as(x)
 
 
-def decode(form: CodeFormat, codes: Codes, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return numbers [N, T, dim], as `encode` was given them; computed in float32."""
+def decode(form: CodeFormat, codes: Codes, dim: int) -> Tensor:
+    """Return numbers [N, T, dim] in float32, as `encode` was given them."""
     found = unpack(codes.packed, form.bits, dim)
     if form.levels is None:
         x = found.float()
@@ -256,7 +254,7 @@ def decode(form: CodeFormat, codes: Codes, dim: int, dtype: torch.dtype = torch.
     if codes.places is not None and codes.extra is not None:
         # Places beyond 32767 wrapped around.
         x = x.flatten(1).scatter_add_(1, codes.places.long() & 0xFFFF, codes.extra.float()).view_as(x)
-    return x.to(dtype)
+    return x
 
 
 @functools.cache  # For good: a recorded pass reads them where they lie.

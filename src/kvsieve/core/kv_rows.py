@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-import torch
-from torch import Tensor
+from kvsieve.lazy import Tensor, torch
 
 
 @dataclass

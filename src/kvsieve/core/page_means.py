@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from kvsieve import kernels
 from kvsieve.core.kv_rows import DeviceLength, KVRows
 from kvsieve.core.pages import PageTable
 from kvsieve.core.scoring import score_dtype
+from kvsieve.lazy import Tensor, torch
 
 
 class PageMeans(PageTable):

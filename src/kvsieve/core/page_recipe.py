@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.kv_rows import KVRows
 from kvsieve.core.page_means import PageMeans
 from kvsieve.core.pages import PageTable
+from kvsieve.lazy import Tensor, torch
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
-
 from kvsieve import kernels
 from kvsieve.core.kv_rows import DeviceLength, KVRows
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap, softmax
+from kvsieve.lazy import Tensor, torch
 from kvsieve.types import AttentionTerms
 
 

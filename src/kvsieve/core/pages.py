@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from kvsieve import kernels
 from kvsieve.core.kv_rows import DeviceLength, KVRows
+from kvsieve.lazy import Tensor, torch
 
 
 class PageTable:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap, sinks_of, softmax
 from kvsieve.kernels.cpu import mass as compiled
+from kvsieve.lazy import Tensor, torch
 from kvsieve.types import AttentionTerms
 
 # Logits of one block of queries, [B, Hq, T', N] in float32, stay under about 128 MiB.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-import torch
-from torch import Tensor
+from kvsieve.lazy import Tensor, torch
 
 # Kept for good: recorded passes read them where they lie. torch.compile would go past a cached function.
 _ROTATIONS: dict[tuple[int, torch.device], Tensor] = {}

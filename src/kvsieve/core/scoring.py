@@ -6,13 +6,11 @@ import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from kvsieve import kernels
 from kvsieve.core.softmax import cap, sinks_of, softmax
 from kvsieve.kernels.cpu import mass as compiled
+from kvsieve.lazy import Tensor, torch
+from kvsieve.lazy import functional as F
 from kvsieve.types import AttentionTerms, LayerContext
 
 Pool = Literal["avg", "max"]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.checks import refuse
+from kvsieve.lazy import Tensor, torch
 from kvsieve.types import Selection
 
 

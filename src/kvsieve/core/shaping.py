@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.codes import CodeFormat, Codes, Fit, encode, level_tensor, nearest_codes, pack, unpack
+from kvsieve.lazy import Tensor, torch
 
 # Times that each code is chosen anew. More gain next to nothing.
 _ROUNDS = 2

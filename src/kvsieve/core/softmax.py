@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.nn import functional as F
-
+from kvsieve.lazy import Tensor
+from kvsieve.lazy import functional as F
 from kvsieve.types import AttentionTerms
 
 

@@ -1,8 +1,8 @@
 """Triton kernels for what GPUs would otherwise do in many passes over memory; each has its twin in plain torch.
 
-A leaf: it imports torch, and triton only when the first kernel is asked for. Callers ask `usable` and else do what they
-did before. Kernels take bfloat16, float16 and float32, add up in float32, and are safe under CUDA graphs: they never
-wait for the device, what they allocate depends on static sizes alone, and lengths that grow may lie on the device.
+A leaf: it imports torch with the first call, and triton with the first kernel. Callers ask `usable` and else do what
+they did before. Kernels take `dtypes`, add up in float32, and are safe under CUDA graphs: they never wait for the
+device, what they allocate depends on static sizes alone, and lengths that grow may lie on the device.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import importlib.util
 import os
 from typing import Any
 
-import torch
-from torch import Tensor
+from kvsieve.lazy import Tensor, torch
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Pages of a KV row that the one program of `page_entries` holds.
 MOST_PAGES = 16384
 
@@ -43,9 +41,15 @@ _FUNCTIONS = {
 _interpreted = False
 
 
+@functools.cache
+def dtypes() -> tuple[torch.dtype, ...]:
+    """Return the dtypes that kernels take."""
+    return torch.bfloat16, torch.float16, torch.float32
+
+
 def usable(*tensors: Tensor) -> bool:
-    """Tell whether kernels run on these tensors: all on a GPU that `reason` accepts, in dtypes of DTYPES."""
-    if not (_interpreted or tensors[0].is_cuda) or any(each.dtype not in DTYPES for each in tensors):
+    """Tell whether kernels run on these tensors: all on a GPU that `reason` accepts, in `dtypes`."""
+    if not (_interpreted or tensors[0].is_cuda) or any(each.dtype not in dtypes() for each in tensors):
         return False
     return _interpreted or (all(each.is_cuda for each in tensors) and reason(tensors[0].device) is None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from kvsieve.lazy import Tensor
 
 
 class Terms(Protocol):

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from kvsieve.core.blocks import BlockGrid, PromptContext
+from kvsieve.lazy import Tensor
 from kvsieve.methods.block_prefill import BlockPrefill
 from kvsieve.registry import register_method
 

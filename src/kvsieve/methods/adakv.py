@@ -19,9 +19,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate, winners
@@ -29,6 +26,7 @@ from kvsieve.core.checks import refuse
 from kvsieve.core.scoring import Kernel, Pool, group_mean, pool, pooled_mass
 from kvsieve.core.selection import pack_ragged, top_mask
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.allocators import LayerAllocator
 from kvsieve.methods.base import ScoredEvictor, apply_protection, check_int, hide_padding, skips
 from kvsieve.methods.pyramidkv import pyramid_shares

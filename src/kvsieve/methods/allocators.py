@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.allocation import allocate, water_fill
 from kvsieve.core.selection import pack, pack_ragged, top_mask
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, Wrapper, apply_protection, hide_padding, keep_best, skipped, skips
 from kvsieve.types import LayerContext, Selection
 

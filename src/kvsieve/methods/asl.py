@@ -24,14 +24,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import Kernel, Pool, pooled_mass, width
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int, check_kernel
 from kvsieve.methods.gemfilter import GemFilter
 from kvsieve.methods.snapkv import SnapKV

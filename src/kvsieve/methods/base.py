@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import WIDEST
 from kvsieve.core.selection import select_top, top_mask
 from kvsieve.errors import PlanError, UnsupportedModelError, short
+from kvsieve.lazy import Tensor, torch
 from kvsieve.named import plan_without_floor
 from kvsieve.parameters import MOST
 from kvsieve.roles import DelegatingEvictor, Evictor, Layers

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from kvsieve.core.blocks import PromptContext
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor
 from kvsieve.methods.base import check_int, parse_layers, skipped
 from kvsieve.roles import Layers, SparsePrefill
 

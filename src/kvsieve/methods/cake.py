@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import Kernel, Pool, group_mean, pool, score_dtype, window_weights
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.allocators import Cascade, observed
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.methods.snapkv import SnapKV

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from kvsieve.budget import Budget
+from kvsieve.lazy import Tensor, torch
+from kvsieve.lazy import functional as F
 from kvsieve.methods.base import Wrapper, check_int, hide_padding, scored_by_name
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method

@@ -21,13 +21,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import Kernel, Pool, pooled_mass, width
 from kvsieve.core.selection import select_top
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.fastkv import TSP
 from kvsieve.methods.snapkv import SnapKV

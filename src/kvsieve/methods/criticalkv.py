@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import group_mean, score_dtype
 from kvsieve.core.selection import top_mask
 from kvsieve.errors import UnsupportedModelError
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import Wrapper, hide_padding, model_facts, scored_by_name
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method

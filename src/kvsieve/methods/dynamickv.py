@@ -14,14 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.allocation import allocate
 from kvsieve.core.scoring import Kernel, Pool
 from kvsieve.core.selection import top_mask
 from kvsieve.errors import PlanError
+from kvsieve.lazy import torch
 from kvsieve.methods.allocators import Cascade, LayerScores
 from kvsieve.methods.base import ScoredEvictor, check_int
 from kvsieve.methods.snapkv import SnapKV

@@ -11,12 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.registry import register_method
 from kvsieve.types import AttentionTerms

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.scoring import group_mean, score_dtype
 from kvsieve.core.softmax import sinks_of, softmax
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, first_real, model_facts, positions, skips
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, When

@@ -55,6 +55,7 @@ class TSP(Propagator, heads="all", query_aware=True):
             check_int(self, "layer", self.layer, 0)
         check_int(self, "window", self.window, 1)
         check_kernel(self, self.kernel)
+        self.rate.refuse_fewer(self.window, "TSP", f"the window of {self.window}", "tsp_rate")
 
     def source(self, num_layers: int) -> int:
         half = num_layers // 2 - 1

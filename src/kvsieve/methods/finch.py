@@ -20,14 +20,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvsieve.budget import Budget
 from kvsieve.core.queries import query_mass
 from kvsieve.core.scoring import group_mean
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int, hide_padding
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from kvsieve.core.codebooks import float8_levels
 from kvsieve.core.codes import CodeFormat, fit_range
+from kvsieve.lazy import Tensor
 from kvsieve.methods.codecs import BlockCodec
 from kvsieve.registry import register_method
 

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import Kernel, pool, score_dtype, width
 from kvsieve.core.selection import pack, top_mask
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int, check_kernel
 from kvsieve.registry import register_method
 from kvsieve.roles import Propagator

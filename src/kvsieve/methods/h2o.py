@@ -14,12 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.scoring import group_mean, window_mass
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, apply_protection, last_real, skips
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, Selection, When

@@ -14,10 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.codes import CodeFormat, fit_range
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import check_int
 from kvsieve.methods.kivi import KIVI
 from kvsieve.registry import register_method

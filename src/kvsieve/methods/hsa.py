@@ -19,12 +19,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.page_recipe import PageRecipe, page_table
 from kvsieve.core.page_weights import entries_of_pages, largest_channels
+from kvsieve.lazy import Tensor
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method

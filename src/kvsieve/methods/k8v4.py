@@ -16,11 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
 from kvsieve.core.codebooks import level_scale
 from kvsieve.core.codes import CodeFormat
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor
 from kvsieve.methods.codecs import GroupCodec
 from kvsieve.methods.rotated import Rotated
 from kvsieve.registry import register_method

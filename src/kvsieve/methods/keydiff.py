@@ -16,11 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from kvsieve.core.scoring import score_dtype
+from kvsieve.lazy import Tensor, torch
+from kvsieve.lazy import functional as F
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext, When

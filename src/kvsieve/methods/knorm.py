@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from kvsieve.core.scoring import score_dtype
+from kvsieve.lazy import Tensor
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.queries import query_mass
 from kvsieve.core.scoring import Kernel, Pool, group_mean, pool
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import check_int
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan

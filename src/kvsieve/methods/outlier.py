@@ -14,11 +14,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.codes import CodeFormat
 from kvsieve.errors import PlanError, UnsupportedModelError, short
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.kivi import KIVI
 from kvsieve.registry import register_method
 

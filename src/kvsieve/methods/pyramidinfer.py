@@ -19,15 +19,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from kvsieve import defaults
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import Kernel, score_dtype
 from kvsieve.core.selection import select_top
 from kvsieve.core.softmax import cap, sinks_of, softmax
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan

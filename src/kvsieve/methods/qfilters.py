@@ -15,12 +15,10 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, last_real
 from kvsieve.plans import Plan
 from kvsieve.profiles import Filters, Profile, array_of, numbers

@@ -22,13 +22,12 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.page_recipe import PageRecipe, page_table
 from kvsieve.core.page_weights import best_entries, entries_of_pages
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor
 from kvsieve.methods.base import check_int
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.registry import register_method

@@ -27,10 +27,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
 from kvsieve.core.codebooks import gaussian_levels, level_scale
 from kvsieve.core.codes import CodeFormat
+from kvsieve.lazy import Tensor
 from kvsieve.methods.codecs import BlockCodec
 from kvsieve.registry import register_method
 

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvsieve import defaults
 from kvsieve.core.scoring import Kernel, Pool, Width, pooled_mass, width
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, check_kernel, last_real
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext

@@ -18,13 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.page_recipe import PageRecipe, page_table, value_mean
 from kvsieve.core.page_weights import best_entries, held_part, largest, largest_channels, page_softmax
 from kvsieve.core.scoring import score_dtype
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.registry import register_method
 from kvsieve.types import AttentionTerms

@@ -21,13 +21,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-import torch
-from torch import Tensor
-
 from kvsieve.budget import Budget
 from kvsieve.core.scoring import WIDEST, pool, window_mass
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import apply_protection, check_int
 from kvsieve.methods.snapkv import SnapKV
 from kvsieve.plans import Plan

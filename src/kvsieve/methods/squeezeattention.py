@@ -19,14 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from kvsieve.budget import Budget
 from kvsieve.core.allocation import clusters
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError, UnsupportedModelError
+from kvsieve.lazy import Tensor, torch
+from kvsieve.lazy import functional as F
 from kvsieve.methods.allocators import Cascade, LayerScores
 from kvsieve.methods.base import ScoredEvictor, model_facts, scored_by_name
 from kvsieve.methods.streaming_llm import StreamingLLM

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from kvsieve.core.scoring import window_mass
+from kvsieve.lazy import Tensor
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.registry import register_method
 from kvsieve.types import LayerContext

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from kvsieve.core.blocks import PromptContext, covering
 from kvsieve.core.softmax import cap
 from kvsieve.errors import PlanError
+from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import check_int
 from kvsieve.methods.block_prefill import BlockPrefill, check_share
 from kvsieve.registry import register_method

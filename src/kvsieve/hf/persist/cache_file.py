@@ -13,11 +13,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from kvsieve.errors import CacheFileError, InputError, MissingFileError, short
+from kvsieve.lazy import Tensor, torch
 from kvsieve.version import __version__
 
 FORMAT = 6
@@ -30,18 +29,18 @@ _CAREFULLY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 # How long the part of a file's name is that the name of its unfinished successor has in it.
 _NAMED = 64
 DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    "torch.float64": "F64",
+    "torch.float32": "F32",
+    "torch.float16": "F16",
+    "torch.bfloat16": "BF16",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.int64": "I64",
+    "torch.int32": "I32",
+    "torch.int16": "I16",
+    "torch.int8": "I8",
+    "torch.uint8": "U8",
+    "torch.bool": "BOOL",
 }
 
 
@@ -107,7 +106,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
     total = hashlib.sha256()
     for name in sorted(tensors):
         part = tensors[name]
-        total.update(f"{name}\n{DTYPES.get(part.dtype)}{list(part.shape)}\n".encode())
+        total.update(f"{name}\n{DTYPES.get(str(part.dtype))}{list(part.shape)}\n".encode())
         total.update(as_bytes(part))
     return total.hexdigest()
 
@@ -132,7 +131,7 @@ def write(file: BinaryIO, tensors: Mapping[str, Tensor], text: str) -> None:
     for name in order:
         part, start = tensors[name], end
         end += part.numel() * part.element_size()
-        entries[name] = {"dtype": DTYPES[part.dtype], "shape": list(part.shape), "data_offsets": [start, end]}
+        entries[name] = {"dtype": DTYPES[str(part.dtype)], "shape": list(part.shape), "data_offsets": [start, end]}
     head = json.dumps(entries).encode()
     head += b" " * (-len(head) % 8)
     if len(head) > _LONGEST:

@@ -64,7 +64,7 @@ class Packer:
         if value is None or type(value) in (bool, int, float, str):
             return value
         if isinstance(value, Tensor):
-            if value.dtype not in DTYPES or value.layout != torch.strided or value.is_meta:
+            if str(value.dtype) not in DTYPES or value.layout != torch.strided or value.is_meta:
                 raise CacheFileError(
                     f"{where} is a tensor of {value.dtype}, {value.layout} on {value.device}: not saved"
                 )
@@ -74,7 +74,7 @@ class Packer:
             self.tensors[name] = value.detach()
             # Some scratch of methods is on the CPU whatever the model's device is.
             host = value.device.type == "cpu" and self.device != value.device
-            return {"tensor": name, "host": host, "dtype": DTYPES[value.dtype], "shape": list(value.shape)}
+            return {"tensor": name, "host": host, "dtype": DTYPES[str(value.dtype)], "shape": list(value.shape)}
         if type(value) is list:
             return [self(part, f"{where}.{place}") for place, part in enumerate(value)]
         if type(value) in (tuple, set):

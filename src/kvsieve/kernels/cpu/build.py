@@ -19,11 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from kvsieve.folders import make_private, why_not_private
 from kvsieve.kernels.cpu.folder import cache_folder as cache_folder
 from kvsieve.kernels.cpu.folder import kernel_folders
+from kvsieve.lazy import torch
 
 Name = Literal["codes", "layers", "mass", "packed", "pages", "products", "prompt", "reading", "token"]
 

@@ -6,11 +6,9 @@ import functools
 from collections.abc import Callable
 from ctypes import Structure, byref, c_float, c_int64, c_void_p
 
-import torch
-from torch import Tensor
-
 from kvsieve.kernels.cpu.build import function, threaded
 from kvsieve.kernels.inputs import Terms
+from kvsieve.lazy import Tensor, torch
 
 # Entries of a product, see mass.c; queries from which on laying out all keys for it pays.
 _TILE, _LEAST = 64, 4
