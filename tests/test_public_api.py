@@ -58,10 +58,12 @@ CHAT = """
     kept
     messages
     read(self, text, **options)
+    retry(self, on_text=None, **options)
     rollback(self, snapshot)
     save(self, path, *, force=False)
     snapshot(self)
     stream(self, message, **options)
+    stream_retry(self, **options)
     system
     turns
 """

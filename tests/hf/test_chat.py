@@ -370,6 +370,72 @@ def test_pieces_are_whole_characters(text):
     assert cut.text == tokenizer.decode(tokenizer("a漢")["input_ids"][:-1])
 
 
+@pytest.mark.parametrize("name", PLANS)
+def test_a_retry_ends_as_if_the_first_answer_had_not_been(model, tokenizer, name):
+    plan = kvsieve.plan(name, **PLANS[name]).for_tokenizer(tokenizer)
+    with kvsieve.attach(model, plan) as sieve:
+        chat, other = (sieve.chat(tokenizer, "w9", **PLAIN) for _ in range(2))
+        for one in (chat, other):
+            one.ask(words(1, 60))
+        chat.ask(words(2, 60), max_new_tokens=5)
+        before = state(chat)
+        with pytest.raises(RuntimeError, match="stop"):
+            chat.retry(raiser(RuntimeError("stop"), after=2))
+        stream = chat.stream_retry()
+        next(stream)
+        stream.close()
+        assert state(chat) == before
+        assert chat.retry().tokens == other.ask(words(2, 60)).tokens
+        pieces = chat.stream_retry()
+        assert "".join(pieces) == other.messages[-1]["content"]
+        assert state(chat)[0] == state(other)[0] and state(chat)[2:] == state(other)[2:]
+        assert len(chat.turns) == 2 and chat.ask("w3").tokens == other.ask("w3").tokens
+
+
+def test_a_retry_draws_anew_and_needs_a_turn(tokenizer, full, tmp_path):
+    chat = full.chat(tokenizer, **PLAIN)
+    chat.read(words(1))
+    with pytest.raises(InputError, match="no turn to answer again"):
+        chat.retry()
+    chat.ask("w1", do_sample=True)
+    message = chat.messages[0]
+    assert message["content"] == f"{words(1)}\n\nw1"
+    torch.manual_seed(0)
+    assert len({tuple(chat.retry(do_sample=True).tokens) for _ in range(4)}) > 1
+    assert chat.messages[0] == message and len(chat.messages) == 2 and chat.context is None
+    chat.save(tmp_path / "chat")
+    for none in (chat.fork(), full.chat(tokenizer, load=tmp_path / "chat")):
+        with pytest.raises(InputError, match="loaded or forked"):
+            none.retry()
+    chat.read("w2")
+    with pytest.raises(InputError, match="read ahead"):
+        next(chat.stream_retry())
+    for turn in (chat.ask, chat.stream):
+        with pytest.raises(InputError, match="message must be a text"):
+            list(turn(None))
+
+
+def test_roles_are_protected_in_a_chat(model, tokenizer):
+    with kvsieve.attach(model, kvsieve.plan("snapkv", budget=50, window=4)) as sieve:
+
+        def kept(**options):
+            chat = sieve.chat(tokenizer, "w9 w8", **PLAIN)
+            first = chat.ask(words(1, 20), **options)
+            read = chat.ids.shape[1] - len(first.tokens)
+            chat.ask(words(2, 80))
+            return (chat.kept.stored_share == 1).tolist(), read
+
+        both, read = kept(protect=["system", "user"])
+        assert all(both[:read]) and not all(both)
+        some, _ = kept(protect=["system", (10, 14)])
+        assert all(some[:4]) and all(some[10:14]) and not all(some[:read])
+        assert not all(kept()[0][:4])
+        chat = sieve.chat(tokenizer, protect=["system"], **PLAIN)
+        for given, told in ((["users"], "got 'users'"), (["system"], "this chat has none")):
+            with pytest.raises(InputError, match=told):
+                chat.ask("w1", protect=given)
+
+
 # Many questions on one context
 
 

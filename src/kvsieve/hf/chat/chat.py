@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Generator
-from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +16,8 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.copies import Forked
 from kvsieve.hf.chat.options import check_chat_options
 from kvsieve.hf.chat.state import ChatSnapshot, ChatState, Reply, Transcript, from_saved, saved_form
-from kvsieve.hf.chat.turn import ChatBackend, TurnMaker
-from kvsieve.hf.chat.worker import Stopped, Worker
+from kvsieve.hf.chat.turn import BREAK, ChatBackend, TurnMaker
+from kvsieve.hf.chat.worker import streamed
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.inputs import check_text
 from kvsieve.hf.kept import kept_of
@@ -120,17 +119,12 @@ class Chat(Forked):
         """One turn: the user says `message`, the model answers.
 
         on_text is called with pieces of the answer as they come. options: of ``Sieve.generate``, for this turn only;
-        spans of protect= and quotas= count the whole conversation (`ids`), question_tokens= the message's last tokens.
+        spans of protect= and quotas= count the whole conversation (`ids`), protect= takes "system" and "user" (this
+        turn's message) too, question_tokens= the message's last tokens.
         Raises InputError for a message that is empty or does not fit the context with a token of an answer,
         UnsupportedOptionError for beams, several answers and what a chat does itself, and whatever on_text raises.
         """
-
-        def work() -> Reply:
-            reply, state = self._answer(message, on_text, options, lambda: None)
-            self._state = self._at = state
-            return reply
-
-        return self._alone(work)
+        return self._alone(lambda: self._take(self._answer(False, message, on_text, options, lambda: None)))
 
     def stream(self, message: str, **options: Any) -> Generator[str, None, Reply]:
         """`ask`, as a generator of the answer's pieces, which returns the Reply.
@@ -139,49 +133,20 @@ class Chat(Forked):
         the prompt that it is at, and the turn is forgotten, also where the model was done already: a turn counts once
         the generator has ended. A progress= callback is called in that thread.
         """
-        said: SimpleQueue[str | tuple[Reply, ChatState] | BaseException] = SimpleQueue()
-        left: SimpleQueue[None] = SimpleQueue()
-        inference = torch.is_inference_mode_enabled()
+        return self._streamed(False, message, options)
 
-        def check() -> None:
-            if not left.empty():
-                raise Stopped
+    def retry(self, on_text: Callable[[str], None] | None = None, **options: Any) -> Reply:
+        """Answer the last message again, as if its first answer had not been: other draws where answers are sampled.
 
-        def answer() -> None:
-            said.put(self._answer(message, said.put, options, check))
-            # The turn is this thread's until the generator has taken it over, or was left.
-            left.get()
+        options: as for `ask`; those that the first answer had for its turn only are to be given again. One that does
+        not end well leaves the first answer. Raises InputError where no turn was made since the chat began, was loaded
+        or forked, or `read`, and what `ask` raises.
+        """
+        return self._alone(lambda: self._take(self._answer(True, "", on_text, options, lambda: None)))
 
-        def work() -> None:
-            try:
-                with torch.inference_mode(inference):
-                    self._alone(answer)
-            except BaseException as error:
-                # Where nobody listens any more, it would keep all that the turn has made.
-                if left.empty():
-                    said.put(error)
-
-        worker = Worker(work, left)
-        # Twice, because an interrupt may come within what is done at the end.
-        try:
-            try:
-                worker.start()
-                while isinstance(part := said.get(), str):
-                    yield part
-                if isinstance(part, BaseException):
-                    try:
-                        raise part
-                    finally:
-                        del part
-                reply, state = part
-                self._state = self._at = state
-                return reply
-            finally:
-                left.put(None)
-                worker.wait()
-        finally:
-            left.put(None)
-            worker.wait()
+    def stream_retry(self, **options: Any) -> Generator[str, None, Reply]:
+        """`retry`, as a generator like that of `stream`."""
+        return self._streamed(True, "", options)
 
     def read(self, text: str, **options: Any) -> None:
         """Read the beginning of the next user message, such as a long document, and answer nothing yet.
@@ -230,7 +195,7 @@ class Chat(Forked):
         def work() -> Chat:
             other = Chat(self.sieve, self.tokenizer, store=self._store, **self.options)
             other._cache = self._cache.fork()
-            other._state = other._at = dataclasses.replace(self._state, cache=other._cache.snapshot())
+            other._state = other._at = dataclasses.replace(self._state, cache=other._cache.snapshot(), before=None)
             return other
 
         return self._alone(work)
@@ -261,14 +226,49 @@ class Chat(Forked):
             has = "none" if self.system is None else repr(self.system)
             raise InputError(f"the chat in {os.fspath(path)!r} has another system prompt ({has}); leave system= out")
 
+    def _streamed(self, again: bool, message: str, options: dict[str, Any]) -> Generator[str, None, Reply]:
+        def answer(on_text: Callable[[str], None], check: Callable[[], None]) -> tuple[Reply, ChatState]:
+            return self._answer(again, message, on_text, options, check)
+
+        return streamed(self._alone, answer, self._take)
+
     def _answer(
-        self, message: str, on_text: Callable[[str], None] | None, given: dict[str, Any], check: Callable[[], None]
+        self,
+        again: bool,
+        message: str,
+        on_text: Callable[[str], None] | None,
+        given: dict[str, Any],
+        check: Callable[[], None],
     ) -> tuple[Reply, ChatState]:
-        """The model's answer, and what the chat is with it. check: raises where the turn is to end."""
-        question = self._maker.question(self._transcript, message, given, self.options)
+        """The answer to a message, or to the last one `again`, and what the chat is with it. check: raises to end."""
+        message = self._last_message() if again else message
+        question = self._maker.question(self._start(again).transcript, message, given, self.options)
         self._at = None
-        reply, after = self._maker.answer(self._transcript, question, self._cache, on_text, check)
-        return reply, ChatState(after, self._cache.snapshot())
+        if again:
+            self._cache.rollback(self._start(again).cache)
+        reply, after = self._maker.answer(self._start(again).transcript, question, self._cache, on_text, check)
+        return reply, ChatState(after, self._cache.snapshot(), dataclasses.replace(self._start(again), before=None))
+
+    def _take(self, made: tuple[Reply, ChatState]) -> Reply:
+        reply, state = made
+        self._state = self._at = state
+        return reply
+
+    def _start(self, again: bool) -> ChatState:
+        """Where a turn begins, which no caller keeps in a variable; see `_transcript`. Raises InputError."""
+        start = self._state.before if again else self._state
+        if start is None:
+            raise InputError(
+                "there is no turn to answer again: none was made since the chat began, was loaded or forked, or has "
+                "read ahead; ask a message first"
+            )
+        return start
+
+    def _last_message(self) -> str:
+        """The last message without what `read` had read of it. Raises InputError."""
+        context = self._start(again=True).transcript.context
+        said = self._transcript.messages[-2]["content"]
+        return said if context is None else said.removeprefix(f"{context}{BREAK}")
 
     def _alone(self, work: Callable[[], _T]) -> _T:
         """Do `work` while nobody else does anything with the chat; then the cache is what `_state` says it is.

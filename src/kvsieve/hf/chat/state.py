@@ -56,10 +56,12 @@ class ChatState:
     Attributes:
         transcript: what was said.
         cache: what the cache is then.
+        before: where the last turn began, for `Chat.retry`; None where there is no way back.
     """
 
     transcript: Transcript
     cache: Snapshot
+    before: ChatState | None = None
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -22,9 +22,10 @@ from kvsieve.hf.model.context import context_of
 from kvsieve.hf.persist.saved import Saved
 from kvsieve.hf.reuse import Begun, PromptStore, Stored, check_store
 from kvsieve.plans import Plan
+from kvsieve.segments import role_spans
 from kvsieve.turns import Turns, stop_ids
 
-_BREAK = "\n\n"
+BREAK = "\n\n"
 
 
 class ChatBackend(Protocol):
@@ -101,13 +102,31 @@ class TurnMaker:
             given = {"max_new_tokens": config.max_new_tokens, **given}
         options = {**options, **given}
         check_chat_options(options, self.sieve.model)
-        ids, context = self._fed(before, message if before.context is None else f"{_BREAK}{message}")
+        ids, context = self._fed(before, message if before.context is None else f"{BREAK}{message}")
         wanted = options.pop("max_new_tokens")
         stops = complete_options(options, self.sieve.model, self.tokenizer, self.stops)
+        if "protect" in options:
+            options["protect"] = self._protected(before, ids, options["protect"])
         progress = options.pop("progress", None)
         check_callable("progress", progress)
-        said = message if before.context is None else f"{before.context}{_BREAK}{message}"
+        said = message if before.context is None else f"{before.context}{BREAK}{message}"
         return Question(ids, context, said, stops, wanted, progress, options)
+
+    def _protected(self, before: Transcript, ids: Tensor, given: Any) -> Any:
+        """Return protect= with spans for the roles it names: "system", and "user" for this turn. Raises InputError."""
+        roles = [each for each in given if isinstance(each, str)] if isinstance(given, (list, tuple)) else []
+        if not roles:
+            return given
+        system, end = before.messages[:1], 0
+        if system and system[0]["role"] == "system":
+            ((_, end),) = role_spans(self.tokenizer, [*system, {"role": "user", "content": "?"}], ("system",))[1]
+        spans = {"system": (0, end), "user": (max(end, before.ids.shape[1]), ids.shape[1])}
+        for role in roles:
+            if role not in spans:
+                raise InputError(f"protect= of a chat takes 'system', 'user' and spans such as (0, 40), got {role!r}")
+        if "system" in roles and not end:
+            raise InputError("protect= names the system prompt, and this chat has none; give it one with system=")
+        return [spans[each] if isinstance(each, str) else each for each in given]
 
     def answer(
         self,
@@ -172,7 +191,7 @@ class TurnMaker:
     def beginning(self, before: Transcript, text: str) -> Transcript:
         """Return the conversation with the beginning of the next user message, which gets no answer yet."""
         said = text.rstrip()
-        fed = said if before.context is None else f"{_BREAK}{said}"
+        fed = said if before.context is None else f"{BREAK}{said}"
         ids, _ = self._fed(before, fed, open_end=True)
         return dataclasses.replace(before, ids=ids, context=(before.context or "") + fed, ended=False)
 

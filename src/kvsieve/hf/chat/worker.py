@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+
+_Made = TypeVar("_Made")
+_T = TypeVar("_T")
 
 
 class Stopped(BaseException):
@@ -53,3 +59,58 @@ class Worker(threading.Thread):
             finally:
                 # Or it and this call would keep each other, and all that led here.
                 interrupt = None
+
+
+def streamed(
+    alone: Callable[[Callable[[], None]], None],
+    answer: Callable[[Callable[[str], None], Callable[[], None]], _Made],
+    take: Callable[[_Made], _T],
+) -> Generator[str, None, _T]:
+    """Yield the pieces of an answer that is made in a thread, and return what `take` makes of it.
+
+    Args:
+        alone: does the work while the chat is locked.
+        answer: gives its first argument the pieces, and calls the second where the turn may end.
+        take: called with the answer once it is complete.
+    """
+    said: SimpleQueue[str | tuple[_Made] | BaseException] = SimpleQueue()
+    left: SimpleQueue[None] = SimpleQueue()
+    inference = torch.is_inference_mode_enabled()
+
+    def check() -> None:
+        if not left.empty():
+            raise Stopped
+
+    def turn() -> None:
+        said.put((answer(said.put, check),))
+        # The turn is this thread's until the generator has taken it over, or was left.
+        left.get()
+
+    def work() -> None:
+        try:
+            with torch.inference_mode(inference):
+                alone(turn)
+        except BaseException as error:
+            # Where nobody listens any more, it would keep all that the turn has made.
+            if left.empty():
+                said.put(error)
+
+    worker = Worker(work, left)
+    # Twice, because an interrupt may come within what is done at the end.
+    try:
+        try:
+            worker.start()
+            while isinstance(part := said.get(), str):
+                yield part
+            if isinstance(part, BaseException):
+                try:
+                    raise part
+                finally:
+                    del part
+            return take(part[0])
+        finally:
+            left.put(None)
+            worker.wait()
+    finally:
+        left.put(None)
+        worker.wait()
