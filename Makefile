@@ -136,8 +136,7 @@ docs: $(VENV)/.ready
 	(sed '/^<!-- models -->/q' docs/models.md; echo; $(BIN)/kvsieve models --markdown) > docs/models.new
 	mv docs/models.new docs/models.md
 	$(BIN)/kvsieve methods --markdown > docs/methods.md
-	# What `kvsieve methods` and `kvsieve models` print without importing torch.
-	$(BIN)/python -c "import kvsieve.methods; from kvsieve.cli.main import run_cli; run_cli(['methods', '--json'])" > src/kvsieve/methods/table.json
+	# What `kvsieve models` prints without importing torch.
 	$(BIN)/python -c "import transformers; from kvsieve.cli.main import run_cli; run_cli(['models', '--json'])" > src/kvsieve/cli/models.json.new
 	mv src/kvsieve/cli/models.json.new src/kvsieve/cli/models.json
 	$(BIN)/python -m benchmarks.pages

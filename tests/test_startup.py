@@ -30,6 +30,13 @@ heavy = [name for name in {HEAVY} if name in sys.modules]
 assert not heavy, heavy
 assert set(kvsieve.__all__) <= set(dir(kvsieve))
 assert "snapkv" in kvsieve.list_methods() and kvsieve.method_info("h2o").name == "h2o"
+for name in kvsieve.list_methods():
+    kvsieve.plan(name, **kvsieve.method_info(name).example)
+assert not [name for name in {HEAVY} if name in sys.modules]
+from kvsieve.core import scoring, selection
+assert selection.top_mask(selection.torch.tensor([[[1.0, 3.0, 2.0]]]), (1,)).tolist() == [[[False, True, False]]]
+torch = sys.modules["torch"]
+assert (scoring.torch, scoring.Tensor, scoring.F) == (torch, torch.Tensor, torch.nn.functional)
 assert "transformers" not in sys.modules and "torch._dynamo" not in sys.modules
 assert kvsieve.methods.SnapKV is sys.modules["kvsieve.methods.snapkv"].SnapKV
 assert kvsieve.models.load_demo.__module__ == "kvsieve.models.demo"
@@ -97,42 +104,126 @@ def test_tab_completes_commands_and_options():
     assert "--install-completion" in python("-m", "kvsieve", "--help", COLUMNS="120").stdout
 
 
-# Arguments, and what the one line says that they are refused with.
+# Arguments, and what the one line says that they are refused with: what was got, and what to write.
 REFUSED = {
     "a method": (["run", "--prompt", "w1", "--method", "snapvk"], "did you mean 'snapkv'?"),
     "a compared method": (["run", "--prompt", "w1", "--compare", "full,fastvk"], "did you mean 'fastkv'?"),
     "a parameter": (["chat", "--set", "kernle=3"], "has no parameter 'kernle'"),
+    "a parameter's kind": (
+        ["run", "--prompt", "w1", "--method", "snapkv:window=abc"],
+        "snapkv: window must be a whole number, got 'abc'",
+    ),
+    "a parameter's range": (["chat", "--method", "snapkv:window=0"], "window must be a whole number of at least 1"),
+    "a parameter's word": (["serve", "--method", "snapkv:pooling=mean"], "one of 'avg', 'max', got 'mean'"),
+    "a parameter's share": (["eval", "--out", "x", "--methods", "fastkv:tsp_rate=0%"], "must lie in (0, 1]"),
+    "parameters that do not go together": (["run", "--prompt", "w1", "--method", "xattention:block=48"], "multiple of"),
+    "a set value": (["chat", "--method", "snapkv", "--set", "kernel=4"], "an odd whole number from 1"),
+    "a wrapped method": (["estimate", "--method", "chunkkv:base=snapvk"], "did you mean 'snapkv'?"),
+    "layers": (["run", "--prompt", "w1", "--method", "snapkv:skip_layers=first"], "skip_layers must be a number"),
+    "a switch": (["run", "--prompt", "w1", "--method", "snapkv:paper=2"], "paper must be True or False"),
+    "a floor": (["run", "--prompt", "w1", "--method", "snapkv:floor=-1"], "floor must be a whole number"),
+    "a profile": (["run", "--prompt", "w1", "--method", "snapkv", "--profile", "nowhere.json"], "nowhere.json"),
+    "a compared method's profile": (
+        ["run", "--prompt", "w1", "--compare", "snapkv", "--profile", "no.json"],
+        "no.json",
+    ),
+    "an allowed method": (["serve", "--allow", "full,snapkv:window=x"], "snapkv: window must be"),
+    "a benched method": (["bench", "--methods", "snapkv:budget=0%"], "must lie in (0, 1]"),
+    "an advised method": (["advise", "--methods", "snapkv:window=x"], "snapkv: window must be"),
+    "an asked method": (
+        ["ask", "report.txt", "--question", "w1", "--methods", "full,snapkv:window=x"],
+        "snapkv: window",
+    ),
     "a codec": (["serve", "--codec", "kivy"], "did you mean 'kivi'?"),
     "a codec that is none": (["run", "--prompt", "w1", "--codec", "snapkv"], "snapkv is no codec"),
+    "a codec's parameter": (["run", "--prompt", "w1", "--codec", "kivi:bits=5"], "bits"),
+    "a rest": (["chat", "--method", "snapkv", "--rest", "9bit"], "bits"),
     "a sparse prefill": (["bench", "--prefill", "xatention"], "did you mean 'xattention'?"),
+    "a prefill's parameter": (["chat", "--prefill", "xattention:threshold=2"], "threshold must be above 0"),
     "a budget": (["run", "--prompt", "w1", "--budget", "ten"], "neither a share like '20%'"),
     "a share": (["run", "--prompt", "w1", "--budget", "150%"], "must lie in (0, 1]"),
+    "a budget below the window": (["chat", "--method", "snapkv", "--budget", "5"], "at least 33 are needed"),
+    "an evaluated budget": (["eval", "--out", "x", "--budgets", "10%,0%"], "must lie in (0, 1]"),
+    "a budget of memory": (["run", "--prompt", "w1", "--budget", "2GX"], "unknown unit 'GX'"),
+    "a calibrated budget": (["calibrate", "--budget", "0"], "at least 1 entry"),
     "a length": (["eval", "--out", "x", "--lengths", "two"], "--lengths takes tokens"),
+    "a benched length": (["bench", "--lengths", "8q"], "--lengths takes tokens"),
+    "a context": (["advise", "--context", "0"], "--context takes"),
+    "a measured length": (["advise", "--context", "4k", "--measure-at", "8k"], "is more than --context 4096"),
     "a chunk": (["chat", "--chunk", "much"], "expected tokens such as 7500 or 8k"),
+    "no samples": (["advise", "--samples", "1"], "--samples must be at least 2, got 1"),
+    "a question mode": (["advise", "--question", "seen"], "must be visible or hidden, got 'seen'"),
+    "a loss": (["advise", "--loss", "-1"], "--loss must be more than 0, got -1"),
+    "a time": (["advise", "--tpot", "50"], "--tpot takes a time per token with its unit"),
     "memory without a unit": (["advise", "--memory", "2"], "write 2GiB or 2MiB"),
     "a server's memory": (["serve", "--kv-memory", "4"], "write 4GiB or 4MiB"),
     "a server's store": (["serve", "--store-memory", "4"], "write 4GiB or 4MiB"),
+    "a port": (["serve", "--port", "70000"], "--port must be from 0 to 65535, got 70000"),
+    "an open address": (["serve", "--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines ask"),
+    "an origin": (["serve", "--allow-origin", "page.example"], "--allow-origin 'page.example' is no origin"),
+    "missing keys": (["serve", "--api-keys", "nowhere.txt"], "--api-keys 'nowhere.txt' cannot be read"),
+    "seconds": (["serve", "--seconds", "nan"], "--seconds must be more than 0, got nan"),
     "a dtype": (["estimate", "--dtype", "int4"], "--dtype must be one of"),
+    "a short dtype": (["chat", "--dtype", "bf16"], "got 'bf16'; did you mean 'bfloat16'?"),
     "an engine": (["run", "--prompt", "w1", "--decode", "quick"], "--decode must be one of"),
+    "a temperature": (["chat", "--temperature", "-1"], "--temperature must be 0 (greedy) or a positive number, got -1"),
+    "a seed for nothing": (["chat", "--seed", "3"], "--seed is for sampling, and answers are greedy here"),
+    "a protected span": (["chat", "--protect", "9:3"], "a span of tokens such as 0:40, got '9:3'"),
+    "a protected role": (["run", "--prompt", "w1", "--protect", "sytem"], "got 'sytem'"),
+    "protection of nothing": (["chat", "--protect", "system"], "needs a system prompt"),
     "a task": (["eval", "--out", "x", "--tasks", "neddle"], "did you mean 'needle'"),
+    "a score": (["eval", "--out", "x", "--task", "rows.jsonl", "--score", "f2"], "did you mean 'f1'?"),
+    "a haystack": (["eval", "--out", "x", "--haystack", "nowhere"], "nowhere"),
+    "a part": (["calibrate", "--parts", "poling"], "did you mean 'pooling'?"),
+    "a rule": (["calibrate", "--rule", "best"], "rule must be one of settled, argmin, got 'best'"),
+    "a server": (["bench", "--server", "127.0.0.1:8000"], "--server is a URL such as http://127.0.0.1:8000"),
+    "clients": (["eval", "--out", "x", "--server", "http://x", "--clients", "many"], "got 'many'"),
+    "more of a request": (["eval", "--out", "x", "--server", "http://x", "--extra", "{"], "--extra is a JSON object"),
+    "a press": (["bench", "--peer-python", "python3", "--peer-methods", "snapvk"], "got 'snapvk'"),
+    "formats": (["report", ".", "--formats", "jpg"], "got jpg"),
     "a missing prompt": (["run", "--prompt-file", "nowhere.txt"], "No such file"),
     "a missing chat": (["chat", "--load", "nowhere.kv"], "No such file"),
+    "what is no chat": (["chat", "--load", "report.txt"], "is no chat that kvsieve saved"),
+    "a file to keep": (["chat", "--save", "report.txt"], "--force to replace it"),
+    "a store that is a file": (["chat", "--store", "report.txt"], "--store 'report.txt' is a file; name a directory"),
+    "results in a file": (["eval", "--out", "report.txt"], "--out 'report.txt' is a file; name a directory"),
+    "a report nowhere": (["bench", "--out", "no/where.json"], "there is no directory"),
+    "a page nowhere": (["run", "--prompt", "w1", "--show", "no/kept.html"], "there is no directory"),
+    "a table nowhere": (["ask", "report.txt", "--question", "w1", "--csv", "no/a.csv"], "there is no directory"),
+    "a picture nowhere": (["advise", "--plot", "no/a.png"], "there is no directory"),
+    "a profile nowhere": (["calibrate", "--out", "no/a.json"], "there is no directory"),
     "a missing text": (["calibrate", "--text", "nowhere.txt"], "cannot read the text"),
     "a missing task": (["advise", "--task", "nowhere.txt"], "is no file"),
     "missing results": (["report", "nowhere"], "is not a directory"),
     "a missing store": (["store", "ls", "nowhere"], "there is no store"),
+    "a key": (["store", "rm", ".", "first"], "got 'first'"),
+    "a missing export": (["store", "import", "prefixes", "nowhere.tar"], "there is no file 'nowhere.tar'"),
     "a document": (["ask", "nowhere.txt", "--question", "w1"], "nowhere.txt"),
     "a missing model": (["run", "./nowhere", "--prompt", "w1"], "is not a directory"),
     "a model elsewhere": (["doctor", "owner/name"], "HF_HUB_OFFLINE is set; name a checkpoint's directory"),
     "a text as the model": (["run", "report.txt"], "'report.txt' was taken as the model: did you mean --prompt-file"),
     "a text to talk about": (["chat", "report.txt"], "did you mean --file report.txt?"),
     "a text to serve": (["serve", "report.txt"], "'report.txt' was taken as the model; it is a file and no checkpoint"),
+    **{
+        f"a device of {name}": ([name, *more, "--device", "gpu"], "got 'gpu'; did you mean 'cuda'?")
+        for name, more in {
+            "run": ("--prompt", "w1"),
+            "chat": (),
+            "serve": (),
+            "ask": ("report.txt", "--question", "w1"),
+            "eval": ("--out", "x"),
+            "bench": (),
+            "advise": (),
+            "calibrate": (),
+        }.items()
+    },
 }
 
 
 def test_what_is_refused_or_looked_up_imports_no_torch(tmp_path):
     # One process for all; it has to be another one than this, which has loaded torch already.
     (tmp_path / "report.txt").write_text("w1 w2")
+    (tmp_path / "rows.jsonl").write_text('{"context": "w1", "question": "w2", "answer": "w3"}\n')
     program = f"""
 import contextlib, io, sys
 from kvsieve.cli.main import run_cli

@@ -141,13 +141,13 @@ class Budget:
                 "like 2048"
             )
 
-    def refuse_fewer(self, least: int, owner: str, why: str) -> None:
+    def refuse_fewer(self, least: int, owner: str, why: str, name: str = "budget") -> None:
         """Raise PlanError where `owner` was given a number of entries below `least`, which it needs for `why`."""
         if self.tokens is not None and self.tokens < least:
             share = f", or write {self.tokens}% for a share" if self.tokens <= _PERCENT else ""
             raise PlanError(
-                f"{owner}: a budget of {self.tokens} entries is too small, at least {least} are needed ({why}); raise "
-                f"budget={share}"
+                f"{owner}: a {name} of {self.tokens} entries is too small, at least {least} are needed ({why}); raise "
+                f"{name}={share}"
             )
 
     def __str__(self) -> str:

@@ -106,7 +106,16 @@ def test_methods_files_and_system_prompts(talk, model_dir, tmp_path):
     file = tmp_path / "context.txt"
     file.write_text(FIRST + "\n")
     code, out, err = talk(
-        "w1\nw2\n/stats\n", "--commands", "--method", "snapkv", "--budget", "40", "--file", file, "--set", "window=8"
+        "w1\nw2\n/stats wide\n",
+        "--commands",
+        "--method",
+        "snapkv",
+        "--budget",
+        "40",
+        "--file",
+        file,
+        "--set",
+        "window=8",
     )
     wanted = answers(model_dir, FIRST + "\n\nw1", "w2", method="snapkv", budget=40, window=8)
     assert code == 0 and out.splitlines() == wanted
@@ -129,17 +138,69 @@ def test_json_is_a_line_per_turn(talk, model_dir):
 
 def test_commands(talk, model_dir):
     code, out, err = talk("w1\nw5\n/undo\nw2\n/help\n/kept w2\n/kept\n/quit\nw3\n", "--commands")
+    assert all(f"\n{group}:\n" in err for group in ("Last turn", "Look up", "Chat")) and "\n  /retry " in err
     asked = answers(model_dir, "w1", "w5"), answers(model_dir, "w1", "w2")
     assert code == 0 and out.splitlines() == [*asked[0], asked[1][1]]
     assert "the last turn is forgotten" in err and "/save FILE" in err
     assert re.search(r"'w2', token \d+ \(prompt\): 100% held; layers 0–3 whole", err) and "held by layer" in err
 
 
+def test_stats_fit_80_columns(talk):
+    for asked, options in (("/stats", []), ("/stats wide", []), ("/stats", ["--wide"])):
+        err = talk(f"w1\n{asked}\n", "--commands", *options)[2]
+        header, row = (
+            next(line for line in err.splitlines() if line.startswith(f" {first}")) for first in ("turn", "1 ")
+        )
+        wide = asked == "/stats wide" or bool(options)
+        assert len(row.split()) == (9 if wide else 6) and ("KV MiB" in header) == wide
+        assert wide or max(map(len, err.splitlines()[1:])) <= 80
+
+
+def test_several_lines_are_one_message_where_commands_are(talk, model_dir):
+    lines = 'w1 \\\nw2\n"""\nw3\n\n/w4\n"""\nw5\n'
+    wanted = answers(model_dir, "w1 \nw2", "w3\n\n/w4", "w5")
+    assert talk(lines, "--commands")[1].splitlines() == wanted
+    turns = [json.loads(line) for line in talk(lines, "--json")[1].splitlines()]
+    assert [each["message"] for each in turns] == lines.replace("\n\n", "\n").splitlines()
+
+
+def test_retry_answers_the_last_message_again(talk, model_dir, tmp_path):
+    options, file = ["--commands", "--json", "--temperature", "1", "--seed", "3"], tmp_path / "chat.kv"
+    code, out, err = talk("w1\nw2\n/retry\n/retry\nw3\n/undo\n", *options, "--save", file)
+    turns = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [each["message"] for each in turns] == ["w1", "w2", "w2", "w2", "w3"]
+    assert len({each["answer"] for each in turns[1:4]}) > 1 and "greedy" not in err
+    assert talk("w1\nw2\n/retry\n/retry\nw3\n", *options)[1].count(turns[4]["answer"]) == 1
+    again = kvsieve.models.load(model_dir, "checkpoint")
+    with kvsieve.attach(again[0], kvsieve.plan("full")) as sieve:
+        said = [each["content"] for each in sieve.chat(again[1], load=file).messages]
+    assert said == ["w1", turns[0]["answer"], "w2", turns[3]["answer"]]
+    # A greedy answer comes out the same, of the document too; /undo takes back both.
+    document = tmp_path / "document.txt"
+    document.write_text(FIRST)
+    code, out, err = talk("w1\n/retry\n/undo\nw1\n", "--commands", "--file", document)
+    assert len(set(out.splitlines())) == 1 and len(out.splitlines()) == 3 and "note: answers are greedy" in err
+
+
+def test_protected_tokens_stay(talk):
+    options = ["--commands", "--method", "snapkv", "--budget", "60", "--set", "window=8", "--system", "w7"]
+    shares = {}
+    for given in ([], ["--protect", "system", "--protect", "4:9"]):
+        err = talk(f"{FIRST}\n/kept w7\n/kept w0 w1 w2 w3 w4\n", *options, *given)[2]
+        first = [re.search(rf"^'{text}', .*?: (\d+)% held", err, re.MULTILINE)[1] for text in ("w7", "w0 w1 w2 w3 w4")]
+        shares[bool(given)] = first
+    assert shares[True] == ["100", "100"] and "100" not in shares[False]
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [
         ("/undo", "there is none"),
-        ("/nonsense w1", "unknown command /nonsense; /help"),
+        ("/nonsense w1", "unknown command /nonsense (commands are /retry, /undo, /stats, /kept, /save, /help, /quit)"),
+        ("/stat", "unknown command /stat; did you mean '/stats'?"),
+        ("/retry", "there is no turn to answer again"),
+        ("/stats all", "/stats takes nothing, or wide for all columns, got 'all'"),
+        ('"""\nw1', 'a block that begins with """ has no end'),
         ("/save", "/save needs a file"),
         ("w1 " * 1200, "this message adds 1203: with one token of an answer that is more than the model's context of"),
         (b"w1 \xff\n", "not UTF-8"),
@@ -220,9 +281,17 @@ def test_who_watches_is_told_that_the_prompt_is_read(talk, monkeypatch):
     assert code == 0 and "\x1b" not in out
     # Gone before the answer begins.
     shown = err.split("\r\x1b[K")
-    assert shown[1:3] == ["reading ...", "reading: 40 of 103 tokens"] and shown[-1].startswith(
+    assert shown[1:3] == ["prefill ...", "prefill: 40 of 103 tokens"] and shown[-1].startswith(
         ("\x1b[2m[9 tokens", "[9")
     )
+
+
+def test_a_pipe_is_told_once_that_a_long_prompt_is_prefilled(talk):
+    code, out, err = talk(f"{FIRST}\nw1", "--chunk", "40")
+    lines = err.splitlines()
+    assert code == 0 and "\x1b" not in out + err and "\r" not in err
+    assert lines[0] == "prefill: 40 of 103 tokens" and [line[:8] for line in lines[1:]] == ["[9 token"] * 2
+    assert talk(f"{FIRST}\nw1", "--chunk", "40", "--json")[2] == ""
 
 
 @pytest.mark.parametrize("width", [20, 21, 200])
@@ -431,6 +500,22 @@ def test_a_person_at_a_terminal(terminal, model_dir):
     shown.type("w9\r")
     # The turn that was stopped is not in the conversation.
     shown.expect(r"\[700 tokens, first after .* of 703 entries kept")
+    shown.expect("> ")
+    # Ctrl-C drops a message that is begun; what is pasted is one message, whatever lines it has.
+    shown.type("w1 \\\r")
+    shown.expect(r"\.\.\. ")
+    shown.type("\x03")
+    shown.expect("the message is dropped")
+    shown.expect("> ")
+    shown.type("\x1b[200~w1 w2\rw3 w4\x1b[201~\r")
+    shown.expect(r"(w\d+ ){8}")
+    shown.type("\x03")
+    shown.expect("stopped; the turn is forgotten")
+    shown.expect("> ")
+    shown.type("/retry\r")
+    shown.expect(r"(w\d+ ){8}")
+    shown.type("\x03")
+    shown.expect("stopped; the first answer stays")
     shown.expect("> ")
     shown.type("\x03")
     assert shown.ends() == 0

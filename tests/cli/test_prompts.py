@@ -142,7 +142,8 @@ def test_sampling(cli, model_dir):
         (["--batch", "0"], "--batch must be at least 1"),
         (["--prompt", " "], "the prompt is empty"),
         (["--prompt", "a\udc80"], "half a character"),
-        (["--device", "abacus"], "--device 'abacus' cannot be used here"),
+        (["--device", "abacus"], "--device must be cpu, cuda, or one by its number such as cuda:1, got 'abacus'"),
+        (["--device", "cuda:99"], "--device 'cuda:99' cannot be used here"),
     ],
 )
 def test_bad_options_fail_before_a_model_is_loaded(cli, monkeypatch, options, told):

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvsieve.advise.choose import PlanLimits
+from kvsieve.advise.material import built_in, from_file
+from kvsieve.advise.options import BUDGETS, AdviceOptions
 from kvsieve.cli.evaluate import budgets_of
 from kvsieve.cli.loading import (
     DeviceOption,
     DtypeOption,
     check_device,
-    check_dtype,
+    check_loading,
     check_model_name,
     load_model,
     refuse_text,
@@ -35,6 +38,7 @@ from kvsieve.cli.output import (
     WIDE,
     JsonOption,
     WideOption,
+    check_writable,
     emit_json,
     print_table,
     progress_bar,
@@ -53,7 +57,10 @@ from kvsieve.cli.specs import (
     spec,
 )
 from kvsieve.errors import InputError
+from kvsieve.eval.cells import settings
+from kvsieve.named import crossed
 from kvsieve.quantities import format_seconds, parse_length, parse_seconds
+from kvsieve.report.plot_style import require_matplotlib
 
 if TYPE_CHECKING:
     from kvsieve.advise import Advice
@@ -98,7 +105,7 @@ def advise_command(
 ) -> None:
     """Recommend a plan for a context length and a limit on memory, time or loss, by measuring the model."""
     refuse_text(model, "--task")
-    check_dtype(dtype)
+    check_loading(dtype, device)
     tokens = parse_length(context, "--context")
     measured = None if measure_at is None else parse_length(measure_at, "--measure-at")
     seconds = None if tpot is None else parse_seconds(tpot, "--tpot")
@@ -106,12 +113,11 @@ def advise_command(
     parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
     if task is not None and not os.path.isfile(os.path.expanduser(task)):
         raise InputError(f"--task {str(task)!r} is no file; name a text, or .jsonl with context, question and answer")
-    plot = None if plot is None else _picture_file(plot)
+    if plot is not None:
+        plot = Path(os.path.expanduser(plot))
+        check_writable("--plot", plot)
+        require_matplotlib()
     check_model_name(model)
-
-    from kvsieve.advise import AdviceOptions, PlanLimits, advise, built_in, from_file
-    from kvsieve.models.fetch import MODEL_NAME
-
     options = AdviceOptions(
         context=tokens,
         limits=PlanLimits(memory=memory, tpot=seconds, loss=loss),
@@ -126,8 +132,14 @@ def advise_command(
         cost_samples=cost_samples,
         seed=seed,
     )
+    options.check(None)
+    settings(crossed(specs, *parts), shares or list(BUDGETS))
     material = built_in() if task is None else from_file(task)
     check_device(device)
+
+    from kvsieve.advise import advise
+    from kvsieve.models.fetch import MODEL_NAME
+
     loaded, tokenizer = load_model(model, dtype, device)
     with progress_bar() as progress:
         found = advise(
@@ -232,13 +244,3 @@ def _row(one: Candidate, best: bool) -> list[str]:
 def _announce(context: int, length: int, seconds: float) -> None:
     where = "" if length >= context else f", not at {context}: --measure-at sets it"
     say(f"measuring at {length} tokens{where}; this takes about {format_seconds(seconds)}")
-
-
-def _picture_file(path: Path) -> Path:
-    from kvsieve.report.plot_style import require_matplotlib
-
-    path = Path(os.path.expanduser(path))
-    if path.is_dir() or not path.parent.is_dir():
-        raise InputError(f"--plot must name a file in a folder that exists, got {str(path)!r}")
-    require_matplotlib()
-    return path

@@ -17,8 +17,8 @@ from kvsieve.cli.loading import (
     DeviceOption,
     DtypeOption,
     check_device,
-    check_dtype,
     check_least,
+    check_loading,
     check_model_name,
     load_model,
 )
@@ -32,9 +32,9 @@ from kvsieve.cli.options import (
     SystemOption,
     option,
 )
-from kvsieve.cli.output import JsonOption, emit_json, prefill_progress, print_table, say, show
+from kvsieve.cli.output import JsonOption, check_writable, emit_json, prefill_progress, print_table, say, show
 from kvsieve.cli.prompts import read_text
-from kvsieve.cli.specs import BudgetOption, MethodRun, compared_methods, compared_specs, make_run
+from kvsieve.cli.specs import BudgetOption, MethodRun, compared_methods, make_run
 from kvsieve.display import mebibytes
 from kvsieve.errors import InputError, KvsieveError
 
@@ -76,15 +76,14 @@ def ask_command(
 
     The documents are prefilled once. Answers are greedy.
     """
-    check_dtype(dtype)
+    check_loading(dtype, device)
     check_least(1, max_new_tokens=max_new_tokens, chunk=chunk)
     asked = given_questions(question, questions)
-    compared_specs(methods, budget)
+    runs = runs_of(methods, budget)
     for given, name in (("--csv", csv_file), ("--html", html_file)):
         check_writable(given, name)
     text = read_documents(files)
     check_model_name(model)
-    runs = runs_of(methods, budget)
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
 
@@ -135,19 +134,6 @@ def runs_of(methods: str, budget: str | None) -> list[MethodRun]:
     full = next((run for run in runs if run.name == "full"), None) or make_run("full")
     found = {run.label: run for run in (full, *runs)}
     return list(found.values())
-
-
-def check_writable(option: str, name: str | None) -> None:
-    """Raise InputError for a file that cannot be written, before anything is computed for it."""
-    if name is None:
-        return
-    target = Path(os.path.expanduser(name)).absolute()
-    if target.is_dir():
-        raise InputError(f"{option} {name!r} is a directory; name a file in it")
-    if not target.parent.is_dir():
-        raise InputError(f"cannot write {option} {name!r}: there is no directory {str(target.parent)!r}")
-    if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise InputError(f"cannot write {option} {name!r}: no permission to write there")
 
 
 def write(name: str, text: str, option: str) -> None:

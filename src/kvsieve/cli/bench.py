@@ -32,7 +32,7 @@ from kvsieve.cli.options import (
     WholeChunkOption,
     option,
 )
-from kvsieve.cli.output import JsonOption, WideOption, say
+from kvsieve.cli.output import JsonOption, WideOption, check_folder, check_writable, say
 from kvsieve.cli.served import ExtraOption, Load, ServerOption, bench_server, check_options, print_load
 from kvsieve.cli.specs import (
     CodecsOption,
@@ -106,6 +106,7 @@ def bench_command(
 ) -> None:
     """Measure time and memory of methods beside plain transformers, and the machine's limit, in one run."""
     check_options(context, server, ("lengths", "new_tokens", "rounds"))
+    check_folder("--plots", plots)
     if server is not None:
         load = Load(parse_lengths(lengths or LENGTHS, "--lengths"), clients, new_tokens, rounds)
         print_load(bench_server(server, model, extra, load, out), as_json, wide)
@@ -117,7 +118,8 @@ def bench_command(
     if show is not None:
         print_report(read_report(show), plots, markdown, as_json, wide)
         return
-    check_loading(dtype, decode)
+    check_loading(dtype, device, decode)
+    check_writable("--out", out)
     check_least(1, batch=batch, rounds=rounds, chunk=chunk)
     check_least(2, new_tokens=new_tokens)
     asked = [part.strip() for part in (LENGTHS if lengths is None else lengths).split(",")]

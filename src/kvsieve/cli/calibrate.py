@@ -10,20 +10,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvsieve.budget import Budget
+from kvsieve.calibrate.options import Options
 from kvsieve.cli.evaluate import names_of
 from kvsieve.cli.loading import (
     DeviceOption,
     DtypeOption,
     check_device,
-    check_dtype,
     check_least,
+    check_loading,
     check_model_name,
     load_model,
     refuse_text,
 )
 from kvsieve.cli.options import MEASUREMENT, OUTPUT, TASKS, GeneratedSeedOption, ModelArgument, option
-from kvsieve.cli.output import JsonOption, emit_json, print_table, progress_bar, say, show
+from kvsieve.cli.output import JsonOption, check_writable, emit_json, print_table, progress_bar, say, show
 from kvsieve.errors import InputError
 from kvsieve.quantities import format_seconds, parse_lengths
 
@@ -69,21 +69,15 @@ def calibrate_command(
 ) -> None:
     """Calibrate a model: TSP layer, window, kernel, ASL's threshold, retrieval heads and Q-Filters."""
     refuse_text(model, "--text")
-    check_dtype(dtype)
+    check_loading(dtype, device)
     wanted = parse_lengths(lengths or ("1024" if quick else "2048"), "--lengths")
     check_least(1, prompts=prompts)
     read = None if text is None else _text(text)
     # Minutes of work should not end with a file that cannot be written.
-    out = None if out is None else _writable(out, "--out")
-    plot = None if plot is None else _writable(plot, "--plot")
-    for share in (budget, tsp_rate):
-        Budget.parse(share)
+    out, plot = (None if each is None else Path(os.path.expanduser(each)) for each in (out, plot))
+    check_writable("--out", out)
+    check_writable("--plot", plot)
     check_model_name(model)
-
-    from kvsieve.calibrate import Material, Options, calibrate
-    from kvsieve.models.fetch import MODEL_NAME
-    from kvsieve.profiles import keep_profile
-
     options = (Options.quick if quick else Options)(
         parts=tuple(names_of(parts)),
         budget=budget,
@@ -92,10 +86,16 @@ def calibrate_command(
         tolerance=tolerance,
         max_layer=max_layer,
     )
+    if plot is not None:
+        _check_picture(options.parts)
+
+    from kvsieve.calibrate import Material, calibrate
+    from kvsieve.models.fetch import MODEL_NAME
+    from kvsieve.profiles import keep_profile
+
     count = (2 if quick else 4) if prompts is None else prompts
     if out is None:
         _make_profiles_dir()
-    plot = None if plot is None else _picture_file(plot, options.parts)
     material = Material(read, "" if text is None else text.name, wanted, count, seed)
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
@@ -220,21 +220,13 @@ def _answers(task: str, found: list[Mapping[str, Any]], tested: list[str]) -> tu
     return "answers", f"{task}: {where}", f"up to {tokens} tokens as under full KV, SnapKV as above"
 
 
-def _writable(path: Path, option: str) -> Path:
-    path = Path(os.path.expanduser(path))
-    if path.is_dir() or not path.parent.is_dir():
-        raise InputError(f"{option} must name a file in a folder that exists, got {str(path)!r}")
-    return path
-
-
-def _picture_file(path: Path, parts: Sequence[str]) -> Path:
-    """The file of --plot. Raises InputError where nothing can be written or drawn, KvsieveError without matplotlib."""
+def _check_picture(parts: Sequence[str]) -> None:
+    """Raise InputError where --plot has nothing to draw, KvsieveError without matplotlib."""
     from kvsieve.report.plot_style import require_matplotlib
 
     require_matplotlib()
     if "tsp" not in parts:
         raise InputError("--plot draws the distances of the part tsp, which --parts leaves out; add it")
-    return path
 
 
 def _make_profiles_dir() -> None:

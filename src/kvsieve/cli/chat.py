@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Annotated
 
 from kvsieve.cli.loading import (
@@ -25,11 +24,16 @@ from kvsieve.cli.options import (
     MaxNewTokensOption,
     ModelArgument,
     ProfileOption,
+    ProtectOption,
+    SeedOption,
     SettingsOption,
     SystemOption,
+    TemperatureOption,
     option,
 )
+from kvsieve.cli.output import WideOption, check_writable
 from kvsieve.cli.prompts import read_prompt
+from kvsieve.cli.run import parse_protect, parse_sampling
 from kvsieve.cli.specs import (
     BudgetOption,
     CodecOption,
@@ -41,9 +45,10 @@ from kvsieve.cli.specs import (
     parse_prefills,
     parse_rests,
 )
-from kvsieve.cli.store import StoreOption, opened_store
+from kvsieve.cli.store import StoreOption, check_store, opened_store
 from kvsieve.cli.talk import Talk
 from kvsieve.errors import InputError
+from kvsieve.hf.persist.cache_file import is_ours
 from kvsieve.plans import Plan
 
 
@@ -62,7 +67,10 @@ def chat_command(
     codec: CodecOption = None,
     rest: RestOption = None,
     prefill: PrefillOption = None,
+    protect: ProtectOption = None,
     max_new_tokens: MaxNewTokensOption = 512,
+    temperature: TemperatureOption = None,
+    seed: SeedOption = None,
     chunk: ChunkOption = 1024,
     decode: DecodeOption = "auto",
     store: StoreOption = None,
@@ -72,33 +80,30 @@ def chat_command(
     force: Annotated[
         bool, option(OUTPUT, "Let --save and /save replace a file that is no saved chat", "--force")
     ] = False,
+    wide: WideOption = False,
     as_json: Annotated[bool, option(OUTPUT, "One line of JSON per turn, and nothing else", "--json")] = False,
 ) -> None:
     """Chat with a model: in the terminal, or one message per line of stdin."""
-    # Words, files and numbers are checked before torch is imported, plans before the model is loaded.
+    # All that can be is checked before torch is imported.
     refuse_text(model, "--file")
-    check_loading(dtype, decode)
+    check_loading(dtype, device, decode)
     check_least(1, max_new_tokens=max_new_tokens, chunk=chunk)
+    sampling = parse_sampling(temperature, None, None, seed)
     if system is not None and not system.strip():
         raise InputError("--system is empty; leave it out, or write a system prompt")
-    if system is not None and load is not None:
-        raise InputError("--load brings the chat's own system prompt; leave --system out")
     load, save = (None if name is None else os.path.expanduser(name) for name in (load, save))
-    if load is not None and method is None and (budget or settings or profile or codec or rest or prefill):
-        raise InputError(
-            "--load brings the chat's own method; leave --budget, --set, --profile, --codec, --rest and --prefill out"
-        )
+    if load is not None:
+        _check_load(load, system, method, (budget, settings, profile, codec, rest, prefill))
     chosen = chosen_spec(method or "full", budget, settings or [], profile)
     parts = {"--codec": parse_codecs(codec), "--rest": parse_rests(rest), "--prefill": parse_prefills(prefill)}
     if several := [name for name, listed in parts.items() if len(listed) > 1]:
         raise InputError(f"a chat has one of each, got {several[0]} with a list; name one of them")
-    if load is not None and not os.path.exists(load):
-        raise InputError(f"--load {load!r}: No such file; name one that --save or /save wrote")
     if file == "-":
         raise InputError("--file - would read the messages' own stdin; write the text to a file")
     context = None if file is None else read_prompt(file, None)
-    if save is not None:
-        _check_target(save, force)
+    roles, spans = parse_protect(protect or [], system is not None or load is not None)
+    check_store(store, protect)
+    _check_target(save, force)
     check_model_name(model)
     plan = make_runs([chosen], *parts.values())[0].plan
     if load is not None:
@@ -109,19 +114,39 @@ def chat_command(
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
 
+    import torch
+
     import kvsieve
     from kvsieve.models.fetch import MODEL_NAME
 
+    if seed is not None:
+        torch.manual_seed(seed)
+    options = {"max_new_tokens": max_new_tokens, "chunk": chunk, **sampling}
+    options |= {"protect": [*roles, *spans]} if protect else {}
     attached = kvsieve.attach(loaded, plan, decode=decode, tokenizer=tokenizer)
     with opened_store(store) as prompts, attached as sieve:
-        chat = sieve.chat(tokenizer, system, load=load, store=prompts, max_new_tokens=max_new_tokens, chunk=chunk)
-        talk = Talk(chat, context, save, force, commands, as_json)
+        chat = sieve.chat(tokenizer, system, load=load, store=prompts, **options)
+        talk = Talk(chat, context, save, force, commands, as_json, wide)
         if talk.interactive:
             where = f"{str(loaded.dtype).removeprefix('torch.')}, {loaded.device}"
             turns = f"{len(chat.turns)} turn{'s' * (len(chat.turns) != 1)}"
             after = "" if load is None else f", after {turns}"
             talk.aside(f"{model or MODEL_NAME} ({where}), {plan.name}{after}; /help lists the commands, Ctrl-D ends")
         talk.run()
+
+
+def _check_load(path: str, system: str | None, method: str | None, given: tuple[object, ...]) -> None:
+    """Raise InputError for a --load that is no saved chat, or comes with what the saved chat brings itself."""
+    if system is not None:
+        raise InputError("--load brings the chat's own system prompt; leave --system out")
+    if method is None and any(given):
+        raise InputError(
+            "--load brings the chat's own method; leave --budget, --set, --profile, --codec, --rest and --prefill out"
+        )
+    if not os.path.exists(path):
+        raise InputError(f"--load {path!r}: No such file; name one that --save or /save wrote")
+    if not is_ours(path):
+        raise InputError(f"--load {path!r} is no chat that kvsieve saved; name a file that --save or /save wrote")
 
 
 def _saved_plan(path: str) -> Plan:
@@ -134,20 +159,10 @@ def _saved_plan(path: str) -> Plan:
     return Plan.from_dict(header["plan"])
 
 
-def _check_target(path: str, force: bool) -> None:
-    """Raises InputError for a file that cannot be written, or that is not to be replaced."""
-    target = Path(path).absolute()
-    if target.is_dir():
-        raise InputError(f"--save {path!r} is a directory; name a file")
-    if not target.parent.is_dir():
-        raise InputError(f"cannot write --save {path!r}: there is no directory {str(target.parent)!r}")
-    if not os.access(target.parent, os.W_OK):
-        raise InputError(f"cannot write --save {path!r}: no permission to write in {str(target.parent)!r}")
-    if force or not target.exists():
-        return
-    from kvsieve.hf.persist.cache_file import is_ours
-
-    if not is_ours(path):
+def _check_target(path: str | None, force: bool) -> None:
+    """Raise InputError for a --save that cannot be written, or that is not to be replaced."""
+    check_writable("--save", path)
+    if path is not None and not force and not is_ours(path):
         raise InputError(
             f"--save {path!r} is there already and is no chat that kvsieve saved; name another file, or add --force to "
             "replace it"

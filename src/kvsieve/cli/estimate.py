@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Annotated, Any
 
-from kvsieve.cli.loading import check_least, check_model_name, refuse_text
+from kvsieve.cli.loading import check_dtype, check_least, check_model_name, refuse_text
 from kvsieve.cli.options import MEMORY, METHOD, MODEL, PROMPT, ModelArgument, option
 from kvsieve.cli.output import JsonOption, emit_json, print_table, show
 from kvsieve.cli.specs import (
@@ -59,8 +59,7 @@ def estimate_command(
     as_json: JsonOption = False,
 ) -> None:
     """Estimate KV memory, prefill FLOPs and speed ratios to full KV from the model's config alone."""
-    if dtype not in ELEMENT_BYTES:
-        raise InputError(f"--dtype must be one of {', '.join(ELEMENT_BYTES)}, got {dtype!r}")
+    check_dtype(dtype, tuple(ELEMENT_BYTES))
     refuse_text(model)
     check_least(1, batch=batch, memory=memory)
     positive = {"--matmul-tflops": matmul_tflops, "--attention-tflops": attention_tflops}

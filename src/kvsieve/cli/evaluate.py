@@ -13,8 +13,8 @@ from kvsieve.cli.loading import (
     DeviceOption,
     DtypeOption,
     check_device,
-    check_dtype,
     check_least,
+    check_loading,
     check_model_name,
     load_model,
 )
@@ -30,7 +30,7 @@ from kvsieve.cli.options import (
     WholeChunkOption,
     option,
 )
-from kvsieve.cli.output import JsonOption, emit_json, progress_bar, show
+from kvsieve.cli.output import JsonOption, check_folder, emit_json, progress_bar, show
 from kvsieve.cli.report import aggregated, print_means
 from kvsieve.cli.served import ExtraOption, ServerOption, check_options, eval_server, print_scores
 from kvsieve.cli.specs import (
@@ -44,11 +44,13 @@ from kvsieve.cli.specs import (
     parse_rests,
 )
 from kvsieve.errors import InputError
+from kvsieve.eval.cells import on_model, settings
+from kvsieve.eval.grid import Grid
+from kvsieve.named import crossed
 from kvsieve.quantities import parse_lengths
 
 if TYPE_CHECKING:
     from kvsieve.eval.evaluator import Evaluator
-    from kvsieve.eval.grid import Grid
     from kvsieve.tasks.document_task import DocumentTask
     from kvsieve.tasks.samples import Task
 
@@ -110,7 +112,7 @@ def eval_command(
 ) -> None:
     """Score methods on long-context tasks, with time and memory; `kvsieve report` plots the results."""
     check_options(context, server, _OF_SAMPLES)
-    check_dtype(dtype)
+    check_loading(dtype, device)
     questions = _checked(samples, cost_samples, batch, chunk, question)
     sizes = parse_lengths(lengths, "--lengths")
     specs, shares = method_specs(methods), budgets_of(budgets)
@@ -118,21 +120,8 @@ def eval_command(
     own = _own_task(context, task, score)
     alone = bool(own) and not _is_given(context, "tasks")
     asked = [*own, *([] if alone else _tasks(names_of(tasks), haystack, data, scbench_mode))]
+    check_folder("--out", out)
     check_model_name(model)
-
-    from kvsieve.devices import auto_dtype
-    from kvsieve.eval.cells import on_model, settings
-    from kvsieve.eval.evaluator import Evaluator
-    from kvsieve.eval.grid import Grid
-    from kvsieve.eval.runner import run_grid
-    from kvsieve.eval.store import writing
-    from kvsieve.eval.unlike import warn_unlike
-    from kvsieve.hf.model.context import context_of
-    from kvsieve.hf.model.support import check_model
-    from kvsieve.models.fetch import MODEL_NAME
-    from kvsieve.named import crossed
-    from kvsieve.tasks.public import data_digests
-
     grid = Grid(
         tasks=asked,
         lengths=sizes,
@@ -146,6 +135,17 @@ def eval_command(
     if server is not None:
         return print_scores(eval_server(grid, server, model, extra, clients, out, resume, haystack), out, as_json)
     check_device(device)
+
+    from kvsieve.devices import auto_dtype
+    from kvsieve.eval.evaluator import Evaluator
+    from kvsieve.eval.runner import run_grid
+    from kvsieve.eval.store import writing
+    from kvsieve.eval.unlike import warn_unlike
+    from kvsieve.hf.model.context import context_of
+    from kvsieve.hf.model.support import check_model
+    from kvsieve.models.fetch import MODEL_NAME
+    from kvsieve.tasks.public import data_digests
+
     run = {
         "model": model or MODEL_NAME,
         "dtype": auto_dtype(device).name if dtype == "auto" else dtype,

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvsieve.cli.output import show
+from kvsieve.cli.output import check_writable, show
 from kvsieve.errors import InputError, KvsieveError
 
 if TYPE_CHECKING:
@@ -29,15 +29,9 @@ def check_kept(page: str | None, find: Sequence[str] | None, prompts_file: str |
         if as_json:
             raise InputError("--show - prints a map, and --json nothing but JSON; name a page, --show kept.html")
         return texts
-    target = Path(os.path.expanduser(page)).absolute()
-    if target.suffix.lower() not in (".html", ".htm"):
+    if Path(page).suffix.lower() not in (".html", ".htm"):
         raise InputError(f"--show is a file that ends in .html, or - for the terminal, got {page!r}")
-    if target.is_dir():
-        raise InputError(f"--show {page!r} is a directory; name a file in it, {page}/kept.html")
-    if not target.parent.is_dir():
-        raise InputError(f"cannot write --show {page!r}: there is no directory {str(target.parent)!r}")
-    if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise InputError(f"cannot write --show {page!r}: no permission to write there")
+    check_writable("--show", page)
     return texts
 
 

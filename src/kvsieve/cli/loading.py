@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from kvsieve.cli.options import GENERATION, MODEL, option
 from kvsieve.cli.output import say
 from kvsieve.errors import InputError, PlanError
 from kvsieve.hf.decode.engines import check_engine
+from kvsieve.suggestions import did_you_mean
 
 DTYPES = ("auto", "bfloat16", "float16", "float32", "checkpoint")
+_MEANT = {"gpu": "cuda", "nvidia": "cuda", "bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32"}
+# Kinds of devices that torch may know of.
+_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "xla")
 DtypeOption = Annotated[str, option(MODEL, f"Dtype of the weights: {', '.join(DTYPES)}; auto is the fastest here")]
 DeviceOption = Annotated[str | None, option(MODEL, "Device: cpu, cuda, cuda:1 (default: the best one here)")]
 DecodeOption = Annotated[
@@ -19,16 +24,21 @@ DecodeOption = Annotated[
 ]
 
 
-def check_dtype(dtype: str) -> None:
-    """Raises PlanError for a --dtype that there is not."""
-    if dtype not in DTYPES:
-        raise PlanError(f"--dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+def check_dtype(dtype: str, known: Sequence[str] = DTYPES) -> None:
+    """Raise PlanError for a --dtype that there is not."""
+    if dtype not in known:
+        meant = did_you_mean(_MEANT.get(dtype.lower(), dtype), list(known), None)
+        raise PlanError(f"--dtype must be one of {', '.join(known)}, got {dtype!r}{meant}")
 
 
-def check_loading(dtype: str, decode: str) -> None:
-    """Raises PlanError for a --dtype or --decode that there is not."""
+def check_loading(dtype: str, device: str | None, decode: str = "auto") -> None:
+    """Raise PlanError or InputError for a --dtype, --device or --decode that there is not, without importing torch."""
     check_dtype(dtype)
     check_engine(decode, "--decode")
+    kind, colon, index = ("cpu" if device is None else device).partition(":")
+    if kind not in _DEVICES or (colon and not index.isdecimal()):
+        meant = did_you_mean(_MEANT.get(kind.lower(), kind.lower()), list(_DEVICES), None)
+        raise InputError(f"--device must be cpu, cuda, or one by its number such as cuda:1, got {device!r}{meant}")
 
 
 def refuse_text(name: str | None, text_option: str | None = None) -> None:
@@ -61,7 +71,7 @@ def check_least(least: int, **options: int | None) -> None:
 
 
 def check_device(name: str | None) -> None:
-    """Raises InputError."""
+    """Raise InputError for a device that torch cannot use here."""
     if name is None:
         return
     import torch

@@ -22,6 +22,7 @@ from kvsieve.cli import (
     estimate,
     evaluate,
     info,
+    methods_table,
     models_table,
     report,
     run,
@@ -94,7 +95,7 @@ _add(
     "estimate Qwen/Qwen3-4B --context 8k,128k --method full,snapkv:budget=10%",
     "estimate --context 32k --memory 80GiB --matmul-tflops 400 --bandwidth 3000",
 )
-_add(_LOOK_UP, "methods", info.methods_command, "methods", "methods --json")
+_add(_LOOK_UP, "methods", methods_table.methods_command, "methods", "methods --json")
 _add(_LOOK_UP, "models", models_table.models_command, "models", "models --json")
 _add(_LOOK_UP, "tasks", evaluate.tasks_command, "tasks", "tasks --json")
 _add(_LOOK_UP, "doctor", info.doctor_command, "doctor", "doctor Qwen/Qwen3-4B")

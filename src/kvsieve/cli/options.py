@@ -81,6 +81,8 @@ ProtectOption = Annotated[
         METHOD, "Tokens never to evict: system, user, or a span A:B; repeatable (default: none)", metavar="ROLE|A:B"
     ),
 ]
+TemperatureOption = Annotated[float | None, option(GENERATION, "Sampling temperature (default 0: greedy)")]
+SeedOption = Annotated[int | None, option(GENERATION, "Random seed for sampling (default: a new one)")]
 SystemOption = Annotated[str | None, option(PROMPT, "System prompt (default: the chat template's, if any)")]
 MaxNewTokensOption = Annotated[int, option(GENERATION, "Longest answer, in tokens", **TOKENS)]
 ChunkOption = Annotated[int, option(GENERATION, "Prefill chunk, in tokens", **TOKENS)]

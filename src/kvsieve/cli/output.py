@@ -4,19 +4,40 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 from kvsieve.cli.options import OUTPUT, option
-from kvsieve.errors import KvsieveWarning
+from kvsieve.errors import InputError, KvsieveWarning
 from kvsieve.text import printable, shortened
 
 JsonOption = Annotated[bool, option(OUTPUT, "JSON on stdout, and nothing else there", "--json")]
 WideOption = Annotated[bool, option(OUTPUT, "All columns, for terminals of more than 80 columns", "--wide")]
+
+
+def check_writable(option: str, name: str | os.PathLike[str] | None) -> None:
+    """Raise InputError for a file that cannot be written, before anything is computed for it."""
+    if name is None:
+        return
+    target, told = Path(os.path.expanduser(name)).absolute(), f"{option} {os.fspath(name)!r}"
+    if target.is_dir():
+        raise InputError(f"{told} is a directory; name a file in it")
+    if not target.parent.is_dir():
+        raise InputError(f"cannot write {told}: there is no directory {str(target.parent)!r}")
+    if not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise InputError(f"cannot write {told}: no permission to write there")
+
+
+def check_folder(option: str, name: str | os.PathLike[str] | None) -> None:
+    """Raise InputError for a directory that is a file; one that is not there yet is made later."""
+    if name is not None and os.path.isfile(os.path.expanduser(name)):
+        raise InputError(f"{option} {os.fspath(name)!r} is a file; name a directory")
 
 
 def emit_json(data: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsieve.cli.options import OUTPUT, option
-from kvsieve.cli.output import NARROW, JsonOption, emit_json, print_table, show
+from kvsieve.cli.output import NARROW, JsonOption, check_folder, check_writable, emit_json, print_table, show
 from kvsieve.errors import InputError
 
 _COMPARISON = Path("comparison")
@@ -31,14 +31,18 @@ def report_command(
         if not each.is_dir():
             raise InputError(f"no results at '{each}': it is not a directory; run `kvsieve eval --out {each}` first")
 
+    check_folder("--out", out)
+    check_writable("--csv", csv)
+
     from kvsieve.eval.comparison import compared
     from kvsieve.eval.comparison_report import write_comparison
     from kvsieve.eval.export import write_csv
     from kvsieve.eval.merge import subjects
-    from kvsieve.eval.report import write_report
+    from kvsieve.eval.report import check_formats, write_report
     from kvsieve.eval.results import load
 
     wanted = [each.strip() for each in formats.split(",") if each.strip()]
+    check_formats(wanted)
     directories = [load(folder) for folder in {folder.resolve(): folder for folder in folders}.values()]
     alone = len(directories) == 1
     if alone and out is not None:

@@ -28,8 +28,10 @@ from kvsieve.cli.options import (
     ModelArgument,
     ProfileOption,
     ProtectOption,
+    SeedOption,
     SettingsOption,
     SystemOption,
+    TemperatureOption,
     option,
 )
 from kvsieve.cli.output import JsonOption, WideOption, emit_json
@@ -47,7 +49,7 @@ from kvsieve.cli.specs import (
     parse_prefills,
     parse_rests,
 )
-from kvsieve.cli.store import StoreOption
+from kvsieve.cli.store import StoreOption, check_store
 from kvsieve.errors import InputError
 
 
@@ -76,14 +78,14 @@ def run_command(
     prefill: PrefillsOption = None,
     protect: ProtectOption = None,
     max_new_tokens: MaxNewTokensOption = 64,
-    temperature: Annotated[float | None, option(GENERATION, "Sampling temperature (default 0: greedy)")] = None,
+    temperature: TemperatureOption = None,
     top_p: Annotated[
         float | None, option(GENERATION, "Nucleus sampling: total probability of the candidates (default 1)")
     ] = None,
     top_k: Annotated[
         int | None, option(GENERATION, "Top-k sampling: number of candidates (default: all tokens)")
     ] = None,
-    seed: Annotated[int | None, option(GENERATION, "Random seed for sampling (default: a new one)")] = None,
+    seed: SeedOption = None,
     chunk: ChunkOption = 1024,
     batch: Annotated[int, option(GENERATION, "Batch size for --prompts-file")] = 8,
     decode: DecodeOption = "auto",
@@ -112,7 +114,7 @@ def run_command(
     """
     # Words, files and numbers are checked before torch is imported, plans before the model is loaded.
     refuse_text(model, "--prompt-file")
-    check_loading(dtype, decode)
+    check_loading(dtype, device, decode)
     check_least(1, max_new_tokens=max_new_tokens, chunk=chunk, batch=batch)
     sampling = parse_sampling(temperature, top_p, top_k, seed)
     specs = [*compared_specs(compare, budget, profile), chosen_spec(method, budget, settings or [], profile)]
@@ -120,8 +122,7 @@ def run_command(
     prompts = given_prompts(prompt, prompt_file, prompts_file, question, system)
     roles, spans = parse_protect(protect or [], all(each.system for each in prompts))
     texts = check_kept(show_kept, find, prompts_file, as_json)
-    if store is not None and protect:
-        raise InputError("--protect keeps tokens that others may not want kept, so it goes without --store")
+    check_store(store, protect)
     check_model_name(model)
     runs = make_runs(specs, *parts)
     check_device(device)
@@ -181,7 +182,7 @@ def parse_protect(given: list[str], system: bool) -> tuple[list[str], list[tuple
     spans: list[tuple[int, int]] = []
     for each in given:
         start, colon, end = each.partition(":")
-        if colon and start.strip().isdecimal() and end.strip().isdecimal():
+        if colon and start.strip().isdecimal() and end.strip().isdecimal() and int(start) < int(end):
             spans.append((int(start), int(end)))
         elif each in ("system", "user"):
             roles.append(each)

@@ -31,8 +31,11 @@ from kvsieve.cli.options import (
 )
 from kvsieve.cli.output import say
 from kvsieve.cli.specs import BudgetOption, CodecOption, chosen_spec, make_runs, method_specs, parse_codecs, spec
+from kvsieve.cli.store import check_store
 from kvsieve.errors import InputError
 from kvsieve.quantities import parse_bytes
+from kvsieve.serve.keys import check_reach, read_keys
+from kvsieve.serve.limits import ServerLimits
 
 _NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "greenlet")
 
@@ -92,11 +95,11 @@ def serve_command(
     missing = [each for each in _NEEDED if importlib.util.find_spec(each) is None]
     if missing:
         raise InputError(f"`kvsieve serve` needs {', '.join(missing)}: run `pip install 'kvsieve[serve]'`")
-    check_loading(dtype, decode)
+    check_loading(dtype, device, decode)
     check_least(1, running=running, queue=queue, chunk=chunk, max_tokens=max_tokens)
     if not 0 <= port < 1 << 16:
         raise InputError(f"--port must be from 0 to 65535, got {port}")
-    if seconds <= 0:
+    if not seconds > 0:
         raise InputError(f"--seconds must be more than 0, got {seconds}")
     if not gap > 1:
         raise InputError(f"--gap must be more than 1, got {gap}: prompts are prefilled in the time above 1")
@@ -104,20 +107,18 @@ def serve_command(
     codecs = parse_codecs(codec)
     if len(codecs) > 1:
         raise InputError(f"a server has one codec, got --codec {codec}; name one of them")
-    others = tuple(spec(*each) for each in method_specs(allow)) if allow else ()
+    others = tuple(each.label for each in make_runs(method_specs(allow)))
     for size in {store_memory.strip(), store_disk} - {"none"}:
         parse_bytes(size)
-
-    from kvsieve.serve.keys import read_keys
-    from kvsieve.serve.limits import ServerLimits
-
+    check_store(store)
     keys = read_keys(api_keys)
-    keys.check()
+    check_reach(keys, host, open_, allow_origin or ())
     check_model_name(model)
     runs = make_runs([chosen], codecs)
+    check_device(device)
     given = {key: value for key, value in runs[0].given.items() if key not in ("budget", "codec")}
 
-    from kvsieve.serve.run import ServerOptions, check_reach, serve
+    from kvsieve.serve.run import ServerOptions, serve
 
     limits = ServerLimits(running, queue, seconds, max_tokens, chunk=chunk, gap=gap, kv_bytes=kv_memory)
     options = ServerOptions(
@@ -141,8 +142,6 @@ def serve_command(
         decode=decode,
         log_prompts=log_prompts,
     )
-    check_reach(options)
-    check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
     from kvsieve.models.fetch import MODEL_NAME
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsieve.cli.loading import check_least
+from kvsieve.cli.loading import check_least, check_model_name
 from kvsieve.cli.options import SERVER, option
-from kvsieve.cli.output import NARROW, WIDE, emit_json, print_table, progress_bar, say, show
+from kvsieve.cli.output import NARROW, WIDE, check_writable, emit_json, print_table, progress_bar, say, show
+from kvsieve.client import parse_extra
 from kvsieve.errors import InputError
 
 if TYPE_CHECKING:
@@ -55,18 +57,22 @@ def check_options(context: typer.Context, server: str | None, allowed: Sequence[
             f"{named}: not with --server, which reads and answers as it was started; give what it takes per request "
             "as --extra"
         )
+    if not re.match(r"https?://[^/\s]", server):
+        raise InputError(f"--server is a URL such as http://127.0.0.1:8000, got {server!r}")
+    _numbers("--clients", context.params["clients"])
+    parse_extra(context.params["extra"])
+    check_model_name(context.params["model"])
 
 
 def opened(server: str, extra: str | None, model: str | None) -> tuple[ServerClient, Any, str]:
     """A client of a server, its model's tokenizer, and the tokenizer's name."""
-    from kvsieve.client import ServerClient, check_tokenizer_of, parse_extra
+    from kvsieve.client import ServerClient, check_tokenizer_of
     from kvsieve.models import load_tokenizer
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.turns import plain_ids
 
-    asked = parse_extra(extra)
+    client = ServerClient(server, extra=parse_extra(extra))
     tokenizer, name = load_tokenizer(model), model or MODEL_NAME
-    client = ServerClient(server, extra=asked)
     text = " ".join(f"Item {number} costs {number * 37} crowns." for number in range(20))
     check_tokenizer_of(client, plain_ids(tokenizer, text), text, name)
     say(f"{client.url} has {client.model}; tokens are those of {name}")
@@ -85,13 +91,15 @@ class Load:
 
 def bench_server(server: str, model: str | None, extra: str | None, load: Load, out: Path | None) -> dict[str, Any]:
     """Measure a server; JSON-ready, and written to `out`."""
+    check_least(2, new_tokens=load.new_tokens)
+    check_least(1, rounds=load.rounds)
+    check_writable("--out", out)
+    counts = _numbers("--clients", load.clients)
+
     from kvsieve.bench.load import LoadTest, load_test
     from kvsieve.bench.prompts import text_ids
     from kvsieve.report.environment import environment
 
-    check_least(2, new_tokens=load.new_tokens)
-    check_least(1, rounds=load.rounds)
-    counts = _numbers("--clients", load.clients)
     client, tokenizer, name = opened(server, extra, model)
     test = LoadTest(client, text_ids(tokenizer), load.new_tokens)
     report = {

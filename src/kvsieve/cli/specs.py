@@ -7,15 +7,14 @@ that no ``name=`` follows belongs to the value, such as a file's name.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from kvsieve.budget import percent_doubt
-from kvsieve.cli.known import check_part, check_written, known_method
 from kvsieve.cli.options import METHOD, option
 from kvsieve.errors import KvsieveWarning, PlanError
-from kvsieve.named import crossed, plan, plan_without_floor, rest_text
+from kvsieve.named import codec_of, crossed, plan, plan_without_floor, prefill_of, rest_of
 from kvsieve.plans import Plan
 from kvsieve.profiles import load_profile
 from kvsieve.registry import check_parameters, method_info
@@ -89,26 +88,25 @@ def spec(method: str, given: dict[str, Any]) -> str:
 
 def parse_codecs(text: str | None) -> list[str | None]:
     """Return the codecs of a list like ``none,kivi:bits=4``, each as text, None for none. Raises PlanError."""
-    return _parse_listed(text, "--codec", "codec", "kivi:bits=4")
+    return _parse_listed(text, "--codec", codec_of, "kivi:bits=4")
 
 
 def parse_rests(text: str | None) -> list[str | None]:
     """Return the codecs of a list like ``none,2bit`` for evicted entries, None for none. Raises PlanError."""
-    return _parse_listed(text, "--rest", "codec", "2bit")
+    return _parse_listed(text, "--rest", rest_of, "2bit")
 
 
 def parse_prefills(text: str | None) -> list[str | None]:
     """Return the sparse prefills of a list like ``none,xattention``, each as text, None for none. Raises PlanError."""
-    return _parse_listed(text, "--prefill", "prefill", "xattention")
+    return _parse_listed(text, "--prefill", prefill_of, "xattention")
 
 
-def _parse_listed(text: str | None, option: str, role: str, example: str) -> list[str | None]:
+def _parse_listed(text: str | None, option: str, make: Callable[[str], Any], example: str) -> list[str | None]:
     found: list[str | None] = []
     for name, given in split_specs("none" if text is None else text):
         one = None if name == "none" and not given else spec(name, given)
         if one is not None:
-            for each in split_specs(rest_text(one) if option == "--rest" else one):
-                check_part(role, *each)
+            make(one)
         if one in found:
             raise PlanError(f"{option} names {one or 'none'} twice, in {text!r}; name each once")
         found.append(one)
@@ -164,7 +162,7 @@ def chosen_spec(method: str, budget: str | None, settings: list[str], profile: s
     if len(specs) != 1:
         raise PlanError(f"--method takes one method, e.g. snapkv:kernel=21, got {method!r}")
     (name, written), more = specs[0], parse_settings(settings)
-    info = known_method(name)
+    info = method_info(name)
     for twice in written.keys() & more.keys():
         raise PlanError(f"{twice} is given twice, in --method {method} and as --set {twice}={more[twice]}")
     given = written | more
@@ -179,7 +177,7 @@ def chosen_spec(method: str, budget: str | None, settings: list[str], profile: s
         if "profile" not in info.parameters:
             raise PlanError(f"{info.name} takes no profile, got --profile {profile}; leave the option out")
         given.setdefault("profile", profile)
-    check_written(name, given)
+    check_parameters(info, given)
     return info.name, given
 
 
@@ -190,9 +188,8 @@ def compared_specs(text: str, budget: str | None, profile: str | None = None) ->
     """
     specs = method_specs(text)
     for method, given in specs:
-        if budget is not None and "budget" in known_method(method).parameters:
+        if budget is not None and "budget" in method_info(method).parameters:
             given.setdefault("budget", budget)
-        check_written(method, given)
         if profile is not None and _has_profile(method, profile):
             given.setdefault("profile", profile)
     return specs
@@ -211,4 +208,7 @@ def compared_methods(text: str, budget: str | None, profile: str | None = None) 
 
 def method_specs(text: str) -> list[Spec]:
     """Return names and parameters of a list like ``full,snapkv:kernel=21:window=16``, checked. Raises PlanError."""
-    return [(check_written(method, given).name, given) for method, given in split_specs(text)]
+    found = [(method_info(name), given) for name, given in split_specs(text)]
+    for info, given in found:
+        check_parameters(info, given)
+    return [(info.name, given) for info, given in found]

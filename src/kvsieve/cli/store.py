@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvsieve.cli.options import CACHE, examples, option
-from kvsieve.cli.output import JsonOption, emit_json, print_table, say, show
+from kvsieve.cli.output import JsonOption, check_folder, check_writable, emit_json, print_table, say, show
 from kvsieve.display import mebibytes
 from kvsieve.errors import CacheFileError, InputError
 
@@ -29,10 +30,20 @@ StoreOption = Annotated[
 Place = Annotated[str, typer.Argument(metavar="DIR", help="Prefix-cache directory")]
 
 
-def check_existing(path: str) -> None:
-    """Raise InputError where there is no directory, before anything heavy is imported."""
+def check_store(path: str | None, protect: list[str] | None = None) -> None:
+    """Raise InputError for a --store that is a file, or that would keep tokens which others may not want kept."""
+    check_folder("--store", path)
+    if path is not None and protect:
+        raise InputError("--protect keeps tokens that others may not want kept, so it goes without --store")
+
+
+def check_existing(path: str, keys: list[str] | None = None) -> None:
+    """Raise InputError where there is no directory, or for what can be no key, before anything heavy is imported."""
     if not os.path.isdir(path):
         raise InputError(f"there is no store at {path!r}; name the directory of one")
+    for key in keys or ():
+        if not re.fullmatch("[0-9a-f]+", key):
+            raise InputError(f"a key is of the digits 0 to 9 and a to f, as `kvsieve store ls` lists them, got {key!r}")
 
 
 @contextlib.contextmanager
@@ -86,7 +97,7 @@ def rm_command(
     """Delete entries of a prefix cache."""
     if (bool(keys) + (owner is not None) + everything) != 1:
         raise InputError("name nodes by their keys, or give one of --owner NAME and --all")
-    check_existing(path)
+    check_existing(path, keys)
     from kvsieve.store import PrefixStore
 
     with PrefixStore(path) as store:
@@ -116,7 +127,10 @@ def export_command(
     keys: Annotated[list[str] | None, typer.Argument(help="Keys, or their first digits (default: all)")] = None,
 ) -> None:
     """Export entries of a prefix cache to a tar file."""
-    check_existing(path)
+    check_existing(path, keys)
+    check_writable("FILE", file)
+    if os.path.exists(file):
+        raise InputError(f"{file!r} is there already; name another file")
     from kvsieve.store import PrefixStore
 
     with PrefixStore(path, read_only=True) as store:
@@ -128,6 +142,9 @@ def import_command(
     path: Place, file: Annotated[str, typer.Argument(metavar="FILE", help="Tar file of `kvsieve store export`")]
 ) -> None:
     """Import the entries of an exported tar file."""
+    check_folder("DIR", path)
+    if not os.path.isfile(file):
+        raise InputError(f"there is no file {file!r}; name one that `kvsieve store export` wrote")
     from kvsieve.store import PrefixStore
 
     with PrefixStore(path) as store:

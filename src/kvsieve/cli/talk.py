@@ -8,17 +8,17 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import typer
 
 from kvsieve.cli.kept import found_lines, print_map
-from kvsieve.cli.output import one_line, print_table, say, show
-from kvsieve.cli.prompts import BYTE_ORDER_MARK
+from kvsieve.cli.messages import HELP, piped_messages, typed_messages
+from kvsieve.cli.output import NARROW, WIDE, one_line, print_table, say, show
 from kvsieve.cli.words import Words
 from kvsieve.display import span
 from kvsieve.errors import InputError, KvsieveError
+from kvsieve.suggestions import did_you_mean
 from kvsieve.text import printable
 
 if TYPE_CHECKING:
@@ -26,13 +26,23 @@ if TYPE_CHECKING:
     from kvsieve.hf.generate.stats import Stats
 
 _COMMANDS = {
-    "/save FILE": "save the chat to FILE; --load FILE continues it",
-    "/undo": "undo the last turn",
-    "/stats": "cost of every turn",
-    "/kept TEXT": "layers that keep TEXT; without TEXT, a map of all tokens",
-    "/help": "list the commands",
-    "/quit": "quit, as Ctrl-D does",
+    "Last turn": {
+        "/retry": "answer the last message again, with another seed when sampling",
+        "/undo": "undo the last turn",
+    },
+    "Look up": {
+        "/stats": "cost of every turn; /stats wide has all columns",
+        "/kept TEXT": "layers that keep TEXT; without TEXT, a map of all tokens",
+    },
+    "Chat": {
+        "/save FILE": "save the chat to FILE; --load FILE continues it",
+        "/help": "list the commands",
+        "/quit": "quit, as Ctrl-D does",
+    },
 }
+_HEADERS = ["turn", "prompt tokens", "new tokens", "TTFT s", "tokens/s", "KV kept", "KV read", "KV MiB", "ran"]
+# Columns of a table of 80 signs.
+_SHOWN = 6
 
 
 class Talk:
@@ -42,15 +52,18 @@ class Talk:
     """
 
     def __init__(
-        self, chat: Chat, context: str | None, save: str | None, force: bool, commands: bool, as_json: bool
+        self, chat: Chat, context: str | None, save: str | None, force: bool, commands: bool, as_json: bool, wide: bool
     ) -> None:
         self.chat, self.context, self.save_to, self.force, self.as_json = chat, context, save, force, as_json
+        self.wide = wide
         self.interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
         self.commands = commands or self.interactive
         self.watched = sys.stderr.isatty()
         self.styled = self.watched and not os.environ.get("NO_COLOR")
         # What /undo goes back to, and the text that was still to be read then.
         self.before: tuple[ChatSnapshot, str | None] | None = None
+        # Messages of this session, as they were written.
+        self.said: list[str] = []
         self.unsaved = True
         # Kinds of notes that were printed, without their numbers.
         self.printed: set[str] = set()
@@ -59,7 +72,7 @@ class Talk:
         """Raises typer.Exit when what --save asks for could not be written in the end."""
         ended = False
         try:
-            for line in self._lines():
+            for line in typed_messages() if self.interactive else piped_messages(self.commands):
                 if self._do(line):
                     break
             ended = True
@@ -72,25 +85,6 @@ class Talk:
     def aside(self, text: str) -> None:
         sys.stdout.flush()
         say(text, dim=self.styled)
-
-    def _lines(self) -> Iterator[str]:
-        if not self.interactive:
-            try:
-                for number, line in enumerate(sys.stdin):
-                    yield (line if number else line.removeprefix(BYTE_ORDER_MARK)).rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise InputError(f"stdin is not UTF-8 text (byte {error.start})") from error
-            return
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (input() then edits lines and knows the last ones)
-        while True:
-            try:
-                yield input("> ")
-            except (EOFError, KeyboardInterrupt):
-                print()
-                return
-            except UnicodeDecodeError as error:
-                say(f"error: that was no UTF-8 text (byte {error.start})")
 
     def _do(self, line: str) -> bool:
         """Do what a line says; True when the talk is over."""
@@ -125,18 +119,28 @@ class Talk:
             self.aside(f"saved to {rest}")
         elif name == "/undo":
             self._undo()
+        elif name == "/retry":
+            self._turn(self.said[-1] if self.said else "", again=True)
         elif name == "/stats":
-            self._print_turns()
+            self._print_turns(rest)
         elif name == "/kept":
             self._print_kept(rest)
         elif name == "/help":
-            for command, what in _COMMANDS.items():
-                self.aside(f"{command:<11} {what}")
+            self._print_help()
         elif name in ("/quit", "/exit"):
             return True
         else:
-            raise InputError(f"unknown command {name}; /help lists them; a message that begins so needs a space before")
+            known = [command.split()[0] for group in _COMMANDS.values() for command in group]
+            told = did_you_mean(name, known, "commands are")
+            raise InputError(f"unknown command {name}{told}; a message that begins so needs a space before it")
         return False
+
+    def _print_help(self) -> None:
+        for group, commands in _COMMANDS.items():
+            self.aside(f"{group}:")
+            for command, what in commands.items():
+                self.aside(f"  {command:<11} {what}")
+        self.aside(f"Messages: {HELP}")
 
     def _print_kept(self, text: str) -> None:
         sys.stdout.flush()
@@ -152,31 +156,37 @@ class Talk:
         taken, self.context = self.before
         self.before = None
         self.chat.rollback(taken)
+        self.said.pop()
         self.unsaved = True
         self.aside("the last turn is forgotten")
         self._save_here()
 
-    def _turn(self, line: str) -> None:
+    def _turn(self, line: str, again: bool = False) -> None:
+        """Say `line` and print the answer, or another answer to the last line, `again`."""
         message = line if self.context is None else f"{self.context}\n\n{line}"
-        before = self.chat.snapshot(), self.context
-        turns = len(self.chat.turns)
+        before, turns = (self.chat.snapshot(), self.context), self.chat.turns
         try:
-            reply = self._answer(message)
+            reply = self._answer(None if again else message)
         except KeyboardInterrupt:
             if not self.interactive:
                 raise
             print()
-            if len(self.chat.turns) == turns:
-                self.aside("stopped; the turn is forgotten")
+            if self.chat.turns == turns:
+                self.aside(f"stopped; {'the first answer stays' if again else 'the turn is forgotten'}")
                 return
             reply = None
-        self.before, self.context, self.unsaved = before, None, True
+        if not again:
+            self.before, self.context = before, None
+            self.said.append(line)
+        self.unsaved = True
         if self.as_json and reply is not None:
             data = {"message": line, "answer": reply.text, "ended": reply.ended, "stats": reply.stats.to_dict()}
             print(json.dumps(data, default=str), flush=True)
         else:
             self.aside(f"[{_cost(self.chat)}]")
             self._tell_notes()
+            if again and not self.chat.options.get("do_sample"):
+                self.aside("note: answers are greedy, so this is the same one; --temperature 1 samples others")
         self._save_here()
 
     def _tell_notes(self) -> None:
@@ -187,22 +197,28 @@ class Talk:
                 self.aside(f"note: {note}")
             self.printed.add(kind)
 
-    def _answer(self, message: str) -> Reply:
-        """Print the answer as it comes."""
+    def _answer(self, message: str | None) -> Reply:
+        """Print the answer as it comes; message: None for the last one again."""
         words = Words(shutil.get_terminal_size((80, 24)).columns if self.interactive else None)
-        reading = self.watched
+        reading = True
 
         def told(text: str) -> None:
             """Replace what stands in the line until the answer begins."""
-            if reading:
+            if reading and self.watched:
                 print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
         def progress(done: int, total: int) -> None:
+            nonlocal reading
             if done < total:
-                told(f"reading: {done} of {total} tokens")
+                told(f"prefill: {done} of {total} tokens")
+            if done < total and reading and not (self.watched or self.as_json):
+                reading = False
+                say(f"prefill: {done} of {total} tokens")
 
-        told("reading ...")
-        with contextlib.closing(self.chat.stream(message, progress=progress)) as stream:
+        told("prefill ...")
+        chat = self.chat
+        pieces = chat.stream_retry(progress=progress) if message is None else chat.stream(message, progress=progress)
+        with contextlib.closing(pieces) as stream:
             try:
                 while True:
                     piece = next(stream)
@@ -228,22 +244,15 @@ class Talk:
         except (KvsieveError, OSError) as error:
             say(f"error: not saved: {one_line(error)}")
 
-    def _print_turns(self) -> None:
-        headers = [
-            "turn",
-            "prompt tokens",
-            "new tokens",
-            "TTFT s",
-            "tokens/s",
-            "KV kept",
-            "KV read",
-            "KV MiB",
-            "ran",
-        ]
+    def _print_turns(self, columns: str) -> None:
+        if columns not in ("", "wide"):
+            raise InputError(f"/stats takes nothing, or wide for all columns, got {columns!r}")
+        wide = self.wide or columns == "wide"
+        shown = len(_HEADERS) if wide else _SHOWN
+        rows = [[str(number), *_row(stats)][:shown] for number, stats in enumerate(self.chat.turns, 1)]
         sys.stdout.flush()
-        rows = [[str(number), *_row(stats)] for number, stats in enumerate(self.chat.turns, 1)]
         with contextlib.redirect_stdout(sys.stdout if self.interactive else sys.stderr):
-            print_table(headers, rows)
+            print_table(_HEADERS[:shown], rows, width=WIDE if wide else NARROW)
         for number, stats in enumerate(self.chat.turns, 1):
             for note in stats.notes:
                 self.aside(f"note: turn {number}: {note}")

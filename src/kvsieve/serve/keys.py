@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
+import ipaddress
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -71,3 +74,23 @@ def read_keys(path: str | None) -> Keys:
         if not (key.isascii() and key.isprintable()):
             raise InputError(f"API key number {number + 1} cannot be sent in a header: write it in printable ASCII")
     return Keys(found, needed=named is not None or path is not None)
+
+
+def is_local(host: str) -> bool:
+    """Tell whether only this machine reaches an address."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host.lower() == "localhost"
+
+
+def check_reach(keys: Keys, host: str, is_open: bool, origins: Iterable[str]) -> None:
+    """Raise InputError for a server that all can ask and are not said to, and for one that nobody can ask."""
+    keys.check()
+    if not (keys or is_open or is_local(host)):
+        raise InputError(
+            f"--host {host} lets other machines ask, and there are no API keys: name them with --api-keys FILE "
+            f"or {ENVIRONMENT}, or let whoever reaches the address ask with --open"
+        )
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
+            raise InputError(f"--allow-origin {origin!r} is no origin; write it as https://example.org, or * for all")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import ipaddress
-import re
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +19,7 @@ from kvsieve.plans import Plan
 from kvsieve.serve.allowed import AllowedPlans
 from kvsieve.serve.app import Service, create_app
 from kvsieve.serve.connections import bounded_connections
-from kvsieve.serve.keys import ENVIRONMENT, Keys
+from kvsieve.serve.keys import Keys, check_reach, is_local
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.memory import free_bytes
 from kvsieve.serve.prefixes import Prefixes, open_prefixes
@@ -117,28 +115,9 @@ def _prefixes(options: ServerOptions) -> Prefixes | None:
 
 def _hosts(options: ServerOptions) -> tuple[str, ...]:
     """Names that a request may call this server by: a page elsewhere could else reach one that has no keys."""
-    guarded = options.hosts or (_is_local(options.host) and not options.keys)
+    guarded = options.hosts or (is_local(options.host) and not options.keys)
     host = f"[{options.host}]" if ":" in options.host else options.host
     return ("localhost", "127.0.0.1", "[::1]", host, *options.hosts) if guarded else ()
-
-
-def _is_local(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host.lower() == "localhost"
-
-
-def check_reach(options: ServerOptions) -> None:
-    """Raise InputError for a server that all can ask and are not said to, and for one that nobody can ask."""
-    options.keys.check()
-    if not (options.keys or options.open or _is_local(options.host)):
-        raise InputError(
-            f"--host {options.host} lets other machines ask, and there are no API keys: name them with --api-keys FILE "
-            f"or {ENVIRONMENT}, or let whoever reaches the address ask with --open"
-        )
-    for origin in options.origins:
-        if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):
-            raise InputError(f"--allow-origin {origin!r} is no origin; write it as https://example.org, or * for all")
 
 
 def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Callable[[str], None]) -> None:
@@ -146,7 +125,7 @@ def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Ca
 
     Raises InputError for an address that cannot be listened at, or that others reach without a key.
     """
-    check_reach(options)
+    check_reach(options.keys, options.host, options.open, options.origins)
     listening = listening_socket(options.host, options.port)
     port = listening.getsockname()[1]
     with kept_signals(), application(model, tokenizer, options, name) as app, ended_by_signals(say):
