@@ -13,6 +13,7 @@ import pytest
 import transformers
 import typer
 
+import kvsieve
 from kvsieve.cli.main import app
 from kvsieve.cli.models_table import _examine, models_markdown
 from kvsieve.models.families import FAMILIES
@@ -47,7 +48,8 @@ def test_the_api_table_links_every_name_to_its_file_and_has_its_parameters():
     for name in names:
         member = pkgutil.resolve_name(name)
         key = name if name in links else name.rpartition(".")[2]
-        assert links[key] == str(Path(inspect.getsourcefile(member)).relative_to(ROOT)), name
+        file = Path(inspect.getsourcefile(member)).relative_to(Path(kvsieve.__file__).parent)
+        assert links[key] == f"src/kvsieve/{file}", name
         if key in signatures and not signatures[key].startswith("Budget.parse"):
             arguments = ast.parse(f"def {signatures[key]}: ...").body[0].args
             documented = [each.arg for each in (*arguments.args, *arguments.kwonlyargs)]

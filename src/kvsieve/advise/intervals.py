@@ -17,7 +17,7 @@ _DRAWS = 4000
 
 
 def prediction_interval(
-    groups: Sequence[Sequence[float]], spread: Sequence[Sequence[float]] | None = None, level: float = LEVEL
+    groups: Sequence[Sequence[float]], spread: Sequence[Sequence[float]] | None = None
 ) -> tuple[float, float, float]:
     """Mean loss, and the interval for the mean over as many other documents.
 
@@ -28,7 +28,6 @@ def prediction_interval(
     Args:
         groups: losses by task, of documents that the plan was not chosen by.
         spread: losses by task that centre and spread are taken from, at least 2 of each; `groups` where left out.
-        level: part of such sets whose mean the interval is to hold.
 
     Returns:
         The mean and the interval's ends.
@@ -46,5 +45,5 @@ def prediction_interval(
         centre = logs.mean() + sigma / len(logs) ** 0.5 * random.standard_normal(_DRAWS)
         fresh = centre[:, None] + sigma[:, None] * random.standard_normal((_DRAWS, len(group)))
         drawn += np.exp(np.minimum(fresh, np.log(MOST))).mean(1) / len(groups)
-    low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return mean, min(max(float(low) - FLOOR, 0.0), mean), max(float(high) + FLOOR, mean)

@@ -8,16 +8,14 @@ from kvsieve.profiles.files import (
     array_of,
     keep_profile,
     load_profile,
-    own_profile,
     profiles_dir,
     profiles_of,
     shipped_profiles,
 )
 from kvsieve.profiles.fingerprint import Fingerprint
-from kvsieve.profiles.profile import FORMAT, Filters, Heads, Profile, numbers
+from kvsieve.profiles.profile import Filters, Heads, Profile, numbers
 
 __all__ = [
-    "FORMAT",
     "Filters",
     "Fingerprint",
     "Heads",
@@ -26,7 +24,6 @@ __all__ = [
     "keep_profile",
     "load_profile",
     "numbers",
-    "own_profile",
     "profiles_dir",
     "profiles_of",
     "shipped_profiles",
