@@ -11,8 +11,8 @@ import pytest
 import typer
 
 import kvsieve
-from kvsieve.cli.info import methods_command
 from kvsieve.cli.main import app
+from kvsieve.cli.methods_table import methods_command
 from kvsieve.cli.specs import method_specs
 from source_tree import HAS_RESULTS
 
