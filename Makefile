@@ -141,10 +141,18 @@ docs: $(VENV)/.ready
 	mv src/kvsieve/cli/models.json.new src/kvsieve/cli/models.json
 	$(BIN)/python -m benchmarks.pages
 
-# The documentation as a web site; broken links and pages that the navigation leaves out fail.
-site: $(VENV)/.ready
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
-	$(BIN)/mkdocs build --strict --site-dir site
+# The documentation as a web site with search, read from site/index.html without a server or a network. Broken links and
+# pages that the navigation leaves out fail. Docstrings are read from the source, so it needs neither torch nor kvsieve.
+SITE_VENV := .venv-site
+
+site: $(SITE_VENV)/.ready
+	$(SITE_VENV)/bin/mkdocs build --strict --site-dir site
+
+$(SITE_VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SITE_VENV)
+	$(PYTHON) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" > $(SITE_VENV)/docs.txt
+	$(SITE_VENV)/bin/pip install --quiet -c constraints.txt -r $(SITE_VENV)/docs.txt
+	touch $@
 
 $(VENV)/.ready: pyproject.toml constraints.txt requirements-demo.txt
 	$(PYTHON) -m venv $(VENV)
@@ -154,4 +162,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt requirements-demo.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VERSIONS:%=.venv-%)
+	rm -rf $(VENV) $(VLLM_VENV) $(SITE_VENV) site $(VERSIONS:%=.venv-%)

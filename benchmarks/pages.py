@@ -237,7 +237,7 @@ def _from(one: Evidence, places: list[Path]) -> list[str]:
 
 def speed_table(one: Evidence) -> str:
     """Times and memory of `kvsieve bench` at every length."""
-    head = ["tokens", "", "first token", "over own full KV", "per token", "over own full KV", "KV held", "peak memory"]
+    head = ["tokens", "", "first token", "over own full KV", "per token", "over own full KV", "KV stored", "peak memory"]
     lines = []
     for length, speed in one.speeds.items():
         for label, row in speed["summary"].items():
@@ -455,26 +455,26 @@ def captions(one: Evidence) -> dict[str, str]:
     longest = max(one.speeds)
     said = {
         "bytes": "A tenth of the KV cache costs `snapkv` nothing measurable on generated tasks of 8K tokens "
-        f"({kept(one, 'ruler', 'snapkv', '10%')} of full KV's score), and about a quarter of the score on real "
-        f"documents ({kept(one, 'documents', 'snapkv', '10%')}).",
-        "hidden": "For a context compressed before its question is known, `kvzip` at 25% keeps "
+        f"({kept(one, 'ruler', 'snapkv', '10%')} of full KV's score). On real documents it costs about a quarter of "
+        f"the score ({kept(one, 'documents', 'snapkv', '10%')}).",
+        "hidden": "Here the context is compressed before its question is known. `kvzip` at 25% keeps "
         f"{kept(one, 'hidden', 'kvzip', '25%')} of full KV's score, `snapkv` {kept(one, 'hidden', 'snapkv', '25%')}.",
-        "conversations": "Over four turns `rocketkv-mt`, which evicts nothing and reads 1/32 of the entries, answers "
-        f"{turns['rocketkv-mt']['1/32']:.0f}% (full KV {turns['full']['']:.0f}%), and `snapkv`, which evicts entries "
-        f"that the first question did not need, {turns['snapkv']['1/32']:.0f}%.",
-        "long": f"Of 64 digits copied from the prompt, `snapkv` keeps {digits['snapkv 4x'][0]:.0f}% with "
-        f"{digits['snapkv 4x'][1]:.0f}% of the entries, `h2o` {digits['h2o 4x'][0]:.0f}%; `lagkv` needs a long lag, "
+        "conversations": "Over four turns `rocketkv-mt` evicts nothing, reads 1/32 of the entries, and answers "
+        f"{turns['rocketkv-mt']['1/32']:.0f}% (full KV {turns['full']['']:.0f}%). `snapkv` evicts entries that the "
+        f"first question did not need, and answers {turns['snapkv']['1/32']:.0f}%.",
+        "long": f"The answer copies 64 digits. `snapkv` gets {digits['snapkv 4x'][0]:.0f}% of them right with "
+        f"{digits['snapkv 4x'][1]:.0f}% of the entries, `h2o` {digits['h2o 4x'][0]:.0f}%. `lagkv` needs a long lag, "
         f"which stores more: {lag_right:.0f}% with {lag_stored:.0f}% of the entries.",
         "speed": f"At {longest:,} tokens on two CPU cores kvsieve's full KV takes "
         f"{ratio(one, longest, 'full', 'ttft_s', 'transformers')} of transformers' time to the first token and "
-        f"{ratio(one, longest, 'full', 'tpot_s', 'transformers')} of its time per token; `snapkv` at 10% takes "
+        f"{ratio(one, longest, 'full', 'tpot_s', 'transformers')} of its time per token. `snapkv` at 10% takes "
         f"{ratio(one, longest, 'snapkv', 'tpot_s', 'full')} of full KV's time per token.",
     }
     return {name: f"![{SHOWS[name]}](pictures/{name}.png)\n\n{text}" for name, text in said.items()}
 
 
 def digest(panels: list[Panel]) -> str:
-    """Of all that is drawn; it stands in the picture's file, so that a test sees an old picture."""
+    """Return a hash of the panels' data; it is written into the PNG, so that a test finds an old picture."""
     # Processors may sum in another order.
     rounded = re.sub(r"\d+\.\d+", lambda found: f"{float(found[0]):.4g}", repr(panels))
     return hashlib.sha256(rounded.encode()).hexdigest()

@@ -1,12 +1,17 @@
-"""For `make site`: links to files outside docs/ lead to the repository, and pictures there are shown."""
+"""For `make site`: links to files outside docs/ lead to the repository, and pictures there are shown.
+
+A link to a file that does not exist is a warning, which fails the build.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
-_OUTSIDE = re.compile(r"(!?)\[([^\]]*)\]\(\.\./([^)\s]+)\)")
+_OUTSIDE = re.compile(r"(!?)\[([^\]]*)\]\(\.\./([^)\s#]+)(#[^)\s]+)?\)")
+_log = logging.getLogger("mkdocs.hooks.site_links")
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -14,12 +19,13 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     root = Path(config["docs_dir"]).parent
-    shown = {
-        path
-        for page in files.documentation_pages()
-        for picture, _, path in _OUTSIDE.findall(Path(page.abs_src_path).read_text(encoding="utf-8"))
-        if picture
-    }
+    shown = set()
+    for page in files.documentation_pages():
+        for picture, _, path, _ in _OUTSIDE.findall(Path(page.abs_src_path).read_text(encoding="utf-8")):
+            if not (root / path).exists():
+                _log.warning("%s links to %s, which does not exist", page.src_uri, path)
+            elif picture:
+                shown.add(path)
     for path in sorted(shown):
         files.append(File.generated(config, path, abs_src_path=str(root / path)))
     return files
@@ -28,10 +34,10 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Return the page with links that lead somewhere from the site; called by mkdocs for each page."""
 
-    repository = f"{config['repo_url']}/blob/main/"
+    repository = f"{config['extra']['repository']}/blob/main/"
 
-    def there(found: re.Match[str]) -> str:
-        picture, text, path = found.groups()
-        return f"{picture}[{text}]({'' if picture else repository}{path})"
+    def target(found: re.Match[str]) -> str:
+        picture, text, path, place = found.groups(default="")
+        return f"{picture}[{text}]({'' if picture else repository}{path}{place})"
 
-    return _OUTSIDE.sub(there, markdown)
+    return _OUTSIDE.sub(target, markdown)

@@ -48,7 +48,7 @@ def test_links_out_of_docs_lead_to_the_repository_and_pictures_are_shown():
     spec = importlib.util.spec_from_file_location("site_links", ROOT / "benchmarks" / "site_links.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    config = {"repo_url": "https://example.org/repo"}
+    config = {"extra": {"repository": "https://example.org/repo"}}
     text = "[a](../README.md#make) ![b](../benchmarks/b.png) [c](chats.md)"
     assert module.on_page_markdown(text, None, config, None) == (
         "[a](https://example.org/repo/blob/main/README.md#make) ![b](benchmarks/b.png) [c](chats.md)"

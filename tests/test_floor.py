@@ -68,8 +68,8 @@ def test_a_prompt_below_the_floor_is_full_kv(name):
         result = answers(plan, *prompts(SHORT), **how)
         assert torch.equal(result.sequences, full(0, 8, SHORT))
         assert set(result.stats.kv_entries) == {SHORT}
-        assert f"{SHORT} tokens kept whole: below the floor of 64" in result.stats.notes
-        assert sum("kept whole" in note or "nothing was" in note for note in result.stats.notes) == 1
+        assert f"all {SHORT} tokens kept: below the floor of 64" in result.stats.notes
+        assert sum("tokens kept" in note or "nothing was" in note for note in result.stats.notes) == 1
 
 
 @pytest.mark.parametrize("name", TAKE_SHARES)

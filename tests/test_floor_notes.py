@@ -90,7 +90,7 @@ def test_a_server_tells_of_the_floor_and_asks_back_about_small_numbers(usual_flo
     messages = [{"role": "user", "content": words(30, seed=1)}]
     with serving(ask) as url:
         _, notes = post(url, messages)
-        assert "33 tokens kept whole: below the floor of 512" in notes
+        assert "all 33 tokens kept: below the floor of 512" in notes
         for budget in (20, "20"):
             _, notes = post(url, messages, budget=budget)
             assert DOUBT in notes and not any("floor" in note for note in notes)
@@ -150,14 +150,14 @@ def test_budgets_of_an_evaluation_ask_back():
 def test_the_chat_command_tells_each_kind_of_note_once(talk_in, usual_floor):
     asked = f"{words(20, seed=1)}\n{words(9, seed=2)}\n"
     code, _, err = talk_in("chat", "--method", "snapkv", "--set", "window=4", stdin=asked)
-    assert code == 0 and err.count("tokens kept whole: below the floor of 512") == 1
+    assert code == 0 and err.count("tokens kept: below the floor of 512") == 1
     code, _, err = talk_in("chat", "--method", "snapkv:window=4:floor=0:budget=30%", stdin=3 * asked)
     assert code == 0 and err.count(BLIND) == 1
 
 
 def test_run_tells_of_the_floor_and_warns_of_nothing(talk_in, usual_floor):
     code, out, err = talk_in("run", "--prompt", "w1 w2 w3", "--method", "snapkv")
-    assert code == 0 and "kept whole: below the floor of 512" in out.replace("\n", " ") and "warning" not in err
+    assert code == 0 and "tokens kept: below the floor of 512" in out.replace("\n", " ") and "warning" not in err
 
 
 def test_the_page_shows_notes():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import kvsieve
 from kvsieve.cli.main import app
 from kvsieve.cli.methods_table import methods_command
 from kvsieve.cli.specs import method_specs
+from doc_pages import commands, sections
 from source_tree import HAS_RESULTS
 
 ROOT = Path(__file__).parent.parent
@@ -57,27 +57,10 @@ def test_the_plans_of_the_quickstart_can_be_made():
     ]
 
 
-def commands(page: Path) -> list[list[str]]:
-    """The arguments of the lines of a page's code blocks that call kvsieve; what may be left out is left out."""
-    text = page.read_text().replace("\\\n", " ")
-    lines = re.findall(r"^(?: {4}|> )?(?:.*\| )?kvsieve ([a-z].*)$", "\n".join(code_lines(text)), re.M)
-    return [shlex.split(line.replace("[MODEL]", ""), comments=True) for line in lines]
-
-
-def code_lines(text: str) -> list[str]:
-    lines, fenced = [], False
-    for line in text.splitlines():
-        if line.startswith("```"):
-            fenced = not fenced
-        elif fenced or line.startswith("    "):
-            lines.append(line)
-    return lines
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_command_and_its_options_exist(page):
     group = typer.main.get_command(app)
-    for name, *arguments in commands(page):
+    for name, *arguments in commands(page.read_text()):
         assert name in group.commands, name
         command = group.commands[name]
         context = command.make_context(name, arguments)  # raises for an option that there is not
@@ -93,7 +76,7 @@ def test_the_readme_is_short():
 
 
 def test_the_quickstart_shows_every_command():
-    shown = {name for name, *_ in commands(ROOT / "docs" / "index.md")}
+    shown = {name for name, *_ in commands((ROOT / "docs" / "index.md").read_text())}
     assert shown == set(typer.main.get_command(app).commands)
 
 
@@ -117,13 +100,7 @@ def test_every_link_leads_somewhere(page):
             continue
         assert file.is_file(), f"{page.name}: {target}"
         if anchor:
-            assert anchor in anchors(file), f"{page.name}: {target}"
-
-
-def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in sections(file.read_text()), f"{page.name}: {target}"
 
 
 def test_the_readme_leads_to_every_page():

@@ -81,7 +81,7 @@ def advise_command(
     ] = None,
     methods: Annotated[str, option(METHOD, "Methods to measure, such as snapkv:kernel=21,kvzip")] = _METHODS,
     budgets: Annotated[
-        str, option(METHOD, "Budgets of each method: 10%,20% (default: a few shares, or what fits)")
+        str, option(METHOD, "Budgets of each method: 10%,20% (default: a few shares, or those that fit)")
     ] = "",
     codec: CodecsOption = None,
     rest: RestsOption = None,
@@ -94,7 +94,7 @@ def advise_command(
     samples: Annotated[int, option(TASKS, "Prompts per task to choose by, and as many to validate")] = 3,
     seed: GeneratedSeedOption = 0,
     measure_at: Annotated[
-        str | None, option(MEASUREMENT, "Prompt length that is measured, in tokens (default: what takes minutes)")
+        str | None, option(MEASUREMENT, "Measured prompt length, in tokens (default: one that takes minutes)")
     ] = None,
     cost_samples: Annotated[int, option(MEASUREMENT, "Timed runs per plan; 0 skips timing")] = 2,
     dtype: DtypeOption = "auto",
@@ -166,7 +166,7 @@ def advise_command(
 
 
 def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
-    """Print the table, the recommendation and what stands behind it."""
+    """Print the table, the recommendation and its reasons."""
     from kvsieve.advise.choose import on_frontier
 
     rows = [_row(each, on_frontier(each, advice.candidates)) for each in advice.candidates]

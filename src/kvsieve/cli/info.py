@@ -45,7 +45,7 @@ def doctor_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show versions, device and kernels, what is missing and how to install it; with MODEL, what runs on it."""
+    """Show versions, device, kernels and missing packages, with their install commands; with MODEL, its methods."""
     check_model_name(model)
     facts = {**_versions(), **_device(), "cache directory": str(kvsieve.models.cache_dir())}
     problems = [problem for problem in (_version_problem(),) if problem]
@@ -56,8 +56,8 @@ def doctor_command(
     facts["demo model"] = where
     problems += [problem] if problem else []
     if model is not None:
-        told, problem = _model(model)
-        facts |= told
+        about, problem = _model(model)
+        facts |= about
         problems += [problem] if problem else []
     if as_json:
         emit_json({**{key.replace(" ", "_"): value for key, value in facts.items()}, "problems": problems})

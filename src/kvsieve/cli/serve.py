@@ -1,4 +1,4 @@
-"""`kvsieve serve`: a model behind OpenAI's protocol, on this machine."""
+"""`kvsieve serve`: an OpenAI-compatible server on this machine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def serve_command(
     queue: Annotated[int, option(LIMITS, "Requests that may wait; more are refused")] = 64,
     kv_memory: Annotated[
         int | None,
-        option(LIMITS, "Memory for the KV cache of running requests: 4GiB (default: half of what is free)", **MEMORY),
+        option(LIMITS, "Memory for the KV cache of running requests: 4GiB (default: half the free memory)", **MEMORY),
     ] = None,
     max_tokens: Annotated[int, option(LIMITS, "Longest answer, in tokens", **TOKENS)] = 4096,
     seconds: Annotated[float, option(LIMITS, "Longest time per request, in seconds")] = 600.0,

@@ -20,9 +20,9 @@ from kvsieve.registry import register_method
     "a-shape",
     title="A-shape",
     paper="arXiv 2407.02490",
-    phase="while a prompt is read",
+    phase="prefill",
     query_aware=False,
-    summary="Prompts attend to the first tokens and the nearest: the baseline of sparse prompts.",
+    summary="Prefill attends to the first and the nearest tokens: the baseline of sparse prefill.",
 )
 @dataclass(frozen=True, kw_only=True)
 class AShape(BlockPrefill, heads="own"):

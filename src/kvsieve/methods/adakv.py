@@ -207,7 +207,7 @@ def _match(per_head: Tensor, heads: int) -> Tensor:
 )
 @dataclass(frozen=True, kw_only=True)
 class AdaKVParameters(Parameters):
-    """SnapKV whose heads share a layer's budget by where its best entries are."""
+    """SnapKV with a budget per head: the best entries of a layer decide how its heads share the budget."""
 
     budget: Budget | str | int | float = "20%"
     alpha: float = 0.2

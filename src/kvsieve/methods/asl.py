@@ -201,7 +201,7 @@ def _report(rows: list[_RowTrace], method: AdaptiveTSP) -> dict[str, object]:
 )
 @dataclass(frozen=True, kw_only=True)
 class ASLParameters(Parameters):
-    """FastKV whose layer is found per input, from the variance of token ranks."""
+    """FastKV with the layer chosen per prompt, by the variance of token ranks."""
 
     budget: Budget | str | int | float = 2048
     tau: float = 0.3

@@ -125,7 +125,7 @@ class CAKE(Cascade, heads="all", query_aware=True):
 )
 @dataclass(frozen=True, kw_only=True)
 class CakeParameters(Parameters):
-    """Budgets per layer by how spread out and how shifting its attention is, cut as layers come."""
+    """Set each layer's budget by the spread and the shift of its attention, evicting during prefill."""
 
     budget: Budget | str | int | float = "20%"
     tau1: float = 1.0

@@ -65,7 +65,7 @@ def chunkkv(
     skip_layers: int | tuple[int, ...] | str = 0,
     every: int | None = None,
 ) -> Plan:
-    """Whole chunks of neighbours, by the mean score of another method, `base`."""
+    """Keep whole chunks of adjacent entries, ranked by the mean score of another method, `base`."""
     return Plan(
         evict=ChunkKV(base=scored_by_name("chunkkv", base, budget, skip_layers, every), chunk_length=chunk_length)
     )

@@ -111,7 +111,7 @@ def claa(
     pooling: Pool = "max",
     skip_layers: Layers | str = 4,
 ) -> Plan:
-    """FastKV that ranks tokens by the largest of several layers' scores."""
+    """FastKV that ranks tokens by their largest score over several layers."""
     return Plan(
         propagate=CrossLayerTSP(
             rate=Budget.parse(tsp_rate), layer=tsp_layer, joined=joined, window=window, kernel=kernel, pooling=pooling

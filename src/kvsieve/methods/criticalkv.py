@@ -73,5 +73,5 @@ def criticalkv(
     skip_layers: int | tuple[int, ...] | str = 0,
     every: int | None = None,
 ) -> Plan:
-    """Scores of another method, `base`, half of them weighed by what the values put out."""
+    """Keep entries by the scores of another method, `base`; half of the budget weights them by value norm."""
     return Plan(evict=CriticalKV(base=scored_by_name("criticalkv", base, budget, skip_layers, every)))

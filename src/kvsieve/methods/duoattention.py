@@ -150,6 +150,6 @@ def duoattention(
     sinks: int = 128,
     recent: int = 256,
 ) -> Plan:
-    """All entries in retrieval heads, sinks and recent ones in the others; takes a model's profile."""
+    """Keep all entries in retrieval heads, sinks and recent entries in the others; needs a model's profile."""
     heads, model = array_of("heads", "duoattention", profile)
     return Plan(evict=DuoAttention(budget=Budget.parse(budget), heads=heads, sinks=sinks, recent=recent), profile=model)

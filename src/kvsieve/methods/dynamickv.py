@@ -101,7 +101,7 @@ def dynamickv(
     skip_layers: int | tuple[int, ...] | str = 0,
     every: int | None = None,
 ) -> Plan:
-    """Budgets per layer by where the best entries of all layers are."""
+    """Set each layer's budget by its share of the best entries of all layers."""
     base = SnapKV(
         budget=Budget.parse(budget),
         window=window,

@@ -24,9 +24,9 @@ from kvsieve.types import AttentionTerms
     "exacttopk",
     title="Exact top-k",
     paper="arXiv 2502.14051",
-    phase="while decoding",
+    phase="decode",
     query_aware=True,
-    summary="The entries that matter most to each query, found by scoring all of them: the oracle of sparse decoding.",
+    summary="Read the entries with the highest logits, computed over all entries: the oracle of sparse decoding.",
     budget=256,
 )
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ _BLOCK_ELEMENTS = 1 << 24
     paper="arXiv 2510.00636",
     phase="end of prompt",
     query_aware=False,
-    summary="Entries that queries like the prompt's can be expected to attend to later.",
+    summary="Keep the entries that later queries are expected to attend to, judged by the prompt's queries.",
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)

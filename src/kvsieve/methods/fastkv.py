@@ -110,7 +110,7 @@ def fastkv(
     kernel: Kernel = 7,
     pooling: Pool = "max",
 ) -> Plan:
-    """Token-selective propagation with SnapKV retention."""
+    """Propagate only the most attended tokens beyond one layer, and evict by SnapKV."""
     return Plan(
         propagate=TSP(rate=Budget.parse(tsp_rate), layer=tsp_layer, window=window, kernel=kernel, pooling=pooling),
         evict=SnapKV(budget=Budget.parse(budget), window=window, kernel=kernel, pooling=pooling),

@@ -82,14 +82,14 @@ class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True, q
     "finch",
     title="Finch",
     paper="arXiv 2408.00167",
-    phase="while reading",
+    phase="prefill",
     query_aware=True,
     example={"question_tokens": 32},
 )
 def finch(
     budget: Budget | str | int | float = "25%", question_tokens: int | None = None, chunk_length: int = 1024
 ) -> Plan:
-    """Chunk by chunk, entries the prompt's question attends to, moved together."""
+    """Compress chunk by chunk by the question's attention; kept keys get contiguous positions."""
     if question_tokens is None:
         raise PlanError(
             "finch reads a context in the light of its question: say how many of the prompt's last tokens it is, e.g. "

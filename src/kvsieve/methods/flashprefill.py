@@ -26,9 +26,9 @@ _PART, _PART_ELSEWHERE = 4, 32
     "flashprefill",
     title="FlashPrefill",
     paper="arXiv 2603.06199",
-    phase="while a prompt is read",
+    phase="prefill",
     query_aware=True,
-    summary="Prompts attend to the blocks whose estimated weight is near the largest.",
+    summary="Prefill attends to the blocks with an estimated weight near the largest.",
 )
 @dataclass(frozen=True, kw_only=True)
 class FlashPrefill(BlockPrefill, heads="own"):

@@ -24,9 +24,9 @@ from kvsieve.registry import register_method
     "flexprefill",
     title="FlexPrefill",
     paper="arXiv 2502.20766",
-    phase="while a prompt is read",
+    phase="prefill",
     query_aware=True,
-    summary="Each head of a prompt attends to estimated blocks or along lines, as many as its weight needs.",
+    summary="Prefill attends, per head, to estimated blocks or along lines, up to a share of the weight.",
 )
 @dataclass(frozen=True, kw_only=True)
 class FlexPrefill(BlockPrefill, heads="own"):

@@ -24,7 +24,7 @@ from kvsieve.registry import register_method
     paper="arXiv 2209.05433",
     phase="storage",
     query_aware=False,
-    summary="Floats of 8 bits, a scale per head and block.",
+    summary="Quantize to 8-bit floats with a scale per head and block.",
 )
 @dataclass(frozen=True, kw_only=True)
 class FP8(BlockCodec, heads="own"):

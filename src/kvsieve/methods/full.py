@@ -8,5 +8,5 @@ from kvsieve.registry import register_method
 
 @register_method("full", title="Full KV", paper="the model itself", phase="never", query_aware=False)
 def full() -> Plan:
-    """Keep everything: an empty plan."""
+    """Keep all KV entries: an empty plan."""
     return Plan()

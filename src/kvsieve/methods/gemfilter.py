@@ -35,7 +35,7 @@ from kvsieve.types import LayerContext, Selection
     phase="prefill",
     query_aware=True,
     derive=defaults.gemfilter,
-    summary="Tokens that an early layer's last query points to, read again as a short prompt.",
+    summary="Prefill again with only the tokens that an early layer's last query attends to.",
     budget=1024,
 )
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,7 @@ def moved(mass: Tensor, index: Tensor, to: Tensor) -> Tensor:
     paper="arXiv 2306.14048",
     phase="end of prompt, decode",
     query_aware=True,
-    summary="Recent entries and those with the most attention so far.",
+    summary="Keep recent entries and the entries with the most attention so far.",
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)

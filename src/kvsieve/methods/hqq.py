@@ -29,7 +29,7 @@ _P, _BETA, _GROWTH = 0.7, 10.0, 1.01
     paper="mobiusml.github.io/hqq_blog",
     phase="storage",
     query_aware=False,
-    summary="As kivi, with zeros whose errors are least, outliers forgiven.",
+    summary="Quantize like kivi, with the zero points of least error; outliers count little.",
 )
 @dataclass(frozen=True, kw_only=True)
 class HQQ(KIVI, heads="own"):

@@ -88,11 +88,11 @@ class HSA(BudgetReader, static_shapes=True):
         return Choice(entries, metadata_bytes=metadata_bytes)
 
 
-@register_method("hsa", title="HSA", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)
+@register_method("hsa", title="HSA", paper="arXiv 2502.14051", phase="decode", query_aware=True)
 def hsa(
     budget: Budget | str | int | float = 512,
 ) -> Plan:
-    """Entries chosen by pages' bounds in the query's largest channels: RocketKV's second stage alone."""
+    """Read entries ranked by page bounds in the query's largest channels: RocketKV's second stage alone."""
     return Plan(
         read=HSA(
             budget=Budget.parse(budget),

@@ -24,7 +24,7 @@ _LEVELS = tuple(float(level) for level in range(-127, 128))
     paper="arXiv 2208.07339",
     phase="storage",
     query_aware=False,
-    summary="Whole numbers of 8 bits, a scale per token.",
+    summary="Quantize to 8-bit integers with a scale per token.",
 )
 @dataclass(frozen=True, kw_only=True)
 class Int8(BlockCodec, heads="own"):

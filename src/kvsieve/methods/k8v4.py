@@ -31,7 +31,7 @@ from kvsieve.registry import register_method
     paper="arXiv 2502.04420",
     phase="storage",
     query_aware=False,
-    summary="Keys in more bits than values, keys per channel.",
+    summary="Quantize keys per channel, to more bits than values.",
 )
 @dataclass(frozen=True, kw_only=True)
 class K8V4(GroupCodec, heads="own"):

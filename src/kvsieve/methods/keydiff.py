@@ -30,7 +30,7 @@ from kvsieve.types import LayerContext, When
     paper="arXiv 2504.15364",
     phase="end of prompt",
     query_aware=False,
-    summary="Keys least like the mean key, no queries needed; with `chunks`, while the prompt is read too.",
+    summary="Keep the keys least similar to the mean key; uses no queries. `chunks` evicts during prefill, too.",
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)

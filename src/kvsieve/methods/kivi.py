@@ -24,7 +24,7 @@ from kvsieve.registry import register_method
     paper="arXiv 2402.02750",
     phase="storage",
     query_aware=False,
-    summary="Keys in few bits per channel, values per token.",
+    summary="Quantize keys per channel and values per token.",
 )
 @dataclass(frozen=True, kw_only=True)
 class KIVI(GroupCodec, heads="own"):

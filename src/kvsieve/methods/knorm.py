@@ -24,7 +24,7 @@ from kvsieve.types import LayerContext
     paper="arXiv 2406.11430",
     phase="end of prompt",
     query_aware=False,
-    summary="Smallest key norms, no queries needed.",
+    summary="Keep the entries with the smallest key norms; uses no queries.",
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)

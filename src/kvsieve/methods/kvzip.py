@@ -42,7 +42,7 @@ _REQUESTS = ("repeat_ids", "go_on_ids", "answer_ids")
     paper="arXiv 2505.23416",
     phase="end of prompt",
     query_aware=False,
-    summary="Entries the model needs to repeat its context, whatever the question.",
+    summary="Keep the entries the model needs to repeat its context, for any question.",
     budget="30%",
 )
 @dataclass(frozen=True, kw_only=True)

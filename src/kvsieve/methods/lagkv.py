@@ -48,7 +48,7 @@ Variant = Literal["lag", "local", "l2"]
     paper="arXiv 2504.04704",
     phase="end of prompt, decode",
     query_aware=False,
-    summary="Entries that stand out from the range of those that follow, no queries needed.",
+    summary="Keep the entries that deviate most from the range of the next ones; uses no queries.",
     budget="25%",
 )
 @dataclass(frozen=True, kw_only=True)

@@ -133,7 +133,7 @@ def lookahead(
     kernel: Kernel = 7,
     pooling: Pool = "avg",
 ) -> Plan:
-    """Entries that a draft of the answer attends to."""
+    """Keep the entries that a draft of the answer attends to."""
     return Plan(
         evict=Lookahead(
             budget=Budget.parse(budget),

@@ -22,9 +22,9 @@ from kvsieve.registry import register_method
     "minference",
     title="MInference",
     paper="arXiv 2407.02490",
-    phase="while a prompt is read",
+    phase="prefill",
     query_aware=True,
-    summary="Prompts attend along vertical and slash lines, which the last queries show.",
+    summary="Prefill attends along vertical and slash lines, found from the last queries.",
 )
 @dataclass(frozen=True, kw_only=True)
 class MInference(BlockPrefill, heads="own"):

@@ -40,7 +40,7 @@ def mixed(
     kernel: Kernel = 7,
     pooling: Pool = "avg",
 ) -> Plan:
-    """SnapKV that drops nothing: what it would drop is kept in few bits.
+    """SnapKV that evicts nothing: it quantizes the entries SnapKV would evict.
 
     budget: entries that stay exact.
     bits: 2, 3 or 4, of the others.

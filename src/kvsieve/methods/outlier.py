@@ -30,7 +30,7 @@ _PLACES = 1 << 16
     paper="arXiv 2401.18079, 2403.05527",
     phase="storage",
     query_aware=False,
-    summary="As kivi, the numbers furthest from the others kept apart.",
+    summary="Quantize like kivi, and store outliers separately.",
 )
 @dataclass(frozen=True, kw_only=True)
 class Outlier(KIVI, heads="own"):

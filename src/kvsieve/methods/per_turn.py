@@ -51,5 +51,5 @@ def perturn(
     base: str = "snapkv",
     skip_layers: int | tuple[int, ...] | str = 0,
 ) -> Plan:
-    """What another method, `base`, would keep, read by this turn's answer only; nothing is dropped."""
+    """Keep all KV, but let this turn attend only to the entries `base` would have kept."""
     return Plan(evict=PerTurn(base=scored_by_name("perturn", base, budget, skip_layers, None)))

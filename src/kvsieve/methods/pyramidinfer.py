@@ -176,7 +176,7 @@ def _tail_mass(ctx: LayerContext, weights: Tensor) -> Tensor:
 )
 @dataclass(frozen=True, kw_only=True)
 class PyramidInferParameters(Parameters):
-    """Every layer passes on fewer tokens than it got; with `budget`, SnapKV retention as well."""
+    """Propagate fewer tokens from layer to layer; with `budget`, evict by SnapKV, too."""
 
     rate: float = 0.9
     recent: float = 0.2

@@ -82,6 +82,6 @@ def qfilters(
     profile: Profile | str | os.PathLike[str] | None = None,
     recent: int = 0,
 ) -> Plan:
-    """Keys along the direction queries of their head share, no queries needed; takes a model's profile."""
+    """Keep keys along the mean direction of their head's queries; needs a model's profile, no queries."""
     filters, model = array_of("q_filters", "qfilters", profile)
     return Plan(evict=QFilters(budget=Budget.parse(budget), filters=filters, recent=recent), profile=model)

@@ -38,9 +38,9 @@ from kvsieve.types import AttentionTerms
     "quest",
     title="Quest",
     paper="arXiv 2406.10774",
-    phase="while decoding",
+    phase="decode",
     query_aware=True,
-    summary="Pages of entries whose greatest possible attention is highest; all entries stay stored.",
+    summary="Read the pages of entries with the highest bounds on attention; evict nothing.",
     budget=512,
 )
 @dataclass(frozen=True, kw_only=True)

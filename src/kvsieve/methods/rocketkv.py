@@ -58,7 +58,7 @@ class RocketEviction(GroupedSnapKV, heads="own", query_aware=True):
         return max(stored_entries(length, new_tokens, tokens) - new_tokens, self.minimum, self.budget.floor)
 
 
-@register_method("rocketkv", title="RocketKV", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)
+@register_method("rocketkv", title="RocketKV", paper="arXiv 2502.14051", phase="decode", query_aware=True)
 def rocketkv(
     budget: Budget | str | int | float = 512,
     window: int = 32,
@@ -68,12 +68,12 @@ def rocketkv(
     newest: bool = True,
     sparse_questions: bool = False,
 ) -> Plan:
-    """SnapKV with a wide pool evicts first; then each token reads few of the entries left, `budget` in all."""
+    """Evict by SnapKV with wide pooling, then read few of the entries left per token; `budget` covers both."""
     evict = _first(budget, window, kernel, pooling, skip_layers)
     return Plan(evict=evict, read=_second(evict, newest, sparse_questions))
 
 
-@register_method("rocketkv-mt", title="RocketKV-MT", paper="arXiv 2502.14051", phase="while decoding", query_aware=True)
+@register_method("rocketkv-mt", title="RocketKV-MT", paper="arXiv 2502.14051", phase="decode", query_aware=True)
 def rocketkv_mt(
     budget: Budget | str | int | float = 512,
     window: int = 32,
@@ -83,7 +83,7 @@ def rocketkv_mt(
     newest: bool = True,
     sparse_questions: bool = False,
 ) -> Plan:
-    """RocketKV for conversations: nothing is dropped, its first stage chooses afresh in every turn what may be read."""
+    """RocketKV for conversations: evict nothing; each turn's first stage limits the entries it may read."""
     evict = _first(budget, window, kernel, pooling, skip_layers)
     return Plan(evict=PerTurn(base=evict), read=_second(evict, newest, sparse_questions))
 

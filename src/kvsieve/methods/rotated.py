@@ -40,7 +40,7 @@ from kvsieve.registry import register_method
     paper="arXiv 2404.00456, 2504.19874",
     phase="storage",
     query_aware=False,
-    summary="A random rotation, then the best levels for normally distributed numbers.",
+    summary="Rotate at random, then quantize to the best levels for normally distributed numbers.",
 )
 @dataclass(frozen=True, kw_only=True)
 class Rotated(BlockCodec, heads="own"):

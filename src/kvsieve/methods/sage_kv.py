@@ -26,8 +26,7 @@ from kvsieve.types import LayerContext, Selection
     paper="arXiv 2503.08879",
     phase="end of prompt",
     query_aware=True,
-    summary="Sinks, recent tokens, and what the last token attends to; with `every`, a window that rolls while "
-    "decoding.",
+    summary="Keep sinks, recent tokens and those the last token attends to; `every` rolls the window while decoding.",
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)

@@ -78,5 +78,5 @@ def per_layer(
     skip_layers: int | tuple[int, ...] | str = 0,
     every: int | None = None,
 ) -> Plan:
-    """Another method, `base`, with a share of the budget for every layer as given."""
+    """Give each layer its own share of the budget of another method, `base`."""
     return Plan(evict=PerLayer(base=scored_by_name("per-layer", base, budget, skip_layers, every), shares=shares))  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ from kvsieve.types import LayerContext
     phase="end of prompt",
     query_aware=True,
     derive=defaults.pooling,
-    summary="Entries the end of the prompt attends to.",
+    summary="Keep the entries that the end of the prompt attends to.",
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)

@@ -32,10 +32,9 @@ from kvsieve.types import AttentionTerms
     "sparq",
     title="SparQ",
     paper="arXiv 2312.04985",
-    phase="while decoding",
+    phase="decode",
     query_aware=True,
-    summary="Entries whose attention, estimated from the query's largest channels, is highest, and the mean of all "
-    "values.",
+    summary="Read the entries with the highest attention, estimated from few channels; add the mean of all values.",
     budget=512,
 )
 @dataclass(frozen=True, kw_only=True)

@@ -136,7 +136,7 @@ def specprefill(
     keep_last: int = 32,
     budget: Budget | str | int | float | None = None,
 ) -> Plan:
-    """Only the tokens that a smaller model, `draft`, attends to are read; with `budget`, SnapKV retention as well."""
+    """Prefill only the tokens that a smaller model, `draft`, attends to; with `budget`, evict by SnapKV, too."""
     propagate = SpecPrefill(
         draft=draft,
         keep=Budget.parse(keep),

@@ -118,5 +118,5 @@ def squeezeattention(
     skip_layers: int | tuple[int, ...] | str = 0,
     every: int | None = None,
 ) -> Plan:
-    """Less budget for layers whose attention changes the hidden states least."""
+    """Give less budget to the layers where attention changes the hidden states least."""
     return Plan(evict=SqueezeAttention(base=scored_by_name("squeezeattention", base, budget, skip_layers, every), p=p))

@@ -74,7 +74,7 @@ class StagedTSP(CrossLayerTSP, heads="all", query_aware=True):
 )
 @dataclass(frozen=True, kw_only=True)
 class StagedParameters(Parameters):
-    """CLAA that drops half of the tokens early, and most of the rest where FastKV drops them."""
+    """CLAA in two steps: drop half of the tokens early, and most of the rest at FastKV's layer."""
 
     budget: Budget | str | int | float = "10%"
     tsp_layer: int | None = None

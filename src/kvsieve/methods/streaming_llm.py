@@ -22,7 +22,7 @@ from kvsieve.types import LayerContext
     paper="arXiv 2309.17453",
     phase="end of prompt",
     query_aware=False,
-    summary="Attention sinks and the most recent tokens; with `every`, a window that rolls while decoding.",
+    summary="Keep attention sinks and the most recent tokens; `every` rolls the window while decoding.",
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from kvsieve.types import LayerContext
     paper="arXiv 2401.06104",
     phase="end of prompt, decode",
     query_aware=True,
-    summary="Entries the newest token attends to, one set per layer, while decoding too.",
+    summary="Keep the entries the newest token attends to, one set per layer, while decoding, too.",
     budget="20%",
 )
 @dataclass(frozen=True, kw_only=True)

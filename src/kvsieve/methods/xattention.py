@@ -29,9 +29,9 @@ _PART = 16
     "xattention",
     title="XAttention",
     paper="arXiv 2503.16428",
-    phase="while a prompt is read",
+    phase="prefill",
     query_aware=True,
-    summary="Prompts attend to the blocks with the largest sums over antidiagonals.",
+    summary="Prefill attends to the blocks with the largest sums over antidiagonals.",
 )
 @dataclass(frozen=True, kw_only=True)
 class XAttention(BlockPrefill, heads="own"):

@@ -64,6 +64,6 @@ def zigzagkv(
     skip_layers: int | tuple[int, ...] | str = 0,
     every: int | None = None,
 ) -> Plan:
-    """Budgets per layer by how many entries hold most of its attention."""
+    """Set each layer's budget by the number of entries with most of its attention."""
     base_evictor = scored_by_name("zigzagkv", base, budget, skip_layers, every)
     return Plan(evict=ZigZagKV(base=base_evictor, target=target, floor=layer_floor))

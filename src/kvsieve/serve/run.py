@@ -133,7 +133,7 @@ def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Ca
 
         def ready() -> None:
             host = f"[{options.host}]" if ":" in options.host else options.host
-            told = "" if options.keys else "; no API keys, so whoever reaches it may ask"
+            told = "" if options.keys else "; no API keys: anyone who reaches it may use it"
             say(f"serving {service.model} under {options.plan.name} at http://{host}:{port}{told}")
 
         config = uvicorn.Config(

@@ -60,7 +60,7 @@ def _idle(plan: Plan, record: TurnRecord) -> list[str]:
     if plan.read is not None and record.reads.tokens and not record.reads.sparse:
         notes.append("every token read all of what is stored: that is not more than the budget")
     # One reason for all of them.
-    return [f"{tokens} tokens kept whole: below the floor of {plan.floor}"] if notes and tokens <= plan.floor else notes
+    return [f"all {tokens} tokens kept: below the floor of {plan.floor}"] if notes and tokens <= plan.floor else notes
 
 
 def entries_after_prompt(cache: SieveCache) -> tuple[list[int], list[int]]:

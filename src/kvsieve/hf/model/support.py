@@ -18,13 +18,13 @@ from kvsieve.roles import ChunkedEvictor, Codec
 
 # Fields of a decoder's config that announce something attention would have to honour, and why it cannot yet.
 _TELLING_FIELDS = {
-    "index_topk": "its indexed attention chooses by itself, in every layer, what to read",
+    "index_topk": "its indexed attention selects the entries to read, in every layer",
     "rel_extent": "its attention adds a learned bias for each distance in every layer, unfit for a sieved cache",
 }
 
 # Architectures that can be told only by name; the guards at run time would catch them too, one pass later.
 _TELLING_TYPES = {
-    "diffllama": "its differential attention attends twice to what is cached once",
+    "diffllama": "its differential attention attends twice to each cached entry",
     "doge": "its dynamic masks are computed from cached values",
     "recurrent_gemma": "its recurrent layers keep state outside the cache",
 }

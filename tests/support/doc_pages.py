@@ -1,0 +1,42 @@
+"""Commands and headings of the Markdown pages."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+
+def commands(text: str) -> list[list[str]]:
+    """The arguments of each line of a page's code blocks that calls kvsieve, without optional ones."""
+    lines = re.findall(
+        r"^(?: {4}|> )?(?:.*\| )?kvsieve ([a-z].*)$", "\n".join(code_lines(text.replace("\\\n", " "))), re.M
+    )
+    return [shlex.split(line.replace("[MODEL]", ""), comments=True) for line in lines]
+
+
+def code_lines(text: str) -> list[str]:
+    lines, fenced = [], False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            fenced = not fenced
+        elif fenced or line.startswith("    "):
+            lines.append(line)
+    return lines
+
+
+def anchor(heading: str) -> str:
+    """The anchor that GitHub makes of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def sections(text: str) -> dict[str, str]:
+    """Each section with its anchor, subsections included; "" is the page up to its first section."""
+    out, places = {"": re.split(r"^##+ ", text, maxsplit=1, flags=re.M)[0]}, []
+    # Comments in code look like headings: blanked, at their length.
+    plain = re.sub(r"^```.*?^```", lambda code: " " * len(code[0]), text, flags=re.M | re.S)
+    for found in re.finditer(r"^(#+) (.*)$", plain, re.M):
+        places.append((len(found[1]), found[2], found.start()))
+    for at, (depth, heading, start) in enumerate(places):
+        end = next((place for level, _, place in places[at + 1 :] if level <= depth), len(text))
+        out[anchor(heading)] = text[start:end]
+    return out
