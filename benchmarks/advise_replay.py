@@ -82,7 +82,7 @@ def main() -> None:
             if 3 * samples > least:
                 continue
             stated, low, high, fresh = np.array(list(trials(budgets, samples, given.replays))).T
-            told = {
+            row = {
                 "within": np.mean((low <= fresh) & (fresh <= high)),
                 "below": np.mean(fresh < low),
                 "above": np.mean(fresh > high),
@@ -91,7 +91,7 @@ def main() -> None:
             }
             rows.append(
                 {"run": name, "tasks": len(tasks), "samples": samples}
-                | {k: round(float(v), 3) for k, v in told.items()}
+                | {k: round(float(v), 3) for k, v in row.items()}
             )
     write_result(given.out, {"environment": environment(), "replays": given.replays, "rows": rows})
     print(markdown_table(list(rows[0]), [[str(each) for each in row.values()] for row in rows]))

@@ -38,11 +38,11 @@ pipe = genai.LLMPipeline(sys.argv[1], "CPU", scheduler_config=plan, INFERENCE_NU
 for line in sys.stdin:
     asked, times = json.loads(line), []
     rule = genai.GenerationConfig(max_new_tokens=asked["tokens"], do_sample=False, ignore_eos=True)
-    def told(part):
+    def streamed(part):
         times.append(time.perf_counter())
         return genai.StreamingStatus.RUNNING
     began = time.perf_counter()
-    pipe.generate(openvino.Tensor(numpy.array([asked["ids"]], dtype=numpy.int64)), rule, told)
+    pipe.generate(openvino.Tensor(numpy.array([asked["ids"]], dtype=numpy.int64)), rule, streamed)
     ended, made = time.perf_counter(), asked["tokens"] - 1
     print(json.dumps({"ttft_s": times[0] - began, "tpot_s": (ended - times[0]) / made}), flush=True)
 """

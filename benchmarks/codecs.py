@@ -175,8 +175,8 @@ def rests(
         for rest, each in found.items():
             means = [round(statistics.mean(part), 6) for part in zip(*each, strict=True)]
             names = {"kl_rest": means[0], "kl_evicted": means[1], "per_sample": each}
-            told = {"task": task.name, "rest": rest, "tokens": length, "kv": round(shares[rest], 5), "samples": samples}
-            rows.append(told | names)
+            row = {"task": task.name, "rest": rest, "tokens": length, "kv": round(shares[rest], 5), "samples": samples}
+            rows.append(row | names)
     return rows
 
 
@@ -307,8 +307,8 @@ def main() -> None:
         add(f"quality {length}", lambda n=length, p=plans: quality(model, tokenizer, p, n, given.samples))
         exact = given.rest_budget
         part = f"rest {length}" if exact == "10%" else f"rest {length} {exact}"
-        told = given.samples, exact, given.rest_tasks.split(","), given.rests.split(",")
-        add(part, lambda n=length, t=told: rests(model, tokenizer, n, *t))
+        arguments = given.samples, exact, given.rest_tasks.split(","), given.rests.split(",")
+        add(part, lambda n=length, t=arguments: rests(model, tokenizer, n, *t))
         add(f"peer {length}", lambda n=length: peers(model, tokenizer, codecs, n, given.rounds))
     add("drift", lambda: drift(model, tokenizer, codecs, given.drift_length, given.drift_tokens))
     if "planted" in given.parts.split(","):

@@ -32,7 +32,7 @@ Draw = Callable[[Random, int], MeanEstimate]
 
 @dataclass(frozen=True)
 class Rule:
-    """Samples of one kind, their true mean, and the interval they have. verdicts: whether one is told of them."""
+    """Samples of one kind, their true mean, and the interval they have. verdicts: whether one is printed."""
 
     kind: str
     rule: str

@@ -525,8 +525,8 @@ def main() -> int:
     for line in failures:
         print(line)
     bad = sum(count for outcome, count in counts.items() if outcome not in ("refused", "ran"))
-    told = ", ".join(f"{counts[each]} {each}" for each in ("refused", "ran", "foreign", "hang", "left behind"))
-    print(f"fuzz: {sum(counts.values())} cases of seed {arguments.seed}: {told}; {time.perf_counter() - began:.0f} s")
+    text = ", ".join(f"{counts[each]} {each}" for each in ("refused", "ran", "foreign", "hang", "left behind"))
+    print(f"fuzz: {sum(counts.values())} cases of seed {arguments.seed}: {text}; {time.perf_counter() - began:.0f} s")
     return 1 if bad else 0
 
 

@@ -10,7 +10,7 @@ leave in the middle of a head, of a body or of a reply, or send nothing more. Al
 
 The script exits 1 for a reply of status 500 or more (503 for a server that is full is none), for an error that is not
 in OpenAI's form or repeats what was sent, for a hang, for memory that a body takes (200 MiB) or that stays of the
-second half of the bodies and of the cuts (64 MiB), and for work that stays. Latency is told and not judged: it is the
+second half of the bodies and of the cuts (64 MiB), and for work that stays. Latency is printed, not judged: it is the
 machine's as well.
 """
 
@@ -272,9 +272,9 @@ def send_bodies(server: Server, numbers: list[int], seed: int, shown: bool) -> t
             wrong = wrong or (f"{len(data)} bytes took {peaks[-1] >> 20} MiB" if peaks[-1] > PEAK else None)
         if wrong or shown:
             failures.append(f"body {number} to {path}, {data[:200]!r}: {wrong or (status, reply[:500])}")
-    told = ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items()))
+    text = ", ".join(f"{count} x {status}" for status, count in sorted(statuses.items()))
     longest = f"{slowest[0]:.1f} s (number {slowest[1]})"
-    return f"bodies: {told}; at most {longest}, and {max(peaks) >> 20} MiB for one", failures
+    return f"bodies: {text}; at most {longest}, and {max(peaks) >> 20} MiB for one", failures
 
 
 def cut(server: Server, draw: random.Random) -> None:
@@ -348,7 +348,7 @@ def main() -> int:
         warm = max(given.bodies // 2, 1)
         first, failures = send_bodies(server, list(range(warm)), given.seed, shown=False)
         held = server.memory()
-        told, more = send_bodies(server, list(range(warm, given.bodies)), given.seed, shown=False)
+        bodies, more = send_bodies(server, list(range(warm, given.bodies)), given.seed, shown=False)
         cuts, late = cut_connections(server, given.clients, given.cuts, given.seed)
         latency = bystander.end()
         growth = server.memory() - held
@@ -360,7 +360,7 @@ def main() -> int:
         code = server.process.wait(60)
     if code:
         failures.append(f"the server ends with status {code}")
-    print(*failures, f"first {first}", told, cuts, latency, sep="\n")
+    print(*failures, f"first {first}", bodies, cuts, latency, sep="\n")
     print(f"memory: {growth >> 20} MiB more than after {warm} bodies; {time.perf_counter() - began:.0f} s in all")
     return 1 if failures else 0
 

@@ -8,7 +8,7 @@ so each case has one of its own. The model is loaded and every weight read, free
 resident then is taken from the resident peak of reading the prompt and generating two tokens. `transformers` is its own
 cache; any other case is a method of kvsieve, at 10% where it has a budget, and `NAME/chunked` reads it in chunks.
 `allowed_bytes` is the final KV, one layer's KV of the whole prompt, and half a GiB. Every case is measured in several
-processes, since peaks of the same case differ: told are medians, and what was added in each run.
+processes, since peaks of the same case differ: reported are medians, and the addition in each run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(name: str | None, case: str, tokens: int, chunk: int, decode: str) -
     with measure_peak(model.device) as before:
         pass
     run = contender(model, case, chunk, decode).run(prompt, 2)
-    assert before.bytes is not None and run["peak_bytes"] is not None, "peak memory is only told on Linux"
+    assert before.bytes is not None and run["peak_bytes"] is not None, "peak memory is only known on Linux"
     config = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layer = 2 * config.num_key_value_heads * head * prompt.ids.shape[1] * weight.element_size()

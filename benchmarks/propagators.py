@@ -5,7 +5,7 @@
 MODEL: a directory or hub id, the demo model if left out. Every plan stores what calibrated SnapKV stores at 10% (claa
 all of its first four layers), so that they differ in what they read. Samples are those of `kvsieve eval` with seed 0,
 and all plans see the question. Times: all plans take turns on the same model object and the same prompt, starting with
-another one each round; told are medians of the rounds and of the ratios to full KV within a round. Parts are added to
+another one each round; results are medians of rounds and of ratios to full KV within a round. Parts are added to
 benchmarks/results/propagators.json, in place of those of the same model.
 """
 
@@ -65,14 +65,14 @@ def scores(
             for name, outcome in zip(compared, outcomes, strict=True):
                 rows[name][task.name].append((outcome.metrics["score"], outcome.kl))
             print(f"sample {index}, {task.name}", flush=True)
-        told = {
+        row = {
             name: {
                 **{task: round(statistics.mean(score for score, _ in found), 3) for task, found in mine.items()},
                 "kl": round(statistics.mean(kl for found in mine.values() for _, kl in found), 3),
             }
             for name, mine in rows.items()
         }
-        done({"environment": environment(model), "samples_per_task": index + 1, "told": told})
+        done({"environment": environment(model), "samples_per_task": index + 1, "told": row})
 
 
 def times(model: Any, tokenizer: Any, compared: dict[str, kvsieve.Plan], given: argparse.Namespace) -> dict[str, Any]:

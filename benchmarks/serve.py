@@ -3,8 +3,8 @@
     python benchmarks/serve.py [MODEL] [--clients 8] [--rounds 3] [--tokens 7500] [--gaps 2.25,inf] [--chunk 128]
         [--out FILE]
 
-All in one process, without HTTP. In a round, one client and then several generate as many tokens each; told is the
-median over rounds of the ratio within a round. Then several streams run, and a prompt of --tokens comes: told are the
+All in one process, without HTTP. In a round, one client and then several generate as many tokens each; reported is the
+median over rounds of the ratio within a round. Then several streams run while a prompt of --tokens comes: the
 95th percentiles of the gaps between tokens of the streams before it came and while it was read, how long reading it
 took, and how long it takes with nothing beside it, for each --gap (`kvsieve serve --gap`; inf reads whole chunks).
 """
@@ -63,7 +63,7 @@ class Client:
 
 
 def prompts(tokenizer: Any, length: int, count: int, seed: int) -> torch.Tensor:
-    """Pieces of a text from places drawn by `seed`, so that answers are text as well, told token by token."""
+    """Pieces of a text from places drawn by `seed`, so that answers are text as well, sent token by token."""
     text = torch.tensor(tokenizer(load_haystack("topics")).input_ids)
     starts = torch.randint(len(text) - length, (count,), generator=torch.Generator().manual_seed(seed))
     return torch.stack([text[start : start + length] for start in starts])
@@ -74,7 +74,7 @@ def throughput(scheduler: Scheduler, plan: Plan, ids: torch.Tensor, tokens: int)
     clients = [Client(scheduler, each, plan, tokens) for each in ids]
     for client in clients:
         client.summary()
-    # While all run: what one chunk told is the text of a token or more, so tokens are counted, not pieces.
+    # While all run: one chunk has the text of a token or more, so tokens are counted, not pieces.
     began, ended = max(client.times[0] for client in clients), min(client.times[-1] for client in clients)
     made = sum(sum(began < at <= ended for at in client.times) for client in clients)
     return made / (ended - began)

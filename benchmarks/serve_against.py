@@ -80,9 +80,9 @@ words, numbers, came, going = pipe.get_tokenizer(), itertools.count(), queue.Sim
 def run():
     while True:
         while not (going and came.empty()):
-            ids, rule, told = came.get()
+            ids, rule, out_queue = came.get()
             tokens = openvino.Tensor(numpy.array([ids], dtype=numpy.int64))
-            going.append((pipe.add_request(next(numbers), tokens, rule), told))
+            going.append((pipe.add_request(next(numbers), tokens, rule), out_queue))
         pipe.step()
         for each in list(going):
             while each[0].can_read():
@@ -102,10 +102,10 @@ class Answers(BaseHTTPRequestHandler):
         ids = words.encode(ids).input_ids.data[0].tolist() if isinstance(ids, str) else ids
         rule = genai.GenerationConfig(max_new_tokens=asked["max_tokens"], do_sample=False, ignore_eos=True)
         self.send_response(200), self.send_header("Connection", "close"), self.end_headers()
-        told, made = queue.SimpleQueue(), 0
-        came.put((ids, rule, told))
+        out_queue, made = queue.SimpleQueue(), 0
+        came.put((ids, rule, out_queue))
         while made < asked["max_tokens"]:
-            part = told.get()
+            part = out_queue.get()
             made += len(part)
             self.tell({"choices": [{"text": words.decode(part) or " "}]})
         self.tell({"usage": {"prompt_tokens": len(ids), "completion_tokens": made}})
@@ -247,19 +247,19 @@ def medians(rounds: list[dict[str, Any]], others: list[dict[str, Any]]) -> list[
         for at, cell in enumerate(cells):
             mine = [each[length][at] for each in rounds]
             theirs = [each[length][at] for each in others]
-            told: dict[str, Any] = {"tokens": int(length), "clients": cell["clients"]}
+            row: dict[str, Any] = {"tokens": int(length), "clients": cell["clients"]}
             for name, value in (
                 ("ttft_s", lambda each: each["ttft_s"]["median"]),
                 ("tpot_s", lambda each: each["tpot_s"]["median"]),
                 ("tokens_per_s", lambda each: each["tokens_per_s"]),
             ):
-                told[name] = round(statistics.median(map(value, mine)), 5)
+                row[name] = round(statistics.median(map(value, mine)), 5)
                 ratios = [value(a) / value(b) for a, b in zip(mine, theirs, strict=True)]
-                told[f"{name}_ratio"] = round(statistics.median(ratios), 3)
+                row[f"{name}_ratio"] = round(statistics.median(ratios), 3)
             again = [each["again"]["ttft_s"]["median"] for each in mine if "again" in each]
             if again:
-                told["again_ttft_s"] = round(statistics.median(again), 5)
-            out.append(told)
+                row["again_ttft_s"] = round(statistics.median(again), 5)
+            out.append(row)
     return out
 
 

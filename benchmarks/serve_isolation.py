@@ -50,7 +50,7 @@ class Prober:
         return seconds, reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
-def told_apart(first: list[float], second: list[float], draws: int = 2000) -> dict[str, float]:
+def separation(first: list[float], second: list[float], draws: int = 2000) -> dict[str, float]:
     """Area under the ROC curve of `first` being quicker, and the share of relabellings as far from 0.5."""
 
     def area(one: list[float], other: list[float]) -> float:
@@ -88,7 +88,7 @@ def probed(url: str, words: tuple[int, int], given: argparse.Namespace, key: str
         "hits": hits,
         "known_s": round(statistics.median(times["known"]), 5),
         "unknown_s": round(statistics.median(times["unknown"]), 5),
-        **told_apart(times["known"], times["unknown"]),
+        **separation(times["known"], times["unknown"]),
     }
 
 

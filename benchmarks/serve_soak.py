@@ -4,12 +4,12 @@
 
 The model is tiny and random, in float32; the server runs in this process and is asked over HTTP. Requests are drawn
 by their numbers, from --first on, so that a long soak can be run in pieces: each piece is added to the file, and the
-sums of all are told. Every answer, whole or streamed, is compared with `sieve.generate`'s, and every response with
+sums of all are printed. Every answer, whole or streamed, is compared with `sieve.generate`'s, and every response with
 the schema.
 
 Memory is what the process has of its own (anonymous pages), at forty points of a piece at which nothing runs, after a
 collection and after the allocator has given back what is free. Caches fill and the allocator settles in the first half,
-which is told as warm-up. A leak goes on: told is the slope over the second half (the median of the slopes between all
+which counts as warm-up. A leak continues: the slope is of the second half (the median of the slopes between all
 pairs of points), as growth in 10,000 requests and as a share of all memory, and that of the number of Python objects.
 """
 

@@ -5,7 +5,7 @@
     python benchmarks/store.py sessions [--tokens 7500]
 
 document: a process reads a document with a first question, leaves it to a store and is killed (SIGKILL). This process
-opens the store and asks a second question about the document. Its prompt is read anew as well; told are seconds to the
+opens the store and asks a second question about the document. Its prompt is prefilled anew, too: seconds to the
 first token of both, and whether the answers are the same. --folder keeps the store of the killed process, so that
 several runs need it once. With --unbroken one process asks both questions, with a store in memory.
 
@@ -107,10 +107,10 @@ def fill_and_die(given: argparse.Namespace, folder: str) -> float:
     command = [sys.executable, __file__, "fill", "--method", given.method, "--tokens", str(given.tokens)]
     child = subprocess.Popen([*command, "--folder", folder], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
-    told = json.loads(child.stdout.readline())
+    report = json.loads(child.stdout.readline())
     os.kill(child.pid, signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL
-    return told
+    return report
 
 
 def fill(given: argparse.Namespace) -> None:
@@ -171,9 +171,9 @@ def trace(sieve: Any, store: PrefixStore, turns: int) -> dict[str, Any]:
         store.add(sieve, result.sequences[0], result.cache, 0.001 * ids.shape[1], turns=ends)
         ids = result.sequences
     stats = store.stats()
-    told = ("nodes", "memory_bytes", "hits", "misses", "evictions", "tokens_asked", "tokens_reused")
+    report = ("nodes", "memory_bytes", "hits", "misses", "evictions", "tokens_asked", "tokens_reused")
     share = round(stats.tokens_reused / stats.tokens_asked, 4)
-    return {"share": share, "last_prompt_tokens": ends[-1], **{name: stats.to_dict()[name] for name in told}}
+    return {"share": share, "last_prompt_tokens": ends[-1], **{name: stats.to_dict()[name] for name in report}}
 
 
 def sessions(given: argparse.Namespace) -> dict[str, Any]:

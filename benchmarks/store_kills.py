@@ -3,7 +3,7 @@
     python benchmarks/store_kills.py [--kills 200] [--out benchmarks/results/store_kills.json]
 
 Each time a child process reads random prompts with a tiny model, adds them to a store and tells its parent of each that
-is on the disk. It is killed at a random moment. Then the store is opened again: whatever was told must be found, no
+is on the disk. It is killed at a random moment. Then the store is opened again: every reported node must be found, no
 file may be damaged, and what is found must be what was read. Needs a system with fork (not Windows).
 """
 
@@ -40,14 +40,14 @@ def read(sieve: Sieve, seed: int) -> kvsieve.SieveCache:
     return sieve.prefill(prompt(seed), chunk=32)
 
 
-def write_until_killed(sieve: Sieve, path: Path, first: int, told: int) -> None:
+def write_until_killed(sieve: Sieve, path: Path, first: int, reported: int) -> None:
     """Add one conversation after another, and tell the number of each that is on the disk, and the turns that it has.
 
     Args:
         sieve: the attached model.
         path: of the store.
         first: number of the first conversation.
-        told: descriptor of a pipe to the parent.
+        reported: descriptor of a pipe to the parent.
     """
     store = PrefixStore(path)
     for seed in range(first, first + 10_000):
@@ -58,11 +58,11 @@ def write_until_killed(sieve: Sieve, path: Path, first: int, told: int) -> None:
                 sieve.prefill(ids, cache=cache)
             store.add(sieve, ids[0], cache, 1.0, turns=(TOKENS, TOKENS + 20)[: turn + 1])
             if store.flush():
-                os.write(told, f"{seed} {turn}\n".encode())
+                os.write(reported, f"{seed} {turn}\n".encode())
 
 
 def kill_once(sieve: Sieve, path: Path, first: int, wait: float) -> list[tuple[int, int]]:
-    """Let a child write, kill it, and return what it had told: numbers of conversations, and of their turns.
+    """Let a child write, kill it, and return its reports: numbers of conversations, and of their turns.
 
     Args:
         sieve: the attached model.
@@ -80,29 +80,29 @@ def kill_once(sieve: Sieve, path: Path, first: int, wait: float) -> list[tuple[i
             os._exit(1)
     os.close(writing)
     with os.fdopen(reading) as lines:
-        told = [lines.readline()]
+        reported = [lines.readline()]
         time.sleep(wait)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        told += [line for line in lines if line.endswith("\n")]
-    found = [line.split() for line in told if line.strip()]
+        reported += [line for line in lines if line.endswith("\n")]
+    found = [line.split() for line in reported if line.strip()]
     return [(int(seed), int(turn)) for seed, turn in found]
 
 
-def check(sieve: Sieve, path: Path, told: list[tuple[int, int]]) -> dict[str, int]:
-    """Open a store after a kill; count what was told, what of it is lost, and what is damaged or wrong."""
-    counts = {"finished": len(told), "lost": 0, "damaged": 0, "wrong": 0}
+def check(sieve: Sieve, path: Path, reported: list[tuple[int, int]]) -> dict[str, int]:
+    """Open a store after a kill; count the reported nodes, those that are lost, and what is damaged or wrong."""
+    counts = {"finished": len(reported), "lost": 0, "damaged": 0, "wrong": 0}
     with PrefixStore(path, memory=0) as store:
         store.verify()
         counts["damaged"] = store.stats().damaged
-        for number, (seed, turn) in enumerate(told):
+        for number, (seed, turn) in enumerate(reported):
             ids = torch.cat([prompt(seed), prompt(seed + 1)[:, :20]][: turn + 1], 1)
             ends = (TOKENS, TOKENS + 20)[: turn + 1]
             longer = torch.cat([ids, prompt(seed + 2)[:, :9]], 1)
             found = store.find(sieve, longer[0], turns=(*ends, longer.shape[1]))
             if found is None or found.tokens < ids.shape[1]:
                 counts["lost"] += 1
-            elif number == len(told) - 1:
+            elif number == len(reported) - 1:
                 fresh = read(sieve, seed)
                 if turn:
                     sieve.prefill(ids, cache=fresh)
@@ -131,9 +131,9 @@ def main() -> None:
         path = Path(folder.name) / "store"
         name = ("full", "snapkv")[number % 2]
         with kvsieve.attach(model, kvsieve.plan(name, **PLANS[name])) as sieve:
-            told = kill_once(sieve, path, 100_000 * number, chance.uniform(0, 0.15))
+            reported = kill_once(sieve, path, 100_000 * number, chance.uniform(0, 0.15))
             total["unfinished files"] += len([*path.glob(".*.kvsieve-tmp")])
-            for each, count in check(sieve, path, told).items():
+            for each, count in check(sieve, path, reported).items():
                 total[each] += count
         total["kills"] += 1
     result = {"environment": environment(), "result": total}

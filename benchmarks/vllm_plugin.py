@@ -133,11 +133,11 @@ def layer(given: argparse.Namespace) -> dict[str, Any]:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    from kvsieve.vllm.pages import PageBounds, choose_pages, question_of, question_of_means, told
+    from kvsieve.vllm.pages import PageBounds, choose_pages, question_of, question_of_means, kernel_status
 
     current_platform.import_kernels()
     dtype, counts = getattr(torch, given.dtype), 8
-    out: dict[str, Any] = {"pages_read": counts, "kernel": told(), "threads": torch.get_num_threads()}
+    out: dict[str, Any] = {"pages_read": counts, "kernel": kernel_status(), "threads": torch.get_num_threads()}
 
     def one(length: int, heads: int, kv_heads: int, dim: int, page: int) -> dict[str, Callable[[], Any]]:
         blocks, copies = -(-length // page) + 1, 4
@@ -234,10 +234,10 @@ def layer_on_gpu(given: argparse.Namespace) -> dict[str, Any]:
     for name, (heads, kv_heads, dim) in GEOMETRIES.items():
         for length, batch in itertools.product(given.lengths, given.batches):
             runs = calls(length, batch, heads, kv_heads, dim, 32, out["pages_read"], dtype)
-            told = {each: [milliseconds(run, 50) for _ in range(given.rounds)] for each, run in runs.items()}
+            times_of = {each: [milliseconds(run, 50) for _ in range(given.rounds)] for each, run in runs.items()}
             out[f"{name}, {length} tokens, {batch} at once"] = {
                 each: {how: round(statistics.median(one[how] for one in times), 4) for how in times[0]}
-                for each, times in told.items()
+                for each, times in times_of.items()
             }
             del runs
             torch.cuda.empty_cache()
@@ -254,15 +254,15 @@ def decode(given: argparse.Namespace) -> dict[str, Any]:
     alone = child(given, "itself", graphs=on_gpu())
     out: dict[str, Any] = {}
     for case, seconds in alone.items():
-        told = out[case] = {"vllm_itself_ms": round(1e3 * statistics.median(seconds), 2)}
+        row = out[case] = {"vllm_itself_ms": round(1e3 * statistics.median(seconds), 2)}
         for plan, cases in spent.items():
             dense, sparse = (1e3 * statistics.median(cases[case][way]) for way in ("dense", "sparse"))
             ratios = [one / other for one, other in zip(cases[case]["sparse"], cases[case]["dense"], strict=True)]
-            told[plan] = {
+            row[plan] = {
                 "dense_ms": round(dense, 2),
                 "sparse_ms": round(sparse, 2),
                 "sparse_to_dense_in_turn": round(statistics.median(ratios), 3),
-                "sparse_to_best_dense": round(sparse / min(dense, told["vllm_itself_ms"]), 3),
+                "sparse_to_best_dense": round(sparse / min(dense, row["vllm_itself_ms"]), 3),
             }
     return out
 
@@ -493,11 +493,11 @@ def main() -> None:
 
     report = json.loads(given.out.read_text()) if given.out.exists() else {}
     for part in given.parts.split(","):
-        told = child(given, part) if part == "layer" else PARTS[part](given)
+        results = child(given, part) if part == "layer" else PARTS[part](given)
         stamp = {"environment": environment(given.model), "model": Path(given.model).name, "dtype": given.dtype}
-        report[f"{part}, {Path(given.model).name}"] = {**stamp, "result": told}
+        report[f"{part}, {Path(given.model).name}"] = {**stamp, "result": results}
         write_result(given.out, report)
-        print(json.dumps({part: told}, indent=1), flush=True)
+        print(json.dumps({part: results}, indent=1), flush=True)
 
 
 if __name__ == "__main__":

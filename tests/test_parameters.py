@@ -103,7 +103,7 @@ def test_fields_that_are_read_from_text_stay_so():
 def test_what_a_method_cannot_do_without_is_asked_for():
     with pytest.raises(PlanError, match=r"per-layer needs shares=, e.g. plan\('per-layer', shares='1'\)"):
         kvsieve.plan("per-layer")
-    with pytest.raises(PlanError, match="a method is told by its name"):
+    with pytest.raises(PlanError, match="expected a method's name"):
         kvsieve.plan(5)
 
 

@@ -50,7 +50,7 @@ def page(results: Path) -> str:
 
 def ran(study: Study, folder: Path) -> str:
     """Which parts have run, at which lengths and with how many samples."""
-    found, told, missing = Found(study.name, folder), [], []
+    found, parts, missing = Found(study.name, folder), [], []
     for part in study.parts:
         rows = found.costs(part.name) if part.times else found.rows(part.name)
         lengths = sorted({row["length"] for row in rows})
@@ -61,9 +61,9 @@ def ran(study: Study, folder: Path) -> str:
             n: len({(row.get("task"), row.get("sample", row.get("repeat"))) for row in rows if row["length"] == n})
             for n in lengths
         }
-        told.append(f"{part.name} ({', '.join(f'{length}: {units[length]}' for length in lengths)})")
+        parts.append(f"{part.name} ({', '.join(f'{length}: {units[length]}' for length in lengths)})")
     later = f" Not run yet: {', '.join(missing)}." if missing else ""
-    return f"Ran, with prompt tokens and samples: {'; '.join(told) or 'nothing'}.{later}\n"
+    return f"Ran, with prompt tokens and samples: {'; '.join(parts) or 'nothing'}.{later}\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -355,8 +355,8 @@ def run(parts: Sequence[Part], model: Any, tokenizer: Any, given: argparse.Names
             # What other prompts have left would be held for nothing.
             memory = Memory()
             for part in (each for each in parts if length >= each.least and name in _units(each, given)):
-                told = f"{part.name}, {name}, {length} tokens, sample {index + 1}"
-                print(f"{(time.perf_counter() - began) / 60:.1f} min, {told}", file=sys.stderr, flush=True)
+                text = f"{part.name}, {name}, {length} tokens, sample {index + 1}"
+                print(f"{(time.perf_counter() - began) / 60:.1f} min, {text}", file=sys.stderr, flush=True)
                 evaluator = Evaluator(model, tokenizer, chunk=part.chunk(length) if part.chunk else None)
                 alone = part.times or part.chunk is not None or model.device.type != "cpu"
                 with contextlib.nullcontext() if alone else remembering(model, memory):

@@ -4,7 +4,7 @@
 
 The paper: Llama-3.1-8B and Qwen2.5-7B, 16 sinks, lags of 128, 512 and 1024, a partition compressed 2, 4, 6 and 8 times;
 RULER at 16K with the question hidden. A lag of L leaves L entries and the remainder whole, so that at 4K a lag of 1024
-has two partitions to compress; the entries that are left are told beside each score.
+has two partitions to compress; the entries that are left are printed beside each score.
 """
 
 from __future__ import annotations

@@ -266,8 +266,8 @@ def _compression(found: Found, results: str, tried: tuple[int, ...], how: str = 
     shown = [f"1/{part}, {at}: {case}" for at in found.lengths(results) for part in tried if (case := cases[part][at])]
     if not shown:
         return Verdict(claim, paper, f"{IMPOSSIBLE} (400x); up to 64x {LATER}", "", rule, abstract=True)
-    told = {part: of_all(list(each.values()), no_worse)[0] for part, each in cases.items()}
-    best = max((part for part in tried if told[part] == OUT), default=0)
+    outcomes = {part: of_all(list(each.values()), no_worse)[0] for part, each in cases.items()}
+    best = max((part for part in tried if outcomes[part] == OUT), default=0)
     found_here = f"{best}x {OUT}" if best else "not shown at any budget"
     verdict = f"400x {IMPOSSIBLE} (contexts are too short); {found_here}"
     acted = of_all([case for each in cases.values() for case in each.values()], no_worse)[1]

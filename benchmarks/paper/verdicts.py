@@ -119,7 +119,7 @@ def apart(
 ) -> Case | None:
     """Return the difference of the means of two sets of samples, by the intervals of both (Zou and Donner's MOVER).
 
-    It has the smaller set's n, and is told by its interval alone.
+    It has the smaller set's n, and is judged by its interval alone.
 
     Args:
         ours: One set's values.
@@ -158,16 +158,16 @@ def of_all(cases: Sequence[Case | None], judge: Callable[[Case, int], str]) -> t
     ran = [case for case in cases if case is not None]
     known = [case for case in ran if case.acted is not None]
     acted = sum(case.acted or 0 for case in known)
-    told = f"{acted} of {sum(case.found.n for case in known)}" if known else ""
+    share = f"{acted} of {sum(case.found.n for case in known)}" if known else ""
     if not ran:
-        return LATER, told
+        return LATER, share
     active = [case for case in ran if case.counts and not case.idle]
     idle = [case for case in ran if case.counts and case.idle] or [case for case in ran if case.idle]
     if idle and not active:
         counts = sum(case.acted or 0 for case in idle), sum(case.found.n for case in idle)
-        return "refused: acted in {} of {}".format(*counts), told
+        return "refused: acted in {} of {}".format(*counts), share
     seen = {judge(case, len(active)) for case in active}
-    return NOT if NOT in seen else OUT if seen == {OUT} else OPEN, told
+    return NOT if NOT in seen else OUT if seen == {OUT} else OPEN, share
 
 
 def compared(

@@ -85,10 +85,10 @@ def states(found: dict[str, dict[str, Any]]) -> str:
     """What propagation does to the states behind the layer where tokens are chosen."""
     rows = [(name, row) for name, each in found.items() for row in each["rows"]]
     # FastKV's propagation is "tsp", and where ASL drops nothing no state changes.
-    told = [(name, row) for name, row in rows if row.get("state_change") and row["method"] not in ("fastkv", "asl")]
-    layers = list(told[0][1]["state_change"]) if told else []
+    shown = [(name, row) for name, row in rows if row.get("state_change") and row["method"] not in ("fastkv", "asl")]
+    layers = list(shown[0][1]["state_change"]) if shown else []
     lines = []
-    for name, row in told:
+    for name, row in shown:
         layer = "" if row["layer"] is None else f", layer {row['layer']}"
         changes = [f"{row['state_change'][each]:.3f}" for each in layers]
         lines.append([name, f"`{row['method']}`{layer}", f"{row['share']:.0%}", answers([row]), *changes])

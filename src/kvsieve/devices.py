@@ -103,7 +103,7 @@ _ONEDNN = {"amx_bf16": ("AMX",), "avx512_bf16": ("AMX", "AVX10", "CORE_BF16", "C
 def _of_cpu() -> DtypeChoice:
     if sys.platform == "darwin":
         return DtypeChoice(torch.float32, "torch has no native bfloat16 for Apple's processors")
-    found = [told for name, told in _NATIVE.items() if cpu_has(name)]
+    found = [label for name, label in _NATIVE.items() if cpu_has(name)]
     if not found:
         lacks = "bf16 instructions" if platform.machine() in ("aarch64", "arm64") else "AVX-512 BF16 or AMX"
         return DtypeChoice(torch.float32, f"the processor has no native bfloat16 ({lacks})")

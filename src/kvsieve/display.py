@@ -37,8 +37,8 @@ def brief(value: Any) -> str:
         if type(value).__str__ is not object.__str__:
             return str(value)
         fields = ((each, getattr(value, each.name)) for each in dataclasses.fields(value))
-        told = [f"{each.name}={brief(part)}" for each, part in fields if not _same(part, each.default)]
-        return f"{type(value).__name__}({', '.join(told)})"
+        shown = [f"{each.name}={brief(part)}" for each, part in fields if not _same(part, each.default)]
+        return f"{type(value).__name__}({', '.join(shown)})"
     if isinstance(value, (list, tuple)) and any(isinstance(part, (list, tuple)) for part in value):
         return f"[{len(value)} rows {_digest(repr(value))}]"
     text = repr(value)

@@ -56,7 +56,7 @@ class KvsieveWarning(UserWarning):
 def short(value: Any, most: int = 120) -> str:
     """Quote a value in a message: its repr, at most `most` characters of it, on one line."""
     try:
-        # A long text is cut before it is quoted, what holds many things is told by its size.
+        # A long text is cut before it is quoted, a large container is described by its size.
         text = repr(value[:most] + "…" if isinstance(value, str) and len(value) > most else value)
     except Exception:  # the repr of what a caller gave may raise what it likes
         text = f"a {type(value).__name__}"

@@ -94,13 +94,13 @@ class Plan:
             object.__setattr__(self, "name", "+".join(parts) or "full")
 
     def __repr__(self) -> str:
-        return f"<Plan {self.name}{': ' if self.roles else ''}{', '.join(f'{a} {b}' for a, b in self._told())}>"
+        return f"<Plan {self.name}{': ' if self.roles else ''}{', '.join(f'{a} {b}' for a, b in self._rows())}>"
 
     def _repr_html_(self) -> str:
         profile = [("profile of", self.profile)] if self.profile is not None else []
-        return html_table(f"Plan {self.name}", [*self._told(), *profile])
+        return html_table(f"Plan {self.name}", [*self._rows(), *profile])
 
-    def _told(self) -> list[tuple[str, str]]:
+    def _rows(self) -> list[tuple[str, str]]:
         later = [("parameters not given", "with the model")] if self.unset is not None else []
         return [(role, brief(getattr(self, role))) for role in self.roles] + later
 

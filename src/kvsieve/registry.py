@@ -192,11 +192,11 @@ def register_method(
                 + (", as budget= of register_method" if missing[0] == "budget" else "")
                 + f", or example={{{missing[0]!r}: ...}}, by which a plan can be made for tables"
             )
-        told = summary or (inspect.getdoc(made) or "").partition("\n")[0]
+        line = summary or (inspect.getdoc(made) or "").partition("\n")[0]
         about = {key: value for key, value in rarely.items() if value is not None}
         lineage = _lineage(made, about) if isinstance(made, type) else {}
         loading.REGISTERED[key] = made.__module__
-        _METHODS[key] = MethodInfo(name, title, paper, phase, query_aware, make, told, **about, **lineage)  # type: ignore[arg-type]
+        _METHODS[key] = MethodInfo(name, title, paper, phase, query_aware, make, line, **about, **lineage)  # type: ignore[arg-type]
         return made
 
     return add
@@ -255,7 +255,7 @@ def list_methods() -> list[str]:
 def method_info(name: str) -> MethodInfo:
     """Everything known about a method. Raises PlanError with a suggestion when there is none of that name."""
     if not isinstance(name, str):
-        raise PlanError(f"a method is told by its name, such as 'snapkv', got {short(name)}")
+        raise PlanError(f"expected a method's name, such as 'snapkv', got {short(name)}")
     load_methods()
     try:
         return _METHODS[canonical(name)]

@@ -116,7 +116,7 @@ def role_spans(
         The chat's token ids, int64 [1, N], and the spans.
 
     Raises:
-        InputError: there is no template or no such message, or a message's tokens cannot be told from what follows: the
+        InputError: there is no template or no such message, or a message's tokens cannot be split from the next: the
             template refuses or rewrites the conversation up to there, or a token reaches across.
     """
     if isinstance(roles, str):

@@ -104,8 +104,8 @@ def all_parameters(method: str, given: Mapping[str, Any], filled: SettledParamet
     return {name: str(value) if isinstance(value, written) else value for name, value in values.items()}
 
 
-def told(method: str, given: Mapping[str, Any], filled: SettledParameters | None) -> dict[str, Any]:
-    """Parameters by which results of a method are told apart: those given, and what came with the model.
+def label_parameters(method: str, given: Mapping[str, Any], filled: SettledParameters | None) -> dict[str, Any]:
+    """Return the parameters that label a method's results: the given ones, and those from the model.
 
     What is as the method's own default is left out (so are ``paper=True`` and ``floor=0``): a name alone means those.
     """

@@ -32,10 +32,10 @@ class SettledParameters:
         return {name: value for _, values in self.parts for name, value in values.items()}
 
     def __str__(self) -> str:
-        told = []
+        texts = []
         for source, values in self.parts:
-            told.append(", ".join(f"{name}={value}" for name, value in values.items()) + f" from {source}")
-        return "; ".join(told)
+            texts.append(", ".join(f"{name}={value}" for name, value in values.items()) + f" from {source}")
+        return "; ".join(texts)
 
 
 def _lasting(value: Any) -> Any:

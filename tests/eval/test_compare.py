@@ -11,7 +11,7 @@ import fake_results as fake
 from kvsieve.errors import InputError
 from kvsieve.eval import significance
 from kvsieve.eval.aggregate import cells, cost_cells, task_means
-from kvsieve.eval.comparison import compared, comparison_tables, told
+from kvsieve.eval.comparison import compared, comparison_tables, verdict_text
 from kvsieve.eval.export import COLUMNS, rows_of
 from kvsieve.eval.intervals import MeanEstimate
 from kvsieve.eval.merge import subjects
@@ -43,7 +43,7 @@ def test_a_difference_has_the_interval_of_its_spread():
     # A share of 0.4 in 50 has a standard error of 0.069.
     assert found.low == pytest.approx(-0.4 - 1.96 * 0.069, abs=0.02)
     assert found.high == pytest.approx(-0.4 + 1.96 * 0.069, abs=0.02)
-    assert found.verdict == "lower" and told(found) == "lower (p<0.001)"
+    assert found.verdict == "lower" and verdict_text(found) == "lower (p<0.001)"
     assert one(scores([1.0] * 50, full=0.0)).verdict == "higher"
     assert found.p == 2 / 2**20
 
@@ -61,7 +61,7 @@ def test_a_difference_has_the_interval_of_its_spread():
 )
 def test_what_is_claimed(ours, verdict, words):
     found = one(scores(ours))
-    assert (found.verdict, told(found)) == (verdict, words)
+    assert (found.verdict, verdict_text(found)) == (verdict, words)
 
 
 def test_samples_about_one_document_count_together():
@@ -202,7 +202,7 @@ def test_tables_side_by_side(tmp_path):
     for row in table.rows:
         each = next(each for each in entries if each.subject.name == row[0].text)
         found = each.from_full.get(("mean", 1024, "visible", row[1].text, "10%"))
-        assert row[at].text == (told(found) if found else "–")
+        assert row[at].text == (verdict_text(found) if found else "–")
         assert (found is None) == (row[1].text == "full")
 
 

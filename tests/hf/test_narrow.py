@@ -12,7 +12,7 @@ from kvsieve.hf.decode import fused_decoder, narrow, products
 from kvsieve.kernels.cpu import products as kernel
 from kvsieve.models.families import build
 
-pytestmark = pytest.mark.skipif(kernel.built().reason is not None, reason=kernel.built().told)
+pytestmark = pytest.mark.skipif(kernel.built().reason is not None, reason=kernel.built().status)
 
 
 def numbers(*shape):

@@ -14,7 +14,7 @@ from kvsieve.hf.decode.linears import Linears
 from kvsieve.kernels.cpu import products as kernel
 from kvsieve.models.families import build
 
-pytestmark = pytest.mark.skipif(kernel.built().reason is not None, reason=kernel.built().told)
+pytestmark = pytest.mark.skipif(kernel.built().reason is not None, reason=kernel.built().status)
 
 PROMPT = torch.arange(3, 83)[None]
 NAMES = ("q_proj", "k_proj", "v_proj")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from kvsieve.kernels.cpu import build
 from kvsieve.kernels.cpu import products as kernel
 
-pytestmark = pytest.mark.skipif(kernel.built().reason is not None, reason=kernel.built().told)
+pytestmark = pytest.mark.skipif(kernel.built().reason is not None, reason=kernel.built().status)
 # Twice what rounding a sum to the dtype may change, and what the order of float32 sums does.
 NEAR = {torch.bfloat16: {"atol": 1e-3, "rtol": 2**-7}, torch.float32: {"atol": 1e-4, "rtol": 1e-5}}
 

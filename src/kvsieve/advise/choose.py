@@ -39,7 +39,7 @@ class PlanLimits:
         """True when the plan with the least memory is wanted, of those that keep to the loss."""
         return self.loss is not None
 
-    def told(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Each limit in words."""
         out = [] if self.memory is None else [f"KV of at most {size(self.memory)}"]
         out += [] if self.tpot is None else [f"at most {1000 * self.tpot:g} ms per token"]

@@ -141,7 +141,7 @@ def memory_at(evaluator: Evaluator, plan: Plan, context: int, kept: Mapping[int,
     for index, shape in enumerate(shapes):
         entries, aside = float(context), 0.0
         if plan.rest is not None and plan.evict is not None and not skipped(plan.evict.skip_layers, index, len(shapes)):
-            # What is stored is everything, so what is kept exact is not told by it.
+            # Everything is stored, so the stored entries do not show how many are exact.
             entries = min(entries, plan.evict.entries(context, NEW_TOKENS))
             aside = context - entries
         elif index in kept and plan.evict is not None:

@@ -226,8 +226,8 @@ def _survival(
         extra = [each for each in extra if _share(each) > share]
         full = measured[0].setting
         asked = [each for each in drawn if each.task in lost]
-        told = measure_losses(evaluator, asked, [full, *extra], question, lambda what: None)[1:]
-        for each, losses in zip(extra, told, strict=True):
+        extra_losses = measure_losses(evaluator, asked, [full, *extra], question, lambda what: None)[1:]
+        for each, losses in zip(extra, extra_losses, strict=True):
             for task, (count, _) in losses.lost.items():
                 found[task][_share(each)] = str(each.budget), not count
     for one in measured:

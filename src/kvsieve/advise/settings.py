@@ -91,7 +91,7 @@ def _budgets(
     if options.limits.memory is None:
         return [{"budget": budget} for budget in BUDGETS]
     share = _largest_share(evaluator, options, method, given)
-    # The least, where none fits: then that is told.
+    # The smallest if none fits; the report states that.
     shares = [share * part for part in _PARTS if share * part > 0.005] or [1 / _STEPS]
     return [{"budget": f"{100 * each:.3g}%"} for each in shares]
 

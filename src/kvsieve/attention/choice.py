@@ -29,7 +29,7 @@ from kvsieve.kernels.cpu.folder import kernel_folders
 # Entries from which on a decoded token's attention is faster as two products, where those pay at all.
 LONG = 1024
 # Of torch's kernel and products, the table's is left only for one that takes less than this share of its time: two
-# that are nearly as fast are not told apart on a busy machine.
+# that are nearly as fast cannot be ranked on a busy machine.
 _CLEARLY = 0.9
 _ROUNDS = 5
 # Changes with what is measured and how, so that what earlier versions have found is not used.
@@ -60,11 +60,11 @@ class CpuPaths:
         token = "torch's kernel"
         if self.token_products_from is not None:
             token = f"products from {self.token_products_from} entries on"
-        told = f"prompts by {prompt}, tokens by {token}"
+        kernels = f"prompts by {prompt}, tokens by {token}"
         if self.prompt_ratio is None or self.token_ratio is None:
-            return f"{told} ({self.source})"
+            return f"{kernels} ({self.source})"
         ratios = f"{self.prompt_ratio:.2f} and {self.token_ratio:.2f}"
-        return f"{told} ({self.source}: products take {ratios} of torch's kernel's time)"
+        return f"{kernels} ({self.source}: products take {ratios} of torch's kernel's time)"
 
 
 def faster_here(query: Tensor) -> bool:

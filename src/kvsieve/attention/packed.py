@@ -172,7 +172,7 @@ def _turned(query: Tensor, part: BlockPool) -> tuple[Tensor, Tensor | None]:
 
 def _encoded(query: Tensor, body: Body, narrow: bool) -> native.AskedBlocks:
     query, base = _turned(query, body.keys)
-    return native.AskedBlocks(query, base, body.table, body.fills, _told(body.keys), _told(body.values), narrow)
+    return native.AskedBlocks(query, base, body.table, body.fills, _packed_part(body.keys), _packed_part(body.values), narrow)
 
 
 def _turned_back(acc: Tensor, total: Tensor, part: BlockPool) -> Tensor:
@@ -186,7 +186,7 @@ def _turned_back(acc: Tensor, total: Tensor, part: BlockPool) -> Tensor:
     return acc
 
 
-def _told(pool: BlockPool) -> native.PackedPart:
+def _packed_part(pool: BlockPool) -> native.PackedPart:
     """Addresses of a pool, found anew when its buffers change."""
     codes, form = pool.codes, pool.form
     assert codes is not None

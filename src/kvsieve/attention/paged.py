@@ -20,7 +20,7 @@ def why_not_compiled(query: Tensor, store: LayerStore, recipes: Sequence[PageRec
     Args:
         query: of the token.
         store: where they lie.
-        recipes: of each group of KV rows that is not read whole; None for a way of choosing that is not told as data.
+        recipes: of each group of KV rows that is not read whole; None for a choice that is not described as data.
     """
     if not isinstance(store, (DenseStore, RaggedStore)):
         return "entries are encoded"
@@ -108,10 +108,10 @@ class CompiledReading:
         self._where = where
         for start, group in zip(self._starts, self.grouped.groups, strict=True):
             for at, row in enumerate(group.row.tolist()):
-                told = self._job.rows[start + at]
+                row_fields = self._job.rows[start + at]
                 for name, buffer in (("keys", keys), ("values", values)):
                     step = store.capacity * buffer.shape[-1] * buffer.element_size()
-                    setattr(told, name, buffer.data_ptr() + row * step)
+                    setattr(row_fields, name, buffer.data_ptr() + row * step)
 
     def _take_in(self, at: int, recipe: PageRecipe, store: LayerStore) -> None:
         """See to it that what a group remembers lacks the newest entry at most, and has room for it."""
@@ -130,9 +130,9 @@ class CompiledReading:
             table.update(kv_rows)
             if mean is not None and mean.size < size:
                 mean.update(kv_rows, torch.float32)
-        told = table.buffer.data_ptr(), 0 if mean is None else mean.sum.data_ptr(), take
-        if told != self._tables[at]:
-            self._tables[at] = told
+        fields = table.buffer.data_ptr(), 0 if mean is None else mean.sum.data_ptr(), take
+        if fields != self._tables[at]:
+            self._tables[at] = fields
             self._address(at, table.buffer, None if mean is None else mean.sum, take)
 
     def _address(self, at: int, table: Tensor, total: Tensor | None, take: bool) -> None:

@@ -1,4 +1,4 @@
-"""Attention of layers that look back no further than a window, or the beginning of a chunk, told by positions."""
+"""Attention of layers that look back no further than a window, or the beginning of a chunk, given by positions."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def run_length(
 
     rows: prompts of one row each, which are measured as one left-padded batch too, filled with the token `filler`; or
     a single prompt, of any number of rows.
-    limits: None leaves limits and counted work out. tell: is told of progress.
+    limits: None leaves limits and counted work out. tell: called with progress.
 
     Returns, JSON-ready, `prompt_tokens` per row, `samples` per contender and round, the counted `work`, and the
     `summary` of both.

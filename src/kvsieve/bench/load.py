@@ -136,5 +136,5 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def _middle(values: Sequence[int | None]) -> float | None:
-    told = [each for each in values if each is not None]
-    return statistics.median(told) if told else None
+    known = [each for each in values if each is not None]
+    return statistics.median(known) if known else None

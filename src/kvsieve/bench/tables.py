@@ -47,29 +47,29 @@ def _narrow(table: Table, columns: Sequence[int]) -> Table:
 
 def notes(report: dict[str, Any]) -> list[str]:
     """Notes on contenders that did not run as asked, a line each; those that did not act first."""
-    silent, told = [], []
+    silent, notes = [], []
     for length, entry in report["lengths"].items():
         for name, row in entry["summary"].items():
             text = f"{length} tokens: {name}: {'; '.join(row['notes'])}"
             if not row["applied"]:
                 silent.append(f"DID NOT ACT, its times are no measure of it: {text}")
             elif row["notes"]:
-                told.append(text)
+                notes.append(text)
             if row["capture_s"] and row["capture_s"]["median"]:
                 took = row["capture_s"]["median"]
-                told.append(f"{length} tokens: {name}: capturing took {took:.2f} s, which TPOT leaves out")
+                notes.append(f"{length} tokens: {name}: capturing took {took:.2f} s, which TPOT leaves out")
     if report.get("limits_unknown"):
-        told.append(f"limits are not known: {report['limits_unknown']}")
-    return silent + told
+        notes.append(f"limits are not known: {report['limits_unknown']}")
+    return silent + notes
 
 
 def closing(report: dict[str, Any]) -> list[str]:
     """One line per method at the longest prompt: what it saves, where its time goes, how far it is from the limit."""
     length, entry = max(report["lengths"].items(), key=lambda each: int(each[0]))
-    told = []
+    notes = []
     for name, row in entry["summary"].items():
         if not row["applied"]:
-            told.append(f"{name}, {length} tokens: did not act")
+            notes.append(f"{name}, {length} tokens: did not act")
             continue
         parts = [] if name == BASELINE else [_saved(row)]
         for phase, metric, what in (("prompt", "ttft", "prompt"), ("token", "tpot", "token")):
@@ -78,8 +78,8 @@ def closing(report: dict[str, Any]) -> list[str]:
             where = [] if shares is None else [_shares(shares)]
             where += [] if limit is None else [f"{_plain(limit, 1, 1)} x its limit"]
             parts += [f"{what}: {', '.join(where)}"] if where else []
-        told.append(f"{name}, {length} tokens: {'; '.join(part for part in parts if part)}")
-    return told
+        notes.append(f"{name}, {length} tokens: {'; '.join(part for part in parts if part)}")
+    return notes
 
 
 def _saved(row: dict[str, Any]) -> str:
@@ -100,7 +100,7 @@ def _of_limit(row: dict[str, Any], metric: str) -> float | None:
 
 def _shares(shares: dict[str, float]) -> str:
     names = {"attention": "attention", "weights": "products with weights", "rest": "rest"}
-    return ", ".join(f"{told} {100 * shares[name]:.0f}%" for name, told in names.items())
+    return ", ".join(f"{label} {100 * shares[name]:.0f}%" for name, label in names.items())
 
 
 def _times(length: str, summary: dict[str, Any], report: dict[str, Any]) -> Table:

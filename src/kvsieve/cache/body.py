@@ -46,7 +46,7 @@ class Body:
         self.counts = self.fills.sum(1)
         known = self.counts.tolist()
         self.width, self.is_even = max(known, default=0), len(set(known)) <= 1
-        # Without holes an entry's block is told by a division.
+        # Without holes a division gives an entry's block.
         self.is_full = bool((self.fills == self.tokens).all() if self.is_even else False)
 
     @property

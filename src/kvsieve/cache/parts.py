@@ -89,7 +89,7 @@ def store_of(parts: dict[str, Any], codec: Codec | None = None, rest: Codec | No
 
 
 def _fill(body: Body, parts: dict[str, Any]) -> None:
-    """Make an empty body hold what `_body_parts` has told."""
+    """Fill an empty body with the parts listed by `_body_parts`."""
     if "index" in parts:
         body.index, body.used = parts["index"], len(parts["index"])
         for what, part in (("keys", body.keys), ("values", body.values)):

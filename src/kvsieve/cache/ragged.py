@@ -64,8 +64,8 @@ class RaggedStore(Store):
             real = torch.ones(1, 1, 1, dtype=torch.bool, device=slots.device)
         real = (real[:, None] if real.ndim == 2 else real).expand(batch, heads, size)
         counts = real.sum(-1)
-        told = selection.head_lengths or tuple((each,) * heads for each in selection.lengths or (size,) * batch)
-        totals = tuple(map(sum, told))
+        head_lengths = selection.head_lengths or tuple((each,) * heads for each in selection.lengths or (size,) * batch)
+        totals = tuple(map(sum, head_lengths))
         used = max(totals)
         out = cls()
         capacity = whole(used + max(reserve, 1) * heads)
@@ -79,7 +79,7 @@ class RaggedStore(Store):
                 to[row, mine] = part[row, head // copies, slot]
             out.valid_buffer[row, head, torch.arange(total, device=at.device)] = 0
         out.size = out._body = used
-        out._counts, out._totals, out.lengths = counts, totals, tuple(map(max, told))
+        out._counts, out._totals, out.lengths = counts, totals, tuple(map(max, head_lengths))
         out._most = max(out.lengths)
         return out
 

@@ -32,8 +32,8 @@ def keep_entries(body: Body, stays: Tensor) -> None:
     left.index_put_((rows, at), kept.long(), accumulate=True)
     if bool(kept.all()):
         return
-    *told, most = _joined(left.tolist(), block)
-    merged, joined = (torch.tensor(part, device=device).view_as(left) for part in told)
+    *lists, most = _joined(left.tolist(), block)
+    merged, joined = (torch.tensor(part, device=device).view_as(left) for part in lists)
     untouched = real & (left == body.fills) & (joined == 0)
     fresh = Body(body.codec, len(body.table), (body.keys.dim, body.values.dim), body.dtype, device)
     for part, old in ((fresh.keys, body.keys), (fresh.values, body.values)):

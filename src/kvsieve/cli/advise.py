@@ -193,7 +193,7 @@ def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
 def _show_choice(advice: Advice, model: str | None) -> None:
     from kvsieve.advise.choose import plan_line, size
 
-    limits, chosen = " and ".join(advice.limits.told()), advice.choice
+    limits, chosen = " and ".join(advice.limits.describe()), advice.choice
     if chosen is None:
         assert advice.nearest is not None
         one, missing = advice.nearest

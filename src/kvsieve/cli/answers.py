@@ -144,8 +144,8 @@ def run_batches(
                 sieve.use_tokenizer(tokenizer)
             for first in range(0, len(asked), batch):
                 rows = asked[first : first + batch]
-                told = f", prompts {first} to {first + len(rows) - 1} of {len(asked)}" if len(asked) > 1 else ""
-                with prefill_progress(f"{run.label}{told}") as progress:
+                place = f", prompts {first} to {first + len(rows) - 1} of {len(asked)}" if len(asked) > 1 else ""
+                with prefill_progress(f"{run.label}{place}") as progress:
                     answers, result = _answer(sieve, tokenizer, rows, store, progress=progress, **options)
                 facts = {"method": run.name, "label": run.label, "parameters": run.parameters}
                 more = {"kept": result.kept.with_tokenizer(tokenizer)} if how.kept else {}

@@ -24,7 +24,7 @@ from kvsieve.cli.specs import (
 )
 from kvsieve.errors import InputError
 from kvsieve.quantities import parse_lengths
-from kvsieve.settled import told
+from kvsieve.settled import label_parameters
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MACHINE = "Machine"
@@ -128,7 +128,7 @@ def make_report(
     """JSON-ready; units are in the key names. rates: TFLOP/s of linear layers and of attention, GB/s of memory."""
     from kvsieve.bench import estimate as costs
     from kvsieve.bench.geometry import geometry
-    from kvsieve.hf.kinds import told_kinds
+    from kvsieve.hf.kinds import describe_kinds
     from kvsieve.hf.model.memory import fit
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.plans import Plan
@@ -154,7 +154,7 @@ def make_report(
         "model_type": config.model_type,
         "parameters": shape.parameters,
         "layers": len(shape.layers),
-        "layers_hold": told_kinds(shape.kinds),
+        "layers_hold": describe_kinds(shape.kinds),
         "layer_kinds": [kind.words for kind in shape.kinds],
         "dtype": dtype,
         "batch": batch,
@@ -173,7 +173,7 @@ def _result(run: MethodRun, tokens: int, one: Any, full: Any, rates: tuple[Any, 
     result = {
         "method": run.name,
         "parameters": run.parameters,
-        "given": {name: str(value) for name, value in told(run.name, run.given, run.plan.filled).items()},
+        "given": {name: str(value) for name, value in label_parameters(run.name, run.given, run.plan.filled).items()},
         "context_tokens": tokens,
         "deep_tokens": one.deep_tokens,
         "kv_entries_per_layer": list(one.kv_entries),

@@ -135,14 +135,14 @@ def _device() -> dict[str, Any]:
         "kind of CPU": cpu_kind(),
         **_dtype(),
         "C kernels' folder": str(kernel_folders()),
-        "C kernel of layers": library("layers").told,
-        "C kernel of products": products.built().told,
-        "C kernel of codecs": library("packed").told,
-        "C kernel of codebooks": library("codes").told,
-        "C kernel of readers": library("reading").told,
-        "C kernel of tokens": library("token").told,
-        "C kernel of prompts": library("prompt").told if why_torch() is None else f"not used, {why_torch()}",
-        "C kernel of scores": library("mass").told if mass.reason() is None else f"not used, {mass.reason()}",
+        "C kernel of layers": library("layers").status,
+        "C kernel of products": products.built().status,
+        "C kernel of codecs": library("packed").status,
+        "C kernel of codebooks": library("codes").status,
+        "C kernel of readers": library("reading").status,
+        "C kernel of tokens": library("token").status,
+        "C kernel of prompts": library("prompt").status if why_torch() is None else f"not used, {why_torch()}",
+        "C kernel of scores": library("mass").status if mass.reason() is None else f"not used, {mass.reason()}",
         "attention in torch": str(cpu_paths(auto_dtype("cpu").dtype)),
     }
 
@@ -160,7 +160,7 @@ def _model(name: str) -> tuple[dict[str, str], str | None]:
     from kvsieve.bench.geometry import meta_model
     from kvsieve.cli.estimate import model_config
     from kvsieve.cli.models_table import kinds_of
-    from kvsieve.hf.kinds import told_kinds
+    from kvsieve.hf.kinds import describe_kinds
     from kvsieve.hf.model.support import why_unsupported
     from kvsieve.models import check_weights
 
@@ -173,7 +173,7 @@ def _model(name: str) -> tuple[dict[str, str], str | None]:
         return facts, one_line(error)
     kinds = kinds_of(model)
     if kinds:
-        facts["layers"] = told_kinds(kinds)
+        facts["layers"] = describe_kinds(kinds)
     problem = why_unsupported(model, kvsieve.plan("snapkv"))
     if problem is not None:
         return facts, f"{name} is not supported: {problem}"

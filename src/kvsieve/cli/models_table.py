@@ -124,7 +124,7 @@ def _with_progress() -> Iterator[Row]:
 
 def _examine(family: Any) -> Row:
     import kvsieve
-    from kvsieve.hf.kinds import told_kinds
+    from kvsieve.hf.kinds import describe_kinds
     from kvsieve.hf.model.support import why_unsupported
     from kvsieve.models.families import build
 
@@ -141,7 +141,7 @@ def _examine(family: Any) -> Row:
     kinds = kinds_of(model)
     latent = no_eviction is None and any(kind.entries == "latent" for kind in kinds)
     reason = "; ".join(part for part in (no_eviction or no_propagation, LATENT if latent else None) if part)
-    held = told_kinds(kinds) if kinds else ""
+    held = describe_kinds(kinds) if kinds else ""
     words = tuple(kind.words for kind in kinds)
     return Row(family.name, family.title, status, no_eviction is None, no_propagation is None, held, words, reason)
 

@@ -43,9 +43,9 @@ def check_options(context: typer.Context, server: str | None, allowed: Sequence[
         server: as given.
         allowed: options that mean something to a server, beside those that both commands have.
     """
-    told = ("COMMANDLINE", "ENVIRONMENT")
+    explicit = ("COMMANDLINE", "ENVIRONMENT")
     sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source is not None and source.name in told}
+    given = {name for name, source in sources.items() if source is not None and source.name in explicit}
     if server is None:
         for name in sorted(given & {"clients", "extra"}):
             raise InputError(f"--{name}: only with --server")

@@ -18,7 +18,7 @@ from kvsieve.named import codec_of, crossed, plan, plan_without_floor, prefill_o
 from kvsieve.plans import Plan
 from kvsieve.profiles import load_profile
 from kvsieve.registry import check_parameters, method_info
-from kvsieve.settled import all_parameters, told
+from kvsieve.settled import all_parameters, label_parameters
 from kvsieve.specs import parse_settings, split_specs
 
 BudgetOption = Annotated[
@@ -66,8 +66,8 @@ class MethodRun:
 
     @property
     def full_label(self) -> str:
-        """Label of its results: with what came from the model, and not that the rest is the paper's; see named.told."""
-        return spec(self.name, told(self.name, self.given, self.plan.filled))
+        """Label of its results: with what came from the model, and not that the rest is the paper's; see settled."""
+        return spec(self.name, label_parameters(self.name, self.given, self.plan.filled))
 
     @property
     def parameters(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ class CodeFormat:
         centered: the mean of each channel over the first entries encoded is taken off before.
         balanced: each channel is divided before by the root of its standard deviation over the first entries encoded,
             or of that over the standard deviation of the queries that ask for them, where these are known.
-        apart: numbers of a block, those that codes miss by the most steps of their scale, that are told beside them.
+        apart: numbers of a block, those that codes miss by the most steps of their scale, that are stored beside them.
     """
 
     bits: int
@@ -191,7 +191,7 @@ def _keep_apart(form: CodeFormat, made: Codes, x: Tensor) -> None:
     if x[0].numel() > 1 << 16:
         raise UnsupportedModelError(
             f"blocks of {x.shape[1]} entries of {x.shape[2]} channels have more than 65536 numbers, whose "
-            "places cannot be told; choose a smaller block"
+            "places do not fit into 16 bits; choose a smaller block"
         )
     missed = x - decode(form, made, x.shape[-1])
     steps = made.scale if form.axis == "channel" else made.scale.repeat_interleave(form.group, -1)

@@ -1,4 +1,4 @@
-"""Ways of choosing by pages that are told as data, so that compiled code can follow them."""
+"""Choices by pages described as data, so that compiled code can make them."""
 
 from __future__ import annotations
 

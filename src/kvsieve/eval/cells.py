@@ -13,7 +13,7 @@ from kvsieve.named import plan_without_floor
 from kvsieve.plans import Plan
 from kvsieve.registry import method_info
 from kvsieve.report.labels import FULL
-from kvsieve.settled import all_parameters, told
+from kvsieve.settled import all_parameters, label_parameters
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _setting(method: str, given: dict[str, Any], made: Plan) -> MethodSetting:
         del shown["floor"]
     if "budget" in shown:
         shown["budget"] = str(Budget.parse(shown["budget"]))
-    named = " ".join(f"{name}={value}" for name, value in told(method, given, made.filled).items() if name != "budget")
+    named = " ".join(f"{name}={value}" for name, value in label_parameters(method, given, made.filled).items() if name != "budget")
     label = f"{method} {named}".strip()
     return MethodSetting(method, label, shown.get("budget"), shown, dataclasses.replace(made, name=label), given)
 
@@ -95,6 +95,6 @@ def on_model(settings: Sequence[MethodSetting], model: Any, tokenizer: Any = Non
     return out
 
 
-def _check_new(one: MethodSetting, others: Sequence[MethodSetting], told_apart: Callable[[MethodSetting], Any]) -> None:
-    if any(told_apart(one) == told_apart(other) for other in others):
+def _check_new(one: MethodSetting, others: Sequence[MethodSetting], identity: Callable[[MethodSetting], Any]) -> None:
+    if any(identity(one) == identity(other) for other in others):
         raise PlanError(f"{one.label!r} at a budget of {one.budget} is named twice; name each setting once")

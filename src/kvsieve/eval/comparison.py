@@ -26,7 +26,7 @@ METHOD_NOTE = (
 
 @dataclass(frozen=True)
 class Compared:
-    """One subject with everything that is told about it.
+    """One subject with all its figures.
 
     Attributes:
         subject: Whose rows they are.
@@ -130,10 +130,10 @@ def _difference(found: dict[Place, MeanEstimate], cell: Cell) -> list[str]:
     one = found.get((cell.task, cell.length, cell.question, cell.label, cell.budget))
     if one is None:
         return [NONE, NONE]
-    return [f"{100 * one.mean:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]", told(one)]
+    return [f"{100 * one.mean:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]", verdict_text(one)]
 
 
-def told(one: MeanEstimate) -> str:
+def verdict_text(one: MeanEstimate) -> str:
     """The verdict in words."""
     if one.verdict == "few":
         return "too few samples" if one.n < FEWEST or one.clusters < FEWEST_DIFFERENT else "too few differ"

@@ -74,7 +74,7 @@ def warnings(entries: Sequence[Compared]) -> list[str]:
     if len(tasks) > 1:
         texts.append("The tasks are not the same for all models: compare differences to full KV, not scores.")
     for each in entries:
-        texts += [f"{each.subject.name}: {told}." for told in cut_documents(each.subject.results.samples)]
+        texts += [f"{each.subject.name}: {text}." for text in cut_documents(each.subject.results.samples)]
         failed = sum(cell.not_applied for cell in each.cells)
         if failed:
             texts.append(f"{each.subject.name}: in {failed} of {len(each.subject.results.samples)} answers the method "

@@ -33,10 +33,10 @@ class Unit:
     asked: tuple[int, int] = (1, 1)
 
     def __str__(self) -> str:
-        told = f"{self.task.name}, {self.length} tokens"
+        unit = f"{self.task.name}, {self.length} tokens"
         if self.asked[1] == 1:
-            return told
-        return f"{told}, document {self.document[0]} of {self.document[1]}, question {self.asked[0]} of {self.asked[1]}"
+            return unit
+        return f"{unit}, document {self.document[0]} of {self.document[1]}, question {self.asked[0]} of {self.asked[1]}"
 
     @property
     def key(self) -> tuple[str, int, str, int]:

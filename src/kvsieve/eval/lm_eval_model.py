@@ -155,7 +155,7 @@ class KvsieveLM(HFLM):
         before, mixed = len(self.calls), self.mixed_precision_dtype
         progress = tqdm(total=len(pairs), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         with warnings.catch_warnings(), progress:
-            # That a context is too short is told once, by `_report`.
+            # `_report` reports a context that is too short, once.
             warnings.simplefilter("ignore", KvsieveWarning)
             for context, same in loglikelihood.by_context(pairs):
                 with torch.autocast(device_type=self.device.type, dtype=mixed, enabled=mixed is not None):

@@ -104,7 +104,7 @@ def markdown_report(entry: Compared) -> str:
 
 
 def markdown_tables(title: str, groups: Iterable[tuple[str, Sequence[Table]]], notes: Sequence[str] = ()) -> str:
-    """A document of tables; groups: heading and tables, those without tables left out. notes: told before them."""
+    """Render grouped tables as Markdown, notes first; empty groups are skipped."""
     parts = [f"# {markdown_text(title)}", *map(markdown_text, notes)]
     for title, found in groups:
         parts += [f"## {title}"] * bool(found)

@@ -42,7 +42,7 @@ def score_server(
         client: of the server.
         tokenizer: of the server's model.
         folder: where server.json is written, after every few samples.
-        run: what else is to be told of the run.
+        run: further facts of the run.
         clients: requests at once.
         resume: go on with what the folder has.
         progress: called with (samples done, samples in all, what comes next).

@@ -117,7 +117,7 @@ class ResultsWriter:
         self.run["seconds"] = round(self._before + seconds, 1)
         draft = self.folder / _DRAFT
         text = json.dumps(self.run, indent=1) + "\n"
-        with _told(self.folder / "run.json"):
+        with _named_errors(self.folder / "run.json"):
             _write(draft, text.encode(), os.O_TRUNC)
             os.replace(draft, self.folder / "run.json")
             _sync(self.folder)
@@ -128,7 +128,7 @@ class ResultsWriter:
         self.costs.pack()
 
     def lap(self) -> None:
-        """Keep the time saved so far: what `save` is told next comes on top."""
+        """Keep the time saved so far; the next `save` adds to it."""
         self._before = float(self.run["seconds"])
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ class _Lines:
         while lines and lines[-1][1].get("more"):
             lines.pop()
         if torn or len(lines) < found:
-            with _told(file):
+            with _named_errors(file):
                 self._cut(sum(size for size, _ in lines))
         self.done = {tuple(row.get(name) for name in key) for row in [*packed_rows, *(row for _, row in lines)]}
 
@@ -185,7 +185,7 @@ class _Lines:
         rows = list(rows)
         lines = [sealed({**finite(row), "more": len(rows) - at}) for at, row in enumerate(rows, 1)]
         size = self.file.stat().st_size if self.file.exists() else None
-        with _told(self.file):
+        with _named_errors(self.file):
             try:
                 _write(self.file, b"".join(lines), os.O_APPEND)
                 if size is None:
@@ -208,7 +208,7 @@ class _Lines:
         lines = dict.fromkeys(line for _, data in contents(self.file) for line in data.split(b"\n") if line)
         name = packed_name(self.file)
         draft = name.with_name(f"{name.name}.part")
-        with _told(name):
+        with _named_errors(name):
             _write(draft, packed(b"".join(line + b"\n" for line in lines)), os.O_TRUNC)
             os.replace(draft, name)
             _sync(self.file.parent)
@@ -239,7 +239,7 @@ def _sync(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _told(file: Path) -> Iterator[None]:
+def _named_errors(file: Path) -> Iterator[None]:
     """Say which file it is that cannot be written, and what becomes of the results."""
     try:
         yield

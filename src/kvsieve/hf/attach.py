@@ -112,7 +112,7 @@ def attached(
         decode: see `attach`.
         tokenizer: see `attach`.
         hidden: note what enters each layer in any case.
-        leaving: layers of which ``PassRequest.on_leave`` is told.
+        leaving: layers that call ``PassRequest.on_leave``.
         any_plan: prompts may be read under other plans as well; see `under`.
     """
     _check_arguments(model, plan)

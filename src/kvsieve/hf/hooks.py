@@ -36,7 +36,7 @@ def install(model: AttachedModel, *, hidden: bool, leaving: Sequence[int] = (), 
     Args:
         model: the attached model.
         hidden: note what enters each layer, for evictors that ask for it.
-        leaving: layers of which ``PassRequest.on_leave`` is told.
+        leaving: layers that call ``PassRequest.on_leave``.
         any_plan: register what any plan needs, beside the attached one; see attach.under.
     """
     decoder, plan = model.decoder, model.plan
@@ -112,8 +112,8 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: st
     """
     outer = _CALL.get()
     # A composite model embeds the tokens itself, and may have made masks of the mask.
-    told = {} if outer is None else {name: outer.get(name) for name in ("attention_mask", "input_ids")}
-    model.check_call({**kwargs, **told})
+    outer_inputs = {} if outer is None else {name: outer.get(name) for name in ("attention_mask", "input_ids")}
+    model.check_call({**kwargs, **outer_inputs})
     cache = take_cache(kwargs)
     if cache is None or (in_generate() and type(cache) is DynamicCache and cache.get_seq_length() == 0):
         # generate, given no cache, has made one that is empty.
@@ -122,7 +122,7 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: st
     kwargs[taken_as] = cache
     model.check_cache(cache)
     fed = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-    told.pop("input_ids", None)
+    outer_inputs.pop("input_ids", None)
     several = fed is not None and fed.shape[1] > 1
     media = any(_is_media(name, value) for name, value in (outer or {}).items())
     if several and cache.num_seen and media:
@@ -132,13 +132,13 @@ def _begin_plain_pass(model: AttachedModel, kwargs: dict[str, Any], taken_as: st
         )
     text = (outer or {}).get("input_ids") if several and not media else None
     model.check_tokens(cache, 0 if fed is None else fed.shape[1], text)
-    session = passes.open_session(model.context, model.plan, cache, {**kwargs, **told})
+    session = passes.open_session(model.context, model.plan, cache, {**kwargs, **outer_inputs})
     positions = kwargs.get("position_ids")
     if several and positions is not None and positions.ndim == 3:
         if bool((positions != positions[:1]).any()):
             session.cache.conversation.multi_axis_positions = True
         else:
-            # As chunks before this one were told them, which came without the outer model.
+            # As for earlier chunks, which came without the outer model.
             kwargs["position_ids"] = positions[0]
     if session.order is not None and media:
         passes.cancel_session(session)
@@ -207,7 +207,7 @@ def _note_made(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def _note_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Note what a composite model is called with, of which its decoder is told in another form."""
+    """Note the arguments of a composite model; its decoder gets them in another form."""
     names = list(inspect.signature(module.forward).parameters)
     _CALL.set({**dict(zip(names, args, strict=False)), **kwargs})
 

@@ -13,7 +13,7 @@ from kvsieve.errors import InputError, short
 from kvsieve.turns import check_characters
 
 _IDS = (torch.int64, torch.int32)
-# What tokenizers return beside ids and mask that says nothing a decoder-only model is told.
+# Other outputs of tokenizers than ids and mask, which decoder-only models do not take.
 _UNTOLD = {"token_type_ids", "special_tokens_mask", "offset_mapping", "length"}
 
 
@@ -95,7 +95,7 @@ def check_text(name: str, text: Any) -> None:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise InputError for what has no vocabulary to be told by."""
+    """Raise InputError for a tokenizer without a vocabulary to identify it by."""
     if tokenizer is not None and not callable(getattr(tokenizer, "get_vocab", None)):
         raise InputError(f"tokenizer must be a tokenizer of transformers, got {short(tokenizer)}")
 

@@ -1,4 +1,4 @@
-"""Tokens that a cache still holds, told of one conversation of its batch."""
+"""Tokens that a cache still stores, for one conversation of its batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of decoder layers: what each of them remembers of the tokens before, told by the model's configuration."""
+"""Kinds of decoder layers: the memory each has of earlier tokens, from the model's configuration."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LayerKind:
     @property
     def words(self) -> str:
         """Its name in messages and tables."""
-        told = {
+        text = {
             "growing": "full attention",
             "latent": "latent attention",
             "window": f"sliding window of {self.span}",
@@ -69,7 +69,7 @@ class LayerKind:
             "shared": f"KV shared with layer {self.source}",
             "none": "recurrent" if self.state else "no KV",
         }[self.entries]
-        return f"{told} and recurrent" if self.state and self.entries != "none" else told
+        return f"{text} and recurrent" if self.state and self.entries != "none" else text
 
 
 _KINDS: dict[type, LayerKind] = {
@@ -102,8 +102,8 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
         if kind.state:
             _check_copyable(index, layer)
         if kind.entries == "window":
-            told = types[index] if index < len(types) else None
-            chunked = told == "chunked_attention" or (told is None and getattr(config, "sliding_window", None) is None)
+            layer_type = types[index] if index < len(types) else None
+            chunked = layer_type == "chunked_attention" or (layer_type is None and getattr(config, "sliding_window", None) is None)
             kind = LayerKind("chunk" if chunked else "window", kind.state, layer.sliding_window)
         elif kind.entries == "none" and index < len(types) and types[index] in ("moe", "mlp"):
             kind = LayerKind("none")
@@ -139,7 +139,7 @@ def growing_layers(kinds: tuple[LayerKind, ...]) -> tuple[int, ...]:
 
 
 # In the singular and in the plural.
-_TOLD = {
+_NAMES = {
     "window": ("has a sliding window", "have a sliding window"),
     "chunk": ("attends in chunks", "attend in chunks"),
     "shared": ("shares another layer's KV", "share another layer's KV"),
@@ -148,7 +148,7 @@ _TOLD = {
 }
 
 
-def told_kinds(kinds: tuple[LayerKind, ...]) -> str:
+def describe_kinds(kinds: tuple[LayerKind, ...]) -> str:
     """Say what a model's layers hold, such as "16 of 64 layers hold KV that grows, 48 are recurrent"."""
     grows, both = len(growing_layers(kinds)), sum(kind.state and kind.entries != "none" for kind in kinds)
     latent = sum(kind.entries == "latent" for kind in kinds)
@@ -156,8 +156,8 @@ def told_kinds(kinds: tuple[LayerKind, ...]) -> str:
     parts = [f"{whole} {len(kinds)} layers hold KV that grows"]
     others = Counter("state" if kind.entries == "none" and kind.state else kind.entries for kind in kinds)
     parts += [f"{latent} of them as latents"] * (latent > 0)
-    parts += [f"{others[name]} {words[others[name] > 1]}" for name, words in _TOLD.items() if others[name]]
+    parts += [f"{others[name]} {words[others[name] > 1]}" for name, words in _NAMES.items() if others[name]]
     return ", ".join(parts + [f"{both} also {'have' if both > 1 else 'has'} recurrent state"] * (both > 0))
 
 
-__all__ = ["STATE_FIELDS", "LayerKind", "growing_layers", "layer_kinds", "told_kinds"]
+__all__ = ["STATE_FIELDS", "LayerKind", "growing_layers", "layer_kinds", "describe_kinds"]

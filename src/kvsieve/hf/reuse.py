@@ -79,7 +79,7 @@ class Begun:
     seconds: float
     took: float
 
-    def told(self, stats: Stats) -> Stats:
+    def with_reuse(self, stats: Stats) -> Stats:
         """Return statistics of the call that has read the rest as those of both."""
         note = f"{self.found} of {stats.prompt_tokens} tokens came from the store"
         notes = [*stats.notes, note] if self.found else stats.notes
@@ -160,7 +160,7 @@ class Stored:
         rest = shifted(progress, cache.num_seen, total)
         result = sieve.generate(ids, torch.ones_like(ids), cache=cache, progress=rest, **options)
         self.end(sieve, result.sequences, cache, begun.seconds + result.stats.ttft_s, options.get("chunk"))
-        return dataclasses.replace(result, stats=begun.told(result.stats))
+        return dataclasses.replace(result, stats=begun.with_reuse(result.stats))
 
     def end(self, sieve: Begins, ids: Tensor, cache: SieveCache, seconds: float, chunk: int | None) -> None:
         """Leave the store a conversation as it is at the end of a turn, read in so many seconds, `chunk` at a time."""

@@ -37,5 +37,5 @@ class Kept(KeptTokens):
         return self.to_text()
 
     def _repr_html_(self) -> str:
-        table = html_table(f"Kept under {self.method}", self.told())
+        table = html_table(f"Kept under {self.method}", self.describe())
         return table if self.tokenizer is None else table + short_html(self)

@@ -48,14 +48,14 @@ class Occurrence:
     @property
     def where(self) -> str:
         """Its fate by layers, in words: ``layers 0–9 whole, 10–11 in part (33–50%), 12–29 never reached``."""
-        told = []
+        parts = []
         for name, first, last in runs(self.states):
             layers = f"{self.layers[first]}" + (f"–{self.layers[last]}" if last > first else "")
             shares = self.read[first : last + 1]
             least, most = percent(min(shares)), percent(max(shares))
             extent = most if least == most else f"{least[:-1]}–{most}"
-            told.append(f"{layers} {name}{f' ({extent})' if name == 'in part' else ''}")
-        return f"layers {', '.join(told)}"
+            parts.append(f"{layers} {name}{f' ({extent})' if name == 'in part' else ''}")
+        return f"layers {', '.join(parts)}"
 
     def __str__(self) -> str:
         tokens = f"token {self.start}" if self.end == self.start + 1 else f"tokens {self.start}–{self.end - 1}"

@@ -24,7 +24,7 @@ LEGEND = "".join(f'<i class="s{level}">{10 * level}%</i>' for level in range(11)
 
 def html_page(kept: KeptTokens, find: str = "") -> str:
     """Make the page; see Kept.to_html."""
-    facts = h.text_table("In short", ["", ""], kept.told())
+    facts = h.text_table("In short", ["", ""], kept.describe())
     verb = "lets the answer read" if kept.is_view else "still holds"
     intro = h.paragraph(f"Each token is coloured by the share of layers and KV heads that {verb} it.")
     deep = "" if kept.deep is None else h.paragraph("Underlined tokens came to the deepest layer.", "quiet")
@@ -46,7 +46,7 @@ def html_page(kept: KeptTokens, find: str = "") -> str:
         ("layers", "Layers", f"{map_}\n{h.table(layer_table(kept))}"),
         ("facts", "In short", facts),
     ]
-    extra = f'{_data(kept)}\n<p id="told" role="status" hidden></p>\n<script>{SCRIPT}</script>'
+    extra = f'{_data(kept)}\n<p id="status" role="status" hidden></p>\n<script>{SCRIPT}</script>'
     title = f"Kept under {kept.method}"
     return h.page(title, sections, intro, style=STYLE, end=extra, made_by="kvsieve run --show")
 
@@ -131,5 +131,5 @@ def _data(kept: KeptTokens) -> str:
         "lost": "not read" if kept.is_view else "evicted",
         "shares": base64.b64encode(data).decode("ascii"),
     }
-    told = json.dumps(facts).replace("<", "\\u003c")
-    return f'<script type="application/json" id="data">{told}</script>'
+    data = json.dumps(facts).replace("<", "\\u003c")
+    return f'<script type="application/json" id="data">{data}</script>'

@@ -17,7 +17,7 @@ STYLE = """
 #found { max-height: 30vh; overflow: auto; }
 #found p { margin: .2rem 0; max-width: none; cursor: pointer; }
 #map canvas { width: 100%; min-width: 320px; display: block; image-rendering: pixelated; }
-#told { position: fixed; inset: auto 0 0 0; margin: 0; padding: .4rem 1.25rem; max-width: none;
+#status { position: fixed; inset: auto 0 0 0; margin: 0; padding: .4rem 1.25rem; max-width: none;
   background: var(--shade); border-top: 1px solid var(--line); font-size: .85rem; }
 """
 
@@ -49,7 +49,7 @@ function layerShares(from, to) {
   });
 }
 function describe(from, to) {
-  const found = layerShares(from, to), told = [];
+  const found = layerShares(from, to), parts = [];
   let heads = 0, held = 0;
   found.forEach((each, row) => { heads += data.heads[row]; held += each.share * data.heads[row]; });
   for (let row = 0; row < found.length;) {
@@ -57,12 +57,12 @@ function describe(from, to) {
     while (last + 1 < found.length && found[last + 1].state === found[row].state) last++;
     const shares = found.slice(row, last + 1).map(each => each.share);
     const [low, high] = [Math.min(...shares), Math.max(...shares)].map(percent);
-    told.push(data.layers[row] + (last > row ? "\u2013" + data.layers[last] : "") + " " + found[row].state
+    parts.push(data.layers[row] + (last > row ? "\u2013" + data.layers[last] : "") + " " + found[row].state
       + (found[row].state === "in part" ? " (" + (low === high ? low : low.slice(0, -1) + "\u2013" + high) + ")" : ""));
     row = last + 1;
   }
   const name = to - from > 1 ? "tokens " + from + "\u2013" + (to - 1) : "token " + from;
-  return name + ": " + percent(held / Math.max(heads, 1)) + "; layers " + told.join(", ");
+  return name + ": " + percent(held / Math.max(heads, 1)) + "; layers " + parts.join(", ");
 }
 
 const field = document.getElementById("find"), list = document.getElementById("found");
@@ -120,7 +120,7 @@ function draw() {
     pen.fillRect(place(from), height * size, Math.max(2, place(to) - place(from)), MARK);
 }
 
-const status = document.getElementById("told");
+const status = document.getElementById("status");
 function tell(text) { status.hidden = !text; status.textContent = text; }
 document.getElementById("text").addEventListener("mouseover", event => {
   const at = pieces.indexOf(event.target.closest("i"));

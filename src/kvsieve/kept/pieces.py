@@ -43,15 +43,15 @@ def text_pieces(tokenizer: Any, ids: Sequence[int]) -> tuple[Piece, ...]:
 def _decoded(tokenizer: Any, ids: Sequence[int], begin: int, end: int) -> list[Piece]:
     """Pieces of the tokens from `begin` to `end`, none of them a control token."""
     # The piece before is decoded along: some tokenizers leave out a space at the beginning of what they decode.
-    pieces, before, told, known = [], begin, begin, ""
+    pieces, before, start, known = [], begin, begin, ""
     for at in range(begin, end):
         piece = _text(tokenizer, ids[before : at + 1])[len(known) :]
         within = not piece or piece.endswith("\ufffd")
-        if within and at + 1 < end and at + 1 - told < _MOST:
+        if within and at + 1 < end and at + 1 - start < _MOST:
             continue
-        pieces.append(Piece(told, at + 1, piece))
-        before, told = told, at + 1
-        known = _text(tokenizer, ids[before:told])
+        pieces.append(Piece(start, at + 1, piece))
+        before, start = start, at + 1
+        known = _text(tokenizer, ids[before:start])
     return pieces
 
 

@@ -9,7 +9,7 @@ from kvsieve.kept.tokens import KeptLayer, KeptTokens
 from kvsieve.text import printable
 
 _LINES = 32
-# Up to each share its sign; tokens that never came to a layer are told apart.
+# Up to each share its sign; tokens that never came to a layer have a sign of their own.
 _SIGNS = ((0.0, " "), (0.1, "░"), (0.34, "▒"), (0.67, "▓"), (1.0, "█"))
 _LEGEND = "░ to 10%  ▒ to 34%  ▓ to 67%  █ more"
 _UNREACHED = "·"
@@ -17,10 +17,10 @@ _UNREACHED = "·"
 
 def map_text(kept: KeptTokens, width: int) -> str:
     """Write a map of layers and positions in lines of at most `width` signs, and below it what is worth telling."""
-    told = [f"{name}: {text}" for name, text in kept.told()]
+    facts = [f"{name}: {text}" for name, text in kept.describe()]
     layers = kept.counted
     if not layers:
-        return printable("\n".join([f"{kept.method}: no layer holds tokens by position", *told]))
+        return printable("\n".join([f"{kept.method}: no layer holds tokens by position", *facts]))
     together = -(-len(layers) // _LINES)
     names = [f"{each[0].index}" + (f"–{each[-1].index}" if len(each) > 1 else "") for each in _groups(layers, together)]
     edge = max(len("layer"), *map(len, names))
@@ -37,7 +37,7 @@ def map_text(kept: KeptTokens, width: int) -> str:
     last = f"token {len(kept) - 1}"
     lines.append(f"{'':>{edge}}  0{last:>{bins - 1}}")
     reached = f"  {_UNREACHED} {kept.unreached}" if any(layer.reached is not None for layer in layers) else ""
-    return printable("\n".join([*lines, f"{'':>{edge}}  {_LEGEND}{reached}", *told]))
+    return printable("\n".join([*lines, f"{'':>{edge}}  {_LEGEND}{reached}", *facts]))
 
 
 def _groups(layers: list[KeptLayer], together: int) -> list[list[KeptLayer]]:

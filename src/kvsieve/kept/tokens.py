@@ -195,19 +195,19 @@ class KeptTokens:
                 row.index_add_(0, place, part[:length])
         return found / size
 
-    def told(self) -> list[tuple[str, str]]:
+    def describe(self) -> list[tuple[str, str]]:
         """Return what is worth telling, as names and texts."""
         held = "read by the answer" if self.is_view else "held"
-        told = [("tokens", ", ".join(f"{name} {end - start}" for name, start, end in self.parts))]
-        told.append((held, f"{percent(float(self.share.mean()))} of all layers and heads together"))
+        rows = [("tokens", ", ".join(f"{name} {end - start}" for name, start, end in self.parts))]
+        rows.append((held, f"{percent(float(self.share.mean()))} of all layers and heads together"))
         if self.is_view:
-            told.append(("stored", percent(float(self.stored_share.mean()))))
-        told.append(("entries per layer and head", span(each for layer in self.counted for each in layer.entries)))
+            rows.append(("stored", percent(float(self.stored_share.mean()))))
+        rows.append(("entries per layer and head", span(each for layer in self.counted for each in layer.entries)))
         gone = int((self.share == 0).sum())
-        told.append(("in no layer" if not self.is_view else "read in no layer", f"{gone} tokens"))
+        rows.append(("in no layer" if not self.is_view else "read in no layer", f"{gone} tokens"))
         if self.deep is not None:
-            told.append(("went deep", f"{int(self.deep.sum())} tokens came to the deepest layer"))
-        return told + [("note", note) for note in self.notes]
+            rows.append(("went deep", f"{int(self.deep.sum())} tokens came to the deepest layer"))
+        return rows + [("note", note) for note in self.notes]
 
     def __repr__(self) -> str:
         read = " of the answer's reading" if self.is_view else ""

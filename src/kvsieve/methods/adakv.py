@@ -44,7 +44,7 @@ _Facts = list[list[list[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedSnapKV(SnapKV, heads="own", query_aware=True):
-    """SnapKV whose query heads share their scores before these are pooled; max-pooled, unless told otherwise."""
+    """SnapKV that joins the scores of query heads before pooling them; `max` pooling by default."""
 
     pooling: Pool = "max"
 

@@ -59,7 +59,7 @@ class Outlier(KIVI, heads="own"):
         if self.block * dim > _PLACES:
             raise UnsupportedModelError(
                 f"its heads have {dim} channels, and a block of {self.block} entries of them more than {_PLACES} "
-                f"numbers, of which no places can be told; set block={_PLACES // dim}"
+                f"numbers, too many for places of 16 bits; set block={_PLACES // dim}"
             )
         return max(1, round(self.share * self.block * dim))
 

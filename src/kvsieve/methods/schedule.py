@@ -23,7 +23,7 @@ from kvsieve.types import LayerContext
 
 @dataclass(frozen=True, kw_only=True)
 class PerLayer(LayerAllocator, heads="own", query_aware=False):
-    """Divide the budget among layers as told: ``PerLayer(base=SnapKV(budget=0.2), shares=(2, 2, 1, 1))``.
+    """Divide the budget among layers by given shares: ``PerLayer(base=SnapKV(budget=0.2), shares=(2, 2, 1, 1))``.
 
     base: what ranks entries and holds the budget, which is the average. shares: a number per layer of the model, at
     least 0, or their text "2/2/1/1"; those of layers that do not evict count for nothing. Raises PlanError for other

@@ -87,13 +87,13 @@ def load_error(what: str, options: dict[str, Any], error: Exception) -> ModelLoa
         return ModelLoadError(f"{what} from its GGUF file: {cause}")
     if options["local_files_only"]:
         return ModelLoadError(f"{what} from its directory: {cause}")
-    told: BaseException | None = error
-    while told is not None:
+    chained: BaseException | None = error
+    while chained is not None:
         missing = (errors.RepositoryNotFoundError, errors.EntryNotFoundError, errors.HFValidationError)
         # That it is not in the cache either says nothing of a hub that cannot be reached.
-        if isinstance(told, missing) and not isinstance(told, errors.LocalEntryNotFoundError):
+        if isinstance(chained, missing) and not isinstance(chained, errors.LocalEntryNotFoundError):
             return ModelNotFoundError(f"{what}, which the hub does not have: {cause}")
-        told = told.__cause__ or told.__context__
+        chained = chained.__cause__ or chained.__context__
     return ModelLoadError(f"{what} from the hub (or it cannot be reached): {cause}")
 
 

@@ -41,7 +41,7 @@ class Answer:
         self._sampler, self._words, self._text = sampler, words, StopText(order.stops)
         self._ends = frozenset[int]() if order.ignore_eos else order.stop_ids
         self._untold: list[ChosenToken] = []
-        # Characters that were told.
+        # Characters that were sent.
         self._length = 0
 
     def add(self, logits: Tensor) -> None:
@@ -97,7 +97,7 @@ class StopText:
             self._held, self.stopped = self._held[: min(found)], True
 
     def take(self, *, last: bool) -> str:
-        """Return what can be told by now. last: nothing comes any more."""
+        """Return the text that is final by now. last: nothing comes any more."""
         keep = 0
         if not (last or self.stopped):
             longest = max(map(len, self.stops), default=1) - 1

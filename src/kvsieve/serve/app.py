@@ -125,8 +125,8 @@ def _described(kind: type[Strict]) -> dict[str, Any]:
 _BEARER = HTTPBearer(auto_error=False, description="An API key, where the server has any.")
 
 
-def _owner(request: Request, told: Annotated[object, Depends(_BEARER)]) -> str:
-    """Whose request it is. told: what makes the schema tell of keys; the header is read by Keys."""
+def _owner(request: Request, bearer: Annotated[object, Depends(_BEARER)]) -> str:
+    """Whose request it is. bearer: puts API keys into the schema; the header is read by Keys."""
     owner: str | None = request.app.state.service.keys.owner(request.headers.get("authorization"))
     if owner is None:
         raise Failure(401, "an API key is needed: send the header 'Authorization: Bearer KEY'", code="invalid_api_key")
@@ -271,7 +271,7 @@ def _add_views(app: FastAPI, service: Service, metrics: Metrics) -> None:
         return KVReply(
             state=scheduler.state(),
             counts=dict(scheduler.counts),
-            store=scheduler.prefixes.told(),
+            store=scheduler.prefixes.to_dict(),
             nodes=scheduler.prefixes.nodes(owner),
             plan=service.plans.own.name,
             methods=list(service.plans.methods),

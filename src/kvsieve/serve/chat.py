@@ -85,7 +85,7 @@ class HeldText:
         self._begun = False
 
     def deltas(self, part: AnswerPart) -> list[tuple[dict[str, Any], list[ChosenToken], str | None]]:
-        """Return what can be told now: deltas, their tokens, and how the answer has ended."""
+        """Return the deltas that are final by now, their tokens, and how the answer has ended."""
         self._text += part.text
         self._tokens += part.tokens
         if self._form is not None and not part.finish:

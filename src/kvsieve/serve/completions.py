@@ -27,8 +27,8 @@ async def completion_reply(
     summaries = [one for one in exchange.summaries if one is not None]
 
     def reply() -> dict[str, Any]:
-        told = [completion_logprobs(each, spelled) if wanted else None for each in tokens]
-        choices = [_choice(at, *each) for at, each in enumerate(zip(texts, told, ends, strict=True))]
+        logprobs = [completion_logprobs(each, spelled) if wanted else None for each in tokens]
+        choices = [_choice(at, *each) for at, each in enumerate(zip(texts, logprobs, ends, strict=True))]
         return Envelope("cmpl", request.model, False).with_choices(choices, usage=usage(summaries))
 
     return reply
@@ -46,8 +46,8 @@ async def completion_chunks(
             yield envelope.with_choices([_choice(at, echo, None, None)], **none)
     async for number, part in exchange.parts():
         at = number * each + part.answer
-        told = completion_logprobs(part.tokens, spelled) if part.tokens else None
-        yield envelope.with_choices([_choice(at, part.text, told, part.finish)], **none)
+        logprobs = completion_logprobs(part.tokens, spelled) if part.tokens else None
+        yield envelope.with_choices([_choice(at, part.text, logprobs, part.finish)], **none)
     if wanted:
         yield envelope.with_choices([], usage=usage([one for one in exchange.summaries if one is not None]))
 

@@ -21,7 +21,7 @@ class Exchange:
     def __init__(
         self, scheduler: Scheduler, orders: Sequence[Order], note: Callable[[Summary], None] = lambda summary: None
     ) -> None:
-        """Submit the orders, all or none; `note` is told of each that ends. Raises what Scheduler.submit raises."""
+        """Submit the orders, all or none; `note` is called with each that ends. Raises what Scheduler.submit raises."""
         self._note = note
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()

@@ -24,7 +24,7 @@ _KIND = re.compile(r"^(str|int|float|bool)$|^constrained-|[\[(]")
 
 
 class Failure(Exception):
-    """An error that is told to who asked: the status, OpenAI's code for it and the parameter it is about."""
+    """An error as the client gets it: the status, OpenAI's code and the parameter at fault."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Failure(Exception):
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return what is told of an error; of one that is none of ours, nothing but that it occurred."""
+    """Return an error as clients get it, without details if it is not one of kvsieve's own."""
     if isinstance(error, Failure):
         return error
     if isinstance(error, HTTPException):

@@ -36,13 +36,13 @@ class KVBytes:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that conversations may take by default: half of what is free on the device; None where it is not told."""
+    """Bytes that conversations may take by default: half of the device's free memory; None if that is unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * _SHARE)
-    told = Path("/proc/meminfo")
-    if not told.exists():
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
         return None
-    for line in told.read_text().splitlines():
+    for line in meminfo.read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(int(line.split()[1]) * 1024 * _SHARE)
     return None

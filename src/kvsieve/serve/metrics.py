@@ -43,8 +43,8 @@ class Metrics(Collector):
         self._ttft = self._times("ttft", "From a request to its first token")
         self._whole = self._times("request", "From a request to its end")
 
-    def _times(self, name: str, told: str) -> Histogram:
-        return Histogram(f"kvsieve_{name}_seconds", told, registry=self.registry, buckets=_SECONDS)
+    def _times(self, name: str, text: str) -> Histogram:
+        return Histogram(f"kvsieve_{name}_seconds", text, registry=self.registry, buckets=_SECONDS)
 
     def note(self, summary: Summary) -> None:
         """Take in what a request took."""
@@ -54,11 +54,11 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield what is counted elsewhere."""
         counts, state = self.scheduler.counts, self.scheduler.state()
-        for name, told in _COUNTS.items():
-            yield CounterMetricFamily(f"kvsieve_{name}", told, value=counts[name])
-        for name, told in _GAUGES.items():
-            yield GaugeMetricFamily(f"kvsieve_{name}", told, value=state[name])
-        for name, value in self.scheduler.prefixes.told().items():
+        for name, text in _COUNTS.items():
+            yield CounterMetricFamily(f"kvsieve_{name}", text, value=counts[name])
+        for name, text in _GAUGES.items():
+            yield GaugeMetricFamily(f"kvsieve_{name}", text, value=state[name])
+        for name, value in self.scheduler.prefixes.to_dict().items():
             yield GaugeMetricFamily(f"kvsieve_store_{name}", f"The store's {name.replace('_', ' ')}", value=value)
 
     def text(self) -> bytes:

@@ -41,7 +41,7 @@ class Prefixes(Protocol):
     def add_answer(self, reading: PromptReader, answer: Answer) -> None:
         """Take in an answer to it."""
 
-    def told(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, int]:
         """Count what is stored and what was found."""
 
     def nodes(self, owner: str) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ class NoPrefixes:
     def add_answer(self, reading: PromptReader, answer: Answer) -> None:
         """Nothing to do."""
 
-    def told(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, int]:
         return {}
 
     def nodes(self, owner: str) -> list[dict[str, Any]]:
@@ -130,14 +130,14 @@ class StoredPrefixes:
         owner = "" if self.share else order.owner
         return owner if order.session is None else f"{owner}/{order.session}"
 
-    def told(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, int]:
         return self.store.stats().to_dict()
 
     def nodes(self, owner: str) -> list[dict[str, Any]]:
         mine = "" if self.share else owner
         listed = [node for node in self.store.nodes() if node.owner == mine or node.owner.startswith(f"{mine}/")]
-        told = [node.to_dict() for node in listed[:_SHOWN]]
-        return [{**each, "owner": None, "session": each["owner"].partition("/")[2] or None} for each in told]
+        rows = [node.to_dict() for node in listed[:_SHOWN]]
+        return [{**each, "owner": None, "session": each["owner"].partition("/")[2] or None} for each in rows]
 
     def close(self) -> None:
         self.store.close()

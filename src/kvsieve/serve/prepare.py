@@ -102,7 +102,7 @@ class Preparer:
                 raise InputError(f"prompt: expected a text, or token ids from 0 to {self._words - 1}, at least one")
             order = self._order(request, ids, owner, request.logprobs, None)
             constraints = PromptConstraints(*_plain_constraints(request))
-            # A text is told as it was given, not as its tokens write it.
+            # A text is echoed as it was sent, not as its tokens decode.
             echo = (each if isinstance(each, str) else self._text_of(ids)) if request.echo else ""
             orders.append(replace(order, constraints=constraints, continues=True, echo=echo))
         return orders
@@ -221,7 +221,7 @@ class Preparer:
                 return 0
             before = self._rendered(messages[:count], tools, ask=False)
             if not text.startswith(before):
-                raise InputError("kv: the model's template rewrites messages, so those to protect cannot be told")
+                raise InputError("kv: the model's template rewrites messages, so those to protect cannot be found")
             return len(self._ids(before))
 
         spans = []

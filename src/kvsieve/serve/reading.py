@@ -51,7 +51,7 @@ class PromptReader:
             cache: what was read before.
             chunk: tokens per pass.
             pace: tells when others have their turn.
-            border: told, between two passes, how many tokens are left.
+            border: called between two passes with the number of tokens left.
         """
         self.ticket, self.sieve, self.cache = ticket, sieve, cache
         self.cached = self.done = cache.conversation.caller_length_and_mask()[0]

@@ -72,11 +72,11 @@ def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
 def chat_logprobs(tokens: Sequence[ChosenToken], spelled: TokenBytes) -> dict[str, Any]:
     """Likelihoods of a chat's tokens. spelled: gives a token's bytes."""
 
-    def told(each: TokenLikelihood) -> dict[str, Any]:
+    def likelihood(each: TokenLikelihood) -> dict[str, Any]:
         data = spelled(each.id)
         return {"token": _shown(data), "logprob": _finite(each.logprob), "bytes": list(data)}
 
-    listed = [{**told(each.own), "top_logprobs": [told(top) for top in each.top]} for each in tokens]
+    listed = [{**likelihood(each.own), "top_logprobs": [likelihood(top) for top in each.top]} for each in tokens]
     return {"content": listed, "refusal": None}
 
 

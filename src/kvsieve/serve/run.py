@@ -27,7 +27,7 @@ from kvsieve.serve.prepare import Preparer
 from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.signals import ended_by_signals, kept_signals
 
-# Seconds that running answers get once the server is told to stop.
+# Seconds that running answers get once the server gets a signal to stop.
 _GRACE = 20.0
 
 
@@ -121,7 +121,7 @@ def _hosts(options: ServerOptions) -> tuple[str, ...]:
 
 
 def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Callable[[str], None]) -> None:
-    """Serve until the process is told to stop; then running answers are finished and the store is written.
+    """Serve until a signal stops the process; then finish running answers and write the store.
 
     Raises InputError for an address that cannot be listened at, or that others reach without a key.
     """
@@ -133,8 +133,8 @@ def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Ca
 
         def ready() -> None:
             host = f"[{options.host}]" if ":" in options.host else options.host
-            told = "" if options.keys else "; no API keys: anyone who reaches it may use it"
-            say(f"serving {service.model} under {options.plan.name} at http://{host}:{port}{told}")
+            warning = "" if options.keys else "; no API keys: anyone who reaches it may use it"
+            say(f"serving {service.model} under {options.plan.name} at http://{host}:{port}{warning}")
 
         config = uvicorn.Config(
             app,
@@ -150,7 +150,7 @@ def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Ca
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens, and when it is told to stop."""
+    """Reports when it listens, and when it gets a signal to stop."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None], leaving: Callable[[], None]) -> None:
         super().__init__(config)

@@ -85,7 +85,7 @@ class Sampler:
     def choose(self, logits: Tensor) -> ChosenToken:
         """Choose by logits [V]."""
         scores = logits.float()
-        told = None if self.rules.logprobs is None else torch.log_softmax(scores, -1)
+        log_probs = None if self.rules.logprobs is None else torch.log_softmax(scores, -1)
         if len(self._biased):
             scores = scores.index_add(0, self._biased, self._bias)
         rules = self.rules
@@ -101,8 +101,8 @@ class Sampler:
             token = int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
         if self._processors or rules.presence_penalty or rules.frequency_penalty:
             self.ids = torch.cat([self.ids, self.ids.new_tensor([token])])
-        if told is None:
+        if log_probs is None:
             return ChosenToken(TokenLikelihood(token, 0.0))
-        top = told.topk(rules.logprobs or 0)
+        top = log_probs.topk(rules.logprobs or 0)
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return ChosenToken(TokenLikelihood(token, float(told[token])), tuple(TokenLikelihood(*each) for each in pairs))
+        return ChosenToken(TokenLikelihood(token, float(log_probs[token])), tuple(TokenLikelihood(*each) for each in pairs))

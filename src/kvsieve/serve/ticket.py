@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it: what is asked, and what is told of the answers."""
+"""One request as the scheduler sees it: its orders, and the events of its answers."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class AnswerPart:
 
 @dataclass(frozen=True)
 class Summary:
-    """Costs of a request; the last that is told of it.
+    """Costs of a request; its last event.
 
     Attributes:
         prompt_tokens: of the prompt.
@@ -166,7 +166,7 @@ class Order:
         session: conversation that it goes on with; None for a prompt of its own.
         bins: parts of the prompt in the map of what was kept; 0 for none.
         ignore_eos: go on to `max_tokens` whatever the model writes.
-        notes: told with the answer, beside the notes of its statistics.
+        notes: sent with the answer, beside the notes of its statistics.
         continues: the answer goes on with the prompt's text, so it may begin with a space.
         echo: text before the answers in the reply.
         calls: the way in which an answer calls tools; None where it is text alone.

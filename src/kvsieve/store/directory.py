@@ -93,9 +93,9 @@ class Directory:
         try:
             with opened(path) as (header, file), understood(path):
                 ids = file.get_tensor(header["ids"]["tensor"])[0].numpy().astype(np.int64)
-                told = header["extra"]["store"]
-                identity, reuse = Identity.of(header), reuse_from(told["reuse"])
-                node = Node(path.stem, identity, told["owner"], ids, reuse, told["seconds"], told["pinned"])
+                stored = header["extra"]["store"]
+                identity, reuse = Identity.of(header), reuse_from(stored["reuse"])
+                node = Node(path.stem, identity, stored["owner"], ids, reuse, stored["seconds"], stored["pinned"])
                 node.path, node.file_bytes = path, path.stat().st_size
                 if len(ids) != reuse.tokens or path.stem != name_of(node):
                     raise CacheFileError(f"{path} is not the node that its name says; it was renamed or changed")
@@ -128,8 +128,8 @@ class Directory:
 
         path = self.path / f"{node.key}{_SUFFIX}"
         ids = torch.from_numpy(node.ids)[None]
-        told = {"tensor": "ids", "host": False, "dtype": "I64", "shape": list(ids.shape)}
-        header: dict[str, Any] = {**node.identity.header, **held.facts, "ids": told, "extra": {"store": node.extra()}}
+        tensor = {"tensor": "ids", "host": False, "dtype": "I64", "shape": list(ids.shape)}
+        header: dict[str, Any] = {**node.identity.header, **held.facts, "ids": tensor, "extra": {"store": node.extra()}}
         write_cache(path, header, WithIds(held, ids))
         return path, path.stat().st_size
 
@@ -171,5 +171,5 @@ def name_of(node: Node) -> str:
     """Return the name of a node, which is its key."""
     reuse = node.reuse
     place = "half" if reuse.half_read else "answered" if reuse.answered else "end"
-    told = "" if reuse.chunk is None else f" by {reuse.chunk}"
-    return node_key(node.identity, node.owner, node.ids, f"{place} {reuse.turns}{told}")
+    chunk = "" if reuse.chunk is None else f" by {reuse.chunk}"
+    return node_key(node.identity, node.owner, node.ids, f"{place} {reuse.turns}{chunk}")

@@ -103,8 +103,8 @@ class Whole(Mapping[str, Tensor]):
         self._held = held
         self._stretches = held.stretches if end is None else held.begins(end)
         parts = held.stretches[0].parts if held.stretches else ()
-        told = [layer["index"] for layer in held.facts["layers"] if isinstance(layer.get("index"), dict)]
-        self._indices = {each["tensor"]: each["shape"] for each in told if each["tensor"] not in held.tensors}
+        indices = [layer["index"] for layer in held.facts["layers"] if isinstance(layer.get("index"), dict)]
+        self._indices = {each["tensor"]: each["shape"] for each in indices if each["tensor"] not in held.tensors}
         self._names = [*held.tensors, *parts, *self._indices]
 
     def __getitem__(self, name: str) -> Tensor:

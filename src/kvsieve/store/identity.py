@@ -28,12 +28,12 @@ class Identity:
     @classmethod
     def of(cls, header: dict[str, Any]) -> Identity:
         """Make it of a file's header."""
-        told = {name: header[name] for name in ("model", "tokenizer", "plan")}
-        plain = json.loads(json.dumps(told))
+        about = {name: header[name] for name in ("model", "tokenizer", "plan")}
+        plain = json.loads(json.dumps(about))
         for names in (plain["model"], plain["plan"], plain["plan"].get("profile", {})):
             for name in ("id", "revision", "name"):
                 names.pop(name, None)
-        return cls(hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest(), told)
+        return cls(hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest(), about)
 
 
 class Identities:
@@ -55,6 +55,6 @@ class Identities:
 
 def node_key(identity: Identity, owner: str, ids: Tokens, place: str) -> str:
     """Return the name of a node: 32 hex digits. place: tells nodes of the same tokens apart."""
-    told = hashlib.sha256(json.dumps([identity.key, owner, place]).encode())
-    told.update(ids.astype("<i8").tobytes())
-    return told.hexdigest()[:32]
+    digest = hashlib.sha256(json.dumps([identity.key, owner, place]).encode())
+    digest.update(ids.astype("<i8").tobytes())
+    return digest.hexdigest()[:32]

@@ -118,7 +118,7 @@ class Node:
         )
 
 
-def reuse_from(told: dict[str, Any]) -> Reuse:
+def reuse_from(data: dict[str, Any]) -> Reuse:
     """Return the inverse of what `Node.extra` says of its reuse. Raises TypeError or KeyError for anything else."""
-    turns = told["turns"]
-    return Reuse(**{**told, "turns": None if turns is None else tuple(turns)})
+    turns = data["turns"]
+    return Reuse(**{**data, "turns": None if turns is None else tuple(turns)})

@@ -203,7 +203,7 @@ def _as_prompts(plan: Plan, cache: SieveCache) -> bool:
     """Return True if reading all as prompts, which end where the plan has acted, would have left the same."""
     apart, before = tells_answers_apart(plan), 0
     for start, end in cache.conversation.acted:
-        # Tokens between are an answer's, or of a prompt that the plan was told to leave alone.
+        # Tokens between are an answer's, or of a prompt with reduce=False.
         if start > before and (apart or end - start < min(plan.queries(end - before), end - before)):
             return False
         before = end

@@ -124,7 +124,7 @@ class Tiers:
 
     def counts(self) -> dict[str, int]:
         """Counts for StoreStats."""
-        told = {
+        state = {
             "nodes": len(self._nodes),
             "memory_nodes": sum(node.in_memory for node in self),
             "disk_nodes": sum(node.path is not None for node in self),
@@ -133,9 +133,9 @@ class Tiers:
             "damaged": 0 if self._directory is None else self._directory.damaged,
         }
         if self._writer is not None:
-            told |= {"written": self._writer.written, "write_errors": self._writer.errors}
-            told["waiting"] = sum(node.waits for node in self)
-        return {**self._counts, **told}
+            state |= {"written": self._writer.written, "write_errors": self._writer.errors}
+            state["waiting"] = sum(node.waits for node in self)
+        return {**self._counts, **state}
 
     def flush(self) -> bool:
         """Write all that is not on the disk; False where some of it cannot be."""

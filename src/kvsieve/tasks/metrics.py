@@ -166,8 +166,8 @@ def one_of(classes: tuple[str, ...]) -> Score:
     """
 
     def score(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-        told = [each for each in classes if each in answer]
-        shares = [1 / sum(other == each or other not in each for other in told) for each in expected if each in told]
+        named = [each for each in classes if each in answer]
+        shares = [1 / sum(other == each or other not in each for other in named) for each in expected if each in named]
         return {"score": max(shares, default=0.0)}
 
     return score

@@ -175,10 +175,10 @@ class PlannedAttention(AttentionImpl):
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         if self._facts is None:
             self._know(layer)
-        told: Any = attn_metadata
-        slots = told.slot_mapping
+        metadata: Any = attn_metadata
+        slots = metadata.slot_mapping
         if attn_metadata.rounds is None:
-            self._look(key, kv_cache, slots, slice(0, told.num_actual_tokens))
+            self._look(key, kv_cache, slots, slice(0, metadata.num_actual_tokens))
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, **scales)
         for each in attn_metadata.rounds:
             self._look(key, kv_cache, slots, each.rows)
@@ -229,8 +229,8 @@ class PlannedAttention(AttentionImpl):
             key, value = self._read_entries(layer, kv_cache, prompt.pages, prompt.stored)
         terms = AttentionTerms(self.logits_soft_cap) if self.logits_soft_cap else None
         into = output[rows]
-        told = causal_attention(query[None], key[None], value[None], scale=self.scale, terms=terms)
-        into.copy_(told[0].transpose(0, 1).reshape(into.shape))
+        out = causal_attention(query[None], key[None], value[None], scale=self.scale, terms=terms)
+        into.copy_(out[0].transpose(0, 1).reshape(into.shape))
         return key, value
 
     def _attend(self, layer: Any, query: Tensor, cache: Tensor, output: Tensor, call: PagedCall, table: Tensor) -> None:

@@ -197,11 +197,11 @@ class StepPlanner:
             return None
         page, heads = facts.page, facts.kv_heads
         segments, sizes = [segments[number] for number in read], [sizes[number] for number in read]
-        told = [pages_read(facts, segment.end, size) for segment, size in zip(segments, sizes, strict=True)]
-        used, counts = [-(-size // page) for size in sizes], [each.count for each in told]
+        reads = [pages_read(facts, segment.end, size) for segment, size in zip(segments, sizes, strict=True)]
+        used, counts = [-(-size // page) for size in sizes], [each.count for each in reads]
         if counts == used and not facts.self_test:
             return None
-        entries, channels = [each.entries for each in told], [each.channels for each in told]
+        entries, channels = [each.entries for each in reads], [each.channels for each in reads]
         lengths = torch.tensor(entries, dtype=torch.int32).repeat_interleave(heads)
         starts = torch.arange(len(lengths) + 1, dtype=torch.int32)
         schedule = self._schedule(facts.heads // heads, 1, lengths, starts)
@@ -245,7 +245,7 @@ class StepPlanner:
 def _requests(common: Any) -> list[ScheduledTokens]:
     """Read a step's requests from vLLM's metadata, without waiting for the device."""
     if common.rswa_prefix_lens is None or common.seq_lens_cpu_upper_bound is None:
-        raise CacheStateError("vLLM told no lengths of prompts or requests, which kvsieve's plugin asks it for")
+        raise CacheStateError("vLLM gave no lengths of prompts or requests, which kvsieve's plugin asks it for")
     # Exact, as there is no speculative decoding.
     rows, ends = common.query_start_loc_cpu.tolist(), common.seq_lens_cpu_upper_bound.tolist()
     prompts = common.rswa_prefix_lens.tolist()

@@ -51,7 +51,7 @@ class RetainedManager(FullAttentionManager):
     ) -> None:
         """Free what holds nothing after so many processed tokens; the workers work out the same gap."""
         if num_prompt_tokens is None:
-            raise CacheStateError("vLLM told no prompt length; kvsieve's eviction needs it to free blocks")
+            raise CacheStateError("vLLM gave no prompt length; kvsieve's eviction needs it to free blocks")
         retention = self.kv_cache_spec.retention
         first, end = retention.gap(num_prompt_tokens, processed_computed_tokens)
         before = self.block_pool.get_num_free_blocks()

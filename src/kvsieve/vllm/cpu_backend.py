@@ -63,10 +63,10 @@ class SieveCPUBuilder(CPUAttentionMetadataBuilder):
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Make the metadata; see AttentionMetadataBuilder."""
-        told = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self._planner is None:
-            return told
-        return SieveCPUMetadata(**vars(told), rounds=self._planner.rounds(common_attn_metadata))
+            return metadata
+        return SieveCPUMetadata(**vars(metadata), rounds=self._planner.rounds(common_attn_metadata))
 
     def _schedule(self, heads: int, kv_heads: int, lengths: Tensor, starts: Tensor) -> Tensor:
         """Divide a call among the kernel's threads."""

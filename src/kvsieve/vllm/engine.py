@@ -72,7 +72,7 @@ def check_engine(options: EngineOptions, facts: EngineFacts) -> None:
 
     Raises:
         PlanError: the engine cannot carry the plan.
-        UnsupportedOptionError: an option of the engine does not go with it; all of them are told.
+        UnsupportedOptionError: options of the engine that do not go with it, all of them named.
     """
     check_version(facts.version)
     plan = options.plan

@@ -63,7 +63,7 @@ class ReplayedSteps:
         if number > self._requests or common.num_actual_tokens != number or common.max_query_len != 1:
             return None
         if common.rswa_prefix_lens is None or common.seq_lens_cpu_upper_bound is None:
-            raise CacheStateError("vLLM told no lengths of prompts or requests, which kvsieve's plugin asks it for")
+            raise CacheStateError("vLLM gave no lengths of prompts or requests, which kvsieve's plugin asks it for")
         ends, prompts = common.seq_lens_cpu_upper_bound.tolist(), common.rswa_prefix_lens.tolist()
         # Rows behind the requests fill up the graph's size, and have no length.
         if not captured and any(0 < end <= prompt for end, prompt in zip(ends, prompts, strict=True)):

@@ -11,7 +11,7 @@ from typing import Any
 
 # Keys under which they travel from the scheduler's process, in a dict of counts that vLLM passes on as it is.
 _PREFIX = "kvsieve_"
-_TOLD = {
+_HELP = {
     "requests": "Evictions: requests whose blocks were freed.",
     "blocks_freed": "KV cache blocks that eviction freed.",
     "entries_kept": "KV entries per head that stayed, summed over evictions.",
@@ -22,7 +22,7 @@ class FreedCounts:
     """Sums since they were last taken."""
 
     def __init__(self) -> None:
-        self._sums = dict.fromkeys(_TOLD, 0)
+        self._sums = dict.fromkeys(_HELP, 0)
         self._last: tuple[str, int] | None = None
 
     def add(self, moment: tuple[str, int], blocks: int, entries: int) -> None:
@@ -40,7 +40,7 @@ class FreedCounts:
     def take(self) -> dict[str, int]:
         """Return the sums that are not 0, and begin anew."""
         taken = {name: count for name, count in self._sums.items() if count}
-        self._sums = dict.fromkeys(_TOLD, 0)
+        self._sums = dict.fromkeys(_HELP, 0)
         return taken
 
 
@@ -89,7 +89,7 @@ def _counters() -> dict[str, Any]:
     for counter in _registered.values():
         with contextlib.suppress(KeyError):
             REGISTRY.unregister(counter)
-    _registered.update({name: Counter(f"vllm:{_PREFIX}{name}", told) for name, told in _TOLD.items()})
+    _registered.update({name: Counter(f"vllm:{_PREFIX}{name}", text) for name, text in _HELP.items()})
     return dict(_registered)
 
 

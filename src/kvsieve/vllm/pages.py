@@ -281,6 +281,6 @@ def _built() -> bool:
     return compiled.built().reason is None
 
 
-def told() -> str:
+def kernel_status() -> str:
     """Tell for people whether the C kernels are used."""
-    return compiled.built().told
+    return compiled.built().status

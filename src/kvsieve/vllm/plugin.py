@@ -22,7 +22,7 @@ BACKENDS = {
     "CPU_ATTN": "kvsieve.vllm.cpu_backend.SieveCPUBackend",
     "TRITON_ATTN": "kvsieve.vllm.triton_backend.SieveTritonBackend",
 }
-# Entries of a block unless told otherwise. vLLM has 128 on CPUs, coarse for pages, and 16 on GPUs, many to choose from.
+# Entries of a block by default. vLLM has 128 on CPUs, coarse for pages, and 16 on GPUs, many to choose from.
 BLOCK_SIZE = 32
 
 

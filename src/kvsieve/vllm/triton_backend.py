@@ -108,21 +108,21 @@ class SieveTritonBuilder(triton_attn.TritonAttentionMetadataBuilder):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Any:
         """Make the metadata of a step that is made up, of one token of each request."""
-        told = self.build(0, common_attn_metadata)
+        metadata = self.build(0, common_attn_metadata)
         if self._replayed is not None:
-            told.rounds = [self._replayed.round(common_attn_metadata, captured=True)]
+            metadata.rounds = [self._replayed.round(common_attn_metadata, captured=True)]
         # As vLLM does, since graphs of long requests take long to capture.
-        told.seq_lens.fill_(1)
-        return told
+        metadata.seq_lens.fill_(1)
+        return metadata
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Make the metadata; see AttentionMetadataBuilder."""
-        told = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         if self._planner is None:
-            return told
+            return metadata
         replayed = None if self._replayed is None else self._replayed.round(common_attn_metadata)
         rounds = self._planner.rounds(common_attn_metadata) if replayed is None else [replayed]
-        return SieveTritonMetadata(**vars(told), rounds=rounds)
+        return SieveTritonMetadata(**vars(metadata), rounds=rounds)
 
     def _moved(self, tensor: Tensor) -> Tensor:
         moved: Tensor = async_tensor_h2d(tensor, self.device)

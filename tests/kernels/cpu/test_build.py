@@ -103,7 +103,7 @@ def test_without_openmp_kernels_run_on_one_thread(machine, script, monkeypatch, 
     header.write_text("extern int nowhere_to_be_found(void);\nint (*used)(void) = nowhere_to_be_found;\n")
     monkeypatch.setenv("CC", script(text.format(header=header)))
     found = build.library("layers")
-    assert found.reason is None and not found.on_threads and "on one thread" in found.told
+    assert found.reason is None and not found.on_threads and "on one thread" in found.status
     # Torch's products, on all threads, are faster then.
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     with pytest.warns(UserWarning, match="no OpenMP"):
@@ -115,7 +115,7 @@ def test_without_openmp_kernels_run_on_one_thread(machine, script, monkeypatch, 
 
 def test_with_openmp_they_run_on_threads(machine):
     found = build.library("layers")
-    assert found.on_threads and "thread" not in found.told
+    assert found.on_threads and "thread" not in found.status
 
 
 def test_a_compiler_that_does_not_know_its_processor(machine, script, monkeypatch):
@@ -144,7 +144,7 @@ def test_a_file_is_for_one_processor_and_made_again_when_it_is_damaged(machine, 
     again = build.library("layers")
     assert first.compiled and not again.compiled and runs(compiler) == count
     # What it took is known to those who find it ready.
-    assert again.seconds == pytest.approx(first.seconds, abs=0.01) and "compiled once in" in again.told
+    assert again.seconds == pytest.approx(first.seconds, abs=0.01) and "compiled once in" in again.status
     monkeypatch.setattr(build, "processor", lambda: "another")
     assert build.library("layers").compiled
     assert len(list((machine / "cache/kernels").glob("*.so"))) == 2

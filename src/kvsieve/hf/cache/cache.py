@@ -20,7 +20,7 @@ from kvsieve.hf.cache.owner import Owner
 from kvsieve.hf.cache.records import Conversation, Turn
 from kvsieve.hf.cache.states import CacheLayer, EmptyLayer, StateLayer
 from kvsieve.hf.compat import Cache
-from kvsieve.hf.kinds import layer_kinds, told_kinds
+from kvsieve.hf.kinds import layer_kinds, describe_kinds
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -270,10 +270,10 @@ class SieveCache(Forked, Cache):
         return f"<SieveCache {seen}, {span(entries, ' to ')} entries in {where}, {mebibytes(self.nbytes())}>"
 
     def _repr_html_(self) -> str:
-        told = [("tokens seen", f"{self.num_seen} in {self.conversation.batch} rows")]
-        told.append(("layers", told_kinds(tuple(kind_of(layer) for layer in self.all_layers))))
-        told.append(("entries per layer and head", span(self.entries())))
-        return html_table(f"SieveCache under {self.owner.plan.name}", [*told, ("memory", mebibytes(self.nbytes()))])
+        rows = [("tokens seen", f"{self.num_seen} in {self.conversation.batch} rows")]
+        rows.append(("layers", describe_kinds(tuple(kind_of(layer) for layer in self.all_layers))))
+        rows.append(("entries per layer and head", span(self.entries())))
+        return html_table(f"SieveCache under {self.owner.plan.name}", [*rows, ("memory", mebibytes(self.nbytes()))])
 
     def memory_report(self) -> dict[str, Any]:
         """Report the tokens seen, entries stored per layer and KV head, and the bytes of all tensors held."""

@@ -12,7 +12,7 @@ from kvsieve.plans import Plan
 
 @dataclass(frozen=True, eq=False)
 class Owner:
-    """The model that a cache belongs to, told by its decoder, and the plan that reads it.
+    """The model that a cache belongs to, identified by its decoder, and the plan that reads it.
 
     Attributes:
         decoder: of the model.

@@ -34,8 +34,8 @@ class TurnRecord:
         raised_to: the evictor's minimum, where that is more.
         evicted: layers that dropped entries.
         propagated: tokens that reached the deepest layer, None if all did.
-        report: what the propagator told of its choice.
-        reduced: False where the plan was told not to act on the prompt.
+        report: the propagator's report on its choice.
+        reduced: False if the plan must not act on the prompt.
         question: its last tokens, which were read after the plan had acted, and kept whole; `asked`, `raised_to`,
             `evicted` and `propagated` are about those before them.
         reread: tokens that were read before and again, because rotary tables depend on the length of the whole.

@@ -22,7 +22,7 @@ class RowEnds:
         hidden: bool [B, columns], True for columns that are no tokens.
         moved: int64 [B, columns], tokens that are read in place of padding, -1 elsewhere.
         fed: True where hidden columns were fed to the model.
-        unknown: True where padding cannot be told from an end token.
+        unknown: True if padding cannot be distinguished from an end token.
     """
 
     hidden: Tensor

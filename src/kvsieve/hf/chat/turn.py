@@ -167,7 +167,7 @@ class TurnMaker:
             seconds = begun.seconds + result.stats.ttft_s
             stored.end(self.sieve, result.sequences, cache, seconds, question.options["chunk"])
         new = result.sequences[:, ids.shape[1] :]
-        made, stats = new[0].tolist(), begun.told(result.stats)
+        made, stats = new[0].tolist(), begun.with_reuse(result.stats)
         ended = made[-1] in question.stops
         if most < wanted and len(made) == most and not ended:
             note = (

@@ -48,11 +48,11 @@ class FusedDecoder:
             self.linear_layers = linears.count
         except ValueError as reason:
             reasons.append(str(reason))
-        told = "; ".join(reasons)
+        message = "; ".join(reasons)
         if not self._parts:
-            raise ValueError(told)
-        if told:
-            _log.info("not all is compiled: %s", told)
+            raise ValueError(message)
+        if message:
+            _log.info("not all is compiled: %s", message)
 
     @property
     def narrow_bytes(self) -> int:

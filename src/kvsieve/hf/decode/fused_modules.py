@@ -51,7 +51,7 @@ class FusedModules:
             found = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in kinds)) or "none"
             raise ValueError(f"fused operations are for weights in float32 or bfloat16 on a CPU, found {found}")
         if kernel.built().reason is not None:
-            raise ValueError(f"fused operations are compiled, which is {kernel.built().told}")
+            raise ValueError(f"fused operations are compiled, which is {kernel.built().status}")
         self._made = dict(_replacements(decoder))
         self.count = len(self._made)
         if not self._made:

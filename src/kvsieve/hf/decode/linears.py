@@ -49,7 +49,7 @@ class Linears:
         if not self.layers:
             raise ValueError("it has no linear layers with plain weights in float32 or bfloat16 on a CPU")
         if kernel.built().reason is not None:
-            raise ValueError(f"products of few tokens are compiled, which is {kernel.built().told}")
+            raise ValueError(f"products of few tokens are compiled, which is {kernel.built().status}")
         if narrow:
             reason = why_not_narrow(self.layers)
             narrow = reason is None

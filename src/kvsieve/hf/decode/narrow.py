@@ -28,12 +28,12 @@ class NarrowWeight:
     def __init__(self) -> None:
         self._version: int | None = None
         self._used = 0
-        self._told: kernel.Weight | None = None
+        self._copy: kernel.Weight | None = None
         self._sample: Tensor | None = None
         self.nbytes = 0
 
-    def told(self, weight: Tensor, bias: Tensor | None) -> kernel.Weight | None:
-        """Return what the kernel reads instead of this float32 weight; None before that pays, and where none may be.
+    def copy_of(self, weight: Tensor, bias: Tensor | None) -> kernel.Weight | None:
+        """Return the bf16 copy used by the kernel, or None if copying would not pay off or is not allowed.
 
         A weight that was written to since is copied again; of writes through ``.data``, which torch does not count, see
         `look`.
@@ -46,9 +46,9 @@ class NarrowWeight:
         if self._used == _AFTER:
             copy = narrowed(weight.detach())
             if copy is not None:
-                self._told, self.nbytes = kernel.Weight(copy, bias, torch.float32), copy.nbytes
+                self._copy, self.nbytes = kernel.Weight(copy, bias, torch.float32), copy.nbytes
                 self._sample = _sample(weight)
-        return self._told
+        return self._copy
 
     def look(self, weight: Tensor) -> None:
         """Let go of the copy where a number of each row and of each column of the weight tells that it has changed."""
@@ -57,7 +57,7 @@ class NarrowWeight:
 
     def free(self) -> None:
         """Let go of the copy."""
-        self._version, self._used, self._told, self._sample, self.nbytes = None, 0, None, None, 0
+        self._version, self._used, self._copy, self._sample, self.nbytes = None, 0, None, None, 0
 
 
 def _sample(weight: Tensor) -> Tensor:
@@ -87,8 +87,8 @@ def why_not_narrow(layers: Iterable[nn.Linear]) -> str | None:
         return "whether memory is written to is not known of tensors of inference mode"
     size, free = sum(weight.nbytes for weight in wide) // 2, free_memory()
     if free is None or size * _PART > free:
-        told = "an unknown number of bytes" if free is None else mebibytes(free)
-        return f"copies in bfloat16 would take {mebibytes(size)} of {told} free"
+        room = "an unknown number of bytes" if free is None else mebibytes(free)
+        return f"copies in bfloat16 would take {mebibytes(size)} of {room} free"
     return None
 
 

@@ -26,7 +26,7 @@ class Product:
     def __init__(self, layer: nn.Linear, narrow: bool = False) -> None:
         self._held: Mapping[str, Any] = layer._parameters
         self.narrow = NarrowWeight() if narrow and layer.weight.dtype == torch.float32 else None
-        # Where they lay last, and what the kernel is told of them; None where it cannot read them.
+        # Their last address, and the kernel's description of them; None if it cannot read them.
         self._known: tuple[_Place | None, kernel.Weight | None] = None, None
 
     def free(self) -> None:
@@ -50,7 +50,7 @@ class Product:
         if place is None or weight is None or given.dtype != place[0].dtype:
             return None
         if self.narrow is not None:
-            weight = self.narrow.told(place[0], place[2]) or weight
+            weight = self.narrow.copy_of(place[0], place[2]) or weight
         return kernel.multiply(given.contiguous(), weight)
 
 

@@ -85,10 +85,10 @@ def _attend(
     own = cache.layers[layer.source] if isinstance(layer, EmptyLayer) and layer.source is not None else layer
     if isinstance(own, WindowLayer) and kwargs.get("sliding_window") == own.window.span:
         del kwargs["sliding_window"]
-    for name, told in kwargs.items():
-        # Whatever else attention is told (biases, indices ...) would change its result and cannot be dropped;
+    for name, value in kwargs.items():
+        # Other arguments of attention (biases, indices ...) would change its result and cannot be dropped;
         # flags and objects, such as generate's tokenizer, only pass through.
-        telling = isinstance(told, (Tensor, int, float, list, tuple)) and not isinstance(told, bool)
+        telling = isinstance(value, (Tensor, int, float, list, tuple)) and not isinstance(value, bool)
         if telling and name not in _HARMLESS | _TERMS:
             raise UnsupportedModelError(f"{who} attends with {name}=, which kvsieve does not support yet")
     if kwargs.get("is_causal") is False:
@@ -139,7 +139,7 @@ def _check_dtype(store: LayerStore, key: Tensor) -> None:
 
 
 def _layer_of(cache: SieveCache, module: torch.nn.Module, key: Tensor) -> tuple[int, CacheLayer]:
-    """The layer that attends, told by the keys it has stored; one that stores none is told by its module's index."""
+    """Return the layer that attends, found by its stored keys; a layer without any is found by its module's index."""
     layer: Any = cache.layers[cache.updated]
     if isinstance(layer, StoreLayer) and layer.has_staged:
         return cache.updated, layer

@@ -33,7 +33,7 @@ class PassRequest:
         on_layer: called in each layer, after its attention and before the plan acts, with all queries of the pass. What
             it returns stays stored there; None leaves everything.
         on_leave: called with a layer's index and with what would wait there of this pass for a propagator that acts at
-            the end of the prompt; for the layers that `attached` was told of.
+            the end of the prompt; for the layers named to `attached`.
         chunk: tokens of each of the leading chunks that the pass takes together; None for a pass over one.
     """
 
@@ -57,7 +57,7 @@ class PassResult:
             where logits were asked for.
         logits: [B, keep, V] of the last columns, where they were asked for.
         chosen: tokens that a propagator of two passes chose among those offered.
-        report: what the propagator told of its choice.
+        report: the propagator's report on its choice.
     """
 
     hidden: Tensor | None

@@ -146,15 +146,15 @@ class Session:
     def _read(self, index: int, layer: SieveLayer, asked: Asked, key: Tensor, value: Tensor, room: int) -> Tensor:
         """Store and read token by token: each chooses by itself among what was stored when it came."""
         tokens, stored, outs = self.tokens, asked.stored, []
-        told = self.plan.read, self.cache, layer, index, self.model.num_layers
+        arguments = self.plan.read, self.cache, layer, index, self.model.num_layers
         if tokens.size == 1:
             layer.store.append(key, value, tokens.token_index, tokens.valid, tokens.counts, room)
-            return asked.output(read_token(*told, stored))
+            return asked.output(read_token(*arguments, stored))
         for at in range(tokens.size):
             one = slice(at, at + 1)
             valid = None if tokens.valid is None else tokens.valid[:, one]
             layer.store.append(key[:, :, one], value[:, :, one], tokens.token_index[:, one], valid, reserve=room)
-            outs.append(read_token(*told, replace(stored, query=stored.query[:, :, one])))
+            outs.append(read_token(*arguments, replace(stored, query=stored.query[:, :, one])))
         return asked.output(torch.cat(outs, 2))
 
     def _show(self, index: int, layer: SieveLayer, asked: Asked, out: Tensor) -> None:

@@ -22,7 +22,7 @@ def attend_shared(session: Session, index: int, source: int, asked: Asked, key: 
 
     Of a prompt, the model may run such layers on its last tokens only.
 
-    key: the keys that the model gave the layer; told by identity to be those that the source layer stored.
+    key: the keys that the model gave the layer; their identity shows that the source layer stored them.
     """
     lent, given = session.lent.get(source, (None, None))
     if lent is None or given is not key:

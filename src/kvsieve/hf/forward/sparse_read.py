@@ -219,9 +219,9 @@ def _known(reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: i
     if reader is None and layer.view is None:
         return None
     lengths, turn = cache.conversation.prompt_lengths, cache.turn
-    told = (reader, turn.number, lengths, turn.new_tokens)
+    key = (reader, turn.number, lengths, turn.new_tokens)
     before = store.derived.get("kv_rows")
-    if isinstance(before, _Known) and before.told == told and before.view is layer.view:
+    if isinstance(before, _Known) and before.key == key and before.view is layer.view:
         return before
     settings: list[Any] = [None] * len(lengths)
     if reader is not None:
@@ -230,15 +230,15 @@ def _known(reader: Reader | None, cache: SieveCache, layer: SieveLayer, index: i
         settings = [reader.setting(each) for each in facts]
     if layer.view is None and all(setting is None for setting in settings):
         return None
-    known = store.derived["kv_rows"] = _Known(told, layer.view, group_rows(store, layer.view, settings))
+    known = store.derived["kv_rows"] = _Known(key, layer.view, group_rows(store, layer.view, settings))
     return known
 
 
 class _Known:
     """Grouped KV rows, what they were grouped by, and how they were read last."""
 
-    def __init__(self, told: tuple[object, ...], view: object, grouped: RowGroups) -> None:
-        self.told, self.view, self.grouped = told, view, grouped
+    def __init__(self, key: tuple[object, ...], view: object, grouped: RowGroups) -> None:
+        self.key, self.view, self.grouped = key, view, grouped
         self.reading: Reading | None = None
 
     def all_tensors(self) -> Iterator[Tensor]:

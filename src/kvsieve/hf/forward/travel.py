@@ -1,4 +1,4 @@
-"""The tokens that travel through the layers of a pass, and what layers are told of each of them."""
+"""The tokens that pass through the layers, and the per-token arguments of layers."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class Arguments:
         """Return a deeper layer's arguments for the tokens that travel.
 
         Raises:
-            UnsupportedModelError: one of them is told per token and not known.
+            UnsupportedModelError: one of them is per token and not known.
         """
         return {name: value if name.endswith(_MASKS) else self._moved(name, value) for name, value in given.items()}
 

@@ -84,7 +84,7 @@ def prompt_blocks(plan: Plan, cache: SieveCache) -> dict[str, float | None]:
     return {"prompt_density": round(blocks.computed / max(blocks.causal, 1), 4), "prompt_recall": recall}
 
 
-def codec_told(plan: Plan, cache: SieveCache) -> str | None:
+def codec_text(plan: Plan, cache: SieveCache) -> str | None:
     """Name the codec and the bits of an encoded number, on average over keys and values."""
     codec = plan.codec
     if codec is None:

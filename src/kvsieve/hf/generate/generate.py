@@ -119,7 +119,7 @@ def _decode(
     prompt: the ids as given, those to go on with, and their mask.
     """
     given, ids, mask = prompt
-    # A growing cache was asked for, and one is given: generate refuses to be told both.
+    # A growing cache was asked for, and one is given: generate refuses both together.
     options = {**options, "cache_implementation": None} if config.cache_implementation else dict(options)
     criteria = list(options.pop("stopping_criteria", None) or [])
     copies = max(config.num_beams or 1, config.num_return_sequences or 1)
@@ -157,7 +157,7 @@ def _decode(
         known = (KvsieveError, MemoryError, torch.OutOfMemoryError)
         if begun or isinstance(error, known) or error is streamer.raised:
             raise
-        # It did not come to a pass of the model: what it was told is at fault.
+        # It did not come to a pass of the model: its arguments are at fault.
         raise refusal(options, error) from error
     return output if original is None else original.output(output)
 
@@ -196,7 +196,7 @@ def _resume(model: AttachedModel, prompt: Tensor, cache: SieveCache, reading: Re
 def with_stats(
     model: AttachedModel, own_generate: Callable[..., Any], done: Callable[[Stats | None], None]
 ) -> Callable[..., Any]:
-    """Wrap the model's own generate, so that `done` is told the statistics of each call, and None where it begins."""
+    """Wrap the model's own generate, so that `done` gets None when a call begins, its statistics when it ends."""
 
     @functools.wraps(own_generate)
     def run(*args: Any, **options: Any) -> Any:

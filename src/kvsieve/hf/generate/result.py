@@ -83,4 +83,4 @@ class GenerateResult:
 
     def _repr_html_(self) -> str:
         shape = " x ".join(map(str, self.sequences.shape))
-        return html_table(f"{self.stats.method}: sequences of {shape} tokens", self.stats.told())
+        return html_table(f"{self.stats.method}: sequences of {shape} tokens", self.stats.describe())

@@ -13,8 +13,8 @@ from kvsieve.hf.cache.counts import Passes, Reads
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.states import EmptyLayer, StateLayer
 from kvsieve.hf.decode.engine import Engine
-from kvsieve.hf.generate.acted import codec_told, entries_after_prompt, prompt_blocks, what_ran
-from kvsieve.hf.kinds import told_kinds
+from kvsieve.hf.generate.acted import codec_text, entries_after_prompt, prompt_blocks, what_ran
+from kvsieve.hf.kinds import describe_kinds
 from kvsieve.hf.runtime import AttachedModel
 
 
@@ -149,34 +149,34 @@ class Stats:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"{self.method}: {', '.join(text for _, text in self.told())}"
+        return f"{self.method}: {', '.join(text for _, text in self.describe())}"
 
     def __repr__(self) -> str:
         return f"<Stats {self}>"
 
     def _repr_html_(self) -> str:
-        return html_table(self.method, self.told())
+        return html_table(self.method, self.describe())
 
-    def told(self) -> list[tuple[str, str]]:
+    def describe(self) -> list[tuple[str, str]]:
         """Return what is worth telling, as names and texts that need no name."""
         seconds = f"TTFT {self.ttft_s:.2f} s"
         if self.tpot_s is not None:
             seconds += f", TPOT {1000 * self.tpot_s:.1f} ms"
-        told = [("entries kept", self._kept())]
+        rows = [("entries kept", self._kept())]
         if self.deep_tokens < self.prompt_tokens:
-            told.append(("propagated", f"{self.deep_tokens} tokens through the last layer"))
+            rows.append(("propagated", f"{self.deep_tokens} tokens through the last layer"))
         if self.traffic is not None and self.traffic.entries < 0.99 * self._mean():
-            told.append(("read", f"{self.traffic.entries:.0f} entries read per token"))
+            rows.append(("read", f"{self.traffic.entries:.0f} entries read per token"))
         if self.prompt_density is not None:
-            told.append(("prompt", self._prompt()))
+            rows.append(("prompt", self._prompt()))
         if self.codec is not None:
-            told.append(("codec", self.codec))
-        told += [
+            rows.append(("codec", self.codec))
+        rows += [
             ("memory", f"KV {mebibytes(self.kv_bytes)}"),
             ("time", seconds),
             ("answer", f"{self.new_tokens} tokens"),
         ]
-        return told + [("note", f"note: {note}") for note in self.notes]
+        return rows + [("note", f"note: {note}") for note in self.notes]
 
     def _prompt(self) -> str:
         recall = "" if self.prompt_recall is None else f", about {percent(self.prompt_recall)} of its weight"
@@ -217,7 +217,7 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
     compressed = sum(least < most for least, most in zip(kept, whole, strict=True))
     share = sum(kept) / max(sum(whole), 1)
     if plan.roles and len(cache.sieve_layers) < len(kept):
-        notes.append(told_kinds(model.kinds))
+        notes.append(describe_kinds(model.kinds))
     notes += model.facts.tables.notes(cache.conversation.table_lengths, record.reread)
     turn_tokens = record.prompt_tokens
     return Stats(
@@ -240,7 +240,7 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
         compressed_layers=compressed,
         kv_share=round(share, 4),
         growing_layers=list(cache.sieve_layers),
-        codec=codec_told(plan, cache),
+        codec=codec_text(plan, cache),
         **prompt_blocks(plan, cache),
     )
 

@@ -1,6 +1,6 @@
 """Facts about a model that some methods need: its output projections, and how its layers rotate by position.
 
-Nothing is told by a model's name. What a layer does to its keys is found by giving its attention one and the same
+A model's name decides nothing. What a layer does to its keys is found by giving its attention one and the same
 hidden state at several positions and stopping it where it hands over the keys: either they are alike, or turning them
 back must make them alike.
 """

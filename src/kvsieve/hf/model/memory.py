@@ -92,13 +92,13 @@ def fit(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> Plan:
         return found
 
     count = entries(size)
-    told = f"{(taken(count) - taken(0)) // count:,} bytes an entry"
+    entry_size = f"{(taken(count) - taken(0)) // count:,} bytes an entry"
     try:
         roles: dict[str, Any] = {
             role: with_entries(value, entries) for role in plan.roles if (value := vars(plan)[role]) is not None
         }
     except PlanError as error:
-        raise PlanError(f"{plan.name!r} with {size} on this model ({told}): {error}") from error
+        raise PlanError(f"{plan.name!r} with {size} on this model ({entry_size}): {error}") from error
     least = roles["evict"].minimum if evict is not None else 0
     if count < least:
         raise PlanError(
@@ -108,7 +108,7 @@ def fit(plan: Plan, shapes: Sequence[LayerShape], element_bytes: int) -> Plan:
     unset = plan.unset
     if unset is not None and "budget" in unset.given:
         unset = dataclasses.replace(unset, given={**unset.given, "budget": count})
-    source = f"{size} of this model's cache, {told} of all layers and heads"
+    source = f"{size} of this model's cache, {entry_size} of all layers and heads"
     filled = SettledParameters(((source, {"budget": count}),))
     return dataclasses.replace(plan, **roles, unset=unset, filled=filled, name=plan.name)
 

@@ -76,7 +76,7 @@ def meta_model(config: Any) -> Any:
     auto: Any = AutoModelForImageTextToText if whole else AutoModelForCausalLM
     try:
         with quiet_transformers(), torch.device("meta"):
-            # States in float32 are told by that dtype.
+            # That dtype identifies states in float32.
             return auto.from_config(copy.deepcopy(config), dtype=torch.bfloat16).eval()
     except Exception as error:
         cause = next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -22,7 +22,7 @@ _TELLING_FIELDS = {
     "rel_extent": "its attention adds a learned bias for each distance in every layer, unfit for a sieved cache",
 }
 
-# Architectures that can be told only by name; the guards at run time would catch them too, one pass later.
+# Architectures that only the name identifies; the guards at run time would catch them too, one pass later.
 _TELLING_TYPES = {
     "diffllama": "its differential attention attends twice to each cached entry",
     "doge": "its dynamic masks are computed from cached values",
@@ -38,7 +38,7 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
     kinds = layer_kinds(text_config(model))
     growing = growing_layers(kinds)
     if not growing and (plan.roles or not any(kind.entries != "none" for kind in kinds)):
-        return f"{_told(kinds)}, so its cache is small already and nothing is left to do; run it without kvsieve"
+        return f"{_mixture(kinds)}, so its cache is small already and nothing is left to do; run it without kvsieve"
     if plan.propagate is not None:
         plan.propagate.source(len(kinds))
         try:
@@ -54,8 +54,8 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
             )
     if isinstance(plan.evict, ChunkedEvictor) and len(growing) < len(kinds):
         return (
-            f"{_told(kinds)}, and the plan reads its question again and again, which those layers cannot take back; "
-            "use another method"
+            f"{_mixture(kinds)}, and the plan reads its question again and again, which those layers cannot take "
+            "back; use another method"
         )
     latent = [index for index, kind in enumerate(kinds) if kind.entries == "latent"]
     if latent and (reason := _why_not_latent(model, plan, latent)):
@@ -68,21 +68,21 @@ def why_unsupported(model: Any, plan: Plan) -> str | None:
 
 def _why_not_latent(model: Any, plan: Plan, layers: list[int]) -> str | None:
     """One clause saying why a plan cannot run on layers with latent attention, or None when it can."""
-    told = f"its layer {layers[0]} has latent attention, of which only latents are stored,"
+    subject = f"its layer {layers[0]} has latent attention, of which only latents are stored,"
     if tensor_parallel_mesh(model) is not None:
-        return f"{told} and heads divided among processes would choose among them differently; run it on one process"
+        return f"{subject} and heads divided among processes would choose among them differently; run it on one process"
     if plan.read is not None:
-        return f"{told} and the plan reads sparsely; use a plan without read="
+        return f"{subject} and the plan reads sparsely; use a plan without read="
     if plan.prefill is not None:
-        return f"{told} and the plan chooses among the keys of heads; use a plan without prefill="
+        return f"{subject} and the plan chooses among the keys of heads; use a plan without prefill="
     for role in ("codec", "rest"):
         if (codec := vars(plan)[role]) is not None:
             name = type(codec).__name__
-            return f"{told} and {name} encodes the keys and values of heads; use a plan without {role}="
+            return f"{subject} and {name} encodes the keys and values of heads; use a plan without {role}="
     needs = {"rotary": "the rotary embedding of its keys", "output_weight": "the output projection of each KV head"}
     for need in () if plan.evict is None else plan.evict.traits.needs:
         if need in needs:
-            return f"{told} and the plan needs {needs[need]}; use another method"
+            return f"{subject} and the plan needs {needs[need]}; use another method"
     rank = text_config(model).kv_lora_rank
     modules = list(layers_of(decoder_of(model)) or ())
     for index in layers:
@@ -105,14 +105,14 @@ def _why_not_encoded(model: Any, codec: Codec) -> str | None:
     return None
 
 
-def _told(kinds: tuple[LayerKind, ...]) -> str:
+def _mixture(kinds: tuple[LayerKind, ...]) -> str:
     """Say which layers hold no KV that grows."""
     others: dict[str, list[int]] = {}
     for index, kind in enumerate(kinds):
         if not kind.grows:
             others.setdefault(kind.words, []).append(index)
-    told = (f"{words} in {len(found)} of {len(kinds)} ({_numbers(found)})" for words, found in others.items())
-    return f"its layers are not all full attention: {', '.join(told)}"
+    parts = (f"{words} in {len(found)} of {len(kinds)} ({_numbers(found)})" for words, found in others.items())
+    return f"its layers are not all full attention: {', '.join(parts)}"
 
 
 def _numbers(indices: list[int]) -> str:

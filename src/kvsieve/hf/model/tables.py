@@ -1,7 +1,7 @@
 """Rotary tables that depend on how long the whole sequence is: longrope's two sets of factors, dynamic NTK's base.
 
 Such a module makes the tables of a pass by the largest position in it, so one prompt read in chunks would get the
-tables of several lengths. Nothing is told by a model's name: the tables of a short and of a long sequence are compared.
+tables of several lengths. A model's name decides nothing: the tables of a short and of a long sequence are compared.
 """
 
 from __future__ import annotations

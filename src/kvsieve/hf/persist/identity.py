@@ -15,7 +15,7 @@ from kvsieve.hf.persist.cache_file import as_bytes
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.profiles import Fingerprint
 
-# What decides where keys are turned to and how far a layer sees, and cannot be told from weights.
+# What decides where keys are turned to and how far a layer sees, and cannot be read from weights.
 _POSITIONS = ("rope_parameters", "layer_types", "sliding_window", "no_rope_layers", "attention_chunk_size")
 # Evenly spaced elements of each weight tensor that are hashed.
 _SAMPLE = 64
@@ -30,7 +30,7 @@ def as_json(value: Any, what: str, error: type[Exception]) -> Any:
 
 
 def model_identity(model: AttachedModel) -> dict[str, Any]:
-    """Describe a model so that another one is told apart, as JSON has it."""
+    """Describe a model, JSON-ready, so that another one differs."""
     config = model.model.config
     positions = {name: getattr(model.config, name, None) for name in _POSITIONS}
     return {

@@ -190,22 +190,22 @@ def understood(path: str | os.PathLike[str]) -> Iterator[None]:
 
 def _check_tensors(path: Any, header: dict[str, Any], file: Any) -> None:
     """Before any of it is read: the file holds what its header speaks of, and no more."""
-    told = {}
+    declared = {}
     parts = [header["cache"], header["layers"], header["ids"]]
     while parts:
         part = parts.pop()
         if isinstance(part, dict) and "tensor" in part:
-            told[part["tensor"]] = part["dtype"], part["shape"]
+            declared[part["tensor"]] = part["dtype"], part["shape"]
         elif isinstance(part, (dict, list)):
             parts += part.values() if isinstance(part, dict) else part
     names = set(file.keys())
-    for name in sorted(told.keys() | names):
+    for name in sorted(declared.keys() | names):
         found = None
         if name in names:
             lies = file.get_slice(name)
             found = lies.get_dtype(), lies.get_shape()
-        if found != told.get(name):
-            wanted = _tensor(told.get(name))
+        if found != declared.get(name):
+            wanted = _tensor(declared.get(name))
             raise changed(path, f"it holds {_tensor(found)} as {short(name)}, and its header speaks of {wanted}")
 
 

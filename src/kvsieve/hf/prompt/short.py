@@ -104,7 +104,7 @@ def ids_and_mask(
 ) -> tuple[Tensor, Tensor]:
     """Return the ids of a cache's short prompt and all that was given after it, and their mask.
 
-    The cache is told of the whole conversation: budgets count it from now on.
+    The cache gets the whole conversation: budgets count it from now on.
     """
     short = cache.conversation.short_prompt
     assert short is not None

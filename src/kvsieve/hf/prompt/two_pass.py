@@ -20,7 +20,7 @@ from kvsieve.types import Selection
 def choose(
     model: AttachedModel, ids: Tensor, mask: Tensor, options: ReadOptions, protected: ProtectedTokens | None
 ) -> tuple[Selection | None, dict[str, Any]]:
-    """Run the first pass over ids [B, N]; return the tokens chosen among them, and what the propagator told of it."""
+    """Run the first pass over ids [B, N]; return the tokens chosen among them, and the propagator's report."""
     scratch = model.new_cache() if options.begun is None else options.begun()
     scratch.conversation.protected = protected
     plan = Plan(propagate=model.plan.propagate, prefill=model.plan.prefill, name=model.plan.name)

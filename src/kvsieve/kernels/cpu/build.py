@@ -67,7 +67,7 @@ class Library:
         return self.loaded is not None and bool(self.loaded.on_threads())
 
     @property
-    def told(self) -> str:
+    def status(self) -> str:
         """Tell for people whether it is used, and what it has cost once."""
         if self.reason is not None:
             return f"not used, {self.reason}"

@@ -80,7 +80,7 @@ def query_mass(
         (batch * query_heads * entries, batch * query_heads * count)
     )
     pairs = query.new_empty(batch * heads * -(-length // _TILE) * _TILE * dim)
-    told = _MassFields(
+    fields = _MassFields(
         *(None if each is None else each.data_ptr() for each in (query, keys, visible, weights, sinks)),
         *(each.data_ptr() for each in (out, norms, pairs)),
         *(*query.stride()[:3], *keys.stride()[:3], *visible.stride()[:3]),
@@ -89,7 +89,7 @@ def query_mass(
         scale,
         cap or 0.0,
     )
-    _kernel()(byref(told), torch.get_num_threads())
+    _kernel()(byref(fields), torch.get_num_threads())
     return out.view(batch, query_heads, entries)
 
 

@@ -58,7 +58,7 @@ class PackedPart:
         self.held = parts, levels
         addresses = (_address(parts[name]) for name in ("packed", "scale", "zero"))
         apart = 0 if places is None else places.shape[1]
-        self.told = _PackedFields(
+        self.fields = _PackedFields(
             *addresses,
             _address(levels),
             _address(places),
@@ -154,7 +154,7 @@ def _shape(encoded: AskedBlocks | None, exact: AskedExact | None) -> tuple[int, 
     """R, G, D and Dv."""
     if encoded is not None:
         rows, groups, dim = encoded.query.shape
-        return rows, groups, dim, encoded.values.told.dim
+        return rows, groups, dim, encoded.values.fields.dim
     assert exact is not None
     rows, groups, dim = exact.query.shape
     return rows, groups, dim, exact.values.shape[3]
@@ -189,9 +189,9 @@ def _run(
         cap or 0.0,
         encoded is not None and encoded.narrow,
     )
-    told, kept = (None, None) if exact is None else _exact_part(exact)
-    keys, values = (None, None) if encoded is None else (byref(encoded.keys.told), byref(encoded.values.told))
-    if _kernel()(byref(job), keys, values, None if told is None else byref(told)):
+    exact_fields, kept = (None, None) if exact is None else _exact_part(exact)
+    keys, values = (None, None) if encoded is None else (byref(encoded.keys.fields), byref(encoded.values.fields))
+    if _kernel()(byref(job), keys, values, None if exact_fields is None else byref(exact_fields)):
         raise MemoryError("attention over encoded entries could not allocate its scratch, less than a MiB per thread")
     # Until here what the addresses are of had to be held.
     del held, kept
@@ -202,11 +202,11 @@ def _exact_part(exact: AskedExact) -> tuple[_ExactFields, object]:
     """Addresses of exact entries, and what holds them."""
     keys, values = (_rows(part) for part in (exact.keys, exact.values))
     real = None if exact.real is None else exact.real.contiguous()
-    told = _ExactFields(
+    exact_fields = _ExactFields(
         *map(_address, (keys, values, real)),
         *(keys.shape[2], keys.stride(1), values.stride(1), _KINDS[keys.dtype]),
     )
-    return told, (keys, values, real)
+    return exact_fields, (keys, values, real)
 
 
 def _rows(part: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class Weight:
 def multiply(given: Tensor, weight: Weight) -> Tensor:
     """Product [..., C] of [..., D] with a weight.
 
-    given: contiguous, of the dtype that the weight was told to go with and its inner size, with at least one row.
+    given: contiguous, of the weight's input dtype and inner size, with at least one row.
     """
     *before, inner = given.shape
     rows = given.numel() // inner

@@ -69,7 +69,7 @@ def block_attention(
     out = query.new_empty(batch, new, query_heads, wide)
     pairs = query.new_empty(batch * heads * places * (dim + wide))
     strides = (*query.stride()[:3], *keys.stride()[:3], *values.stride()[:3])
-    told = _PromptFields(
+    fields = _PromptFields(
         *(each.data_ptr() for each in (query, keys, values, out, lists, counts)),
         None if sinks is None else sinks.data_ptr(),
         pairs.data_ptr(),
@@ -82,9 +82,9 @@ def block_attention(
     )
     read, needed = _kernels()
     threads = torch.get_num_threads()
-    scratch = torch.empty(needed(byref(told)) * threads, dtype=torch.uint8)
-    told.scratch = scratch.data_ptr()
-    read(byref(told), threads)
+    scratch = torch.empty(needed(byref(fields)) * threads, dtype=torch.uint8)
+    fields.scratch = scratch.data_ptr()
+    read(byref(fields), threads)
     return out.transpose(1, 2)
 
 

@@ -54,9 +54,9 @@ class RowJob:
     def __init__(self, count: int, groups: int, dim: int, wide: int, *, newest: bool, dtype: torch.dtype) -> None:
         self.rows: Array[RowFields] = (RowFields * count)()
         self._shape, self._bytes = (count, groups, wide), 0
-        self._told = _JobFields(count=count, groups=groups, dim=dim, wide=wide, newest=newest)
-        self._told.rows, self._told.half = addressof(self.rows), dtype == torch.bfloat16
-        self._reference = byref(self._told)
+        self._fields = _JobFields(count=count, groups=groups, dim=dim, wide=wide, newest=newest)
+        self._fields.rows, self._fields.half = addressof(self.rows), dtype == torch.bfloat16
+        self._reference = byref(self._fields)
 
     def run(
         self, query: Tensor, more: int, scale: float, cap: float | None = None, sinks: Tensor | None = None
@@ -73,14 +73,14 @@ class RowJob:
         Returns:
             [X, G, Dv], which is all that is allocated.
         """
-        told, threads = self._told, torch.get_num_threads()
+        fields, threads = self._fields, torch.get_num_threads()
         out = query.new_empty(self._shape)
-        told.query, told.out = query.data_ptr(), out.data_ptr()
-        told.sinks = None if sinks is None else sinks.data_ptr()
-        told.more, told.scale, told.cap = more, scale, cap or 0.0
+        fields.query, fields.out = query.data_ptr(), out.data_ptr()
+        fields.sinks = None if sinks is None else sinks.data_ptr()
+        fields.more, fields.scale, fields.cap = more, scale, cap or 0.0
         while True:
             scratch = _scratch(self._bytes * threads)
-            told.scratch, told.bytes = scratch.data_ptr(), scratch.numel() // threads // 64 * 64
+            fields.scratch, fields.bytes = scratch.data_ptr(), scratch.numel() // threads // 64 * 64
             if not _kernels()[0](self._reference, threads):
                 return out
             # Entries have come: with an eighth to spare, this is seldom asked.

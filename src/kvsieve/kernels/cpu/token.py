@@ -67,11 +67,11 @@ def token_attention(
         [B, Hq, 1, D].
     """
     batch, heads, size, dim = keys.shape
-    told = _TokenFields(row=keys.stride(0) // dim, head=keys.stride(1) // dim, newest=1)
+    fields = _TokenFields(row=keys.stride(0) // dim, head=keys.stride(1) // dim, newest=1)
     if valid is not None:
-        told.item, told.seen, told.seen_row = 1, valid.data_ptr(), valid.stride(0)
-        told.seen_head = valid.stride(1) if valid.shape[1] > 1 else 0
-    return _run(told, query, keys, values, (batch, heads, size), scale)
+        fields.item, fields.seen, fields.seen_row = 1, valid.data_ptr(), valid.stride(0)
+        fields.seen_head = valid.stride(1) if valid.shape[1] > 1 else 0
+    return _run(fields, query, keys, values, (batch, heads, size), scale)
 
 
 def ragged_token_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float) -> Tensor:
@@ -87,21 +87,21 @@ def ragged_token_attention(query: Tensor, keys: Tensor, values: Tensor, bias: Te
     Returns:
         [B, Hq, 1, D].
     """
-    told = _TokenFields(row=keys.stride(0) // keys.shape[2], item=bias.element_size(), seen=bias.data_ptr())
-    told.seen_row, told.seen_head = bias.stride(0), bias.stride(1)
-    return _run(told, query, keys, values, bias.shape, scale)
+    fields = _TokenFields(row=keys.stride(0) // keys.shape[2], item=bias.element_size(), seen=bias.data_ptr())
+    fields.seen_row, fields.seen_head = bias.stride(0), bias.stride(1)
+    return _run(fields, query, keys, values, bias.shape, scale)
 
 
 def _run(
-    told: _TokenFields, query: Tensor, keys: Tensor, values: Tensor, shape: tuple[int, ...], scale: float
+    fields: _TokenFields, query: Tensor, keys: Tensor, values: Tensor, shape: tuple[int, ...], scale: float
 ) -> Tensor:
     query = query.contiguous()
     out = torch.empty_like(query)
-    told.query, told.keys, told.values, told.out = (part.data_ptr() for part in (query, keys, values, out))
-    told.batch, told.heads, told.size = shape
-    told.groups, told.dim = query.shape[1] // shape[1], query.shape[3]
-    told.half, told.scale = query.dtype == torch.bfloat16, scale
-    _kernel()(byref(told), torch.get_num_threads())
+    fields.query, fields.keys, fields.values, fields.out = (part.data_ptr() for part in (query, keys, values, out))
+    fields.batch, fields.heads, fields.size = shape
+    fields.groups, fields.dim = query.shape[1] // shape[1], query.shape[3]
+    fields.half, fields.scale = query.dtype == torch.bfloat16, scale
+    _kernel()(byref(fields), torch.get_num_threads())
     return out
 
 
