@@ -90,8 +90,7 @@ def main() -> None:
                 "high": np.median(high / np.maximum(stated, FLOOR)),
             }
             rows.append(
-                {"run": name, "tasks": len(tasks), "samples": samples}
-                | {k: round(float(v), 3) for k, v in row.items()}
+                {"run": name, "tasks": len(tasks), "samples": samples} | {k: round(float(v), 3) for k, v in row.items()}
             )
     write_result(given.out, {"environment": environment(), "replays": given.replays, "rows": rows})
     print(markdown_table(list(rows[0]), [[str(each) for each in row.values()] for row in rows]))

@@ -237,7 +237,16 @@ def _from(one: Evidence, places: list[Path]) -> list[str]:
 
 def speed_table(one: Evidence) -> str:
     """Times and memory of `kvsieve bench` at every length."""
-    head = ["tokens", "", "first token", "over own full KV", "per token", "over own full KV", "KV stored", "peak memory"]
+    head = [
+        "tokens",
+        "",
+        "first token",
+        "over own full KV",
+        "per token",
+        "over own full KV",
+        "KV stored",
+        "peak memory",
+    ]
     lines = []
     for length, speed in one.speeds.items():
         for label, row in speed["summary"].items():

@@ -133,7 +133,7 @@ def layer(given: argparse.Namespace) -> dict[str, Any]:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    from kvsieve.vllm.pages import PageBounds, choose_pages, question_of, question_of_means, kernel_status
+    from kvsieve.vllm.pages import PageBounds, choose_pages, kernel_status, question_of, question_of_means
 
     current_platform.import_kernels()
     dtype, counts = getattr(torch, given.dtype), 8

@@ -6,6 +6,7 @@ import importlib.util
 import pkgutil
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -44,15 +45,44 @@ def test_the_api_page_has_the_public_names():
     assert documented >= set(kvsieve.__all__) - {"KvsieveError", "KvsieveWarning", "__version__", "methods", "models"}
 
 
-def test_links_out_of_docs_lead_to_the_repository_and_pictures_are_shown():
+@pytest.fixture
+def hook():
+    """The hook of mkdocs, which is imported by its path."""
     spec = importlib.util.spec_from_file_location("site_links", ROOT / "benchmarks" / "site_links.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_links_out_of_docs_lead_to_the_repository_and_pictures_are_shown(hook):
     config = {"extra": {"repository": "https://example.org/repo"}}
     text = "[a](../README.md#make) ![b](../benchmarks/b.png) [c](chats.md)"
-    assert module.on_page_markdown(text, None, config, None) == (
+    assert hook.on_page_markdown(text, None, config, None) == (
         "[a](https://example.org/repo/blob/main/README.md#make) ![b](benchmarks/b.png) [c](chats.md)"
     )
+
+
+def test_a_link_to_no_file_fails_the_build(hook, caplog, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "a.md").write_text("[b](../b.md) [c](../c.md#d)")
+    (tmp_path / "c.md").write_text("")
+    page = SimpleNamespace(abs_src_path=str(tmp_path / "docs" / "a.md"), src_uri="a.md")
+    hook.warn_of_missing([page], tmp_path)
+    assert caplog.messages == ["a.md links to b.md, which does not exist"]
+
+
+@pytest.mark.parametrize(
+    ("html", "loaded"),
+    [
+        ('<script async src="https://example.org/a.js"></script>', "https://example.org/a.js"),
+        ('<link rel="stylesheet" href="//example.org/a.css">', "//example.org/a.css"),
+        ('<script src="a.js"></script><a href="https://example.org">a</a>', None),
+    ],
+)
+def test_a_page_that_loads_something_from_elsewhere_fails_the_build(hook, caplog, html, loaded):
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="a.md"))
+    assert hook.on_post_page(html, page, None) == html
+    assert caplog.messages == ([] if loaded is None else [f"a.md loads {loaded}"])
 
 
 def test_what_the_site_is_built_into_is_ignored():

@@ -10,10 +10,10 @@ import pytest
 import typer
 
 import kvsieve
+from doc_pages import commands, sections
 from kvsieve.cli.main import app
 from kvsieve.cli.methods_table import methods_command
 from kvsieve.cli.specs import method_specs
-from doc_pages import commands, sections
 from source_tree import HAS_RESULTS
 
 ROOT = Path(__file__).parent.parent

@@ -114,7 +114,7 @@ class Budget:
         return cls(tokens=value) if isinstance(value, int) else cls(ratio=float(value))
 
     def entries(self, length: int, minimum: int = 1) -> int:
-        """Entries to keep of a row whose prompt has `length` true tokens, never below `minimum` or the floor.
+        """Return the entries to keep for a prompt of `length` true tokens, at least `minimum` and the floor.
 
         More than `length` where the floor or a number of entries is: then all stay.
 

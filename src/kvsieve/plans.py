@@ -57,7 +57,7 @@ _EXAMPLES = {
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """What to do with one model's context.
+    """A compression plan for one model's context: at most one object per role.
 
     propagate: a Propagator, which hidden states go on to deeper layers. evict: an Evictor, which entries stay stored.
     read: a Reader, which entries a new token reads. codec: a Codec, how stored entries are encoded. rest: a Codec of
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def codecs(self) -> tuple[Codec, ...]:
-        """What encodes entries: `codec` and `rest`, those that are there."""
+        """Codecs of the plan: `codec` and `rest`, those that are there."""
         return tuple(each for each in (self.codec, self.rest) if each is not None)
 
     @property
@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def is_view(self) -> bool:
-        """True when the evictor drops nothing, and chooses afresh in every turn what its answer reads."""
+        """True if the evictor drops nothing and selects, in every turn, the entries its answer reads."""
         return self.evict is not None and self.evict.traits.is_view
 
     @property
@@ -153,12 +153,12 @@ class Plan:
 
     @property
     def query_aware(self) -> bool:
-        """True when what is chosen at a prompt's end depends on its question, or where a role does not say."""
+        """True if the choice at a prompt's end depends on its question, or if a role does not declare it."""
         return any(part.traits.query_aware is not False for part in (self.propagate, self.evict) if part is not None)
 
     @property
     def drafts(self) -> bool:
-        """True when a second model reads a prompt first and chooses the tokens that are read; roles.DraftPropagator."""
+        """True if a draft model selects the tokens to prefill; roles.DraftPropagator."""
         return isinstance(self.propagate, DraftPropagator)
 
     @property
@@ -172,7 +172,7 @@ class Plan:
         return max(self.window, *asked)
 
     def caution(self, num_layers: int) -> str | None:
-        """What to warn of before the plan runs on a model of `num_layers` layers."""
+        """Return a warning before the plan runs on a model of `num_layers` layers."""
         return None if self.propagate is None else self.propagate.caution(num_layers)
 
     @property
@@ -183,7 +183,7 @@ class Plan:
         return self.evict is not None and self.evict.lacks_tokenizer
 
     def for_tokenizer(self, tokenizer: Any) -> Plan:
-        """This plan, with what it leaves to the tokenizer filled in: token ids of texts, or the tokenizer itself."""
+        """Return this plan with the tokenizer's parameters filled in: token ids of texts, or the tokenizer itself."""
         out = self
         if isinstance(out.propagate, DraftPropagator) and out.propagate.lacks_tokenizer:
             out = dataclasses.replace(out, propagate=out.propagate.for_tokenizer(tokenizer))

@@ -98,7 +98,7 @@ class MethodInfo:
 
     @property
     def storage(self) -> str:
-        """How entries are stored: "ragged" where KV heads may keep different numbers of them, else "uniform"."""
+        """Storage of entries: "ragged" if KV heads may keep different numbers of them, else "uniform"."""
         evictor = self.make(**self.example).evict
         return "ragged" if evictor is not None and evictor.traits.ragged else "uniform"
 
@@ -140,7 +140,7 @@ class Parameters(ABC):
 
 
 class Rarely(TypedDict, total=False):
-    """What few methods say of themselves; see MethodInfo."""
+    """Fields that few methods need; see MethodInfo."""
 
     example: Mapping[str, Any] | None
     derive: Derive | None
@@ -158,7 +158,7 @@ def register_method(
     budget: Budget | str | float | None = None,
     **rarely: Unpack[Rarely],
 ) -> Callable[[Made], Made]:
-    """Make what is decorated available under `name`: the class of a role, or a function that returns a Plan.
+    """Register the decorated class or function under `name`: the class of a role, or a function that returns a Plan.
 
     The fields of a class are the method's parameters, with their defaults. A function, or a class of `Parameters` where
     they are many, is for a plan of several roles, or for other parameters.

@@ -233,7 +233,7 @@ class LayerContext:
 
 @dataclass(frozen=True)
 class Selection:
-    """Entries that stay, as slots of what was offered.
+    """Entries that stay, as slots of the offered ones.
 
     Attributes:
         indices: int64, ascending, [B, H, K] per KV head or [B, K] per row. Rows that keep fewer than K carry filler on

@@ -69,7 +69,7 @@ def count(text: str) -> int:
 
 def blocks(markdown: str) -> list[Block]:
     """Blocks of a Markdown text. Code blocks, comments, pictures and targets of links are left out."""
-    return [Block(text, line, prose) for text, line, prose in map(_cleaned, _raw(markdown)) if text]
+    return [Block(text, line, prose) for text, line, prose in map(_cleaned, _raw(markdown)) if count(text)]
 
 
 def _raw(markdown: str) -> Iterator[tuple[list[str], int, bool]]:

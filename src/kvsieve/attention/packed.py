@@ -172,7 +172,9 @@ def _turned(query: Tensor, part: BlockPool) -> tuple[Tensor, Tensor | None]:
 
 def _encoded(query: Tensor, body: Body, narrow: bool) -> native.AskedBlocks:
     query, base = _turned(query, body.keys)
-    return native.AskedBlocks(query, base, body.table, body.fills, _packed_part(body.keys), _packed_part(body.values), narrow)
+    return native.AskedBlocks(
+        query, base, body.table, body.fills, _packed_part(body.keys), _packed_part(body.values), narrow
+    )
 
 
 def _turned_back(acc: Tensor, total: Tensor, part: BlockPool) -> Tensor:

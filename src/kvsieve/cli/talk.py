@@ -48,7 +48,7 @@ _SHOWN = 6
 class Talk:
     """The loop over messages and commands.
 
-    In a terminal whatever fails is told and the chat goes on; with messages from a pipe it ends the command.
+    In a terminal errors are printed and the chat continues; with messages from a pipe it ends the command.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Talk:
         except KeyboardInterrupt:
             if not self.interactive:
                 raise
-            # An answer that is stopped is told by _turn; this was a file being written, which is all or nothing.
+            # _turn reports a stopped answer; this was a file being written, which is all or nothing.
             say("\nerror: interrupted, not saved" if self.unsaved else "\ninterrupted")
         except KvsieveError as error:
             if not self.interactive:
@@ -131,8 +131,8 @@ class Talk:
             return True
         else:
             known = [command.split()[0] for group in _COMMANDS.values() for command in group]
-            told = did_you_mean(name, known, "commands are")
-            raise InputError(f"unknown command {name}{told}; a message that begins so needs a space before it")
+            hint = did_you_mean(name, known, "commands are")
+            raise InputError(f"unknown command {name}{hint}; a message that begins so needs a space before it")
         return False
 
     def _print_help(self) -> None:
@@ -202,7 +202,7 @@ class Talk:
         words = Words(shutil.get_terminal_size((80, 24)).columns if self.interactive else None)
         reading = True
 
-        def told(text: str) -> None:
+        def show_status(text: str) -> None:
             """Replace what stands in the line until the answer begins."""
             if reading and self.watched:
                 print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
@@ -210,29 +210,29 @@ class Talk:
         def progress(done: int, total: int) -> None:
             nonlocal reading
             if done < total:
-                told(f"prefill: {done} of {total} tokens")
+                show_status(f"prefill: {done} of {total} tokens")
             if done < total and reading and not (self.watched or self.as_json):
                 reading = False
                 say(f"prefill: {done} of {total} tokens")
 
-        told("prefill ...")
+        show_status("prefill ...")
         chat = self.chat
         pieces = chat.stream_retry(progress=progress) if message is None else chat.stream(message, progress=progress)
         with contextlib.closing(pieces) as stream:
             try:
                 while True:
                     piece = next(stream)
-                    told("")
+                    show_status("")
                     reading = False
                     if not self.as_json:
                         show(words.add(printable(piece)), end="")
             except StopIteration as end:
-                told("")
+                show_status("")
                 if not self.as_json:
                     show(words.rest())
                 return end.value
             except BaseException:
-                told("")
+                show_status("")
                 raise
 
     def _save_here(self) -> None:

@@ -57,7 +57,9 @@ def _setting(method: str, given: dict[str, Any], made: Plan) -> MethodSetting:
         del shown["floor"]
     if "budget" in shown:
         shown["budget"] = str(Budget.parse(shown["budget"]))
-    named = " ".join(f"{name}={value}" for name, value in label_parameters(method, given, made.filled).items() if name != "budget")
+    named = " ".join(
+        f"{name}={value}" for name, value in label_parameters(method, given, made.filled).items() if name != "budget"
+    )
     label = f"{method} {named}".strip()
     return MethodSetting(method, label, shown.get("budget"), shown, dataclasses.replace(made, name=label), given)
 

@@ -82,7 +82,7 @@ class Evaluator:
         return rows
 
     def run(self, sample: Sample, plans: Sequence[Plan], question: str) -> list[Outcome]:
-        """Return the outcomes of `plans`, the first of which must be full KV, the reference of the distances.
+        """Return the outcomes of `plans`; the first must be full KV, the reference of the distances.
 
         question: "visible" when plans act on context and question together; "hidden" when they act on the context
         alone and the questions follow, kept whole. Raises InputError for independent questions asked visibly.

@@ -103,7 +103,9 @@ def layer_kinds(config: Any) -> tuple[LayerKind, ...]:
             _check_copyable(index, layer)
         if kind.entries == "window":
             layer_type = types[index] if index < len(types) else None
-            chunked = layer_type == "chunked_attention" or (layer_type is None and getattr(config, "sliding_window", None) is None)
+            chunked = layer_type == "chunked_attention" or (
+                layer_type is None and getattr(config, "sliding_window", None) is None
+            )
             kind = LayerKind("chunk" if chunked else "window", kind.state, layer.sliding_window)
         elif kind.entries == "none" and index < len(types) and types[index] in ("moe", "mlp"):
             kind = LayerKind("none")
@@ -160,4 +162,4 @@ def describe_kinds(kinds: tuple[LayerKind, ...]) -> str:
     return ", ".join(parts + [f"{both} also {'have' if both > 1 else 'has'} recurrent state"] * (both > 0))
 
 
-__all__ = ["STATE_FIELDS", "LayerKind", "growing_layers", "layer_kinds", "describe_kinds"]
+__all__ = ["STATE_FIELDS", "LayerKind", "describe_kinds", "growing_layers", "layer_kinds"]

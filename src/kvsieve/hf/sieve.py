@@ -67,7 +67,7 @@ class Sieve(AttachedModel):
         quotas: Sequence[Any] | None = None,
         reduce: bool = True,
     ) -> SieveCache:
-        """Read a prompt, apply the plan to it and return the cache, ready for a next turn.
+        """Prefill a prompt, apply the plan to it and return the cache, ready for a next turn.
 
         Args:
             input_ids: int64 [B, N], left-padded, or what ``tokenizer(..., return_tensors="pt")`` returned; with a used
@@ -140,7 +140,7 @@ class Sieve(AttachedModel):
         measure: bool = False,
         **options: Any,
     ) -> GenerateResult:
-        """Run ``model.generate`` under the plan, with statistics of what really happened.
+        """Run ``model.generate`` under the plan, with statistics.
 
         Args:
             input_ids: see `prefill`.
@@ -195,7 +195,7 @@ class Sieve(AttachedModel):
     def ask(
         self, prompt: str | Sequence[Mapping[str, Any]], question: str | None = None, **options: Any
     ) -> GenerateResult:
-        """Answer a text or a chat; ``.text`` of what is returned is the answer.
+        """Answer a text or a chat; ``.text`` of the result is the answer.
 
         Args:
             prompt: text of a user, or messages ``[{"role": "user", "content": ...}]``.
@@ -211,7 +211,7 @@ class Sieve(AttachedModel):
     def kept(
         self, cache: SieveCache, input_ids: Tensor | Mapping[str, Any], *, row: int = 0, tokenizer: Any = None
     ) -> Kept:
-        """Tell which tokens a cache still holds, and in which layers and heads; docs/options.md.
+        """Return the tokens that a cache still stores, by layer and head; docs/options.md.
 
         Args:
             cache: of this sieve, between turns.
@@ -255,7 +255,7 @@ class Sieve(AttachedModel):
         save_cache(path, self, cache, tokenizer=tokenizer, ids=ids, extra=extra, force=force)
 
     def load(self, path: str | os.PathLike[str], *, tokenizer: Any = None) -> Saved:
-        """Read what `save` wrote: `.cache` on the model's device, to go on with; `.ids`, `.extra`.
+        """Load a file of `save`: `.cache` on the model's device, to go on with; `.ids`, `.extra`.
 
         Raises CacheFileError for a damaged file, or one of another model, dtype, tokenizer or plan.
         """

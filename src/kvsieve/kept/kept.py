@@ -12,7 +12,7 @@ from kvsieve.kept.tokens import KeptTokens
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Kept(KeptTokens):
-    """Tokens of a conversation and where each is still held: copies of positions, which keep no cache alive.
+    """Tokens of a conversation and the layers and heads that still store each: copies that keep no cache alive.
 
     Printed, it is a map of layers and positions; in a notebook the text, coloured by the share that holds it. `share`
     has a number per token, `of` tells of a string, `layers` have the details.

@@ -11,7 +11,7 @@ from kvsieve.display import percent
 
 @dataclass(frozen=True)
 class Occurrence:
-    """Tokens of a string, and where they are still held.
+    """Tokens of a string, and the layers that still store them.
 
     Attributes:
         start: number of the first token.

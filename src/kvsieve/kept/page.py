@@ -131,5 +131,5 @@ def _data(kept: KeptTokens) -> str:
         "lost": "not read" if kept.is_view else "evicted",
         "shares": base64.b64encode(data).decode("ascii"),
     }
-    data = json.dumps(facts).replace("<", "\\u003c")
-    return f'<script type="application/json" id="data">{data}</script>'
+    text = json.dumps(facts).replace("<", "\\u003c")
+    return f'<script type="application/json" id="data">{text}</script>'

@@ -1,4 +1,4 @@
-"""What the methods share that divide a budget among layers instead of giving each the same.
+"""Base classes of methods that divide a budget among layers unevenly.
 
 Whatever they weigh layers by, the total stays what it was: the budget times the layers that evict, of each row, to the
 entry. No layer gets less than its base needs, nor more than it stores; what it cannot take goes to the others.
@@ -131,7 +131,7 @@ class Cascade(Allocator, recuts=True):
     compares: ClassVar[bool] = False
 
     def weigh(self, ctx: LayerContext) -> list[float]:
-        """What this layer is weighed by, per row."""
+        """Return the layer's weight, per row."""
         raise NotImplementedError
 
     def weights(self, seen: Sequence[LayerScores], row: int) -> list[float]:
@@ -139,7 +139,7 @@ class Cascade(Allocator, recuts=True):
         return [layer.weights[row] for layer in seen]
 
     def least(self, budget: int) -> int:
-        """How much of a layer's `budget`, `spare` not counted, it keeps whatever it weighs."""
+        """Return the part of a layer's `budget`, without `spare`, that it keeps at any weight."""
         return 0
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | dict[int, Selection] | None:  # type: ignore[override]
@@ -161,7 +161,7 @@ class Cascade(Allocator, recuts=True):
         }
 
     def _own(self, ctx: LayerContext, chosen: Selection) -> Selection:
-        """What is chosen for this rank's heads."""
+        """Return the part of the selection for this rank's heads."""
         if not self.compares or ctx.ranks.size == 1:
             return chosen
         # All heads of a layer keep as many entries.
@@ -228,7 +228,7 @@ def observed(base: ScoredEvictor) -> int:
 
 
 def _asked(ctx: LayerContext) -> list[int]:
-    """How many entries per row the caller wants kept, at most."""
+    """Return the largest number of entries per row that the caller protects."""
     asked = torch.zeros(len(ctx.stored), dtype=torch.int64)
     if ctx.protected is not None:
         asked = ctx.protected.sum(-1).amax(-1).cpu()

@@ -56,7 +56,7 @@ class ScoredEvictor(Evictor, takes_quotas=True):
         raise NotImplementedError
 
     def ranks(self, ctx: LayerContext, kept: tuple[int, ...]) -> Tensor:
-        """What `select` ranks by: `scores`, unless they depend on how many entries stay, ``kept[b]`` in row b."""
+        """Return the ranks for `select`: `scores`, unless they depend on the entries kept, ``kept[b]`` in row b."""
         return self.scores(ctx)
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection | None:
@@ -163,12 +163,12 @@ def parse_layers(owner: object, value: Any) -> int | tuple[int, ...]:
 
 
 def skips(layers: int | tuple[int, ...], ctx: LayerContext) -> bool:
-    """Whether `skip_layers` names this layer."""
+    """Return True if `skip_layers` names this layer."""
     return skipped(layers, ctx.layer_idx, ctx.num_layers)
 
 
 def skipped(layers: int | tuple[int, ...], index: int, num_layers: int) -> bool:
-    """Whether `skip_layers` names layer `index`."""
+    """Return True if `skip_layers` names layer `index`."""
     return index < layers if isinstance(layers, int) else index in layers or index - num_layers in layers
 
 

@@ -49,7 +49,7 @@ class DuoAttention(ScoredEvictor, heads="all", ragged=True, query_aware=False):
         super().__post_init__()
 
     def retrieving(self, heads: int, length: int, budget: int) -> int:
-        """How many of `heads` heads keep all of `length` entries, where `budget` is the average over them."""
+        """Return the number of heads, of `heads`, that keep all `length` entries if `budget` is their average."""
         if budget >= length:
             return heads
         least = self.sinks + self.recent

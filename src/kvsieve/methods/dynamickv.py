@@ -54,7 +54,7 @@ class DynamicKV(Cascade, heads="all", query_aware=True):
         return [0.0] * len(ctx.stored)
 
     def weights(self, seen: Sequence[LayerScores], row: int) -> list[float]:
-        """How many of the best entries of all layers so far each of them has."""
+        """Count, per layer, its share of the best entries of all layers so far."""
         lines, budget = [], 0
         for layer in seen:
             scores = layer.scores[row]

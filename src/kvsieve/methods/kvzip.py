@@ -125,7 +125,7 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
             passes.state(index)["kvzip_closes"] = index == max(scores)
 
     def fed(self, tokens: Tensor, start: int) -> Tensor:
-        """What is fed to repeat the chunk of a row's true `tokens` [n] from `start` on; nothing when there is none."""
+        """Return the tokens that repeat the chunk of a row's true `tokens` [n] from `start`; empty if there is none."""
         chunk = tokens[start : start + self.chunk_length]
         if not len(chunk):
             return chunk
@@ -198,7 +198,7 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
 
 
 def repeat_requests(tokenizer: Any) -> dict[str, tuple[int, ...]]:
-    """What to feed with a tokenizer of transformers: ``plan("kvzip", **repeat_requests(tokenizer))``.
+    """Return KVzip's texts as a tokenizer's ids: ``plan("kvzip", **repeat_requests(tokenizer))``.
 
     Right for a prompt that is a user's message still open, or plain text.
     """

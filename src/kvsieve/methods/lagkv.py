@@ -91,7 +91,7 @@ class LagKV(Evictor, heads="own", query_aware=False):
         return self.sinks + 2 * self.lag
 
     def shares(self, sizes: Sequence[int], room: int, protected: Sequence[int]) -> list[int]:
-        """How many entries partitions of these `sizes` keep, `room` in all: alike, as far as they have as many.
+        """Divide `room` entries equally among partitions of these `sizes`, as far as they have as many.
 
         protected: how many must stay of each.
         """
@@ -116,14 +116,14 @@ class LagKV(Evictor, heads="own", query_aware=False):
         return int(self.lag * (self.budget.ratio or 0))
 
     def _acts(self, stored: int, count: int, done: int, ends_prompt: bool) -> bool:
-        """Whether a row that stores so many entries, `done` of them sinks and judged ones, loses some."""
+        """Return True if a row loses some of its entries; `done` of them are sinks or judged."""
         another = self._new(stored, done) > 0
         if self.chunks:
             return another
         return stored > count and (another or (ends_prompt and done > self.sinks))
 
     def _new(self, stored: int, done: int) -> int:
-        """How many partitions of a row that stores so many entries are judged next; see `_acts`."""
+        """Return the number of partitions of a row to judge next; see `_acts`."""
         complete = max((stored - done) // self.lag - 1, 0)
         if not self.chunks:
             return complete

@@ -50,7 +50,7 @@ class BudgetReader(Reader):
         self.budget.refuse_fewer(LEAST, type(self).__name__, "in each step")
 
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
-        """What `tokens` entries per step allow."""
+        """Return the setting for `tokens` entries per step."""
         raise NotImplementedError
 
     def setting(self, facts: ReadFacts) -> Setting | None:

@@ -50,7 +50,7 @@ class Evictor(Role):
 
     @property
     def lacks_tokenizer(self) -> bool:
-        """True while it would feed texts of its own whose token ids are not known: its plan then reads no prompt."""
+        """True while it needs a tokenizer for its own texts: its plan then reads no prompt."""
         return False
 
     def for_tokenizer(self, tokenizer: Any) -> Self:
@@ -76,7 +76,7 @@ class Evictor(Role):
         return self.budget.entries(length, self.minimum)
 
     def stored_heads(self, kv_heads: int, query_heads: int) -> int:
-        """Heads whose entries a layer stores after it has acted, of so many KV and query heads."""
+        """Return the number of heads that store entries after it has acted, given the KV and query heads."""
         return kv_heads
 
     def observe(self, ctx: LayerContext) -> None:
@@ -98,7 +98,7 @@ class Evictor(Role):
         """
 
     def is_noop(self, layer_idx: int, num_layers: int, stored: tuple[int, ...], state: dict[str, Any]) -> bool:
-        """Tell, from what the host knows, that `select` would drop nothing of a layer while decoding.
+        """Return True if the host knows that `select` would drop nothing of a layer while decoding.
 
         A pass that was recorded need not stop for it then. False where it is not known.
 

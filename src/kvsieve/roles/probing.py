@@ -79,9 +79,9 @@ class ProbingEvictor(Evictor):
 
     @property
     def probe_identity(self) -> ProbingEvictor:
-        """Evictor that is equal for all whose probing of a prompt leaves the same in the layers' states."""
+        """Evictor that equals others if their probing of a prompt leaves the same states."""
         return self
 
     @abstractmethod
     def probe(self, passes: ProbePasses) -> None:
-        """Feed passes to branches of the conversation, and leave in the layers' states what `select` needs."""
+        """Feed passes to branches of the conversation, and store the input of `select` in the layers' states."""

@@ -10,7 +10,7 @@ from kvsieve.types import LayerContext, Selection
 
 
 class Propagator(Role):
-    """Chooses which hidden states go on to deeper layers while a prompt is read.
+    """Selects the hidden states that continue to deeper layers during prefill.
 
     A subclass is a frozen dataclass with the methods `source` and `select`. With `two_pass`, the pass ends where
     `select` first chooses, and the chosen tokens are read again as a prompt of their own.
@@ -69,7 +69,7 @@ class Propagator(Role):
 
     @abstractmethod
     def select(self, ctx: LayerContext) -> Selection | None:
-        """Choose the tokens that go on to the next layer: [B, K] ascending, the last one included; None lets all pass.
+        """Select the tokens that continue to the next layer: [B, K] ascending, with the last one; None lets all pass.
 
         Called at every layer in the pass that ends a prompt, after its attention and before its eviction; before
         ``source(num_layers)`` only to observe. What it has seen goes into ``ctx.shared``. Offered are the last
@@ -85,5 +85,5 @@ class Propagator(Role):
         return length
 
     def caution(self, num_layers: int) -> str | None:
-        """Return what to warn of when it is attached to a model of `num_layers` layers."""
+        """Return a warning for a model of `num_layers` layers."""
         return None

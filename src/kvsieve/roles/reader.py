@@ -39,7 +39,7 @@ class Reader(Role):
 
     @abstractmethod
     def reads_all(self, setting: Any, size: int) -> bool:
-        """Tell that KV rows of `size` entries are read whole."""
+        """Return True if KV rows of `size` entries are read completely."""
 
     @abstractmethod
     def choose(
@@ -64,12 +64,12 @@ class Reader(Role):
         """
 
     def recipe(self, setting: Any) -> PageRecipe | None:
-        """Tell as data how `choose` chooses, for compiled code that does it and attends at once; None where it cannot.
+        """Describe the choice of `choose` as data for compiled code, or return None if that is impossible.
 
         Both must choose the same entries, up to ties.
         """
         return None
 
     def granularity(self, setting: Any) -> int:
-        """Entries that one unit of what it looks at stands for, such as those of a page."""
+        """Entries per unit of its choice, such as those of a page."""
         return 1

@@ -105,4 +105,6 @@ class Sampler:
             return ChosenToken(TokenLikelihood(token, 0.0))
         top = log_probs.topk(rules.logprobs or 0)
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return ChosenToken(TokenLikelihood(token, float(log_probs[token])), tuple(TokenLikelihood(*each) for each in pairs))
+        return ChosenToken(
+            TokenLikelihood(token, float(log_probs[token])), tuple(TokenLikelihood(*each) for each in pairs)
+        )

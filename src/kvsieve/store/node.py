@@ -15,7 +15,7 @@ from kvsieve.store.rules import Reuse
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """A node, as `PrefixStore.nodes` tells of it.
+    """A node, as listed by `PrefixStore.nodes`.
 
     Attributes:
         key: its name.

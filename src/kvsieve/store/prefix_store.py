@@ -45,7 +45,7 @@ class Found:
 
 
 class PrefixStore:
-    """Finds prompts that begin alike, so that their beginning is read once; docs/chats.md.
+    """Prefix cache: prefills a common prompt prefix once; docs/chats.md.
 
     Safe to be used by several threads.
     """
@@ -87,7 +87,7 @@ class PrefixStore:
         leave: int = 1,
         chunk: int | None = None,
     ) -> Found | None:
-        """Find the longest beginning of a prompt that need not be read, ready to go on with; None for nothing.
+        """Return the longest stored prefix of a prompt, ready to continue, or None.
 
         Pass `found.cache` to `sieve.generate`, `prefill` or `begin` with the whole prompt.
 
@@ -208,13 +208,13 @@ class PrefixStore:
             return len(chosen)
 
     def nodes(self) -> list[NodeInfo]:
-        """Tell of every node, the longest first."""
+        """List all nodes, the longest first."""
         with self._lock:
             found = [node.info(self._tiers.own_bytes(node)) for node in self._tiers]
         return sorted(found, key=lambda each: (-each.tokens, each.key))
 
     def stats(self) -> StoreStats:
-        """Count what the store holds and has done."""
+        """Count the store's entries, hits and evictions."""
         with self._lock:
             return StoreStats(**{**self._counts, **self._tiers.counts()})
 
@@ -223,11 +223,11 @@ class PrefixStore:
         return self._tiers.flush()
 
     def close(self) -> None:
-        """Write what is not on the disk yet, and let other processes have the directory."""
+        """Write all unwritten nodes to disk, and release the directory."""
         self._tiers.close()
 
     def verify(self) -> list[str]:
-        """Read every file and verify its checksums; the keys of those that were damaged, and are set aside now."""
+        """Verify the checksums of all files, move damaged ones to ``damaged/`` and return their keys."""
         return self._tiers.verify()
 
     def export(self, path: str | os.PathLike[str], *keys: str) -> int:

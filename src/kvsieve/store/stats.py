@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class StoreStats:
-    """Counts of what a store holds, and of what it has done since it was opened.
+    """Counts of a store: its entries, and its hits and evictions since it was opened.
 
     Attributes:
         nodes: nodes there are, in memory or on the disk.

@@ -20,7 +20,7 @@ from kvsieve.hf.cache.owner import Owner
 from kvsieve.hf.cache.records import Conversation, Turn
 from kvsieve.hf.cache.states import CacheLayer, EmptyLayer, StateLayer
 from kvsieve.hf.compat import Cache
-from kvsieve.hf.kinds import layer_kinds, describe_kinds
+from kvsieve.hf.kinds import describe_kinds, layer_kinds
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -89,7 +89,7 @@ class SieveCache(Forked, Cache):
 
     @property
     def sieve_layers(self) -> dict[int, SieveLayer]:
-        """Layers whose entries the plan may drop, by index."""
+        """Layers with entries that the plan may drop, by index."""
         return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, SieveLayer)}
 
     @property
@@ -187,7 +187,7 @@ class SieveCache(Forked, Cache):
         return self.with_layers([layer.fork(share) for layer in self.all_layers])
 
     def with_layers(self, layers: list[Any]) -> SieveCache:
-        """Copy what is known of the conversation, with other layers."""
+        """Copy the conversation's record, with other layers."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other.conversation = self.conversation.copy()
@@ -196,7 +196,7 @@ class SieveCache(Forked, Cache):
         return other
 
     def check_ready(self) -> None:
-        """Raise CacheStateError for a cache whose layers no longer agree, or that holds half of a call."""
+        """Raise CacheStateError if layers disagree, or if a call was interrupted."""
         if self.status != "ready":
             raise CacheStateError(
                 "a call with this cache failed half-way, so it holds what its caller does not know of: roll it back to "
@@ -209,7 +209,7 @@ class SieveCache(Forked, Cache):
             raise CacheStateError(f"the cache is in the middle of a prompt and cannot be {purpose}; finish it first")
 
     def snapshot(self) -> Snapshot:
-        """Return what `rollback` brings back, any number of times. Entries are shared, not copied: it costs little.
+        """Return a state for `rollback`, any number of times. Entries are shared, not copied: it costs little.
 
         The memory of what is evicted later is returned only once the snapshot is gone.
 
@@ -227,7 +227,7 @@ class SieveCache(Forked, Cache):
         return taken
 
     def rollback(self, snapshot: Snapshot) -> None:
-        """Make this cache what it was when `snapshot` was taken of it, also after a pass that failed.
+        """Restore this cache to the state of a snapshot, also after a failed pass.
 
         Raises:
             CacheStateError: the snapshot is of another cache; a fork is another.
@@ -241,7 +241,7 @@ class SieveCache(Forked, Cache):
         self.layers = [layer.fork(share=not later) for layer in snapshot.layers]
 
     def become(self, other: SieveCache) -> None:
-        """Go on from what another cache of the same plan and model holds, which is used up."""
+        """Take over the content of another cache of the same plan and model, which is used up."""
         self.owner, self.conversation, self.status = other.owner, other.conversation, other.status
         self.layers = other.layers
 
@@ -250,7 +250,7 @@ class SieveCache(Forked, Cache):
         return [layer.store.entries if isinstance(layer, StoreLayer) else 0 for layer in self.all_layers]
 
     def nbytes(self) -> int:
-        """Bytes of all tensors held.
+        """Bytes of all tensors in the cache.
 
         Keys, values, indices and masks, recurrent states, room for further entries, and all that methods and readers
         remember (scores, queries, views, page tables).
@@ -276,5 +276,5 @@ class SieveCache(Forked, Cache):
         return html_table(f"SieveCache under {self.owner.plan.name}", [*rows, ("memory", mebibytes(self.nbytes()))])
 
     def memory_report(self) -> dict[str, Any]:
-        """Report the tokens seen, entries stored per layer and KV head, and the bytes of all tensors held."""
+        """Report the tokens seen, entries stored per layer and KV head, and the bytes of all tensors."""
         return {"tokens_seen": self.num_seen, "entries": self.entries(), "bytes": self.nbytes()}

@@ -168,14 +168,14 @@ class Chat(Forked):
         self._alone(work)
 
     def snapshot(self) -> ChatSnapshot:
-        """Return what `rollback` brings back, any number of times, messages and ids included; see SieveCache.snapshot.
+        """Return a state for `rollback`, any number of times, messages and ids included; see SieveCache.snapshot.
 
         Raises CacheStateError in the middle of a turn.
         """
         return self._alone(lambda: ChatSnapshot(self._state))
 
     def rollback(self, snapshot: ChatSnapshot) -> None:
-        """Make this chat what it was when `snapshot` was taken of it.
+        """Restore this chat to the state of a snapshot.
 
         Raises CacheStateError for a snapshot of another chat (a fork is another), and in the middle of a turn.
         """
@@ -201,7 +201,7 @@ class Chat(Forked):
         return self._alone(work)
 
     def save(self, path: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write the chat to a file that ``sieve.chat(tokenizer, load=path)`` goes on with.
+        """Write the chat to a file that ``sieve.chat(tokenizer, load=path)`` continues.
 
         force: replace a file there that kvsieve did not save. Raises CacheStateError in the middle of a turn,
         InputError where such a file is, CacheFileError for what cannot be saved or written.

@@ -158,7 +158,7 @@ class Stats:
         return html_table(self.method, self.describe())
 
     def describe(self) -> list[tuple[str, str]]:
-        """Return what is worth telling, as names and texts that need no name."""
+        """Return the lines of a summary, as names and texts that need no name."""
         seconds = f"TTFT {self.ttft_s:.2f} s"
         if self.tpot_s is not None:
             seconds += f", TPOT {1000 * self.tpot_s:.1f} ms"
