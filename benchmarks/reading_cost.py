@@ -167,9 +167,9 @@ def main() -> None:
     if arguments.plain:
         contenders[f"transformers {lengths[-1]}"] = Contender(model, None, "eager", ids, lengths[-1], new)
     for decode in arguments.decode.split(","):
-        for text in arguments.plans.split(";"):
+        for plan in arguments.plans.split(";"):
             for length in lengths:
-                contenders[f"{text} {decode} {length}"] = Contender(model, spec(text), decode, ids, length, new)
+                contenders[f"{plan} {decode} {length}"] = Contender(model, spec(plan), decode, ids, length, new)
     runs: dict[str, Callable[[], tuple[float, float]]] = {
         name: (lambda each=each: each.run(arguments.tokens)) for name, each in contenders.items()
     }
@@ -197,7 +197,7 @@ def main() -> None:
             here = {name: each for name, each in times.items() if name.endswith(f" {decode} {length}")}
             report[f"over full, {decode}, {length}"] = against(here, f"full {decode} {length}")
         if len(lengths) > 1:
-            names = [f"{text} {decode}" for text in arguments.plans.split(";")]
+            names = [f"{plan} {decode}" for plan in arguments.plans.split(";")]
             report[f"{lengths[-1]} over {lengths[0]}, {decode}"] = {
                 name: against(times, f"{name} {lengths[0]}")[f"{name} {lengths[-1]}"] for name in names
             }

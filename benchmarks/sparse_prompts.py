@@ -135,9 +135,11 @@ def main() -> None:
     prefills = [each for each in given.prefills.split(",") if each]
     plans = {FULL: Plan(), **{each: plan_without_floor(FULL, prefill=each) for each in prefills}}
     for method in filter(None, given.methods.split(",")):
-        name = f"{method} {given.budget}"
-        plans[name] = plan_without_floor(method, budget=given.budget)
-        plans |= {f"{name}, {each}": plan_without_floor(method, budget=given.budget, prefill=each) for each in prefills}
+        label = f"{method} {given.budget}"
+        plans[label] = plan_without_floor(method, budget=given.budget)
+        plans |= {
+            f"{label}, {each}": plan_without_floor(method, budget=given.budget, prefill=each) for each in prefills
+        }
     timed: dict[str, Plan | None] = {THEIRS: None, **plans} if given.transformers else {**plans}
     report: dict[str, Any] = {
         "environment": environment(model),

@@ -85,10 +85,10 @@ def _attend(
     own = cache.layers[layer.source] if isinstance(layer, EmptyLayer) and layer.source is not None else layer
     if isinstance(own, WindowLayer) and kwargs.get("sliding_window") == own.window.span:
         del kwargs["sliding_window"]
-    for name, value in kwargs.items():
+    for name, extra in kwargs.items():
         # Other arguments of attention (biases, indices ...) would change its result and cannot be dropped;
         # flags and objects, such as generate's tokenizer, only pass through.
-        telling = isinstance(value, (Tensor, int, float, list, tuple)) and not isinstance(value, bool)
+        telling = isinstance(extra, (Tensor, int, float, list, tuple)) and not isinstance(extra, bool)
         if telling and name not in _HARMLESS | _TERMS:
             raise UnsupportedModelError(f"{who} attends with {name}=, which kvsieve does not support yet")
     if kwargs.get("is_causal") is False:
