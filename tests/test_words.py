@@ -54,6 +54,7 @@ KINDS = {
     "README": lambda: [("README.md", part) for part in blocks(README.read_text())],
     "docs": lambda: [(str(page.relative_to(ROOT)), part) for page in DOCS for part in blocks(page.read_text())],
     "help": lambda: list(helps()),
+    "changes": lambda: [("CHANGELOG.md, newest section", part) for part in blocks(newest_changes())],
     "docstrings": lambda: list(openings()),
 }
 
