@@ -25,13 +25,13 @@ def check_writable(option: str, name: str | os.PathLike[str] | None) -> None:
     """Raise InputError for a file that cannot be written, before anything is computed for it."""
     if name is None:
         return
-    target, told = Path(os.path.expanduser(name)).absolute(), f"{option} {os.fspath(name)!r}"
+    target, label = Path(os.path.expanduser(name)).absolute(), f"{option} {os.fspath(name)!r}"
     if target.is_dir():
-        raise InputError(f"{told} is a directory; name a file in it")
+        raise InputError(f"{label} is a directory; name a file in it")
     if not target.parent.is_dir():
-        raise InputError(f"cannot write {told}: there is no directory {str(target.parent)!r}")
+        raise InputError(f"cannot write {label}: there is no directory {str(target.parent)!r}")
     if not os.access(target if target.exists() else target.parent, os.W_OK):
-        raise InputError(f"cannot write {told}: no permission to write there")
+        raise InputError(f"cannot write {label}: no permission to write there")
 
 
 def check_folder(option: str, name: str | os.PathLike[str] | None) -> None:
