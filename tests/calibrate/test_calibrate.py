@@ -318,7 +318,7 @@ def test_a_profile_of_another_model_is_refused_before_anything_runs(cli, model_d
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--out", "nowhere/p.json"), "--out must name a file in a folder that exists"),
+        (("--out", "nowhere/p.json"), "cannot write --out 'nowhere/p.json': there is no directory"),
         (("--out", "p.json", "--parts", "tps"), "unknown part 'tps'"),
         (("--out", "p.json", "--lengths", "many"), "--lengths takes tokens such as"),
         (("--out", "p.json", "--text", "none.txt"), "cannot read the text 'none.txt'"),
