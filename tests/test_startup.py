@@ -187,7 +187,7 @@ REFUSED = {
     "a file to keep": (["chat", "--save", "report.txt"], "--force to replace it"),
     "a store that is a file": (["chat", "--store", "report.txt"], "--store 'report.txt' is a file; name a directory"),
     "results in a file": (["eval", "--out", "report.txt"], "--out 'report.txt' is a file; name a directory"),
-    "a report nowhere": (["bench", "--out", "no/where.json"], "there is no directory"),
+    "a report nowhere": (["bench", "--out", "report.txt/a/b.json"], "there is no directory"),
     "a page nowhere": (["run", "--prompt", "w1", "--show", "no/kept.html"], "there is no directory"),
     "a table nowhere": (["ask", "report.txt", "--question", "w1", "--csv", "no/a.csv"], "there is no directory"),
     "a picture nowhere": (["advise", "--plot", "no/a.png"], "there is no directory"),

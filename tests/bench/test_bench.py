@@ -497,7 +497,7 @@ def test_what_was_measured_before_a_failure_is_kept(cli, model_dir, tmp_path, mo
         (["--lengths", "2000"], "the model's context of 1024"),
         (["--lengths", "context", "--new-tokens", "1024"], "leave nothing of the model's context of 1024"),
         (["--dtype", "int8"], "--dtype must be one of"),
-        (["--device", "nowhere"], "--device 'nowhere' cannot be used here"),
+        (["--device", "nowhere"], "--device must be cpu, cuda, or one by its number such as cuda:1, got 'nowhere'"),
         (["--peer-python", "/no/such/python"], "'/no/such/python' is no interpreter"),
         (["--peer-python", sys.executable, "--peer-methods", "h2o"], "--peer-methods knows snapkv"),
         (["--show", "/no/such/file"], "--show cannot read"),

@@ -119,7 +119,7 @@ def bench_command(
         print_report(read_report(show), plots, markdown, as_json, wide)
         return
     check_loading(dtype, device, decode)
-    check_writable("--out", out)
+    check_writable("--out", out, makes_folders=True)
     check_least(1, batch=batch, rounds=rounds, chunk=chunk)
     check_least(2, new_tokens=new_tokens)
     asked = [part.strip() for part in (LENGTHS if lengths is None else lengths).split(",")]

@@ -21,11 +21,13 @@ JsonOption = Annotated[bool, option(OUTPUT, "JSON on stdout, and nothing else th
 WideOption = Annotated[bool, option(OUTPUT, "All columns, for terminals of more than 80 columns", "--wide")]
 
 
-def check_writable(option: str, name: str | os.PathLike[str] | None) -> None:
+def check_writable(option: str, name: str | os.PathLike[str] | None, *, makes_folders: bool = False) -> None:
     """Raise InputError for a file that cannot be written, before anything is computed for it."""
     if name is None:
         return
     target, label = Path(os.path.expanduser(name)).absolute(), f"{option} {os.fspath(name)!r}"
+    while makes_folders and not target.parent.exists():
+        target = target.parent
     if target.is_dir():
         raise InputError(f"{label} is a directory; name a file in it")
     if not target.parent.is_dir():
