@@ -1,4 +1,4 @@
-"""Bodies of replies, as the OpenAPI schema tells of them; `benchmarks/serve_schema.py` compares what is sent."""
+"""Bodies of replies, as the OpenAPI schema describes them."""
 
 from __future__ import annotations
 
