@@ -64,7 +64,8 @@ def built(name):
     return _BUILT[name]
 
 
-@pytest.fixture(params=[*RECURRENT, *OTHERS])
+# The last two have the Mamba-2 layers of zamba2: copies and files are tried on those.
+@pytest.fixture(params=[*RECURRENT[:-2], *OTHERS])
 def model(request):
     return built(request.param)
 

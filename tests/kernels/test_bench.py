@@ -22,10 +22,14 @@ CPU = torch.device("cpu")
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_the_comparison_passes_and_fails(monkeypatch):
     monkeypatch.setattr(kernels, "DTYPES", (torch.bfloat16,))
-    rows = bench.check(CPU)
-    assert len(rows) == 22 and all(row["passes"] for row in rows)
-    # A kernel that is wrong is told from one beside it that is not.
     small = bench.small
+    # Of wide heads two, which the interpreter takes long over.
+    monkeypatch.setattr(
+        bench, "small", lambda shape: [each for each in small(shape) if shape.dim == 40 or "page scores" in each.name]
+    )
+    rows = bench.check(CPU)
+    assert len(rows) == 11 + 2 and all(row["passes"] for row in rows)
+    # A kernel that is wrong is told from one beside it that is not.
     monkeypatch.setattr(bench, "small", lambda shape: [each for each in small(shape) if "page scores" in each.name])
     monkeypatch.setattr(kernels, "page_bounds", lambda table, query: torch.zeros(()))
     found = {(row["kernel"], row["passes"]) for row in bench.check(CPU)}

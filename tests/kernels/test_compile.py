@@ -34,11 +34,12 @@ MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 TARGETS = ("90,,bfloat16,4,128,128", "89,0,float16,1,80,96", "80,1,float32,3,64,64")
 
 
-def test_every_kernel_compiles_and_reads_wide(tmp_path):
+def test_every_kernel_compiles_and_reads_wide():
+    # Triton's own cache spares those that have not changed since an earlier run.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, str(Path(__file__).parent / "compile_all.py"), *TARGETS],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        env=environment,
         capture_output=True,
         text=True,
     )
