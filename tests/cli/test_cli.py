@@ -365,6 +365,8 @@ def test_parameters_of_one_method_stand_behind_its_name_or_in_options():
 def test_methods(cli):
     code, out, _ = cli("methods", "--json")
     assert code == 0 and [each["name"] for each in json.loads(out)] == kvsieve.list_methods()
+    listed = {each["name"]: each["parameters"] for each in json.loads(out)}
+    assert listed["specprefill"]["draft"] == "required" and listed["snapkv"]["budget"] == "20%"
     code, out, _ = cli("methods", "--markdown")
     assert code == 0 and out.startswith("# Methods\n") and "kvsieve methods --markdown" in out
     assert out.count("\n| `") == len(kvsieve.list_methods())

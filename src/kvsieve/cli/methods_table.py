@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from inspect import Parameter
 from typing import Annotated, Any
 
 import kvsieve
-from kvsieve.budget import Budget
 from kvsieve.cli.options import OUTPUT, option
 from kvsieve.cli.output import JsonOption, emit_json, show, wrapped
 from kvsieve.report.tables import markdown_table
@@ -95,6 +95,6 @@ def _row(name: str) -> dict[str, Any]:
         "storage": info.storage,
         "paper": info.paper,
         "parameters": {
-            key: str(value) if isinstance(value, Budget) else value for key, value in info.parameters.items()
+            key: "required" if value is Parameter.empty else value for key, value in info.parameters.items()
         },
     }
