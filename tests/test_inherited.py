@@ -11,6 +11,7 @@ import torch
 
 import kvsieve
 from kvsieve import loading, registry
+from kvsieve.cli.specs import compared_specs, make_run
 from kvsieve.errors import KvsieveWarning
 from kvsieve.eval.cells import on_model, settings
 from kvsieve.eval.results import Results
@@ -181,3 +182,15 @@ def test_the_report_marks_settings_unlike_the_baselines(methods, tmp_path):
     (found,) = table(*chosen, baseline="narrow window=16")
     assert [entry.best for entry in found.rows[0]] == [False, False, False, True, False]
     assert table(("knorm", {})) == []
+
+
+def test_compared_methods_of_the_command_line_take_the_parents_profile(methods):
+    specs = compared_specs("mine,narrow:window=7,knorm,full", "20%", "smollm2-135m-instruct")
+    assert specs == [
+        ("mine", {"budget": "20%", "profile": "smollm2-135m-instruct"}),
+        ("narrow", {"window": 7, "budget": "20%", "profile": "smollm2-135m-instruct"}),
+        ("knorm", {"budget": "20%"}),
+        ("full", {}),
+    ]
+    evict = make_run("mine", **specs[0][1]).plan.evict
+    assert (evict.window, evict.kernel) == (16, 21)

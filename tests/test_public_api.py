@@ -28,7 +28,7 @@ MODELS = """
 SIEVE = """
     adapters
     adopt(self, cache)
-    ask(self, prompt, question=None, **options)
+    ask(self, prompt, question=None, *, store=None, **options)
     begin(self, input_ids, *, cache=None, chunk=None, progress=None)
     chat(self, tokenizer, system=None, *, load=None, store=None, max_new_tokens=512, chunk=1024, **options)
     check_cache(self, cache)

@@ -194,6 +194,8 @@ REFUSED = {
     "a profile nowhere": (["calibrate", "--out", "no/a.json"], "there is no directory"),
     "a missing text": (["calibrate", "--text", "nowhere.txt"], "cannot read the text"),
     "a missing task": (["advise", "--task", "nowhere.txt"], "is no file"),
+    "too few questions": (["advise", "--task", "rows.jsonl"], "too few questions to choose a plan"),
+    "too few samples": (["advise", "--samples", "1"], "--samples must be at least 2"),
     "missing results": (["report", "nowhere"], "is not a directory"),
     "a missing store": (["store", "ls", "nowhere"], "there is no store"),
     "a key": (["store", "rm", ".", "first"], "got 'first'"),

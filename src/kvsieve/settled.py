@@ -144,7 +144,7 @@ def _on_model(info: MethodInfo, given: Mapping[str, Any], model: Fingerprint, di
     measured: dict[str, Any] = {}
     where, profile = _profile_for(info, model)
     if profile is not None and info.part is None:
-        measured = _held(info, profile) or {}
+        measured = held_parameters(info, profile) or {}
     paper = {name: value for name, value in paper.items() if name not in measured and name not in given}
     measured = {name: value for name, value in measured.items() if name not in given}
     derived = {name: value for name, value in derived.items() if not {name} & {*given, *measured, *paper}}
@@ -188,7 +188,7 @@ def _profile_for(info: MethodInfo, model: Fingerprint) -> tuple[str, Profile | N
     Raises PlanError where there is none for a method that needs one.
     """
     for where, profile in profiles_of(model):
-        if _held(info, profile) is not None if info.part is None else getattr(profile, info.part) is not None:
+        if held_parameters(info, profile) is not None if info.part is None else getattr(profile, info.part) is not None:
             return where, profile
     if info.part is not None:
         raise PlanError(
@@ -198,7 +198,7 @@ def _profile_for(info: MethodInfo, model: Fingerprint) -> tuple[str, Profile | N
     return "", None
 
 
-def _held(info: MethodInfo, profile: Profile) -> dict[str, Any] | None:
+def held_parameters(info: MethodInfo, profile: Profile) -> dict[str, Any] | None:
     """Return what a profile holds for a method, or else for the one whose class it derives from; None for neither."""
     if info.name not in profile.parameters and info.parent is not None and info.parent in profile.parameters:
         return info.of_parent(profile.parameters[info.parent])
@@ -214,7 +214,7 @@ def profiled(info: MethodInfo, given: Mapping[str, Any]) -> tuple[dict[str, Any]
     profile = load_profile(source)
     if info.takes_profile:
         return {**parameters, "profile": profile}, profile
-    held = _held(info, profile)
+    held = held_parameters(info, profile)
     found = profile.for_method(info.name) if held is None else held
     check_parameters(info, found)
     return {**found, **parameters}, profile

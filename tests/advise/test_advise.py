@@ -192,7 +192,10 @@ def test_parts_and_seeds_have_other_documents(evaluator, tmp_path):
         ('{"context": "a", "question": "b"}', "line 1: 'answer' is missing"),
         ('{"context": "a", "question": "b", "answer": [""]}', "line 1: 'answer' must be a text"),
         ("{", "line 1: not JSON"),
-        ('{"context": "a", "question": "b", "answer": "c"}', "too few documents"),
+        (
+            '{"context": "a", "question": "b", "answer": "c"}',
+            "too few questions to choose a plan by some.* got 1, expected at least 3",
+        ),
     ],
 )
 def test_rows_that_are_none_are_named(evaluator, tmp_path, lines, message):
@@ -231,8 +234,57 @@ def test_the_command_prints_a_plan_or_says_that_there_is_none(cli, model_dir, ta
         (["--task", "nowhere.txt"], "is no file"),
         (["--methods", "snapkw"], "unknown method"),
         (["--samples", "1"], "--samples must be at least 2"),
+        (
+            ["--memory", "1KiB", "--methods", "knorm", "--budgets", "30%", "--context", "400"],
+            "times as much; raise --memory",
+        ),
     ],
 )
-def test_bad_input_is_named(cli, model_dir, options, message):
+def test_bad_input_is_named_before_a_model_is_loaded(cli, model_dir, monkeypatch, options, message):
+    monkeypatch.setattr("kvsieve.models.load", lambda *a, **k: pytest.fail("the model was loaded"))
     code, _, err = cli("advise", model_dir, *options)
     assert code == 2 and message in err
+
+
+def questions(*documents: int) -> str:
+    """Rows, one for each number of a document."""
+    rows = [{"context": text(120, each), "question": f"w{i}", "answer": "w1"} for i, each in enumerate(documents)]
+    return "\n".join(map(json.dumps, rows))
+
+
+FEW = "and little of other questions"
+
+
+@pytest.mark.parametrize(
+    ("documents", "parts", "caution"),
+    [
+        ((0, 0, 0), (2, 1), "3 questions about one document: |nothing is known of other documents " + FEW),
+        ((0,) * 20, (10, 10), "20 questions about one document: |nothing is known of other documents"),
+        ((0, 0, 0, 1), (2, 2), "4 questions about 2 documents: |nothing is known of other documents " + FEW),
+        ((0, 1, 2), (2, 1), "3 questions about 3 documents: |little is known of other documents"),
+        ((0, 1, 2, 3), (2, 2), ""),
+    ],
+)
+def test_few_questions_are_divided_and_what_they_cannot_show_is_said(evaluator, tmp_path, documents, parts, caution):
+    file = tmp_path / "rows.jsonl"
+    file.write_text(questions(*documents))
+    found = from_file(file)
+    drawn = [found.drawn(part, 3, 200, 0, evaluator.prompter.count) for part in (0, 1)]
+    assert tuple(map(len, drawn)) == parts
+    assert (found.caution or "") == caution.replace("|", "some choose the plan, the others state its loss; ")
+    asked = [{each.sample.turns[0].question for each in part} for part in drawn]
+    assert not asked[0] & asked[1]
+    assert found.longest(10_000, evaluator.prompter.count) < 200 and found.longest(50, evaluator.prompter.count) == 50
+
+
+def test_one_document_with_three_questions_is_enough(cli, model_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(material, "PROBES", ("ruler_niah_single_3",))
+    file = tmp_path / "rows.jsonl"
+    file.write_text(questions(0, 0, 0))
+    given = ["--task", file, "--samples", 2, "--context", 300, "--methods", "knorm", "--budgets", "30%"]
+    code, out, err = cli("advise", model_dir, *given, "--memory", "150KiB", "--cost-samples", 0)
+    assert code == 0 and "recommended: kvsieve.plan(" in out, err
+    assert "loss on 1 prompt held back" in out
+    assert "note: 3 questions about one document: some choose the plan, the others state its loss; nothing is" in out
+    # What the document has, and not the context that was asked for.
+    assert "nothing was measured at 300 tokens" in out

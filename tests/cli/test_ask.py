@@ -7,9 +7,13 @@ import json
 
 import pytest
 
+import kvsieve
 from kvsieve.cli.ask import given_questions, runs_of
 from kvsieve.errors import InputError
 from kvsieve.eval.ask import DocumentAnswer, advice, differing_words, differs_at, summarise
+from kvsieve.models.families import build
+from kvsieve.store import PrefixStore
+from toy_words import word_tokenizer
 
 WORDS = " ".join(f"w{number % 60}" for number in range(300))
 QUESTIONS = ("w3 w4 w5", "w7 w8")
@@ -28,7 +32,9 @@ def ask(cli, model_dir, document, *more):
 
 
 def test_the_answers_are_those_of_run(cli, model_dir, document):
-    methods = "full,snapkv:budget=40:window=8,rocketkv-mt:budget=40,knorm:budget=30,fastkv:budget=40:tsp_layer=1"
+    methods = (
+        "full,snapkv:budget=40:window=8,rocketkv-mt:budget=40,knorm:budget=30,fastkv:budget=40:tsp_layer=1,kivi:bits=4"
+    )
     code, out, _ = ask(cli, model_dir, document, "--methods", methods, "--json")
     report = json.loads(out)
     assert code == 0 and report["questions"] == list(QUESTIONS)
@@ -47,14 +53,7 @@ def test_the_answers_are_those_of_run(cli, model_dir, document):
 
 
 def test_the_document_is_prefilled_once(cli, model_dir, document, monkeypatch):
-    from kvsieve.hf.runtime import AttachedModel
-
-    fed, feed = [], AttachedModel.feed
-    monkeypatch.setattr(
-        AttachedModel,
-        "feed",
-        lambda self, cache, ids, *a, **k: (fed.append(ids.shape[1]), feed(self, cache, ids, *a, **k))[1],
-    )
+    fed = fed_tokens(monkeypatch)
     ask(cli, model_dir, document, "--methods", "full,snapkv:budget=40:window=8,rocketkv-mt:budget=40")
     # Six prompts of 300 tokens and more: one whole, and behind it a window and a question each.
     assert sum(fed) < 300 + 6 * 80
@@ -80,9 +79,9 @@ def answer(method: str, tokens: list[int], size: int, number: int = 0, text: str
 
 def test_where_answers_differ():
     full = answer("full", [1, 2, 3], 100, text="in the year 1998 at noon")
-    assert differs_at(full, answer("a", [1, 2, 3], 10)) is None
-    assert differs_at(full, answer("a", [1, 5, 3], 10)) == 2
-    assert differs_at(full, answer("a", [1, 2], 10)) == 3 == differs_at(answer("a", [1, 2], 1), full)
+    assert differs_at([1, 2, 3], [1, 2, 3]) is None
+    assert differs_at([1, 2, 3], [1, 5, 3]) == 2
+    assert differs_at([1, 2, 3], [1, 2]) == 3 == differs_at([1, 2], [1, 2, 3])
     other = answer("a", [1, 5], 10, text="in the year 1996")
     assert differing_words(full, other) == ("1998 at noon", "1996")
     assert differing_words(full, answer("a", [1], 1, text="in the year")) == ("1998 at noon", "(end)")
@@ -163,3 +162,107 @@ def test_pdf_and_docx_become_text(tmp_path):
     (tmp_path / "broken.pdf").write_bytes(b"%PDF-1.4 nothing")
     with pytest.raises(InputError, match="cannot read the document"):
         read_documents([str(tmp_path / "broken.pdf")])
+
+
+STORED = "full,snapkv:budget=40:window=8,fastkv:budget=40:tsp_layer=1,h2o:budget=40,rocketkv-mt:budget=40"
+
+
+def fed_tokens(monkeypatch) -> list[int]:
+    """Tokens of each pass from now on."""
+    from kvsieve.hf.runtime import AttachedModel
+
+    fed, feed = [], AttachedModel.feed
+    monkeypatch.setattr(
+        AttachedModel,
+        "feed",
+        lambda self, cache, ids, *a, **k: (fed.append(ids.shape[1]), feed(self, cache, ids, *a, **k))[1],
+    )
+    return fed
+
+
+def test_a_second_run_takes_the_documents_from_the_store(cli, model_dir, document, tmp_path, monkeypatch):
+    def asked(*questions, store=()):
+        given = [part for question in questions for part in ("--question", question)]
+        more = ("--model", model_dir, "--max-new-tokens", 6, "--chunk", 64, "--methods", STORED, "--json", *store)
+        report = json.loads(cli("ask", document, *given, *more)[1])
+        return report, [(row["method"], row["tokens"], row["kv_entries"], row["applied"]) for row in report["answers"]]
+
+    store = ("--store", tmp_path / "store")
+    (_, first), (other, second) = asked(QUESTIONS[0]), asked(QUESTIONS[1])
+    assert other["stored_tokens"] == 0
+    report, mine = asked(QUESTIONS[0], store=store)
+    assert report["stored_tokens"] == 0 and mine == first
+    fed = fed_tokens(monkeypatch)
+    report, mine = asked(QUESTIONS[1], store=store)
+    # What is left of the documents with each question is the window that methods look back on.
+    rest = report["answers"][0]["prompt_tokens"] - report["stored_tokens"]
+    assert mine == second and 200 < report["stored_tokens"] <= 300 and max(fed) == rest < 64
+    # A run under full KV has the same prompt in the store, and what lies there as a conversation is a beginning here.
+    cli("run", model_dir, "--prompt-file", document, "--method", "full", *store, "--max-new-tokens", 2, "--chunk", 64)
+    assert asked(QUESTIONS[1], store=store)[1] == second
+    code, out, _ = cli(
+        "ask", document, "--question", "w9", "--model", model_dir, "--methods", "knorm:budget=40", *store
+    )
+    assert code == 0 and "of them from the store, prefilled once" in out
+
+
+def test_full_kv_in_the_store_serves_longer_documents(cli, model_dir, document, tmp_path, monkeypatch):
+    more = (
+        "--question",
+        "w3",
+        "--model",
+        model_dir,
+        "--methods",
+        "knorm:budget=40",
+        "--json",
+        "--store",
+        tmp_path / "s",
+    )
+    cli("ask", document, *more)
+    longer = document.with_name("longer.txt")
+    longer.write_text(f"{WORDS} {WORDS[:500]}")
+    fed = fed_tokens(monkeypatch)
+    report = json.loads(cli("ask", longer, *more)[1])
+    assert 200 < report["stored_tokens"] < 300 and sum(fed) < 300 + 3 * 64
+
+
+@pytest.mark.parametrize(
+    ("command", "method", "told"),
+    [
+        ("ask", "full,gemfilter", "a store has nothing for gemfilter: it does not go on"),
+        ("ask", "full,xattention", "a store has nothing for xattention: it does not go on from a prefill"),
+        ("run", "gemfilter", "the store cannot serve this prompt: gemfilter reads the whole conversation again"),
+        ("chat", "gemfilter", "the store cannot serve this prompt: gemfilter reads the whole conversation again"),
+    ],
+)
+def test_what_no_store_can_serve_is_refused_before_a_model_is_loaded(
+    cli, model_dir, document, tmp_path, monkeypatch, command, method, told
+):
+    monkeypatch.setattr("kvsieve.models.load", lambda *a, **k: pytest.fail("the model was loaded"))
+    prompt = {
+        "ask": (document, "--question", "w1", "--model", model_dir, "--methods", method),
+        "run": (model_dir, "--prompt-file", document, "--method", method),
+        "chat": (model_dir, "--method", method),
+    }[command]
+    code, _, err = cli(command, *prompt, "--store", tmp_path / "store")
+    assert code == 2 and told in err
+
+
+def test_a_text_is_answered_by_what_a_store_has_of_it(tmp_path):
+    tokenizer = word_tokenizer()
+    with (
+        PrefixStore() as store,
+        kvsieve.attach(build("llama"), kvsieve.plan("knorm:budget=40"), tokenizer=tokenizer) as s,
+    ):
+        alone, *stored = (s.ask(WORDS, "w7 w8", max_new_tokens=6, store=each) for each in (None, store, store))
+        assert [each.text for each in stored] == [alone.text] * 2
+        assert "came from the store" in str(stored[1].stats.notes) and not stored[0].stats.notes
+        for given, told in (
+            ({"protect": [(0, 3)]}, "protect="),
+            ({"reduce": False}, "reduce="),
+            ({"cache": 1}, "cache="),
+        ):
+            with pytest.raises(InputError, match=f"the store cannot serve this prompt: {told}"):
+                s.ask(WORDS, store=store, **given)
+        with pytest.raises(InputError, match="takes a kvsieve.store.PrefixStore"):
+            s.ask(WORDS, store="folder")

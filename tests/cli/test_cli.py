@@ -102,6 +102,60 @@ def test_run_prints_answers_and_one_table(cli, model_dir, prompt_file):
     assert [row.split()[0] for row in rows] == ["full", "snapkv"] and "\nSnapKV: " in out
 
 
+def test_compared_methods_share_a_prefill_and_answer_as_each_alone(cli, model_dir, prompt_file, monkeypatch):
+    """An evictor, a propagator, a reader, one that observes every pass, and three that prefill by themselves."""
+    from kvsieve.hf.runtime import AttachedModel
+
+    methods = ["full", "snapkv:budget=40:window=8", "fastkv:budget=40:tsp_layer=1", "rocketkv-mt:budget=40"]
+    methods += ["h2o:budget=40", "kivi:bits=4", "xattention", "gemfilter:budget=40"]
+    given = ("run", model_dir, "--prompt-file", prompt_file, "--max-new-tokens", 6, "--chunk", 64, "--json")
+    given += ("--protect", "0:3", "--find", "w41 w42", "--dtype", "float32")
+
+    def results(*more):
+        return json.loads(cli(*given, *more)[1])["results"]
+
+    alone = [results("--method", each)[0] for each in methods]
+    fed, feed = [], AttachedModel.feed
+    monkeypatch.setattr(
+        AttachedModel,
+        "feed",
+        lambda self, cache, ids, *a, **k: (fed.append(ids.shape[1]), feed(self, cache, ids, *a, **k))[1],
+    )
+    compared = results("--compare", ",".join(methods[:-1]), "--method", methods[-1])
+    times = {"ttft_s", "tpot_s", "peak_bytes", "kv_bytes", "storage", "decoding", "notes"}
+    for one, mine in zip(alone, compared, strict=True):
+        for name in ("method", "label", "parameters", "answer", "tokens", "found"):
+            assert one[name] == mine[name], (mine["label"], name)
+        stats = [{name: value for name, value in each["stats"].items() if name not in times} for each in (one, mine)]
+        assert stats[0] == stats[1], mine["label"]
+        assert mine["stats"]["kv_bytes"] == pytest.approx(one["stats"]["kv_bytes"], rel=0.15), mine["label"]
+        assert mine["differs_at"] == (None if one["tokens"] == alone[0]["tokens"] else mine["differs_at"])
+        shares = mine["method"] not in ("kivi", "xattention", "gemfilter")
+        assert (mine["shared_prefill_s"] is not None) == shares, mine["label"]
+        assert any("prefills the whole prompt by itself" in each for each in mine["stats"]["notes"]) != shares
+    assert compared[1]["differs_at"] >= 1
+    # Four whole prompts of 200 tokens (GemFilter reads some again) and the window of five methods, and 16 to warm up.
+    assert sum(fed) < 4 * 200 + 40 + 5 * 40 + 60
+
+
+def test_compared_methods_take_a_prompt_from_the_store(cli, model_dir, prompt_file, tmp_path):
+    given = (
+        "run",
+        model_dir,
+        "--prompt-file",
+        prompt_file,
+        "--compare",
+        "full",
+        "--method",
+        "fastkv:budget=40",
+        "--json",
+    )
+    alone, *stored = (json.loads(cli(*given, *more)[1])["results"] for more in [(), *[("--store", tmp_path / "s")] * 2])
+    assert [[each["answer"] for each in one] for one in stored] == [[each["answer"] for each in alone]] * 2
+    notes = [["came from the store" in str(each["stats"]["notes"]) for each in one] for one in stored]
+    assert notes == [[False, False], [True, True]]
+
+
 def test_run_answers_what_generate_answers(cli, model_dir, prompt_file):
     _, out, _ = cli("run", model_dir, "--prompt-file", prompt_file, "--method", "full", "--dtype", "float32", "--json")
     model, tokenizer = kvsieve.models.load(model_dir, "checkpoint")

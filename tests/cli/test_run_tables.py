@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import pytest
-
-from kvsieve.cli.run_tables import first_difference, print_stats
+from kvsieve.cli.run_tables import print_stats
 
 
-def result(method: str, answer: str, **stats) -> dict:
+def result(method: str, answer: str, differs_at: int | None = None, **stats) -> dict:
     usual = {
         "applied": True,
         "prompt_tokens": 7500,
@@ -22,19 +20,13 @@ def result(method: str, answer: str, **stats) -> dict:
         "peak_bytes": 2**30,
         "notes": [],
     }
-    return {"method": method, "label": method, "answer": answer, "stats": SimpleNamespace(**{**usual, **stats})}
+    facts = {"method": method, "label": method, "answer": answer, "differs_at": differs_at}
+    return {**facts, "stats": SimpleNamespace(**{**usual, **stats})}
 
 
 FULL = result("full", "the code is 42")
 FAST = result("fastkv", "the  code is 42\n", kv_bytes=20 * 2**20, kv_entries=[1500, 1600], ttft_s=5.0, deep_tokens=1500)
-SNAP = result("snapkv", "the code was 7", kv_bytes=96 * 2**20, ttft_s=9.0)
-
-
-@pytest.mark.parametrize(
-    ("answer", "other", "word"), [("a b", "a  b\n", None), ("a b", "a c", 2), ("a", "a b", 2), ("", "", None)]
-)
-def test_the_first_word_that_differs(answer, other, word):
-    assert first_difference(answer, other) == first_difference(other, answer) == word
+SNAP = result("snapkv", "the code was 7", 3, kv_bytes=96 * 2**20, ttft_s=9.0)
 
 
 def test_a_sentence_per_method_and_six_columns(capsys):
@@ -42,12 +34,26 @@ def test_a_sentence_per_method_and_six_columns(capsys):
     out = capsys.readouterr().out
     assert out.splitlines()[:2] == [
         "FastKV: same answer, 4.8x less KV, first token 1.2x sooner",
-        "SnapKV: answer differs at word 3, as much KV, first token 1.5x later",
+        "SnapKV: answer differs at token 3, as much KV, first token 1.5x later",
     ]
     assert max(map(len, out.splitlines())) <= 80
     headers, *rows = (line for line in out.splitlines()[2:] if line.strip()[:1].isalpha())
     assert headers.split() == "method KV kept KV MiB TTFT s TPOT ms as full".split()
-    assert [row.split()[-1] for row in rows] == ["-", "yes", "2"] and rows[2].rstrip().endswith("to word 2")
+    ends = ["-", "= full", "differs at token 3"]
+    assert all(row.rstrip().endswith(f"  {end}") for row, end in zip(rows, ends, strict=True))
+
+
+def test_times_behind_a_shared_prefill_are_called_so(capsys):
+    print_stats([{**each, "shared_prefill_s": seconds} for each, seconds in ((FULL, 5.2), (FAST, 5.2), (SNAP, None))])
+    out = capsys.readouterr().out
+    assert out.splitlines()[:2] == [
+        "FastKV: same answer, 4.8x less KV",
+        "SnapKV: answer differs at token 3, as much KV",
+    ]
+    assert (
+        "first token s" in out and "TTFT" not in out and "prefilled once, in 5.2 s; first token: seconds after" in out
+    )
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_all_columns(capsys):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvsieve.errors import InputError
-from kvsieve.eval.cells import MethodSetting
+
+if TYPE_CHECKING:
+    from kvsieve.eval.cells import MethodSetting
 
 # Where nothing is asked for.
 USUAL_LOSS = 0.02

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,8 @@ from kvsieve.tasks.samples import QuestionAnswer, Sample, Task
 PROBES = ("ruler_niah_single_3", "passkey64")
 TASKS = ("needle", "ruler_niah_multikey_1", "ruler_qa_1", *PROBES)
 _ANSWER = 32
-_PARTS = ("chosen by", "held back")
+# Questions that are needed in all; in each part for parts of different documents; and to say more than a little.
+_LEAST, _ENOUGH, _FEW = 3, 2, 10
 # Evaluation and calibration draw their samples with smaller seeds.
 _SEED = 3 * 10**6
 _INDICES = 10**6
@@ -45,12 +45,14 @@ class AdviceMaterial:
         tasks: of the loss; each counts alike.
         probes: of long answers, not in the loss unless they are among the tasks.
         per_task: how many times the number of samples asked for each task has.
+        caution: what so few questions or documents cannot show; None where there are enough.
     """
 
     source: str
     tasks: tuple[Task, ...]
     probes: tuple[Task, ...]
     per_task: int = 1
+    caution: str | None = None
 
     def drawn(self, part: int, samples: int, length: int, seed: int, count: Count) -> list[Drawn]:
         """Samples of each task for part 0, 1, ...; different parts and seeds have different documents.
@@ -61,6 +63,11 @@ class AdviceMaterial:
         for task in self.tasks:
             found += _draw(task, part, samples * self.per_task, length, seed, count)
         return found
+
+    def longest(self, length: int, count: Count) -> int:
+        """Return the tokens of the longest prompt that is drawn for a length: of files, at most what they have."""
+        found = [task.tokens(count) if isinstance(task, DocumentTask) else length for task in self.tasks]
+        return min(length, max(found))
 
     def probe_samples(self, samples: int, length: int, seed: int, count: Count) -> list[Drawn]:
         """Samples of the probes that are not among the tasks."""
@@ -80,14 +87,16 @@ def from_file(path: Path) -> AdviceMaterial:
 
     Raises InputError for a file that is neither.
     """
-    path = Path(os.path.expanduser(path))
+    path, caution = Path(os.path.expanduser(path)), None
+    task: Task
     if not path.is_file():
         raise InputError(f"--task must name a text or a file of JSON lines, got {str(path)!r}, which is no file")
     if path.name.endswith(SUFFIXES):
-        task: Task = rows_task(path, answer_tokens=_ANSWER, owner="kvsieve advise --task")
+        rows = rows_task(path, answer_tokens=_ANSWER, owner="kvsieve advise --task")
+        task, caution = rows, _caution(rows)
     else:
         task = _windows(path)
-    return AdviceMaterial(path.name, (task,), tuple(chosen_tasks(PROBES)), per_task=len(TASKS))
+    return AdviceMaterial(path.name, (task,), tuple(chosen_tasks(PROBES)), len(TASKS), caution)
 
 
 @dataclass(frozen=True)
@@ -117,7 +126,7 @@ def _windows(path: Path) -> Windows:
 
 def _draw(task: Task, part: int, samples: int, length: int, seed: int, count: Count) -> list[Drawn]:
     if isinstance(task, DocumentTask):
-        indices = _of_part(task, part, samples)
+        indices = _parts(task)[part % 2][:samples]
         return [Drawn(task.name, task.sample(index, length, seed, count)) for index in indices]
     own = _SEED + 10 * seed + part
     # Depths follow from the index, so they are drawn as well.
@@ -125,12 +134,28 @@ def _draw(task: Task, part: int, samples: int, length: int, seed: int, count: Co
     return [Drawn(task.name, task.sample(index, length, own, count)) for index in indices]
 
 
-def _of_part(task: DocumentTask, part: int, samples: int) -> Sequence[int]:
-    """Questions about every other document: parts have none in common."""
-    mine = [index for index in range(len(task)) if task.document(index) % 2 == part % 2]
-    if len(mine) < 2:
+def _parts(task: DocumentTask) -> tuple[list[int], list[int]]:
+    """Return the questions that a plan is chosen by, and those held back: of other documents if there are enough."""
+    every = range(len(task))
+    chosen, held = ([index for index in every if task.document(index) % 2 == part] for part in (0, 1))
+    if min(len(chosen), len(held)) < _ENOUGH:
+        chosen, held = [*every[::2]], [*every[1::2]]
+    return chosen, held
+
+
+def _caution(task: DocumentTask) -> str | None:
+    """Return what a file of rows cannot show; None where it has enough. Raises InputError for too few questions."""
+    if len(task) < _LEAST:
         raise InputError(
-            f"{task.title} has too few documents to choose by some and hold others back: {len(mine)} questions are "
-            f"left for the part {_PARTS[part % 2]!r}, at least 2 are needed; give a file with more contexts"
+            f"{task.title} has too few questions to choose a plan by some and state its loss by others: got "
+            f"{len(task)}, expected at least {_LEAST}; add questions, about this document or others"
         )
-    return mine[:samples]
+    chosen, held = _parts(task)
+    documents = [{task.document(index) for index in part} for part in (chosen, held)]
+    shared, count = documents[0] & documents[1], len(set.union(*documents))
+    about = "one document" if count == 1 else f"{count} documents"
+    asked = f"{len(task)} questions about {about}: some choose the plan, the others state its loss"
+    few = "and little of other questions" if len(held) < _FEW else ""
+    if shared:
+        return f"{asked}; nothing is known of other documents {few}".rstrip()
+    return f"{asked}; little is known of other documents" if len(held) < _ENOUGH else None

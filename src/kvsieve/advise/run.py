@@ -14,7 +14,6 @@ from kvsieve.advise.material import AdviceMaterial, Drawn, built_in
 from kvsieve.advise.measure import Losses, candidate, measure_losses, measure_times
 from kvsieve.advise.options import AdviceOptions
 from kvsieve.advise.settings import candidates
-from kvsieve.errors import PlanError
 from kvsieve.eval.cells import MethodSetting, setting
 from kvsieve.eval.evaluator import Evaluator
 from kvsieve.hf.model.context import context_of
@@ -64,6 +63,7 @@ class Advice:
         not_tried: what was left out, with reasons.
         env: environment stamp.
         seconds: wall time.
+        caution: what so few questions or documents cannot show; None where there were enough.
     """
 
     model: str
@@ -78,6 +78,7 @@ class Advice:
     not_tried: list[str]
     env: dict[str, Any]
     seconds: float
+    caution: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -94,6 +95,7 @@ class Advice:
                 {**each.described(), "on_frontier": on_frontier(each, self.candidates)} for each in self.candidates
             ],
             "not_tried": self.not_tried,
+            "caution": self.caution,
             "env": self.env,
             "seconds": round(self.seconds, 1),
         }
@@ -129,14 +131,12 @@ def advise(
     evaluator = Evaluator(model, tokenizer)
     options.check(context_of(model.config))
     settings, left_out = candidates(evaluator, options)
-    if len(settings) == 1:
-        raise PlanError(f"no plan can be measured: {'; '.join(left_out[:-1])}; change --methods or the limits")
     per_part = options.samples * material.per_task * len(material.tasks)
     found, batch = pace(evaluator, options.measure_at or options.context), evaluator.batch
-    length = chosen_length(options, settings, per_part, found, batch)
+    count = evaluator.prompter.count
+    length = material.longest(chosen_length(options, settings, per_part, found, batch), count)
     if announce is not None:
         announce(length, forecast(options, settings, per_part, length, found, batch))
-    count = evaluator.prompter.count
     first = material.drawn(0, options.samples, length, options.seed, count)
     held = material.drawn(1, options.samples, length, options.seed, count)
     probes = material.probe_samples(options.samples, length, options.seed, count)
@@ -168,6 +168,7 @@ def advise(
         not_tried=left_out,
         env=environment(evaluator.model),
         seconds=time.perf_counter() - began,
+        caution=material.caution,
     )
 
 

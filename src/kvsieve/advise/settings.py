@@ -25,8 +25,8 @@ _STEPS = 1000
 def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[MethodSetting], list[str]]:
     """Settings to measure, full KV first, and what is not tried, with reasons.
 
-    Raises PlanError for a method that cannot be measured, if it was named with parameters, and where none fits into the
-    memory.
+    Raises PlanError for a method that cannot be measured, if it was named with parameters, and where no plan is left or
+    fits into the memory.
     """
     too_large: list[tuple[int, str]] = []
     model, tokenizer = evaluator.model, evaluator.prompter.tokenizer
@@ -61,6 +61,8 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
             f"nearest, {name}, stores {size(least)}, {least / (options.limits.memory or 1):.3g} times as much; raise "
             "--memory, or lower --budgets"
         )
+    if len(found) == 1:
+        raise PlanError(f"no plan can be measured: {'; '.join(left_out)}; change --methods or the limits")
     left_out += [f"{name}: it stores {size(count)}" for count, name in too_large]
     named = {method_info(method).name for method, _ in options.methods}
     others = [name for name in list_methods() if name not in {*named, FULL}]

@@ -56,14 +56,13 @@ from kvsieve.cli.specs import (
     parse_rests,
     spec,
 )
-from kvsieve.errors import InputError
 from kvsieve.eval.cells import settings
 from kvsieve.named import crossed
 from kvsieve.quantities import format_seconds, parse_length, parse_seconds
 from kvsieve.report.plot_style import require_matplotlib
 
 if TYPE_CHECKING:
-    from kvsieve.advise import Advice
+    from kvsieve.advise import Advice, AdviceOptions
     from kvsieve.advise.choose import Candidate
 
 _METHODS = "snapkv,adakv,fastkv,asl,lagkv,rocketkv,rocketkv-mt,streamingllm"
@@ -111,13 +110,10 @@ def advise_command(
     seconds = None if tpot is None else parse_seconds(tpot, "--tpot")
     specs, shares = method_specs(methods), budgets_of(budgets)
     parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
-    if task is not None and not os.path.isfile(os.path.expanduser(task)):
-        raise InputError(f"--task {str(task)!r} is no file; name a text, or .jsonl with context, question and answer")
     if plot is not None:
         plot = Path(os.path.expanduser(plot))
         check_writable("--plot", plot)
         require_matplotlib()
-    check_model_name(model)
     options = AdviceOptions(
         context=tokens,
         limits=PlanLimits(memory=memory, tpot=seconds, loss=loss),
@@ -135,7 +131,9 @@ def advise_command(
     options.check(None)
     settings(crossed(specs, *parts), shares or list(BUDGETS))
     material = built_in() if task is None else from_file(task)
+    check_model_name(model)
     check_device(device)
+    _check_model(model, dtype, device, options)
 
     from kvsieve.advise import advise
     from kvsieve.models.fetch import MODEL_NAME
@@ -165,6 +163,27 @@ def advise_command(
         raise typer.Exit(1)
 
 
+def _check_model(name: str | None, dtype: str, device: str | None, options: AdviceOptions) -> None:
+    """Raise what `advise` would refuse, by the model's config alone: weights take long to load."""
+    if name is None:
+        return  # the demo model is loaded in a moment
+    import torch
+
+    from kvsieve.advise.settings import candidates
+    from kvsieve.cli.estimate import model_config
+    from kvsieve.devices import auto_dtype
+    from kvsieve.eval.evaluator import Evaluator
+    from kvsieve.hf.model.context import context_of
+    from kvsieve.hf.model.shapes import meta_model
+    from kvsieve.models import load_tokenizer
+
+    config = model_config(name)
+    options.check(context_of(config))
+    known = {"auto": auto_dtype(device).dtype, "checkpoint": config.dtype or torch.float32}
+    model = meta_model(config).to(known[dtype] if dtype in known else getattr(torch, dtype))
+    candidates(Evaluator(model, load_tokenizer(name)), options)
+
+
 def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
     """Print the table, the recommendation and its reasons."""
     from kvsieve.advise.choose import on_frontier
@@ -179,6 +198,8 @@ def print_advice(advice: Advice, model: str | None, wide: bool = False) -> None:
     show(f"KV: of one prompt of {context} tokens, computed from the entries that each layer kept; * on the frontier")
     if at < context:
         show(f"note: nothing was measured at {context} tokens: the loss and times there may differ from those at {at}")
+    if advice.caution is not None:
+        show(f"note: {advice.caution}")
     for each in advice.candidates:
         if not each.acted:
             show(f"note: {each.name} did nothing at {at} tokens: they fit its budget, so nothing is known of it")
@@ -211,8 +232,9 @@ def _show_choice(advice: Advice, model: str | None) -> None:
     show(f"    {' '.join(words)}")
     show(f"It has {why} of the plans with {limits}.")
     low, high = chosen.interval
+    prompts = "1 prompt" if chosen.documents == 1 else f"{chosen.documents} prompts"
     show(
-        f"loss on {chosen.documents} documents held back: {chosen.loss:.3g}; for as many others at "
+        f"loss on {prompts} held back: {chosen.loss:.3g}; for as many others at "
         f"{advice.measured_at} tokens expect {low:.2g} to {high:.2g} ({100 * chosen.level:.0f}% interval)"
     )
     for task, (lost, given) in one.lost.items():

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from kvsieve.cli.output import prefill_progress
@@ -16,10 +17,13 @@ from kvsieve.errors import InputError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvsieve.eval.reading import DocumentReader
     from kvsieve.hf.generate.result import GenerateResult
     from kvsieve.hf.reuse import PromptStore
 
 _WARM_UP_TOKENS = 16
+# Tokens of an answer that a shared prefill leaves room for, as a prefill of its own does.
+_ROOM = 64
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Generation:
         seed: set before each method; None leaves torch's random state alone.
         kept: also tell which tokens the cache still holds; of one prompt at a time.
         store: directory of a store of prompts, which are then read one at a time; None without one.
+        share: prefill the prompt once for all methods that can go on from there; of one prompt.
     """
 
     chunk: int
@@ -87,17 +92,26 @@ class Generation:
     seed: int | None = None
     kept: bool = False
     store: str | None = None
+    share: bool = False
 
 
 def run_methods(
     model: Any, tokenizer: Any, asked: EncodedPrompt, runs: list[MethodRun], how: Generation
 ) -> list[dict[str, Any]]:
-    """Answers under each method, in order: ``{"method", "label", "parameters", "answer", "stats"}``, "kept" if asked.
+    """Return the answers under each method, in order; see `run_batches`.
+
+    Beside full KV each also has "differs_at", the first of its tokens, from 1, that is not full KV's; None for none.
 
     Raises what `run_batches` does.
     """
+    from kvsieve.eval.ask import differs_at
+
     results = list(run_batches(model, tokenizer, [asked], runs, 1, how, warm=True))
-    return [{name: part for name, part in each.items() if name != "index"} for each in results]
+    full = next((each["tokens"] for each in results if each["label"] == "full"), None) if len(runs) > 1 else None
+    for each in results:
+        del each["index"]
+        each |= {} if full is None else {"differs_at": differs_at(full, each["tokens"])}
+    return results
 
 
 def run_batches(
@@ -112,7 +126,8 @@ def run_batches(
 ) -> Iterator[dict[str, Any]]:
     """Answers, method by method and `batch` prompts at a time, with the statistics of the batch.
 
-    Each is ``{"index", "method", "label", "parameters", "answer", "stats"}``.
+    Each is ``{"index", "method", "label", "parameters", "answer", "tokens", "stats"}``, with "kept" if asked for. Where
+    methods share a prefill, "shared_prefill_s" is its seconds, None for a method that does not go on from it.
 
     warm: for times that are compared, read a few tokens first.
 
@@ -121,6 +136,7 @@ def run_batches(
     import torch
 
     import kvsieve
+    from kvsieve.eval.reading import ALONE
     from kvsieve.hf.generate.config import check_single_answer
     from kvsieve.hf.model.support import check_model
     from kvsieve.hf.model.tables import RotaryTables
@@ -135,22 +151,40 @@ def run_batches(
     # Rows of a batch would share the rotary tables of the longest.
     batch = batch if how.store is None and not RotaryTables(model).depend else 1
     options = {"chunk": how.chunk, "max_new_tokens": how.max_new_tokens, **how.sampling}
-    for run in runs:
-        if how.seed is not None:
-            torch.manual_seed(how.seed)
-        attached = kvsieve.attach(model, run.plan.for_tokenizer(tokenizer), decode=how.decode)
-        with opened_store(how.store) as store, attached as sieve:
-            if store is not None:
+    with opened_store(how.store) as store:
+        shared = _shared_prefill(model, tokenizer, asked[0].ids, runs, how, store) if how.share else None
+        for run in runs:
+            if how.seed is not None:
+                torch.manual_seed(how.seed)
+            with kvsieve.attach(model, run.plan, decode=how.decode) as sieve:
                 sieve.use_tokenizer(tokenizer)
-            for first in range(0, len(asked), batch):
-                rows = asked[first : first + batch]
-                place = f", prompts {first} to {first + len(rows) - 1} of {len(asked)}" if len(asked) > 1 else ""
-                with prefill_progress(f"{run.label}{place}") as progress:
-                    answers, result = _answer(sieve, tokenizer, rows, store, progress=progress, **options)
-                facts = {"method": run.name, "label": run.label, "parameters": run.parameters}
-                more = {"kept": result.kept.with_tokenizer(tokenizer)} if how.kept else {}
-                for index, answer in enumerate(answers, first):
-                    yield {"index": index, **facts, "answer": answer, "stats": result.stats, **more}
+                for first in range(0, len(asked), batch):
+                    rows = asked[first : first + batch]
+                    place = f", prompts {first} to {first + len(rows) - 1} of {len(asked)}" if len(asked) > 1 else ""
+                    with prefill_progress(f"{run.label}{place}") as progress:
+                        answers, result = _answer(sieve, rows, store, shared, progress=progress, **options)
+                    facts = {"method": run.name, "label": run.label, "parameters": run.parameters}
+                    more: dict[str, Any] = {"kept": result.kept} if how.kept else {}
+                    if shared is not None and shared.prefix is not None:
+                        goes_on = ALONE not in result.stats.notes
+                        more["shared_prefill_s"] = shared.prefix.seconds if goes_on else None
+                    for index, tokens in enumerate(answers, first):
+                        text = text_of(tokenizer, tokens).strip()
+                        yield {"index": index, **facts, "answer": text, "tokens": tokens, "stats": result.stats, **more}
+
+
+def _shared_prefill(
+    model: Any, tokenizer: Any, ids: Tensor, runs: Sequence[MethodRun], how: Generation, store: PromptStore | None
+) -> DocumentReader:
+    """Prefill a prompt int64 [1, N], but for its last tokens, for all runs that can go on from there."""
+    from kvsieve.eval.reading import DocumentReader
+    from kvsieve.hf.prefix import PrefixNodes
+
+    stored = None if store is None else PrefixNodes(store, tokenizer)
+    reader = DocumentReader(model, how.chunk, stored, room=min(how.max_new_tokens, _ROOM))
+    with prefill_progress("prompt") as progress:
+        reader.open([run.plan for run in runs], ids.to(model.device), progress)
+    return reader
 
 
 def _warm_up(model: Any, prompt: Tensor) -> None:
@@ -163,14 +197,18 @@ def _warm_up(model: Any, prompt: Tensor) -> None:
 
 
 def _answer(
-    sieve: Any, tokenizer: Any, rows: Sequence[EncodedPrompt], store: PromptStore | None, **options: Any
-) -> tuple[list[str], GenerateResult]:
-    """Answers to prompts that are padded on the left to one batch."""
-    from kvsieve.hf.reuse import Stored
+    sieve: Any, rows: Sequence[EncodedPrompt], store: PromptStore | None, shared: DocumentReader | None, **options: Any
+) -> tuple[list[list[int]], GenerateResult]:
+    """Return the tokens of the answers to prompts that are padded on the left to one batch.
+
+    shared: what methods share of the only prompt; None for nothing.
+    """
+    from kvsieve.eval.reading import ALONE
+    from kvsieve.hf.reuse import Begun, answer
     from kvsieve.turns import stop_ids
 
     longest = max(each.ids.shape[1] for each in rows)
-    filler = tokenizer.pad_token_id or 0
+    filler = sieve.tokenizer.pad_token_id or 0
     ids = rows[0].ids.new_full((len(rows), longest), filler)
     # A pad token in a prompt's text is no padding.
     mask = ids.new_zeros(ids.shape)
@@ -178,15 +216,21 @@ def _answer(
         ids[row, longest - each.ids.shape[1] :] = each.ids[0]
         mask[row, longest - each.ids.shape[1] :] = 1
     ids, mask = ids.to(sieve.model.device), mask.to(sieve.model.device)
-    ends, answers = stop_ids(tokenizer, sieve.model.generation_config.eos_token_id), []
-    options |= {"eos_token_id": sorted(ends) or None, "pad_token_id": filler}
-    stored = None if store is None else Stored(store)
-    if stored is not None and stored.suits(sieve, options):
-        result = stored.generate(sieve, ids, measure=True, **options)
+    ends = stop_ids(sieve.tokenizer, sieve.model.generation_config.eos_token_id)
+    options |= {"eos_token_id": sorted(ends) or None, "pad_token_id": filler, "measure": True}
+    cache = None if shared is None else shared.begin(sieve, ids)
+    if cache is None and store is not None:
+        result = answer(sieve, ids, options, store)
     else:
-        result = sieve.generate(ids, mask, protect=[each.protect for each in rows], measure=True, **options)
-    for made in result.sequences[:, longest:].tolist():
-        # Rows that ended earlier are filled up.
-        end = next((at for at, token in enumerate(made) if token in ends), len(made))
-        answers.append(text_of(tokenizer, made[:end]).strip())
-    return answers, result
+        result = sieve.generate(ids, mask, cache=cache, protect=[each.protect for each in rows], **options)
+    if shared is not None and shared.prefix is not None:
+        stats = result.stats
+        if cache is None:
+            stats = replace(stats, notes=[*stats.notes, ALONE])
+        else:
+            stats = Begun(shared.prefix.stored, shared.prefix.seconds, 0.0).with_reuse(stats)
+        # What methods share is in memory too, so the peak is no method's own.
+        result = replace(result, stats=replace(stats, peak_bytes=None))
+    # Rows that ended earlier are filled up.
+    made = result.sequences[:, longest:].tolist()
+    return [[*itertools.takewhile(lambda token: token not in ends, row)] for row in made], result

@@ -34,7 +34,9 @@ from kvsieve.cli.options import (
 )
 from kvsieve.cli.output import JsonOption, check_writable, emit_json, prefill_progress, print_table, say, show
 from kvsieve.cli.prompts import read_text
+from kvsieve.cli.run_tables import as_full
 from kvsieve.cli.specs import BudgetOption, MethodRun, compared_methods, make_run
+from kvsieve.cli.store import StoreOption, check_store, opened_store
 from kvsieve.display import mebibytes
 from kvsieve.errors import InputError, KvsieveError
 
@@ -59,6 +61,7 @@ def ask_command(
     budget: BudgetOption = None,
     max_new_tokens: MaxNewTokensOption = 128,
     chunk: ChunkOption = 1024,
+    store: StoreOption = None,
     model: Annotated[
         str | None, option(MODEL, "Hub id, checkpoint directory or .gguf file (default: the demo model)")
     ] = None,
@@ -82,24 +85,32 @@ def ask_command(
     runs = runs_of(methods, budget)
     for given, name in (("--csv", csv_file), ("--html", html_file)):
         check_writable(given, name)
+    check_store(store)
     text = read_documents(files)
     check_model_name(model)
+    plans = {run.label: run.plan for run in runs}
+    if store is not None:
+        from kvsieve.eval.reading import check_stored
+
+        check_stored(plans)
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
 
     from kvsieve.eval.ask import Asker
     from kvsieve.models.fetch import MODEL_NAME
 
-    plans = {run.label: run.plan for run in runs}
-    asker = Asker(loaded, tokenizer, text, plans, system=system, chunk=chunk, max_new_tokens=max_new_tokens)
-    asker.check(asked)
-    with prefill_progress("documents") as progress:
-        asker.prefill(progress)
-    answers = ask_all(asker, asked, quiet=as_json)
+    how: dict[str, Any] = {"system": system, "chunk": chunk, "max_new_tokens": max_new_tokens}
+    with opened_store(store) as opened:
+        asker = Asker(loaded, tokenizer, text, plans, store=opened, **how)
+        asker.check(asked)
+        with prefill_progress("documents") as progress:
+            asker.prefill(progress)
+        answers = ask_all(asker, asked, quiet=as_json)
     report = {
         "model": model or MODEL_NAME,
         "documents": list(files),
         "document_tokens": asker.document_tokens,
+        "stored_tokens": asker.stored_tokens,
         "prefill_s": asker.prefill_s,
         **results(asked, answers),
     }
@@ -176,7 +187,7 @@ def results(questions: Sequence[str], answers: Sequence[DocumentAnswer]) -> dict
     rows = []
     for each in answers:
         full = reference[each.question]
-        at = differs_at(full, each)
+        at = differs_at(full.tokens, each.tokens)
         words = None if at is None else dict(zip(("full", "here"), differing_words(full, each), strict=True))
         rows.append({**each.to_dict(), "same_as_full": at is None, "differs_at": at, "differing_words": words})
     methods = summarise(answers)
@@ -190,10 +201,8 @@ def results(questions: Sequence[str], answers: Sequence[DocumentAnswer]) -> dict
 
 def cell(row: dict[str, Any]) -> str:
     """Return how an answer compares with full KV's, in a few words."""
-    if row["same_as_full"]:
-        return "= full"
     words = row["differing_words"]
-    return f"differs at token {row['differs_at']}: {words['here']} | {words['full']}"
+    return as_full(row["differs_at"]) + (f": {words['here']} | {words['full']}" if words else "")
 
 
 def matrix(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -224,7 +233,8 @@ def print_results(report: dict[str, Any]) -> None:
         headers, rows = matrix(report)
         print_table(headers, rows, left=len(headers))
     print_table(*costs(report))
-    show(f"{tokens:,} tokens of documents, prefilled once in {seconds:.1f} s; first token: seconds after that.")
+    stored = f", {report['stored_tokens']:,} of them from the store" if report["stored_tokens"] else ""
+    show(f"{tokens:,} tokens of documents{stored}, prefilled once in {seconds:.1f} s; first token: seconds after that.")
     notes = dict.fromkeys(f"note: {row['method']}: {note}" for row in report["answers"] for note in row["notes"])
     for note in notes:
         show(note)

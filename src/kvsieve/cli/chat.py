@@ -45,7 +45,7 @@ from kvsieve.cli.specs import (
     parse_prefills,
     parse_rests,
 )
-from kvsieve.cli.store import StoreOption, check_store, opened_store
+from kvsieve.cli.store import StoreOption, check_store, check_stored_plans, opened_store
 from kvsieve.cli.talk import Talk
 from kvsieve.errors import InputError
 from kvsieve.hf.persist.cache_file import is_ours
@@ -111,6 +111,7 @@ def chat_command(
         if method is not None and saved.name != plan.name:
             raise InputError(f"the chat in {load!r} was made under {saved.name}, not {plan.name}; leave --method out")
         plan = saved if method is None else plan
+    check_stored_plans(store, [plan])
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
 

@@ -22,7 +22,7 @@ MAX_NEW_TOKENS = 32
 LEGEND = """\
 KV kept: entries per layer and KV head after the prompt; KV MiB: memory of the KV cache.
 TTFT: time to first token; TPOT: time per token after it.
-as full: whether the answer has the words of full KV's, else how many of them."""
+as full: = full where the answer has the tokens of full KV's, else the first that differs."""
 
 
 def demo_runs() -> list[MethodRun]:

@@ -49,7 +49,7 @@ from kvsieve.cli.specs import (
     parse_prefills,
     parse_rests,
 )
-from kvsieve.cli.store import StoreOption, check_store
+from kvsieve.cli.store import StoreOption, check_store, check_stored_plans
 from kvsieve.errors import InputError
 
 
@@ -110,6 +110,7 @@ def run_command(
 ) -> None:
     """Answer a prompt under one method, or compare several.
 
+    Compared methods share one prefill of the prompt.
     With --prompts-file the answers are JSON lines on stdout, one per prompt and method.
     """
     # Words, files and numbers are checked before torch is imported, plans before the model is loaded.
@@ -125,11 +126,15 @@ def run_command(
     check_store(store, protect)
     check_model_name(model)
     runs = make_runs(specs, *parts)
+    check_stored_plans(store, (run.plan for run in runs))
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
     asked = [encode(tokenizer, each, roles, spans, parse_special) for each in prompts]
     how = Generation(
-        chunk, max_new_tokens, decode, sampling, seed, kept=show_kept is not None or bool(texts), store=store
+        *(chunk, max_new_tokens, decode, sampling, seed),
+        kept=show_kept is not None or bool(texts),
+        store=store,
+        share=len(runs) > 1 and prompts_file is None,
     )
     if prompts_file is not None:
         check_lengths(loaded, asked)

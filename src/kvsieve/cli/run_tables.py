@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from typing import Any
 
@@ -12,6 +11,8 @@ from kvsieve.display import span
 
 # Of the columns of `row`, those of a table of 80 columns, beside the method; the last is there beside full KV only.
 COLUMNS = ("KV kept", "KV MiB", "TTFT s", "TPOT ms", "as full")
+# Column of the time to the first token where methods share a prefill.
+_BEHIND = "first token s"
 # Ratios that are nearer to 1 count as the same.
 _SAME = 1.05
 
@@ -34,12 +35,18 @@ def print_stats(results: list[dict[str, Any]], name: str = "method", *, wide: bo
     full = next((each for each in results if each["label"] == "full"), None) if len(results) > 1 else None
     for sentence in sentences(results, full):
         show(sentence)
-    rows = [row(each, full) for each in results]
-    shown = list(rows[0]) if wide else [each for each in (*COLUMNS, "ran") if each in rows[0]][: len(COLUMNS)]
+    seconds = max((each.get("shared_prefill_s") or 0.0 for each in results), default=0.0)
+    first = _BEHIND if seconds else "TTFT s"
+    rows = [row(each, full, first) for each in results]
+    narrow = [each.replace("TTFT s", first) for each in (*COLUMNS, "ran")]
+    shown = list(rows[0]) if wide else [each for each in narrow if each in rows[0]][: len(COLUMNS)]
     # With spaces a table can break a name between two parameters.
     cells = [[each[name].replace(":", " "), *(one[header] for header in shown)]
              for each, one in zip(results, rows, strict=True)]  # fmt: skip
     print_table(["method", *shown], cells, width=WIDE if wide else NARROW)
+    if seconds:
+        show(f"The prompt was prefilled once, in {seconds:.1f} s; first token: seconds after that.")
+        show("kvsieve bench times each method alone.")
     for result in results:
         for note in result["stats"].notes:
             show(f"note: {result[name]}: {note}")
@@ -62,11 +69,12 @@ def _compared(result: dict[str, Any], full: dict[str, Any]) -> str:
     stats, base = result["stats"], full["stats"]
     if not stats.applied:
         return "did not act on this prompt"
-    word = first_difference(result["answer"], full["answer"])
-    parts = ["same answer" if word is None else f"answer differs at word {word}"]
+    at = result["differs_at"]
+    parts = ["same answer" if at is None else f"answer {as_full(at)}"]
     if stats.kv_bytes:
         parts.append(_times(base.kv_bytes / stats.kv_bytes, "less KV", "more KV", "as much KV"))
-    parts.append(f"first token {_times(base.ttft_s / stats.ttft_s, 'sooner', 'later', 'as soon')}")
+    if "shared_prefill_s" not in result:
+        parts.append(f"first token {_times(base.ttft_s / stats.ttft_s, 'sooner', 'later', 'as soon')}")
     return ", ".join(parts)
 
 
@@ -76,14 +84,16 @@ def _times(ratio: float, less: str, more: str, same: str) -> str:
     return f"{ratio:.1f}x {less}" if ratio > 1 else f"{1 / ratio:.1f}x {more}"
 
 
-def first_difference(answer: str, other: str) -> int | None:
-    """Return the number of the first word, from 1, in which two answers differ; None for the same words."""
-    pairs = itertools.zip_longest(answer.split(), other.split())
-    return next((number for number, (one, two) in enumerate(pairs, 1) if one != two), None)
+def as_full(differs_at: int | None) -> str:
+    """Return how an answer compares with full KV's. differs_at: see `run_methods`."""
+    return "= full" if differs_at is None else f"differs at token {differs_at}"
 
 
-def row(result: dict[str, Any], full: dict[str, Any] | None) -> dict[str, str]:
-    """Return a row of the table: cells by header. "as full" is there beside full KV only."""
+def row(result: dict[str, Any], full: dict[str, Any] | None, first: str = "TTFT s") -> dict[str, str]:
+    """Return a row of the table: cells by header. "as full" is there beside full KV only.
+
+    first: header of the time to the first token.
+    """
     stats = result["stats"]
     cells = {
         "prompt tokens": str(stats.prompt_tokens),
@@ -91,14 +101,13 @@ def row(result: dict[str, Any], full: dict[str, Any] | None) -> dict[str, str]:
         "KV budget": "all" if stats.kv_asked is None else str(stats.kv_asked),
         "KV kept": span(stats.kv_entries),
         "KV MiB": _mebibytes(stats.kv_bytes),
-        "TTFT s": f"{stats.ttft_s:.2f}",
+        first: f"{stats.ttft_s:.2f}",
         "TPOT ms": "-" if stats.tpot_s is None else f"{1000 * stats.tpot_s:.1f}",
         "peak MiB": "-" if stats.peak_bytes is None else f"{stats.peak_bytes / 2**20:.0f}",
         "ran": "yes" if stats.applied else "no",
     }
     if full is not None:
-        word = first_difference(result["answer"], full["answer"])
-        cells["as full"] = "-" if result is full else "yes" if word is None else f"to word {word - 1}"
+        cells["as full"] = "-" if result is full else as_full(result["differs_at"])
     return cells
 
 

@@ -18,7 +18,7 @@ from kvsieve.named import codec_of, crossed, plan, plan_without_floor, prefill_o
 from kvsieve.plans import Plan
 from kvsieve.profiles import load_profile
 from kvsieve.registry import check_parameters, method_info
-from kvsieve.settled import all_parameters, label_parameters
+from kvsieve.settled import all_parameters, held_parameters, label_parameters
 from kvsieve.specs import parse_settings, split_specs
 
 BudgetOption = Annotated[
@@ -196,9 +196,10 @@ def compared_specs(text: str, budget: str | None, profile: str | None = None) ->
 
 
 def _has_profile(method: str, profile: str) -> bool:
-    """Return True for a method that reads profiles itself, or that this one has parameters of."""
+    """Return True for a method that reads profiles itself, or that this one has parameters of; see held_parameters."""
     info = method_info(method)
-    return "profile" in info.parameters and (info.takes_profile or method in load_profile(profile).parameters)
+    held = info.takes_profile or held_parameters(info, load_profile(profile)) is not None
+    return "profile" in info.parameters and held
 
 
 def compared_methods(text: str, budget: str | None, profile: str | None = None) -> list[MethodRun]:

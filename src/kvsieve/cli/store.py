@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,6 +16,7 @@ from kvsieve.display import mebibytes
 from kvsieve.errors import CacheFileError, InputError
 
 if TYPE_CHECKING:
+    from kvsieve.plans import Plan
     from kvsieve.store import PrefixStore
 
 store_app = typer.Typer(
@@ -44,6 +45,14 @@ def check_existing(path: str, keys: list[str] | None = None) -> None:
     for key in keys or ():
         if not re.fullmatch("[0-9a-f]+", key):
             raise InputError(f"a key is of the digits 0 to 9 and a to f, as `kvsieve store ls` lists them, got {key!r}")
+
+
+def check_stored_plans(path: str | None, plans: Iterable[Plan]) -> None:
+    """Raise InputError where --store is given, and a plan cannot use one."""
+    if path is not None:
+        from kvsieve.hf.reuse import check_plans
+
+        check_plans(plans)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -13,9 +14,13 @@ from torch import Tensor
 from kvsieve.detokenize import Detokenizer
 from kvsieve.errors import InputError
 from kvsieve.eval.evaluator import Evaluator
+from kvsieve.eval.reading import DocumentReader, check_stored
+from kvsieve.hf.attach import attached
 from kvsieve.hf.generate.acted import entries_after_prompt, what_ran
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.model.support import check_model
+from kvsieve.hf.prefix import PrefixNodes
+from kvsieve.hf.reuse import PromptStore, check_servable, check_store
 from kvsieve.plans import Plan
 from kvsieve.turns import prompt_ids
 
@@ -34,7 +39,8 @@ class DocumentAnswer:
         method: label of the method.
         text: the answer.
         tokens: ids of its tokens, without the end token.
-        first_token_s: seconds from the question to the first token; the document had been prefilled before.
+        first_token_s: seconds from the question to the first token; the document had been prefilled before, for methods
+            that share its prefill.
         per_token_s: seconds per token after the first; None for an answer of one token.
         kv_bytes: bytes of the KV cache once the prompt was complete.
         kv_entries: entries per layer and KV head then, on average over the layers.
@@ -66,6 +72,7 @@ class Asker:
     Attributes:
         plans: plans by label, with every parameter set; full KV comes first.
         document_tokens: tokens of the prompt up to the question.
+        stored_tokens: those of them that came from the store.
         prefill_s: seconds that prefilling the document took, once, for all methods.
     """
 
@@ -79,6 +86,7 @@ class Asker:
         system: str | None = None,
         chunk: int | None = 1024,
         max_new_tokens: int = 256,
+        store: PromptStore | None = None,
     ) -> None:
         """Check that the model can run every plan.
 
@@ -90,12 +98,22 @@ class Asker:
             system: system prompt; None for none.
             chunk: prompt tokens per forward pass; None for all at once.
             max_new_tokens: longest answer, in tokens.
+            store: kvsieve.store.PrefixStore, which has the document or is given it; None for none.
 
         Raises:
             UnsupportedModelError, PlanError: the model cannot run one of the plans.
+            InputError: the store cannot serve the model or a plan.
         """
         self.model, self.document, self.system, self.limit = model, document, system, max_new_tokens
         self._evaluator = Evaluator(model, tokenizer, chunk=chunk)
+        check_store(store)
+        if store is not None:
+            check_stored(plans)
+            with attached(model, Plan()) as sieve:
+                check_servable(sieve, {})
+        stored = None if store is None else PrefixNodes(store, tokenizer)
+        # Room that is not needed would count as memory of full KV.
+        self._evaluator.documents = DocumentReader(model, chunk, stored, room=0)
         self.plans = {label: plan.for_model(model, tokenizer) for label, plan in plans.items()}
         for plan in self.plans.values():
             check_model(model, plan)
@@ -104,7 +122,7 @@ class Asker:
         pairs = enumerate(zip(one, other, strict=False))
         same = next((at for at, pair in pairs if pair[0] != pair[1]), min(len(one), len(other)))
         self._shared = one[: max(same - _SPLIT, 1)]
-        self.document_tokens = len(self._shared)
+        self.document_tokens, self.stored_tokens = len(self._shared), 0
         self.prefill_s = 0.0
 
     def check(self, questions: Sequence[str]) -> None:
@@ -121,12 +139,10 @@ class Asker:
     def prefill(self, progress: Callable[[int, int], None] | None = None) -> None:
         """Prefill the document for all plans; progress is called with (tokens done, tokens in all)."""
         began = time.perf_counter()
-        self._evaluator.documents.open(list(self.plans.values()), self._tensor(self._shared), progress)
+        documents = self._evaluator.documents
+        documents.open(list(self.plans.values()), self._tensor(self._shared), progress)
+        self.stored_tokens = 0 if documents.prefix is None else documents.prefix.stored
         self.prefill_s = time.perf_counter() - began
-
-    def shares(self, label: str) -> bool:
-        """Return False for a method that prefills the document again for every question."""
-        return self._evaluator.documents.shares(self.plans[label])
 
     def ask(
         self, question: str, number: int = 0, shown: Callable[[str, str], None] | None = None
@@ -157,6 +173,7 @@ class Asker:
                     shown(label, piece)
 
             applied, notes = what_ran(plan, state.cache)
+            notes += evaluator.documents.notes(plan)
             kept, _ = entries_after_prompt(state.cache)
             held = state.cache.nbytes()
             (tokens,) = evaluator.decode(state, self.limit, note)
@@ -191,13 +208,10 @@ class Asker:
         return torch.tensor([ids], dtype=torch.int64, device=self.model.device)
 
 
-def differs_at(reference: DocumentAnswer, other: DocumentAnswer) -> int | None:
+def differs_at(reference: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the number of the first token (from 1) at which two answers differ, None where they are equal."""
-    pairs = zip(reference.tokens, other.tokens, strict=False)
-    same = next(
-        (at for at, (one, two) in enumerate(pairs) if one != two), min(len(reference.tokens), len(other.tokens))
-    )
-    return None if len(reference.tokens) == len(other.tokens) == same else same + 1
+    pairs = enumerate(itertools.zip_longest(reference, other), 1)
+    return next((at for at, (one, two) in pairs if one != two), None)
 
 
 def differing_words(reference: DocumentAnswer, other: DocumentAnswer) -> tuple[str, str]:
@@ -246,7 +260,7 @@ def summarise(answers: Sequence[DocumentAnswer]) -> list[MethodSummary]:
         found.append(
             MethodSummary(
                 label,
-                sum(differs_at(one, each) is None for one, each in zip(reference, mine, strict=True)),
+                sum(one.tokens == each.tokens for one, each in zip(reference, mine, strict=True)),
                 len(mine),
                 most,
                 most / max(each.kv_bytes for each in reference),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvsieve.errors import InputError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.model.tables import RotaryTables
-from kvsieve.hf.prefix import SharedPrefix, read_prefix
+from kvsieve.hf.prefix import PrefixNodes, SharedPrefix, read_prefix
+from kvsieve.hf.prompt.chunks import keeps_to_chunks
 from kvsieve.hf.prompt.options import Progress, ReadOptions
+from kvsieve.hf.runtime import AttachedModel
 from kvsieve.hf.shared import read_alone, read_shared
 from kvsieve.plans import Plan
 from kvsieve.roles import ChunkedEvictor
@@ -21,6 +24,8 @@ from kvsieve.roles import ChunkedEvictor
 _WINDOW = 32
 # Room for a question behind a document; a longer one has the buffers copied.
 _ROOM = 512
+# Note on a method that shares no prefill with others.
+ALONE = "it prefills the whole prompt by itself, and its first token includes that"
 
 
 @dataclass
@@ -66,10 +71,18 @@ class _Document:
 
 
 class DocumentReader:
-    """Reads prompts under many plans, and keeps what it has read of the last context. chunk: see ReadOptions."""
+    """Reads prompts under many plans, and keeps what it has read of the last context.
 
-    def __init__(self, model: Any, chunk: int | None) -> None:
+    Args:
+        model: of transformers.
+        chunk: see ReadOptions.
+        stored: store of the beginnings that it reads; None for none.
+        room: tokens that buffers leave room for behind a context; where more follow, they are copied.
+    """
+
+    def __init__(self, model: Any, chunk: int | None, stored: PrefixNodes | None = None, room: int = _ROOM) -> None:
         self.model, self.chunk, self.tables = model, chunk, RotaryTables(model)
+        self.stored, self.room = stored, room
         self._document: _Document | None = None
 
     def forget(self) -> None:
@@ -116,22 +129,51 @@ class DocumentReader:
         return self._read(self._of(plans, context), wanted, torch.cat([context, question], 1), expected)
 
     def open(self, plans: list[Plan], context: Tensor, progress: Progress | None = None) -> None:
-        """Prefill a context now, for questions to come; progress is called with (tokens done, tokens in all)."""
+        """Prefill a context now, for prompts to come; progress is called with (tokens done, tokens in all)."""
         self._of(plans, context, progress)
 
-    def shares(self, plan: Plan) -> bool:
-        """Return True if prompts under a plan go on from what was read of the context."""
-        return self._document is not None and self._document.prefix is not None and plan in self._document.going_on
+    @property
+    def prefix(self) -> SharedPrefix | None:
+        """The beginning that prompts with the last context share; None where each of them is read whole."""
+        return None if self._document is None else self._document.prefix
+
+    def begin(self, sieve: AttachedModel, ids: Tensor) -> SieveCache | None:
+        """Return a cache in the middle of a prompt that begins with the context; None where the plan reads it whole.
+
+        Only one such cache may be in use at a time.
+
+        Args:
+            sieve: the model with one of the plans attached.
+            ids: int64 [1, N], the prompt.
+        """
+        plan = sieve.plan
+        prefix = None if self._document is None else self._prefix(self._document, [plan], ids)
+        if prefix is None or plan.shortens_prompt:
+            return None
+        return prefix.begins(sieve, plan.propagate, plan.evict)
+
+    def notes(self, plan: Plan) -> list[str]:
+        """Return a note on a plan under which every prompt is read whole, though others share what was read."""
+        document = self._document
+        alone = document is not None and document.prefix is not None and plan not in document.going_on
+        return [ALONE] if alone else []
 
     def _of(self, plans: list[Plan], context: Tensor, progress: Progress | None = None) -> _Document:
         known = self._document
         if known is None or known.plans != plans or not torch.equal(known.context, context):
             self._document = None
             window = -(-max(plan.window for plan in plans) // _WINDOW) * _WINDOW or _WINDOW
-            start, prefix = context[:, :-window], None
-            going_on = [plan for plan in plans if _can_go_on(plan) and plan.queries(context.shape[1]) <= window]
-            if start.shape[1] >= window:
-                prefix = read_prefix(self.model, going_on, start, self.chunk, window + _ROOM, progress)
+            sharing = [plan for plan in plans if _can_go_on(plan) and not self._keeps_to_chunks(plan)]
+            going_on = [plan for plan in sharing if plan.queries(context.shape[1]) <= window]
+            prefix = None
+            if context.shape[1] >= 2 * window:
+                prefix = read_prefix(
+                    *(self.model, going_on, context, window),
+                    chunk=self.chunk,
+                    room=self.room,
+                    progress=progress,
+                    stored=self.stored,
+                )
             self._document = known = _Document(context, plans, going_on, prefix)
         return known
 
@@ -140,12 +182,13 @@ class DocumentReader:
         states: dict[int, ReadState] = {}
         probing = ReadOptions(self.chunk, expected, probed={})
         for i, plan in plans.items():
-            if not plan.acts_once:
+            if not plan.acts_once or self._keeps_to_chunks(plan):
                 prefix = self._prefix(document, [plan], ids)
                 read = read_alone(self.model, plan, ids, torch.ones_like(ids), probing, prefix)
                 states[i] = ReadState([plan], *read, ids, [i])
-        for propagate in dict.fromkeys(plan.propagate for plan in plans.values() if plan.acts_once):
-            mine = {i: plan for i, plan in plans.items() if plan.acts_once and plan.propagate == propagate}
+        together = {i: plan for i, plan in plans.items() if i not in states}
+        for propagate in dict.fromkeys(plan.propagate for plan in together.values()):
+            mine = {i: plan for i, plan in together.items() if plan.propagate == propagate}
             # Propagators see to theirs as they read.
             window = max(plan.window if propagate else plan.queries(ids.shape[1]) for plan in mine.values())
             shared = read_shared(
@@ -164,6 +207,10 @@ class DocumentReader:
                 )
         return [states[i] for i in plans]
 
+    def _keeps_to_chunks(self, plan: Plan) -> bool:
+        """Return True for a plan that encodes after every chunk, where prompts are read in chunks."""
+        return self.chunk is not None and keeps_to_chunks(plan)
+
     def _prefix(self, document: _Document, plans: Iterable[Plan], ids: Tensor) -> SharedPrefix | None:
         """Return what was read of a prompt already, for plans that may go on from there."""
         prefix = document.prefix
@@ -177,8 +224,18 @@ class DocumentReader:
 
 
 def _can_go_on(plan: Plan) -> bool:
-    """Tell a plan that may read the last tokens of a prompt after the others were read in full."""
+    """Return True for a plan that may read the last tokens of a prompt after the others were read in full."""
     evictor = plan.evict
     if plan.drafts or plan.prefill is not None:
         return False
     return evictor is None or not (evictor.when.chunks or isinstance(evictor, ChunkedEvictor))
+
+
+def check_stored(plans: Mapping[str, Plan]) -> None:
+    """Raise InputError for plans, by their labels, that do not begin with what full KV reads of a document."""
+    alone = [label for label, plan in plans.items() if plan.shortens_prompt or plan.drafts or keeps_to_chunks(plan)]
+    if alone:
+        raise InputError(
+            f"a store has nothing for {', '.join(alone)}: it does not go on from a prefill of the documents in full; "
+            "leave the method out, or --store"
+        )

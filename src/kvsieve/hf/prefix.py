@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch import Tensor
 
 from kvsieve.hf.attach import attached
 from kvsieve.hf.cache.cache import SieveCache
-from kvsieve.hf.cache.records import DeferredChunk
+from kvsieve.hf.cache.records import Conversation, DeferredChunk, Turn
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.prompt.options import Progress
+from kvsieve.hf.reuse import PromptStore
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 from kvsieve.roles import Evictor, Propagator
@@ -58,11 +60,15 @@ class SharedPrefix:
         cache: of them, in the middle of a prompt.
         waiting: by layer, the chunks that wait there for a propagator.
         learned: what evictors that observe have learned, per layer and evictor.
+        stored: tokens that came from a store.
+        seconds: what prefilling all of it takes, or took; 0 where it was not measured.
     """
 
     cache: SieveCache
     waiting: dict[int, list[DeferredChunk]]
     learned: dict[tuple[int, Evictor], dict[str, Any]]
+    stored: int = 0
+    seconds: float = 0.0
 
     def begins(self, model: AttachedModel, propagate: Propagator | None, evictor: Evictor | None = None) -> SieveCache:
         """Make a cache that goes on from here, on the same buffers; with what `evictor` has learned."""
@@ -83,49 +89,127 @@ class SharedPrefix:
         return {key: copy.deepcopy(state) for key, state in self.learned.items() if source is None or key[0] <= source}
 
 
+@dataclass(frozen=True)
+class PrefixNodes:
+    """A store for the beginnings of prompts that plans share.
+
+    What full KV reads is one node. The hidden states that wait for a propagator, and what an evictor has learned, are
+    each a node of the plan with that role alone.
+
+    Attributes:
+        store: the store.
+        tokenizer: of the model.
+    """
+
+    store: PromptStore
+    tokenizer: Any
+
+    def find(self, model: Any, plans: Sequence[Plan], context: Tensor, leave: int) -> SharedPrefix | None:
+        """Return the longest stored beginning of a context that serves all plans; None without one.
+
+        Args:
+            model: of transformers.
+            plans: those to come.
+            context: int64 [1, N].
+            leave: last tokens that do not belong to the beginning.
+        """
+        ids, prefix = context[0].tolist(), None
+        waiting: dict[int, list[DeferredChunk]] = {}
+        learned: dict[tuple[int, Evictor], dict[str, Any]] = {}
+        for reader in self._readers(model, plans):
+            found = self.store.find(reader, ids, turns=(len(ids),), leave=leave)
+            if found is None or ((waiting or learned) and found.cache.num_seen < len(ids) - leave):
+                # Parts of different lengths do not make one beginning.
+                return None
+            cache, source = found.cache, source_layer(reader, reader.plan.propagate)
+            ids = ids[: cache.num_seen + leave]
+            if source is not None:
+                waiting[source] = list(cache.turn.deferred)
+            elif reader.plan.evict is not None:
+                learned |= {(at, reader.plan.evict): layer.state for at, layer in cache.sieve_layers.items()}
+            else:
+                # It may have been read as a whole conversation, and is the beginning of a prompt here.
+                cache.conversation = Conversation(cache.num_seen, 1, turn=Turn(reading=True))
+                prefix = SharedPrefix(cache, waiting, learned, cache.num_seen, found.seconds)
+        return prefix
+
+    def add(self, model: Any, plans: Sequence[Plan], context: Tensor, prefix: SharedPrefix) -> None:
+        """Store what was read of a context."""
+        for reader in self._readers(model, plans):
+            cache = prefix.begins(reader, reader.plan.propagate, reader.plan.evict)
+            # A prefill under this plan alone would have left the same.
+            cache.owner = reader.new_cache().owner
+            self.store.add(reader, context[0].tolist(), cache, prefix.seconds)
+
+    def _readers(self, model: Any, plans: Sequence[Plan]) -> Iterator[AttachedModel]:
+        """Yield the model under each plan that nodes are stored for; full KV comes last."""
+        roles = [Plan(propagate=each) for each in dict.fromkeys(plan.propagate for plan in plans) if each is not None]
+        for plan in [*roles, *(Plan(evict=each) for each in _observers(plans)), Plan()]:
+            reader = AttachedModel(model, plan)
+            if plan.propagate is None or source_layer(reader, plan.propagate) is not None:
+                reader.use_tokenizer(self.tokenizer)
+                yield reader
+
+
 def read_prefix(
     model: Any,
-    plans: Iterable[Plan],
-    input_ids: Tensor,
+    plans: Sequence[Plan],
+    context: Tensor,
+    leave: int,
+    *,
     chunk: int | None = None,
     room: int = 0,
     progress: Progress | None = None,
+    stored: PrefixNodes | None = None,
 ) -> SharedPrefix | None:
     """Read the beginning of prompts in full, for plans to come; None on a model that reads prompts at once only.
 
     Args:
         model: of transformers.
         plans: those to come. None of them may act on every chunk of a prompt.
-        input_ids: int64 [1, N]; every prompt has more tokens than the plan that reads it looks back on.
+        context: int64 [1, N], the beginning and what every prompt has behind it.
+        leave: last tokens of it that are not read: as many as the plan that reads a prompt looks back on, at least.
         chunk: tokens per forward pass, None for all at once.
-        room: tokens that may follow, which buffers leave room for.
+        room: tokens that may follow the context, which buffers leave room for.
         progress: called with (tokens read, tokens in all).
+        stored: takes what it has of the beginning, and is given what was read.
     """
-    plans = list(plans)
-    evictors = dict.fromkeys(plan.evict for plan in plans if plan.evict is not None and plan.evict.when.observes)
+    began, length = time.perf_counter(), context.shape[1] - leave
+    evictors = _observers(plans)
     hidden = any("hidden" in each.traits.needs for each in evictors)
-    recorder = LayerRecorder(0, tuple(evictors))
+    recorder = LayerRecorder(0, evictors)
     facts = AttachedModel(model, Plan())
     sources = sorted({source for plan in plans if (source := source_layer(facts, plan.propagate)) is not None})
-    waiting: dict[int, list[DeferredChunk]] = {source: [] for source in sources}
+    known = None if stored is None else stored.find(model, plans, context, leave)
     with attached(model, Plan(name="shared"), hidden=hidden, leaving=sources) as sieve, torch.no_grad():
         cache = sieve.new_cache()
         if cache.has_state and not sieve.continues:
             return None
-        length = input_ids.shape[1]
-        cache.begin_turn(length + room)
-        cache.turn.length = length
+        if known is None:
+            cache.begin_turn(length)
+            known = SharedPrefix(cache, {source: [] for source in sources}, recorder.learned)
+        cache, waiting, recorder.learned = known.cache, known.waiting, known.learned
+        cache.turn.prompt_end, cache.turn.length = context.shape[1] + room, length
         request = PassRequest(
             phase="prefill",
             last_chunk=False,
             on_layer=recorder.on_layer if evictors else None,
             on_leave=(lambda index, part: waiting[index].append(part)) if sources else None,
         )
-        for start in range(0, length, chunk or length):
-            sieve.feed(cache, input_ids[:, start : start + (chunk or length)], None, request)
+        for start in range(cache.num_seen, length, chunk or length):
+            sieve.feed(cache, context[:, start : min(start + (chunk or length), length)], None, request)
             if progress is not None:
                 progress(cache.num_seen, length)
-    return SharedPrefix(cache, waiting, recorder.learned)
+    known.seconds += time.perf_counter() - began
+    if stored is not None and known.stored < length:
+        stored.add(model, plans, context, known)
+    return known
+
+
+def _observers(plans: Iterable[Plan]) -> tuple[Evictor, ...]:
+    """Return the evictors of plans that observe every pass, each once."""
+    found = (plan.evict for plan in plans if plan.evict is not None and plan.evict.when.observes)
+    return tuple(dict.fromkeys(found))
 
 
 def source_layer(model: AttachedModel, propagate: Propagator | None) -> int | None:

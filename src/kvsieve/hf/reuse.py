@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,6 +20,7 @@ from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.hf.generate.stats import Stats
 from kvsieve.hf.prompt.chunks import shared_end
 from kvsieve.hf.prompt.options import Progress, shifted
+from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 
 # Last tokens of a prompt in front of which its last border lies: another question on the same document begins before.
@@ -27,7 +28,7 @@ LAST = 128
 # Chunks between two borders that are stored of a model with recurrent state, whose shorter beginnings are lost.
 STATES = 4
 # What makes a reading its caller's own, which others cannot go on from.
-_OWN = ("protect", "quotas", "question_tokens")
+_OWN = ("protect", "quotas", "question_tokens", "cache")
 
 
 class FoundPrompt(Protocol):
@@ -95,13 +96,7 @@ class Stored:
 
     def suits(self, sieve: Any, options: dict[str, Any]) -> bool:
         """Tell that a prompt under a plan, with options of `generate`, may be read this way."""
-        if sieve.facts.tables.depend:
-            # What was read of a shorter prompt is another's.
-            return False
-        own = any(options.get(name) is not None for name in _OWN) or not options.get("reduce", True)
-        if own or sieve.plan.shortens_prompt or sieve.plan.drafts or sieve.context.ranks.size > 1:
-            return False
-        return not sieve.new_cache().has_state or sieve.continues
+        return _unserved(sieve, options) is None
 
     def begin(
         self,
@@ -176,6 +171,61 @@ class Stored:
             began = time.perf_counter()
             sieve.prefill(ids, torch.ones_like(ids), cache=cache, **options)
             self.end(sieve, ids, cache, begun.seconds + time.perf_counter() - began, options.get("chunk"))
+
+
+def why_not(model: AttachedModel) -> str | None:
+    """Return why nothing that a plan reads on a model can be reused, one clause; None where it can."""
+    if model.plan.shortens_prompt:
+        return _plan_unserved(model.plan)
+    if model.context.ranks.size > 1:
+        return "heads are divided among several processes"
+    if model.facts.tables.depend:
+        return "the model's rotary tables depend on the length of the whole prompt"
+    if model.new_cache().has_state and not model.continues:
+        return "the model reads prompts in one piece only"
+    return None
+
+
+def answer(sieve: Any, ids: Tensor, options: dict[str, Any], store: PromptStore | None) -> GenerateResult:
+    """Answer a prompt int64 [1, N] as ``Sieve.generate`` does, beginning with what a store has of it.
+
+    Raises InputError where the store cannot serve it.
+    """
+    check_store(store)
+    if store is None:
+        return sieve.generate(ids, torch.ones_like(ids), **options)
+    check_servable(sieve, options)
+    return Stored(store).generate(sieve, ids, **options)
+
+
+def check_servable(sieve: AttachedModel, options: Mapping[str, Any]) -> None:
+    """Raise InputError where a store cannot serve a prompt under a plan, with options of `generate`."""
+    _refuse(_unserved(sieve, options))
+
+
+def check_plans(plans: Iterable[Plan]) -> None:
+    """Raise InputError for a plan that a store can serve on no model."""
+    for plan in plans:
+        _refuse(_plan_unserved(plan))
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise InputError(f"the store cannot serve this prompt: {reason}; leave the store out")
+
+
+def _unserved(sieve: AttachedModel, options: Mapping[str, Any]) -> str | None:
+    """Return why a store cannot serve a prompt, one clause; None where it can."""
+    own = [name for name in _OWN if options.get(name) is not None] + ["reduce"] * (not options.get("reduce", True))
+    if own:
+        return f"{own[0]}= makes its reading the caller's own"
+    return _plan_unserved(sieve.plan) or why_not(sieve)
+
+
+def _plan_unserved(plan: Plan) -> str | None:
+    if plan.shortens_prompt:
+        return f"{plan.name} reads the whole conversation again in every turn"
+    return f"{plan.name} chooses among the tokens of the whole prompt" if plan.drafts else None
 
 
 def check_store(store: Any) -> None:

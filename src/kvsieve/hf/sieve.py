@@ -13,7 +13,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.failures import undone_on_failure
 from kvsieve.hf.chat.chat import Chat
 from kvsieve.hf.forward.passes import closing
-from kvsieve.hf.generate.ask import ask
+from kvsieve.hf.generate.ask import Prompt, asked
 from kvsieve.hf.generate.config import padding_token
 from kvsieve.hf.generate.generate import generate
 from kvsieve.hf.generate.options import checked_config
@@ -27,7 +27,7 @@ from kvsieve.hf.prompt.chunks import read_beginning
 from kvsieve.hf.prompt.constraints import PromptConstraints
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.prompt.read import read_prompt
-from kvsieve.hf.reuse import PromptStore
+from kvsieve.hf.reuse import PromptStore, answer
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.kept.kept import Kept
 from kvsieve.plans import Plan
@@ -49,8 +49,9 @@ class Sieve(AttachedModel):
         self.last_stats: Stats | None = None
 
     def __repr__(self) -> str:
-        name = type(self.model).__name__
-        return f"<Sieve {name}, {self.num_layers} layers, decode {self.engine.asked}, {self.plan!r}>"
+        return (
+            f"<Sieve {type(self.model).__name__}, {self.num_layers} layers, decode {self.engine.asked}, {self.plan!r}>"
+        )
 
     def __dir__(self) -> list[str]:
         return _PUBLIC
@@ -180,33 +181,27 @@ class Sieve(AttachedModel):
         cache = self.new_cache() if cache is None else cache
         with closing(), undone_on_failure(cache):
             result = generate(
-                self,
-                self.own_generate,
-                (ids, mask),
-                cache,
-                reading,
-                measure=measure,
-                options=options,
-                config=config,
+                self, self.own_generate, (ids, mask), cache, reading, measure=measure, options=options, config=config
             )
         self.last_stats = result.stats
         return result
 
     def ask(
-        self, prompt: str | Sequence[Mapping[str, Any]], question: str | None = None, **options: Any
+        self, prompt: Prompt, question: str | None = None, *, store: PromptStore | None = None, **options: Any
     ) -> GenerateResult:
         """Answer a text or a chat; ``.text`` of the result is the answer.
 
         Args:
             prompt: text of a user, or messages ``[{"role": "user", "content": ...}]``.
             question: text behind the last message and a blank line.
+            store: `kvsieve.store.PrefixStore` of prompts' beginnings, which has the prompt or is given it.
             **options: of `generate`; by default 256 new tokens, greedy, in chunks of 1,024.
 
         Raises:
-            InputError: `attach` was given no tokenizer, the prompt is empty, or what `generate` raises.
+            InputError: no tokenizer, an empty prompt, a store that cannot serve the plan, or what `generate` raises.
         """
         self._check_attached()
-        return ask(self, prompt, question, options)
+        return answer(self, *asked(self, prompt, question, options), store)
 
     def kept(
         self, cache: SieveCache, input_ids: Tensor | Mapping[str, Any], *, row: int = 0, tokenizer: Any = None

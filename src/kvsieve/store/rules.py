@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvsieve.cache import DenseStore
+from kvsieve.hf import reuse
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.latent import LatentLayer
 from kvsieve.hf.cache.layer import SieveLayer
@@ -138,12 +139,8 @@ def tells_answers_apart(plan: Plan) -> bool:
 def why_not(model: AttachedModel, cache: SieveCache) -> str | None:
     """Return why nothing can be reused of what a plan reads on a model, one clause; None where it can."""
     conversation = cache.conversation
-    if model.plan.shortens_prompt:
-        return f"{model.plan.name} reads the whole conversation again in every turn"
-    if model.context.ranks.size > 1:
-        return "heads are divided among several processes"
-    if model.facts.tables.depend:
-        return "the model's rotary tables depend on the length of the whole prompt"
+    if (reason := reuse.why_not(model)) is not None:
+        return reason
     if conversation.multi_axis_positions:
         return "it holds images, which token ids do not tell"
     if cache.owner.adopted:
@@ -152,8 +149,6 @@ def why_not(model: AttachedModel, cache: SieveCache) -> str | None:
         return "its caller wants some tokens kept, which others may not"
     if conversation.batch > 1 or conversation.mask is not None:
         return "it has several rows, or padding"
-    if cache.has_state and not model.continues:
-        return "the model reads prompts in one piece only"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Answering texts and chats: the prompt is rendered, and the answer is text."""
+"""Prompts of texts and chats: rendered, with the options of an answer that is text."""
 
 from __future__ import annotations
 
@@ -6,26 +6,24 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvsieve.errors import InputError, short
-from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.turns import prompt_ids, stop_ids
 
+Prompt = str | Sequence[Mapping[str, Any]]
 _DEFAULTS = {"max_new_tokens": 256, "chunk": 1024, "do_sample": False}
 
 
-def ask(
-    sieve: Any, prompt: str | Sequence[Mapping[str, Any]], question: str | None, options: dict[str, Any]
-) -> GenerateResult:
-    """Answer a prompt; see Sieve.ask."""
+def asked(sieve: Any, prompt: Prompt, question: str | None, options: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Return the ids int64 [1, N] of a prompt and the options of `generate` for it; see Sieve.ask."""
     if sieve.tokenizer is None:
         raise InputError("ask needs the tokenizer: kvsieve.attach(model, plan, tokenizer=tokenizer)")
     messages = _messages(prompt, question)
     ids = torch.tensor([prompt_ids(sieve.tokenizer, messages)], device=sieve.model.device)
     ends = stop_ids(sieve.tokenizer, sieve.model.generation_config.eos_token_id)
     filler = sieve.tokenizer.pad_token_id or 0
-    given = {**_DEFAULTS, "eos_token_id": sorted(ends) or None, "pad_token_id": filler, **options}
-    return sieve.generate(ids, torch.ones_like(ids), **given)
+    return ids, {**_DEFAULTS, "eos_token_id": sorted(ends) or None, "pad_token_id": filler, **options}
 
 
 def _messages(prompt: Any, question: str | None) -> list[dict[str, Any]]:

@@ -141,7 +141,8 @@ def _check_stored(cache: SieveCache, new: ProtectedTokens) -> None:
             )
         return
     for index, layer in cache.sieve_layers.items():
-        if new.is_missing(cache.num_seen, layer.store.index, layer.store.valid):
+        # Layers behind a propagator read a prompt once all of it is there.
+        if not layer.store.is_empty and new.is_missing(cache.num_seen, layer.store.index, layer.store.valid):
             raise InputError(
                 f"protect= and quotas= ask for tokens of an earlier turn, which layer {index} no longer holds; ask in "
                 "the call that feeds them"
