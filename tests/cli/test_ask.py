@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -102,6 +103,15 @@ def test_the_advice_names_the_smallest_method_that_differs_nowhere(others, told)
     text = advice(summarise(answers))
     assert text.endswith(told)
     assert f"a differs from full KV on {sum(others['a'][at] != [at + 1] for at in (0, 1))} of 2" in text
+
+
+def test_the_advice_says_where_no_method_acted():
+    full, idle = answer("full", [1], 100), answer("a", [1], 100)
+    text = advice(summarise([full, replace(idle, applied=False)]))
+    assert text.startswith("a differs from full KV on 0 of 1. No method acted on every prompt")
+    # One that acted is judged, whatever the others did.
+    text = advice(summarise([full, replace(idle, applied=False), answer("b", [1], 50)]))
+    assert text.endswith("B gives every answer of full KV with 50% of its memory.")
 
 
 def test_questions_come_from_both_options(tmp_path):

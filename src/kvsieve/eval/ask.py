@@ -281,7 +281,9 @@ def advice(summaries: Sequence[MethodSummary]) -> str:
     parts = [f"{each.method} differs from full KV on {each.questions - each.same} of {total}" for each in others]
     equal = [each for each in others if each.same == total and each.applied]
     least = min(equal, key=lambda each: each.kv_bytes, default=None)
-    if least is None:
+    if not any(each.applied for each in others):
+        end = "no method acted on every prompt: what is kept whole is full KV. Ask about more text, or set floor=0."
+    elif least is None:
         end = "none gives every answer of full KV: try a larger budget, or keep full KV."
     elif least.kv_bytes >= reference.kv_bytes:
         end = f"{least.method} gives every answer of full KV, and takes as much memory."
