@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kvsieve
+from kvsieve.hf.sieve import Sieve
 from kvsieve.models import ModelLoadError
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -25,6 +26,24 @@ def demo():
         return kvsieve.models.load(None, dtype=torch.float32, device="cpu")
     except ModelLoadError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def answered_once():
+    """Several examples ask the same question under the same plan: each answer is computed once."""
+    known, generate = {}, Sieve.generate
+
+    def remembered(self, inputs, *mask, **options):
+        if mask:  # a chat's turn, which goes on with a cache
+            return generate(self, inputs, *mask, **options)
+        key = repr((self.plan, inputs["input_ids"].tolist(), options))
+        if key not in known:
+            known[key] = generate(self, inputs, **options)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sieve, "generate", remembered)
+        yield
 
 
 @pytest.fixture
