@@ -90,3 +90,31 @@ def test_probing_serves_all_budgets(model):
     state = DocumentReader(model, None).after_context([FULL, *plans], tokens(90, 1), 8)[2]
     alone = read_alone(model, plans[1], tokens(90, 1), None, ReadOptions(None, 8))[0]
     assert stored(state.cache) == stored(alone)
+
+
+# Of each kind one; `expectedattention` asks for rotary tables while others note those that the layers get.
+KINDS = (
+    "full snapkv adakv h2o expectedattention fastkv asl staged rocketkv-mt kvzip criticalkv streamingllm quest perturn"
+)
+ALONE = "xattention gemfilter kivi finch"
+
+
+def test_methods_generate_from_one_beginning_as_each_alone(model):
+    """One after another, full KV once more: none writes to what the others go on from."""
+    plans = {name: plan_of(name, model).for_model(model) for name in f"{KINDS} {ALONE}".split()}
+    ids, alone = tokens(120, 3), {}
+    options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "chunk": 32}
+    reader = DocumentReader(model, 32)
+    reader.open(list(plans.values()), ids)
+    assert reader.prefix is not None
+    for name in (*plans, "full"):
+        with kvsieve.attach(model, plans[name]) as sieve:
+            cache = reader.begin(sieve, ids)
+            if cache is None:
+                continue
+            if name not in alone:
+                alone[name] = sieve.generate(ids, torch.ones_like(ids), **options)
+            shared = sieve.generate(ids, torch.ones_like(ids), cache=cache, **options)
+        assert torch.equal(shared.sequences, alone[name].sequences), name
+        assert shared.stats.kv_entries == alone[name].stats.kv_entries, name
+    assert set(alone) == set(KINDS.split())

@@ -175,10 +175,11 @@ class Facts:
 
     def _tables(self, layer_idx: int, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The model's own tables (cos, sin), [B or 1, L, R] each, in the dtype of x."""
-        rotary = self.decoder.rotary_emb
-        if "layer_type" in inspect.signature(rotary.forward).parameters:
-            return rotary(x, positions, self._layer_type(layer_idx))
-        return rotary(x, positions)
+        # Its hooks note what it makes for the layers, and are not to run here.
+        make = self.decoder.rotary_emb.forward
+        if "layer_type" in inspect.signature(make).parameters:
+            return make(x, positions, self._layer_type(layer_idx))
+        return make(x, positions)
 
     def _turned(self, layer_idx: int, apply: Callable[..., Any], x: Tensor, positions: Tensor, inverse: bool) -> Tensor:
         cos, sin = self._tables(layer_idx, x, positions.to(x.device))
