@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -104,6 +105,12 @@ def test_tab_completes_commands_and_options():
     assert "--install-completion" in python("-m", "kvsieve", "--help", COLUMNS="120").stdout
 
 
+# Of Llama 3.2 1B.
+SHAPE = {
+    **{"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64},
+    **{"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": True},
+}
+
 # Arguments, and what the one line says that they are refused with: what was got, and what to write.
 REFUSED = {
     "a method": (["run", "--prompt", "w1", "--method", "snapvk"], "did you mean 'snapkv'?"),
@@ -155,6 +162,8 @@ REFUSED = {
     "a question mode": (["advise", "--question", "seen"], "must be visible or hidden, got 'seen'"),
     "a loss": (["advise", "--loss", "-1"], "--loss must be more than 0, got -1"),
     "a time": (["advise", "--tpot", "50"], "--tpot takes a time per token with its unit"),
+    "a limit of memory": (["run", "--prompt", "w1", "--memory", "2"], "write 2GiB or 2MiB"),
+    "a store beside it": (["chat", "--memory", "2GiB", "--store", "x"], "--memory does not count what --store holds"),
     "memory without a unit": (["advise", "--memory", "2"], "write 2GiB or 2MiB"),
     "a server's memory": (["serve", "--kv-memory", "4"], "write 4GiB or 4MiB"),
     "a server's store": (["serve", "--store-memory", "4"], "write 4GiB or 4MiB"),
@@ -203,6 +212,8 @@ REFUSED = {
     "a document": (["ask", "nowhere.txt", "--question", "w1"], "nowhere.txt"),
     "a missing model": (["run", "./nowhere", "--prompt", "w1"], "is not a directory"),
     "a model elsewhere": (["doctor", "owner/name"], "HF_HUB_OFFLINE is set; name a checkpoint's directory"),
+    "an estimate's method": (["estimate", "--method", "snapvk"], "did you mean 'snapkv'?"),
+    "an estimate's context": (["estimate", "--context", "lots"], "--context takes tokens"),
     "a text as the model": (["run", "report.txt"], "'report.txt' was taken as the model: did you mean --prompt-file"),
     "a text to talk about": (["chat", "report.txt"], "did you mean --file report.txt?"),
     "a text to serve": (["serve", "report.txt"], "'report.txt' was taken as the model; it is a file and no checkpoint"),
@@ -225,6 +236,8 @@ REFUSED = {
 def test_what_is_refused_or_looked_up_imports_no_torch(tmp_path):
     # One process for all; it has to be another one than this, which has loaded torch already.
     (tmp_path / "report.txt").write_text("w1 w2")
+    (tmp_path / "shape").mkdir()
+    (tmp_path / "shape" / "config.json").write_text(json.dumps(SHAPE))
     (tmp_path / "rows.jsonl").write_text('{"context": "w1", "question": "w2", "answer": "w3"}\n')
     program = f"""
 import contextlib, io, sys
@@ -241,7 +254,8 @@ def run(*arguments):
 for what, (arguments, message) in {REFUSED!r}.items():
     code, out, err = run(*arguments)
     assert code in (1, 2) and message in err and err.count("\\n") == 1, (what, code, out, err)
-for arguments in (["methods"], ["methods", "--json"], ["tasks"], ["tasks", "--json"]):
+looked_up = [["methods"], ["methods", "--json"], ["tasks"], ["tasks", "--json"]]
+for arguments in [*looked_up, ["estimate", "shape"], ["estimate", "shape", "--memory", "80GiB", "--json"]]:
     code, out, err = run(*arguments)
     assert code == 0 and not err and ("snapkv" in out or "needle" in out), (arguments, err)
 """

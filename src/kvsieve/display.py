@@ -17,6 +17,11 @@ def mebibytes(count: int) -> str:
     return f"{value:.1f} MiB" if value >= 0.1 else f"{value:.3f} MiB"
 
 
+def bytes_text(count: float) -> str:
+    """Write bytes as ``1.17 GiB``, or as ``11.10 MiB`` below one."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
 def percent(share: float) -> str:
     """Write a share as ``20%``; below one per cent with a decimal."""
     return f"{share:.0%}" if share >= 0.01 or share == 0 else f"{share:.1%}"

@@ -13,6 +13,7 @@ from transformers import DynamicCache, GPTNeoXConfig, LlamaConfig, Qwen2Config, 
 import kvsieve
 from kvsieve.bench.estimate import check_priced, estimate, largest_batch
 from kvsieve.bench.geometry import geometry
+from kvsieve.bench.plain_geometry import plain_config, plain_geometry
 from kvsieve.cache.base import tensors_in
 from kvsieve.cli.main import run_cli
 from kvsieve.errors import InputError, PlanError, UnsupportedModelError
@@ -379,6 +380,24 @@ def test_json_has_units_in_its_keys(cli, folder):
     assert one["ttft_s"] == pytest.approx(seconds)
     assert one["tpot_ms"] == pytest.approx(one["decode_bytes_per_token"] / 3e9)
     assert report["parameters"] == 8_030_261_248 and report["notes"] == []
+
+
+@pytest.mark.parametrize("family", [family.name for family in available()])
+def test_geometry_by_arithmetic_is_that_of_the_built_model(family, tmp_path):
+    config = config_of(family)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+    plain = plain_config(str(tmp_path))
+    assert (plain is not None) >= (family in ("llama", "qwen2", "qwen3", "phi3"))
+    if plain is not None:
+        assert plain_geometry(plain) == geometry(config)
+        assert plain_geometry(plain).parameters == sum(p.numel() for p in build(family).parameters())
+
+
+def test_tied_weights_are_counted_once_by_arithmetic_too(tmp_path):
+    for tied in (True, False):
+        config = config_of("qwen3", tie_word_embeddings=tied)
+        (tmp_path / "config.json").write_text(json.dumps(config.to_dict(), default=str))
+        assert plain_geometry(plain_config(str(tmp_path))) == geometry(config)
 
 
 def test_what_the_layers_hold_is_told(cli, tmp_path):

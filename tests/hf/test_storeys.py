@@ -15,7 +15,7 @@ from source_tree import imports, modules
 
 # Lowest first; a module imports from lower storeys and from its own package.
 STOREYS = (
-    ("compat", "inputs"),
+    ("compat", "inputs", "shape"),
     ("kinds",),
     ("model", "cache"),
     ("forward",),

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 
 from kvsieve.bench.geometry import Geometry, Layer
 from kvsieve.errors import InputError, PlanError
-from kvsieve.hf.kinds import growing_layers
-from kvsieve.hf.model.memory import aside_bytes, encoded_bytes
-from kvsieve.hf.model.support import check_model
-from kvsieve.methods import TSP, ScoredEvictor
-from kvsieve.methods.base import skipped
+from kvsieve.hf.shape import growing_layers
+from kvsieve.methods.base import ScoredEvictor, skipped
+from kvsieve.methods.fastkv import TSP
 from kvsieve.plans import Plan
 
 
@@ -62,8 +60,12 @@ def estimate(geometry: Geometry, plan: Plan, tokens: int, *, batch: int = 1, ele
     if tokens < 1 or batch < 1:
         raise InputError(f"an estimate needs at least 1 token and 1 row, got {tokens} tokens in {batch} rows")
     check_priced(plan)
-    if plan.roles:
+    if plan.roles and geometry.model is not None:
+        from kvsieve.hf.model.support import check_model
+
         check_model(geometry.model, plan)
+    elif plan.evict is not None:
+        plan.evict.check(len(geometry.layers))
     layers = geometry.layers
     seen = _tokens_per_layer(plan, geometry, tokens)
     kept = [_entries(plan, index, layers, seen[index], tokens) for index in range(len(layers))]
@@ -157,8 +159,12 @@ def _row_bytes(
     layer, shape = geometry.layers[index], geometry.shapes[index]
     if not layer.kind.grows:
         return entries * layer.kv_elements * sets * element_bytes
-    aside = 0 if plan.rest is None else seen - entries
     held: float = entries * layer.kv_elements * element_bytes
+    if plan.codec is None and plan.rest is None:
+        return round(sets * held)
+    from kvsieve.hf.model.memory import aside_bytes, encoded_bytes
+
+    aside = 0 if plan.rest is None else seen - entries
     if plan.codec is not None:
         held = encoded_bytes(plan.codec, shape, entries, element_bytes, aside=aside)
     return round(sets * held + aside_bytes(plan, shape, aside))

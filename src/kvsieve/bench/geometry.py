@@ -6,14 +6,13 @@ The model is built on torch's `meta` device, so parameters are counted exactly a
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from kvsieve.errors import UnsupportedModelError
-from kvsieve.hf.compat import decoder_of, layers_of, text_config
-from kvsieve.hf.kinds import LayerKind
-from kvsieve.hf.model.shapes import LayerShape, layer_shapes, meta_model
+from kvsieve.hf.shape import LayerKind, LayerShape
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 # 2 FLOPs per element for what a token adds to a state, 2 for what it reads.
@@ -27,6 +26,7 @@ class Layer:
 
     Attributes:
         linear_parameters: multiplied once per token (2 FLOPs each), of a mixture's experts only the active share.
+        outputs: numbers that its linear layers put out for a token.
         pair_flops: attention FLOPs per pair of a query and a key, all heads.
         kv_elements: key and value elements per token and row, of the layer whose entries it reads; of latent entries,
             which serve all heads at once, as they are stored.
@@ -40,6 +40,7 @@ class Layer:
     """
 
     linear_parameters: float
+    outputs: float
     pair_flops: float
     kv_elements: int
     groups: int
@@ -86,7 +87,7 @@ class Geometry:
         outside_parameters: linear ones of the decoder outside its layers, which every token passes.
         read_parameters: read for any token of text, without embedding tables and experts.
         expert_parameters: of all experts, of which a token takes `active_share`.
-        model: it, on the meta device.
+        model: it, on the meta device; None where its config alone was read.
         shapes: of its layers.
     """
 
@@ -117,6 +118,11 @@ def geometry(config: Any) -> Geometry:
     Raises:
         UnsupportedModelError: the formulas do not describe the model's cost.
     """
+    from torch import nn
+
+    from kvsieve.hf.compat import decoder_of, layers_of, text_config
+    from kvsieve.hf.model.shapes import layer_shapes, meta_model
+
     try:
         model = meta_model(config)
         text = text_config(model)
@@ -172,16 +178,17 @@ def _experts(config: Any, text: Any, decoder_layers: Any) -> tuple[int, float]:
 def _layers(shapes: tuple[LayerShape, ...], modules: Any, share: float) -> tuple[Layer, ...]:
     layers = []
     for index, (shape, module) in enumerate(zip(shapes, modules, strict=True)):
-        linear = sum(
-            p.numel() * (share if _is_expert(name, p) else 1)
+        weights = [
+            (p, share if _is_expert(name, p) else 1)
             for name, p in module.named_parameters()
             if p.ndim >= 2 and not name.endswith("bias")
-        )
+        ]
         source = shape.kind.source
         owner = shape if source is None else shapes[source]
         layers.append(
             Layer(
-                linear_parameters=linear,
+                linear_parameters=sum(p.numel() * part for p, part in weights),
+                outputs=sum(p.numel() // p.shape[-1] * part for p, part in weights),
                 pair_flops=2 * shape.pair_elements,
                 kv_elements=owner.entry_elements,
                 groups=shape.query_heads // (owner.heads or 1),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
+
+import typer
 
 from kvsieve.cli.loading import (
     DecodeOption,
@@ -16,6 +18,7 @@ from kvsieve.cli.loading import (
     load_model,
     refuse_text,
 )
+from kvsieve.cli.memory import Limit, MemoryOption, check_memory
 from kvsieve.cli.options import (
     METHOD,
     OUTPUT,
@@ -37,6 +40,7 @@ from kvsieve.cli.run import parse_protect, parse_sampling
 from kvsieve.cli.specs import (
     BudgetOption,
     CodecOption,
+    MethodRun,
     PrefillOption,
     RestOption,
     chosen_spec,
@@ -51,8 +55,12 @@ from kvsieve.errors import InputError
 from kvsieve.hf.persist.cache_file import is_ours
 from kvsieve.plans import Plan
 
+# Tokens that a message should have room for beside the longest answer.
+_QUESTION = 64
+
 
 def chat_command(
+    command: typer.Context,
     model: ModelArgument = None,
     system: SystemOption = None,
     file: Annotated[str | None, option(PROMPT, "Text file to put before the first message (default: none)")] = None,
@@ -76,6 +84,7 @@ def chat_command(
     store: StoreOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
+    memory: MemoryOption = None,
     save: Annotated[str | None, option(OUTPUT, "File to save the chat to after each turn (default: none)")] = None,
     force: Annotated[
         bool, option(OUTPUT, "Let --save and /save replace a file that is no saved chat", "--force")
@@ -88,6 +97,7 @@ def chat_command(
     refuse_text(model, "--file")
     check_loading(dtype, device, decode)
     check_least(1, max_new_tokens=max_new_tokens, chunk=chunk)
+    check_memory(memory, store)
     sampling = parse_sampling(temperature, None, None, seed)
     if system is not None and not system.strip():
         raise InputError("--system is empty; leave it out, or write a system prompt")
@@ -105,14 +115,20 @@ def chat_command(
     check_store(store, protect)
     _check_target(save, force)
     check_model_name(model)
-    plan = make_runs([chosen], *parts.values())[0].plan
+    runs = make_runs([chosen], *parts.values())
     if load is not None:
         saved = _saved_plan(load)
-        if method is not None and saved.name != plan.name:
-            raise InputError(f"the chat in {load!r} was made under {saved.name}, not {plan.name}; leave --method out")
-        plan = saved if method is None else plan
-    check_stored_plans(store, [plan])
+        if method is not None and saved.name != runs[0].plan.name:
+            named = runs[0].plan.name
+            raise InputError(f"the chat in {load!r} was made under {saved.name}, not {named}; leave --method out")
+        runs = [MethodRun(saved.name, {}, saved)] if method is None else runs
+    check_stored_plans(store, [runs[0].plan])
     check_device(device)
+    longest = None
+    if memory is not None:
+        fitted = Limit(command, runs, codecs=load is None).choose(None, least=max_new_tokens + _QUESTION)
+        runs, chunk, decode, longest = fitted.runs, fitted.chunk, fitted.decode, fitted.tokens
+    plan = runs[0].plan
     loaded, tokenizer = load_model(model, dtype, device)
 
     import torch
@@ -122,7 +138,7 @@ def chat_command(
 
     if seed is not None:
         torch.manual_seed(seed)
-    options = {"max_new_tokens": max_new_tokens, "chunk": chunk, **sampling}
+    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chunk": chunk, "max_context": longest, **sampling}
     options |= {"protect": [*roles, *spans]} if protect else {}
     attached = kvsieve.attach(loaded, plan, decode=decode, tokenizer=tokenizer)
     with opened_store(store) as prompts, attached as sieve:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvsieve.cli.loading import check_dtype, check_least, check_model_name, refuse_text
 from kvsieve.cli.options import MEMORY, METHOD, MODEL, PROMPT, ModelArgument, option
@@ -22,9 +22,13 @@ from kvsieve.cli.specs import (
     parse_rests,
     spec,
 )
+from kvsieve.display import bytes_text
 from kvsieve.errors import InputError
 from kvsieve.quantities import parse_lengths
 from kvsieve.settled import label_parameters
+
+if TYPE_CHECKING:
+    from kvsieve.plans import Plan
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 MACHINE = "Machine"
@@ -88,32 +92,17 @@ def model_config(name: str | None) -> Any:
 
     Raises ModelNotFoundError for one that is not there, ModelLoadError for one that cannot be read.
     """
-    if name is None:
-        return _demo_config()
     from huggingface_hub.utils import logging
     from transformers import AutoConfig
 
-    from kvsieve.models import checkpoint_source, load_error
+    from kvsieve.models import checkpoint_source, demo, load_error
 
     logging.set_verbosity_error()
-    source, options = checkpoint_source(name)
+    source, options = checkpoint_source(str(demo.demo_checkpoint()) if name is None else name)
     try:
         return AutoConfig.from_pretrained(source, **options)
     except Exception as error:
         raise load_error(f"cannot read the config of {name!r}", options, error) from error
-
-
-def _demo_config() -> Any:
-    from transformers import AutoConfig
-
-    from kvsieve.models import demo, fetch
-
-    gguf = fetch.find_gguf()
-    digest = fetch.gguf_sha256(gguf) if gguf else fetch.GGUF_SHA256
-    checkpoint = fetch.cache_dir() / f"{fetch.MODEL_NAME}-{digest[:12]}-v{demo.CHECKPOINT_VERSION}"
-    if demo.checkpoint_problem(checkpoint) is None:
-        return AutoConfig.from_pretrained(checkpoint, local_files_only=True)
-    return demo.load_demo()[0].config
 
 
 def make_report(
@@ -127,19 +116,15 @@ def make_report(
 ) -> dict[str, Any]:
     """JSON-ready; units are in the key names. rates: TFLOP/s of linear layers and of attention, GB/s of memory."""
     from kvsieve.bench import estimate as costs
-    from kvsieve.bench.geometry import geometry
-    from kvsieve.hf.kinds import describe_kinds
-    from kvsieve.hf.model.memory import fit
+    from kvsieve.hf.shape import describe_kinds
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.plans import Plan
     from kvsieve.profiles import Fingerprint
 
-    config = model_config(name)
-    shape = geometry(config)
+    config, shape = _geometry(name, runs)
     size = ELEMENT_BYTES[dtype]
     # The tokenizer, which no cost depends on much, is not loaded for this.
-    fitted = [replace(run, plan=fit(run.plan, shape.shapes, size)) for run in runs]
-    runs = [run.for_model(Fingerprint.of_config(config)) for run in fitted]
+    runs = [_fitted(run, shape, size).for_model(Fingerprint.of_config(config)) for run in runs]
     results = []
     for tokens in contexts:
         full = costs.estimate(shape, Plan(), tokens, batch=batch, element_bytes=size)
@@ -165,6 +150,35 @@ def make_report(
         "results": results,
         "notes": _notes(config, contexts, dtype),
     }
+
+
+def _geometry(name: str | None, runs: list[MethodRun]) -> tuple[Any, Any]:
+    """Return a model's config and geometry, without torch where neither the model nor a plan needs it."""
+    from kvsieve.bench.plain_geometry import plain_config, plain_geometry
+
+    config = None if any(_needs_model(run.plan) for run in runs) else plain_config(name)
+    if config is not None:
+        return config, plain_geometry(config)
+    from kvsieve.bench.geometry import geometry
+
+    config = model_config(name)
+    return config, geometry(config)
+
+
+def _needs_model(plan: Plan) -> bool:
+    """Tell that more than numbers says whether a plan runs on a model."""
+    parts = plan.codec, plan.rest, plan.prefill, plan.read, plan.profile
+    needs = plan.evict is not None and bool(plan.evict.traits.needs)
+    return needs or any(part is not None for part in parts)
+
+
+def _fitted(run: MethodRun, shape: Any, element_bytes: int) -> MethodRun:
+    """Return a run whose budgets in bytes have become entries."""
+    if not run.plan.budgets_in_bytes:
+        return run
+    from kvsieve.hf.model.memory import fit
+
+    return replace(run, plan=fit(run.plan, shape.shapes, element_bytes))
 
 
 def _result(run: MethodRun, tokens: int, one: Any, full: Any, rates: tuple[Any, Any, Any]) -> dict[str, Any]:
@@ -210,11 +224,11 @@ def _notes(config: Any, contexts: list[int], dtype: str) -> list[str]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    weights = _size(report["results"][0]["weight_bytes"])
+    weights = bytes_text(report["results"][0]["weight_bytes"])
     show(f"{report['model']}: {report['parameters'] / 1e9:.3f} B parameters, {report['layers']} layers")
     show(f"weights {weights} in {report['dtype']}, batch {report['batch']}")
     states = report["results"][0]["state_bytes"]
-    of_them = f"; recurrent states {_size(states)}, in KV below, do not grow" if states else ""
+    of_them = f"; recurrent states {bytes_text(states)}, in KV below, do not grow" if states else ""
     show(f"{report['layers_hold']}{of_them}")
     batches = ["max batch"] if report["memory_gib"] is not None else []
     print_table(_HEADERS + batches, [_row(each) for each in report["results"]], left=2)
@@ -228,17 +242,13 @@ def _row(result: dict[str, Any]) -> list[str]:
     return [
         str(result["context_tokens"]),
         spec(result["method"], result["given"]),
-        _size(result["kv_bytes"]),
+        bytes_text(result["kv_bytes"]),
         f"{100 * result['kv_ratio']:.1f}%",
         _short(result["prefill_flops"] / 1e12),
         f"{result['ttft_ratio']:.3f}" + ("" if seconds is None else f" {_short(seconds)} s"),
         f"{result['tpot_ratio']:.3f}" + ("" if milliseconds is None else f" {_short(milliseconds)} ms"),
         *batches,
     ]
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
 
 
 def _short(value: float) -> str:

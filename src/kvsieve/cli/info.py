@@ -157,10 +157,10 @@ def _dtype() -> dict[str, str]:
 
 def _model(name: str) -> tuple[dict[str, str], str | None]:
     """Tell what a model's layers hold and which roles run on it, from its config; and why nothing does."""
-    from kvsieve.bench.geometry import meta_model
     from kvsieve.cli.estimate import model_config
     from kvsieve.cli.models_table import kinds_of
     from kvsieve.hf.kinds import describe_kinds
+    from kvsieve.hf.model.shapes import meta_model
     from kvsieve.hf.model.support import why_unsupported
     from kvsieve.models import check_weights
 
@@ -184,11 +184,9 @@ def _model(name: str) -> tuple[dict[str, str], str | None]:
 
 def _demo_model() -> tuple[str, str | None]:
     """Where the demo model is, and what stands in the way of loading it, with the command that helps."""
-    from kvsieve.models import demo, fetch
+    from kvsieve.models import demo
 
-    gguf = fetch.find_gguf()
-    digest = fetch.gguf_sha256(gguf) if gguf else fetch.GGUF_SHA256
-    checkpoint = fetch.cache_dir() / f"{fetch.MODEL_NAME}-{digest[:12]}-v{demo.CHECKPOINT_VERSION}"
+    gguf, _, checkpoint = demo.demo_place()
     problem = demo.checkpoint_problem(checkpoint)
     if problem is None:
         return str(checkpoint), None

@@ -50,6 +50,13 @@ def memory(value: object) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
+def options_given(context: typer.Context) -> set[str]:
+    """Return the parameters of a command that its caller gave, by their names in Python."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    explicit = ("COMMANDLINE", "ENVIRONMENT")
+    return {name for name, source in sources.items() if source is not None and source.name in explicit}
+
+
 TOKENS: dict[str, Any] = {"parser": tokens, "metavar": "TOKENS"}
 MEMORY: dict[str, Any] = {"parser": memory, "metavar": "SIZE"}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any
 
+import typer
+
 from kvsieve.cli.answers import Generation, check_lengths, encode, run_batches, run_methods
 from kvsieve.cli.kept import check_kept, found_json, print_found, print_map, write_page
 from kvsieve.cli.loading import (
@@ -18,6 +20,7 @@ from kvsieve.cli.loading import (
     load_model,
     refuse_text,
 )
+from kvsieve.cli.memory import Limit, MemoryOption, Settings, check_memory
 from kvsieve.cli.options import (
     GENERATION,
     METHOD,
@@ -35,11 +38,12 @@ from kvsieve.cli.options import (
     option,
 )
 from kvsieve.cli.output import JsonOption, WideOption, emit_json
-from kvsieve.cli.prompts import given_prompts
+from kvsieve.cli.prompts import TextPrompt, given_prompts
 from kvsieve.cli.run_tables import print_answers, print_stats
 from kvsieve.cli.specs import (
     BudgetOption,
     CodecsOption,
+    MethodRun,
     PrefillsOption,
     RestsOption,
     chosen_spec,
@@ -54,6 +58,7 @@ from kvsieve.errors import InputError
 
 
 def run_command(
+    context: typer.Context,
     model: ModelArgument = None,
     prompt: Annotated[str | None, option(PROMPT, "Prompt text (default: none)")] = None,
     prompt_file: Annotated[str | None, option(PROMPT, "Prompt file; - is stdin (default: none)")] = None,
@@ -92,6 +97,7 @@ def run_command(
     store: StoreOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
+    memory: MemoryOption = None,
     show_kept: Annotated[
         str | None,
         option(
@@ -117,6 +123,7 @@ def run_command(
     refuse_text(model, "--prompt-file")
     check_loading(dtype, device, decode)
     check_least(1, max_new_tokens=max_new_tokens, chunk=chunk, batch=batch)
+    check_memory(memory, store)
     sampling = parse_sampling(temperature, top_p, top_k, seed)
     specs = [*compared_specs(compare, budget, profile), chosen_spec(method, budget, settings or [], profile)]
     parts = parse_codecs(codec), parse_rests(rest), parse_prefills(prefill)
@@ -128,6 +135,9 @@ def run_command(
     runs = make_runs(specs, *parts)
     check_stored_plans(store, (run.plan for run in runs))
     check_device(device)
+    if memory is not None:
+        fitted = _within(context, runs, prompts, parse_special)
+        runs, chunk, batch, decode = fitted.runs, fitted.chunk, fitted.rows, fitted.decode
     loaded, tokenizer = load_model(model, dtype, device)
     asked = [encode(tokenizer, each, roles, spans, parse_special) for each in prompts]
     how = Generation(
@@ -157,6 +167,14 @@ def run_command(
     print_found([result["label"] for result in results], kept, texts)
     if show_kept == "-":
         print_map(kept[-1])
+
+
+def _within(context: typer.Context, runs: list[MethodRun], prompts: list[TextPrompt], parse_special: bool) -> Settings:
+    """Return settings under which the prompts stay below --memory. Raises InputError."""
+    limit = Limit(context, runs)
+    asked = (encode(limit.tokenizer, each, parse_special=parse_special) for each in prompts)
+    longest = max(each.ids.shape[1] for each in asked)
+    return limit.choose(longest + context.params["max_new_tokens"], rows=len(prompts))
 
 
 def parse_sampling(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import Annotated
 
+import typer
+
 from kvsieve.cli.loading import (
     DecodeOption,
     DeviceOption,
@@ -15,6 +17,7 @@ from kvsieve.cli.loading import (
     check_model_name,
     load_model,
 )
+from kvsieve.cli.memory import Limit, MemoryOption, check_memory
 from kvsieve.cli.options import (
     CACHE,
     GENERATION,
@@ -41,10 +44,12 @@ _NEEDED = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "greenlet")
 
 
 def serve_command(
+    context: typer.Context,
     model: ModelArgument = None,
     name: Annotated[str | None, option(MODEL, "Model name in requests (default: that of MODEL)")] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
+    memory: MemoryOption = None,
     decode: DecodeOption = "auto",
     chunk: ChunkOption = 128,
     gap: Annotated[
@@ -97,12 +102,8 @@ def serve_command(
         raise InputError(f"`kvsieve serve` needs {', '.join(missing)}: run `pip install 'kvsieve[serve]'`")
     check_loading(dtype, device, decode)
     check_least(1, running=running, queue=queue, chunk=chunk, max_tokens=max_tokens)
-    if not 0 <= port < 1 << 16:
-        raise InputError(f"--port must be from 0 to 65535, got {port}")
-    if not seconds > 0:
-        raise InputError(f"--seconds must be more than 0, got {seconds}")
-    if not gap > 1:
-        raise InputError(f"--gap must be more than 1, got {gap}: prompts are prefilled in the time above 1")
+    check_memory(memory)
+    _check_numbers(port, seconds, gap)
     chosen = chosen_spec(method, budget, settings or [])
     codecs = parse_codecs(codec)
     if len(codecs) > 1:
@@ -120,6 +121,9 @@ def serve_command(
 
     from kvsieve.serve.run import ServerOptions, serve
 
+    if memory is not None:
+        fitted, store_memory = Limit(context, runs, codecs=False).choose_server()
+        chunk, decode, kv_memory = fitted.chunk, fitted.decode, fitted.kv
     limits = ServerLimits(running, queue, seconds, max_tokens, chunk=chunk, gap=gap, kv_bytes=kv_memory)
     options = ServerOptions(
         plan=runs[0].plan,
@@ -146,3 +150,13 @@ def serve_command(
     from kvsieve.models.fetch import MODEL_NAME
 
     serve(loaded, tokenizer, options, model or MODEL_NAME, say)
+
+
+def _check_numbers(port: int, seconds: float, gap: float) -> None:
+    """Raise InputError for a number out of range."""
+    if not 0 <= port < 1 << 16:
+        raise InputError(f"--port must be from 0 to 65535, got {port}")
+    if not seconds > 0:
+        raise InputError(f"--seconds must be more than 0, got {seconds}")
+    if not gap > 1:
+        raise InputError(f"--gap must be more than 1, got {gap}: prompts are prefilled in the time above 1")

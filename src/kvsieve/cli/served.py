@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvsieve.cli.loading import check_least, check_model_name
-from kvsieve.cli.options import SERVER, option
+from kvsieve.cli.options import SERVER, option, options_given
 from kvsieve.cli.output import NARROW, WIDE, check_writable, emit_json, print_table, progress_bar, say, show
 from kvsieve.client import parse_extra
 from kvsieve.errors import InputError
@@ -43,9 +43,7 @@ def check_options(context: typer.Context, server: str | None, allowed: Sequence[
         server: as given.
         allowed: options that mean something to a server, beside those that both commands have.
     """
-    explicit = ("COMMANDLINE", "ENVIRONMENT")
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    given = {name for name, source in sources.items() if source is not None and source.name in explicit}
+    given = options_given(context)
     if server is None:
         for name in sorted(given & {"clients", "extra"}):
             raise InputError(f"--{name}: only with --server")

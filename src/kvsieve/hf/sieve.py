@@ -278,7 +278,7 @@ class Sieve(AttachedModel):
             store: `kvsieve.store.PrefixStore` of prompts' beginnings.
             max_new_tokens: longest answer.
             chunk: prompt tokens per forward pass.
-            **options: of `generate`, for every turn; answers are greedy unless these say otherwise.
+            **options: `max_context`, tokens in all (default: the model's), and generate's; greedy by default.
 
         Raises InputError where the tokenizer has no chat template, UnsupportedOptionError for beams.
         """

@@ -73,13 +73,11 @@ def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, Pre
 
 def load_tokenizer(model_id_or_dir: str | None) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer alone; see `load`."""
-    if model_id_or_dir is None:
-        from kvsieve.models import demo
-
-        return demo.load_demo()[1]
     from transformers import AutoTokenizer
 
-    source, options = checkpoint_source(model_id_or_dir)
+    from kvsieve.models import demo
+
+    source, options = checkpoint_source(str(demo.demo_checkpoint()) if model_id_or_dir is None else model_id_or_dir)
     try:
         return AutoTokenizer.from_pretrained(source, **options)
     except Exception as exc:

@@ -10,9 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
-from kvsieve.devices import auto_dtype
 from kvsieve.models.fetch import (
     GGUF_SHA256,
     MODEL_NAME,
@@ -27,6 +24,7 @@ from kvsieve.models.fetch import (
 from kvsieve.models.gguf_reader import convert
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Part of the checkpoint's directory name: raise it whenever gguf_reader.convert writes something different.
@@ -51,20 +49,34 @@ def load_demo(dtype: torch.dtype | Literal["auto"] = "auto") -> tuple[PreTrained
         ModelLoadError: no GGUF file and no checkpoint, a file that cannot be converted, the ``gguf`` package missing
             when it is needed, an unwritable cache directory, or a checkpoint that does not load.
     """
+    from kvsieve.devices import auto_dtype
+
     dtype = auto_dtype("cpu").dtype if dtype == "auto" else dtype
-    gguf = find_gguf()
-    digest = gguf_sha256(gguf) if gguf else GGUF_SHA256
-    target = cache_dir() / f"{MODEL_NAME}-{digest[:12]}-v{CHECKPOINT_VERSION}"
-    if problem := checkpoint_problem(target):
-        _rebuild(gguf, digest, target, problem)
+    target = demo_checkpoint()
     try:
         return _load_checkpoint(target, dtype)
     except ModelLoadError:
         problem = checkpoint_problem(target, thorough=True)
         if problem is None:
             raise
+    gguf, digest, _ = demo_place()
     _rebuild(gguf, digest, target, problem)
     return _load_checkpoint(target, dtype)
+
+
+def demo_place() -> tuple[Path | None, str, Path]:
+    """Return the GGUF file, its hash, and the directory of what it is converted to. Raises ModelLoadError."""
+    gguf = find_gguf()
+    digest = gguf_sha256(gguf) if gguf else GGUF_SHA256
+    return gguf, digest, cache_dir() / f"{MODEL_NAME}-{digest[:12]}-v{CHECKPOINT_VERSION}"
+
+
+def demo_checkpoint() -> Path:
+    """Return the directory of the demo model, which is converted first where it has to be. Raises ModelLoadError."""
+    gguf, digest, target = demo_place()
+    if problem := checkpoint_problem(target):
+        _rebuild(gguf, digest, target, problem)
+    return target
 
 
 def checkpoint_problem(target: Path, thorough: bool = False) -> str | None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from kvsieve.lazy import Tensor, torch
 from kvsieve.models.fetch import ModelLoadError
 
 _TENSORS = {

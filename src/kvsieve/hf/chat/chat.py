@@ -53,12 +53,13 @@ class Chat(Forked):
         **options: Any,
     ) -> None:
         """See Sieve.chat."""
+        max_context = options.pop("max_context", None)
         if system is not None:
             check_text("system", system)
         self.sieve, self.tokenizer = sieve, tokenizer
         self.options: dict[str, Any] = {**options, "max_new_tokens": max_new_tokens, "chunk": chunk}
         check_chat_options(self.options, sieve.model)
-        self._maker, self._store = TurnMaker(sieve, tokenizer, store), store
+        self._maker, self._store = TurnMaker(sieve, tokenizer, store, max_context), store
         self._cache, start = sieve.new_cache(), () if system is None else ({"role": "system", "content": system},)
         ids = torch.zeros(1, 0, dtype=torch.int64, device=sieve.model.device)
         self._state = ChatState(Transcript(ids, start), self._cache.snapshot())
@@ -194,7 +195,7 @@ class Chat(Forked):
 
         def work() -> Chat:
             other = Chat(self.sieve, self.tokenizer, store=self._store, **self.options)
-            other._cache = self._cache.fork()
+            other._maker, other._cache = self._maker, self._cache.fork()
             other._state = other._at = dataclasses.replace(self._state, cache=other._cache.snapshot(), before=None)
             return other
 

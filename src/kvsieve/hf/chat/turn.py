@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from kvsieve.errors import InputError
+from kvsieve.errors import InputError, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.chat.options import check_chat_options, complete_options
 from kvsieve.hf.chat.pieces import Pieces
@@ -79,9 +79,14 @@ class Question:
 class TurnMaker:
     """Makes the turns of a conversation. Keeps nothing of it, and changes nothing but the cache it is given."""
 
-    def __init__(self, sieve: ChatBackend, tokenizer: Any, store: PromptStore | None = None) -> None:
+    def __init__(
+        self, sieve: ChatBackend, tokenizer: Any, store: PromptStore | None = None, max_context: int | None = None
+    ) -> None:
+        """max_context: tokens of the conversation; None for the model's context."""
         check_store(store)
-        self.sieve, self.tokenizer = sieve, tokenizer
+        if max_context is not None and (type(max_context) is not int or max_context < 2):
+            raise InputError(f"max_context must be a number of tokens, at least 2, got {short(max_context)}")
+        self.sieve, self.tokenizer, self.max_context = sieve, tokenizer, max_context
         self.stored = None if store is None else Stored(store)
         self.turns = Turns(tokenizer)
         self.stops = stop_ids(tokenizer, sieve.model.generation_config.eos_token_id)
@@ -171,7 +176,7 @@ class TurnMaker:
         ended = made[-1] in question.stops
         if most < wanted and len(made) == most and not ended:
             note = (
-                f"the answer was cut at {most} tokens, where the model's context of {context} ends: start a new "
+                f"the answer was cut at {most} tokens, where {self._named(context)} ends: start a new "
                 "chat, or go back to an earlier snapshot"
             )
             stats = dataclasses.replace(stats, notes=[*stats.notes, note])
@@ -211,11 +216,14 @@ class TurnMaker:
             else:
                 known = known[:, :-1]
         ids = torch.cat([known, known.new_tensor([added])], 1)
-        context = context_of(self.sieve.config)
+        context = min((each for each in (context_of(self.sieve.config), self.max_context) if each), default=None)
         if context is not None and ids.shape[1] + 1 > context:
             raise InputError(
                 f"the conversation has {known.shape[1]} tokens and this message adds {len(added)}: with one token of "
-                f"an answer that is more than the model's context of {context}; say less, roll back to an earlier "
+                f"an answer that is more than {self._named(context)}; say less, roll back to an earlier "
                 "snapshot, or start a new chat"
             )
         return ids, context
+
+    def _named(self, context: int | None) -> str:
+        return f"max_context={context}" if context == self.max_context else f"the model's context of {context}"

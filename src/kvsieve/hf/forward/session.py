@@ -110,6 +110,9 @@ class Session:
         if reduces and codec is not None:
             decode_before(self.plan, layer)
         store, room = layer.store, self.cache.turn.room(self.end, tokens.size)
+        if codec is not None and evictor is None:
+            # They are encoded long before so many have come.
+            room = min(room, codec.block)
         key, value = (part.detach() if part.requires_grad else part for part in (key, value))
         if self.reads_as_answer:
             out = self._read(index, layer, asked, key, value, room)

@@ -31,7 +31,7 @@ def measure_peak(device: torch.device) -> Iterator[Peak]:
         return
     resets = _reset_resident_peak()
     yield peak
-    peak.bytes = _resident_peak() if resets else None
+    peak.bytes = resident("VmHWM") if resets else None
 
 
 def _reset_resident_peak() -> bool:
@@ -52,8 +52,11 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL("libc.so.6")
 
 
-def _resident_peak() -> int | None:
+def resident(field: str = "VmRSS") -> int | None:
+    """Return the resident bytes of this process, "VmHWM" their peak; None where the system does not tell."""
+    if not _STATUS.exists():
+        return None
     for line in _STATUS.read_text().splitlines():
-        if line.startswith("VmHWM:"):
+        if line.startswith(f"{field}:"):
             return int(line.split()[1]) * 1024
     return None

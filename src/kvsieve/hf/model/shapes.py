@@ -15,37 +15,11 @@ from torch import Tensor, nn
 from kvsieve.cache.base import tensors_in
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.compat import AttentionInterface, DynamicCache, cache_argument, decoder_of, layers_of, text_config
-from kvsieve.hf.kinds import LayerKind, layer_kinds
+from kvsieve.hf.kinds import layer_kinds
+from kvsieve.hf.shape import LayerKind, LayerShape
 
 _NAME = "kvsieve_shapes"
 _TOKENS = 2
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Shapes of one decoder layer.
-
-    Attributes:
-        kind: of the layer.
-        heads: KV heads of what it stores; 1 for latent entries, which serve all heads.
-        entry_elements: elements of an entry, all heads together; 0 where it stores none.
-        dims: channels of a key, and of a value.
-        query_heads: query heads of its first attention, 0 without one.
-        pair_elements: elements of a query that meet a key, and of a value that meets a weight, over all query heads.
-        state_elements: elements of its recurrent state, in the model's dtype.
-        wide_state_elements: those in float32, whatever the model's dtype.
-        last_token_only: True where only a prompt's last token comes to it.
-    """
-
-    kind: LayerKind
-    heads: int
-    entry_elements: int
-    dims: tuple[int, int]
-    query_heads: int
-    pair_elements: int
-    state_elements: int
-    wide_state_elements: int
-    last_token_only: bool
 
 
 @dataclass

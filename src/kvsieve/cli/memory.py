@@ -1,0 +1,197 @@
+"""`--memory`: the chunk, the codec and the context that keep a process below a size, chosen before weights are loaded.
+
+Budgets change nothing here: a prompt is stored whole before an evictor drops any of it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Annotated
+
+import typer
+
+from kvsieve.cli.loading import check_least
+from kvsieve.cli.options import MEMORY, MODEL, option, options_given
+from kvsieve.cli.output import say
+from kvsieve.cli.specs import MethodRun, make_runs
+from kvsieve.display import bytes_text
+from kvsieve.errors import InputError
+from kvsieve.quantities import format_bytes, parse_bytes
+
+MemoryOption = Annotated[
+    int | None,
+    option(
+        MODEL,
+        "Memory limit of the process, or of its GPU: 2GiB; sets chunk, codec and context to fit (default: none)",
+        **MEMORY,
+    ),
+]
+# Codecs to come down to, mildest first, and the smallest chunk.
+_CODECS, _LEAST_CHUNK = ("int8", "kivi:bits=4"), 64
+# Chunks that a server reads in one pass where nobody waits, and the largest prefix cache it chooses.
+_JOINED, _MOST_CACHED = 8, 2 << 30
+# Slack of the size that a refusal names.
+_SPARE = 16 << 20
+
+
+def check_memory(memory: int | None, store: str | None = None) -> None:
+    """Raise InputError for a limit that is none, or with a store, whose memory is not counted."""
+    check_least(1, memory=memory)
+    if memory is not None and store is not None:
+        raise InputError("--memory does not count what --store holds in memory; leave one of them out")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings, and the most tokens that fit under them in each of `rows`. kv, work: bytes of all rows."""
+
+    runs: list[MethodRun]
+    chunk: int
+    decode: str
+    rows: int = 1
+    tokens: int = 0
+    kv: int = 0
+    work: int = 0
+
+    def __str__(self) -> str:
+        codecs = {str(run.given.get("codec") or "none") for run in self.runs}
+        batch = f", --batch {self.rows}" if self.rows > 1 else ""
+        return f"--chunk {self.chunk}, --codec {','.join(sorted(codecs))}, --decode {self.decode}{batch}"
+
+
+class Limit:
+    """--memory of a command: sets those of --chunk, --codec, --batch and --decode that were not given."""
+
+    def __init__(self, context: typer.Context, runs: list[MethodRun], *, codecs: bool = True) -> None:
+        """Measure the process. codecs: the runs may get a codec. Raises InputError."""
+        import kvsieve.hf.attach  # noqa: F401  (part of what the process takes)
+        from kvsieve.bench.footprint import footprint
+        from kvsieve.cli.estimate import model_config
+        from kvsieve.models import load_tokenizer
+
+        self._given, self._fixed = given, fixed = context.params, options_given(context)
+        for run in runs:
+            if run.plan.drafts:
+                raise InputError(f"--memory does not count the draft model of {run.label}; leave one of them out")
+        self.size: int = given["memory"]
+        self.tokenizer = load_tokenizer(given["model"])
+        self.foot = footprint(model_config(given["model"]), given["dtype"], given["device"])
+        self._runs = [runs]
+        if codecs and "codec" not in fixed:
+            specs = [(run.name, run.given) for run in runs]
+            self._runs += [make_runs(specs, [codec]) for codec in _CODECS]
+        self._chunks = [given["chunk"]] if "chunk" in fixed else list(_halves(given["chunk"], _LEAST_CHUNK))
+        self._rows = [given.get("batch", 1)] if "batch" in fixed else list(_halves(given.get("batch", 1), 1))
+        self._decodes = [given["decode"]]
+        if self.foot.copies and "decode" not in fixed:
+            self._decodes.append("fused")
+
+    def choose(self, tokens: int | None, *, least: int | None = None, rows: int = 1) -> Settings:
+        """Return the first settings under which so many tokens fit, else those of most tokens, `least` of them.
+
+        Says what was chosen.
+
+        Args:
+            tokens: of the longest prompt and its answer; None for the model's context.
+            least: default: all of them.
+            rows: prompts in all.
+
+        Raises:
+            InputError: they do not fit.
+        """
+        from kvsieve.hf.model.support import why_unsupported
+
+        tokens = tokens or self.foot.context
+        best: Settings | None = None
+        runnable = [each for each in self._runs if not any(why_unsupported(self.foot.model, run.plan) for run in each)]
+        for runs, decode, count, chunk in product(runnable or self._runs[:1], self._decodes, self._rows, self._chunks):
+            choice = self._longest(Settings(runs, chunk, decode, min(count, rows)), tokens)
+            if best is None or choice.tokens > best.tokens or not best.tokens:
+                best = choice
+            if choice.tokens == tokens:
+                break
+        assert best is not None
+        least = tokens if least is None else least
+        if best.tokens < least:
+            raise self._refusal(best, least, sum(self._sizes(best, least)))
+        self._say(best, f"at most {bytes_text(best.kv)} KV", tokens)
+        return best
+
+    def choose_server(self) -> tuple[Settings, str]:
+        """Return settings of a server with the bytes for the KV of requests, and the size of its prefix cache.
+
+        Says what was chosen. Raises InputError.
+        """
+        from kvsieve.plans import Plan
+
+        foot, kv, best = self.foot, self._given["kv_memory"], None
+        cached = parse_bytes(self._given["store_memory"]) if "store_memory" in self._fixed else None
+        for decode, chunk in product(self._decodes, self._chunks):
+            passes = Settings(self._runs[0], _JOINED * chunk, decode)
+
+            def free(tokens: int, passes: Settings = passes) -> int:
+                """Bytes for KV and prefix cache where prompts have so many tokens."""
+                return self.size - foot.fixed(passes.decode) - self._sizes(passes, tokens)[1]
+
+            def fails(tokens: int, passes: Settings = passes, free: Callable[[int], int] = free) -> bool:
+                needed = foot.kv(Plan(), tokens, passes.chunk)
+                held = needed if kv is None else kv
+                return needed > held or held + (held // 3 if cached is None else cached) > free(tokens)
+
+            tokens = bisect.bisect_left(range(1, foot.context + 1), True, key=fails)
+            if best is None or tokens > best[0].tokens or not best[0].tokens:
+                left = free(max(tokens, 1))
+                spare = max(0, min(_MOST_CACHED, left // 4 if kv is None else left - kv)) if cached is None else cached
+                best = Settings(passes.runs, chunk, decode, 1, tokens, left - spare if kv is None else kv), spare
+            if tokens == foot.context:
+                break
+        assert best is not None
+        choice, spare = best
+        if choice.tokens < _LEAST_CHUNK:
+            needed = (foot.kv(Plan(), _LEAST_CHUNK, _LEAST_CHUNK) if kv is None else kv) + (cached or 0)
+            raise self._refusal(choice, _LEAST_CHUNK, needed + self._sizes(choice, _LEAST_CHUNK * _JOINED)[1])
+        self._say(choice, f"{bytes_text(choice.kv)} KV, {bytes_text(spare)} prefix cache", foot.context)
+        return choice, format_bytes(spare) if spare else "0"
+
+    def _longest(self, settings: Settings, tokens: int) -> Settings:
+        """Return settings with the most tokens that fit, at most `tokens`."""
+        free = self.size - self.foot.fixed(settings.decode)
+        counts = range(1, tokens + 1)
+        most = bisect.bisect_right(counts, free, key=lambda count: sum(self._sizes(settings, count)))
+        kv, work = self._sizes(settings, max(most, 1))
+        return replace(settings, tokens=most, kv=kv, work=work)
+
+    def _sizes(self, settings: Settings, tokens: int) -> tuple[int, int]:
+        """Bytes of the KV and of a pass, of the run that takes most."""
+        plans, foot = [run.plan for run in settings.runs], self.foot
+        kv = max(foot.kv(plan, tokens, settings.chunk) for plan in plans)
+        work = max(foot.work(plan, tokens, settings.chunk) for plan in plans)
+        return settings.rows * kv, settings.rows * work
+
+    def _counted(self) -> str:
+        weights, process = bytes_text(self.foot.weights), bytes_text(self.foot.process)
+        return f"--memory {format_bytes(self.size)}: {weights} weights, {process} process"
+
+    def _say(self, choice: Settings, kv: str, wanted: int) -> None:
+        context = f", a context of {choice.tokens} tokens" if choice.tokens < wanted else ""
+        say(f"{self._counted()}, {kv}; {choice}{context}")
+
+    def _refusal(self, best: Settings, tokens: int, more: int) -> InputError:
+        """Return the error for a limit that so many tokens do not fit; more: bytes that they take."""
+        needed = -(-(self.foot.fixed(best.decode) + more + _SPARE) // 2**20)
+        shorter = f"at most {best.tokens} tokens fit: send less, or give" if best.tokens else "give"
+        return InputError(
+            f"{self._counted()} and {bytes_text(more)} for {tokens} tokens under {best} are more; {shorter} "
+            f"--memory {needed}MiB"
+        )
+
+
+def _halves(count: int, least: int) -> Iterator[int]:
+    """Yield a number, its half, and so on down to `least`."""
+    yield count
+    while count > least:
+        count = max(count // 2, least)
+        yield count
