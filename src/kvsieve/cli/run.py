@@ -144,7 +144,8 @@ def run_command(
         *(chunk, max_new_tokens, decode, sampling, seed),
         kept=show_kept is not None or bool(texts),
         store=store,
-        share=len(runs) > 1 and prompts_file is None,
+        # What is shared would be held beside each method's own cache.
+        share=len(runs) > 1 and prompts_file is None and memory is None,
     )
     if prompts_file is not None:
         check_lengths(loaded, asked)
