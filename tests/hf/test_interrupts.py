@@ -24,8 +24,16 @@ from toy_chats import chat_tokenizer
 pytestmark = pytest.mark.slow
 
 OPTIONS = {"suppress_tokens": [0, 1, 2], "max_new_tokens": 2}
-FINE = [chats.Chat.stream, chats.Chat._alone, chats.Chat._settle, worker.Worker.wait, worker.Worker.__init__]
-FINE += [chats.Chat.ask, chats.Chat.read, chats.Chat.rollback, chats.Chat.fork, chats.Chat.snapshot]
+FINE = [worker.streamed, chats.Chat._alone, chats.Chat._settle, worker.Worker.wait, worker.Worker.__init__]
+FINE += [
+    chats.Chat.ask,
+    chats.Chat.retry,
+    chats.Chat._take,
+    chats.Chat.read,
+    chats.Chat.rollback,
+    chats.Chat.fork,
+    chats.Chat.snapshot,
+]
 FINE += [SieveCache.rollback]
 COARSE = ("/hf/chat/chat.py", "/hf/chat/turn.py", "/hf/cache/cache.py")
 
@@ -85,6 +93,7 @@ ACTS = {
     "stream": streamed,
     "stream that is left": left,
     "stream that is left at its end": left_at_the_end,
+    "retry": lambda chat: chat.retry(max_new_tokens=1),
     "read": lambda chat: chat.read("w5 w6"),
     "fork": lambda chat: chat.fork(),
 }
@@ -97,7 +106,7 @@ def test_an_interrupt_at_any_place(chat, name):
     interrupts = Interrupts(FINE, COARSE)
     places = interrupts.places(lambda: act(chat))
     after = told(chat)
-    assert (after == before) == (name not in ("ask", "stream", "read")) and len(places) > 100
+    assert (after == before) == (name not in ("ask", "stream", "retry", "read")) and len(places) > 100
     chat.rollback(start)
     came = 0
     for place in places:
@@ -131,7 +140,7 @@ def test_a_stream_counts_once_it_has_ended(chat):
     stream = chat.stream("w5 w6")
     pieces = [next(stream), next(stream)]
     (worker,) = working()
-    while sys._current_frames()[worker.ident].f_code.co_name != "answer":
+    while sys._current_frames()[worker.ident].f_code.co_name != "turn":
         time.sleep(0.001)
     with pytest.raises(CacheStateError, match="in progress"):
         chat.ask("w7")
