@@ -255,10 +255,10 @@ def test_the_context_ends(tokenizer, full):
     assert len(reply.tokens) == 1 and not reply.ended and chat.ids.shape[1] == 512
     assert "the answer was cut at 1 tokens, where the model's context of 512 ends" in reply.stats.notes[-1]
     bounded = full.chat(tokenizer, max_new_tokens=50, max_context=100, suppress_tokens=[0, 1, 2, EOS])
-    for chat in (bounded, bounded.fork()):
+    for short in (bounded, bounded.fork()):
         with pytest.raises(InputError, match="more than max_context=100; say less"):
-            chat.ask(words(1, 98))
-        assert "where max_context=100 ends" in chat.ask(words(1, 80)).stats.notes[-1] and chat.ids.shape[1] == 100
+            short.ask(words(1, 98))
+        assert "where max_context=100 ends" in short.ask(words(1, 80)).stats.notes[-1] and short.ids.shape[1] == 100
     with pytest.raises(InputError, match="max_context must be a number of tokens"):
         full.chat(tokenizer, max_context=1)
     assert chat.turns[-1] == reply.stats
