@@ -37,6 +37,9 @@ TASKS = {
         "run",
         {"protect": ["system"]},
     ),
+    "stay below 2 GB": Task(
+        "| stay below 2 GB of memory |", ("docs/performance.md#peak-memory",), "run", {"memory": 2 << 30}
+    ),
     "4-bit weights": Task("| run 4-bit weights |", ("docs/models.md",), "chat", {"model": "model-q4_k_m.gguf"}),
     "behind nginx": Task(
         "| serve behind nginx |",
