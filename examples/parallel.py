@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 
 import kvsieve
-from kvsieve.cli.specs import chosen_method
+from kvsieve.cli.specs import chosen_spec, make_run
 
 
 def load(checkpoint: str, dtype: str) -> tuple[Any, Any]:
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seed", type=int, default=0, help="Of sampling, the same in every process.")
     given = parser.parse_args(arguments)
-    plan = chosen_method(given.method, given.budget, given.set).plan
+    name, parameters = chosen_spec(given.method, given.budget, given.set)
+    plan = make_run(name, **parameters).plan
     model, tokenizer = load(given.model, given.dtype)
     ids = tokenizer(given.prompt.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"].to(model.device)
     torch.manual_seed(given.seed)
