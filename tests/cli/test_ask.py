@@ -276,3 +276,27 @@ def test_a_text_is_answered_by_what_a_store_has_of_it(tmp_path):
                 s.ask(WORDS, store=store, **given)
         with pytest.raises(InputError, match="takes a kvsieve.store.PrefixStore"):
             s.ask(WORDS, store="folder")
+
+
+def test_a_whole_conversation_in_the_store_is_the_beginning_of_a_document(cli, model_dir, document, tmp_path):
+    dtype = ("--dtype", "float32")
+    more = (
+        "--question",
+        "w3",
+        "--model",
+        model_dir,
+        "--methods",
+        "snapkv:budget=40:window=8",
+        "--json",
+        *dtype,
+        "--max-new-tokens",
+        6,
+    )
+    alone = json.loads(cli("ask", document, *more)[1])
+    store = ("--store", tmp_path / "store")
+    first = " ".join(WORDS.split()[:150])
+    cli("run", model_dir, "--prompt", first, "--method", "full", *store, *dtype, "--max-new-tokens", 1)
+    report = json.loads(cli("ask", document, *more, *store)[1])
+    assert report["stored_tokens"] == 150
+    for name in ("tokens", "kv_entries", "prompt_tokens", "applied"):
+        assert [row[name] for row in report["answers"]] == [row[name] for row in alone["answers"]], name
