@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_the_comparison_passes_and_fails(monkeypatch):
-    monkeypatch.setattr(kernels, "DTYPES", (torch.bfloat16,))
+    monkeypatch.setattr(kernels, "dtypes", lambda: (torch.bfloat16,))
     small = bench.small
     # Of wide heads two, which the interpreter takes long over.
     monkeypatch.setattr(

@@ -109,6 +109,7 @@ def bench_command(
     check_folder("--plots", plots)
     if server is not None:
         load = Load(parse_lengths(lengths or LENGTHS, "--lengths"), clients, new_tokens, rounds)
+        check_model_name(model)
         print_load(bench_server(server, model, extra, load, out), as_json, wide)
         return
     if plots is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvsieve.cli.loading import check_least, check_model_name
+from kvsieve.cli.loading import check_least
 from kvsieve.cli.options import SERVER, option, options_given
 from kvsieve.cli.output import NARROW, WIDE, check_writable, emit_json, print_table, progress_bar, say, show
 from kvsieve.client import parse_extra
@@ -59,7 +59,6 @@ def check_options(context: typer.Context, server: str | None, allowed: Sequence[
         raise InputError(f"--server is a URL such as http://127.0.0.1:8000, got {server!r}")
     _numbers("--clients", context.params["clients"])
     parse_extra(context.params["extra"])
-    check_model_name(context.params["model"])
 
 
 def opened(server: str, extra: str | None, model: str | None) -> tuple[ServerClient, Any, str]:
