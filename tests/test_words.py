@@ -24,8 +24,8 @@ DESCRIBED = (types.FunctionType, property, classmethod, staticmethod, functools.
 
 
 def newest_changes() -> str:
-    """The changelog's first section."""
-    return re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)[1]
+    """The changelog's two newest sections: that of the next release begins empty."""
+    return "".join(re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.M)[1:3])
 
 
 def helps() -> Iterator[tuple[str, Block]]:
@@ -54,7 +54,7 @@ KINDS = {
     "README": lambda: [("README.md", part) for part in blocks(README.read_text())],
     "docs": lambda: [(str(page.relative_to(ROOT)), part) for page in DOCS for part in blocks(page.read_text())],
     "help": lambda: list(helps()),
-    "changes": lambda: [("CHANGELOG.md, newest section", part) for part in blocks(newest_changes())],
+    "changes": lambda: [("CHANGELOG.md, newest sections", part) for part in blocks(newest_changes())],
     "docstrings": lambda: list(openings()),
 }
 
