@@ -109,7 +109,7 @@ def test_the_advice_says_where_no_method_acted():
     full, idle = answer("full", [1], 100), answer("a", [1], 100)
     text = advice(summarise([full, replace(idle, applied=False)]))
     assert text.startswith("a differs from full KV on 0 of 1. No method acted on every prompt")
-    # One that acted is judged, whatever the others did.
+    # A method that acted is judged where others did not act.
     text = advice(summarise([full, replace(idle, applied=False), answer("b", [1], 50)]))
     assert text.endswith("B gives every answer of full KV with 50% of its memory.")
 

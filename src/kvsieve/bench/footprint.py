@@ -16,11 +16,11 @@ from kvsieve.hf.model.memory import layer_bytes
 from kvsieve.hf.model.shapes import LayerShape
 from kvsieve.plans import Plan
 
-# Context of models whose own has no end.
+# Context of models without a limit of their own.
 _ENDLESS = 1 << 18
 # Most bytes that an answer adds to the process: kernels, threads, blocks of attention.
 _BESIDE = 128 << 20
-# Of a process with torch and transformers, where the system does not tell.
+# Of a process with torch and transformers, where the system has no such number.
 _UNKNOWN = 512 << 20
 # Weights of attention that methods make at once.
 _BLOCK = 1 << 25
@@ -53,7 +53,7 @@ class Footprint:
     context: int
 
     def fixed(self, decode: str) -> int:
-        """Bytes whatever is read."""
+        """Return the bytes that no prompt changes: weights, their copies and the process."""
         return self.weights + self.process + (self.copies if decode == "auto" else 0)
 
     def kv(self, plan: Plan, tokens: int, chunk: int) -> int:

@@ -92,7 +92,7 @@ class Limit:
     def choose(self, tokens: int | None, *, least: int | None = None, rows: int = 1) -> Settings:
         """Return the first settings under which so many tokens fit, else those of most tokens, `least` of them.
 
-        Says what was chosen.
+        Prints them.
 
         Args:
             tokens: of the longest prompt and its answer; None for the model's context.
@@ -123,7 +123,7 @@ class Limit:
     def choose_server(self) -> tuple[Settings, str]:
         """Return settings of a server with the bytes for the KV of requests, and the size of its prefix cache.
 
-        Says what was chosen. Raises InputError.
+        Prints them. Raises InputError.
         """
         from kvsieve.plans import Plan
 

@@ -153,7 +153,7 @@ class DocumentReader:
         return prefix.begins(sieve, plan.propagate, plan.evict)
 
     def notes(self, plan: Plan) -> list[str]:
-        """Return a note on a plan under which every prompt is read whole, though others share what was read."""
+        """Return a note on a plan under which every prompt is prefilled whole, though others share a prefill."""
         document = self._document
         alone = document is not None and document.prefix is not None and plan not in document.going_on
         return [ALONE] if alone else []

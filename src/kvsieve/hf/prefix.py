@@ -134,7 +134,7 @@ class PrefixNodes:
         return prefix
 
     def add(self, model: Any, plans: Sequence[Plan], context: Tensor, prefix: SharedPrefix) -> None:
-        """Store what was read of a context."""
+        """Store the prefilled tokens of a context."""
         for reader in self._readers(model, plans):
             cache = prefix.begins(reader, reader.plan.propagate, reader.plan.evict)
             # A prefill under this plan alone would have left the same.
@@ -172,7 +172,7 @@ def read_prefix(
         chunk: tokens per forward pass, None for all at once.
         room: tokens that may follow the context, which buffers leave room for.
         progress: called with (tokens read, tokens in all).
-        stored: takes what it has of the beginning, and is given what was read.
+        stored: prefix store that the beginning is taken from and put into.
     """
     began, length = time.perf_counter(), context.shape[1] - leave
     evictors = _observers(plans)

@@ -89,7 +89,7 @@ def check_reach(keys: Keys, host: str, is_open: bool, origins: Iterable[str]) ->
     if not (keys or is_open or is_local(host)):
         raise InputError(
             f"--host {host} lets other machines ask, and there are no API keys: name them with --api-keys FILE "
-            f"or {ENVIRONMENT}, or let whoever reaches the address ask with --open"
+            f"or {ENVIRONMENT}, or let anyone ask with --open"
         )
     for origin in origins:
         if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", origin):

@@ -15,7 +15,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Peak:
-    """`bytes` is the peak once the block is left; None where the system does not tell."""
+    """`bytes` is the peak once the block is left; None where the system has no such number."""
 
     bytes: int | None = None
 
@@ -53,7 +53,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def resident(field: str = "VmRSS") -> int | None:
-    """Return the resident bytes of this process, "VmHWM" their peak; None where the system does not tell."""
+    """Return the resident bytes of this process, "VmHWM" their peak; None where the system has no such number."""
     if not _STATUS.exists():
         return None
     for line in _STATUS.read_text().splitlines():
