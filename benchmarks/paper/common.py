@@ -284,6 +284,9 @@ def parser(study: Study) -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, default=RESULTS)
     made.add_argument("--dtype", default="auto")
     made.add_argument("--minutes", type=float, help="start no further sample after so many; a later run goes on")
+    made.add_argument(
+        "--shard", default="0/1", help="run a share of the samples: 2/4 is the third of four, each with its --out"
+    )
     made.add_argument("--forecast", action="store_true", help="tell what would be read and how long it may take")
     return made
 
@@ -348,7 +351,8 @@ def run(parts: Sequence[Part], model: Any, tokenizer: Any, given: argparse.Names
         units = itertools.product(
             range(given.samples), given.lengths, dict.fromkeys(name for part in parts for name in _units(part, given))
         )
-        for index, length, name in units:
+        shard, shards = map(int, given.shard.split("/"))
+        for index, length, name in itertools.islice(units, shard, None, shards):
             if given.minutes is not None and time.perf_counter() - began > 60 * given.minutes:
                 print(f"stopped after {given.minutes:g} minutes", file=sys.stderr)
                 return
@@ -365,7 +369,7 @@ def run(parts: Sequence[Part], model: Any, tokenizer: Any, given: argparse.Names
                     elif index == 0 or not part.times:
                         mine = settings[part.name, length]
                         costs, tasks = given.samples * part.times, [] if part.times else [known[name]]
-                        grid = Grid(tasks, [length], (part.question,), index + 1, mine, cost_samples=costs)
+                        grid = Grid(tasks, [length], (part.question,), index + 1, mine, cost_samples=costs, first=index)
                         run_grid(grid, evaluator, files[part.name])
                         files[part.name].lap()
 

@@ -45,7 +45,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Grid:
-    """tasks x lengths x question modes (those a task has) x samples, under every setting, the first of them full KV."""
+    """tasks x lengths x question modes (those a task has) x samples, under every setting, the first of them full KV.
+
+    Samples are those with indices from `first` up to, not including, `samples`.
+    """
 
     tasks: Sequence[Task]
     lengths: Sequence[int]
@@ -54,6 +57,7 @@ class Grid:
     settings: Sequence[MethodSetting]
     seed: int = 0
     cost_samples: int = 3
+    first: int = 0
 
     def units(self) -> Iterator[Unit]:
         """Document by document, so that a run that is stopped early has something of everything.
@@ -75,7 +79,7 @@ class Grid:
     def _documents(self, task: Task) -> list[list[int]]:
         """Indices of a task's samples, a list for each document."""
         found: dict[int, list[int]] = {}
-        for index in range(min(len(task), self.samples) if isinstance(task, Sized) else self.samples):
+        for index in range(self.first, min(len(task), self.samples) if isinstance(task, Sized) else self.samples):
             found.setdefault(task.document(index), []).append(index)
         return list(found.values())
 
