@@ -1,10 +1,12 @@
-"""Marker words, with what to write instead, and a count of them and of words per sentence in Markdown.
+"""Marker words and their remedies; counts of them in Markdown and in docstrings, and of words per sentence.
 
-By hand: `python tests/support/marker_words.py [FILE.md ...]`, by default README.md and every page of docs.
+By hand: `python tests/support/marker_words.py [FILE ...]` lists them in pages (by default README.md and all of docs) and
+in the docstrings of Python files.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,6 +40,7 @@ _MARKER = {re.compile(rf"\b(?:{pattern})\b", re.I): instead for pattern, instead
 MOST_PER_1000 = 3
 MOST_WORDS = 18
 
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _CODE = re.compile(r"(`+).*?\1", re.S)
 _ITEM = re.compile(r"\s*(?:[-*]|\d+\.)\s+")
 _SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+(?=[\"'(\[]*[A-Z0-9`])")
@@ -60,6 +63,13 @@ class Block:
         if not self.is_prose or not self.text.rstrip("\"')]*").endswith((".", "!", "?", ":", ";", ",")):
             return []
         return [each for each in _SENTENCE.split(self.text) if count(each) > 2]
+
+
+def docstrings(tree: ast.Module) -> list[Block]:
+    """Return the docstrings of a module, its classes and its functions, without code in backticks."""
+    nodes = (node for node in ast.walk(tree) if isinstance(node, _DOCUMENTED))
+    texts = ((ast.get_docstring(node), node.body[0].lineno) for node in nodes if ast.get_docstring(node))
+    return [Block(_CODE.sub("`x`", text), line, True) for text, line in texts]
 
 
 def count(text: str) -> int:
@@ -126,7 +136,8 @@ def long_sentences(sentences: Iterable[str]) -> list[str]:
 def main(names: Sequence[str]) -> None:
     root = Path(__file__).parents[2]
     for file in map(Path, names or [root / "README.md", *sorted((root / "docs").glob("**/*.md"))]):
-        parts = blocks(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        parts = docstrings(ast.parse(text)) if file.suffix == ".py" else blocks(text)
         sentences = [each for part in parts for each in part.sentences()]
         found = markers(parts, file.name)
         words = sum(part.words for part in parts)
