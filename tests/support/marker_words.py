@@ -1,7 +1,7 @@
 """Marker words and their remedies; counts of them in Markdown and in docstrings, and of words per sentence.
 
-By hand: `python tests/support/marker_words.py [FILE ...]` lists them in pages (by default README.md and all of docs) and
-in the docstrings of Python files.
+By hand: `python tests/support/marker_words.py [FILE ...]` lists them in pages (by default README.md and all of docs)
+and in the docstrings of Python files.
 """
 
 from __future__ import annotations

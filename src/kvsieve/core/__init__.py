@@ -1,1 +1,1 @@
-"""Pure tensor blocks that methods are made of: scoring, pooling, selection. Imports only torch, by kvsieve.lazy."""
+"""Tensor functions that methods are made of: scoring, pooling, selection. Imports only torch, by kvsieve.lazy."""

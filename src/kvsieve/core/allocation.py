@@ -1,4 +1,4 @@
-"""Division of a budget among layers or heads: bounded, in whole entries, and with an exact total."""
+"""Division of a budget among layers or heads, in whole entries, within bounds and with an exact total."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvsieve.lazy import Tensor, torch
 def water_fill(weights: Sequence[float], total: int, floors: Sequence[int], caps: Sequence[int]) -> list[float]:
     """Divide `total` in proportion to weights, within bounds.
 
-    Each share is ``clip(level * weight, floor, cap)`` with one level for all; once the others are full, those of weight
-    0 get equal shares. A further party lowers the level, so shares only ever shrink as parties are added.
+    Each share is ``clip(level * weight, floor, cap)`` with one level for all. Once the others are full, those of weight
+    0 get equal shares. Adding a party never raises the shares of the others.
 
     Args:
         weights: one per party, finite and not negative.
@@ -23,7 +23,7 @@ def water_fill(weights: Sequence[float], total: int, floors: Sequence[int], caps
         caps: largest share of each party.
 
     Returns:
-        Shares that sum to `total`, or come as near as the bounds allow.
+        Shares that sum to `total`, or as close to it as the bounds allow.
 
     Raises:
         ValueError: a weight is negative or not finite.
@@ -42,7 +42,7 @@ def water_fill(weights: Sequence[float], total: int, floors: Sequence[int], caps
         high = {i: shares[i] - caps[i] for i in left if shares[i] > caps[i]}
         if not low and not high:
             break
-        # Whoever is off by more in sum stays where it is bounded, whatever becomes of the others.
+        # The side with the larger sum of excess stays at its bound in any case.
         short, over = sum(low.values()), sum(high.values())
         for bounds, held, other in ((floors, low, over), (caps, high, short)):
             if held and sum(held.values()) >= other:
@@ -54,9 +54,9 @@ def water_fill(weights: Sequence[float], total: int, floors: Sequence[int], caps
 
 
 def allocate(weights: Sequence[float], total: int, floors: Sequence[int], caps: Sequence[int]) -> list[int]:
-    """Divide `total` as `water_fill` does, in whole entries that sum to it as nearly as the bounds allow.
+    """Divide `total` as `water_fill` does, in whole entries.
 
-    Fractions are rounded by the largest remainder; equal ones, up to rounding errors, go to the lower index.
+    Fractions are rounded by the largest remainder; ties, up to rounding errors, favour the lower index.
     """
     shares = water_fill(weights, total, floors, caps)
     whole = [
@@ -75,17 +75,17 @@ def allocate(weights: Sequence[float], total: int, floors: Sequence[int], caps: 
 def pyramid(
     length: int, window: int, budget: int, layers: int, beta: int = 20, *, floored: bool = False
 ) -> list[float]:
-    """Context entries of each layer, falling linearly from the first to the last, `budget` of them on average.
+    """Return the context entries of each layer, falling linearly from the first to the last with mean `budget`.
 
-    No layer gets more than there are; all get the same while the prompt is shorter than twice the budget.
+    No layer gets more than there are. All get the same while the prompt is shorter than twice the budget.
 
     Args:
         length: tokens of the prompt.
-        window: tokens of the prompt that are kept besides.
+        window: tokens of the prompt that are kept in addition.
         budget: average entries per layer.
         layers: number of layers.
-        beta: the last layer gets a `beta`-th of the budget.
-        floored: whole steps from layer to layer, as in the original code, which sum to more than the budget.
+        beta: the last layer gets 1 / `beta` of the budget.
+        floored: whole steps from layer to layer, as in the original code; they sum to more than the budget.
     """
     if length < max(2 * budget, budget + window) or layers == 1:
         return [budget] * layers
@@ -115,13 +115,13 @@ def winners(scores: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def clusters(values: Sequence[float], count: int) -> list[int]:
-    """Assign each value to one of at most `count` clusters: 1-D k-means, solved exactly.
+    """Assign each value to one of at most `count` clusters by exact 1-D k-means.
 
-    The partition of the sorted values with the least sum of squared distances to the means, by dynamic programming.
-    Equal values share a cluster; of equally good partitions the one with the larger upper clusters is taken.
+    Dynamic programming finds the partition of the sorted values with the least squared distances to the means. Equal
+    values share a cluster; ties favour larger upper clusters.
 
     Returns:
-        Cluster of each value, 0 for that of the smallest values.
+        Cluster index of each value, 0 for the smallest values.
     """
     points = sorted(set(values))
     sizes = [list(values).count(point) for point in points]
@@ -133,7 +133,7 @@ def clusters(values: Sequence[float], count: int) -> list[int]:
         mean = sum(size * point for point, size in part) / sum(sizes[first:stop])
         return sum(size * (point - mean) ** 2 for point, size in part)
 
-    # Least cost of the first `stop` points in so many clusters, and where the last of them begins.
+    # Least cost of the first `stop` points in this many clusters, and the start of the last one.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for _ in range(found):
         before = best[-1]
@@ -153,7 +153,7 @@ def clusters(values: Sequence[float], count: int) -> list[int]:
 
 
 def tokens_reaching(mass: Tensor, target: float) -> Tensor:
-    """Fewest entries that hold the share `target` of the `mass` [B, H, N] of each head, mean over heads: float [B]."""
+    """Count the fewest entries with the share `target` of each head's `mass` [B, H, N]; mean over heads, float [B]."""
     ordered = mass.sort(-1, descending=True).values.cumsum(-1)
     short = ordered < target * ordered[..., -1:]
     return (short.sum(-1) + 1).to(torch.float64 if mass.dtype == torch.float64 else torch.float32).mean(-1)

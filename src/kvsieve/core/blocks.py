@@ -1,4 +1,4 @@
-"""Blocks of queries and of keys, in which attention over a prompt is computed or skipped."""
+"""Blocks of queries and of keys, for attention over a prompt that skips blocks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvsieve.types import AttentionTerms
 
 @dataclass(frozen=True)
 class BlockGrid:
-    """Division of the last L of N stored entries, as queries, and of all N, as keys, into blocks.
+    """Division of N stored entries (keys), the last L of them queries, into blocks.
 
-    Blocks of keys are aligned to the queries: the first of them begins `pad` places before the first entry. A block of
-    queries sees the blocks of keys before it, and its own, the diagonal, which are always computed.
+    Key blocks are aligned to the queries: the first one begins `pad` places before the first entry. A query block sees
+    the key blocks before it and those on its diagonal, which are always computed.
 
     Attributes:
         new: L, queries.
-        length: N, stored entries, the queries' own among them.
-        queries: of a block, a multiple of `block`.
-        block: keys of a block.
+        length: N, stored entries, including the queries' own.
+        queries: queries per block, a multiple of `block`.
+        block: keys per block.
     """
 
     new: int
@@ -31,63 +31,60 @@ class BlockGrid:
 
     @property
     def pad(self) -> int:
-        """Places of the first block of keys that lie before the first entry."""
+        """Places of the first key block before the first entry."""
         return (self.new - self.length) % self.block
 
     @property
     def first(self) -> int:
-        """Blocks of keys before the first query."""
+        """Key blocks before the first query."""
         return (self.pad + self.length - self.new) // self.block
 
     @property
     def own(self) -> int:
-        """Blocks of keys on the diagonal of each block of queries."""
+        """Key blocks on the diagonal of each query block."""
         return self.queries // self.block
 
     @property
     def query_blocks(self) -> int:
-        """Number of blocks of queries."""
         return -(-self.new // self.queries)
 
     @property
     def key_blocks(self) -> int:
-        """Number of blocks of keys."""
         return self.first + -(-self.new // self.block)
 
     @property
     def pairs(self) -> int:
-        """Number of pairs of a block of queries and one of keys that it sees."""
+        """Number of visible pairs of a query block and a key block."""
         ends = (self.first + (number + 1) * self.own for number in range(self.query_blocks))
         return sum(min(end, self.key_blocks) for end in ends)
 
     def visible(self, device: torch.device) -> Tensor:
-        """Tell which blocks of keys each block of queries sees, bool [query_blocks, key_blocks]."""
+        """Return which key blocks each query block sees, bool [query_blocks, key_blocks]; so do its variants below."""
         return self.behind(device) < self.own
 
     def diagonal(self, device: torch.device) -> Tensor:
-        """Tell the blocks of keys that are a block of queries' own, bool [query_blocks, key_blocks]."""
         behind = self.behind(device)
         return (behind >= 0) & (behind < self.own)
 
     def near(self, blocks: int, device: torch.device) -> Tensor:
-        """Tell the diagonal and so many blocks of keys before it, bool [query_blocks, key_blocks]."""
+        """Return the diagonal and `blocks` key blocks before it."""
         behind = self.behind(device)
         return (behind >= -blocks) & (behind < self.own)
 
     def behind(self, device: torch.device) -> Tensor:
-        """Distance of each block of keys to the first one of the diagonal, negative before it."""
+        """Return the distance of each key block to the first diagonal one, negative before it."""
         rows = torch.arange(self.query_blocks, device=device)[:, None] * self.own + self.first
         return torch.arange(self.key_blocks, device=device)[None] - rows
 
     def padded_keys(self, x: Tensor, extra: int = 0) -> Tensor:
-        """Copy [B, H, N, D] with zeros before and behind it, so that all blocks, and `extra` more, are full."""
+        """Pad [B, H, N, D] with zeros on both sides so that all blocks, and `extra` more, are full."""
         size = (self.key_blocks + extra) * self.block
         out = x.new_zeros(*x.shape[:2], size, x.shape[3])
         out[:, :, self.pad : self.pad + self.length] = x
         return out
 
     def padded_queries(self, x: Tensor) -> Tensor:
-        """Copy [B, Hq, L, D] with zeros behind it, so that all blocks are full; itself where they are."""
+        """Pad [B, Hq, L, D] with zeros at the end, if needed, so that all blocks are full."""
         size = self.query_blocks * self.queries
         if size == self.new:
             return x
@@ -96,7 +93,7 @@ class BlockGrid:
         return out
 
     def means(self, x: Tensor) -> Tensor:
-        """Means of the keys [B, H, N, D] of each block, float32 [B, H, key_blocks, D]; padding does not count."""
+        """Return the mean key of each block of [B, H, N, D], float32 [B, H, key_blocks, D], without padding."""
         sums = self.padded_keys(x).unflatten(2, (-1, self.block)).sum(3, dtype=torch.float32)
         places = torch.arange(self.key_blocks * self.block, device=x.device)
         real = (places >= self.pad) & (places < self.pad + self.length)
@@ -105,9 +102,7 @@ class BlockGrid:
 
 @dataclass(frozen=True)
 class PromptContext:
-    """Queries of a prompt, or of a part of it, in one layer, and all keys that they may attend to.
-
-    There is no padding among them.
+    """Queries of (part of) a prompt in one layer and all keys that they may attend to, without padding.
 
     Attributes:
         layer_idx: index of the layer.
@@ -131,20 +126,20 @@ class PromptContext:
 
     @property
     def groups(self) -> int:
-        """Query heads of a KV head."""
+        """Query heads per KV head."""
         return self.query.shape[1] // self.keys.shape[1]
 
 
 def covering(mass: Tensor, share: float, always: Tensor) -> Tensor:
-    """Choose the fewest blocks whose mass is a share of each row's.
+    """Choose the fewest blocks that hold the share `share` of each row's mass.
 
     Args:
-        mass: [..., key blocks], not negative; 0 where a block is not seen.
+        mass: [..., key blocks], not negative; 0 for invisible blocks.
         share: of the row's sum.
-        always: bool, broadcastable to `mass`, blocks that are chosen first, whatever their mass.
+        always: bool, broadcastable to `mass`, blocks that are chosen first, regardless of their mass.
 
     Returns:
-        bool, the shape of `mass`. Blocks without mass are left out, but for those of `always`.
+        bool, the shape of `mass`. Blocks without mass are not chosen, except those of `always`.
     """
     total = mass.sum(-1, keepdim=True).clamp_min(1e-30)
     part = mass / total
@@ -157,12 +152,12 @@ def covering(mass: Tensor, share: float, always: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockLines:
-    """Attention weight of the last queries of a pass, by lines of blocks.
+    """Attention weight of the last queries of a pass, summed along vertical and diagonal lines of blocks.
 
     Attributes:
-        vertical: float32 [B, Hq, key blocks], of each block of keys.
-        slash: float32 [B, Hq, key blocks], of each diagonal, by its distance in blocks before a block of queries; 0 is
-            the diagonal of the queries' own.
+        vertical: float32 [B, Hq, key blocks], by key block.
+        slash: float32 [B, Hq, key blocks], by diagonal: its distance in blocks before a query block; 0 is the query
+            block's own diagonal.
     """
 
     vertical: Tensor
@@ -180,27 +175,27 @@ class BlockLines:
         )
         weights = logits.softmax(-1)
         columns = F.pad(weights.sum(2), (grid.pad, grid.key_blocks * grid.block - grid.length - grid.pad))
-        # Row r of the queries, shifted so that places are distances: each row is one longer than it is apart.
+        # Row r of the queries, shifted so that places are distances: each row is one longer than the last.
         shifted = F.pad(weights.flip(-1), (0, new)).flatten(2)[..., : new * (grid.length + new - 1)]
         apart = shifted.view(*weights.shape[:2], new, grid.length + new - 1).sum(2)[..., new - 1 :]
         return cls(columns.unflatten(-1, (grid.key_blocks, grid.block)).sum(-1), _by_distance(apart, grid))
 
     def choose(self, vertical: Tensor, slash: Tensor, grid: BlockGrid) -> Tensor:
-        """Make lines, bool of their shapes, to blocks: bool [B, Hq, query blocks, key blocks]."""
+        """Convert chosen lines, bool of their shapes, to blocks: bool [B, Hq, query blocks, key blocks]."""
         behind = (-grid.behind(vertical.device)).clamp(0, grid.key_blocks - 1)
         return vertical[:, :, None] | slash[:, :, behind]
 
 
 def _by_distance(apart: Tensor, grid: BlockGrid) -> Tensor:
-    """Weight of diagonals of blocks, of the weight [B, Hq, N] at each distance of a query and a key."""
+    """Sum weights [B, Hq, N], by the distance of a query and a key, over diagonals of blocks."""
     total = F.pad(apart.cumsum(-1), (1, 0))
     blocks = torch.arange(grid.key_blocks, device=apart.device) * grid.block
-    # A query of the block is up to so much further from a key than the block's first one.
+    # A query of the block is up to this much further from a key than the block's first query.
     low, high = (blocks - grid.block + 1).clamp(0, grid.length), (blocks + grid.queries).clamp(0, grid.length)
     return total[..., high] - total[..., low]
 
 
 def topmost(scores: Tensor, count: int) -> Tensor:
-    """Choose the `count` highest of each row of [..., N]: bool."""
+    """Mark the `count` highest of each row of [..., N]: bool."""
     best = scores.topk(min(count, scores.shape[-1]), dim=-1).indices
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)

@@ -1,7 +1,7 @@
-"""Values that a device has computed and that the host must know of, such as whether scores are numbers.
+"""Checks of values on a device without waiting for it, such as whether scores are numbers.
 
-On a CPU it looks at once. Elsewhere it would wait for the device, which then has nothing to do until the host has
-queued more: there values are gathered, and looked at together.
+On a CPU a value is checked at once. Waiting for another device would leave it idle until the host has queued more work:
+its values are collected and checked together.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextvars import ContextVar
 
 from kvsieve.lazy import Tensor, torch
 
-# Values on their device, and what to do with them once they are the host's.
+# Values on their device, and a function to call with them on the host.
 Value = tuple[Tensor, Callable[[Tensor], None]]
 
 _GATHERED: ContextVar[list[Value] | None] = ContextVar("kvsieve_values", default=None)
@@ -20,7 +20,7 @@ _GATHERED: ContextVar[list[Value] | None] = ContextVar("kvsieve_values", default
 
 @contextlib.contextmanager
 def gathered(values: list[Value]) -> Iterator[None]:
-    """Add to `values` what the host would wait for, in place of waiting; see `look`."""
+    """Collect in `values` the checks that would wait for the device; `look` runs them."""
     token = _GATHERED.set(values)
     try:
         yield
@@ -29,7 +29,7 @@ def gathered(values: list[Value]) -> Iterator[None]:
 
 
 def tell(value: Tensor, then: Callable[[Tensor], None]) -> None:
-    """Call `then` with `value` on the CPU: now, or when the values gathered are looked at."""
+    """Call `then` with `value` on the CPU: at once, or when the collected values are checked."""
     values = _GATHERED.get()
     if values is None or value.device.type == "cpu":
         then(value.cpu())
@@ -38,7 +38,7 @@ def tell(value: Tensor, then: Callable[[Tensor], None]) -> None:
 
 
 def refuse(wrong: Tensor, error: Callable[[], Exception]) -> None:
-    """Raise what `error` makes if any of bool `wrong` is True; see `tell`."""
+    """Raise `error()` if any of bool `wrong` is True; see `tell` for when."""
 
     def check(found: Tensor) -> None:
         if bool(found.any()):
@@ -48,7 +48,7 @@ def refuse(wrong: Tensor, error: Callable[[], Exception]) -> None:
 
 
 def look(values: list[Value]) -> None:
-    """Do in order what is to be done with each value, and forget them all; waits once per dtype."""
+    """Run the checks of `values` in order and clear the list; waits for the device once per dtype."""
     made = list(values)
     found: dict[int, Tensor] = {}
     values.clear()

@@ -1,4 +1,4 @@
-"""Codebooks: levels that a code stands for, and the scales that suit them."""
+"""Codebooks: the levels of codes, and the scales that suit them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import math
 from kvsieve.core.codes import CodeFormat, level_tensor, nearest
 from kvsieve.lazy import Tensor, torch
 
-# Rounds of Lloyd's iteration: of 16 levels, none moves by more than 1e-12 any more.
+# Rounds of Lloyd's iteration: 16 levels then move by less than 1e-12.
 _ROUNDS = 2000
-# Scales that are tried, over the root mean square, since one alone may lead to codes that are only second best. Of 64
-# channels the squared error is at most 1, 2 and 5% (2, 3 and 4 bits) above that of the best of 60.
+# Scales to try, over the root mean square: one alone may lead to codes that are only second best. Over 64 channels the
+# squared error is at most 1, 2 and 5% (2, 3 and 4 bits) above that of the best of 60.
 _STARTS = (0.8, 0.9, 1.0, 1.1, 1.2)
 
 
 @functools.cache
 def gaussian_levels(bits: int) -> tuple[float, ...]:
-    """Levels of `bits` bits with the least mean squared error on the standard normal distribution (Lloyd, Max).
+    """Return the `bits`-bit levels with the least mean squared error on the standard normal distribution (Lloyd, Max).
 
     Each level is the mean of the numbers nearest to it; ascending, symmetric about 0.
     """
@@ -34,7 +34,7 @@ def gaussian_levels(bits: int) -> tuple[float, ...]:
 
 
 def _mean(low: float, high: float) -> float:
-    """Mean of the standard normal distribution between two numbers, 0 <= low < high."""
+    """Return the mean of the standard normal distribution between two numbers, 0 <= low < high."""
     density = math.exp(-low * low / 2) - math.exp(-high * high / 2)
     mass = math.erfc(low / math.sqrt(2)) - math.erfc(high / math.sqrt(2))
     return density / mass * math.sqrt(2 / math.pi)
@@ -42,18 +42,18 @@ def _mean(low: float, high: float) -> float:
 
 @functools.cache
 def float8_levels() -> tuple[float, ...]:
-    """Numbers of the 8 bit float e4m3, ascending, +-448 the largest; 0 once."""
+    """Return the numbers of the 8-bit float e4m3, ascending, from -448 to 448, with one 0."""
     numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     return tuple(torch.unique(numbers[numbers.isfinite()]).tolist())
 
 
 def level_scale(form: CodeFormat, x: Tensor, dim: int, *, products: bool = False) -> Tensor:
-    """Scale by which the levels of a format come close to all numbers along dimension `dim`, which stays with size 1.
+    """Return the scale at which a format's levels fit the numbers along `dim` best; `dim` keeps size 1.
 
-    Of the codes by several scales those that can be brought closest, and their scale of least squares.
+    Codes are made at several scales; the best of them determine the scale of least squares.
 
-    products: the scale by which these codes keep a vector's product with itself instead. That of least squares shortens
-        all products with a query by as much as codes miss; coding anew by the longer scale takes half of that back.
+    products: return the scale at which these codes preserve a vector's product with itself instead. The least-squares
+    scale shortens products with a query by the coding error; recoding at the longer scale recovers half of that.
     """
     from kvsieve.kernels.cpu import codes as compiled
 
@@ -68,7 +68,7 @@ def level_scale(form: CodeFormat, x: Tensor, dim: int, *, products: bool = False
     for start in _STARTS:
         near = nearest(form.levels, x / (root * start).clamp_min(torch.finfo(torch.float32).tiny))
         product, norm = (x * near).sum(dim, keepdim=True), near.square().sum(dim, keepdim=True)
-        # What these codes take off the squared error.
+        # Squared error that these codes remove.
         gain = product.square() / norm
         found = squares / product.clamp_min(torch.finfo(torch.float32).tiny) if products else product / norm
         scale, most = torch.where(gain > most, found, scale), torch.maximum(gain, most)

@@ -1,4 +1,4 @@
-"""Numbers in few bits: how a block of keys or values becomes packed codes with scales, and numbers again."""
+"""Quantization: packs blocks of keys or values as codes of few bits with scales, and decodes them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Literal, Self, TypeAlias
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.lazy import Tensor, torch
 
-# Levels up to which a processor is faster by comparing a number with every border than by searching.
+# Up to this many levels, a CPU compares a number with every border faster than it searches.
 _COMPARED = 16
 
-# What finds the scale and zero of [N, ..., group, ...] numbers; see `fit_range`.
+# Function that computes the scale and zero of [N, ..., group, ...] numbers; see `fit_range`.
 Fit: TypeAlias = "Callable[[CodeFormat, Tensor, int], tuple[Tensor, Tensor | None]]"
 
 
@@ -23,17 +23,17 @@ class CodeFormat:
     """Layout of encoded keys or values: a number is ``level[code] * scale + zero``.
 
     Attributes:
-        bits: of a code, 1 to 8.
-        axis: "channel": a scale for each channel of a block, over its tokens; "token": one for each token, over groups
-            of its channels.
-        group: channels that share a scale, of axis "token".
-        zero: there is a zero for each scale; without one, numbers are symmetric about 0.
+        bits: per code, 1 to 8.
+        axis: "channel": one scale per channel of a block, over its tokens; "token": one per token and group of
+            channels.
+        group: channels that share a scale, for axis "token".
+        zero: store a zero point with each scale; without, numbers are symmetric about 0.
         levels: the number of each code, ascending; None: the code itself.
-        rotated: channels are turned by a random rotation before they are encoded (`rotation`).
-        centered: the mean of each channel over the first entries encoded is taken off before.
-        balanced: each channel is divided before by the root of its standard deviation over the first entries encoded,
-            or of that over the standard deviation of the queries that ask for them, where these are known.
-        apart: numbers of a block, those that codes miss by the most steps of their scale, that are stored beside them.
+        rotated: rotate channels randomly before encoding (`rotation`).
+        centered: subtract the mean of each channel over the first entries encoded.
+        balanced: divide each channel by the root of its standard deviation over the first entries encoded, or of its
+            ratio to the queries' standard deviation, where known.
+        apart: outliers per block, the numbers with the largest coding error in steps of their scale, stored separately.
     """
 
     bits: int
@@ -47,7 +47,7 @@ class CodeFormat:
     apart: int = 0
 
     def check(self, dim: int, what: str) -> None:
-        """Raise UnsupportedModelError for vectors of `dim` channels that cannot be packed so; what: "its keys"."""
+        """Raise UnsupportedModelError for vectors of `dim` channels that cannot be packed; what: "its keys"."""
         per_byte = 8 // min(planes(self.bits))
         if dim % per_byte:
             raise UnsupportedModelError(
@@ -60,24 +60,23 @@ class CodeFormat:
             )
 
     def bits_per_number(self, dim: int, tokens: float) -> float:
-        """Bits that a number takes, scales and what is stored apart included, in blocks of `tokens` entries."""
+        """Return the bits per number, scales and outliers included, for blocks of `tokens` entries."""
         scales = 1 / tokens if self.axis == "channel" else 1 / self.group
-        # A place in a block, and a float16.
+        # A position in a block, and a float16.
         apart = self.apart * 32 / (tokens * dim)
         return self.bits + 16 * scales * (2 if self.zero else 1) + apart
 
 
 @dataclass
 class Codes:
-    """Encoded blocks of T tokens, N of them.
+    """Codes of N blocks of T tokens.
 
     Attributes:
-        packed: uint8 [N, T, bytes], of each token its planes of bits one after another (`pack`).
+        packed: uint8 [N, T, bytes], each token's planes of bits one after another (`pack`).
         scale: float16 [N, 1, D] or [N, T, D / group].
         zero: the same shape, or None.
-        places: int16 [N, apart], places t * D + d of numbers kept apart, and float16 [N, apart], their differences
-            from what codes say; None where none are.
-        extra: see `places`.
+        places: int16 [N, apart], positions t * D + d of outliers; None if there are none.
+        extra: float16 [N, apart], the outliers' differences from their codes.
     """
 
     packed: Tensor
@@ -90,13 +89,13 @@ class Codes:
         yield from (part for part in vars(self).values() if part is not None)
 
     def apply(self, change: Callable[[Tensor], Tensor]) -> Codes:
-        """Return codes of which every tensor is changed alike."""
+        """Return codes with `change` applied to every tensor."""
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
         return Codes(**{name: None if part is None else change(part) for name, part in parts.items()})  # type: ignore[arg-type]
 
     @classmethod
     def joined(cls, parts: list[Self]) -> Codes:
-        """One after another."""
+        """Concatenate codes."""
         first = parts[0]
         names = [each.name for each in fields(first)]
         return Codes(
@@ -108,15 +107,15 @@ class Codes:
 
 
 def planes(bits: int) -> list[int]:
-    """Widths of the planes that codes of `bits` bits are stored in, low bits last: 3 is [2, 1]."""
+    """Return the widths of the planes that codes of `bits` bits are stored in, low bits last: 3 is [2, 1]."""
     return [width for width in (8, 4, 2, 1) if bits & width]
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes uint8 [..., D] below 2 ** bits as uint8 [..., D * bits / 8].
 
-    A plane of w bits is D * w / 8 bytes; byte j holds those of numbers j, j + D * w / 8 and so on, low bits first, so
-    that neighbours of one shift are neighbours in memory.
+    A plane of w bits is D * w / 8 bytes. Byte j holds those of numbers j, j + D * w / 8 and so on, low bits first, so
+    that neighbours of one shift are adjacent in memory.
     """
     if bits == 8:
         return codes
@@ -148,7 +147,7 @@ def unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
 
 
 def fit_range(form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero by which codes span all numbers along dimension `dim`, which stays with size 1."""
+    """Return the scale and zero with which codes span all numbers along `dim`, which keeps size 1."""
     top = (1 << form.bits) - 1
     if form.levels is not None:
         return x.abs().amax(dim, keepdim=True) / max(map(abs, form.levels)), None
@@ -159,10 +158,10 @@ def fit_range(form: CodeFormat, x: Tensor, dim: int) -> tuple[Tensor, Tensor | N
 def encode(form: CodeFormat, x: Tensor, fit: Fit = fit_range) -> Codes:
     """Encode blocks float32 [N, T, D]; rotation and mean are the caller's.
 
-    fit: finds scale and zero.
+    fit: computes scale and zero.
 
     Raises:
-        PlanError: a number is NaN, infinite or beyond what float16 holds.
+        PlanError: a number is NaN, infinite or beyond the range of float16.
     """
     grouped = x if form.axis == "channel" else x.unflatten(-1, (-1, form.group))
     along = 1 if form.axis == "channel" else 3
@@ -171,7 +170,7 @@ def encode(form: CodeFormat, x: Tensor, fit: Fit = fit_range) -> Codes:
     offset = None if zero is None else zero.to(torch.float16)
     _refuse_overflow(half, *([] if offset is None else [offset]))
     shifted = grouped if offset is None else grouped - offset.float()
-    # Of equal numbers the scale is 0, and the zero, or 0, tells them.
+    # Equal numbers have scale 0 and are decoded as the zero, or 0.
     ratio = shifted / torch.where(half > 0, half, torch.ones_like(half)).float()
     if form.levels is None:
         codes = ratio.round_().clamp_(0, (1 << form.bits) - 1).to(torch.uint8)
@@ -187,7 +186,7 @@ def encode(form: CodeFormat, x: Tensor, fit: Fit = fit_range) -> Codes:
 
 
 def _keep_apart(form: CodeFormat, made: Codes, x: Tensor) -> None:
-    """Note beside codes of x [N, T, D] the numbers that they miss by the most steps, such as those beyond the range."""
+    """Store the outliers of x [N, T, D], the numbers with the largest coding error in steps, beside its codes."""
     if x[0].numel() > 1 << 16:
         raise UnsupportedModelError(
             f"blocks of {x.shape[1]} entries of {x.shape[2]} channels have more than 65536 numbers, whose "
@@ -203,7 +202,7 @@ def _keep_apart(form: CodeFormat, made: Codes, x: Tensor) -> None:
 
 
 def _refuse_overflow(*parts: Tensor) -> None:
-    """Raise PlanError where scales or numbers kept apart are none that float16 holds."""
+    """Raise PlanError if scales or outliers exceed the range of float16."""
     if not all(bool(part.isfinite().all()) for part in parts):
         raise PlanError(
             "keys or values to be encoded are NaN, infinite or beyond +-65504, which codes cannot hold: the model has "
@@ -212,7 +211,7 @@ def _refuse_overflow(*parts: Tensor) -> None:
 
 
 def nearest_codes(levels: tuple[float, ...], x: Tensor) -> Tensor:
-    """Code uint8 of the level that is nearest to each number of x."""
+    """Return the code uint8 of the level nearest to each number of x."""
     from kvsieve.kernels.cpu import codes as compiled
 
     step = _step(levels)
@@ -229,13 +228,13 @@ def nearest_codes(levels: tuple[float, ...], x: Tensor) -> Tensor:
 
 
 def nearest(levels: tuple[float, ...], x: Tensor) -> Tensor:
-    """Level that is nearest to each number of x."""
+    """Return the level nearest to each number of x."""
     codes = nearest_codes(levels, x)
     return level_tensor(levels, x.device).index_select(0, codes.flatten().int()).view_as(x)
 
 
 def decode(form: CodeFormat, codes: Codes, dim: int) -> Tensor:
-    """Return numbers [N, T, dim] in float32, as `encode` was given them."""
+    """Return numbers [N, T, dim] in float32, the inverse of `encode` up to coding errors."""
     found = unpack(codes.packed, form.bits, dim)
     if form.levels is None:
         x = found.float()
@@ -252,26 +251,25 @@ def decode(form: CodeFormat, codes: Codes, dim: int) -> Tensor:
         grouped = grouped.add_(zero)
     x = grouped if form.axis == "channel" else grouped.flatten(-2)
     if codes.places is not None and codes.extra is not None:
-        # Places beyond 32767 wrapped around.
+        # Positions beyond 32767 wrapped around.
         x = x.flatten(1).scatter_add_(1, codes.places.long() & 0xFFFF, codes.extra.float()).view_as(x)
     return x
 
 
-@functools.cache  # For good: a recorded pass reads them where they lie.
+@functools.cache  # Cached forever: a recorded pass reads them at their address.
 def level_tensor(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """Levels as float32 [L], kept for the next call."""
+    """Return the levels as float32 [L], cached."""
     return torch.tensor(levels, dtype=torch.float32, device=device)
 
 
 @functools.lru_cache(maxsize=64)
 def _step(levels: tuple[float, ...]) -> float | None:
-    """Distance of levels from each other; None where they are not evenly spaced."""
     steps = {high - low for low, high in itertools.pairwise(levels)}
     return steps.pop() if len(steps) == 1 else None
 
 
 @functools.lru_cache(maxsize=64)
 def _borders(levels: tuple[float, ...], device: torch.device) -> Tensor:
-    """Numbers between each level and the next."""
+    """Return the midpoints between adjacent levels."""
     each = level_tensor(levels, device)
     return (each[1:] + each[:-1]) / 2

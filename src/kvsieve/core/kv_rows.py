@@ -1,4 +1,4 @@
-"""Per-head KV sequences (KV rows): the entries of one KV head of one batch row, in order, all of them real."""
+"""KV rows: the entries of one KV head of one batch row, in order and without padding."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvsieve.lazy import Tensor, torch
 
 @dataclass
 class PageOccupancy:
-    """Occupancy of the pages of KV rows of one length, which is known on the device only.
+    """Occupancy of the pages of KV rows with one length, which is known on the device only.
 
     Attributes:
         hidden: bool [pages], True for pages beyond the end.
         part: float64 [pages], filled share of each page, 0 beyond the end.
-        newest: int64 [1], index of the page that holds the newest entry.
-        first: bool [1], True where the newest entry is the first of its page.
-        count: int64 [], pages that hold at least one entry.
+        newest: int64 [1], index of the page with the newest entry.
+        first: bool [1], True if the newest entry is the first of its page.
+        count: int64 [], pages with at least one entry.
     """
 
     hidden: Tensor
@@ -29,9 +29,9 @@ class PageOccupancy:
 
 
 class DeviceLength:
-    """Length of KV rows, kept on the device: shapes then stay the same from token to token.
+    """Length of KV rows, kept on the device so that shapes stay the same from token to token.
 
-    What follows from the length is computed once for all KV rows that share it.
+    Derived values are computed once for all KV rows with this length.
 
     Attributes:
         count: int64 [], entries of each KV row, at least 1.
@@ -43,13 +43,12 @@ class DeviceLength:
         self._occupancy: dict[tuple[int, int], PageOccupancy] = {}
 
     def real(self, size: int) -> Tensor:
-        """Mask of the entries that exist: bool [size], True below the length."""
+        """Return a mask of the entries that exist: bool [size], True below the length."""
         if size not in self._real:
             self._real[size] = torch.arange(size, device=self.count.device) < self.count
         return self._real[size]
 
     def occupancy(self, page: int, pages: int) -> PageOccupancy:
-        """Occupancy of `pages` pages of `page` entries each."""
         if (page, pages) not in self._occupancy:
             held = (self.count - torch.arange(pages, device=self.count.device) * page).clamp(0, page)
             last = self.count - 1
@@ -68,66 +67,61 @@ class IncrementalMetadata(Protocol):
     """Metadata of KV rows that a reader with the trait ``static_shapes`` updates entry by entry.
 
     Attributes:
-        size: entries taken in. A pass with fixed shapes takes one in on the device; the host counts it here.
+        size: entries added. A pass with fixed shapes adds one on the device; the host counts it here.
     """
 
     size: int
 
     def make_room(self, entries: int) -> None:
-        """Allocate room for `entries` entries in all, so that no shape changes on the way."""
+        """Allocate room for `entries` entries in all, so that no shape changes during decode."""
         ...
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that a recorded pass reads and writes."""
+        """Return the tensors that a recorded pass reads and writes."""
         ...
 
     def accumulators(self) -> tuple[Tensor, ...]:
-        """Those of `tensors` that would be wrong if the same entry were taken in twice."""
+        """Return those of `tensors` that would be wrong if an entry were added twice."""
         ...
 
     def all_tensors(self) -> Iterable[Tensor]:
-        """Every tensor held, including those that are remade when needed."""
+        """Return all tensors, including those that are recomputed when needed."""
         ...
 
     def update_bytes(self, before: int, after: int) -> int:
-        """Bytes read to take in new entries.
-
-        Args:
-            before: entries taken in so far.
-            after: entries taken in afterwards.
-        """
+        """Return the bytes read to grow from `before` to `after` entries."""
         ...
 
 
 class SlotRows(Protocol):
-    """Rows of a buffer, one per slot; a tensor, or what gives such rows without being one."""
+    """Rows of a buffer by slot: a tensor, or an object that decodes such rows."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     def element_size(self) -> int:
-        """Bytes of a number."""
+        """Return the bytes of a number."""
         ...
 
     def index_select(self, dim: int, index: Tensor) -> Tensor:
-        """Rows [N, D] of slots int64 [N]; dim: 0."""
+        """Return rows [N, D] of slots int64 [N]; dim: 0."""
         ...
 
 
 @dataclass
 class KVRows:
-    """Per-head KV sequences: X KV rows of `size` entries each.
+    """X KV rows of `size` entries each.
 
     A KV row is the entries of one KV head of one batch row (of one query head, where each has its own set).
 
     Attributes:
-        keys: [S, D], all slots that the entries may lie in; a tensor, or what gives rows of slots by index_select.
+        keys: [S, D], all slots that may hold the entries; a tensor, or an object that returns rows by index_select.
         values: [S, Dv], the same slots.
-        body: int64 [X, K], slots of the first K entries; None where K is 0.
+        body: int64 [X, K], slots of the first K entries; None if K is 0.
         tail: int64 [X], slot of entry K.
         stride: slots from one entry after the first K to the next.
-        size: entries of each KV row; with `length`, the most there can be.
-        length: entries that exist, on the device. The others may be looked at but must not be chosen. None: all exist.
+        size: entries of each KV row; with `length`, an upper bound.
+        length: entries that exist, on the device; the others may be read but must not be chosen. None: all exist.
     """
 
     keys: SlotRows
@@ -140,33 +134,31 @@ class KVRows:
 
     @property
     def in_buffers(self) -> bool:
-        """True where slots are those of buffers, from which kernels read; encoded entries lie in none."""
+        """True if slots belong to buffers that kernels can read; encoded entries do not."""
         return isinstance(self.keys, Tensor)
 
     def newest(self) -> Tensor:
-        """Index of the last entry of every KV row, int64 [X, 1]."""
+        """Return the index of the last entry of every KV row, int64 [X, 1]."""
         last = self.size - 1 if self.length is None else self.length.count - 1
         return (torch.zeros_like(self.tail) + last)[:, None]
 
     def keys_at(self, entries: Tensor) -> Tensor:
-        """Keys [X, ..., D] of entries int64 [X, ...]."""
+        """Return keys [X, ..., D] of entries int64 [X, ...]."""
         return self._rows(self.keys, self.slots(entries))
 
     def values_at(self, entries: Tensor) -> Tensor:
-        """Values [X, ..., Dv] of entries int64 [X, ...]."""
         return self._rows(self.values, self.slots(entries))
 
     def read(self, entries: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of entries int64 [X, ...]."""
         slots = self.slots(entries)
         return self._rows(self.keys, slots), self._rows(self.values, slots)
 
     def span(self, start: int, end: int) -> Tensor:
-        """Indices start ... end - 1 for every KV row, int64 [X, end - start]."""
+        """Return indices start ... end - 1 for every KV row, int64 [X, end - start]."""
         return torch.arange(start, end, device=self.tail.device).expand(len(self.tail), -1)
 
     def slots(self, entries: Tensor) -> Tensor:
-        """Slots of the entries at indices int64 [X, ...]."""
+        """Return the slots of the entries at indices int64 [X, ...]."""
         kept = 0 if self.body is None else self.body.shape[1]
         after = entries * self.stride + (self.tail - kept * self.stride).view(-1, *(1,) * (entries.ndim - 1))
         if self.body is None:
@@ -182,12 +174,12 @@ class KVRows:
 
 @dataclass(frozen=True)
 class ReadFacts:
-    """Facts that a reader may derive its parameters from, for one batch row in one layer.
+    """Facts about one batch row in one layer, from which a reader may derive its parameters.
 
     Attributes:
         layer_idx: index of the layer.
         num_layers: layers of the model.
-        length: true tokens of the conversation when the turn's prompt was complete.
+        length: tokens of the conversation without padding, at the end of the turn's prompt.
         new_tokens: tokens expected after the prompt, 0 if unknown.
         dim: D, the size of a key.
     """
@@ -201,12 +193,12 @@ class ReadFacts:
 
 @dataclass
 class Choice:
-    """Entries that a reader wants read of each KV row.
+    """Entries that a reader chose from each KV row.
 
     Attributes:
-        entries: int64 [X, k], the same for all query heads of a KV row, or [X, G, k] for each its own.
-        blend: (weight [X, G], vector [X, Dv]); the output becomes ``weight * output + (1 - weight) * vector``. None:
-            the output is taken as it is.
+        entries: int64 [X, k], the same for all query heads of a KV row, or [X, G, k], one set per query head.
+        blend: (weight [X, G], vector [X, Dv]); the output becomes ``weight * output + (1 - weight) * vector``. None: no
+            change.
         metadata_bytes: bytes of metadata read to choose.
     """
 

@@ -1,4 +1,4 @@
-"""Means of the keys of pages of consecutive entries, kept up to date."""
+"""Mean keys of pages of consecutive entries, updated entry by entry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvsieve.lazy import Tensor, torch
 
 
 class PageMeans(PageTable):
-    """Sums of the keys of each page of consecutive entries, in float32 at least, added up in the entries' order."""
+    """Sums of the keys of each page, in float32 at least, added in the entries' order."""
 
     def __init__(self, page: int) -> None:
         super().__init__(page)
@@ -26,7 +26,7 @@ class PageMeans(PageTable):
         super().update(kv_rows)
 
     def bound(self, query: Tensor, kv_rows: KVRows) -> tuple[Tensor, int]:
-        """Logits of the mean key of every page, with the bytes read for them; see PageTable.bound."""
+        """Return the logits of every page's mean key and the bytes read for them; see PageTable.bound."""
         sums = self.bounds(kv_rows.size)
         metadata_bytes = sums.numel() * sums.element_size()
         if kernels.usable(sums, query):
@@ -63,7 +63,7 @@ class PageMeans(PageTable):
         needed = self._pages(self.size + keys.shape[1])
         if self._table is None or needed > self._table.shape[-1]:
             self._table = self._grow(keys, needed)
-        # One by one, so that it does not matter how many come at once.
+        # One by one, so that the sum does not depend on how many are added at once.
         for each in keys[:, :first].unbind(1):
             self._table[:, 0, :, self.pages - 1] += each
         start, rest = self.pages, keys[:, first:]

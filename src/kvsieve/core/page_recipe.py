@@ -1,4 +1,4 @@
-"""Choices by pages described as data, so that compiled code can make them."""
+"""Page-based choices described as data, so that compiled code can make them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from kvsieve.lazy import Tensor, torch
 
 @dataclass(frozen=True)
 class PageRecipe:
-    """Pages are scored, softmax weights of a KV row's query heads summed, and the best entries read by all of them.
+    """Score pages, sum their softmax over a KV row's query heads, and read the best entries in all of these heads.
 
-    What it chooses is what `PageTable`, `page_softmax` and `best_entries` do.
+    It chooses the same entries as `PageTable`, `page_softmax` and `best_entries`.
 
     Attributes:
         page: entries per page.
         count: entries read.
-        newest: the newest page is always among them; see `best_entries`.
-        channels: channels that are looked at, those in which the queries are largest, at SparQ's temperature, and of
-            each the bound by the sign of the queries' sum; 0 for upper bounds over all channels.
-        blend: the attention that the entries are estimated not to hold goes to the mean of all values; for pages of one
-            entry.
+        newest: always include the newest page; see `best_entries`.
+        channels: number of channels with the largest queries that are scored, at SparQ's temperature and by the bound
+            that the sign of the queries' sum selects; 0: upper bounds over all channels.
+        blend: give the attention estimated for unread entries to the mean of all values; for pages of one entry.
     """
 
     page: int
@@ -34,32 +33,25 @@ class PageRecipe:
     blend: bool = False
 
     def metadata_bytes(self, kv_rows: int, size: int, dim: int, itemsize: int) -> int:
-        """Bytes of bounds that are looked at.
-
-        Args:
-            kv_rows: KV rows.
-            size: entries of each.
-            dim: channels of a key.
-            itemsize: bytes of a number.
-        """
+        """Return the bytes of bounds read for `kv_rows` KV rows of `size` entries."""
         channels = self.channels or (1 if self.page == 1 else 2) * dim
         return kv_rows * channels * -(-size // self.page) * itemsize
 
 
 def page_table(state: dict[str, Any], page: int, means: bool = False) -> PageTable:
-    """Return the page table in the scratch of some KV rows, a new one the first time; means: of keys, not bounds."""
+    """Return the page table in the scratch of some KV rows, created on first use; means: of keys, not bounds."""
     table: PageTable = state.setdefault("pages", (PageMeans if means else PageTable)(page))
     return table
 
 
 def value_mean(state: dict[str, Any]) -> ValueMean:
-    """Return the mean of values in the scratch of some KV rows, a new one the first time."""
+    """Return the mean of values in the scratch of some KV rows, created on first use."""
     mean: ValueMean = state.setdefault("values", ValueMean())
     return mean
 
 
 class ValueMean:
-    """The mean of all values so far."""
+    """Mean of all values so far."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -68,7 +60,7 @@ class ValueMean:
         self._item = 0
 
     def update(self, kv_rows: KVRows, dtype: torch.dtype) -> Tensor:
-        """[X, Dv], with the values that have been stored since; see PageTable.update."""
+        """Add the values stored since the last call and return the mean [X, Dv]; see PageTable.update."""
         if kv_rows.length is not None:
             return self.sum.add_(kv_rows.values_at(kv_rows.newest())[:, 0].to(dtype)) / kv_rows.length.count
         self._item = kv_rows.values.element_size()
@@ -78,7 +70,6 @@ class ValueMean:
         return self.sum / self.size
 
     def count_in(self) -> None:
-        """Count an entry that was added to the sum in place."""
         self.size += 1
 
     def make_room(self, entries: int) -> None:

@@ -1,4 +1,4 @@
-"""Entries chosen by the weights of pages, and what these weights are made of."""
+"""Choice of entries by the weights of their pages."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvsieve.types import AttentionTerms
 
 
 def largest(sizes: Tensor, count: int) -> Tensor:
-    """Indices of the `count` largest of `sizes` [..., D], the lower one of equals first: int64 [..., count]."""
+    """Return the indices of the `count` largest of `sizes` [..., D], ties by the lower one: int64 [..., count]."""
     return sizes.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
 def held_part(chosen: Tensor, query: Tensor) -> Tensor:
-    """Share of a query's size, the sum of |q|, that lies in its chosen channels: [..., 1], never quite 0.
+    """Return the share of a query's size, the sum of |q|, in its chosen channels: [..., 1], always positive.
 
-    SparQ's temperature divides by its root, and a group's channels may be 0 in one of its query heads.
+    SparQ's temperature divides by its root, and the chosen channels may all be 0 in one query head of a group.
     """
     tiny = torch.finfo(query.dtype).tiny
     part, whole = (each.abs().sum(-1, keepdim=True) for each in (chosen, query))
@@ -28,17 +28,17 @@ def held_part(chosen: Tensor, query: Tensor) -> Tensor:
 
 
 def largest_channels(query: Tensor, count: int, scale: float, halves: int) -> tuple[Tensor, Tensor]:
-    """Choose the channels in which a group's queries are largest, and weigh them for the scores of pages.
+    """Choose the channels in which a group's queries are largest, and weigh them to score pages.
 
     Args:
         query: [X, G, D].
         count: channels to choose.
         scale: factor of the query-key products.
-        halves: of the page table. Of 2, a channel's greatest or least value counts, by the sign of the queries' sum.
+        halves: of the page table. With 2, the sign of the queries' sum selects a channel's largest or smallest value.
 
     Returns:
-        Weights [X, G, count], the queries at SparQ's temperature, and the table's rows that they are for, half * D +
-        channel, int64 [X, count].
+        Weights [X, G, count], the queries at SparQ's temperature, and their rows of the table, half * D + channel,
+        int64 [X, count].
     """
     if kernels.usable(query):
         return kernels.largest_channels(query, count, scale, halves)
@@ -58,10 +58,10 @@ def page_softmax(
     length: DeviceLength | None = None,
     terms: AttentionTerms | None = None,
 ) -> Tensor:
-    """Softmax over entries that all have the score of their page.
+    """Return the softmax over entries that all have the score of their page.
 
     Args:
-        scores: [..., pages]; written to.
+        scores: [..., pages]; overwritten.
         size: entries in all.
         page: entries per page.
         length: entries that exist, where the device knows; pages beyond the end get 0.
@@ -71,7 +71,7 @@ def page_softmax(
         `page` times the weight of one entry of each page, [..., pages].
     """
     scores = cap(scores, terms)
-    # A page counts once, not as often as it has entries, and so must a sink.
+    # A page counts once, not once per entry, and so must a sink.
     sinks = None if terms is None or terms.sinks is None else terms.sinks[..., None] - math.log(page)
     if length is not None:
         part = length.occupancy(page, scores.shape[-1]).part.to(scores.dtype)
@@ -92,15 +92,15 @@ def entries_of_pages(
     """Choose the entries of the pages with the highest `page_softmax`, summed over a group's query heads.
 
     Args:
-        scores: [X, G, pages]; written to.
-        kv_rows: what the pages are of.
+        scores: [X, G, pages]; overwritten.
+        kv_rows: entries of the pages.
         page: entries per page.
         count: entries to choose.
         newest: see `best_entries`.
         terms: cap and sinks [X, G, 1] of the layer's attention; None for neither.
 
     Returns:
-        int64 [X, count], in no order.
+        int64 [X, count], unordered.
     """
     length = kv_rows.length
     fits = scores.shape[-1] <= kernels.MOST_PAGES
@@ -116,15 +116,15 @@ def best_entries(
 ) -> Tensor:
     """Choose the entries of the pages with the highest weights.
 
-    Of the last page that is needed, its first entries are taken; which of two pages of equal weight, torch decides.
+    The last page needed contributes its first entries; torch decides between pages of equal weight.
 
     Args:
-        weights: [..., pages]; written to.
+        weights: [..., pages]; overwritten.
         size: entries in all.
         page: entries per page.
         count: entries to choose.
-        newest: take the last page whatever it weighs, but no more than its newest entries that make up half of `count`
-            (at least one), so that the weights count however long pages are.
+        newest: take the last page regardless of its weight, but only its newest entries up to half of `count` (at least
+            one), so that the weights matter for pages of any length.
         length: entries that exist, at least `count`, where the device knows; None for `size`.
 
     Returns:
@@ -139,13 +139,13 @@ def best_entries(
         elif newest:
             weights[..., -1] = float("inf")
         return weights.topk(count, dim=-1).indices
-    # One more than needed, because the newest page may be short, or be taken without this.
+    # One more than needed: the newest page may be short, or taken separately.
     best = weights.topk(min(pages, -(-count // page) + 1), dim=-1).indices
     entries = (best[..., None] * page + torch.arange(page, device=best.device)).flatten(-2)
     if newest:
         most, short = max(min(count // 2, page), 1), (end - 1) % page + 1
         last = end - 1 - torch.arange(most, device=best.device)
-        # Those that are taken anyway, the newest page or the end of it, compete no more.
+        # Entries taken in any case, the newest page or its end, do not compete.
         end = end - (short.clamp(max=most) if isinstance(short, Tensor) else min(short, most))
         real = torch.cat([(last >= end).expand(*entries.shape[:-1], -1), entries < end], -1)
         entries = torch.cat([last.expand(*entries.shape[:-1], -1), entries], -1)

@@ -1,4 +1,4 @@
-"""Pages of consecutive entries: channel-wise bounds, kept up to date."""
+"""Channel-wise bounds of the keys of pages of consecutive entries, updated entry by entry."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvsieve.lazy import Tensor, torch
 class PageTable:
     """Largest and smallest value of every key channel over each page of consecutive entries (Quest, HSA).
 
-    Channel-major, [X, halves, D, capacity], so that a few channels of all pages are contiguous reads; half 0 holds the
-    largest values, half 1 the smallest. Pages of one entry need one half only.
+    Channel-major, [X, halves, D, capacity], so that a few channels of all pages are contiguous reads. Half 0 has the
+    largest values, half 1 the smallest; pages of one entry need one half only.
 
     Attributes:
         page: entries per page.
-        size: entries taken in.
+        size: entries added.
     """
 
     def __init__(self, page: int) -> None:
@@ -26,18 +26,17 @@ class PageTable:
 
     @property
     def pages(self) -> int:
-        """Pages that hold at least one entry."""
+        """Pages with at least one entry."""
         return self._pages(self.size)
 
     @property
     def halves(self) -> int:
-        """1 for pages of one entry, else 2."""
         return 1 if self.page == 1 else 2
 
     def update(self, kv_rows: KVRows) -> None:
-        """Take in the entries stored since the last call; full pages never change again.
+        """Add the entries stored since the last call; full pages never change.
 
-        Where the length of the KV rows is on the device, only the newest entry is taken in; all others must be in.
+        If the length of the KV rows is on the device, only the newest entry is added; all others must have been.
         """
         if kv_rows.length is not None:
             self._take(kv_rows, kv_rows.length)
@@ -45,7 +44,7 @@ class PageTable:
             self._add(kv_rows.keys_at(kv_rows.span(self.size, kv_rows.size)))
 
     def bounds(self, size: int | None = None) -> Tensor:
-        """Bounds of the pages of the first `size` entries (None: of all taken in), a view [X, halves, D, pages]."""
+        """Return the bounds of the pages of the first `size` entries (None: all), a view [X, halves, D, pages]."""
         assert self._table is not None
         return self._table[..., : self._pages(self.size if size is None else size)]
 
@@ -54,7 +53,7 @@ class PageTable:
 
         Args:
             at: int64 [X, k], half * D + channel.
-            size: pages of so many entries; None for those taken in.
+            size: entries whose pages are copied; None for all.
 
         Returns:
             [X, k, pages].
@@ -65,16 +64,16 @@ class PageTable:
         if self._starts is None or len(self._starts) != kv_rows:
             self._starts = torch.arange(kv_rows, device=at.device)[:, None] * (self.halves * dim)
         at = at + self._starts
-        # Rows are cut before they are copied: there is room for further pages behind those that are in use.
+        # Rows are cut before they are copied, because they have room for further pages.
         return self._table.view(-1, capacity)[:, :pages].index_select(0, at.view(-1)).view(*at.shape, pages)
 
     def scores(self, weights: Tensor, at: Tensor, kv_rows: KVRows) -> tuple[Tensor, int]:
-        """Weighted sums over chosen channels, for every page.
+        """Return weighted sums over chosen channels, for every page.
 
         Args:
             weights: [X, G, k].
             at: int64 [X, k]; see `rows`.
-            kv_rows: what the table was made of.
+            kv_rows: entries of the table.
 
         Returns:
             Scores [X, G, pages], undefined for pages beyond a length on the device, and the bytes of metadata read.
@@ -88,11 +87,11 @@ class PageTable:
         return weights @ self.rows(at, kv_rows.size).to(weights.dtype), metadata_bytes
 
     def bound(self, query: Tensor, kv_rows: KVRows) -> tuple[Tensor, int]:
-        """Upper bound of the logits that a query can have in each page.
+        """Return an upper bound of a query's logits in each page.
 
         Args:
             query: [X, G, D].
-            kv_rows: what the table was made of.
+            kv_rows: entries of the table.
 
         Returns:
             Bounds [X, G, pages] in the query's dtype, undefined for pages beyond a length on the device, and the bytes
@@ -109,17 +108,17 @@ class PageTable:
 
     @property
     def buffer(self) -> Tensor:
-        """The table with its room, [X, halves, D, capacity]."""
+        """The table including spare room, [X, halves, D, capacity]."""
         assert self._table is not None
         return self._table
 
     def count_in(self) -> None:
-        """Count an entry that was taken into the buffer in place."""
+        """Count an entry that was added to the buffer in place."""
         self.size += 1
 
     @staticmethod
     def _count(kv_rows: KVRows) -> Tensor | None:
-        """Entries that exist, where the length is on the device; else None."""
+        """Return the number of entries if the length is on the device, else None."""
         return None if kv_rows.length is None else kv_rows.length.count
 
     def make_room(self, entries: int) -> None:
@@ -137,7 +136,7 @@ class PageTable:
         return self.tensors() if self._starts is None else (*self.tensors(), self._starts)
 
     def update_bytes(self, before: int, after: int) -> int:
-        """Count the new keys, and the bounds of the page that had begun; see IncrementalMetadata."""
+        """Count the new keys and the bounds of the page in progress; see IncrementalMetadata."""
         if self._table is None:
             return 0
         kv_rows, _, dim, _ = self._table.shape
@@ -148,7 +147,7 @@ class PageTable:
         return -(-entries // self.page)
 
     def _grow(self, like: Tensor, needed: int) -> Tensor:
-        """Allocate a table of `needed` pages and some more that starts with this one's; like: [X, ...] of its dtype."""
+        """Allocate a table of more than `needed` pages that starts with this one's; like: [X, ...] of its dtype."""
         dim = like.shape[2]
         # A multiple of 16, for wide reads.
         capacity = -(-(needed + max(32, needed // 8)) // 16) * 16
@@ -159,7 +158,7 @@ class PageTable:
         return table
 
     def _take(self, kv_rows: KVRows, length: DeviceLength) -> None:
-        """Take in the newest key of every KV row: a page begins with it, or its bounds widen."""
+        """Add the newest key of every KV row: start a page with it, or widen the page's bounds."""
         assert self._table is not None
         if kv_rows.in_buffers and kernels.usable(self._table):
             kernels.update_pages(self._table, kv_rows, self.page)
@@ -174,13 +173,13 @@ class PageTable:
 
     def _add(self, keys: Tensor) -> None:
         new = keys.shape[1]
-        # Entries that complete the newest page, then whole pages, of which the last may be short.
+        # Entries that complete the newest page, then whole pages; the last may be short.
         first = min(new, -self.size % self.page)
         needed = -(-(self.size + new) // self.page)
         if self._table is None or needed > self._table.shape[-1]:
             self._table = self._grow(keys, needed)
         if new == 1 and not first:
-            # The one entry of a page that begins with it is both its bounds.
+            # The first entry of a page is both its bounds.
             self._table[..., needed - 1] = keys
             self.size += 1
             return

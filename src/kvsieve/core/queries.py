@@ -1,4 +1,4 @@
-"""Attention that any queries give to any entries, and what they ask for."""
+"""Attention of any queries to any entries, and second moments of queries."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def query_mass(
     entries: int | None = None,
     terms: AttentionTerms | None = None,
 ) -> Tensor:
-    """Softmax attention of T queries over N entries, reduced over the queries.
+    """Return the softmax attention of T queries over N entries, reduced over the queries.
 
     Args:
         query: [B, Hq, T, D], post-RoPE.
         keys: [B, H, N, D], post-RoPE.
         scale: factor of the query-key products.
-        visible: bool, broadcastable to [B, H, T, N], entries that each query's softmax runs over; a query that sees
-            none contributes nothing.
+        visible: bool, broadcastable to [B, H, T, N], entries that each query attends to; a query that sees none
+            contributes nothing.
         weights: factors of the queries, broadcastable to [B, H, T]; None for 1.
         reduce: "sum" or "max" over the queries.
-        entries: how many of the first entries are asked for; None for all.
+        entries: return only the first so many entries; None for all.
         terms: cap and sinks of the layer's attention; None for neither.
 
     Returns:
@@ -68,12 +68,12 @@ def query_mass(
 
 
 def second_moments(query: Tensor, heads: int, valid: Tensor | None = None) -> Tensor:
-    """Mean of q q^T over the queries that share a KV head.
+    """Return the mean of q q^T over the queries that share a KV head.
 
     Args:
         query: [B, Hq, L, D].
         heads: H.
-        valid: bool [B, H or 1, N], False for padding; the last L are these queries'. None: all real.
+        valid: bool [B, H or 1, N], False for padding; the last L are these queries'. None: no padding.
 
     Returns:
         float32 [B * H, D, D]; 0 where all are padding.
@@ -82,7 +82,7 @@ def second_moments(query: Tensor, heads: int, valid: Tensor | None = None) -> Te
     groups, count = grouped.shape[2:4]
     if valid is not None:
         real = valid[:, :, -count:].float()
-        # Each real query weighs as much as leaves a mean of these alone.
+        # Weights that make the mean cover real queries only.
         weight = real * (count / real.sum(-1, keepdim=True).clamp_min(1))
         grouped = grouped * weight.sqrt()[:, :, None, :, None]
     flat = grouped.flatten(2, 3).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""The random rotation that some codecs turn channels by."""
+"""Random rotation of channels, as some codecs use it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 
 from kvsieve.lazy import Tensor, torch
 
-# Kept for good: recorded passes read them where they lie. torch.compile would go past a cached function.
+# Cached forever: recorded passes read them at their address. torch.compile would bypass a cached function.
 _ROTATIONS: dict[tuple[int, torch.device], Tensor] = {}
 
 
 def rotation(dim: int, device: torch.device) -> Tensor:
-    """A random rotation float32 [dim, dim], the same in every process: signs, then Hadamard's matrix.
+    """Return a random rotation float32 [dim, dim], equal in every process: signs, then Hadamard's matrix.
 
-    Where `dim` is no power of two, the orthogonal part of a random matrix.
+    If `dim` is not a power of two, it is the orthogonal part of a random matrix.
     """
     if (dim, device) not in _ROTATIONS:
         _ROTATIONS[dim, device] = _rotation(dim).to(device)

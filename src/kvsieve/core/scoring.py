@@ -21,7 +21,7 @@ Width = int | tuple[int, ...]
 # The widest pooling: the work grows with it, and papers take up to 63.
 WIDEST = 4095
 
-# "auto": so many pieces of the kernel's width fit into a budget, each at most as long as an answer of 64 digits needs.
+# "auto": a budget has room for this many pieces of the kernel's width, each at most as long as an answer of 64 digits.
 _PIECES, _LEAST, _MOST = 6, 7, 95
 
 # Logits of one block: [B, H, G * W, block] in float32 stay under about 128 MiB.
@@ -29,7 +29,7 @@ _BLOCK_ELEMENTS = 1 << 25
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype to score in: float32 for half-precision inputs (bfloat16 scores are full of ties), else the input's own."""
+    """Return the dtype for scores: float32 for half-precision inputs (bfloat16 scores tie often), else the input's."""
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
@@ -42,20 +42,19 @@ def window_mass(
     block: int | None = None,
     terms: AttentionTerms | None = None,
 ) -> Tensor:
-    """Softmax attention mass that a window of queries gives to every stored entry, summed over the window.
+    """Return the softmax attention mass that a window of queries gives to every stored entry, summed over the window.
 
-    The softmax runs over all N entries with the causal mask inside the window, so the mass of a query head sums to
-    W, less what sinks take.
+    The softmax runs over all N entries with the causal mask inside the window. The mass of a query head thus sums to W,
+    less the part of sinks.
 
-    Source: SnapKV (arXiv 2404.14469), and the observation windows of FastKV, ASL, PyramidKV, Ada-KV and RocketKV, which
-    share it.
+    Source: SnapKV (arXiv 2404.14469), and the observation windows of FastKV, ASL, PyramidKV, Ada-KV and RocketKV.
 
     Args:
         query: [B, Hq, W, D], post-RoPE; the queries of the last W of the N entries.
         keys: [B, H, N, D], post-RoPE.
         scale: factor of the query-key products.
-        valid: bool [B, H or 1, N]; padding receives no mass, and queries that are padding give none. None: all real.
-        block: entries scored at a time; None chooses it so that no N x N matrix is ever held.
+        valid: bool [B, H or 1, N]; padding receives and gives no mass. None: no padding.
+        block: entries scored at a time; None chooses it so that no N x N matrix is allocated.
         terms: cap and sinks of the layer's attention; None for neither.
 
     Returns:
@@ -70,7 +69,7 @@ def window_mass(
 
 
 def _seen(query: Tensor, keys: Tensor, valid: Tensor | None) -> Tensor:
-    """Return what each query of a window sees of the entries, bool [B or 1, H or 1, W, N]; see `window_mass`."""
+    """Return the entries visible to each query of a window, bool [B or 1, H or 1, W, N]; see `window_mass`."""
     slots = torch.arange(keys.shape[2], device=keys.device)
     window = query.shape[2]
     causal = slots <= slots[-window:, None]
@@ -86,9 +85,9 @@ def window_weights(
     block: int | None = None,
     terms: AttentionTerms | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the softmax weights behind `window_mass`, [B, Hq, W, block], one block of entries after another.
+    """Yield the softmax weights that `window_mass` sums, [B, Hq, W, block], block by block of entries.
 
-    Zero for queries that are padding. Arguments as in `window_mass`.
+    Queries that are padding have weight 0. Arguments as in `window_mass`.
     """
     batch, query_heads, window, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
@@ -132,13 +131,13 @@ def window_weights(
 
 
 def width(kernel: Kernel, kept: Iterable[int]) -> Width:
-    """Width of a pooling whose best entries are kept.
+    """Return the width of a pooling for each row.
 
-    A narrow kernel cuts long answers apart, of a wide one few pieces fit: "auto" is a sixth of what is kept.
+    A narrow kernel breaks up long answers, while a wide one leaves room for few pieces.
 
     Args:
-        kernel: odd, or "auto": a sixth of what is kept, odd, 7 to 95.
-        kept: entries that each row keeps, or tokens that go on.
+        kernel: odd, or "auto": a sixth of `kept`, odd, 7 to 95.
+        kept: entries that each row keeps, or tokens that are propagated.
     """
     if kernel != "auto":
         return kernel
@@ -151,10 +150,10 @@ def pool(scores: Tensor, kernel: Width, kind: Pool, valid: Tensor | None = None)
 
     Args:
         scores: [..., N].
-        kernel: width, odd; 1 returns the scores as they are. One per row of [B, ..., N], if a tuple.
+        kernel: width, odd; 1 returns the scores unchanged. A tuple has one per row of [B, ..., N].
         kind: "avg" divides by the kernel everywhere, counting zeros beyond the ends; "max" ignores them.
         valid: bool [B, H or 1, N or more], for scores [B, X, N] that are 0 where it is False. Entries are then
-            neighbours whatever padding lies between them, as later turns of a batch bring it. None: no padding.
+            neighbours across padding, which later turns of a batch insert. None: no padding.
 
     Returns:
         The shape of `scores`.
@@ -177,12 +176,9 @@ def pool(scores: Tensor, kernel: Width, kind: Pool, valid: Tensor | None = None)
 
 
 def _closed_up(scores: Tensor, valid: Tensor, smooth: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply `smooth` to scores [B, X, N] as if all padding lay on the left; it may return fewer heads, [B, Y, N].
+    """Apply `smooth` to scores [B, X, N] as if all padding were on the left; it may return fewer heads, [B, Y, N].
 
-    Args:
-        scores: [B, X, N].
-        valid: bool [B, H or 1, N or more]; X and Y are multiples of its heads.
-        smooth: function of the scores.
+    valid: bool [B, H or 1, N or more]; X and Y are multiples of its heads.
     """
     order = valid[..., : scores.shape[-1]].to(torch.uint8).argsort(dim=-1, stable=True)
 
@@ -194,20 +190,15 @@ def _closed_up(scores: Tensor, valid: Tensor, smooth: Callable[[Tensor], Tensor]
 
 
 def group_mean(scores: Tensor, heads: int) -> Tensor:
-    """Mean over the query heads that share a KV head: [B, Hq, N] -> [B, H, N]."""
+    """Average over the query heads that share a KV head: [B, Hq, N] -> [B, H, N]."""
     batch, query_heads, length = scores.shape
     return scores.reshape(batch, heads, query_heads // heads, length).mean(2)
 
 
 def pooled_mass(ctx: LayerContext, window: int, kernel: Width, pooling: Pool, heads: int | None = None) -> Tensor:
-    """Pooled mass that the last queries of this pass give to the entries before them.
+    """Return the pooled mass that the last w = min(`window`, L) queries of this pass give to the entries before them.
 
-    Args:
-        ctx: the layer.
-        window: queries, at most w = min(window, L) of them.
-        kernel: see `pool`.
-        pooling: see `pool`.
-        heads: average over the query heads of each of so many heads; None for no average.
+    heads: average over the query heads of each of this many heads; None for no average.
 
     Returns:
         [B, Hq, N - w], or [B, heads, N - w].

@@ -1,4 +1,4 @@
-"""From scores to entries: deterministic top-k with ascending output."""
+"""Selection of entries by score: deterministic top-k, in ascending order."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from kvsieve.types import Selection
 
 
 def top_mask(scores: Tensor, counts: tuple[int, ...] | Tensor) -> Tensor:
-    """Mark the best entries along the last dimension.
-
-    Higher score first, then lower slot first, whatever the device.
+    """Mark the best entries along the last dimension, ties by the lower slot, on every device.
 
     Args:
         scores: [B, ..., N].
-        counts: entries to mark: one number per row of the batch, or int64 [B, H] for scores [B, H, N]. A tensor had
-            better be the host's, which else waits for it.
+        counts: entries to mark: one number per row of the batch, or int64 [B, H] for scores [B, H, N]. A tensor should
+            be on the host, which else waits for it.
 
     Returns:
         bool, the shape of `scores`.
@@ -55,7 +53,7 @@ def _nan() -> Exception:
 
 
 def pack(mask: Tensor, counts: tuple[int, ...]) -> Selection:
-    """Turn a keep-mask [B, ..., N], with ``counts[b]`` entries set in each head of row b, into a Selection."""
+    """Convert a keep-mask [B, ..., N], with ``counts[b]`` entries set in each head of row b, to a Selection."""
     size = max(counts)
     if all(count == size for count in counts):
         return Selection(slots_of(mask, size))
@@ -63,9 +61,9 @@ def pack(mask: Tensor, counts: tuple[int, ...]) -> Selection:
 
 
 def pack_ragged(mask: Tensor, per_head: Sequence[Sequence[int]] | None = None) -> Selection:
-    """Turn a keep-mask [B, H, N] whose heads keep different numbers of entries into a Selection, ragged if needed.
+    """Convert a keep-mask [B, H, N] to a Selection, ragged if heads keep different numbers of entries.
 
-    per_head: how many are set for each row and head; None where that is to be read from the mask.
+    per_head: entries set for each row and head; None to count them in the mask.
     """
     if per_head is None:
         per_head = mask.sum(-1).tolist()
@@ -81,7 +79,7 @@ def select_top(scores: Tensor, counts: tuple[int, ...]) -> Selection:
 
 
 def slots_of(mask: Tensor, count: int) -> Tensor:
-    """Slots, ascending, of the entries set along the last dimension of a mask, `count` everywhere: int64 [..., count].
+    """Return the slots set along the last dimension of a mask, ascending, `count` everywhere: int64 [..., count].
 
     The host does not wait for the device.
     """
@@ -91,22 +89,14 @@ def slots_of(mask: Tensor, count: int) -> Tensor:
 
 
 def entries_at(part: Tensor, slots: Tensor) -> Tensor:
-    """Gather entries of each head.
-
-    Args:
-        part: [B, H, N] or [B, H, N, D].
-        slots: int64 [B, H, K].
-
-    Returns:
-        [B, H, K] or [B, H, K, D], new.
-    """
+    """Gather the entries at slots int64 [B, H, K] of [B, H, N] or [B, H, N, D], as a copy."""
     if part.ndim == 3:
         return part.gather(2, slots)
     row, head, slot, channel = part.stride()
     whole = channel == 1 and slot > 0 and row % slot == 0 and head % slot == 0
     if part.device.type != "cpu" or not whole or not slots.numel():
         return part.gather(2, slots[..., None].expand(-1, -1, -1, part.shape[3]))
-    # CPUs gather number by number, which copying whole rows is faster than.
+    # CPUs gather number by number, which is slower than copying whole rows.
     batch, heads, length, dim = part.shape
     places = (batch - 1) * (row // slot) + (heads - 1) * (head // slot) + length
     first = torch.arange(batch)[:, None, None] * (row // slot) + torch.arange(heads)[:, None] * (head // slot)
@@ -115,7 +105,7 @@ def entries_at(part: Tensor, slots: Tensor) -> Tensor:
 
 
 def _packed(mask: Tensor, size: int, counts: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> Tensor:
-    """Move the kept slots, so many per row or head, to the right end of `size` places; the rest is filler."""
+    """Move the kept slots, as many as `counts` per row or head, to the right end of `size` places, after filler."""
     if mask.device.type == "cpu":
         # A stable sort of the mask does so.
         order = mask.to(torch.uint8).argsort(dim=-1, stable=True)
@@ -125,7 +115,7 @@ def _packed(mask: Tensor, size: int, counts: tuple[int, ...] | tuple[tuple[int, 
 
 
 def _placed(mask: Tensor, place: Tensor, size: int) -> Tensor:
-    """Put the slots that are set in a mask at their places, from 1 to `size`, and 0 where none comes."""
+    """Return the set slots of a mask at their places, 1 to `size`; places without a slot get 0."""
     slots = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape)
-    # What is not set goes to place 0, which is left out.
+    # Unset slots go to place 0, which is dropped.
     return place.new_zeros(*mask.shape[:-1], size + 1).scatter_(-1, place * mask, slots)[..., 1:]

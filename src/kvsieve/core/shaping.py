@@ -1,26 +1,25 @@
-"""Codes of vectors chosen together, so that what they miss lies where queries do not ask for it."""
+"""Codes of vectors chosen jointly, so that their errors are small in the directions of the queries."""
 
 from __future__ import annotations
 
 from kvsieve.core.codes import CodeFormat, Codes, Fit, encode, level_tensor, nearest_codes, pack, unpack
 from kvsieve.lazy import Tensor, torch
 
-# Times that each code is chosen anew. More gain next to nothing.
+# Times that each code is chosen again; more gain next to nothing.
 _ROUNDS = 2
 
-# Numbers that are worked on at a time where torch does it: what caches hold; on GPUs in fewer launches.
+# Numbers processed at a time by torch: as many as fit into caches; on GPUs more, for fewer launches.
 _AT_ONCE, _AT_ONCE_ON_GPUS = 1 << 17, 1 << 24
 
 
 def encode_shaped(form: CodeFormat, x: Tensor, fit: Fit, metric: Tensor, rows: Tensor) -> Codes:
-    """Encode blocks float32 [N, T, D] as `codes.encode` does, and then choose codes by what products miss.
+    """Encode blocks float32 [N, T, D] as `codes.encode` does, then adjust codes to minimize errors of products.
 
-    Vector by vector and one after the other, each code becomes the one by which a product with the queries misses
-    least, the others given; what one has to miss, later ones make up for. The scale is at last that by which the codes
-    keep the vector's product with itself, in this metric: that of least squares would shorten all products, and with
-    them the largest, which attention is after.
+    Each code of a vector in turn becomes the one with the least error of the product with the queries, the others
+    fixed. The final scale preserves the vector's product with itself in this metric; the least-squares scale would
+    shorten all products, including the largest, which matter most to attention.
 
-    metric: float32 [R, D, D], mean of q q^T over the queries of each KV row. rows: int64 [N], that of each block.
+    metric: float32 [R, D, D], mean of q q^T over the queries of each KV row. rows: int64 [N], KV row of each block.
     """
     from kvsieve.kernels.cpu import codes as compiled
 
@@ -36,14 +35,14 @@ def encode_shaped(form: CodeFormat, x: Tensor, fit: Fit, metric: Tensor, rows: T
         found = [_shaped(form.levels, part, metric[mine], first) for part, mine, first in parts]
         codes, scale = (torch.cat(each) for each in zip(*found, strict=True))
     half = scale.to(torch.float16)
-    # What float16 does not hold keeps the scale of before, which it does.
+    # A scale beyond float16's range is not changed.
     return Codes(pack(codes, form.bits), torch.where(half.isfinite(), half, made.scale))
 
 
 def _shaped(levels: tuple[float, ...], x: Tensor, metric: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes uint8 [N, T, D] and scales float32 [N, T, 1], chosen anew; 0 where x is."""
+    """Return adjusted codes uint8 [N, T, D] and scales float32 [N, T, 1], 0 where x is."""
     table, tiny = level_tensor(levels, x.device), torch.finfo(torch.float32).tiny
-    # Channels first, so that one of all vectors is read at once.
+    # Channels first, so that one channel of all vectors is a contiguous read.
     x, made = x.transpose(1, 2).contiguous(), codes.transpose(1, 2).contiguous()
     of = table[made.long()]
     own = metric.diagonal(dim1=1, dim2=2).clamp_min(tiny)

@@ -1,4 +1,4 @@
-"""Softmax of attention with the terms that some models add: capped logits, and learned sinks."""
+"""Softmax of attention with the extra terms of some models: capped logits and learned sinks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from kvsieve.types import AttentionTerms
 
 
 def cap(logits: Tensor, terms: AttentionTerms | None) -> Tensor:
-    """Cap scaled logits of any shape, in place, where `terms` say so; masks come after it."""
+    """Cap scaled logits of any shape in place, before masks; do nothing without a cap."""
     if terms is None or terms.softcap is None:
         return logits
     return logits.div_(terms.softcap).tanh_().mul_(terms.softcap)
 
 
 def sinks_of(terms: AttentionTerms | None, *shape: int) -> Tensor | None:
-    """View the sinks in `shape`, such as (H, G, 1, 1) for logits [B, H, G, L, N]; None where there are none."""
+    """View the sinks in `shape`, such as (H, G, 1, 1) for logits [B, H, G, L, N]; None without sinks."""
     return None if terms is None or terms.sinks is None else terms.sinks.view(shape)
 
 
 def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the last dimension, in whose sum sinks take part.
+    """Return the softmax over the last dimension; sinks add to the sum.
 
     Args:
         logits: [..., N].

@@ -1,8 +1,8 @@
-"""Triton kernels for what GPUs would otherwise do in many passes over memory; each has its twin in plain torch.
+"""Triton kernels that replace many passes over memory on GPUs; each has a counterpart in plain torch.
 
-A leaf: it imports torch with the first call, and triton with the first kernel. Callers ask `usable` and else do what
-they did before. Kernels take `dtypes`, add up in float32, and are safe under CUDA graphs: they never wait for the
-device, what they allocate depends on static sizes alone, and lengths that grow may lie on the device.
+Importing this package imports neither torch nor triton: torch comes with the first call, triton with the first kernel.
+Callers check `usable` and otherwise use torch. Kernels take `dtypes`, accumulate in float32 and are safe under CUDA
+graphs: they never wait for the device, allocate by static sizes only, and may read growing lengths from the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from kvsieve.lazy import Tensor, torch
 
-# Pages of a KV row that the one program of `page_entries` holds.
+# Most pages of a KV row that the single program of `page_entries` can process.
 MOST_PAGES = 16384
 
 # Public functions by the module that defines them.
@@ -43,12 +43,12 @@ _interpreted = False
 
 @functools.cache
 def dtypes() -> tuple[torch.dtype, ...]:
-    """Return the dtypes that kernels take."""
+    """Return the dtypes that kernels support."""
     return torch.bfloat16, torch.float16, torch.float32
 
 
 def usable(*tensors: Tensor) -> bool:
-    """Tell whether kernels run on these tensors: all on a GPU that `reason` accepts, in `dtypes`."""
+    """Return whether kernels run on these tensors: all on a GPU that `reason` accepts, in `dtypes`."""
     if not (_interpreted or tensors[0].is_cuda) or any(each.dtype not in dtypes() for each in tensors):
         return False
     return _interpreted or (all(each.is_cuda for each in tensors) and reason(tensors[0].device) is None)
@@ -56,7 +56,7 @@ def usable(*tensors: Tensor) -> bool:
 
 @functools.cache
 def reason(device: torch.device) -> str | None:
-    """Reason why kernels do not run on `device`; None where they do. KVSIEVE_KERNELS is read once."""
+    """Return why kernels do not run on `device`, or None if they do. KVSIEVE_KERNELS is read once."""
     if device.type != "cuda":
         return f"kernels run on CUDA devices, not on {device.type}"
     if os.environ.get("KVSIEVE_KERNELS") == "0":
@@ -72,7 +72,7 @@ def reason(device: torch.device) -> str | None:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a kernel's function, and triton with it, when it is first asked for."""
+    """Import a kernel's function, and triton with it, on first access."""
     if name not in _FUNCTIONS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_FUNCTIONS[name]}"), name)

@@ -1,7 +1,7 @@
-"""Attention of a prompt over chosen blocks of keys, which are read where they lie: nothing is gathered or padded.
+"""Attention of a prompt over chosen key blocks, read in place: nothing is gathered or padded.
 
-A program takes a tile of one query head's queries. It goes through the list of its blocks, then through the diagonal up
-to its last query, under an online softmax: logits never leave the chip.
+A program takes a tile of one query head's queries. It iterates over the list of its blocks, then over the diagonal up
+to its last query, with an online softmax: logits never leave the chip.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def _met(
     SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """State of the online softmax after these entries; seen: which of them, by which query, where it HIDES some."""
+    """Update the online softmax with these entries; seen: which of them are visible to which query, if HIDES."""
     logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    # In units of log 2, a factor that is left to the exponential where nothing lies between: one operation less.
+    # In units of log 2. Without a cap or sinks the exponential applies the factor: one operation less.
     unit = scale * 1.4426950408889634
     if SOFTCAP:
         logits = capped(logits * unit, softcap * 1.4426950408889634)
@@ -46,7 +46,7 @@ def _met(
     if HIDES:
         logits = tl.where(seen, logits, float("-inf"))
     higher = tl.maximum(greatest, tl.max(logits, 1) * unit)
-    # Queries that have seen nothing yet have no greatest logit.
+    # Queries that have seen nothing so far have no greatest logit.
     finite = tl.where(higher == float("-inf"), 0.0, higher)
     weights = tl.exp2(logits * unit - finite[:, None])
     shrink = tl.exp2(greatest - finite)
@@ -101,7 +101,7 @@ def blocks_kernel(
     query_heads = heads * GROUPS
     own_head = (tl.program_id(0) % query_heads).to(tl.int64)
     head = own_head // GROUPS
-    # The last queries see most and are begun first.
+    # The last queries see most entries and start first.
     tile = query_blocks * TILES - 1 - tl.program_id(0) // query_heads
     at_block = tile // TILES
     inside = tile % TILES * ROWS + tl.arange(0, ROWS)
@@ -125,7 +125,7 @@ def blocks_kernel(
     for step in range(0, tl.load(counts + item) * STEPS):
         at = step % STEPS * BLOCK + tl.arange(0, BLOCK)
         entry = tl.load(lists + step // STEPS) * KEYS - pad + at
-        # The first block begins before the first entry, and a block need not be a multiple of what is read at a time.
+        # The first block begins before the first entry, and a block need not be a multiple of the tile.
         there = (at < KEYS) & (entry >= 0)
         slot = entry[:, None].to(tl.int64)
         k = tl.load(keys + slot * key_slot, mask=there[:, None] & (dim < DIM), other=0.0)
@@ -168,20 +168,22 @@ def block_attention(
     scale: float,
     terms: Terms | None = None,
 ) -> Tensor:
-    """Causal attention of the last L of N entries over chosen blocks and the diagonal; it never waits for the device.
+    """Causal attention of the last L of N entries over chosen blocks and the diagonal, without waiting for the device.
+
+    Queries, keys and values may be views of larger buffers.
 
     Args:
-        query: [B, Hq, L, D], a view of a larger buffer or not.
-        keys: [B, H, N, D], a view of a larger buffer or not, all of them real.
-        values: [B, H, N, Dv], a view of a larger buffer or not.
+        query: [B, Hq, L, D].
+        keys: [B, H, N, D], without padding.
+        values: [B, H, N, Dv].
         lists: int32 [B, S, query blocks, some], contiguous, numbers of blocks before the diagonal; S is H or Hq.
-        counts: int32 [B, S, query blocks], contiguous, how many of each list count.
+        counts: int32 [B, S, query blocks], contiguous, the length of each list.
         grid: the blocks.
         scale: factor of the query-key products.
         terms: cap, and sinks [Hq]; None for neither.
 
     Returns:
-        [B, Hq, L, Dv], with the heads of a token side by side in memory.
+        [B, Hq, L, Dv], with a token's heads adjacent in memory.
     """
     batch, query_heads, new, dim = query.shape
     heads, value_dim = keys.shape[1], values.shape[-1]

@@ -1,7 +1,7 @@
-"""A token's choice of what it reads, a program per KV row: its query's largest channels, and the best pages' entries.
+"""Kernels that choose a token's entries or pages, one program per KV row.
 
-Or, of a paged cache, the best pages themselves. In torch each is some twenty operations on a few numbers, which take
-longer to launch than to compute.
+They choose the query's largest channels, the entries of the best pages, or the best pages of a paged cache. In torch
+each takes some twenty operations on a few numbers, which take longer to launch than to compute.
 """
 
 from __future__ import annotations
@@ -13,18 +13,12 @@ from torch import Tensor
 
 from kvsieve.kernels.launch import on, padded, power_of_two, rows
 
-# Channels that all others are compared with at a time.
+# Channels compared with all others at a time.
 _COMPARED = 32
 
 
 def largest_channels(query: Tensor, count: int, scale: float, halves: int) -> tuple[Tensor, Tensor]:
-    """Channels in which a group's queries are largest; see `core.page_weights.largest_channels`.
-
-    Args:
-        query: [X, G, D].
-        count: channels to choose.
-        scale: factor of the query-key products.
-        halves: of the page table.
+    """Choose the channels in which a group's queries are largest; see `core.page_weights.largest_channels`.
 
     Returns:
         Weights float32 [X, G, count] and table rows int64 [X, count].
@@ -69,7 +63,7 @@ def channels_kernel(
         query + group[:, None] * DIM + dim[None, :], mask=(group < GROUPS)[:, None] & (dim < DIM)[None, :], other=0.0
     ).to(tl.float32)
     size = tl.sum(tl.abs(q), 0)
-    # Of each channel, how many come before it: larger ones, and equal ones of lower numbers.
+    # Rank of each channel: how many are larger, or equal with lower indices.
     rank = tl.full([PADDED_DIM], 0, tl.int32)
     for start in range(0, DIM, COMPARED):
         other = start + tl.arange(0, COMPARED)
@@ -110,12 +104,12 @@ def summed_weights(
     SUMS: tl.constexpr,
     PAGES: tl.constexpr,
 ):
-    """Weights of entries in pages, by softmax over all of them, summed over query heads."""
+    """Return the weights of entries in pages, by softmax over all of them, summed over query heads."""
     weight = tl.full([PAGES], 0.0, tl.float32)
     for group in range(GROUPS):
         score = tl.load(scores + group * score_group + each, mask=there, other=float("-inf"))
         if SUMS:
-            # That of the sum of its keys, as if a page were full.
+            # The page's score is that of its keys' sum, as if the page were full.
             score = tl.where(there, score / tl.where(there, share, 1.0), float("-inf"))
         # All entries of a page have its score.
         size_of = tl.exp(score - tl.max(score, 0))
@@ -125,8 +119,8 @@ def summed_weights(
 
 @triton.jit
 def least_taken(bits, held, wanted):
-    """Bits of the greatest weight down to which pages hold what is wanted."""
-    # Numbers from 0 on are in the order of their bits.
+    """Return the bits of the greatest weight at which pages with at least this weight have `wanted` entries."""
+    # Non-negative numbers are in the order of their bits.
     least = 0
     most_bits = 0x7F800000
     while least < most_bits:
@@ -140,18 +134,18 @@ def least_taken(bits, held, wanted):
 def page_entries(
     scores: Tensor, page: int, count: int, newest: bool, size: int, length: Tensor | None = None
 ) -> Tensor:
-    """Entries of the pages with the highest weights; see `core.page_weights.entries_of_pages`.
+    """Choose the entries of the pages with the highest weights; see `core.page_weights.entries_of_pages`.
 
     Args:
         scores: float32 [X, G, P], at most `kernels.MOST_PAGES` pages.
         page: entries per page.
         count: entries to choose.
-        newest: take the newest entries whatever they weigh.
+        newest: take the newest entries regardless of their weight.
         size: entries of each KV row.
-        length: those that exist, one integer on the device; None for `size`.
+        length: entries that exist, one integer on the device; None for `size`.
 
     Returns:
-        int64 [X, count], in no order.
+        int64 [X, count], unordered.
     """
     kv_rows, groups, pages = scores.shape
     scores = rows(scores)
@@ -205,7 +199,7 @@ def entries_kernel(
         for start in range(0, own, 32):
             at = start + tl.arange(0, 32)
             tl.store(out + at, (end - 1 - at).to(tl.int64), mask=at < own)
-        # What is taken anyway competes no more.
+        # Entries taken in any case do not compete.
         held = tl.where(each == (end - 1) // page, held - own, held)
     wanted = count - own
     bits = tl.where(held > 0, weight.to(tl.int32, bitcast=True), -1)

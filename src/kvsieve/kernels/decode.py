@@ -1,8 +1,8 @@
 """Attention of one new token per row, split along the entries and merged by log-sum-exp.
 
-One kernel serves whatever entries lie in: dense stores, heads that keep different numbers of entries, views, and the
-entries that a reader has chosen. It works on KV rows (core.kv_rows): a KV head of a batch row with its G query heads,
-or, where heads share a flat buffer, a batch row with all of them.
+One kernel serves dense stores, heads with different numbers of entries, views, and entries chosen by a reader. It works
+on KV rows (core.kv_rows): a KV head of a batch row with its G query heads or, where heads share a flat buffer, a batch
+row with all of them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _MERGED = 32
 
 @dataclass(frozen=True)
 class Entries:
-    """Entries of KV rows that are read, and the slots that they lie in.
+    """Entries of KV rows to read, and their slots.
 
     Attributes:
         count: entries of each KV row, an int or one integer on the device.
-        capacity: most entries that `count` can be.
+        capacity: upper bound of `count`.
         chosen: int64 [X, count], indices of the chosen entries; None for the first `count`.
-        body: as in `core.kv_rows.KVRows`; None where nothing is listed.
+        body: as in `core.kv_rows.KVRows`; None if no slots are listed.
         tail: as in `core.kv_rows.KVRows`; None for 0.
         stride: slots from one entry to the next.
     """
@@ -55,15 +55,15 @@ def decode_attention(
     valid: Tensor | None = None,
     terms: Terms | None = None,
 ) -> Tensor:
-    """Attention over the first `length` of N stored entries; the last of them is seen, padding or not.
+    """Attention over the first `length` of N stored entries; the last of them is visible, padding or not.
 
     Args:
         query: [B, Hq, 1, D].
-        keys: [B, H, N, D], a view of a larger buffer or not.
-        values: [B, H, N, Dv], a view of a larger buffer or not.
+        keys: [B, H, N, D], possibly a view of a larger buffer.
+        values: [B, H, N, Dv], possibly a view of a larger buffer.
         scale: factor of the query-key products.
         length: entries, an int or one integer on the device; None for N.
-        valid: bool [B, H or 1, N], False for padding; None when all entries are real.
+        valid: bool [B, H or 1, N], False for padding; None if there is none.
         terms: cap, and sinks [Hq]; None for neither.
 
     Returns:
@@ -80,7 +80,7 @@ def decode_attention(
 def ragged_decode(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor, *, scale: float, terms: Terms | None = None
 ) -> Tensor:
-    """Attention of every KV head's queries over a flat buffer that it shares with the others.
+    """Attention of every KV head's queries over a flat buffer shared by all heads.
 
     The kernel of `attention.ragged.ragged_attention`. A tile of entries is read once for all heads, so heads with
     different numbers of entries are equal shares of work.
@@ -140,7 +140,7 @@ def attend(
     mask: Tensor | None = None,
     terms: Terms | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of [X, G, D] over keys [B, H, N, D], and the logits' log-sum-exp; the other functions are made of it.
+    """Return the attention of [X, G, D] over keys [B, H, N, D], and the logits' log-sum-exp; all variants call it.
 
     X is a multiple of B * H; query rows that share a KV row follow each other.
 
@@ -148,15 +148,14 @@ def attend(
         query: [X, G, D].
         keys: [B, H, N, D].
         values: [B, H, N, Dv].
-        entries: what is read of them.
+        entries: entries to read.
         scale: factor of the query-key products.
-        mask: by slot: bool [B, H, N], where the last entry is seen whatever it says, or a bias of the logits, [B, H or
-            a multiple, N]; None for none.
-        terms: cap and sinks; of these as many numbers as X * G, or as one of several equal parts of that has. None for
-            neither.
+        mask: by slot: bool [B, H, N], except that the last entry is always visible, or a bias of the logits, [B, H or a
+            multiple, N]; None for none.
+        terms: cap and sinks; X * G sinks, or a divisor of that, repeated. None for neither.
 
     Returns:
-        Output [X, G, Dv] and log-sum-exp float32 [X, G], in which sinks take no part.
+        Output [X, G, Dv] and log-sum-exp float32 [X, G], without sinks.
     """
     query_rows, groups, dim = query.shape
     value_dim, capacity = values.shape[-1], entries.capacity
@@ -199,9 +198,9 @@ def attend(
 
 @dataclass(frozen=True)
 class _Split:
-    """KV rows in parts of `per` entries, read `block` at a time; out and norm: what is written, by part if several.
+    """KV rows in parts of `per` entries, read `block` at a time; out and norm: outputs, by part if several.
 
-    softcap: of the logits. sinks: what takes part in the softmax of a KV row that has one part.
+    softcap: of the logits. sinks: added to the softmax of a KV row with a single part.
     """
 
     per: int

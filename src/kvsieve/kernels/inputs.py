@@ -1,4 +1,4 @@
-"""Parts of other packages' objects that kernels read."""
+"""Protocols: the attributes of other packages' objects that kernels read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvsieve.lazy import Tensor
 
 
 class Terms(Protocol):
-    """The part of `types.AttentionTerms` that a kernel reads."""
+    """Attributes of `types.AttentionTerms`."""
 
     @property
     def softcap(self) -> float | None: ...
@@ -19,14 +19,14 @@ class Terms(Protocol):
 
 
 class Length(Protocol):
-    """The part of `core.kv_rows.DeviceLength` that a kernel reads."""
+    """Attributes of `core.kv_rows.DeviceLength`."""
 
     @property
     def count(self) -> Tensor: ...
 
 
 class StoredRows(Protocol):
-    """The part of `core.kv_rows.KVRows` that a kernel reads."""
+    """Attributes of `core.kv_rows.KVRows`."""
 
     @property
     def keys(self) -> Tensor: ...
@@ -51,7 +51,7 @@ class StoredRows(Protocol):
 
 
 class PromptGrid(Protocol):
-    """The part of `core.blocks.BlockGrid` that a kernel reads."""
+    """Attributes of `core.blocks.BlockGrid`."""
 
     @property
     def length(self) -> int: ...
@@ -78,7 +78,7 @@ class PackedBlocks:
         scale: float16 [P, 1, D], or [P, T, D / group].
         zero: the same shape, or None.
         levels: float32, the number of each code; None: the code itself.
-        bits: of a code.
+        bits: per code.
         dim: channels.
         group: channels that share a scale; 0 for a scale per channel.
     """

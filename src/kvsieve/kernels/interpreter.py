@@ -16,11 +16,10 @@ from kvsieve import kernels
 
 @contextmanager
 def interpreted() -> Iterator[None]:
-    """Run kernels on CPU tensors, for which `kernels.usable` then holds.
+    """Run kernels on CPU tensors; `kernels.usable` accepts them.
 
-    Triton decides when a kernel is defined, so none may have been used on a GPU in this process before. Its own library
-    is jitted already where torch has imported it, and its product of bfloat16 multiplies their bits (3.7), hence the
-    exchanges.
+    Triton decides when a kernel is defined, so this process must not have used one on a GPU. If torch has imported
+    Triton's own library, that is jitted, and its product of bfloat16 multiplies their bits (3.7); both are replaced.
 
     Raises:
         RuntimeError: kernels were made for a GPU in this process.

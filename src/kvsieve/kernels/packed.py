@@ -1,4 +1,4 @@
-"""Attention of one new token per row over encoded entries, which a kernel decodes as it reads them."""
+"""Attention of one new token per row over encoded entries, decoded by the kernel as it reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvsieve.kernels.packed_any import packed_kernel
 from kvsieve.kernels.packed_planes import planes_kernel
 from kvsieve.kernels.split import merge_kernel
 
-# Bytes of the entries that a program decodes at a time, in float32: what they become lies in shared memory.
+# Bytes of the entries that a program decodes at a time, in float32; they are in shared memory.
 _BYTES = 32 << 10
 # Of `planes_kernel`: most entries of a step, and programs of a multiprocessor, with their warps and stages. On an H100
 # the best of 24 settings for 2 bits, and within 1.02 and 1.08 of the best for 4 bits (32K and 128K entries).
@@ -22,7 +22,7 @@ WARPS = 4
 STAGES = 2
 # Least columns of a plane of values, padding or not.
 _VALUE_COLUMNS = 32
-# Planes of keys or values that it takes; with more it would spend its time on small products.
+# Planes of keys or values that it supports; with more, small products would dominate.
 _PLANES = 16
 # Parts of a KV row that are merged at a time.
 _MERGED = 32
@@ -38,15 +38,15 @@ def exact_decode(
     valid: Tensor | None,
     terms: Terms | None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention over the entries beside the encoded ones; the last of them is seen, padding or not.
+    """Attention over the entries that are not encoded; the last of them is visible, padding or not.
 
     Args:
         query: [B * H, G, D].
-        keys: [B, H, N, D], a view of a larger buffer or not.
-        values: [B, H, N, Dv], a view of a larger buffer or not.
+        keys: [B, H, N, D], possibly a view of a larger buffer.
+        values: [B, H, N, Dv], possibly a view of a larger buffer.
         scale: factor of the query-key products.
         length: entries, one integer on the device; None for N.
-        valid: bool [B, H or 1, N], False for padding; None when all entries are real.
+        valid: bool [B, H or 1, N], False for padding; None if there is none.
         terms: cap; None for none.
 
     Returns:
@@ -69,16 +69,16 @@ def packed_decode(
     """Attention over encoded entries.
 
     Args:
-        query: float32 [R, G, D], scaled, and turned as the keys are.
+        query: float32 [R, G, D], scaled, and rotated as the keys are.
         base: float32 [R, G], added to every logit of a query; None for nothing.
         table: int64 [R, M], blocks of each KV row.
         fills: int64 [R, M], entries of each block.
-        keys: what the blocks lie in.
-        values: what the blocks lie in.
+        keys: the pool of blocks.
+        values: the pool of blocks.
         softcap: of the logits; None for none.
 
     Returns:
-        Output float32 [R, G, Dv], turned as the values are, and log-sum-exp float32 [R, G].
+        Output float32 [R, G, Dv], rotated as the values are, and log-sum-exp float32 [R, G].
     """
     planes = _planes("KEY", keys) and _planes("VALUE", values)
     launch = _launch_planes if planes else _launch
@@ -100,7 +100,7 @@ def _launch(
     per: int,
     outputs: tuple[Tensor, Tensor],
 ) -> None:
-    """Run `packed_kernel`, which takes every format; inputs: query, base, table, fills."""
+    """Run `packed_kernel`, which supports every format; inputs: query, base, table, fills."""
     rows, parts, groups, wide = outputs[0].shape
     sizes = {"PADDED_GROUPS": padded(groups), "PADDED_DIM": padded(keys.dim), "PADDED_VALUE_DIM": padded(wide)}
     packed_kernel[rows, parts](
@@ -128,10 +128,10 @@ def _launch_planes(
     per: int,
     outputs: tuple[Tensor, Tensor],
 ) -> None:
-    """Run `planes_kernel`, which takes formats that `_planes` does."""
+    """Run `planes_kernel`, which supports the formats that `_planes` accepts."""
     rows, parts, groups, _ = outputs[0].shape
     padded_groups = max(8, power_of_two(groups))
-    # As many logits, however many query heads share the entries.
+    # The number of logits does not depend on how many query heads share the entries.
     block = max(16, min(BLOCK * 8 // padded_groups, padded(keys.packed.shape[1])))
     planes_kernel[rows, parts](
         *inputs,
@@ -165,10 +165,10 @@ def _facts(
 
 
 def _planes(name: str, blocks: PackedBlocks) -> dict[str, int]:
-    """Arguments of `planes_kernel` for keys or values; none where it does not take their format."""
+    """Return the arguments of `planes_kernel` for keys or values; none if it does not support their format."""
     if blocks.bits not in (2, 4, 8) or blocks.levels is not None:
         return {}
-    # Bytes of an entry are channels that one place of a byte holds.
+    # An entry has as many bytes as channels at one bit position.
     size, group = blocks.dim * blocks.bits // 8, blocks.group
     channels = min(size, group or size)
     if size % channels or group % channels or channels % 2 or 2 * blocks.dim // channels > _PLANES:
@@ -176,14 +176,14 @@ def _planes(name: str, blocks: PackedBlocks) -> dict[str, int]:
     if blocks.packed.data_ptr() % 2:
         return {}
     facts = {"BITS": blocks.bits, "GROUP": group, "ZERO": blocks.zero is not None}
-    # Of values it is the columns that warps share, so that fewer would be every warp's work.
+    # Warps share the columns of values; with fewer columns, every warp would do the same work.
     columns = channels // 2
     facts |= {"COLUMNS": columns, "PADDED": max(padded(columns), _VALUE_COLUMNS if name == "VALUE" else 0)}
     return {f"{name}_{fact}": value for fact, value in facts.items()}
 
 
 def _merged(of_parts: Tensor, of_norms: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [R, G, Dv] and log-sum-exp [R, G] of all parts [R, S, G, Dv] and [R, S, G]."""
+    """Merge parts [R, S, G, Dv] with log-sum-exp [R, S, G] into outputs [R, G, Dv] with log-sum-exp [R, G]."""
     rows, parts, groups, wide = of_parts.shape
     out, norm = of_parts.new_empty(rows, groups, wide), of_norms.new_empty(rows, groups)
     sizes = {"PADDED_PARTS": power_of_two(parts), "PADDED_VALUE_DIM": padded(wide), "BLOCK": _MERGED, "num_warps": 4}

@@ -1,4 +1,4 @@
-"""Attention of one new token per row over encoded entries of any format, each number decoded to float32."""
+"""Attention of one new token per row over encoded entries of any format, decoded to float32."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def packed_kernel(
             logits = (tl.dot(q, tl.trans(k), input_precision=PRECISION) + added[:, None]) * 1.4426950408889634
             logits = capped(logits, softcap * 1.4426950408889634) if SOFTCAP else logits
             logits = tl.where(real[None, :], logits, float("-inf"))
-            # There is an entry, so something is the greatest.
+            # There is an entry, so a greatest logit exists.
             higher = tl.maximum(greatest, tl.max(logits, 1))
             weights = tl.exp2(logits - higher[:, None])
             shrink = tl.exp2(greatest - higher)
@@ -103,7 +103,7 @@ def _decoded(
     DIM: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr,
     LEVELS: tl.constexpr,
 ):  # fmt: skip
-    """Numbers float32 [entries, channels] of a block; `entry`: their numbers in the pool."""
+    """Decode a block to float32 [entries, channels]; `entry`: their indices in the pool."""
     seen = real[:, None] & (dim < DIM)[None, :]
     code = _unpacked(codes + entry[:, None] * BYTES, dim[None, :], seen, DIM, BITS)
     x = tl.load(levels + code, mask=seen, other=0.0) if LEVELS else code.to(tl.float32)
@@ -121,7 +121,7 @@ def _decoded(
 
 @triton.jit
 def _unpacked(row, dim, seen, DIM: tl.constexpr, BITS: tl.constexpr):
-    """Codes of channels, from planes of 4, 2 and 1 bits, high bits first; `row`: where an entry's bytes begin."""
+    """Unpack codes of channels from planes of 4, 2 and 1 bits, high bits first; `row`: start of an entry's bytes."""
     if BITS == 8:
         return tl.load(row + dim, mask=seen, other=0).to(tl.int32)
     code = tl.where(seen, 0, 0)

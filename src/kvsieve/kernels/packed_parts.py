@@ -11,10 +11,10 @@ _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def codes_at(two, AT: tl.constexpr, BITS: tl.constexpr):
-    """Codes at bit AT as float16: times 2 ** (AT % 8 - 24)."""
+    """Return the codes at bit AT as float16: times 2 ** (AT % 8 - 24)."""
     if _INTERPRETED:
         return ((two >> (AT // 8 * 8)) & (((1 << BITS) - 1) << (AT % 8))).to(tl.float16, bitcast=True)
-    # Two numbers in an instruction: what a shift takes from one into the other is masked.
+    # Two numbers per instruction: bits shifted from one into the other are masked.
     if AT >= 8:
         two = tl.inline_asm_elementwise("shr.u32 $0, $1, 8;", "=r,r", [two], tl.int16, True, 2)
     return tl.inline_asm_elementwise(_masking(AT, BITS), "=r,r", [two], tl.float16, True, 2)
@@ -27,7 +27,7 @@ def _masking(at, bits):
 
 @triton.jit
 def stacked(x):
-    """Float16 [2 * rows, columns]: x, rounded, above what the rounding took from it times 2048."""
+    """Return float16 [2 * rows, columns]: x rounded, then the rounding error times 2048."""
     high = x.to(tl.float16)
     low = ((x - high.to(tl.float32)) * 2048.0).to(tl.float16)
     return tl.reshape(tl.permute(tl.join(high, low), (2, 0, 1)), [2 * x.shape[0], x.shape[1]])
@@ -35,14 +35,14 @@ def stacked(x):
 
 @triton.jit
 def summed(x, ROWS: tl.constexpr):
-    """Inverse of `stacked`, in float32."""
+    """Invert `stacked`, in float32."""
     high, low = tl.split(tl.permute(tl.reshape(x, [2, ROWS, x.shape[1]]), (1, 2, 0)))
     return high + low * (1.0 / 2048.0)
 
 
 @triton.jit
 def twice(x):
-    """A number per row, for rows that are stacked."""
+    """Repeat a number per row for stacked rows."""
     return tl.reshape(tl.permute(tl.join(x, x), (1, 0)), [2 * x.shape[0]])
 
 
@@ -56,11 +56,11 @@ def no_sums(COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.constexpr_function
 def first_channel(chunk, field, side, dim, bits, columns):
-    """First channel of a plane; the others follow two by two."""
+    """Return the first channel of a plane; the others follow with stride 2."""
     return field * (dim * bits // 8) + chunk * 2 * columns + side
 
 
 @triton.constexpr_function
 def ranges_kept(dim, group, columns):
-    """Sums of weights times zeros that are kept."""
+    """Return how many sums of weights times zeros are stored."""
     return 0 if group == 0 else 1 if group == dim else dim // (2 * columns)

@@ -1,11 +1,11 @@
-"""Attention of one new token per row over codes of 2, 4 or 8 bits, which tensor cores take as they are stored.
+"""Attention of one new token per row over codes of 2, 4 or 8 bits, multiplied by tensor cores as stored.
 
-Two bytes are read as one number of 16 bits. What a mask leaves of it (a code and the bits around it zero) is, seen as a
-float16, the code times 2 ** -24 (times 2, 4 ... where it lies higher): below 1024 float16 is even, without an exponent.
-Tensor cores multiply such numbers exactly, so nothing is converted. Codes at one place of all numbers are a plane: an
-operand of a dot, and every second channel of a range of channels. Scales never touch a code: they go to the query or to
-the logits, and to the weights or to the sums. The other operand of each dot, a float32, is split into two float16
-numbers, rows of one dot, whose sum has 22 bits.
+Two bytes are read as one 16-bit number. Masked to one code and seen as a float16, it is the code times 2 ** -24 (times
+2, 4 ... at higher positions): below 1024 float16 is evenly spaced, without an exponent. Tensor cores multiply such
+numbers exactly, so nothing is converted. The codes at one position of all numbers are a plane: an operand of a dot, and
+every second channel of a range. Scales never touch a code: they multiply the query or the logits, and the weights or
+the sums. The other operand of each dot, a float32, is split into two float16 numbers, rows of one dot, with a 22-bit
+sum.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def planes_kernel(
     if BASE:
         added = tl.load(base + row * GROUPS + group, mask=group < GROUPS, other=0.0) * 1.4426950408889634
     greatest = tl.full([ROWS], float("-inf"), tl.float32)
-    # Of each place in a block, so that nothing is summed over threads before the end.
+    # One per position in a block, so that nothing is summed over threads before the end.
     total = tl.full([ROWS, BLOCK], 0.0, tl.float32)
     sums = no_sums(VALUE_DIM // VALUE_COLUMNS, 2 * ROWS, VALUE_PADDED)
     zeros = no_sums(ranges_kept(VALUE_DIM, VALUE_GROUP, VALUE_COLUMNS) if VALUE_ZERO else 0, ROWS, BLOCK)
@@ -83,7 +83,7 @@ def planes_kernel(
         logits = capped(logits, softcap * 1.4426950408889634) if SOFTCAP else logits
         logits = tl.where(real[None, :], logits, float("-inf"))
         higher = tl.maximum(greatest, tl.max(logits, 1))
-        # Blocks behind a row's last entry hold nothing.
+        # Blocks beyond a row's last entry are empty.
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(logits - finite[:, None])
         shrink = tl.exp2(greatest - finite)
@@ -105,7 +105,7 @@ def _query(
     query, group, GROUPS: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """The query's planes, divided by the greatest number of each row, and that number."""
+    """Return the query's planes, divided by the greatest number of each row, and that number."""
     column = tl.arange(0, PADDED)
     FIELDS: tl.constexpr = 8 // BITS
     found = ()
@@ -134,7 +134,7 @@ def _logits(
     DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, COLUMNS: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Products of the query and the keys in units of log 2 [ROWS, BLOCK]."""
+    """Return the products of the query and the keys in units of log 2 [ROWS, BLOCK]."""
     column = tl.arange(0, PADDED)
     logits = tl.full([ROWS, BLOCK], 0.0, tl.float32)
     ALONE: tl.constexpr = (GROUP > 0) & (GROUP < DIM)
@@ -171,7 +171,7 @@ def _logits(
 
 @triton.jit
 def _of_tokens(raw, products, scale, zero, at, real, ZERO: tl.constexpr, ROWS: tl.constexpr):
-    """Products with scales of the tokens; products: sums of the query over these channels."""
+    """Apply the tokens' scales to products; products: sums of the query over these channels."""
     found = summed(raw, ROWS) * (tl.load(scale + at, mask=real, other=0.0).to(tl.float32) * 16777216.0)[None, :]
     if ZERO:
         found += tl.sum(products, 1)[:, None] * tl.load(zero + at, mask=real, other=0.0).to(tl.float32)[None, :]
@@ -184,7 +184,7 @@ def _added(
     DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, COLUMNS: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of values and of weights times zeros, with a block's values added."""
+    """Add a block's values to the sums of values and of weights times zeros."""
     column = tl.arange(0, PADDED)
     both = twice(shrink)[:, None]
     new_sums = ()
@@ -222,7 +222,7 @@ def _store(
     DIM: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, COLUMNS: tl.constexpr,
     PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Write a part's output and log-sum-exp; nothing was seen of it where the total is 0."""
+    """Write a part's output and log-sum-exp; a total of 0 means that the part had no visible entries."""
     some = total > 0
     divisor = tl.where(some, total, 1.0)
     log_sum = (greatest + tl.log2(divisor)) * 0.6931471805599453

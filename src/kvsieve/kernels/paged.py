@@ -1,6 +1,6 @@
-"""Pages of a paged cache, whose bounds lie page by page, wherever a table says: their scores, and the best of them.
+"""Scores and choice of the pages of a paged cache, with bounds stored page by page and located by a table.
 
-A page of the cache may be several pages here, its parts, in order; it weighs what the best of them does.
+A page of the cache may be several pages here, its parts, in order; it weighs as much as its best part.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def paged_kernel(
     at = at * parts + place % parts
     group = tl.arange(0, PADDED_GROUPS)
     sums = tl.full([PAGES, PADDED_GROUPS], 0.0, tl.float32)
-    # Nothing is read for tiles of pages that a shorter request does not have.
+    # Tiles of pages beyond a shorter request are not read.
     last = tl.where(tl.program_id(0) * PAGES < there, CHANNELS, 0)
     for begin in range(0, last, PIECE):
         channel = begin + tl.arange(0, PIECE)
@@ -78,18 +78,18 @@ def paged_kernel(
 
 
 def paged_scores(bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, page: int, parts: int = 1) -> Tensor:
-    """Weighted sums of the bounds of pages that lie anywhere, for every KV head of every request; see page_scores.
+    """Return weighted sums of the bounds of pages for every KV head of every request; see page_scores.
 
     Args:
         bounds: [P * parts, H, 2, D], greatest and least values of every part, or float32 [P * parts, H, 1, D], sums.
         question: float32 [R, H, G, 2 or 1, D].
         table: int32 [R, width], pages of the cache of each request in order.
         sizes: int32 [R], entries of each.
-        page: entries of a part.
-        parts: of a page of the cache.
+        page: entries per part.
+        parts: per page of the cache.
 
     Returns:
-        float32 [R, H, G, width * parts]; -inf behind a request's entries.
+        float32 [R, H, G, width * parts]; -inf beyond a request's entries.
     """
     requests, heads, groups = question.shape[:3]
     channels, width = bounds.shape[2] * bounds.shape[3], table.shape[1] * parts
@@ -159,7 +159,7 @@ def paged_choice_kernel(
     weight = summed_weights(
         scores + row * score_row, score_group, place, held > 0, share, GROUPS, SUMS, BLOCKS * PADDED_PARTS
     )
-    # All parts of a page that competes are full; the newest page is read in any case.
+    # All parts of a competing page are full; the newest page is read in any case.
     bits = tl.where((block < pages - 1) & (held > 0), weight.to(tl.int32, bitcast=True), -1)
     if PADDED_PARTS > 1:
         bits = tl.max(tl.reshape(bits, [BLOCKS, PADDED_PARTS]), 1)
@@ -174,7 +174,7 @@ def paged_choice_kernel(
     at = tl.load(table + request * table_row + block, mask=taken > 0, other=0)
     out += row * most
     tl.store(out + tl.cumsum(taken, 0) - 1, (at * heads + head).to(tl.int32), mask=taken > 0)
-    # What lies behind them names a page that is there.
+    # Entries beyond them name an existing page.
     for start in range(wanted, most, 32):
         behind = start + tl.arange(0, 32)
         tl.store(out + behind, tl.zeros([32], tl.int32) + head.to(tl.int32), mask=behind < most)
@@ -183,7 +183,7 @@ def paged_choice_kernel(
 def paged_choice(
     scores: Tensor, table: Tensor, sizes: Tensor, counts: Tensor, most: int, page: int, parts: int, sums: bool
 ) -> Tensor:
-    """Choose the pages that each request's KV heads read; `vllm.pages.choose_pages` tells more.
+    """Choose the pages that each request's KV heads read; see `vllm.pages.choose_pages`.
 
     Args:
         scores: float32 [R, H, G, width * parts], at most `kernels.MOST_PAGES` of them; see `paged_scores`.
@@ -191,8 +191,8 @@ def paged_choice(
         sizes: int32 [R].
         counts: int32 [R].
         most: largest of the counts.
-        page: entries of a part.
-        parts: of a page of the cache.
+        page: entries per part.
+        parts: per page of the cache.
         sums: the scores are those of sums of keys.
 
     Returns:
@@ -217,5 +217,5 @@ def paged_choice(
 
 
 def choice_fits(width: int, parts: int) -> bool:
-    """Tell whether the one program of `paged_choice` holds so many pages of a request."""
+    """Return whether the single program of `paged_choice` can process this many pages of a request."""
     return padded(width) * power_of_two(parts) <= MOST_PAGES

@@ -1,4 +1,4 @@
-"""Scores of pages from channel-major tables of their bounds (core.pages), and the tables' update by one entry."""
+"""Scores of pages from channel-major tables of their bounds (core.pages), and updates of the tables by one entry."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def scores_kernel(
     table += kv_row * table_row
     weights += kv_row * GROUPS * wanted
     sums = tl.full([PADDED_GROUPS, PAGES], 0.0, tl.float32)
-    # Nothing is read for tiles of pages that are not there yet. Within a tile reads end with the table's row: where its
-    # width is a multiple of 16, they are wide.
+    # Tiles of pages beyond the length are not read. Within a tile, reads end with the table's row: they are wide if its
+    # width is a multiple of 16.
     last = tl.where(tl.program_id(0) * PAGES < real, wanted, 0)
     for at in range(0, last, ROWS):
         each = at + tl.arange(0, ROWS)
@@ -123,7 +123,7 @@ def update_kernel(
     dim = tl.arange(0, PADDED_DIM)
     # Triton 3.9's interpreter makes int32 of a mask that is combined with a scalar condition.
     real = dim < tl.where(at < capacity, DIM, 0)
-    # Its maxima of bfloat16 are those of their bits.
+    # Its bfloat16 maxima compare bits.
     key = tl.load(keys + slot * key_slot + dim, mask=real, other=0.0).to(tl.float32)
     places = table + kv_row * table_row + dim.to(tl.int64) * table_channel + at
     held = tl.load(places, mask=real, other=0.0).to(tl.float32)
@@ -141,16 +141,16 @@ def page_scores(
     length: Tensor | int | None = None,
     page: int = 1,
 ) -> Tensor:
-    """Weighted sums of a table's rows, for every page.
+    """Return weighted sums of a table's rows, for every page.
 
-    HSA's estimates are that for chosen channels; chosen rows are read in place, not copied first.
+    HSA's estimates are those of chosen channels, read in place.
 
     Args:
-        table: [X, halves, D, P], channel-major, or the first P pages of a wider one; reads are wide where that one's
-            width is a multiple of 16.
+        table: [X, halves, D, P], channel-major, or the first P pages of a wider one; reads are wide if the full width
+            is a multiple of 16.
         weights: [X, G, J].
-        rows_of: int64 [X, J], half * D + channel of the row that each weight is for; None for all rows in order.
-        length: entries that exist, an int or one integer on the device; None for all. Pages behind them score -inf.
+        rows_of: int64 [X, J], half * D + channel of each weight's row; None for all rows in order.
+        length: entries that exist, an int or one integer on the device; None for all. Pages beyond score -inf.
         page: entries per page.
 
     Returns:
@@ -191,7 +191,7 @@ def page_scores(
 
 
 def _width(table: Tensor) -> int:
-    """Width up to which the rows of a table can be read: beyond its pages too, where a wider one begins with it."""
+    """Return the width up to which rows of a table can be read, including a wider table that begins with it."""
     end = table.storage_offset() + sum((table.shape[at] - 1) * table.stride(at) for at in range(3))
     width = table.stride(2)
     whole = width > table.shape[3] and (end + width) * table.element_size() <= table.untyped_storage().nbytes()
@@ -199,16 +199,9 @@ def _width(table: Tensor) -> int:
 
 
 def page_bounds(table: Tensor, query: Tensor, length: Tensor | int | None = None, page: int = 1) -> Tensor:
-    """Compute Quest's bounds ``sum_d max(q_d * max_d, q_d * min_d)`` of every page.
+    """Compute Quest's bounds ``sum_d max(q_d * max_d, q_d * min_d)`` of every page, float32 [X, G, P].
 
-    Args:
-        table: see `page_scores`.
-        query: [X, G, D].
-        length: see `page_scores`.
-        page: see `page_scores`.
-
-    Returns:
-        float32 [X, G, P].
+    query: [X, G, D]; the other arguments as in `page_scores`.
     """
     query = query.to(torch.float32)
     if table.shape[1] == 2:
@@ -217,13 +210,13 @@ def page_bounds(table: Tensor, query: Tensor, length: Tensor | int | None = None
 
 
 def update_pages(table: Tensor, kv_rows: StoredRows, page: int) -> None:
-    """Take the newest entry of each KV row into the table, in place.
+    """Add the newest entry of each KV row to the table, in place.
 
-    An entry that begins a page is its bounds; others widen them.
+    An entry that begins a page sets its bounds; others widen them.
 
     Args:
         table: [X, halves, D, P].
-        kv_rows: X of them, the newest entry among them, the length on the device or not.
+        kv_rows: X of them, including the newest entry; the length may be on the device.
         page: entries per page.
     """
     count, halves, dim, capacity = table.shape

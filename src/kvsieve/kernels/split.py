@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Arguments that change from step to step: nothing is compiled anew for them.
+# Arguments that change from step to step without recompilation.
 _FREE = ["count", "capacity", "per", "kept", "entries_row", "body_row", "mask_row", "mask_head", "sink_rows"]
 
 
@@ -102,7 +102,7 @@ def split_kernel(
             logits, mask, row * mask_row, mask_head, head, group, slot, real, index == number - 1, MASKS, GROUPS, MASK
         )
         higher = tl.maximum(greatest, tl.max(logits, 1))
-        # A part of which nothing is seen has no greatest logit.
+        # A part without visible entries has no greatest logit.
         finite = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(logits - finite[:, None])
         shrink = tl.exp2(greatest - finite)
@@ -122,14 +122,14 @@ def split_kernel(
 
 @triton.jit
 def capped(logits, softcap):
-    """softcap * tanh(logits / softcap), in whatever units both are."""
-    # exp of a great number is infinite, of one far below 0 nothing: 1 and -1.
+    """Return softcap * tanh(logits / softcap), in any unit that both share."""
+    # exp of a large number is infinite, of one far below 0 it is 0: results 1 and -1.
     return softcap * (1.0 - 2.0 / (tl.exp(logits * (2.0 / softcap)) + 1.0))
 
 
 @triton.jit
 def beside(sink, greatest, total):
-    """Share of the softmax that is not the sink's: the rest is exp(greatest) times `total`."""
+    """Return the share of the softmax without the sink: the rest is exp(greatest) times `total`."""
     over = tl.maximum(sink, greatest)
     rest = total * tl.exp(greatest - over)
     return rest / (rest + tl.exp(sink - over))
@@ -139,7 +139,7 @@ def beside(sink, greatest, total):
 def _slots(
     entries, entries_at, body, body_at, index, real, after, kept, stride, CHOSEN: tl.constexpr, LISTED: tl.constexpr
 ):
-    """Slots of the entries that are read as number `index`; `after`: that of entry `kept`, behind the listed ones."""
+    """Return the slots of the entries at `index`; `after`: slot of entry `kept`, after the listed ones."""
     if CHOSEN:
         entry = tl.load(entries + entries_at + index, mask=real, other=0)
     else:
@@ -166,7 +166,7 @@ def _masked(
     GROUPS: tl.constexpr,
     MASK: tl.constexpr,
 ):
-    """Logits in units of log 2 with the mask or bias of the KV row; -inf where nothing is seen."""
+    """Return logits in units of log 2 with the KV row's mask or bias; -inf for hidden entries."""
     if MASK == 1:
         own = tl.load(mask + mask_at + head * mask_head + slot, mask=real, other=0)
         real = real & ((own != 0) | newest)
@@ -197,9 +197,9 @@ def store_part(
     VALUE_DIM: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Write a part's output and log-sum-exp; nothing was seen of it where the total is 0.
+    """Write a part's output and log-sum-exp; a total of 0 means that the part had no visible entries.
 
-    sinks: of KV rows that have one part; where there are more the merge counts them.
+    sinks: of KV rows with a single part; for several, the merge adds them.
     """
     some = total > 0
     divisor = tl.where(some, total, 1.0)
@@ -240,14 +240,14 @@ def merge_kernel(
     greatest = tl.max(each, 0)
     finite = tl.where(greatest == float("-inf"), 0.0, greatest)
     total = tl.sum(tl.exp(each - finite), 0)
-    # Parts behind a KV row's last entry hold nothing.
+    # Parts beyond a KV row's last entry are empty.
     used = tl.max(tl.where(each > float("-inf"), at + 1, 0), 0)
     dim = tl.arange(0, PADDED_VALUE_DIM)
     sums = tl.full([PADDED_VALUE_DIM], 0.0, tl.float32)
     for first in range(0, used, BLOCK):
         some = first + tl.arange(0, BLOCK)
         weights = tl.exp(tl.load(norms + some * GROUPS, mask=some < used, other=float("-inf")) - finite)
-        # What a part of which nothing was seen has written does not count.
+        # The output of a part without visible entries does not count.
         part = tl.load(
             parts + some[:, None] * (GROUPS * VALUE_DIM) + dim[None, :],
             mask=(weights > 0)[:, None] & (dim < VALUE_DIM)[None, :],

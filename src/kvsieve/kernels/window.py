@@ -1,7 +1,7 @@
 """Attention mass that a window of queries gives to every stored entry, and its pooling.
 
-Two passes over a KV head's keys: one finds the log-sum-exp of each of the window's rows, split along the entries and
-merged; the other makes the logits again, in tiles that never leave the chip, and adds up their weights.
+Two passes over a KV head's keys: the first finds the log-sum-exp of each of the window's rows, split along the entries
+and merged; the second recomputes the logits in tiles that never leave the chip, and sums their weights.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def pool_kernel(
 def window_mass(
     query: Tensor, keys: Tensor, scale: float, valid: Tensor | None = None, terms: Terms | None = None
 ) -> Tensor:
-    """Attention mass that a window of queries gives to every entry, float32 [B, Hq, N].
+    """Return the attention mass that a window of queries gives to every entry, float32 [B, Hq, N].
 
     Arguments as in `core.scoring.window_mass`; query and keys may be views of larger buffers.
     """
@@ -263,7 +263,7 @@ def pooled(mass: Tensor, heads: int, kernel: int, pooling: str) -> Tensor:
 
     Args:
         mass: [B, Hq, M].
-        heads: heads of the result.
+        heads: of the result.
         kernel: width, odd.
         pooling: "avg" or "max".
 

@@ -1,1 +1,1 @@
-"""Kernels for CPUs, in C: compiled once per machine by the C compiler that is there, and kept as a file."""
+"""CPU kernels in C, compiled once per machine by the installed C compiler and cached as files."""

@@ -1,4 +1,4 @@
-"""Compiling the C kernels, once per machine."""
+"""Compilation of the C kernels, once per machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvsieve.lazy import torch
 
 Name = Literal["codes", "layers", "mass", "packed", "pages", "products", "prompt", "reading", "token"]
 
-# Sums may be taken in any order, which lets the compiler use vectors; nothing else of IEEE arithmetic is given up.
+# Sums may be reordered, which lets the compiler use vectors; all other IEEE rules hold.
 _FLAGS = (
     "-O3",
     "-march=native",
@@ -39,21 +39,21 @@ _FLAGS = (
     # GCC aligns the stack of Windows to 16 bytes and reads wider vectors from it as if aligned to their size.
     *(("-Wa,-muse-unaligned-vector-move",) if sys.platform == "win32" else ()),
 )
-# What goes in place of a flag that a compiler does not know: Apple's has no OpenMP, older ones of ARM no -march=native.
+# Replacements of flags that a compiler does not know: Apple's has no OpenMP, older ones for ARM no -march=native.
 _INSTEAD: dict[str, str | None] = {"-fopenmp": None, "-march=native": "-mcpu=native"}
 _FOLDER = Path(__file__).parent
-# Why kernels were missing in this process, as it was warned of.
+# Reasons for missing kernels that this process has warned of.
 _reasons: list[str] = []
 
 
 class Library:
-    """Compiled kernels, or why there are none.
+    """Compiled kernels, or the reason why there are none.
 
     Attributes:
-        loaded: the library; None where there is none.
-        reason: why not; None where there is one.
-        seconds: what compiling it took, whichever process did it; None where that is not known.
-        compiled: True where this process compiled it, False where it lay ready.
+        loaded: the library, or None.
+        reason: why there is none, or None.
+        seconds: time that compiling took, in any process; None if unknown.
+        compiled: True if this process compiled it, False if it was loaded from the cache.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Library:
 
     @property
     def on_threads(self) -> bool:
-        """True where it was compiled with OpenMP."""
+        """True if compiled with OpenMP."""
         return self.loaded is not None and bool(self.loaded.on_threads())
 
     @property
     def status(self) -> str:
-        """Tell for people whether it is used, and what it has cost once."""
+        """Describe for people whether it is used, and its compile time."""
         if self.reason is not None:
             return f"not used, {self.reason}"
         cost = "" if self.seconds is None else f", compiled once in {self.seconds:.1f} s"
@@ -77,11 +77,11 @@ class Library:
 
 @functools.cache
 def library(name: Name) -> Library:
-    """Load the kernels of one source, compiling them first where that has not been done: seconds, once per machine.
+    """Load the kernels of one source, compiling them first if needed: seconds, once per machine.
 
-    They are kept in `cache_folder`, or among the user's temporary files where others may write to that folder or no
-    code can be run from it. ``KVSIEVE_KERNELS=0`` switches them off; ``CC`` names another compiler, with arguments if
-    need be. Warns, once in a process, where there are none.
+    They are cached in `cache_folder`, or among the user's temporary files if others may write to that folder or code in
+    it cannot run. ``KVSIEVE_KERNELS=0`` switches them off; ``CC`` names another compiler, optionally with arguments.
+    Warns once per process if there are none.
     """
     if os.environ.get("KVSIEVE_KERNELS") == "0":
         return Library(None, "switched off: KVSIEVE_KERNELS=0")
@@ -89,7 +89,7 @@ def library(name: Name) -> Library:
 
 
 def _with_warning(found: Library) -> Library:
-    """Warn of missing kernels, once in a process."""
+    """Warn of missing kernels, once per process."""
     if found.reason is not None and not _reasons:
         _reasons.append(found.reason)
         warnings.warn(
@@ -125,13 +125,13 @@ def _load_or_compile(name: Name) -> Library:
             reason = str(error)
             break
         except OSError as error:
-            # Another folder may have room, or let what is in it be loaded.
+            # Another folder may have room, or allow code to run.
             reason = str(error)
     return Library(None, f"{compiler} made no kernels: {reason}")
 
 
 def threaded(name: Name) -> Library:
-    """Return `library`, but no kernels compiled for one thread where torch's own run on several."""
+    """Return `library`, but no single-threaded kernels if torch uses several threads."""
     found, threads = library(name), torch.get_num_threads()
     if found.loaded is None or found.on_threads or threads == 1:
         return found
@@ -139,12 +139,12 @@ def threaded(name: Name) -> Library:
 
 
 def function(name: Name, symbol: str, *arguments: Any, returns: Any = None) -> Callable[..., Any]:
-    """Return a function of a library that is loaded.
+    """Return a function of a loaded library.
 
     Args:
         name: the library.
         symbol: the function's name.
-        arguments: types of its arguments; a pointer and a number if left out: what to do, and threads.
+        arguments: types of its arguments (default: a pointer to the job, and the number of threads).
         returns: type of its result; None for none.
     """
     loaded = library(name).loaded
@@ -155,7 +155,7 @@ def function(name: Name, symbol: str, *arguments: Any, returns: Any = None) -> C
 
 
 def _load_compiled(path: Path) -> Library | None:
-    """Load what was compiled before; None for a damaged file, and for one that others could have written."""
+    """Load a cached library; return None if the file is damaged or other users could have written it."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode) or why_not_private(path) is not None:
             return None
@@ -180,7 +180,7 @@ def _number_in(path: Path) -> float | None:
 
 
 def processor() -> str:
-    """Features of the processor, by which ``-march=native`` goes."""
+    """Return the processor's features, which ``-march=native`` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -189,7 +189,7 @@ def processor() -> str:
 
 
 def _compile(compiler: str, source: Path, path: Path) -> None:
-    """Compile to a file of its own first: processes that do so at once do not meet."""
+    """Compile to a private file first, so that concurrent processes do not interfere."""
     make_private(path.parent)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         tool = _CompilerCommand(compiler, Path(folder))
@@ -201,7 +201,7 @@ def _compile(compiler: str, source: Path, path: Path) -> None:
             if flags == _FLAGS:
                 raise
             made = tool.compile(source, flags)
-        # OpenMP comes from torch, whose threads they then are; a library of its own would have others.
+        # OpenMP comes from torch, to share its threads; a separate library would have its own.
         try:
             out = tool.link(made)
         except (OSError, subprocess.CalledProcessError):
@@ -216,7 +216,7 @@ def _compile(compiler: str, source: Path, path: Path) -> None:
 
 
 class _CompilerCommand:
-    """A compiler as ``CC`` names it, with its arguments, and a folder for what it makes."""
+    """Compiler named by ``CC``, with its arguments and an output folder."""
 
     def __init__(self, command: str, folder: Path) -> None:
         is_path = shutil.which(command) is not None
@@ -230,7 +230,7 @@ class _CompilerCommand:
         return made
 
     def link(self, made: Path, *flags: str) -> Path:
-        """Link a library that loads here. Raises CalledProcessError, or OSError for one that does not load."""
+        """Link a library that loads here. Raises CalledProcessError, or OSError if it does not load."""
         out = self._folder / f"kernels{len(flags)}.so"
         later = ("-Wl,-undefined,dynamic_lookup",) if sys.platform == "darwin" else ()
         self._run("-shared", *later, *flags, str(made), "-o", str(out), "-lm")
@@ -238,7 +238,7 @@ class _CompilerCommand:
         return out
 
     def accepted(self, flags: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the flags with those that the compiler refuses replaced or left out."""
+        """Return the flags, replacing or dropping those that the compiler refuses."""
         found = (flag if self._accepts(flag) else _INSTEAD.get(flag, flag) for flag in flags)
         return tuple(flag for flag in found if flag in flags or (flag is not None and self._accepts(flag)))
 
@@ -252,7 +252,7 @@ class _CompilerCommand:
         return True
 
     def _run(self, *arguments: str) -> None:
-        # Its messages in English, by which the error among them is found.
+        # English messages, so that the error among them can be found.
         environment = {**os.environ, "LC_ALL": "C"}
         subprocess.run(
             [*self._words, *arguments],
@@ -267,7 +267,7 @@ class _CompilerCommand:
 
 
 def _first_error(printed: str) -> str | None:
-    """Return the first error among a compiler's messages, or the first line of a linker's; None for no messages."""
+    """Return the first error among a compiler's messages, or the first line of a linker's; None without messages."""
     lines = [line.strip() for line in printed.splitlines() if line.strip()]
     errors = [line for line in lines if "error:" in line and not line.startswith("collect2:")]
     return next(iter(errors or lines), None)

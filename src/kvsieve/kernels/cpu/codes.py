@@ -1,4 +1,4 @@
-"""Calling the C kernels of codebooks: scales of vectors, and their codes, each alone or all of a vector together."""
+"""Python interface of the C kernels of codebooks: scales and codes of vectors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvsieve.kernels.cpu.build import Library, function, library
 
-# Levels that the kernels have a form for.
+# Numbers of levels that the kernels support.
 _LEVELS = (4, 8, 16)
 
 # Numbers of a vector that `shape_codes` takes.
@@ -26,24 +26,24 @@ class _Fields(Structure):
 
 
 def built() -> Library:
-    """Return the kernels' library, compiled now if it never was; see build.library."""
+    """Return the kernels' library, compiling it first if needed; see build.library."""
     return library("codes")
 
 
 def takes(x: Tensor, levels: int) -> bool:
-    """Tell whether the kernels take numbers, and so many levels."""
+    """Return whether the kernels support these numbers, and this many levels."""
     here = x.device.type == "cpu" and x.dtype == torch.float32 and levels in _LEVELS
     return here and built().reason is None
 
 
 def fit_levels(x: Tensor, levels: Tensor, starts: Sequence[float], *, products: bool) -> Tensor:
-    """Return the scale of each vector by which levels come close to its numbers, as `core.codebooks.level_scale` does.
+    """Return the scale of each vector at which levels fit its numbers best, as `core.codebooks.level_scale` does.
 
     Args:
         x: float32 [..., size], contiguous.
         levels: float32 [L], ascending, symmetric about 0; L is one of 4, 8, 16.
         starts: scales to start from, over the vector's root mean square.
-        products: keep the vector's product with itself, in place of least squares.
+        products: preserve the vector's product with itself, instead of least squares.
 
     Returns:
         float32 [..., 1]; NaN or infinite where a vector is.
@@ -58,11 +58,11 @@ def fit_levels(x: Tensor, levels: Tensor, starts: Sequence[float], *, products: 
 
 
 def code_levels(x: Tensor, borders: Tensor) -> Tensor:
-    """Return the codes uint8 of the levels nearest to numbers, as many as borders are below each.
+    """Return the codes uint8 of the levels nearest to numbers: the count of borders below each.
 
     Args:
         x: float32 [..., size], contiguous.
-        borders: float32 [L - 1], between each level and the next; L is one of 4, 8, 16.
+        borders: float32 [L - 1], midpoints of adjacent levels; L is one of 4, 8, 16.
     """
     made = torch.empty(x.shape, dtype=torch.uint8)
     job = _Fields(vectors=x.numel() // max(x.shape[-1], 1), size=x.shape[-1], half=(len(borders) + 1) // 2)
@@ -72,17 +72,17 @@ def code_levels(x: Tensor, borders: Tensor) -> Tensor:
 
 
 def shapes(x: Tensor, levels: int) -> bool:
-    """Tell whether `shape_codes` takes vectors."""
+    """Return whether `shape_codes` supports these vectors."""
     return takes(x, levels) and x.shape[-1] <= _MOST
 
 
 def shape_codes(x: Tensor, metric: Tensor, rows: Tensor, levels: Tensor, codes: Tensor, rounds: int) -> Tensor:
-    """Choose codes anew, in place, as `core.shaping.encode_shaped` does; return the scales, float32 [N, T, 1].
+    """Adjust codes in place, as `core.shaping.encode_shaped` does; return the scales, float32 [N, T, 1].
 
     Args:
         x: float32 [N, T, D], contiguous.
         metric: float32 [R, D, D], contiguous, symmetric.
-        rows: int64 [N], contiguous: which metric is each block's.
+        rows: int64 [N], contiguous: index of each block's metric.
         levels: float32 [L], ascending, symmetric about 0; L is one of 4, 8, 16.
         codes: uint8 [N, T, D], contiguous.
         rounds: times that each code is chosen.
@@ -97,5 +97,5 @@ def shape_codes(x: Tensor, metric: Tensor, rows: Tensor, levels: Tensor, codes: 
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., None], ...]:
-    """Return what fits scales, what codes by them, and what chooses codes together."""
+    """Return the functions that fit scales, encode, and choose codes jointly."""
     return tuple(function("codes", symbol) for symbol in ("fit_levels", "code_levels", "shape_codes"))

@@ -1,7 +1,7 @@
-"""Leaving busy cores to other programs: no more threads for a pass than there are cores that nobody else uses.
+"""Limit of a pass's threads to the cores that no other program uses.
 
 Each product of a layer waits for its slowest thread. A thread that shares its core with another program takes twice as
-long, and all others wait for it; without that thread, a pass takes the time of the threads that are left.
+long; without it, a pass takes only the time of the remaining threads.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ _log = logging.getLogger(__name__)
 _SWITCHED_ON = os.environ.get("KVSIEVE_THREADS") != "fixed"
 # Seconds over which use is measured: the kernel counts it in hundredths.
 _WINDOW = 0.2
-# Seconds after which what was measured before a pass says nothing of it.
+# Seconds after which a measurement before a pass is too old for it.
 _OLD = 1.0
-# Share of a core that others may use before it is left to them: what competes with a thread for a core gets half of it.
+# Share of a core that others may use before the pass avoids it: a program that competes with a thread for a core gets
+# half of it.
 _SHARE = 0.4
 
 
 class Use(NamedTuple):
-    """Seconds up to now: of a clock, that this process's cores were busy, and that this process used."""
+    """Seconds so far: by the clock, busy on this process's cores, and used by this process."""
 
     clock: float
     busy: float
@@ -36,12 +37,12 @@ class Use(NamedTuple):
 
 
 def read_use() -> Use | None:
-    """Return the use of the cores that this process may run on; None where the system does not report it."""
+    """Return the use of the cores that this process may run on; None if the system does not report it."""
     try:
         with open("/proc/stat") as file:
             lines = [line.split() for line in iter(file.readline, "") if line.startswith("cpu")]
         mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
-        # user, nice, system, then interrupts; 3 and 4 are idle, and 7 is what a hypervisor gave to others.
+        # user, nice, system, then interrupts; 3 and 4 are idle, and 7 is time that a hypervisor gave to others.
         ticks = sum(int(line[at]) for line in lines if line[0] in mine for at in (1, 2, 3, 6, 7))
         return Use(time.perf_counter(), ticks / os.sysconf("SC_CLK_TCK"), time.process_time())
     except (OSError, ValueError, IndexError, AttributeError):
@@ -49,7 +50,7 @@ def read_use() -> Use | None:
 
 
 class Meter:
-    """Measures how many of this process's cores others keep busy. cores: those it may run on."""
+    """Meter of how many of this process's cores others keep busy. cores: those it may run on."""
 
     def __init__(self, read: Callable[[], Use | None] = read_use) -> None:
         self._read, self._lock = read, threading.Lock()
@@ -57,12 +58,12 @@ class Meter:
         self._last, self._others = read(), 0.0
 
     def begin(self) -> None:
-        """Forget what was measured long ago: a pass begins."""
+        """Discard old measurements at the start of a pass."""
         if self._last is not None and time.perf_counter() - self._last.clock > _OLD:
             self._last, self._others = self._read(), 0.0
 
     def others(self) -> float:
-        """Return how many cores others have used, on average, since the use was read before."""
+        """Return how many cores others have used, on average, since the last reading."""
         last = self._last
         if last is None or time.perf_counter() - last.clock < _WINDOW or not self._lock.acquire(blocking=False):
             return self._others
@@ -77,12 +78,12 @@ class Meter:
 
 
 def threads_beside(asked: int, cores: int, others: float) -> int:
-    """Return the threads that a pass takes.
+    """Return the number of threads for a pass.
 
     Args:
         asked: torch's threads.
         cores: cores that this process may run on.
-        others: how many of them others use, on average.
+        others: cores that others use, on average.
     """
     taken = math.ceil(others - _SHARE)
     return asked if taken <= 0 else max(1, min(asked, cores - taken))
@@ -96,20 +97,20 @@ class _Own(threading.local):
 
 _own = _Own()
 _meter: Meter | None = None
-# Threads as some pass has found them and as it has them now; the same where none leaves a core to others.
+# Threads that some pass has found and the number it has set; equal if it leaves no core to others.
 _found, _left = 0, 0
 
 
 def asked_threads() -> int:
-    """Return torch's threads, as many as there are while others use no core: what a choice may depend on."""
+    """Return torch's threads without other programs' load, which choices may depend on."""
     return _own.asked if _own.depth else torch.get_num_threads()
 
 
 def begin() -> None:
-    """Begin a pass, or a part of one that has begun."""
+    """Begin a pass, or a nested part of one."""
     if not _own.depth:
         threads = torch.get_num_threads()
-        # A thread that began during such a pass was given what that one has.
+        # A thread that began during such a pass got that pass's number.
         _own.asked = _found if threads == _left < _found else threads
         if _meter is not None:
             _meter.begin()
@@ -117,9 +118,9 @@ def begin() -> None:
 
 
 def end(*, all_parts: bool = False) -> None:
-    """End what `begin` began, and give torch its threads back behind the outermost.
+    """End the part begun last, and restore torch's threads after the outermost.
 
-    all_parts: end all that this thread has begun.
+    all_parts: end all parts that this thread has begun.
     """
     if not _own.depth:
         return
@@ -129,7 +130,7 @@ def end(*, all_parts: bool = False) -> None:
 
 
 def look() -> None:
-    """Give torch as many threads, within a pass, as there are cores that others do not use now."""
+    """Set torch's threads within a pass to the number of cores that others do not use."""
     global _meter
     if torch.compiler.is_compiling() or _own.asked == 1 or not _own.depth or not _SWITCHED_ON:
         return

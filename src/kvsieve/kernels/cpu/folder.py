@@ -1,4 +1,4 @@
-"""Folders of compiled kernels: no other user may write to them, and code may be run from them."""
+"""Folders for compiled kernels: not writable by other users, and executable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvsieve.folders import cache_dir, make_private, temporary_dir, why_not_priv
 
 
 def cache_folder() -> Path:
-    """Return the folder of what is made once per machine, in `cache_dir`; it need not exist yet."""
+    """Return the folder of files made once per machine, in `cache_dir`; it need not exist."""
     return cache_dir() / "kernels"
 
 
@@ -20,7 +20,7 @@ class KernelFolders:
     """Folders that kernels may be loaded from, the preferred one first.
 
     Attributes:
-        usable: `cache_folder`, then one among the user's temporary files; those of them that can be used.
+        usable: `cache_folder`, then one among the user's temporary files, if they can be used.
         refused: a reason for each that cannot.
     """
 
@@ -28,13 +28,13 @@ class KernelFolders:
     refused: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Name the folder that kernels are kept in, and say why it is not `cache_folder`."""
+        """Name the folder in use, and why it is not `cache_folder`."""
         kept = str(self.usable[0]) if self.usable else "none"
         return kept if kept == str(cache_folder()) else f"{kept}: {'; '.join(self.refused)}"
 
 
 def kernel_folders() -> KernelFolders:
-    """Return the folders of kernels, made where they do not exist."""
+    """Return the folders of kernels, creating them if needed."""
     usable, refused = [], []
     for folder in dict.fromkeys((cache_folder(), temporary_dir() / "kernels")):
         try:

@@ -1,4 +1,4 @@
-"""Calling the C kernels for the small operations of a decoder layer."""
+"""Python interface of the C kernels for the small operations of a decoder layer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 def built() -> Library:
-    """Return the kernels' library, compiled now if it never was; see build.library."""
+    """Return the kernels' library, compiling it first if needed; see build.library."""
     return library("layers")
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return [..., D] over the root of its mean square, times weights [D]. x: contiguous, of one of DTYPES."""
+    """Divide [..., D] by its root mean square and multiply by weights [D]. x: contiguous, of one of DTYPES."""
     out = torch.empty_like(x)
     dim = x.shape[-1]
     _kernels()[0](
@@ -31,15 +31,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn the two halves of each head by a token's angles.
+    """Rotate the two halves of each head by a token's angles.
 
     Args:
-        x: [B, H, L, D], of one of DTYPES; heads of a token stand together in memory.
+        x: [B, H, L, D], of one of DTYPES; a token's heads are adjacent in memory.
         cosine: [B or 1, L, D], contiguous.
         sine: the same.
 
     Returns:
-        [B, H, L, D], lying as `x` does.
+        [B, H, L, D], in the memory layout of `x`.
     """
     out = torch.empty_like(x)
     batch, heads, length, dim = x.shape
@@ -51,7 +51,7 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return silu(gate) * up. Both: contiguous, alike, of one of DTYPES."""
+    """Return silu(gate) * up. Both: contiguous, of one shape and one of DTYPES."""
     out = torch.empty_like(gate)
     _kernels()[2](
         gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel(), gate.dtype == torch.bfloat16,

@@ -1,4 +1,4 @@
-"""Calling the C kernel of the attention that queries give to entries, for processors with AVX-512 BF16."""
+"""Python interface of the C kernel for attention mass, for processors with AVX-512 BF16."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvsieve.kernels.cpu.build import function, threaded
 from kvsieve.kernels.inputs import Terms
 from kvsieve.lazy import Tensor, torch
 
-# Entries of a product, see mass.c; queries from which on laying out all keys for it pays.
+# Entries per product, see mass.c; least number of queries for which it pays to lay out all keys.
 _TILE, _LEAST = 64, 4
 
 
@@ -25,7 +25,7 @@ class _MassFields(Structure):
 
 
 def takes(query: Tensor, keys: Tensor, scale: float) -> bool:
-    """Tell whether the kernel computes these here: bfloat16 on a CPU that multiplies it, channels in pairs."""
+    """Return whether the kernel supports these tensors: bfloat16 on a CPU that multiplies it, channels in pairs."""
     half = query.dtype == keys.dtype == torch.bfloat16 and query.device.type == keys.device.type == "cpu"
     sized = query.shape[2] >= _LEAST and query.shape[-1] % 2 == 0 and scale > 0
     return half and sized and reason() is None
@@ -33,7 +33,7 @@ def takes(query: Tensor, keys: Tensor, scale: float) -> bool:
 
 @functools.cache
 def reason() -> str | None:
-    """Reason why the kernel does not run on this machine, compiled now if it never was; None where it does."""
+    """Return why the kernel does not run on this machine, or None if it does; compiles it if needed."""
     found = threaded("mass")
     if found.loaded is None:
         return found.reason
@@ -51,17 +51,11 @@ def query_mass(
     entries: int | None = None,
     terms: Terms | None = None,
 ) -> Tensor:
-    """Softmax attention of T queries over N entries, reduced over the queries.
+    """Return the softmax attention of T queries over N entries, reduced over the queries.
 
-    Args:
-        query: [B, Hq, T, D], of a dtype and size that `takes` accepts.
-        keys: [B, H, N, D].
-        scale: factor of the query-key products.
-        visible: bool, broadcastable to [B, H, T, N].
-        weights: factors of the queries, broadcastable to [B, H, T]; None for 1.
-        largest: the largest over the queries, not their sum.
-        entries: how many of the first entries are asked for; None for all.
-        terms: cap and sinks; None for neither.
+    Arguments as in `core.queries.query_mass`, of a dtype and size that `takes` accepts.
+
+    largest: reduce by the maximum, not the sum.
 
     Returns:
         float32 [B, Hq, entries].
@@ -70,7 +64,7 @@ def query_mass(
     heads, length = keys.shape[1], keys.shape[2]
     entries = length if entries is None else entries
     query, keys = (_in_pairs(each) for each in (query, keys))
-    # Only what differs between entries has to lie side by side.
+    # Only dimensions that differ between entries have to be adjacent in memory.
     visible = visible if visible.stride(-1) == 1 and visible.shape[-1] == length else _spread(visible, length)
     visible = visible.expand(batch, heads, count, length)
     weights = None if weights is None else weights.float().expand(batch, heads, count)
@@ -94,7 +88,7 @@ def query_mass(
 
 
 def _in_pairs(part: Tensor) -> Tensor:
-    """Return rows of channels that stand side by side, each an even number of channels from the next."""
+    """Return rows of adjacent channels, each an even number of channels from the next."""
     return part if part.stride(-1) == 1 and part.stride(-2) % 2 == 0 else part.contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Calling the C kernel that attends over encoded entries."""
+"""Python interface of the C kernel for attention over encoded entries."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class _Job(Structure):
 
 
 class PackedPart:
-    """Keys or values of encoded blocks, by their addresses, which hold while these tensors do.
+    """Addresses of encoded keys or values, valid while these tensors exist.
 
     Args:
-        parts: tensors of `core.codes.Codes` by name, None for those that there are not.
+        parts: tensors of `core.codes.Codes` by name, or None.
         levels: float32, 16 of them or more; None where a number is the code itself.
-        bits: of a code.
+        bits: per code.
         dim: channels.
         group: channels that share a scale; 0 for a scale per channel.
     """
@@ -69,16 +69,16 @@ class PackedPart:
 
 @dataclass(frozen=True)
 class AskedBlocks:
-    """Encoded entries of R KV rows, and the queries that ask for them.
+    """Encoded entries of R KV rows, and the queries that attend to them.
 
     Attributes:
-        query: float32 [R, G, D], scaled, and turned as the keys are.
+        query: float32 [R, G, D], scaled, and rotated as the keys are.
         base: float32 [R, G], added to every logit of a query; None for nothing.
         table: int64 [R, M], blocks of each KV row.
         fills: int64 [R, M], entries of each block.
-        keys: what the blocks lie in.
-        values: what the blocks lie in.
-        narrow: queries and weights may be rounded to bfloat16, of which a processor takes two at a time.
+        keys: the pool of blocks.
+        values: the pool of blocks.
+        narrow: queries and weights may be rounded to bfloat16, which a processor multiplies in pairs.
     """
 
     query: Tensor
@@ -92,13 +92,13 @@ class AskedBlocks:
 
 @dataclass(frozen=True)
 class AskedExact:
-    """Exact entries of R KV rows, and the queries that ask for them.
+    """Exact entries of R KV rows, and the queries that attend to them.
 
     Attributes:
         query: float32 [R, G, D], scaled.
-        keys: [B, H, size, D], a view of a larger buffer or not.
-        values: [B, H, size, Dv], a view of a larger buffer or not.
-        real: bool [R, size], False for what is not seen; None where all is.
+        keys: [B, H, size, D], possibly a view of a larger buffer.
+        values: [B, H, size, Dv], possibly a view of a larger buffer.
+        real: bool [R, size], False for hidden entries; None if there are none.
     """
 
     query: Tensor
@@ -108,7 +108,7 @@ class AskedExact:
 
 
 def reason() -> str | None:
-    """Reason why the kernel does not run on this machine; None where it does."""
+    """Return why the kernel does not run on this machine, or None if it does."""
     return library("packed").reason
 
 
@@ -124,10 +124,10 @@ def attend(
 
     Args:
         encoded: encoded entries.
-        exact: exact entries, whose part of a KV row is not encoded.
-        tokens: T, places of a block.
+        exact: entries of a KV row that are not encoded.
+        tokens: T, entries of a full block.
         cap: of logits; None for none.
-        sinks: float32 [R, G], logits that take part in the softmax and have no value; None for none.
+        sinks: float32 [R, G], logits in the softmax without a value; None for none.
 
     Returns:
         [R, G, Dv].
@@ -141,11 +141,11 @@ def attend(
 def attend_in_parts(
     encoded: AskedBlocks | None, exact: AskedExact | None, *, tokens: int, cap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention in S parts of each KV row's entries, which are still to be added up; see `attend`.
+    """Attention in S parts of each KV row's entries, for the caller to merge; see `attend`.
 
     Returns:
-        Sums [R, S, G, Dv] of values by weight, the largest logit [R, S, G], and the sums [R, S, G] of weights, which
-        are relative to that.
+        Sums [R, S, G, Dv] of values by weight, the largest logit [R, S, G], and the sums [R, S, G] of weights relative
+        to it.
     """
     return _run(encoded, exact, _shape(encoded, exact), tokens, cap, (None, None))
 
@@ -168,13 +168,13 @@ def _run(
     cap: float | None,
     ends: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """ends: sinks, and where the output goes; None for neither."""
+    """Run the kernel. ends: sinks and output tensor; None for neither."""
     rows, groups, dim, wide = shape
     per_row, splits = 0, 0
     asked: list[Tensor | None] = [None] * 5
     if encoded is not None:
         per_row = encoded.table.shape[1]
-        # Every thread has something to do at the end, too.
+        # Keeps every thread busy until the end.
         splits = max(1, min(per_row, -(-4 * asked_threads() // rows)))
         asked = [encoded.query, encoded.base, None, encoded.table, encoded.fills]
     if exact is not None:
@@ -193,13 +193,13 @@ def _run(
     keys, values = (None, None) if encoded is None else (byref(encoded.keys.fields), byref(encoded.values.fields))
     if _kernel()(byref(job), keys, values, None if exact_fields is None else byref(exact_fields)):
         raise MemoryError("attention over encoded entries could not allocate its scratch, less than a MiB per thread")
-    # Until here what the addresses are of had to be held.
+    # The tensors had to stay alive until here.
     del held, kept
     return acc, top, total
 
 
 def _exact_part(exact: AskedExact) -> tuple[_ExactFields, object]:
-    """Addresses of exact entries, and what holds them."""
+    """Return the addresses of exact entries, and an object that keeps them alive."""
     keys, values = (_rows(part) for part in (exact.keys, exact.values))
     real = None if exact.real is None else exact.real.contiguous()
     exact_fields = _ExactFields(
@@ -210,7 +210,7 @@ def _exact_part(exact: AskedExact) -> tuple[_ExactFields, object]:
 
 
 def _rows(part: Tensor) -> Tensor:
-    """Entries that follow each other in memory, and KV rows that do so at equal distances."""
+    """Return `part` with adjacent entries in memory and evenly spaced KV rows."""
     if part.dtype not in _KINDS:
         return part.float().contiguous()
     batch, heads, _, dim = part.shape

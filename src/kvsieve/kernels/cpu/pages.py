@@ -1,4 +1,4 @@
-"""Calling the C kernels of a paged cache: bounds of pages' keys, and the pages with the highest scores."""
+"""Python interface of the C kernels of a paged cache: bounds of pages' keys, and the choice of the best pages."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class _ChoiceFields(Structure):
 
 
 def built() -> Library:
-    """Return the kernels' library, compiled now if it never was; see build.library."""
+    """Return the kernels' library, compiling it first if needed; see build.library."""
     return library("pages")
 
 
 def update_bounds(bounds: Tensor, keys: Tensor, slots: Tensor, size: int) -> None:
-    """Take new keys into the bounds of their pages, or the sums.
+    """Update the bounds, or the sums, of pages with new keys.
 
     Args:
         bounds: [pages, heads, 2, dim] in one of DTYPES, or sums, float32 [pages, heads, 1, dim]; contiguous; changed.
         keys: [tokens, heads, dim], the bounds' dtype, with sums one of DTYPES; each token's heads contiguous.
-        slots: int64 [tokens], page * size + place; a page's places come in order. Negative: left out.
-        size: entries of a page.
+        slots: int64 [tokens], page * size + place; a page's places come in order. Negative ones are skipped.
+        size: entries per page.
     """
     tokens, heads, dim = keys.shape
     job = _UpdateFields(tokens=tokens, apart=keys.stride(0), heads=heads, dim=dim, size=size, halves=bounds.shape[2])
@@ -53,18 +53,18 @@ def update_bounds(bounds: Tensor, keys: Tensor, slots: Tensor, size: int) -> Non
 def choose_pages(
     bounds: Tensor, question: Tensor, table: Tensor, sizes: Tensor, counts: Tensor, most: int, page: int, parts: int
 ) -> Tensor:
-    """Choose the pages with the highest weights for each request and KV head; `vllm.pages.choose_pages` tells more.
+    """Choose the pages with the highest weights for each request and KV head; see `vllm.pages.choose_pages`.
 
     Args:
-        bounds: [pages, heads, 2, dim] in one of DTYPES, or sums, float32 [pages, heads, 1, dim]; contiguous. One page
-            of the cache may be several here, in order.
+        bounds: [pages, heads, 2, dim] in one of DTYPES, or sums, float32 [pages, heads, 1, dim]; contiguous. A page of
+            the cache may be several pages here, in order.
         question: float32 [requests, heads, groups, 2 or 1, dim], contiguous.
         table: int32 [requests, width], contiguous.
         sizes: int32 [requests].
         counts: int32 [requests], at least 2.
         most: largest of the counts.
-        page: entries of a page of the cache.
-        parts: pages that it is here.
+        page: entries per page of the cache.
+        parts: pages per page of the cache.
 
     Returns:
         int32 [requests, heads, most].
@@ -87,6 +87,6 @@ def choose_pages(
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., None], Callable[..., None], Callable[..., int]]:
-    """Return what updates, what chooses, and what tells the scratch that a thread needs for it."""
+    """Return the functions that update bounds, choose pages, and size a thread's scratch for the choice."""
     needed = function("pages", "choice_scratch", c_void_p, returns=c_int64)
     return function("pages", "update_bounds"), function("pages", "choose_pages"), needed

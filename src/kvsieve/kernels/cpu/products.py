@@ -1,4 +1,4 @@
-"""Calling the C kernel for products of a few tokens with the weights of linear layers, as these lie in memory."""
+"""Python interface of the C kernel that multiplies a few tokens with the weights of linear layers, in place."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from kvsieve.kernels.cpu.build import Library, function, threaded
 
-# Rows up to which torch's own products, which compute more of them at once, are not as fast on any kind of CPU.
+# Up to this many rows the kernel is faster than torch's products on every kind of CPU.
 MOST_ROWS = {torch.float32: 16, torch.bfloat16: 32}
-# What products.c calls the dtypes of weights and of what they are multiplied with.
+# Codes in products.c of the dtypes of weights and inputs.
 _FORMS = {
     (torch.float32, torch.float32): 0,
     (torch.bfloat16, torch.bfloat16): 1,
@@ -22,21 +22,21 @@ _FORMS = {
 
 
 def built() -> Library:
-    """Return the kernel's library, compiled now if it never was; see build.threaded."""
+    """Return the kernel's library, compiling it first if needed; see build.threaded."""
     return threaded("products")
 
 
 class Weight:
-    """A linear layer's weight and bias as the kernel finds them: references, no copies.
+    """References to a linear layer's weight and bias for the kernel; nothing is copied.
 
     Args:
         weight: [C, D], contiguous, on a CPU, of a dtype of MOST_ROWS.
         bias: [C], of `dtype`, or None.
-        dtype: of what is multiplied with them, and of the product: the weight's own, or float32 beside bfloat16.
+        dtype: of inputs and products: the weight's own, or float32 with bfloat16 weights.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None) -> None:
-        # Their memory is not freed while it may be read.
+        # Keeps their memory alive while it may be read.
         self.weight, self._bias = weight, bias
         own = weight.dtype
         self.width, inner = weight.shape
@@ -46,7 +46,7 @@ class Weight:
 
 
 def multiply(given: Tensor, weight: Weight) -> Tensor:
-    """Product [..., C] of [..., D] with a weight.
+    """Multiply [..., D] with a weight: [..., C].
 
     given: contiguous, of the weight's input dtype and inner size, with at least one row.
     """

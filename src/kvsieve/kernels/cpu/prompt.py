@@ -1,4 +1,4 @@
-"""Calling the C kernel of a prompt's attention over chosen blocks of keys, for processors with AVX-512 BF16."""
+"""Python interface of the C kernel for a prompt's attention over chosen key blocks, with AVX-512 BF16."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from kvsieve.kernels.cpu.build import function, threaded
 from kvsieve.kernels.inputs import PromptGrid, Terms
 
-# Entries that the kernel meets at a time; see prompt.c.
+# Entries that the kernel processes at a time; see prompt.c.
 _TILE = 128
-# What sizes of blocks, and channels of keys and of values, are multiples of.
+# Sizes of blocks, and channels of keys and values, are multiples of these.
 _BLOCK, _KEY, _VALUE = 64, 2, 16
 
 
@@ -30,14 +30,14 @@ class _PromptFields(Structure):
 
 
 def takes(query: Tensor, values: Tensor, grid: PromptGrid, scale: float) -> bool:
-    """Tell whether the kernel takes these: bfloat16, in sizes of which it makes whole vectors."""
+    """Return whether the kernel supports these: bfloat16, in sizes that fill whole vectors."""
     half = query.dtype == values.dtype == torch.bfloat16 and scale > 0
     return half and grid.block % _BLOCK == 0 and query.shape[-1] % _KEY == 0 and values.shape[-1] % _VALUE == 0
 
 
 @functools.cache
 def reason() -> str | None:
-    """Reason why the kernel does not run on this machine, compiled now if it never was; None where it does."""
+    """Return why the kernel does not run on this machine, or None if it does; compiles it if needed."""
     found = threaded("prompt")
     if found.loaded is None:
         return found.reason
@@ -90,5 +90,5 @@ def block_attention(
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., None], Callable[..., int]]:
-    """Return what reads, and what tells the scratch that a thread needs for it."""
+    """Return the functions that attend, and that size a thread's scratch for it."""
     return function("prompt", "read_blocks"), function("prompt", "scratch_of", c_void_p, returns=c_int64)

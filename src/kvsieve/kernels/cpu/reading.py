@@ -1,4 +1,4 @@
-"""Calling the C kernel that reads sparsely: it chooses entries of KV rows, gathers them and attends, in one call."""
+"""Python interface of the C kernel for sparse attention: it chooses entries of KV rows, gathers them and attends."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from kvsieve.kernels.cpu.build import Library, function, library
 
 DTYPES = (torch.float32, torch.bfloat16)
-# Scratch of each Python thread, which all layers share: several may generate at once.
+# Scratch per Python thread, shared by all layers: several threads may generate at once.
 _OWN = threading.local()
 
 
 class RowFields(Structure):
-    """A KV row, as the kernel knows it; reading.c tells what the fields are."""
+    """A KV row, as in reading.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("keys", "values", "body", "table", "sum")),
@@ -37,18 +37,18 @@ class _JobFields(Structure):
 
 
 class RowJob:
-    """The KV rows of a layer, which are read again and again.
+    """The KV rows of a layer, for repeated sparse attention.
 
     Args:
         count: KV rows.
         groups: query heads of each.
         dim: channels of a key.
         wide: channels of a value.
-        newest: the newest page is always read.
+        newest: always read the newest page.
         dtype: of queries, keys, values and page tables: one of DTYPES.
 
     Attributes:
-        rows: one for each KV row, to be filled in.
+        rows: one per KV row, filled in by the caller.
     """
 
     def __init__(self, count: int, groups: int, dim: int, wide: int, *, newest: bool, dtype: torch.dtype) -> None:
@@ -61,17 +61,17 @@ class RowJob:
     def run(
         self, query: Tensor, more: int, scale: float, cap: float | None = None, sinks: Tensor | None = None
     ) -> Tensor:
-        """Read all KV rows for one token.
+        """Attend to all KV rows for one token.
 
         Args:
             query: [X, G, D], contiguous.
-            more: entries of each KV row beyond the `size` that was filled in.
+            more: entries of each KV row beyond the `size` filled in.
             scale: factor of query-key products.
             cap: of logits; None for none.
             sinks: float32 [X, G], contiguous; None for none.
 
         Returns:
-            [X, G, Dv], which is all that is allocated.
+            [X, G, Dv], the only allocation.
         """
         fields, threads = self._fields, torch.get_num_threads()
         out = query.new_empty(self._shape)
@@ -83,17 +83,17 @@ class RowJob:
             fields.scratch, fields.bytes = scratch.data_ptr(), scratch.numel() // threads // 64 * 64
             if not _kernels()[0](self._reference, threads):
                 return out
-            # Entries have come: with an eighth to spare, this is seldom asked.
+            # Rows have grown: an eighth to spare makes this rare.
             self._bytes = -(-_kernels()[1](self._reference) * 9 // 8 // 64) * 64
 
 
 def built() -> Library:
-    """Return the kernel's library, compiled now if it never was; see build.library."""
+    """Return the kernel's library, compiling it first if needed; see build.library."""
     return library("reading")
 
 
 def _scratch(size: int) -> Tensor:
-    """Bytes, at least so many, that lie on a line of the processor's cache."""
+    """Return at least `size` bytes, aligned to a cache line."""
     held: Tensor | None = getattr(_OWN, "scratch", None)
     if held is None or held.numel() < size:
         whole = torch.zeros(max(size, 1 << 16) + 64, dtype=torch.uint8)
@@ -104,7 +104,7 @@ def _scratch(size: int) -> Tensor:
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., int], Callable[..., int]]:
-    """Return what reads, and what tells the scratch that a thread needs for it."""
+    """Return the functions that attend, and that size a thread's scratch for it."""
     read = function("reading", "read_rows", c_void_p, c_int64, returns=c_int)
     return read, function("reading", "scratch_of", c_void_p, returns=c_int64)
 

@@ -1,4 +1,4 @@
-"""Calling the C kernel for attention of one token over all entries that are stored, where they lie."""
+"""Python interface of the C kernel for attention of one token over all stored entries, in place."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvsieve.kernels.cpu.build import Library, function, library
 from kvsieve.kernels.cpu.cores import asked_threads
 
 _DTYPES = (torch.float32, torch.bfloat16)
-# Slots from which on a KV row is worth several threads, which the kernel does not give it.
+# From this many slots a KV row deserves several threads, which the kernel does not use.
 _LONG = 1024
 
 
 class _TokenFields(Structure):
-    """token.c tells what the fields are."""
+    """The job of token.c."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("query", "keys", "values", "seen", "out")),
@@ -29,16 +29,16 @@ class _TokenFields(Structure):
 
 
 def built() -> Library:
-    """Return the kernel's library, compiled now if it never was; see build.library."""
+    """Return the kernel's library, compiling it first if needed; see build.library."""
     return library("token")
 
 
 def serves(query: Tensor, keys: Tensor, values: Tensor, rows: int) -> bool:
-    """Tell whether the kernel computes it, and well.
+    """Return whether the kernel computes this, and fast.
 
-    It does on a CPU, in one dtype of _DTYPES, without gradients, where entries stand side by side.
+    It does on a CPU, in one dtype of _DTYPES, without gradients, if entries are adjacent in memory.
 
-    rows: KV rows, each of which is one thread's.
+    rows: KV rows; each runs on one thread.
     """
     dtype = query.dtype
     if not (query.is_cpu and dtype in _DTYPES and keys.dtype == dtype and values.dtype == dtype):
@@ -54,14 +54,14 @@ def serves(query: Tensor, keys: Tensor, values: Tensor, rows: int) -> bool:
 def token_attention(
     query: Tensor, keys: Tensor, values: Tensor, *, scale: float, valid: Tensor | None = None
 ) -> Tensor:
-    """Attention of one token, which sees the newest entry and all that are valid.
+    """Attention of one token over the newest entry and all valid ones.
 
     Args:
         query: [B, Hq, 1, D].
-        keys: [B, H, N, D], the first entries of buffers in which a head's lie one after another.
-        values: [B, H, N, D], in buffers of as many entries.
+        keys: [B, H, N, D], the first entries of buffers in which a head's entries are adjacent.
+        values: [B, H, N, D], in buffers of the same size.
         scale: factor of the query-key products.
-        valid: bool [B, H or 1, N], False for padding; None when all entries are real.
+        valid: bool [B, H or 1, N], False for padding; None if there is none.
 
     Returns:
         [B, Hq, 1, D].
