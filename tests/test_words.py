@@ -66,23 +66,16 @@ KINDS = {
 MOST_IN_DOCSTRINGS = 4
 MOST_BY_PACKAGE = {
     "": 23,
-    "advise": 30,
     "attention": 20,
     "bench": 16,
     "cache": 19,
-    "calibrate": 11,
-    "cli": 18,
     "eval": 16,
     "hf": 28,
     "kept": 32,
     "methods": 19,
-    "models": 13,
-    "profiles": 11,
-    "report": 8,
     "roles": 18,
     "serve": 29,
     "store": 37,
-    "tasks": 15,
     "vllm": 25,
 }
 

@@ -21,7 +21,7 @@ MARKERS = {
     r"lies|lie|lay|stands|stand|stood": "is, are",
     r"go(?:es)? on|went on|going on": "continue",
     r"found again|finds? again": "a prefix hit, reused",
-    r"held": "stored, kept",
+    r"held(?!-out)": "stored, kept",
     r"kept whole|left whole": "not evicted, all N entries kept",
     r"set aside|put aside": "quantized, reserved",
     r"asked (?:for|of)|is asked|are asked": "requested, request",

@@ -1,4 +1,4 @@
-"""Advice: which plan suits a model, a context and a limit, by measuring a handful of them. An application."""
+"""Advice: measures a few plans to recommend one for a model, a context and a limit."""
 
 from typing import TYPE_CHECKING
 

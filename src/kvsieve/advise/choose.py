@@ -1,4 +1,4 @@
-"""Limits, and the choice of a plan among those that were measured."""
+"""Limits, and the choice of a plan among the measured ones."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from kvsieve.errors import InputError
 if TYPE_CHECKING:
     from kvsieve.eval.cells import MethodSetting
 
-# Where nothing is asked for.
+# Default without limits.
 USUAL_LOSS = 0.02
 
 
 @dataclass(frozen=True)
 class PlanLimits:
-    """Limits that a plan must keep to; with none, a loss of at most 0.02.
+    """Limits of a plan; with none set, a loss of at most 0.02.
 
     Attributes:
-        memory: bytes of the KV cache of one prompt at the context asked for.
+        memory: bytes of one prompt's KV cache at the given context.
         tpot: seconds per token after the first.
         loss: nats per token of the answer, mean KL divergence from full KV.
     """
@@ -38,11 +38,11 @@ class PlanLimits:
 
     @property
     def by_memory(self) -> bool:
-        """True when the plan with the least memory is wanted, of those that keep to the loss."""
+        """True to prefer the least memory among plans within the limit on loss."""
         return self.loss is not None
 
     def describe(self) -> list[str]:
-        """Each limit in words."""
+        """Describe each limit in words."""
         out = [] if self.memory is None else [f"KV of at most {size(self.memory)}"]
         out += [] if self.tpot is None else [f"at most {1000 * self.tpot:g} ms per token"]
         return out + ([] if self.loss is None else [f"a loss of at most {self.loss:g} nats"])
@@ -50,19 +50,19 @@ class PlanLimits:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan and what was measured of it.
+    """A plan and its measurements.
 
     Attributes:
         setting: the method, its parameters and its plan.
-        kv_bytes: of one prompt at the context asked for, computed from the entries kept at the measured length.
-        loss: mean KL to full KV over the prompts it was chosen by, nats per token of the answer.
-        top1: share of these tokens at which both put the same token first.
+        kv_bytes: of one prompt at the given context, computed from the entries kept at the measured length.
+        loss: mean KL to full KV over the prompts used to choose, nats per token of the answer.
+        top1: share of these tokens at which both have the same top token.
         score: mean score of its answers.
-        tpot: median seconds per token after the first, at the measured length; None where not measured.
+        tpot: median seconds per token after the first, at the measured length; None if not measured.
         tpot_ratio: to full KV's in the same run.
-        ttft_ratio: time to the first token, to full KV's.
-        lost: long answers that full KV gives and this plan does not, by task: (lost, given by full KV).
-        acted: False where a prompt fitted the budget, so that nothing was measured of the plan.
+        ttft_ratio: time to first token, to full KV's.
+        lost: long answers of full KV that this plan fails, by task: (lost, given by full KV).
+        acted: False if a prompt fitted the budget, so that the plan was not measured.
     """
 
     setting: MethodSetting
@@ -78,22 +78,22 @@ class Candidate:
 
     @property
     def loses(self) -> bool:
-        """True when a long answer of full KV's is lost."""
+        """True if a long answer of full KV is lost."""
         return any(lost for lost, _ in self.lost.values())
 
     @property
     def name(self) -> str:
-        """Its method and budget."""
+        """Method and budget."""
         return f"{self.setting.label} {self.setting.budget or ''}".strip()
 
     def described(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return a JSON-ready description."""
         shown = {name: value for name, value in vars(self).items() if name != "setting"}
         return {**self.setting.described(), "plan": plan_line(self.setting), **shown}
 
 
 def misses(one: Candidate, limits: PlanLimits, loss: float | None = None) -> dict[str, float]:
-    """Limits that a plan does not keep to, and by what factor it misses each. loss: instead of the candidate's own."""
+    """Return the limits that a plan exceeds, with the factor of each. loss: replaces the candidate's own."""
     found = {"memory": (one.kv_bytes, limits.memory), "loss": (one.loss if loss is None else loss, limits.loss)}
     if limits.tpot is not None and one.tpot is not None:
         found["tpot"] = (one.tpot, limits.tpot)
@@ -101,10 +101,10 @@ def misses(one: Candidate, limits: PlanLimits, loss: float | None = None) -> dic
 
 
 def ranked(candidates: Sequence[Candidate], limits: PlanLimits) -> list[Candidate]:
-    """Plans that acted and keep to all limits, the best first.
+    """Return the plans that acted and are within all limits, the best first.
 
-    The best has the least memory where the loss is limited, else the least loss; plans that lose long answers of full
-    KV's come behind those that do not.
+    The best has the least memory if the loss is limited, else the least loss; plans that lose long answers of full KV
+    come last.
     """
     fine = [each for each in candidates if each.acted and not misses(each, limits)]
 
@@ -116,14 +116,14 @@ def ranked(candidates: Sequence[Candidate], limits: PlanLimits) -> list[Candidat
 
 
 def nearest(candidates: Sequence[Candidate], limits: PlanLimits) -> tuple[Candidate, dict[str, float]]:
-    """The plan that misses its limits by the least factor, and what it misses; of one that acted."""
+    """Return the plan that acted and exceeds its limits by the least factor, and the limits it exceeds."""
     acted = [each for each in candidates if each.acted]
     best = min(acted, key=lambda one: (max(misses(one, limits).values(), default=0.0), one.loss))
     return best, misses(best, limits)
 
 
 def on_frontier(one: Candidate, candidates: Sequence[Candidate]) -> bool:
-    """Tell that no other plan is better in loss, memory and time at once, or better in one and no worse in the rest."""
+    """Return whether no other plan is at least as good in loss, memory and time, and better in one of them."""
     mine = _costs(one)
     rest = [_costs(each) for each in candidates if each is not one and each.acted]
     return one.acted and not any(
@@ -132,14 +132,14 @@ def on_frontier(one: Candidate, candidates: Sequence[Candidate]) -> bool:
 
 
 def plan_line(setting: MethodSetting) -> str:
-    """The call that makes the plan, as Python writes it."""
+    """Return the Python call that makes the plan."""
     given = {**setting.given, **({} if setting.budget is None else {"budget": setting.given.get("budget")})}
     shown = "".join(f", {name}={value!r}" for name, value in given.items() if value is not None)
     return f"kvsieve.plan({setting.method!r}{shown})"
 
 
 def size(count: float) -> str:
-    """Bytes for people."""
+    """Format bytes for people."""
     for unit, each in (("GiB", 2**30), ("MiB", 2**20)):
         if count >= each:
             return f"{count / each:.2f} {unit}"

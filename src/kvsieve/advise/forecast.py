@@ -1,4 +1,4 @@
-"""The length that is measured at, and how long all of it may take, from passes that are timed."""
+"""The length to measure at and a forecast of the total time, from timed passes."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from kvsieve.plans import Plan
 from kvsieve.tasks.haystack import load_haystack
 from kvsieve.tasks.needle import Needle
 
-# The longest reading and the longest measurement that are chosen without being asked for, in seconds.
+# Limits on one prefill and on the whole measurement for the default length, in seconds.
 _READING, _ALL = 30.0, 1800.0
 _LEAST, _PILOT, _WARM_UP = 1024, 512, 16
-# Tokens of an answer, on average, and what a batch of answers costs beside one.
+# Tokens of an answer, on average, and the cost of a batch of answers relative to one.
 _ANSWER, _BATCHED = 45, 1.5
-# Plans that are measured again on the part held back, with full KV.
+# Plans measured again on the held-out part, with full KV.
 _AGAIN = 2
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds to read one token of a prompt, and to generate one."""
+    """Seconds to prefill one token, and to generate one."""
 
     read: float
     step: float
 
 
 def pace(evaluator: Evaluator, context: int) -> Pace:
-    """Time a short prompt, of at most `context` tokens, and a few tokens, after a few that nobody times."""
+    """Time a short prompt, of at most `context` tokens, and a few generated tokens, after a warm-up."""
     needle = Needle(load_haystack("topics"))
     ids = evaluator.prompter.encode(needle.sample(0, min(_PILOT, context), 0, evaluator.prompter.count)).prompt
     ids = ids.to(evaluator.model.device)
@@ -59,7 +59,7 @@ def pace(evaluator: Evaluator, context: int) -> Pace:
 def chosen_length(
     options: AdviceOptions, settings: Sequence[MethodSetting], samples: int, found: Pace, batch: int
 ) -> int:
-    """The length of the prompts: the one asked for, else the longest whose measurement takes a bearable time."""
+    """Return the length of the prompts: as requested, or the longest with a bearable measuring time."""
     if options.measure_at is not None:
         return options.measure_at
     length = min(_LEAST, options.context)
@@ -74,7 +74,7 @@ def chosen_length(
 def forecast(
     options: AdviceOptions, settings: Sequence[MethodSetting], samples: int, length: int, found: Pace, batch: int
 ) -> float:
-    """Seconds that the measurement may take: a guess within a factor of two or so.
+    """Return the seconds that the measurement may take, within a factor of about two.
 
     samples: of one part.
     """

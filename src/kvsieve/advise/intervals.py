@@ -1,4 +1,4 @@
-"""Intervals in which the mean loss over other documents is to be expected."""
+"""Prediction intervals of the mean loss over other documents."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 LEVEL = 0.95
 # Losses smaller than this are rounding; a sample's loss is hardly ever larger than that, in nats per token.
 FLOOR, MOST = 1e-4, 8.0
-# What is believed of the logarithms' standard deviation in a task before any loss is known, and how many degrees of
-# freedom that counts: in evaluations of two models it lay between 0.6 and 2.3.
+# Prior of the logarithms' standard deviation in a task, and its weight in degrees of freedom: in evaluations of two
+# models it was between 0.6 and 2.3.
 SPREAD, BELIEF = 1.5, 2
 _DRAWS = 4000
 
@@ -19,15 +19,15 @@ _DRAWS = 4000
 def prediction_interval(
     groups: Sequence[Sequence[float]], spread: Sequence[Sequence[float]] | None = None
 ) -> tuple[float, float, float]:
-    """Mean loss, and the interval for the mean over as many other documents.
+    """Return the mean loss, and the interval expected for the mean over as many other documents.
 
-    Means of groups count alike. Losses of a group are taken as log-normal, with a centre and a spread of its own that
-    are only as well known as so few samples allow: means of other documents are drawn from what is known of both, and
-    the interval is between quantiles of these. `benchmarks/advise_replay.py` measures how often it holds.
+    Groups have equal weight. Losses of a group are taken as log-normal, with their own centre and spread, estimated
+    from few samples: means of other documents are drawn with this uncertainty, and the interval is between their
+    quantiles. `benchmarks/advise_replay.py` measures its coverage.
 
     Args:
-        groups: losses by task, of documents that the plan was not chosen by.
-        spread: losses by task that centre and spread are taken from, at least 2 of each; `groups` where left out.
+        groups: losses by task, of documents not used to choose the plan.
+        spread: losses by task to estimate centre and spread from, at least 2 of each (default: `groups`).
 
     Returns:
         The mean and the interval's ends.

@@ -1,4 +1,4 @@
-"""Prompts that plans are measured on: generated ones, windows of a text, or rows of context, question and answer."""
+"""Prompts to measure plans on: generated ones, windows of a text, or rows of context, question and answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvsieve.tasks.samples import QuestionAnswer, Sample, Task
 PROBES = ("ruler_niah_single_3", "passkey64")
 TASKS = ("needle", "ruler_niah_multikey_1", "ruler_qa_1", *PROBES)
 _ANSWER = 32
-# Questions that are needed in all; in each part for parts of different documents; and to say more than a little.
+# Questions needed: in all; in each part for parts of different documents; and for no caution.
 _LEAST, _ENOUGH, _FEW = 3, 2, 10
 # Evaluation and calibration draw their samples with smaller seeds.
 _SEED = 3 * 10**6
@@ -30,7 +30,7 @@ _INDICES = 10**6
 
 @dataclass(frozen=True)
 class Drawn:
-    """A sample and the task that it is of."""
+    """A sample and its task."""
 
     task: str
     sample: Sample
@@ -38,14 +38,14 @@ class Drawn:
 
 @dataclass(frozen=True)
 class AdviceMaterial:
-    """Tasks that the loss is measured on, and those that show what happens to long answers.
+    """Tasks that measure the loss, and tasks that probe long answers.
 
     Attributes:
-        source: what it is, for people.
-        tasks: of the loss; each counts alike.
+        source: a description for people.
+        tasks: of the loss, with equal weight.
         probes: of long answers, not in the loss unless they are among the tasks.
-        per_task: how many times the number of samples asked for each task has.
-        caution: what so few questions or documents cannot show; None where there are enough.
+        per_task: factor of the number of samples for each task.
+        caution: the limits of so few questions or documents; None if there are enough.
     """
 
     source: str
@@ -55,9 +55,9 @@ class AdviceMaterial:
     caution: str | None = None
 
     def drawn(self, part: int, samples: int, length: int, seed: int, count: Count) -> list[Drawn]:
-        """Samples of each task for part 0, 1, ...; different parts and seeds have different documents.
+        """Return samples of each task for part 0, 1, ...; different parts and seeds have different documents.
 
-        Raises InputError where there are too few, or a task does not suit the length.
+        Raises InputError if there are too few, or a task does not suit the length.
         """
         found = []
         for task in self.tasks:
@@ -65,27 +65,27 @@ class AdviceMaterial:
         return found
 
     def longest(self, length: int, count: Count) -> int:
-        """Return the tokens of the longest prompt that is drawn for a length: of files, at most what they have."""
+        """Return the tokens of the longest prompt for a length; prompts of files may be shorter."""
         found = [task.tokens(count) if isinstance(task, DocumentTask) else length for task in self.tasks]
         return min(length, max(found))
 
     def probe_samples(self, samples: int, length: int, seed: int, count: Count) -> list[Drawn]:
-        """Samples of the probes that are not among the tasks."""
+        """Return samples of the probes that are not among the tasks."""
         others = [task for task in self.probes if task.name not in {each.name for each in self.tasks}]
         return [each for task in others for each in _draw(task, 0, samples, length, seed, count)]
 
 
 def built_in() -> AdviceMaterial:
-    """Generated prompts: facts to find in text, questions about documents, UUIDs and a number of 64 digits."""
+    """Return generated prompts: facts to find in text, questions about documents, UUIDs and a 64-digit number."""
     tasks = chosen_tasks(TASKS)
     probes = tuple(task for task in tasks if task.name in PROBES)
     return AdviceMaterial(f"generated: {', '.join(TASKS)}", tuple(tasks), probes)
 
 
 def from_file(path: Path) -> AdviceMaterial:
-    """A text, read in windows, or JSON lines with "context", "question" and "answer".
+    """Return prompts from a text, in windows, or from JSON lines with "context", "question" and "answer".
 
-    Raises InputError for a file that is neither.
+    Raises InputError for any other file.
     """
     path, caution = Path(os.path.expanduser(path)), None
     task: Task
@@ -101,7 +101,7 @@ def from_file(path: Path) -> AdviceMaterial:
 
 @dataclass(frozen=True)
 class Windows(Generated):
-    """Windows of a text, which the model is asked to go on with: the loss needs no right answer."""
+    """Windows of a text for the model to continue: the loss needs no reference answer."""
 
     name: str = "text"
     title: str = "Windows of a text"
@@ -135,7 +135,7 @@ def _draw(task: Task, part: int, samples: int, length: int, seed: int, count: Co
 
 
 def _parts(task: DocumentTask) -> tuple[list[int], list[int]]:
-    """Return the questions that a plan is chosen by, and those held back: of other documents if there are enough."""
+    """Return the questions used to choose a plan, and the held-out ones, from other documents if there are enough."""
     every = range(len(task))
     chosen, held = ([index for index in every if task.document(index) % 2 == part] for part in (0, 1))
     if min(len(chosen), len(held)) < _ENOUGH:
@@ -144,7 +144,7 @@ def _parts(task: DocumentTask) -> tuple[list[int], list[int]]:
 
 
 def _caution(task: DocumentTask) -> str | None:
-    """Return what a file of rows cannot show; None where it has enough. Raises InputError for too few questions."""
+    """Return the limits of a small file of rows, or None if it has enough. Raises InputError for too few questions."""
     if len(task) < _LEAST:
         raise InputError(
             f"{task.title} has too few questions to choose a plan by some and state its loss by others: got "

@@ -1,4 +1,4 @@
-"""Measurements of an advice: losses on samples, times, and the memory that follows at another context."""
+"""Measurements of an advice: losses on samples, times, and memory extrapolated to another context."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvsieve.plans import Plan
 from kvsieve.tasks.haystack import load_haystack
 from kvsieve.tasks.needle import Needle
 
-# An answer counts as given from here on, and as lost below full KV's score less this.
+# An answer counts as given from this score, and as lost below full KV's score less this.
 _GIVEN, _LESS = 0.5, 0.01
 Step = Callable[[str], None]
 
@@ -30,12 +30,11 @@ class Losses:
 
     Attributes:
         loss: mean KL to full KV of each sample.
-        top1: share of tokens put first alike.
+        top1: share of equal top tokens.
         score: of its answers.
         full_score: of full KV's.
         acted: False once a prompt fitted the budget.
-        kept: per layer and sample, the share of what its budget asks for that was kept; layers that kept all are not
-            named.
+        kept: per layer and sample, the kept share of what its budget asks for; layers that kept all are missing.
     """
 
     loss: dict[str, list[float]] = field(default_factory=dict)
@@ -59,12 +58,12 @@ class Losses:
                 self.kept.setdefault(layer, []).append((entries - record.question) / asked)
 
     def mean(self, values: Mapping[str, Sequence[float]], tasks: Sequence[str]) -> float:
-        """Mean over tasks of the means over samples."""
+        """Return the mean over tasks of the means over samples."""
         return fmean(fmean(values[task]) for task in tasks)
 
     @property
     def lost(self) -> dict[str, tuple[int, int]]:
-        """By task of long answers: how many of those that full KV gives this plan does not, and how many it gives."""
+        """Return, by task of long answers, how many of full KV's answers this plan loses, and how many there are."""
         out = {}
         for task in PROBES:
             pairs = zip(self.full_score.get(task, ()), self.score.get(task, ()), strict=True)
@@ -86,7 +85,7 @@ class Times:
 def measure_losses(
     evaluator: Evaluator, drawn: Sequence[Drawn], settings: Sequence[MethodSetting], question: str, step: Step
 ) -> list[Losses]:
-    """Run samples under all settings, the first of which is full KV."""
+    """Run samples under all settings; the first is full KV."""
     found = [Losses() for _ in settings]
     for each in drawn:
         step(each.task)
@@ -99,7 +98,7 @@ def measure_losses(
 def measure_times(
     evaluator: Evaluator, settings: Sequence[MethodSetting], length: int, repeats: int, step: Step
 ) -> list[Times]:
-    """Time all settings, the first of which is full KV, on needle prompts, in rotated order."""
+    """Time all settings on needle prompts, in rotated order; the first is full KV."""
     needle = Needle(load_haystack("topics"))
     rows: list[list[Mapping[str, float]]] = [[] for _ in settings]
     tokens: list[list[float]] = [[] for _ in settings]
@@ -124,16 +123,16 @@ def measure_times(
 
 
 def memory_at(evaluator: Evaluator, plan: Plan, context: int, kept: Mapping[int, Sequence[float]]) -> int:
-    """Bytes of the cache of one prompt of `context` tokens.
+    """Return the bytes of the cache of one prompt of `context` tokens.
 
     Args:
         evaluator: of the model.
-        plan: of the model, nothing left open.
+        plan: of the model, fully specified.
         context: tokens.
-        kept: as in `Losses`; layers that are not named keep all.
+        kept: as in `Losses`; missing layers keep all.
 
     Raises:
-        PlanError: what the plan stores there does not follow from its budget.
+        PlanError: the plan's memory there does not follow from its budget.
     """
     if plan.shortens_prompt:
         raise PlanError(f"advise does not know what {plan.name!r} stores at another context; use `kvsieve eval`")
@@ -151,7 +150,7 @@ def memory_at(evaluator: Evaluator, plan: Plan, context: int, kept: Mapping[int,
 
 
 def least_memory_at(evaluator: Evaluator, plan: Plan, context: int) -> int:
-    """As `memory_at`, where every layer keeps as many entries as the budget asks for."""
+    """Return `memory_at` with as many entries in every layer as the budget asks for."""
     shapes = shapes_of(evaluator.model)
     evicts = plan.evict is not None and not plan.is_view
     return memory_at(evaluator, plan, context, {index: (1.0,) for index in range(len(shapes))} if evicts else {})
@@ -166,7 +165,7 @@ def candidate(
     context: int,
     tasks: Sequence[str],
 ) -> Candidate:
-    """Gather what was measured of a setting. tasks: those of the loss."""
+    """Gather the measurements of a setting. tasks: those of the loss."""
     return Candidate(
         setting=setting,
         kv_bytes=memory_at(evaluator, setting.plan, context, losses.kept),

@@ -1,4 +1,4 @@
-"""Options of an advice: what is asked for, and how much is measured."""
+"""Options of an advice: its context and limits, and the extent of measuring."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class AdviceOptions:
 
     Attributes:
         context: tokens of the prompts that the advice is for.
-        limits: what a plan must keep to.
+        limits: on the plan.
         methods: names and given parameters.
-        codecs: as text, None for none; each method is measured under each.
-        rests: of what methods would drop, likewise.
-        prefills: as codecs, what reads prompts sparsely.
-        budgets: each method's; () for a few shares, or, with a limit on memory, what fits into it.
+        codecs: as text, None for none; each method is measured with each.
+        rests: of evicted entries, likewise.
+        prefills: sparse prefill methods, likewise.
+        budgets: of each method; () for a few shares or, with a limit on memory, those that fit.
         samples: prompts per task and part: one part to choose by, one to state the loss by.
-        measure_at: tokens of the prompts that are measured; None for the longest of bearable time.
-        question: "visible" when plans see the question, "hidden" when they act on the context alone.
-        cost_samples: how often times are measured; 0 leaves them out.
+        measure_at: tokens of the measured prompts; None for the longest with a bearable time.
+        question: "visible" if plans see the question, "hidden" if they act on the context alone.
+        cost_samples: repetitions of time measurements; 0 skips them.
         seed: of generated prompts.
     """
 
@@ -62,7 +62,7 @@ class AdviceOptions:
             raise InputError("no method to measure was named; give --methods, for example snapkv,adakv")
 
     def check(self, longest: int | None) -> None:
-        """Raise InputError where prompts do not fit the model's context of `longest` tokens."""
+        """Raise InputError if prompts exceed the model's context of `longest` tokens."""
         for name, value in (("context", self.context), ("measure-at", self.measure_at)):
             if longest is not None and value is not None and value > longest:
                 raise InputError(f"--{name} of {value} tokens is beyond the model's context of {longest}; lower it")

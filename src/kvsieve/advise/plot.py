@@ -1,4 +1,4 @@
-"""The picture of an advice: loss against memory and against time, the frontier joined, the chosen plan marked."""
+"""Plot of an advice: loss against memory and time, with the frontier and the chosen plan marked."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# A loss of nothing has no place on a logarithmic axis.
+# A loss of zero has no place on a logarithmic axis.
 _LEAST = 1e-5
 
 
 def frontier_png(advice: Advice) -> bytes:
-    """Raises KvsieveError where matplotlib is missing."""
+    """Return the plot as PNG; KvsieveError without matplotlib."""
     with style():
         return png_bytes(draw(advice))
 
 
 def draw(advice: Advice) -> Figure:
-    """One panel over the KV bytes at the context, and one over the time per token where it was measured."""
+    """Draw a panel over the KV bytes at the context, and one over the time per token if measured."""
     shown = [each for each in advice.candidates if each.acted]
     timed = all(each.tpot_ratio is not None for each in shown)
     labels = list(dict.fromkeys(each.setting.label for each in shown))

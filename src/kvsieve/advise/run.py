@@ -1,4 +1,4 @@
-"""An advice from beginning to end: plans are measured, one is chosen, and its loss is stated on other documents."""
+"""An advice from start to end: plans are measured, one is chosen, and its loss is stated on other documents."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from kvsieve.hf.model.context import context_of
 from kvsieve.report.environment import environment
 
 Progress = Callable[[int, int, str], None]
-# Plans that are measured on the part held back at most, and budgets at which long answers are looked for.
+# Most plans measured on the held-out part, and budgets at which long answers are tested.
 _FINALISTS = 3
 _LARGER = ("50%", "70%", "90%")
 
 
 @dataclass(frozen=True)
 class RecommendedPlan:
-    """The plan that is recommended.
+    """The recommended plan.
 
     Attributes:
-        plan: it, and what it was chosen by.
-        loss: mean over documents held back, nats per token of the answer.
-        interval: in which the mean over as many other documents is to be expected, at `level`.
-        documents: how many were held back.
-        survive: for each kind of long answer that it loses, the smallest budget of the method at which none was lost;
-            None where there was none.
+        plan: with the measurements it was chosen by.
+        loss: mean over held-out documents, nats per token of the answer.
+        interval: expected for the mean over as many other documents, at `level`.
+        documents: number of held-out documents.
+        survive: for each kind of long answer that it loses, the smallest measured budget of the method that loses none,
+            or None.
     """
 
     plan: Candidate
@@ -48,22 +48,22 @@ class RecommendedPlan:
 
 @dataclass(frozen=True)
 class Advice:
-    """Measurements and what follows from them.
+    """Measurements and the recommendation.
 
     Attributes:
         model: its name.
         context: tokens that the advice is for.
-        measured_at: tokens of the prompts that losses and times were measured at.
-        limits: as asked for.
+        measured_at: tokens of the prompts measured.
+        limits: as requested.
         source: of the prompts.
         question: "visible" or "hidden".
-        candidates: every plan that was measured, full KV first.
-        choice: the recommended one; None where no plan keeps to the limits.
-        nearest: then, the plan nearest to them, and the factor by which it misses each.
-        not_tried: what was left out, with reasons.
+        candidates: every measured plan, full KV first.
+        choice: the recommended one; None if no plan is within the limits.
+        nearest: in that case the nearest plan, and the factor by which it exceeds each limit.
+        not_tried: skipped settings, with reasons.
         env: environment stamp.
         seconds: wall time.
-        caution: what so few questions or documents cannot show; None where there were enough.
+        caution: the limits of so few questions or documents; None if there were enough.
     """
 
     model: str
@@ -81,7 +81,7 @@ class Advice:
     caution: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return a JSON-ready dict."""
         chosen = self.choice
         plain = {name: vars(self)[name] for name in ("model", "context", "measured_at", "source", "question")}
         return {
@@ -116,11 +116,11 @@ def advise(
     Args:
         model: a causal language model of transformers.
         tokenizer: its tokenizer.
-        options: the context, the limits, and what is measured.
-        material: the prompts; generated ones where left out.
+        options: the context, the limits, and the extent of measuring.
+        material: the prompts (default: generated ones).
         name: of the model, for the report.
-        progress: called with (steps done, steps in all, what comes next).
-        announce: called with the length that is measured at and a forecast of the seconds.
+        progress: called with (steps done, steps in all, next step).
+        announce: called with the measured length and a forecast of the seconds.
 
     Raises:
         InputError: a context or material that does not suit the model.
@@ -180,9 +180,9 @@ def _chosen(
     options: AdviceOptions,
     steps: _Steps,
 ) -> tuple[RecommendedPlan | None, tuple[Candidate, dict[str, float]] | None]:
-    """The best plan whose loss keeps to its limit on documents held back too; else the nearest by that loss.
+    """Return the best plan within its limit on loss on held-out documents, too; else the nearest by that loss.
 
-    Held-back documents decide nothing but that, so what they say of the plan is not flattered by the choice.
+    Held-out documents decide nothing else, so the choice does not bias the loss they state.
     """
     finalists = ranked(measured, options.limits)[:_FINALISTS]
     if not finalists:
@@ -213,7 +213,7 @@ def _added(one: dict[str, tuple[int, int]], other: dict[str, tuple[int, int]], t
 def _survival(
     evaluator: Evaluator, chosen: Candidate, measured: Sequence[Candidate], drawn: Sequence[Drawn], question: str
 ) -> dict[str, str | None]:
-    """For each kind of long answer that the plan loses, the smallest larger budget of its method that loses none."""
+    """Return the smallest larger budget of the plan's method that loses none, for each kind of long answer it loses."""
     lost = [task for task, (count, _) in chosen.lost.items() if count]
     mine = chosen.setting
     share = mine.plan.evict.budget.ratio if mine.plan.evict is not None else None
@@ -259,7 +259,7 @@ class _Steps:
         self.count += 1
 
     def done(self) -> None:
-        """Tell that nothing more comes."""
+        """Report the end."""
         if self.progress is not None:
             self.progress(self.total, self.total, "done")
 

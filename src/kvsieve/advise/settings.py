@@ -1,4 +1,4 @@
-"""Plans to be measured: methods crossed with budgets, or with the share that fits into the memory."""
+"""Plans to measure: methods crossed with budgets, or with the share that fits into the memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _STEPS = 1000
 
 
 def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[MethodSetting], list[str]]:
-    """Settings to measure, full KV first, and what is not tried, with reasons.
+    """Return the settings to measure, full KV first, and the skipped ones with reasons.
 
-    Raises PlanError for a method that cannot be measured, if it was named with parameters, and where no plan is left or
+    Raises PlanError for a method that cannot be measured, if it was named with parameters, and if no plan remains or
     fits into the memory.
     """
     too_large: list[tuple[int, str]] = []
@@ -49,7 +49,7 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
         limit = options.limits.memory
         for one in made:
             bytes_there = least_memory_at(evaluator, one.plan, options.context)
-            # What deep layers lack is known once it was measured.
+            # The entries missing in deep layers are known only by measuring.
             if limit is not None and bytes_there > limit and one.plan.propagate is None:
                 too_large.append((bytes_there, f"{one.label} {one.budget or ''}"))
             else:
@@ -71,9 +71,9 @@ def candidates(evaluator: Evaluator, options: AdviceOptions) -> tuple[list[Metho
 
 
 def _without_binding_floor(method: str, given: dict[str, Any], context: int) -> dict[str, Any]:
-    """Return parameters with ``floor=0`` where a plan made by name would otherwise keep more of the context.
+    """Return parameters with ``floor=0`` if a plan made by name would otherwise keep more of the context.
 
-    Plans are measured without a floor, and the one that is recommended is to keep what was measured.
+    Plans are measured without a floor, and the recommended one must keep what was measured.
     """
     usual, measured = plan(method, **given), plan_without_floor(method, **given)
     budgets = [[budget for role in made.roles for budget in budgets_of(vars(made)[role])] for made in (usual, measured)]
@@ -85,7 +85,7 @@ def _without_binding_floor(method: str, given: dict[str, Any], context: int) -> 
 def _budgets(
     evaluator: Evaluator, options: AdviceOptions, method: str, given: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """List what is added to the parameters of a method for each of its settings."""
+    """Return the parameters to add to a method's for each of its settings."""
     if "budget" not in method_info(method).parameters or "budget" in given:
         return [{}]
     if options.budgets:
@@ -99,9 +99,9 @@ def _budgets(
 
 
 def _largest_share(evaluator: Evaluator, options: AdviceOptions, method: str, given: Mapping[str, Any]) -> float:
-    """The largest share, in steps of a thousandth, whose cache fits into the memory; 0 where none does.
+    """Return the largest share, in steps of a thousandth, with a cache that fits into the memory; 0 for none.
 
-    Of a method that stores everything, the first of the usual ones.
+    For a method that stores everything, return the first of the usual shares.
     """
     limit = options.limits.memory or 0
 

@@ -1,4 +1,4 @@
-"""Calibration: what a model needs of its methods' parameters, measured once and kept as a profile. An application."""
+"""Calibration: measures the parameters that a model's methods need, and stores them as a profile."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Which layer FastKV may drop tokens after: its distance to full context at every layer (eq. 3), and a choice."""
+"""FastKV's TSP layer: the distance of propagation to full context at every layer (eq. 3), and the choice of one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ KL_BOUND = 0.05
 
 @dataclass(frozen=True)
 class Distance:
-    """Distance of propagation after one layer from full context, on one prompt or as a mean over several.
+    """Distance between propagation after one layer and full context, on one prompt or as a mean over several.
 
     last: squared L2 distance of the last prompt token's hidden state after the final norm; window: mean over the
-    window's tokens; relative: `last` as a share of the squared norm under full context. kl: of the answer's tokens
-    but the first, mean.
+    window's tokens; relative: `last` as a share of the squared norm under full context. kl: mean over the answer's
+    tokens except the first.
     """
 
     last: float
@@ -38,7 +38,7 @@ class Distance:
 
 
 def candidates(model: Any, num_layers: int, rate: Any, max_layer: int | None) -> tuple[list[int], str | None]:
-    """Layers after which tokens can be dropped, up to `max_layer`; and why others cannot, if there are none."""
+    """Return the layers up to `max_layer` after which tokens can be dropped or, if there are none, the reason."""
     last = num_layers - 2 if max_layer is None else min(max_layer, num_layers - 2)
     reasons = {layer: why_unsupported(model, Plan(propagate=TSP(rate=rate, layer=layer))) for layer in range(last + 1)}
     growing = growing_layers(layer_kinds(model.config.get_text_config(decoder=True)))
@@ -49,7 +49,7 @@ def candidates(model: Any, num_layers: int, rate: Any, max_layer: int | None) ->
 def distance(
     model: Any, ids: Tensor, layer: int, rate: Any, pooled: SnapKV, hidden: Tensor, answer: Tensor, truth: Tensor
 ) -> Distance:
-    """Propagation after `layer`, ranked as `pooled` does, against full context.
+    """Compare propagation after `layer`, with `pooled` ranking tokens, with full context.
 
     hidden: [1, >= window, C] final hidden states of the last prompt tokens under full context. truth: log-probabilities
     [1, T - 1, V] of answer [1, T].
@@ -63,20 +63,20 @@ def distance(
 
 
 def mean(of: Sequence[Distance]) -> Distance:
-    """FastKV's eq. 3 for `last`."""
+    """Average over prompts; FastKV's eq. 3 for `last`."""
     return Distance(*(sum(getattr(each, name) for each in of) / len(of) for name in ("last", "window", "norm", "kl")))
 
 
 def is_near(found: Distance, tolerance: float | None) -> bool:
-    """Tell if tokens may be dropped there under "settled"."""
+    """Return whether tokens may be dropped there under "settled"."""
     return found.relative <= (TOLERANCE if tolerance is None else tolerance) and found.kl <= KL_BOUND
 
 
 def choose_layer(found: Sequence[Distance], rule: str, tolerance: float | None) -> tuple[int, bool]:
-    """Index of the candidate to take, and whether the rule was met.
+    """Return the index of the chosen candidate, and whether the rule was met.
 
-    "settled": the earliest from which on every one has a relative distance of at most `tolerance` (0.05) and a KL of at
-    most 0.05. If not even the last is so near, the one of the smallest distance.
+    "settled": the earliest from which all have a relative distance of at most `tolerance` (0.05) and a KL of at most
+    0.05; if even the last exceeds that, the one with the smallest distance.
     "argmin": eq. 3, the smallest distance; with a `tolerance` (0) the earliest within (1 + tolerance) of it.
     """
     least = min(range(len(found)), key=lambda index: found[index].last)

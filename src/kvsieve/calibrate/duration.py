@@ -1,4 +1,4 @@
-"""A forecast of how long a calibration takes, from a few passes that are timed."""
+"""Forecast of a calibration's duration, from a few timed passes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvsieve.calibrate.reading import read
 from kvsieve.plans import Plan
 from kvsieve.profiles import Fingerprint
 
-# A forecast reads so many tokens, after a few that nobody times.
+# Tokens of the timed passes, which follow a short warm-up.
 _PILOT, _WARM_UP = 1024, 16
 
 
 def forecast(model: Any, prompts: Sequence[Prompt], options: Options) -> float:
-    """Seconds that `measure` may take, from a few passes that are timed now: a guess within a factor of two or so."""
+    """Return the seconds that `measure` may take, within a factor of about two, from a few passes timed here."""
     layers = Fingerprint.of(model).layers
     found, _ = distances.candidates(model, layers, options.tsp_rate, options.max_layer)
     if not options.every_layer:
-        # How far down it goes is not known before.
+        # The number of layers to measure is not known before.
         found = found[-max(1, len(found) // 3) :]
     found = found if "tsp" in options.parts else []
     settings = len(options.kernels) * len(options.windows) * len(options.poolings) * ("pooling" in options.parts)
@@ -32,7 +32,7 @@ def forecast(model: Any, prompts: Sequence[Prompt], options: Options) -> float:
     read(model, plan, first[:, :_WARM_UP])
     per_token = _seconds(model, lambda: read(model, plan, first)) / first.shape[1]
     alone = _seconds(model, lambda: read(model, plan, first[:, :1]))
-    # As many answers as are computed together.
+    # As many answers as form a batch.
     rows = first[:, :ANSWER].expand(pooling.ROWS, -1)
     with torch.no_grad():
         answers = _seconds(model, lambda: model(input_ids=rows))
@@ -40,7 +40,7 @@ def forecast(model: Any, prompts: Sequence[Prompt], options: Options) -> float:
     for prompt in prompts:
         length = prompt.ids.shape[1]
         rate = options.tsp_rate.entries(length) / length  # type: ignore[union-attr]
-        # Passes over a prompt: it is read, its queries are looked at, settings choose among its entries, tokens go.
+        # Passes over a prompt: prefill, collecting queries, comparing settings, dropping tokens.
         passes = 2.2 + 1.5 * settings / 48 + 1.1 * ("asl" in options.parts) + 1.3 * ("answers" in options.parts)
         passes += sum((layer + 1 + rate * (layers - layer - 1)) / layers for layer in found)
         seconds += passes * length * per_token + (settings + len(found)) / pooling.ROWS * answers

@@ -1,4 +1,4 @@
-"""Q-Filters' directions (arXiv 2503.02812), and how well they foretell attention."""
+"""Q-Filters' directions (arXiv 2503.02812), and how well they predict attention."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHECKED = 64
 
 @dataclass
 class QuerySums:
-    """Second moments and sums of the queries of every layer and query head, from which the directions follow.
+    """Second moments and sums of the queries of every layer and query head, which determine the directions.
 
     The principal right-singular vector of all queries, stacked, is the first eigenvector of their second moment.
     """
@@ -34,7 +34,7 @@ class QuerySums:
         self.kv_heads[layer] = ctx.keys.shape[1]
 
     def result(self, layers: int, kv_heads: int, dim: int) -> list[Tensor]:
-        """Unit vectors float64 [KV heads, D] per layer; zeros in layers whose attention is local anyway."""
+        """Return unit vectors float64 [KV heads, D] per layer; zeros for layers with local attention."""
         nothing = torch.zeros(kv_heads, dim, dtype=torch.float64)
         return [
             directions(self.moments[layer], self.sums[layer], self.kv_heads[layer])
@@ -45,10 +45,10 @@ class QuerySums:
 
 
 def directions(moments: Tensor, sums: Tensor, kv_heads: int) -> Tensor:
-    """From second moments [Hq, D, D] and sums [Hq, D] of the queries of each query head, unit vectors [H, D].
+    """Return unit vectors [H, D] from second moments [Hq, D, D] and sums [Hq, D] of each query head's queries.
 
-    Each query head's principal direction, signed so that its mean query projects on it positively; averaged over the
-    query heads that share a KV head, and made a unit vector again.
+    Each query head's principal direction gets the sign with which its mean query projects positively. These are
+    averaged over the query heads that share a KV head, and normalized.
     """
     principal = torch.linalg.eigh(moments).eigenvectors[..., -1]
     sign = torch.where((principal * sums).sum(-1, keepdim=True) < 0, -1.0, 1.0)
@@ -57,10 +57,10 @@ def directions(moments: Tensor, sums: Tensor, kv_heads: int) -> Tensor:
 
 
 def correlation(ctx: LayerContext, filters: Tensor) -> list[float]:
-    """Rank correlation (Spearman) per KV head of filtered keys with the attention mass they get.
+    """Return the rank correlation (Spearman) per KV head of filtered keys with their attention mass.
 
-    Over the entries before the last 64 queries: their keys' projections on filters [H, D], and the attention mass that
-    those queries give them.
+    It covers the entries before the last 64 queries: their keys' projections on filters [H, D], and the attention mass
+    from those queries.
     """
     window = min(CHECKED, ctx.query.shape[2] // 2)
     mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)

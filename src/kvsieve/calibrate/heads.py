@@ -1,4 +1,4 @@
-"""Which heads fetch an answer from far back in the prompt: measured, after HeadKV and DuoAttention, not trained."""
+"""Retrieval heads, which fetch an answer from far back in the prompt: measured, after HeadKV and DuoAttention."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvsieve.types import LayerContext
 
 
 def kept_by_streaming(length: int) -> tuple[int, int]:
-    """Sinks and recent tokens of a prompt, which are not far back.
+    """Return the numbers of sinks and recent tokens of a prompt, which do not count as far back.
 
     DuoAttention's 128 and 256, or an eighth and a quarter of a prompt of less than 1024 tokens.
     """
@@ -22,13 +22,12 @@ def kept_by_streaming(length: int) -> tuple[int, int]:
 
 @dataclass
 class RetrievalScores:
-    """Per KV head, the attention of the queries that give an answer, to the middle of the prompt.
+    """Attention per KV head from the queries that produce an answer to the middle of the prompt.
 
     Queries: those that predict the answer's T tokens, the last T of prompt + answer without its last token. Middle: the
-    prompt's tokens but its first `sinks` and last `recent`. `beyond` is the share of attention that goes to the middle.
-    The score is the part of it that goes to where the middle holds the very token that is predicted, or to the token
-    before that: what is copied from. Both are means over the T queries, the query heads that share the KV head, and
-    prompts; in [0, 1].
+    prompt without its first `sinks` and last `recent` tokens. `beyond` is the share of attention on the middle. The
+    score is the part of it on copies of the predicted token, or on the token before a copy. Both are means over the T
+    queries, the query heads that share the KV head, and prompts; in [0, 1].
     """
 
     scores: dict[int, Tensor] = field(default_factory=dict)
@@ -36,7 +35,7 @@ class RetrievalScores:
     prompts: int = 0
 
     def see(self, ctx: LayerContext, ids: Tensor, answer: Tensor) -> None:
-        """ctx: the reading of ids [1, N] and answer [1, T] without its last token, one row, nothing padded."""
+        """Add a layer's attention. ctx: a pass over ids [1, N] and answer [1, T] without its last token, unpadded."""
         middle, copied = _places(ids[0], answer[0])
         count, size = answer.shape[1], ctx.keys.shape[2]
         dtype = score_dtype(ctx.query.dtype)
@@ -50,17 +49,17 @@ class RetrievalScores:
             sums[ctx.layer_idx] = sums.get(ctx.layer_idx, torch.zeros_like(share)) + share
 
     def result(self, sums: dict[int, Tensor], layers: int, kv_heads: int) -> list[list[float]]:
-        """`scores` or `beyond` as [layers][KV heads], to 4 digits; 0 in layers whose attention is local anyway."""
+        """Return `scores` or `beyond` as [layers][KV heads], to 4 digits; 0 for layers with local attention."""
         nothing = torch.zeros(kv_heads, dtype=torch.float64)
         means = [sums.get(layer, nothing) / max(self.prompts, 1) for layer in range(layers)]
         return [[round(min(max(value, 0.0), 1.0), 4) for value in each.tolist()] for each in means]
 
 
 def _places(ids: Tensor, answer: Tensor) -> tuple[slice, Tensor]:
-    """The middle of a prompt [N], and bool [T, M]: where in it each token of answer [T] could be copied from."""
+    """Return the middle of a prompt [N], and bool [T, M]: its places that each token of answer [T] may copy."""
     sinks, recent = kept_by_streaming(len(ids))
     middle = slice(sinks, len(ids) - recent)
     here = ids[None, middle] == answer[:, None]
-    # The token before one at the middle's end may be followed by a recent one; that is too near to count.
+    # The last token of the middle may precede a recent one; that is too near to count.
     before = torch.nn.functional.pad(here[:, 1:], (0, 1))
     return middle, here | before

@@ -10,8 +10,8 @@ from kvsieve.core.scoring import Kernel
 from kvsieve.errors import PlanError
 from kvsieve.suggestions import did_you_mean
 
-# Answers of the model itself end here: a pass key of 64 digits fits. Heads are looked at while its beginning is given,
-# since small models go on talking.
+# Answers of the model itself end here: a pass key of 64 digits fits. Heads are measured on its beginning only, since
+# small models continue beyond it.
 ANSWER, BEGINNING = 80, 32
 PARTS = ("pooling", "answers", "tsp", "asl", "heads", "q_filters")
 RULES = ("settled", "argmin")
@@ -24,16 +24,16 @@ class Options:
     Attributes:
         parts: which of PARTS.
         budget: entries kept where pooling is compared.
-        tsp_rate: tokens that go on under FastKV and ASL.
+        tsp_rate: tokens propagated under FastKV and ASL.
         rule: how the TSP layer is chosen, "settled" or "argmin"; see `distances.choose_layer`.
         tolerance: the rule's; None for 0.05 under "settled" and 0 under "argmin".
-        max_layer: deepest TSP layer that is tried; None for the last but one.
-        every_layer: False to measure from the deepest layer only down to the first that is not near, which chooses
-            alike under "settled".
-        kernels: SnapKV's kernels that are compared.
-        windows: SnapKV's windows that are compared.
-        poolings: SnapKV's poolings that are compared.
-        budgets: at which answers are tested, smallest first.
+        max_layer: deepest TSP layer to try; None for the last but one.
+        every_layer: False to measure from the deepest layer down to the first that is not near; same choice under
+            "settled".
+        kernels: SnapKV's kernels to compare.
+        windows: SnapKV's windows to compare.
+        poolings: SnapKV's poolings to compare.
+        budgets: budgets to test answers at, smallest first.
     """
 
     parts: tuple[str, ...] = PARTS
@@ -50,7 +50,7 @@ class Options:
 
     @classmethod
     def quick(cls, **how: Any) -> Options:
-        """A quarter of the settings, and no layer that cannot be chosen, which is most of the time."""
+        """Return options with a quarter of the settings, skipping layers that cannot be chosen (most of the time)."""
         return cls(
             kernels=(21, 63, "auto"), windows=(16, 32), every_layer=how.get("rule", "settled") != "settled", **how
         )

@@ -1,4 +1,4 @@
-"""The parts of a calibration, measured one after another on prompts that are read once."""
+"""The parts of a calibration, measured one after another on prompts that are prefilled once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass
 class ReferenceAnswer:
-    """A prompt as later parts need it: full KV's answer, its log-probabilities, final hidden states of the window."""
+    """Full KV's answer to a prompt, its log-probabilities, and the window's final hidden states, for later parts."""
 
     ids: Tensor
     answer: Tensor
@@ -39,7 +39,7 @@ class ReferenceAnswer:
 
 @dataclass
 class Parts:
-    """Parts of a calibration as they are measured, one after another, into `measured`."""
+    """Parts of a calibration, measured one after another into `measured`."""
 
     model: Any
     options: Options
@@ -56,7 +56,7 @@ class Parts:
         found, why_not = distances.candidates(self.model, layers, self.options.tsp_rate, self.options.max_layer)
         propagates = [part for part in ("tsp", "asl") if part in parts]
         if propagates and not found:
-            # Everything else can be measured all the same.
+            # All other parts can still be measured.
             self.measured["left_out"] = {part: why_not for part in propagates}
             propagates = []
         if "asl" in propagates and layers < 4:
@@ -76,7 +76,7 @@ class Parts:
 
     @property
     def pooled(self) -> SnapKV:
-        """The window and pooling that were chosen, SnapKV's own where that part was not asked for."""
+        """SnapKV with the chosen window and pooling, or its defaults if that part was not requested."""
         chosen = self.measured.get("pooling", {})
         given = {name: chosen[name] for name in ("window", "kernel", "pooling") if name in chosen}
         return SnapKV(budget=Budget(ratio=0.5), **given)
@@ -87,7 +87,7 @@ class Parts:
         self.done += 1
 
     def _pooling(self, prompts: Sequence[Prompt], stops: Collection[int]) -> list[ReferenceAnswer]:
-        """Read every prompt once under full KV, and compare SnapKV's settings on it."""
+        """Prefill every prompt once under full KV, and compare SnapKV's settings on it."""
         wanted = "pooling" in self.options.parts
         evictors = pooling.settings(self.options, min(each.ids.shape[1] for each in prompts)) if wanted else []
         window = max((each.window for each in evictors), default=1)
@@ -120,7 +120,7 @@ class Parts:
         return references
 
     def _answers(self, references: Sequence[ReferenceAnswer]) -> None:
-        """Find the smallest budget from which on SnapKV, as chosen, gives an answer as full KV does, token by token."""
+        """Find the smallest budget from which SnapKV, as chosen, gives full KV's answer, token by token."""
         budgets, pooled, found = self.options.budgets, self.pooled, []
         for reference in references:
             self._step("testing answers")
@@ -142,7 +142,7 @@ class Parts:
         self.measured["answers"] = {"budgets": list(budgets), "prompts": found}
 
     def _queries(self, references: Sequence[ReferenceAnswer], held_out: Prompt) -> None:
-        """Read prompts with their answers and look at the queries of every layer."""
+        """Run prompts with their answers and collect the queries of every layer."""
         sums, scores = QuerySums(), RetrievalScores()
         wants_heads, wants_filters = ("heads" in self.options.parts), ("q_filters" in self.options.parts)
         for reference in references:
@@ -259,11 +259,11 @@ class Parts:
         }
 
     def parameters(self) -> dict[str, dict[str, Any]]:
-        """Per method, what was found for it: the pooling for all that pool a window's attention."""
+        """Return the parameters found for each method; the pooling applies to all that pool a window's attention."""
         chosen = {name: getattr(self.pooled, name) for name in ("window", "kernel", "pooling")}
         found: dict[str, dict[str, Any]] = {}
         if "pooling" in self.measured:
-            # A method with a window of its own making, such as RocketKV's first stage, keeps it.
+            # A method with its own window, such as RocketKV's first stage, keeps it.
             takers = (method_info(name) for name in list_methods())
             found = {
                 info.name: dict(chosen)
@@ -280,5 +280,5 @@ class Parts:
 
 
 def _short(value: float) -> float | None:
-    """Four digits; None for what JSON cannot write."""
+    """Round to four digits; None for values that JSON cannot represent."""
     return float(f"{value:.4g}") if abs(value) < float("inf") else None

@@ -1,4 +1,4 @@
-"""The picture of a calibration: how far dropping tokens is from full context, layer by layer (FastKV, figure 3)."""
+"""Plot of a calibration: the distance of dropping tokens from full context, by layer (FastKV, figure 3)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAST, _WORST, _KL = "mean over prompts", "worst prompt", "answer"
 
 
 def distances_png(profile: Profile) -> bytes:
-    """Raises InputError for a profile without the part "tsp", KvsieveError where matplotlib is missing."""
+    """Return the plot as PNG; InputError for a profile without the part "tsp", KvsieveError without matplotlib."""
     if "tsp" not in profile.measured:
         raise InputError("the profile holds no distances to draw; calibrate with --parts tsp")
     with style():
@@ -25,7 +25,7 @@ def distances_png(profile: Profile) -> bytes:
 
 
 def draw(profile: Profile) -> Figure:
-    """Two panels over the layers: distance of the last hidden state, and KL of the answer; the chosen layer marked."""
+    """Draw the last hidden state's distance and the answer's KL over the layers, with the chosen layer marked."""
     found = profile.measured["tsp"]
     layers, look = found["layers"], looks([_LAST, _WORST, _KL])
     figure = new_figure(7.6, 3.3)

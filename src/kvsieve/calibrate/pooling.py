@@ -1,4 +1,4 @@
-"""Which window and pooling SnapKV needs on a model: those that stay closest to full KV."""
+"""Choice of SnapKV's window and pooling for a model: the setting closest to full KV."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvsieve.hf.cache.batching import can_stack, stack
 from kvsieve.hf.shared import SharedPrompt
 from kvsieve.methods import SnapKV
 
-# Settings whose answers are computed together.
+# Settings per batch of answers.
 ROWS = 8
 
-# Distances that a few prompts cannot tell from the smallest: so many times it, or so many nats more.
+# Distances indistinguishable from the smallest on a few prompts: this factor, or this many nats more.
 _ALIKE, _NEAR = 1.3, 0.005
 
 
 def settings(options: Options, length: int) -> list[SnapKV]:
-    """The settings to compare, window by window. length: of the shortest prompt. Raises InputError if none fits."""
+    """Return the settings to compare, by window. length: of the shortest prompt. Raises InputError if none fits."""
     grid = itertools.product(options.windows, options.poolings, options.kernels)
     least = options.budget.entries(length)  # type: ignore[union-attr]
     made = [
@@ -41,7 +41,7 @@ def settings(options: Options, length: int) -> list[SnapKV]:
 
 
 def distances(model: Any, shared: SharedPrompt, evictors: Sequence[SnapKV], answer: Tensor) -> list[float]:
-    """KL of each setting's answer to that of full KV, mean over the tokens of answer [1, T] but the first."""
+    """Return the KL of each setting's answer to full KV's, mean over the tokens of answer [1, T] except the first."""
     truth = following(model, shared.reduced(None), answer)
     found: list[float] = []
     for first in range(0, len(evictors), ROWS):
@@ -53,16 +53,16 @@ def distances(model: Any, shared: SharedPrompt, evictors: Sequence[SnapKV], answ
 
 
 def agreement(model: Any, shared: SharedPrompt, evictors: Sequence[SnapKV], answer: Tensor) -> list[float]:
-    """Share of the tokens of answer [1, T] but the first at which a setting's most likely token is full KV's."""
+    """Return the share of the tokens of answer [1, T] but the first where a setting's top token is full KV's."""
     best = following(model, shared.reduced(None), answer).argmax(-1)
     found = [following(model, shared.reduced(evictor), answer).argmax(-1) for evictor in evictors]
     return [(each == best).double().mean().item() for each in found]
 
 
 def choose(evictors: Sequence[SnapKV], kl: Sequence[float]) -> int:
-    """Index of the narrowest kernel whose distance is as good as the smallest, the nearest of its settings.
+    """Return the index of the narrowest kernel with a distance close to the smallest, in its best setting.
 
-    Of kernels that serve alike "auto" comes first, then the narrowest: at a smaller budget more of its pieces fit.
+    Among equally good kernels "auto" comes first, then the narrowest: more of its pieces fit into a small budget.
     """
     near = [index for index, value in enumerate(kl) if value <= max(_ALIKE * min(kl), min(kl) + _NEAR)]
     return min(near, key=lambda index: (_order(evictors[index].kernel), kl[index], index))

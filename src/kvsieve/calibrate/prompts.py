@@ -1,4 +1,4 @@
-"""Prompts to calibrate on: generated ones with facts to find, or windows of a text."""
+"""Prompts for calibration: generated ones with facts to find, or windows of a text."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvsieve.tasks import chosen_tasks
 from kvsieve.tasks.prompter import Prompter
 from kvsieve.turns import escaped, token_ids
 
-# Facts to be found in prose, by a question at the end: one number of several, two long answers, four short ones.
+# Facts to find in prose, by a question at the end: one number of several, two long answers, four short ones.
 TASKS = ("ruler_niah_multikey_1", "passkey64", "ruler_niah_single_3", "ruler_niah_multivalue")
 CONTINUATION = 32
 
-# Evaluation draws its samples with small seeds; a model should not be calibrated on what it is tested with.
+# Evaluation draws its samples with small seeds; a model should not be calibrated on its test data.
 _SEED = 10**6
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt and what follows it.
+    """A prompt and its answer.
 
     ids: int64 [1, N]. answer: int64 [1, T], 2 or more; None for the model's own under full KV. name: of its task.
     """
@@ -40,19 +40,19 @@ class Prompt:
 
 
 def built_in_prompts(prompter: Prompter, lengths: Sequence[int], count: int, seed: int = 0) -> list[Prompt]:
-    """`count` prompts of each of `lengths` tokens, the tasks in turn. Raises InputError for a length too short."""
+    """Return `count` prompts of each of `lengths` tokens, cycling through tasks. InputError for a length too short."""
     tasks = chosen_tasks(TASKS)
     made = []
     for length in lengths:
         for index in range(count):
-            # Needles stand at depths 0.3, 0.4 ...: sinks and recent tokens would be found by any method.
+            # Needles are at depths 0.3, 0.4 ...: any method would find sinks and recent tokens.
             sample = tasks[index % len(tasks)].sample(index + 3, length, _SEED + seed, prompter.count)
             made.append(Prompt(prompter.encode(sample).prompt, name=TASKS[index % len(tasks)]))
     return made
 
 
 def text_prompts(prompter: Prompter, text: str, lengths: Sequence[int], count: int) -> list[Prompt]:
-    """`count` windows of each of `lengths` tokens, evenly spread over the text; the last 32 tokens are the answer.
+    """Return `count` windows of each of `lengths` tokens, evenly spread over the text; the last 32 are the answer.
 
     Raises InputError for a text or length too short.
     """
@@ -74,10 +74,10 @@ def text_prompts(prompter: Prompter, text: str, lengths: Sequence[int], count: i
 
 @dataclass(frozen=True)
 class Material:
-    """The prompts that a model is calibrated on.
+    """Prompts to calibrate on.
 
     Attributes:
-        text: read in windows, instead of generated prompts.
+        text: use windows of it instead of generated prompts.
         source: the text's name, for the profile.
         lengths: tokens per prompt.
         prompts: how many of each length.
@@ -103,7 +103,7 @@ class Material:
             )
 
     def prompts_for(self, prompter: Prompter) -> tuple[list[Prompt], Prompt]:
-        """The prompts, and one more of the first length that nothing is fitted to. Raises InputError."""
+        """Return the prompts, and one more of the first length that nothing is fitted to. Raises InputError."""
         first = self.lengths[:1]
         if self.text is None:
             made = built_in_prompts(prompter, self.lengths, self.prompts, self.seed)
@@ -112,7 +112,7 @@ class Material:
         return made, text_prompts(prompter, self.text, first, 2 * self.prompts + 2)[1]
 
     def described(self) -> dict[str, Any]:
-        """JSON-ready, for the profile; without the text itself."""
+        """Return a JSON-ready description for the profile, without the text itself."""
         return {
             "source": f"generated: {', '.join(TASKS)}" if self.text is None else self.source,
             "lengths": list(self.lengths),

@@ -1,4 +1,4 @@
-"""ASL's first layer and threshold for a model: how its rank variance runs over the layers."""
+"""ASL's first layer and threshold for a model, from the variance of ranks over its layers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kvsieve.plans import Plan
 
 
 def observed_layers(num_layers: int) -> int:
-    """L_obs: the paper's 8, or half the depth of a shallow model."""
+    """Return L_obs: the paper's 8, or half the depth of a shallow model."""
     return max(2, min(8, num_layers // 2))
 
 
 def trace(model: Any, ids: Tensor, rate: Any, pooled: SnapKV, observed: int) -> list[float]:
-    """V of every layer from ``observed - 1`` to the last but one, relative to the first of them."""
+    """Return V of every layer from ``observed - 1`` to the last but one, relative to the first of them."""
     # tau=0 never selects, so that all layers are seen.
     part = AdaptiveTSP(
         rate=rate,
@@ -42,8 +42,8 @@ class Recommendation:
     Attributes:
         first: L_min.
         tau: threshold.
-        layers: where each prompt would select, None for never.
-        adapts: that depends on the prompt; else every prompt selects at `first`.
+        layers: the layer that each prompt would select, None for never.
+        adapts: whether it depends on the prompt; else every prompt selects at `first`.
     """
 
     first: int
@@ -53,12 +53,12 @@ class Recommendation:
 
 
 def recommend(traces: Sequence[Sequence[float]], start: int, layer: int) -> Recommendation:
-    """(first, tau) with which no prompt selects before `layer` and as many as possible at or after it.
+    """Return (first, tau) such that no prompt selects before `layer` and as many as possible do at or after it.
 
-    traces: one per prompt, V of the layers from `start` on. For every first layer before `layer` the largest tau is
-    taken (cut to three digits) that no relative variance before `layer` falls below; of those pairs the one with which
-    most prompts select, then the earliest on average, then the lowest first. Where no prompt would ever select, first
-    is `layer` and tau is 1.01: every prompt selects there, as under FastKV.
+    traces: one per prompt, V of the layers from `start`. Each first layer before `layer` gets the largest tau (cut to
+    three digits) that no relative variance before `layer` falls below. The best pair has the most prompts that select,
+    then the earliest on average, then the lowest first. If no prompt would ever select, first is `layer` and tau is
+    1.01: every prompt selects there, as under FastKV.
     """
     best: tuple[tuple[float, ...], Recommendation] | None = None
     layer = max(layer, start)
@@ -75,5 +75,5 @@ def recommend(traces: Sequence[Sequence[float]], start: int, layer: int) -> Reco
 
 
 def _ratio(value: float, base: float) -> float:
-    # A first layer without variance gives no measure: 0 rules it out.
+    # A first layer without variance cannot serve as reference: 0 rules it out.
     return value / base if base and math.isfinite(base) else 0.0

@@ -1,4 +1,4 @@
-"""Forward passes that calibration is made of."""
+"""Forward passes of a calibration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvsieve.types import LayerContext
 def read(
     model: Any, plan: Plan, ids: Tensor, on_layer: Callable[[LayerContext], None] | None = None
 ) -> tuple[Tensor, SieveCache]:
-    """Run one pass over ids [1, N] under a plan.
+    """Prefill ids [1, N] under a plan in one pass.
 
     Args:
         model: of transformers.
@@ -28,7 +28,8 @@ def read(
         on_layer: called in each layer, before the plan acts.
 
     Returns:
-        The final hidden states, after the final norm, float32 [1, K, C] of the tokens that came through, and the cache.
+        The final hidden states after the final norm, float32 [1, K, C], of the tokens that were not dropped, and the
+        cache.
     """
     with attach(model, plan) as sieve:
         cache = sieve.new_cache()
@@ -38,7 +39,7 @@ def read(
 
 
 def greedy(model: Any, cache: SieveCache, logits: Tensor, stops: Collection[int], limit: int) -> Tensor:
-    """The tokens that follow up to a stop, int64 [1, T], at least 2 and at most `limit`; the cache stays as it is.
+    """Decode greedily to a stop: int64 [1, T], at least 2 and at most `limit` tokens; the cache is unchanged.
 
     logits: [1, V], the next token's.
     """
@@ -54,7 +55,7 @@ def greedy(model: Any, cache: SieveCache, logits: Tensor, stops: Collection[int]
 
 
 def following(model: Any, cache: SieveCache, answer: Tensor) -> Tensor:
-    """Log-probabilities float32 [rows, T - 1, V] of all tokens of answer [1, T] but the first. The cache is used up."""
+    """Return log-probabilities float32 [rows, T - 1, V] of answer [1, T] without its first token; uses the cache up."""
     with attach(model, Plan(name="full")) as sieve, torch.no_grad():
         sieve.adopt(cache)
         ids = answer[:, :-1].to(model.device).expand(cache.conversation.batch, -1)
@@ -62,5 +63,5 @@ def following(model: Any, cache: SieveCache, answer: Tensor) -> Tensor:
 
 
 def divergence(truth: Tensor, given: Tensor) -> list[float]:
-    """Mean KL(truth || given) over tokens, per row of `given` [rows, T, V]; truth [1, T, V]; both log-probabilities."""
+    """Return mean KL(truth || given) over tokens, per row of `given` [rows, T, V]; both are log-probabilities."""
     return (truth.exp() * (truth - given)).sum(-1).clamp_min(0).mean(-1).tolist()

@@ -1,4 +1,4 @@
-"""A calibration from beginning to end: prompts are read, parts are measured, parameters follow."""
+"""A calibration from start to end: prefill prompts, measure parts, derive parameters."""
 
 from __future__ import annotations
 
@@ -28,20 +28,19 @@ def calibrate(
 ) -> Profile:
     """Calibrate a causal language model of transformers.
 
-    The same arguments give the same profile, but for time and rounding of other machines.
+    The same arguments give the same profile, except for times and other machines' rounding.
 
     Args:
         model: the model, loaded.
         tokenizer: its tokenizer.
-        material: the prompts to read; by default 4 generated ones of 2048 tokens.
+        material: the prompts (default: 4 generated ones of 2048 tokens).
         name: of the model, in messages.
-        options: what is measured, and how.
-        progress: called with (steps done, steps in all, what comes next).
-        announce: called before the first step with the seconds that all may take, see `forecast`.
+        options: parts to measure, and their settings.
+        progress: called with (steps done, steps in all, next step).
+        announce: called before the first step with the forecast of seconds, see `forecast`.
 
     Raises:
-        InputError: for lengths the model or the text does not suit; and what `attach` raises for a model that is not
-            supported.
+        InputError: lengths do not suit the model or the text; also the errors of `attach` for an unsupported model.
     """
     material = material or Material()
     material.check(context_of(model.config))
@@ -64,7 +63,7 @@ def measure(
     about: dict[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Profile:
-    """Calibrate from token ids. held_out: a prompt for the filters' check. stops: tokens that end an answer."""
+    """Calibrate from token ids. held_out: a prompt to check filters on. stops: tokens that end an answer."""
     run = Parts(model, options or Options(), Fingerprint.of(model, name), progress)
     began = time.perf_counter()
     run.everything(prompts, held_out, stops)

@@ -1,4 +1,4 @@
-"""`kvsieve advise`: which plan suits a model, a context and a limit, by measuring a handful of them."""
+"""`kvsieve advise`: measure a few plans and recommend one for a model, a context and a limit."""
 
 from __future__ import annotations
 
@@ -164,9 +164,9 @@ def advise_command(
 
 
 def _check_model(name: str | None, dtype: str, device: str | None, options: AdviceOptions) -> None:
-    """Raise what `advise` would refuse, by the model's config alone: weights take long to load."""
+    """Raise the errors of `advise` that follow from the model's config, before weights are loaded."""
     if name is None:
-        return  # the demo model is loaded in a moment
+        return  # the demo model loads fast
     import torch
 
     from kvsieve.advise.settings import candidates

@@ -1,4 +1,4 @@
-"""Prompts as tokens, and their answers under one method after another."""
+"""Prompts as tokens, and their answers under several methods."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     from kvsieve.hf.reuse import PromptStore
 
 _WARM_UP_TOKENS = 16
-# Tokens of an answer that a shared prefill leaves room for, as a prefill of its own does.
+# Tokens of an answer that a shared prefill reserves room for, as a separate one does.
 _ROOM = 64
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt as tokens. ids: int64 [1, N]. protect: spans of tokens that no method may evict."""
+    """Tokens of a prompt. ids: int64 [1, N]. protect: spans of tokens that no method may evict."""
 
     ids: Tensor
     protect: list[tuple[int, int]]
@@ -41,9 +41,9 @@ def encode(
     spans: Sequence[tuple[int, int]] = (),
     parse_special: bool = False,
 ) -> EncodedPrompt:
-    """A prompt through the chat template where there is one; with roles, the spans of their messages are protected.
+    """Apply the chat template, if any, and tokenize; with roles, the spans of their messages are protected.
 
-    Control tokens that the prompt spells are text, unless parse_special. Raises InputError.
+    Control tokens in the prompt are text, unless parse_special. Raises InputError.
     """
     import torch
 
@@ -58,7 +58,7 @@ def encode(
 
 
 def check_lengths(model: Any, asked: Sequence[EncodedPrompt]) -> None:
-    """Raises InputError where a prompt of many is longer than the context: none of them is answered then."""
+    """Raise InputError if any of several prompts exceeds the context, before one is answered."""
     from kvsieve.hf.model.context import context_of
 
     context = context_of(model.config)
@@ -72,17 +72,17 @@ def check_lengths(model: Any, asked: Sequence[EncodedPrompt]) -> None:
 
 @dataclass(frozen=True)
 class Generation:
-    """Options of answering.
+    """Options of generation.
 
     Attributes:
         chunk: prompt tokens per forward pass.
         max_new_tokens: longest answer.
         decode: engine of the decoding steps; see `kvsieve.attach`.
         sampling: options of generate, greedy by default.
-        seed: set before each method; None leaves torch's random state alone.
-        kept: also tell which tokens the cache still holds; of one prompt at a time.
-        store: directory of a store of prompts, which are then read one at a time; None without one.
-        share: prefill the prompt once for all methods that can go on from there; of one prompt.
+        seed: set before each method; None does not change torch's random state.
+        kept: also return the tokens in the cache; for one prompt at a time.
+        store: directory of a prefix cache, with which prompts are prefilled one at a time; None without.
+        share: prefill a single prompt once for all methods that can continue from it.
     """
 
     chunk: int
@@ -98,11 +98,9 @@ class Generation:
 def run_methods(
     model: Any, tokenizer: Any, asked: EncodedPrompt, runs: list[MethodRun], how: Generation
 ) -> list[dict[str, Any]]:
-    """Return the answers under each method, in order; see `run_batches`.
+    """Return the answers under each method, in order; see `run_batches`, also for errors.
 
-    Beside full KV each also has "differs_at", the first of its tokens, from 1, that is not full KV's; None for none.
-
-    Raises what `run_batches` does.
+    If full KV is among them, each has "differs_at", the number of its first token that differs from full KV's, or None.
     """
     from kvsieve.eval.ask import differs_at
 
@@ -124,14 +122,14 @@ def run_batches(
     *,
     warm: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Answers, method by method and `batch` prompts at a time, with the statistics of the batch.
+    """Yield answers, method by method and `batch` prompts at a time, with the statistics of the batch.
 
-    Each is ``{"index", "method", "label", "parameters", "answer", "tokens", "stats"}``, with "kept" if asked for. Where
-    methods share a prefill, "shared_prefill_s" is its seconds, None for a method that does not go on from it.
+    Each is ``{"index", "method", "label", "parameters", "answer", "tokens", "stats"}``, with "kept" if requested. If
+    methods share a prefill, "shared_prefill_s" is its seconds, None for a method that does not use it.
 
-    warm: for times that are compared, read a few tokens first.
+    warm: run a few tokens first, so that times can be compared.
 
-    Raises UnsupportedModelError or PlanError, before anything runs, when the model cannot run one of them.
+    Raises UnsupportedModelError or PlanError, before anything runs, if the model cannot run one of them.
     """
     import torch
 
@@ -176,7 +174,7 @@ def run_batches(
 def _shared_prefill(
     model: Any, tokenizer: Any, ids: Tensor, runs: Sequence[MethodRun], how: Generation, store: PromptStore | None
 ) -> DocumentReader:
-    """Prefill a prompt int64 [1, N], but for its last tokens, for all runs that can go on from there."""
+    """Prefill a prompt int64 [1, N] without its last tokens, for all runs that can continue from it."""
     from kvsieve.eval.reading import DocumentReader
     from kvsieve.hf.prefix import PrefixNodes
 
@@ -188,7 +186,7 @@ def _shared_prefill(
 
 
 def _warm_up(model: Any, prompt: Tensor) -> None:
-    """Without this the first method's time would include what a process does only once."""
+    """Keep one-time costs of the process out of the first method's time."""
     import kvsieve
 
     with kvsieve.attach(model, kvsieve.plan("full")) as sieve:
@@ -199,9 +197,9 @@ def _warm_up(model: Any, prompt: Tensor) -> None:
 def _answer(
     sieve: Any, rows: Sequence[EncodedPrompt], store: PromptStore | None, shared: DocumentReader | None, **options: Any
 ) -> tuple[list[list[int]], GenerateResult]:
-    """Return the tokens of the answers to prompts that are padded on the left to one batch.
+    """Return the tokens of the answers to prompts, padded on the left to one batch.
 
-    shared: what methods share of the only prompt; None for nothing.
+    shared: the shared prefill of a single prompt, or None.
     """
     from kvsieve.eval.reading import ALONE
     from kvsieve.hf.reuse import Begun, answer
@@ -210,7 +208,7 @@ def _answer(
     longest = max(each.ids.shape[1] for each in rows)
     filler = sieve.tokenizer.pad_token_id or 0
     ids = rows[0].ids.new_full((len(rows), longest), filler)
-    # A pad token in a prompt's text is no padding.
+    # A pad token in a prompt's text is not padding.
     mask = ids.new_zeros(ids.shape)
     for row, each in enumerate(rows):
         ids[row, longest - each.ids.shape[1] :] = each.ids[0]
@@ -229,8 +227,8 @@ def _answer(
             stats = replace(stats, notes=[*stats.notes, ALONE])
         else:
             stats = Begun(shared.prefix.stored, shared.prefix.seconds, 0.0).with_reuse(stats)
-        # What methods share is in memory too, so the peak is no method's own.
+        # The shared prefill is in memory too, so the peak does not belong to one method.
         result = replace(result, stats=replace(stats, peak_bytes=None))
-    # Rows that ended earlier are filled up.
+    # Rows that ended earlier are padded.
     made = result.sequences[:, longest:].tolist()
     return [[*itertools.takewhile(lambda token: token not in ends, row)] for row in made], result

@@ -127,7 +127,7 @@ def ask_command(
 
 
 def given_questions(question: Sequence[str] | None, file: str | None) -> list[str]:
-    """Return the questions of both options. Raises InputError where there are none, or one is empty."""
+    """Return the questions of both options. Raises InputError if there are none, or one is empty."""
     lines = [] if file is None else read_text(file, "question file").splitlines()
     found = [*(question or []), *(line.strip() for line in lines if line.strip())]
     if not found:
@@ -138,7 +138,7 @@ def given_questions(question: Sequence[str] | None, file: str | None) -> list[st
 
 
 def runs_of(methods: str, budget: str | None) -> list[MethodRun]:
-    """Return the methods, full KV first: it is what the others are compared with. Raises PlanError."""
+    """Return the methods, full KV first, for comparison. Raises PlanError."""
     runs = compared_methods(methods, budget)
     if not runs:
         raise InputError(f"--methods names no method; write e.g. {_METHODS}")
@@ -148,7 +148,6 @@ def runs_of(methods: str, budget: str | None) -> list[MethodRun]:
 
 
 def write(name: str, text: str, option: str) -> None:
-    """Write a file of results. Raises KvsieveError."""
     try:
         Path(os.path.expanduser(name)).write_text(text, encoding="utf-8", newline="")
     except OSError as error:
@@ -157,7 +156,7 @@ def write(name: str, text: str, option: str) -> None:
 
 
 def ask_all(asker: Asker, questions: Sequence[str], quiet: bool) -> list[DocumentAnswer]:
-    """Return all answers, each shown while it is generated unless `quiet`."""
+    """Return all answers, showing each while it is generated unless `quiet`."""
     answers: list[DocumentAnswer] = []
     last: list[str] = []
 
@@ -180,7 +179,6 @@ def ask_all(asker: Asker, questions: Sequence[str], quiet: bool) -> list[Documen
 
 
 def results(questions: Sequence[str], answers: Sequence[DocumentAnswer]) -> dict[str, Any]:
-    """Return answers, methods and advice, JSON-ready."""
     from kvsieve.eval.ask import advice, differing_words, differs_at, summarise
 
     reference = {each.question: each for each in reversed(answers)}
@@ -200,13 +198,13 @@ def results(questions: Sequence[str], answers: Sequence[DocumentAnswer]) -> dict
 
 
 def cell(row: dict[str, Any]) -> str:
-    """Return how an answer compares with full KV's, in a few words."""
+    """Return a short comparison of an answer with full KV's."""
     words = row["differing_words"]
     return as_full(row["differs_at"]) + (f": {words['here']} | {words['full']}" if words else "")
 
 
 def matrix(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return headers and rows: a row per question, a column per method but full KV."""
+    """Return headers and rows: a row per question, a column per method except full KV."""
     labels = [each["method"] for each in report["methods"]][1:]
     rows = []
     for number, question in enumerate(report["questions"]):
@@ -216,7 +214,7 @@ def matrix(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def costs(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """Return headers and rows of what each method takes."""
+    """Return headers and rows of each method's costs."""
     rows = []
     for each in report["methods"]:
         speed = "-" if each["per_token_s"] is None else f"{1000 * each['per_token_s']:.0f}"
@@ -227,7 +225,6 @@ def costs(report: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 
 def print_results(report: dict[str, Any]) -> None:
-    """Print the matrix, the costs, notes and the advice."""
     tokens, seconds = report["document_tokens"], report["prefill_s"]
     if len(report["methods"]) > 1:
         headers, rows = matrix(report)
@@ -242,7 +239,6 @@ def print_results(report: dict[str, Any]) -> None:
 
 
 def as_csv(report: dict[str, Any]) -> str:
-    """Return a line per answer."""
     names = ["question", "method", "same_as_full", "differs_at", "text", "kv_bytes", "first_token_s", "per_token_s"]
     out = io.StringIO()
     writer = csv.writer(out)
@@ -253,7 +249,6 @@ def as_csv(report: dict[str, Any]) -> str:
 
 
 def as_html(report: dict[str, Any]) -> str:
-    """Return a page with the matrix, the answers and the costs."""
     from kvsieve.report import html as h
 
     sections = [("costs", "Methods", h.text_table("What each method takes", *costs(report)))]

@@ -1,4 +1,4 @@
-"""`kvsieve bench`: what methods cost beside plain transformers, and how far that is from the machine's limit."""
+"""`kvsieve bench`: costs of methods relative to plain transformers and to the machine's limit."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def bench_command(
 
 
 def parse_peer_methods(text: str) -> list[tuple[str, Any, dict[str, Any]]]:
-    """kvpress methods as (name, Budget, further arguments of the press). Raises InputError or PlanError."""
+    """Return kvpress methods as (name, Budget, further arguments of the press). Raises InputError or PlanError."""
     from kvsieve.bench.peer import PRESSES
     from kvsieve.budget import Budget
 
@@ -171,7 +171,7 @@ def parse_peer_methods(text: str) -> list[tuple[str, Any, dict[str, Any]]]:
 
 
 def find_python(name: str) -> str:
-    """The interpreter's path. Raises InputError."""
+    """Return the interpreter's path. Raises InputError."""
     found = shutil.which(os.path.expanduser(name))
     if found is None:
         raise InputError(f"--peer-python {name!r} is no interpreter; expected one with kvpress, e.g. peer/bin/python")
@@ -188,7 +188,7 @@ def run_bench(
     settings: dict[str, Any],
     out: Path | None,
 ) -> dict[str, Any]:
-    """The report, JSON-ready; written to `out` after every length."""
+    """Return the JSON-ready report; it is written to `out` after every length."""
     from kvsieve.bench import compare, prompts
     from kvsieve.bench.contenders import BASELINE, KvsieveMethod, Transformers
     from kvsieve.bench.roofline import measure_rates
@@ -231,7 +231,7 @@ def run_bench(
             tell=lambda part, length=length: say(f"{length} tokens: {part}"),  # type: ignore[misc]
         )
         if limits is not None:
-            # A machine shared with others may have been slower before than it is after.
+            # A shared machine may have been slower before than after.
             limits = replace(limits, rates=limits.rates.best(measure_rates(model)))
             report["rates"] = limits.rates.to_dict()
             for entry in report["lengths"].values():
@@ -252,7 +252,7 @@ def _peers(peer: Peer, presses: list[tuple[str, Any, dict[str, Any]]]) -> list[P
 
 
 def _cpu(model: Any) -> dict[str, str] | None:
-    """Tell the kind of CPU and how attention is computed on it; None for a model elsewhere."""
+    """Return the kind of CPU and how it computes attention; None for a model elsewhere."""
     from kvsieve.attention.choice import cpu_paths
     from kvsieve.devices import cpu_kind
 
@@ -260,7 +260,7 @@ def _cpu(model: Any) -> dict[str, str] | None:
 
 
 def _limits(model: Any) -> tuple[Limits | None, str | None]:
-    """Inputs of the limits, or the reason why they are not known."""
+    """Return inputs of the limits, or why they are unknown."""
     from kvsieve.bench.compare import Limits, element_bytes
     from kvsieve.bench.geometry import geometry
     from kvsieve.bench.roofline import measure_rates

@@ -1,4 +1,4 @@
-"""Reports of `kvsieve bench`: read again, printed and drawn."""
+"""Reports of `kvsieve bench`: loading, printing and drawing."""
 
 from __future__ import annotations
 

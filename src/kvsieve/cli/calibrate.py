@@ -1,4 +1,4 @@
-"""`kvsieve calibrate`: what a model needs of its methods' parameters, measured once, into a profile."""
+"""`kvsieve calibrate`: measure the parameters that a model's methods need, into a profile."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def calibrate_command(
     wanted = parse_lengths(lengths or ("1024" if quick else "2048"), "--lengths")
     check_least(1, prompts=prompts)
     read = None if text is None else _text(text)
-    # Minutes of work should not end with a file that cannot be written.
+    # A file that cannot be written should fail before minutes of work.
     out, plot = (None if each is None else Path(os.path.expanduser(each)) for each in (out, plot))
     check_writable("--out", out)
     check_writable("--plot", plot)
@@ -128,7 +128,7 @@ def calibrate_command(
 
 
 def _print_use(profile: Profile, file: Path, found: bool, given: tuple[str | None, str, str | None]) -> None:
-    """Print how the profile is used. found: kvsieve finds it by itself. given: model, dtype and device."""
+    """Print how to use the profile. found: kvsieve finds it without a path. given: model, dtype and device."""
     method, (model, dtype, device) = method_of(profile), given
     if found:
         show(f"the profile is in {file}; methods take their parameters from it whenever they run on this model")
@@ -140,32 +140,32 @@ def _print_use(profile: Profile, file: Path, found: bool, given: tuple[str | Non
 
 
 def _name_of(model: str) -> str:
-    """A hub id as it is, the last part of a directory or file: a profile may be given away."""
+    """Return a hub id unchanged, or the last part of a path, since profiles may be published."""
     return Path(model).name if Path(os.path.expanduser(model)).exists() else model
 
 
 def announce(quick: bool, seconds: float) -> None:
-    """Say how long it may take, and what is quicker."""
+    """Print how long it may take, and how to be faster."""
     shorter = "" if quick or seconds < 300 else "; --quick takes a fraction of it"
     say(f"this takes about {format_seconds(seconds)}{shorter}")
 
 
 def method_of(profile: Profile) -> str | None:
-    """A method that takes what was measured."""
+    """Return a method that uses a measured parameter."""
     arrays = {"duoattention": profile.heads, "qfilters": profile.q_filters}
     known = [*profile.parameters, *(name for name, measured in arrays.items() if measured)]
     return next((name for name in ("fastkv", "snapkv", *known) if name in known), None)
 
 
 def hint(model: str | None, method: str, out: Path, dtype: str, device: str | None) -> str:
-    """A command that uses the profile, as a shell takes it."""
+    """Return a shell command that uses the profile."""
     words = ["kvsieve", "run", *([] if model is None else [model]), "--method", method, "--profile", str(out)]
     words += ["--prompt", "What is the capital of France?", *([] if dtype == "auto" else ["--dtype", dtype])]
     return shlex.join([*words, *([] if device is None else ["--device", device])])
 
 
 def print_profile(profile: Profile) -> None:
-    """Print what was found, part by part."""
+    """Print the results, part by part."""
     print_table(["part", "found", "by"], [list(row) for row in _rows(profile.measured)], left=3)
     for part, reason in profile.measured.get("left_out", {}).items():
         show(f"note: {part} was left out: {reason}")
@@ -209,7 +209,7 @@ def _rows(measured: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _answers(task: str, found: list[Mapping[str, Any]], tested: list[str]) -> tuple[str, str, str]:
-    """Budget from which on all answers of a task are full KV's."""
+    """Return the budget from which all answers of a task are full KV's."""
     least = [each["from"] for each in found]
     if None in least:
         share = min((list(each["same"].values())[-1] for each in found if each["same"]), default=0.0)
@@ -221,7 +221,7 @@ def _answers(task: str, found: list[Mapping[str, Any]], tested: list[str]) -> tu
 
 
 def _check_picture(parts: Sequence[str]) -> None:
-    """Raise InputError where --plot has nothing to draw, KvsieveError without matplotlib."""
+    """Raise InputError if --plot has nothing to draw, KvsieveError without matplotlib."""
     from kvsieve.report.plot_style import require_matplotlib
 
     require_matplotlib()
@@ -230,7 +230,7 @@ def _check_picture(parts: Sequence[str]) -> None:
 
 
 def _make_profiles_dir() -> None:
-    """Raises InputError for a directory that cannot be written to: better before minutes of work than after."""
+    """Raise InputError for a directory that cannot be written to, before minutes of work."""
     from kvsieve.profiles import profiles_dir
 
     folder = profiles_dir()

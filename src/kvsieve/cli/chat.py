@@ -55,7 +55,7 @@ from kvsieve.errors import InputError
 from kvsieve.hf.persist.cache_file import is_ours
 from kvsieve.plans import Plan
 
-# Tokens that a message should have room for beside the longest answer.
+# Tokens reserved for a message, besides the longest answer.
 _QUESTION = 64
 
 
@@ -93,7 +93,7 @@ def chat_command(
     as_json: Annotated[bool, option(OUTPUT, "One line of JSON per turn, and nothing else", "--json")] = False,
 ) -> None:
     """Chat with a model: in the terminal, or one message per line of stdin."""
-    # All that can be is checked before torch is imported.
+    # Everything possible is checked before torch is imported.
     refuse_text(model, "--file")
     check_loading(dtype, device, decode)
     check_least(1, max_new_tokens=max_new_tokens, chunk=chunk)
@@ -153,7 +153,7 @@ def chat_command(
 
 
 def _check_load(path: str, system: str | None, method: str | None, given: tuple[object, ...]) -> None:
-    """Raise InputError for a --load that is no saved chat, or comes with what the saved chat brings itself."""
+    """Raise InputError for a --load that is no saved chat, or an option that the saved chat determines."""
     if system is not None:
         raise InputError("--load brings the chat's own system prompt; leave --system out")
     if method is None and any(given):
@@ -167,7 +167,7 @@ def _check_load(path: str, system: str | None, method: str | None, given: tuple[
 
 
 def _saved_plan(path: str) -> Plan:
-    """The plan that a saved chat was made under. Raises CacheFileError, and InputError for a cache without a chat."""
+    """Return the plan of a saved chat. Raises CacheFileError, and InputError for a cache without a chat."""
     from kvsieve.hf.persist.saved import read_header
 
     header = read_header(path)
@@ -177,7 +177,7 @@ def _saved_plan(path: str) -> Plan:
 
 
 def _check_target(path: str | None, force: bool) -> None:
-    """Raise InputError for a --save that cannot be written, or that is not to be replaced."""
+    """Raise InputError for a --save that cannot be written or must not be replaced."""
     check_writable("--save", path)
     if path is not None and not force and not is_ours(path):
         raise InputError(

@@ -26,10 +26,10 @@ as full: = full where the answer has the tokens of full KV's, else the first tha
 
 
 def demo_runs() -> list[MethodRun]:
-    """Settings that suit this small model.
+    """Return settings that suit this small model.
 
-    Narrow pooling tears a number of seven tokens apart, an early TSP layer drops the fact before the model has
-    understood it, and a window of 8 sees little more than the chat template.
+    Narrow pooling breaks up a number of seven tokens, an early TSP layer drops the fact before the model has understood
+    it, and a window of 8 sees little more than the chat template.
     """
     shared = {"budget": "20%", "kernel": 21, "window": 32}
     return [

@@ -10,12 +10,12 @@ CODE = "7294163"
 FACT = "The special magic number of the lighthouse is {code}."
 QUESTION = "What is the special magic number of the lighthouse mentioned in the text above?"
 
-# English prose never needs fewer characters per token of the demo model's vocabulary than this leaves room for.
+# English prose never has fewer characters per token of the demo model's vocabulary.
 _CHARACTERS_PER_TOKEN = 10
 
 
 def build_document(tokenizer: Any, tokens: int, depth: float, code: str = CODE) -> str:
-    """About `tokens` tokens of Python's help texts, with the fact as a paragraph of its own at `depth` (0 to 1)."""
+    """Return about `tokens` tokens of Python's help texts, with the fact as a paragraph at `depth` (0 to 1)."""
     fact = FACT.format(code=code)
     text = _first_tokens(tokenizer, load_haystack("topics"), tokens - len(tokenizer(fact)["input_ids"]))
     at = _paragraph_break(text, int(len(text) * depth))
@@ -29,7 +29,7 @@ def _first_tokens(tokenizer: Any, text: str, count: int) -> str:
 
 
 def _paragraph_break(text: str, near: int) -> int:
-    """The paragraph break closest to `near`; both ends of the text count as one."""
+    """Return the paragraph break closest to `near`; both ends of the text count as one."""
     before, after = text.rfind("\n\n", 0, near), text.find("\n\n", near)
     before, after = max(before, 0), len(text) if after < 0 else after
     return before if near - before < after - near else after

@@ -14,14 +14,14 @@ _EXTRA = "pip install 'kvsieve[documents]'"
 
 
 def read_documents(names: Sequence[str]) -> str:
-    """Return the text of the files, each below its name where there are several.
+    """Return the text of the files, each after its name if there are several.
 
     Args:
-        names: paths; - for stdin. the suffix marks PDF and DOCX files, everything else is UTF-8 text.
+        names: paths; - for stdin. The suffix marks PDF and DOCX files; others are UTF-8 text.
 
     Raises:
         InputError: a file cannot be read, or has no text.
-        KvsieveError: a library that reads such files is missing.
+        KvsieveError: a library for such files is missing.
     """
     texts = [_read(name).strip() for name in names]
     if len(names) == 1:

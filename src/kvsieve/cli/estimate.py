@@ -1,4 +1,4 @@
-"""`kvsieve estimate`: what methods should cost on a model, before a weight is downloaded."""
+"""`kvsieve estimate`: predicted costs of methods on a model, without downloading weights."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def estimate_command(
 
 
 def model_config(name: str | None) -> Any:
-    """The transformers config of a directory, a hub id, or (None) the demo model.
+    """Return the transformers config of a directory, a hub id, or (None) the demo model.
 
-    Raises ModelNotFoundError for one that is not there, ModelLoadError for one that cannot be read.
+    Raises ModelNotFoundError for a missing model, ModelLoadError for an unreadable one.
     """
     from huggingface_hub.utils import logging
     from transformers import AutoConfig
@@ -114,7 +114,7 @@ def make_report(
     memory: int | None = None,
     rates: tuple[float | None, float | None, float | None] = (None, None, None),
 ) -> dict[str, Any]:
-    """JSON-ready; units are in the key names. rates: TFLOP/s of linear layers and of attention, GB/s of memory."""
+    """Return a report with units in the key names. rates: TFLOP/s of linear layers and attention, GB/s of memory."""
     from kvsieve.bench import estimate as costs
     from kvsieve.hf.shape import describe_kinds
     from kvsieve.models.fetch import MODEL_NAME
@@ -123,7 +123,7 @@ def make_report(
 
     config, shape = _geometry(name, runs)
     size = ELEMENT_BYTES[dtype]
-    # The tokenizer, which no cost depends on much, is not loaded for this.
+    # Costs hardly depend on the tokenizer, so it is not loaded.
     runs = [_fitted(run, shape, size).for_model(Fingerprint.of_config(config)) for run in runs]
     results = []
     for tokens in contexts:
@@ -153,7 +153,7 @@ def make_report(
 
 
 def _geometry(name: str | None, runs: list[MethodRun]) -> tuple[Any, Any]:
-    """Return a model's config and geometry, without torch where neither the model nor a plan needs it."""
+    """Return a model's config and geometry, without importing torch if neither the model nor a plan needs it."""
     from kvsieve.bench.plain_geometry import plain_config, plain_geometry
 
     config = None if any(_needs_model(run.plan) for run in runs) else plain_config(name)
@@ -166,14 +166,14 @@ def _geometry(name: str | None, runs: list[MethodRun]) -> tuple[Any, Any]:
 
 
 def _needs_model(plan: Plan) -> bool:
-    """Tell that more than numbers says whether a plan runs on a model."""
+    """Return whether a plan needs the model itself to know that it runs."""
     parts = plan.codec, plan.rest, plan.prefill, plan.read, plan.profile
     needs = plan.evict is not None and bool(plan.evict.traits.needs)
     return needs or any(part is not None for part in parts)
 
 
 def _fitted(run: MethodRun, shape: Any, element_bytes: int) -> MethodRun:
-    """Return a run whose budgets in bytes have become entries."""
+    """Return a run with its budgets in bytes converted to entries."""
     if not run.plan.budgets_in_bytes:
         return run
     from kvsieve.hf.model.memory import fit

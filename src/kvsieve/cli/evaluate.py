@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from kvsieve.tasks.document_task import DocumentTask
     from kvsieve.tasks.samples import Task
 
-# Options that say what is asked, and not how a model is run.
+# Options of the questions, not of how a model runs.
 _OF_SAMPLES = (
     "tasks",
     "task",
@@ -154,7 +154,7 @@ def eval_command(
         "tasks": {each.name: each.title for each in grid.tasks},
         "data": data_digests(grid.tasks),
     }
-    # Opened before the model is loaded: a directory that cannot be written to should not cost a wait.
+    # Opened before the model is loaded, so that an unwritable directory fails fast.
     with writing(Path(os.path.expanduser(out)), run, resume=resume) as writer:
         loaded, tokenizer = load_model(model, dtype, device)
         grid = replace(grid, settings=on_model(grid.settings, loaded, tokenizer))
@@ -184,7 +184,7 @@ def _print_results(out: Path, as_json: bool) -> None:
 
 
 def _checked(samples: int, cost_samples: int, batch: int, chunk: int | None, question: str) -> tuple[str, ...]:
-    """Return the question modes, the numbers checked. Raises InputError."""
+    """Check the numbers and return the question modes. Raises InputError."""
     check_least(1, samples=samples, batch=batch, chunk=chunk)
     check_least(0, cost_samples=cost_samples)
     if question not in ("visible", "hidden", "both"):
@@ -209,7 +209,7 @@ def _own_task(context: typer.Context, task: Path | None, score: str | None) -> l
 
 
 def _whole_rows(context: typer.Context, grid: Grid, task: DocumentTask, evaluator: Evaluator) -> Grid:
-    """Return the grid of a file of rows: all of them and none cut, unless --samples or --lengths say so."""
+    """Return the grid for a file of rows: all rows, uncut, unless --samples or --lengths is given."""
     from kvsieve.eval.own import whole_length
 
     if not _is_given(context, "samples"):
@@ -246,7 +246,7 @@ def _tasks(names: list[str], haystack: str, data: str | None, scbench_mode: str)
 
 
 def budgets_of(text: str) -> list[str]:
-    """Budgets of a list like ``10%,20%``; see `specs.ask_back`. Raises PlanError."""
+    """Return the budgets of a list like ``10%,20%``; see `specs.ask_back`. Raises PlanError."""
     budgets = names_of(text)
     for budget in budgets:
         ask_back(budget)

@@ -148,7 +148,7 @@ def _device() -> dict[str, Any]:
 
 
 def _dtype() -> dict[str, str]:
-    """Tell the dtype that "auto" is here, and why."""
+    """Return the meaning of dtype "auto" here, and why."""
     from kvsieve.devices import auto_dtype
 
     choice = auto_dtype()
@@ -156,7 +156,7 @@ def _dtype() -> dict[str, str]:
 
 
 def _model(name: str) -> tuple[dict[str, str], str | None]:
-    """Tell what a model's layers hold and which roles run on it, from its config; and why nothing does."""
+    """Return the kinds of a model's layers and the roles that run on it, from its config; or why none does."""
     from kvsieve.cli.estimate import model_config
     from kvsieve.cli.models_table import kinds_of
     from kvsieve.hf.kinds import describe_kinds
@@ -183,7 +183,7 @@ def _model(name: str) -> tuple[dict[str, str], str | None]:
 
 
 def _demo_model() -> tuple[str, str | None]:
-    """Where the demo model is, and what stands in the way of loading it, with the command that helps."""
+    """Return the place of the demo model, and why it cannot be loaded, with the command that helps."""
     from kvsieve.models import demo
 
     gguf, _, checkpoint = demo.demo_place()

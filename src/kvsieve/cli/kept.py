@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_kept(page: str | None, find: Sequence[str] | None, prompts_file: str | None, as_json: bool) -> list[str]:
-    """Return the texts to look for. Raises InputError, before a model is loaded, for what cannot be honoured."""
+    """Return the texts to find. Raises InputError for unusable options, before a model is loaded."""
     texts = [*(find or [])]
     if prompts_file is not None and (page is not None or texts):
         raise InputError("--show and --find are of one prompt; give it with --prompt or --prompt-file")
@@ -36,7 +36,7 @@ def check_kept(page: str | None, find: Sequence[str] | None, prompts_file: str |
 
 
 def write_page(kept: Kept, page: str, texts: Sequence[str]) -> None:
-    """Write the page of one run; the first text is looked for when it is opened. Raises KvsieveError."""
+    """Write the page of one run, opened at the first text. Raises KvsieveError."""
     try:
         Path(os.path.expanduser(page)).write_text(kept.to_html(texts[0] if texts else ""), encoding="utf-8")
     except OSError as error:
@@ -44,14 +44,14 @@ def write_page(kept: Kept, page: str, texts: Sequence[str]) -> None:
 
 
 def found_json(kept: Kept | None, texts: Sequence[str]) -> dict[str, Any]:
-    """JSON-ready: what became of each text; {} where none was asked for."""
+    """Return what happened to each text, JSON-ready; {} for no texts."""
     if kept is None or not texts:
         return {}
     return {"found": {text: [{**asdict(each), "states": each.states} for each in kept.of(text)] for text in texts}}
 
 
 def print_found(labels: Sequence[str], kept: Sequence[Kept], texts: Sequence[str]) -> None:
-    """A line for every occurrence of every text under every method."""
+    """Print a line for every occurrence of every text under every method."""
     for text in texts:
         for label, each in zip(labels, kept, strict=True):
             for line in found_lines(each, text):
@@ -59,11 +59,10 @@ def print_found(labels: Sequence[str], kept: Sequence[Kept], texts: Sequence[str
 
 
 def found_lines(kept: Kept, text: str) -> list[str]:
-    """A line for every occurrence of a text."""
     found = kept.of(text)
     return [f"{text!r}, {each}" for each in found] or [f"{text!r} does not occur in what the model has read"]
 
 
 def print_map(kept: Kept) -> None:
-    """Layers and positions, as wide as the terminal."""
+    """Print layers and positions, as wide as the terminal."""
     show(kept.to_text(shutil.get_terminal_size((80, 24)).columns))

@@ -1,4 +1,4 @@
-"""Loading a model for a command: the options that say how, and their checks."""
+"""Loading of models for commands: the options for it, and their checks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ DecodeOption = Annotated[
 
 
 def check_dtype(dtype: str, known: Sequence[str] = DTYPES) -> None:
-    """Raise PlanError for a --dtype that there is not."""
+    """Raise PlanError for an unknown --dtype."""
     if dtype not in known:
         meant = did_you_mean(_MEANT.get(dtype.lower(), dtype), list(known), None)
         raise PlanError(f"--dtype must be one of {', '.join(known)}, got {dtype!r}{meant}")
 
 
 def check_loading(dtype: str, device: str | None, decode: str = "auto") -> None:
-    """Raise PlanError or InputError for a --dtype, --device or --decode that there is not, without importing torch."""
+    """Raise PlanError or InputError for an unknown --dtype, --device or --decode, without importing torch."""
     check_dtype(dtype)
     check_engine(decode, "--decode")
     kind, colon, index = ("cpu" if device is None else device).partition(":")
@@ -42,11 +42,9 @@ def check_loading(dtype: str, device: str | None, decode: str = "auto") -> None:
 
 
 def refuse_text(name: str | None, text_option: str | None = None) -> None:
-    """Raise InputError for a file that was given as the model and is no checkpoint.
+    """Raise InputError for a model that is a file but no checkpoint.
 
-    Args:
-        name: the model, as given.
-        text_option: the command's option for a text file, which the name may be meant for.
+    text_option: the command's option for a text file, which may be meant.
     """
     if name is None or name.endswith(".gguf") or not os.path.isfile(os.path.expanduser(name)):
         return
@@ -55,7 +53,7 @@ def refuse_text(name: str | None, text_option: str | None = None) -> None:
 
 
 def check_model_name(name: str | None) -> None:
-    """Raise InputError or ModelLoadError for a name that no model can be loaded by, without importing torch."""
+    """Raise InputError or ModelLoadError for a name that cannot be loaded, without importing torch."""
     refuse_text(name)
     if name is not None:
         from kvsieve.models.source import check_source
@@ -64,7 +62,7 @@ def check_model_name(name: str | None) -> None:
 
 
 def check_least(least: int, **options: int | None) -> None:
-    """Raise InputError for an option, called as its parameter is, below `least`; None is no number."""
+    """Raise InputError for an option, named like its parameter, below `least`; None passes."""
     for name, value in options.items():
         if value is not None and value < least:
             raise InputError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
@@ -83,15 +81,15 @@ def check_device(name: str | None) -> None:
 
 
 def load_model(name: str | None, dtype: str, device: str | None = None) -> tuple[Any, Any]:
-    """The model, on the best device if none is named, and its tokenizer, without transformers' own messages.
+    """Load the model, on the best device by default, and its tokenizer, without transformers' own messages.
 
-    Tells what the dtype "auto" came to, and warns where a CPU has no compiled kernels.
+    Prints the dtype that "auto" selects, and warns if a CPU has no compiled kernels.
     """
     loaded = _loaded(name, dtype, device)
     if loaded[0].device.type == "cpu":
         from kvsieve.kernels.cpu.build import library
 
-        # Of those kernels that most models take, the ones that are compiled in the least time.
+        # The kernels for most models that compile fastest.
         library("layers")
     return loaded
 

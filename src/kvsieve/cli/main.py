@@ -1,4 +1,4 @@
-"""The `kvsieve` command: its subcommands, and what happens when one of them fails."""
+"""The `kvsieve` command: its subcommands, and the handling of errors."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def run_cli(arguments: Sequence[str] | None = None) -> None:
 
 
 def _check_text(arguments: Sequence[str]) -> None:
-    """Raise InputError for an argument that no system would pass on, and no file's name could be."""
+    """Raise InputError for an argument with characters that no file name can have."""
     for each in arguments:
         try:
             bad = "a null character" if b"\0" in os.fsencode(each) else ""
@@ -154,7 +154,7 @@ def _run(arguments: list[str], debug: bool) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read our output has left; without this Python would complain once more while it exits.
+        # The reader of our output has closed it; without this Python would complain again at exit.
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -173,7 +173,7 @@ def _report(error: Exception, as_json: bool, debug: bool) -> int:
 
 
 def _describe(error: Exception) -> tuple[str, int]:
-    """One line for people, and the exit code."""
+    """Return one line for people, and the exit code."""
     if hasattr(error, "format_message"):  # typer's own; which class depends on typer's version
         return one_line(error.format_message()), getattr(error, "exit_code", 2)
     if isinstance(error, (PlanError, InputError)):

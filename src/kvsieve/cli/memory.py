@@ -1,6 +1,6 @@
-"""`--memory`: the chunk, the codec and the context that keep a process below a size, chosen before weights are loaded.
+"""`--memory`: choose the chunk, codec and context that keep a process below a size, before weights are loaded.
 
-Budgets change nothing here: a prompt is stored whole before an evictor drops any of it.
+Budgets do not matter: the whole prompt is stored before an evictor drops any of it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ MemoryOption = Annotated[
         **MEMORY,
     ),
 ]
-# Codecs to come down to, mildest first, and the smallest chunk.
+# Codecs to fall back to, mildest first, and the smallest chunk.
 _CODECS, _LEAST_CHUNK = ("int8", "kivi:bits=4"), 64
-# Chunks that a server reads in one pass where nobody waits, and the largest prefix cache it chooses.
+# Chunks per pass of an otherwise idle server, and the largest prefix cache it chooses.
 _JOINED, _MOST_CACHED = 8, 2 << 30
 # Slack of the size that a refusal names.
 _SPARE = 16 << 20
 
 
 def check_memory(memory: int | None, store: str | None = None) -> None:
-    """Raise InputError for a limit that is none, or with a store, whose memory is not counted."""
+    """Raise InputError for an invalid limit, or for a store, which is not counted."""
     check_least(1, memory=memory)
     if memory is not None and store is not None:
         raise InputError("--memory does not count what --store holds in memory; leave one of them out")
@@ -46,7 +46,7 @@ def check_memory(memory: int | None, store: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings, and the most tokens that fit under them in each of `rows`. kv, work: bytes of all rows."""
+    """Settings, and the most tokens of each of `rows` that they have memory for. kv, work: bytes of all rows."""
 
     runs: list[MethodRun]
     chunk: int
@@ -63,7 +63,7 @@ class Settings:
 
 
 class Limit:
-    """--memory of a command: sets those of --chunk, --codec, --batch and --decode that were not given."""
+    """--memory of a command, which sets --chunk, --codec, --batch and --decode unless given."""
 
     def __init__(self, context: typer.Context, runs: list[MethodRun], *, codecs: bool = True) -> None:
         """Measure the process. codecs: the runs may get a codec. Raises InputError."""
@@ -90,9 +90,7 @@ class Limit:
             self._decodes.append("fused")
 
     def choose(self, tokens: int | None, *, least: int | None = None, rows: int = 1) -> Settings:
-        """Return the first settings under which so many tokens fit, else those of most tokens, `least` of them.
-
-        Prints them.
+        """Return and print the first settings with room for `tokens`, else those with room for most, at least `least`.
 
         Args:
             tokens: of the longest prompt and its answer; None for the model's context.
@@ -121,9 +119,9 @@ class Limit:
         return best
 
     def choose_server(self) -> tuple[Settings, str]:
-        """Return settings of a server with the bytes for the KV of requests, and the size of its prefix cache.
+        """Return a server's settings with the bytes for requests' KV, and the size of its prefix cache, and print them.
 
-        Prints them. Raises InputError.
+        Raises InputError.
         """
         from kvsieve.plans import Plan
 
@@ -133,7 +131,7 @@ class Limit:
             passes = Settings(self._runs[0], _JOINED * chunk, decode)
 
             def free(tokens: int, passes: Settings = passes) -> int:
-                """Bytes for KV and prefix cache where prompts have so many tokens."""
+                """Return the bytes for KV and prefix cache with prompts of `tokens` tokens."""
                 return self.size - foot.fixed(passes.decode) - self._sizes(passes, tokens)[1]
 
             def fails(tokens: int, passes: Settings = passes, free: Callable[[int], int] = free) -> bool:
@@ -165,7 +163,7 @@ class Limit:
         return replace(settings, tokens=most, kv=kv, work=work)
 
     def _sizes(self, settings: Settings, tokens: int) -> tuple[int, int]:
-        """Bytes of the KV and of a pass, of the run that takes most."""
+        """Return the bytes of the KV and of a pass, of the largest run."""
         plans, foot = [run.plan for run in settings.runs], self.foot
         kv = max(foot.kv(plan, tokens, settings.chunk) for plan in plans)
         work = max(foot.work(plan, tokens, settings.chunk) for plan in plans)
@@ -180,7 +178,7 @@ class Limit:
         say(f"{self._counted()}, {kv}; {choice}{context}")
 
     def _refusal(self, best: Settings, tokens: int, more: int) -> InputError:
-        """Return the error for a limit that so many tokens do not fit; more: bytes that they take."""
+        """Return the error for a limit below `tokens`; more: bytes that they need."""
         needed = -(-(self.foot.fixed(best.decode) + more + _SPARE) // 2**20)
         shorter = f"at most {best.tokens} tokens fit: send less, or give" if best.tokens else "give"
         return InputError(
@@ -190,7 +188,7 @@ class Limit:
 
 
 def _halves(count: int, least: int) -> Iterator[int]:
-    """Yield a number, its half, and so on down to `least`."""
+    """Yield `count`, its half, and so on down to `least`."""
     yield count
     while count > least:
         count = max(count // 2, least)

@@ -1,4 +1,4 @@
-"""Messages of `kvsieve chat`, from a pipe or a terminal; one may have several lines."""
+"""Messages of `kvsieve chat`, of one or several lines, from a pipe or a terminal."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvsieve.cli.output import say
 from kvsieve.cli.prompts import BYTE_ORDER_MARK
 from kvsieve.errors import InputError
 
-# Alone in a line, before and after a message of several lines.
+# Line before and after a message of several lines.
 _BLOCK = '"""'
 HELP = f"a line that ends in \\ continues in the next; {_BLOCK} alone in a line begins and ends a block of lines"
 
 
 def piped_messages(joins: bool) -> Iterator[str]:
-    """Yield the lines of stdin, or the messages that they make where `joins` says so. Raises InputError."""
+    """Yield the lines of stdin or, if `joins`, messages of several lines. Raises InputError."""
     lines = _piped_lines()
     for line in lines:
         yield _joined(line, lines) if joins else line
@@ -31,11 +31,11 @@ def _piped_lines() -> Iterator[str]:
 
 
 def typed_messages() -> Iterator[str]:
-    """Yield the messages typed or pasted at a terminal, up to Ctrl-D, or Ctrl-C where a message would begin."""
+    """Yield the messages typed or pasted at a terminal, until Ctrl-D, or Ctrl-C at an empty prompt."""
     with contextlib.suppress(ImportError):
         import readline
 
-        # input() edits lines and knows the last ones; pasted lines are one message.
+        # input() has line editing and history; pasted lines are one message.
         readline.parse_and_bind("set enable-bracketed-paste on")
     while True:
         begun = False
@@ -55,7 +55,7 @@ def typed_messages() -> Iterator[str]:
 
 
 def _joined(line: str, more: Iterator[str]) -> str:
-    """Return the message that a line begins, with the lines that follow as far as they belong to it."""
+    """Return the message that starts with a line, joined with its following lines."""
     if "\n" in line:
         return line  # pasted
     if line.strip() == _BLOCK:

@@ -67,7 +67,7 @@ def _code(text: str) -> Markdown:
 
 
 def _show_method(method: dict[str, Any]) -> None:
-    """A method in a few lines, whatever the terminal's width: a table of all columns needs 200 signs."""
+    """Print a method in a few lines of any width: a table of all columns needs 200 characters."""
     acts = "never acts" if method["phase"] == "never" else f"acts: {method['phase']}"
     sees = "sees the question" if method["query_aware"] else "does not see the question"
     storage, paper = f"{method['storage']} storage", method["paper"] or "-"
@@ -79,7 +79,7 @@ def _show_method(method: dict[str, Any]) -> None:
 
 
 def method_rows() -> list[dict[str, Any]]:
-    """Return what `kvsieve methods` prints of every method, JSON-ready."""
+    """Return the rows of `kvsieve methods`, JSON-ready."""
     return json.loads(json.dumps([_row(name) for name in kvsieve.list_methods()], default=str))
 
 

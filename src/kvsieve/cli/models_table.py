@@ -1,4 +1,4 @@
-"""`kvsieve models`: what runs on which architecture, found out by asking kvsieve about a tiny model of each."""
+"""`kvsieve models`: methods by architecture, found by examining a tiny model of each."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 SUPPORTED, EVICTION_ONLY, REFUSED, NOT_BUILT = "supported", "eviction only", "refused", "not in this transformers"
 
 LATENT = "latent attention: all heads keep the same entries, and plans that read sparsely are refused"
-# What `kvsieve models --json` printed last; `make docs` renews it.
+# Output of `kvsieve models --json`; `make docs` renews it.
 _TABLE = Path(__file__).with_name("models.json")
 
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the table: a family, and what runs on it.
+    """Row of the table: a family, and the methods that run on it.
 
     Attributes:
         family: its name in `kvsieve.models.families`.
-        title: models people know it by.
+        title: well-known models.
         status: "supported", "eviction only", "refused" or "not in this transformers".
-        eviction: True where methods such as `snapkv` run.
-        propagation: True where methods such as `fastkv` run.
-        layers: what the layers of the tiny model hold, in a sentence; "" where that is not known.
-        layer_kinds: the kind of each of them.
-        reason: why not everything runs; "" when it does.
+        eviction: True if methods such as `snapkv` run.
+        propagation: True if methods such as `fastkv` run.
+        layers: description of the tiny model's layers; "" if unknown.
+        layer_kinds: kind of each layer.
+        reason: why not everything runs; "" if it does.
     """
 
     family: str
@@ -93,9 +93,9 @@ def _short_kinds(row: Row) -> str:
 
 
 def shipped_rows(version: str) -> list[Row] | None:
-    """Return the rows found with this version of transformers, without importing it; None where it was another.
+    """Return the rows found with this version of transformers, without importing it; None for other versions.
 
-    A process that has imported transformers may have changed it, and is examined.
+    Also None if this process has imported transformers, and may have changed it.
     """
     if "transformers" in sys.modules:
         return None
@@ -106,7 +106,7 @@ def shipped_rows(version: str) -> list[Row] | None:
 
 
 def _with_progress() -> Iterator[Row]:
-    """Examine every family; takes about half a minute."""
+    """Examine every family, which takes about half a minute."""
     from rich.console import Console
     from rich.progress import track
     from transformers.utils import logging
@@ -147,7 +147,7 @@ def _examine(family: Any) -> Row:
 
 
 def kinds_of(model: Any) -> tuple[LayerKind, ...]:
-    """Kinds of the decoder's layers; () where kvsieve does not know them."""
+    """Return the kinds of the decoder's layers; () if unknown."""
     from kvsieve.hf.compat import text_config
     from kvsieve.hf.kinds import layer_kinds
 

@@ -27,15 +27,15 @@ def option(panel: str, text: str, *names: str, **more: Any) -> Any:
 
     Args:
         panel: title of the panel.
-        text: help: starts with a noun, and ends with the default where typer does not print it.
-        names: of the option, where they are not the parameter's.
+        text: help: starts with a noun, and ends with the default if typer does not print it.
+        names: of the option (default: the parameter's).
         more: further arguments of `typer.Option`.
     """
     return typer.Option(*names, help=text, rich_help_panel=panel, **more)
 
 
 def tokens(value: object) -> int:
-    """Return the tokens of an option: 8192 or 8k. Raises typer.BadParameter."""
+    """Parse a number of tokens: 8192 or 8k. Raises typer.BadParameter."""
     text = str(value)
     if not is_tokens(text):
         raise typer.BadParameter(f"expected tokens such as 7500 or 8k, got {short(text)}")
@@ -43,7 +43,7 @@ def tokens(value: object) -> int:
 
 
 def memory(value: object) -> int:
-    """Return the bytes of an option: 2GiB or 300MB. Raises typer.BadParameter."""
+    """Parse a number of bytes: 2GiB or 300MB. Raises typer.BadParameter."""
     try:
         return parse_bytes(str(value))
     except KvsieveError as error:
@@ -51,7 +51,7 @@ def memory(value: object) -> int:
 
 
 def options_given(context: typer.Context) -> set[str]:
-    """Return the parameters of a command that its caller gave, by their names in Python."""
+    """Return the given parameters of a command, by their names in Python."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     explicit = ("COMMANDLINE", "ENVIRONMENT")
     return {name for name, source in sources.items() if source is not None and source.name in explicit}
@@ -62,7 +62,7 @@ MEMORY: dict[str, Any] = {"parser": memory, "metavar": "SIZE"}
 
 
 def examples(*commands: str) -> str:
-    """Return the last lines of a command's help: its examples, one a line."""
+    """Return the last lines of a command's help: its examples, one per line."""
     # typer joins lines and keeps paragraphs.
     return "\n\n".join(["Examples:", *(f"kvsieve {each}" for each in commands)])
 

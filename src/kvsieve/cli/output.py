@@ -1,4 +1,4 @@
-"""Output of the commands: JSON and results on stdout, everything else as single lines on stderr."""
+"""Output of the commands: JSON and results on stdout, single lines of progress and errors on stderr."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_writable(option: str, name: str | os.PathLike[str] | None, *, makes_fo
 
 
 def check_folder(option: str, name: str | os.PathLike[str] | None) -> None:
-    """Raise InputError for a directory that is a file; one that is not there yet is made later."""
+    """Raise InputError for a directory that is a file; a missing one is created later."""
     if name is not None and os.path.isfile(os.path.expanduser(name)):
         raise InputError(f"{option} {os.fspath(name)!r} is a file; name a directory")
 
@@ -47,30 +47,30 @@ def emit_json(data: Any) -> None:
 
 
 def show(text: str = "", *, end: str = "\n") -> None:
-    """Results for people, on stdout."""
+    """Print results on stdout."""
     print(printable(text), end=end, flush=True)
 
 
 def say(text: str, *, dim: bool = False) -> None:
-    """Progress for people, on stderr."""
+    """Print progress on stderr."""
     text = printable(text)
     print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """The text in lines of at most the terminal's width, all but the first four signs further in."""
+    """Wrap the text to the terminal's width, with all lines but the first indented by four more."""
     width = shutil.get_terminal_size((80, 24)).columns
     return textwrap.fill(text, width, initial_indent=indent, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def one_line(message: object) -> str:
-    """A message of any length as one line of a bearable one."""
+    """Return a message as one line of limited length."""
     return printable(shortened(" ".join(str(message).split()))) or "no message"
 
 
 @contextlib.contextmanager
 def printed_warnings(everything: bool = False) -> Iterator[None]:
-    """Show kvsieve's warnings as one line each; other libraries' are noise here, unless `everything` is asked for."""
+    """Show kvsieve's warnings as one line each, and others only if `everything`."""
     seen: set[str] = set()
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
@@ -88,7 +88,7 @@ def printed_warnings(everything: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def prefill_progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar over the prompt's tokens on stderr; None where nobody watches."""
+    """Show a bar over the prompt's tokens on stderr; None without a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -104,7 +104,7 @@ def prefill_progress(label: str) -> Iterator[Callable[[int, int], None] | None]:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar with the time left on stderr; a line now and then where nobody watches."""
+    """Show a bar with the time left on stderr; occasional lines without a terminal."""
     import time
 
     from rich.console import Console
@@ -131,13 +131,13 @@ def progress_bar() -> Iterator[Callable[[int, int, str], None]]:
         return
     columns: list[Any] = [TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn()]
     columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
-    # The last minutes say more about what is left than all of it: samples differ a lot.
+    # The last minutes predict the rest better than all: samples differ a lot.
     with Progress(*columns, console=console, speed_estimate_period=300) as progress:
         task = progress.add_task("starting", total=None)
         yield lambda done, total, what: progress.update(task, completed=done, total=total, description=what)
 
 
-# Columns of a table where no terminal says how many there are: as most terminals have, and with `--wide`.
+# Columns of a table without a terminal, and with `--wide`.
 NARROW, WIDE = 80, 200
 
 
@@ -147,8 +147,8 @@ def print_table(headers: list[str], rows: list[list[str]], *, left: int = 1, wid
     Args:
         headers: of the columns.
         rows: their cells.
-        left: number of columns, the first ones, that are text; the others are numbers.
-        width: signs of a line where stdout is no terminal.
+        left: number of text columns, the first ones; the others are numbers.
+        width: characters per line if stdout is no terminal.
     """
     from rich import box
     from rich.console import Console

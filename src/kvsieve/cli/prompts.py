@@ -1,4 +1,4 @@
-"""The prompts of `kvsieve run`: one from the command line or a file, or many from a file."""
+"""Prompts of `kvsieve run`: one from the command line or a file, or many from a file."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from kvsieve.errors import InputError
 from kvsieve.turns import check_characters
 
-# First in a text that some editors of Windows have saved, and no part of it.
+# Byte order mark that some Windows editors write.
 BYTE_ORDER_MARK = "\ufeff"
 
 
 @dataclass(frozen=True)
 class TextPrompt:
-    """text: with the question. system: the system prompt. extra: what else its line of JSON says."""
+    """A prompt. text: with the question. system: the system prompt. extra: other fields of its line of JSON."""
 
     text: str
     system: str | None = None
@@ -26,7 +26,6 @@ class TextPrompt:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """As a chat."""
         user = {"role": "user", "content": self.text}
         return [{"role": "system", "content": self.system}, user] if self.system else [user]
 
@@ -34,7 +33,7 @@ class TextPrompt:
 def given_prompts(
     text: str | None, file: str | None, many: str | None, question: str | None, system: str | None
 ) -> list[TextPrompt]:
-    """Prompts from exactly one of --prompt, --prompt-file and --prompts-file. Raises InputError."""
+    """Return the prompts of exactly one of --prompt, --prompt-file and --prompts-file. Raises InputError."""
     given = {"--prompt": text, "--prompt-file": file, "--prompts-file": many}
     named = [option for option, value in given.items() if value is not None]
     if len(named) != 1:
@@ -51,15 +50,15 @@ def given_prompts(
 
 
 def read_prompt(name: str, question: str | None) -> str:
-    """The file's text and the question. Raises InputError for a file that cannot be read or holds nothing."""
+    """Return the file's text and the question. Raises InputError for an unreadable or empty file."""
     return _asked(read_text(name, "prompt file"), question, f"the prompt file {name!r}")
 
 
 def read_prompts(name: str, question: str | None, system: str | None) -> list[TextPrompt]:
-    """A prompt per line that is not blank: its text, or a JSON object with it as "prompt".
+    """Return a prompt per line that is not blank: its text, or a JSON object with it as "prompt".
 
-    An object may hold a "system" prompt and a "question" of its own; what else it holds is in the result's "extra". The
-    first line says which of both a file holds. Raises InputError.
+    An object may have its own "system" and "question"; other fields become the result's "extra". The first line
+    determines the format of all. Raises InputError.
     """
     lines = [
         (number, line) for number, line in enumerate(read_text(name, "prompt file").split("\n"), 1) if line.strip()
@@ -94,7 +93,7 @@ def _asked(text: str, question: str | None, where: str) -> str:
 
 
 def read_text(name: str, kind: str) -> str:
-    """Return the text of a file in UTF-8, - for stdin. Raises InputError; kind: what messages call the file."""
+    """Return the text of a file in UTF-8, - for stdin. Raises InputError; kind: description for messages."""
     try:
         text = sys.stdin.read() if name == "-" else Path(os.path.expanduser(name)).read_text(encoding="utf-8")
         text = text.removeprefix(BYTE_ORDER_MARK)

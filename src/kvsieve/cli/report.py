@@ -1,4 +1,4 @@
-"""`kvsieve report`: tables and pictures of what `kvsieve eval` measured, of one directory or of several."""
+"""`kvsieve report`: tables and pictures of results of `kvsieve eval`, of one directory or several."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def report_command(
 
 
 def _differences(entries: Any) -> list[dict[str, Any]]:
-    """JSON-ready: every setting against full KV, and against the baseline where there is one."""
+    """Return every setting against full KV, and against the baseline if there is one, JSON-ready."""
     names = ("task", "length", "question", "label", "budget")
     return [
         {"subject": each.subject.name, "against": against, **dict(zip(names, place, strict=True)), **one.to_dict()}
@@ -78,7 +78,7 @@ def _differences(entries: Any) -> list[dict[str, Any]]:
 
 
 def _print_comparison(entries: Any) -> None:
-    """Print the columns that fit a terminal of the tables that compare."""
+    """Print the tables that compare, with the columns that fit a terminal."""
     from kvsieve.eval.comparison import comparison_tables
 
     wanted = ("model", "method", "budget", "score", "against full", "against baseline", "KL", "KV kept %")
@@ -90,7 +90,7 @@ def _print_comparison(entries: Any) -> None:
 
 
 def print_means(results: Any) -> None:
-    """A table per length; one column per question mode, which fits a terminal."""
+    """Print a table per length, with one column per question mode."""
     from kvsieve.eval.aggregate import budgets_of, cells, labels_of, task_means
     from kvsieve.eval.cuts import cut_documents
     from kvsieve.eval.tables import NONE, budget_name, plus_minus
@@ -115,7 +115,7 @@ def print_means(results: Any) -> None:
 
 
 def aggregated(results: Any) -> dict[str, Any]:
-    """JSON-ready: the run, its cells, their means over tasks and the costs."""
+    """Return the run, its cells, their means over tasks and the costs, JSON-ready."""
     from kvsieve.eval.aggregate import cells, cost_cells, task_means
     from kvsieve.eval.rows import finite
 

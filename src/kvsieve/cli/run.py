@@ -1,4 +1,4 @@
-"""`kvsieve run`: prompts, one or more methods, what each answered and what it cost."""
+"""`kvsieve run`: answers to prompts under one or more methods, and their costs."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def run_command(
         *(chunk, max_new_tokens, decode, sampling, seed),
         kept=show_kept is not None or bool(texts),
         store=store,
-        # What is shared would be held beside each method's own cache.
+        # The shared prefill would take memory besides each method's own cache.
         share=len(runs) > 1 and prompts_file is None and memory is None,
     )
     if prompts_file is not None:
@@ -171,7 +171,7 @@ def run_command(
 
 
 def _within(context: typer.Context, runs: list[MethodRun], prompts: list[TextPrompt], parse_special: bool) -> Settings:
-    """Return settings under which the prompts stay below --memory. Raises InputError."""
+    """Return settings that keep the prompts below --memory. Raises InputError."""
     limit = Limit(context, runs)
     asked = (encode(limit.tokenizer, each, parse_special=parse_special) for each in prompts)
     longest = max(each.ids.shape[1] for each in asked)
@@ -181,7 +181,7 @@ def _within(context: typer.Context, runs: list[MethodRun], prompts: list[TextPro
 def parse_sampling(
     temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None
 ) -> dict[str, Any]:
-    """Options of generate: greedy unless something asks for sampling. Raises InputError."""
+    """Return options of generate: greedy unless an option of sampling is given. Raises InputError."""
     if temperature is not None and not 0 <= temperature < float("inf"):
         raise InputError(f"--temperature must be 0 (greedy) or a positive number, got {temperature:g}")
     if top_p is not None and not 0 < top_p <= 1:
@@ -192,7 +192,7 @@ def parse_sampling(
         raise InputError(f"--seed must be a whole number from 0 to 2**63 - 1, got {seed}")
     samples = temperature != 0 and any(each is not None for each in (temperature, top_p, top_k))
     if samples:
-        # Without 0 and 1 generate would take what the model's own configuration says.
+        # Without 0 and 1 generate would use the model's configuration.
         return {"do_sample": True, "temperature": temperature or 1.0, "top_p": top_p or 1.0, "top_k": top_k or 0}
     for name, value in (("--top-p", top_p), ("--top-k", top_k), ("--seed", seed)):
         if value is not None:
@@ -201,7 +201,7 @@ def parse_sampling(
 
 
 def parse_protect(given: list[str], system: bool) -> tuple[list[str], list[tuple[int, int]]]:
-    """Roles and token spans that --protect names. Raises InputError."""
+    """Return the roles and token spans named by --protect. Raises InputError."""
     roles: list[str] = []
     spans: list[tuple[int, int]] = []
     for each in given:
@@ -218,7 +218,6 @@ def parse_protect(given: list[str], system: bool) -> tuple[list[str], list[tuple
 
 
 def report(model: str | None, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """JSON-ready."""
     from kvsieve.models.fetch import MODEL_NAME
     from kvsieve.report.environment import environment
 

@@ -1,4 +1,4 @@
-"""Tables of `kvsieve run` and `kvsieve demo`: answers, a sentence per method beside full KV, and one row each."""
+"""Tables of `kvsieve run` and `kvsieve demo`: answers, a sentence per method compared with full KV, and rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import kvsieve
 from kvsieve.cli.output import NARROW, WIDE, print_table, show
 from kvsieve.display import span
 
-# Of the columns of `row`, those of a table of 80 columns, beside the method; the last is there beside full KV only.
+# Columns of `row` in a table 80 characters wide, besides the method; the last needs full KV.
 COLUMNS = ("KV kept", "KV MiB", "TTFT s", "TPOT ms", "as full")
-# Column of the time to the first token where methods share a prefill.
+# Column of the time to first token if methods share a prefill.
 _BEHIND = "first token s"
-# Ratios that are nearer to 1 count as the same.
+# Ratios closer to 1 count as equal.
 _SAME = 1.05
 
 
@@ -25,7 +25,7 @@ def print_answers(results: list[dict[str, Any]], name: str = "method") -> None:
 
 
 def print_stats(results: list[dict[str, Any]], name: str = "method", *, wide: bool = False) -> None:
-    """Print a sentence per method that is compared with full KV, a table, and notes on what did not go as asked.
+    """Print a sentence per method compared with full KV, a table, and notes on options that did not apply.
 
     Args:
         results: of `run_methods`.
@@ -53,7 +53,7 @@ def print_stats(results: list[dict[str, Any]], name: str = "method", *, wide: bo
 
 
 def sentences(results: list[dict[str, Any]], full: dict[str, Any] | None) -> list[str]:
-    """Return a sentence per method beside full KV; [] without full KV."""
+    """Return a sentence per method compared with full KV; [] without full KV."""
     if full is None:
         return []
     count = Counter(each["method"] for each in results)
@@ -85,14 +85,14 @@ def _times(ratio: float, less: str, more: str, same: str) -> str:
 
 
 def as_full(differs_at: int | None) -> str:
-    """Return how an answer compares with full KV's. differs_at: see `run_methods`."""
+    """Compare an answer with full KV's in words. differs_at: see `run_methods`."""
     return "= full" if differs_at is None else f"differs at token {differs_at}"
 
 
 def row(result: dict[str, Any], full: dict[str, Any] | None, first: str = "TTFT s") -> dict[str, str]:
-    """Return a row of the table: cells by header. "as full" is there beside full KV only.
+    """Return a row of the table: cells by header. "as full" needs full KV.
 
-    first: header of the time to the first token.
+    first: header of the time to first token.
     """
     stats = result["stats"]
     cells = {

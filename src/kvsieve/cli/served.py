@@ -1,4 +1,4 @@
-"""`kvsieve eval --server` and `kvsieve bench --server`: a model behind a server, scored and measured over HTTP."""
+"""`kvsieve eval --server` and `kvsieve bench --server`: scores and times of a server's model over HTTP."""
 
 from __future__ import annotations
 
@@ -36,12 +36,9 @@ ExtraOption = Annotated[
 
 
 def check_options(context: typer.Context, server: str | None, allowed: Sequence[str]) -> None:
-    """Raise InputError for an option that was given and means nothing here: to a server, or without one.
+    """Raise InputError for a given option that does not apply to a server, or without one.
 
-    Args:
-        context: of the command.
-        server: as given.
-        allowed: options that mean something to a server, beside those that both commands have.
+    allowed: options that apply to a server, besides those of both commands.
     """
     given = options_given(context)
     if server is None:
@@ -62,7 +59,7 @@ def check_options(context: typer.Context, server: str | None, allowed: Sequence[
 
 
 def opened(server: str, extra: str | None, model: str | None) -> tuple[ServerClient, Any, str]:
-    """A client of a server, its model's tokenizer, and the tokenizer's name."""
+    """Return a client of a server, its model's tokenizer, and the tokenizer's name."""
     from kvsieve.client import ServerClient, check_tokenizer_of
     from kvsieve.models import load_tokenizer
     from kvsieve.models.fetch import MODEL_NAME
@@ -78,7 +75,7 @@ def opened(server: str, extra: str | None, model: str | None) -> tuple[ServerCli
 
 @dataclass(frozen=True)
 class Load:
-    """Load on a server: tokens of prompts, requests at once as a list in text, tokens and rounds of answers."""
+    """Load on a server: tokens per prompt, concurrent requests as a list in text, tokens and rounds of answers."""
 
     lengths: list[int]
     clients: str
@@ -87,7 +84,7 @@ class Load:
 
 
 def bench_server(server: str, model: str | None, extra: str | None, load: Load, out: Path | None) -> dict[str, Any]:
-    """Measure a server; JSON-ready, and written to `out`."""
+    """Measure a server and write the JSON-ready report to `out`."""
     check_least(2, new_tokens=load.new_tokens)
     check_least(1, rounds=load.rounds)
     check_writable("--out", out)
@@ -117,7 +114,7 @@ def bench_server(server: str, model: str | None, extra: str | None, load: Load, 
 
 
 def print_load(report: dict[str, Any], as_json: bool, wide: bool = False) -> None:
-    """Print a report of `bench_server`: as JSON, or six columns of it, or all."""
+    """Print a report of `bench_server`: as JSON, or as a table of six columns or all."""
     if as_json:
         emit_json(report)
         return
@@ -151,7 +148,7 @@ def print_load(report: dict[str, Any], as_json: bool, wide: bool = False) -> Non
 def eval_server(
     grid: Grid, server: str, model: str | None, extra: str | None, clients: str, out: Path, resume: bool, haystack: str
 ) -> dict[str, Any]:
-    """Score a server; what is in its server.json."""
+    """Score a server and return the contents of its server.json."""
     if grid.questions != ("visible",):
         raise InputError("--question: a server reads a prompt in one piece, so a question is asked visibly only")
     from kvsieve.eval.served import LEFT_OUT, score_server
@@ -179,7 +176,6 @@ def eval_server(
 
 
 def print_scores(report: dict[str, Any], out: Path, as_json: bool) -> None:
-    """The mean scores."""
     if as_json:
         emit_json({"run": report["run"], "left_out": report["left_out"], "means": report["means"]})
         return

@@ -1,7 +1,7 @@
-"""Methods as they are written on the command line: ``snapkv:kernel=21:window=16``, with a comma between several.
+"""Methods in command-line syntax: ``snapkv:kernel=21:window=16``, separated by commas.
 
-A colon or a semicolon stands before each parameter; a shell ends a command at a semicolon that is not quoted. A colon
-that no ``name=`` follows belongs to the value, such as a file's name.
+A colon or a semicolon precedes each parameter; shells need quotes around a semicolon. A colon that no ``name=`` follows
+belongs to the value, such as a file's name.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Spec = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class MethodRun:
-    """A method to run: its name, the parameters that were given, and the plan they make; see `for_model`."""
+    """A method to run: its name, its given parameters, and their plan; see `for_model`."""
 
     name: str
     given: dict[str, Any]
@@ -61,33 +61,33 @@ class MethodRun:
 
     @property
     def label(self) -> str:
-        """As it is written on the command line."""
+        """The method in command-line syntax."""
         return spec(self.name, self.given)
 
     @property
     def full_label(self) -> str:
-        """Label of its results: with what came from the model, and not that the rest is the paper's; see settled."""
+        """Label of its results, including parameters that came from the model but not the paper's; see settled."""
         return spec(self.name, label_parameters(self.name, self.given, self.plan.filled))
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """All parameters with their values, JSON-ready."""
+        """Return all parameters with their values, JSON-ready."""
         return all_parameters(self.name, self.given, self.plan.filled)
 
     def for_model(self, model: Any, tokenizer: Any = None) -> MethodRun:
-        """This run with a plan in which nothing is left open; see Plan.for_model. Raises PlanError."""
+        """Return this run with a fully specified plan; see Plan.for_model. Raises PlanError."""
         return replace(self, plan=self.plan.for_model(model, tokenizer))
 
 
 def spec(method: str, given: dict[str, Any]) -> str:
-    """Write a method as `split_specs` reads it, with --codec, --rest and --prefill after a space."""
+    """Format a method as `split_specs` reads it, with --codec, --rest and --prefill after a space."""
     settings = ":".join(f"{name}={value}" for name, value in given.items() if name not in PARTS)
     parts = [f" {role}={given[role]}" for role in PARTS if given.get(role)]
     return "".join([f"{method}:{settings}" if settings else method, *parts])
 
 
 def parse_codecs(text: str | None) -> list[str | None]:
-    """Return the codecs of a list like ``none,kivi:bits=4``, each as text, None for none. Raises PlanError."""
+    """Return the codecs of a list like ``none,kivi:bits=4`` as text, None for none. Raises PlanError."""
     return _parse_listed(text, "--codec", codec_of, "kivi:bits=4")
 
 
@@ -97,7 +97,7 @@ def parse_rests(text: str | None) -> list[str | None]:
 
 
 def parse_prefills(text: str | None) -> list[str | None]:
-    """Return the sparse prefills of a list like ``none,xattention``, each as text, None for none. Raises PlanError."""
+    """Return the sparse prefills of a list like ``none,xattention`` as text, None for none. Raises PlanError."""
     return _parse_listed(text, "--prefill", prefill_of, "xattention")
 
 
@@ -122,7 +122,7 @@ def make_runs(
     rests: Sequence[str | None] = (None,),
     prefills: Sequence[str | None] = (None,),
 ) -> list[MethodRun]:
-    """Return the runs of methods, each with each codec, rest and prefill that it can have; see `named.crossed`.
+    """Return the runs of methods, each with every codec, rest and prefill it supports; see `named.crossed`.
 
     Raises PlanError.
     """
@@ -130,7 +130,7 @@ def make_runs(
 
 
 def make_run(method: str, /, **given: Any) -> MethodRun:
-    """Return the run of a method, and ask back (KvsieveWarning) about a budget that may be meant in percent.
+    """Return the run of a method, and warn (KvsieveWarning) about a budget that may be meant in percent.
 
     Raises PlanError.
     """
@@ -149,12 +149,12 @@ def ask_back(budget: Any) -> None:
 
 
 def measured(run: MethodRun) -> MethodRun:
-    """Return the run with shares that have no floor unless it names one: what measurements take."""
+    """Return the run with shares without a floor, unless it names one, as measurements need."""
     return replace(run, plan=plan_without_floor(run.name, **run.given))
 
 
 def chosen_spec(method: str, budget: str | None, settings: list[str], profile: str | None = None) -> Spec:
-    """Return the method that --method, --budget, --set and --profile describe, its words checked. Raises PlanError.
+    """Return the method of --method, --budget, --set and --profile, with checked names. Raises PlanError.
 
     method: a name, or one with parameters, ``snapkv:kernel=21``.
     """
@@ -182,9 +182,9 @@ def chosen_spec(method: str, budget: str | None, settings: list[str], profile: s
 
 
 def compared_specs(text: str, budget: str | None, profile: str | None = None) -> list[Spec]:
-    """Return the methods of --compare, ``full,snapkv:kernel=21:window=16``, their words checked.
+    """Return the methods of --compare, ``full,snapkv:kernel=21:window=16``, with checked names.
 
-    They get the budget and the profile where they take one and were not given their own. Raises PlanError.
+    They get the budget and the profile if they take one and have none. Raises PlanError.
     """
     specs = method_specs(text)
     for method, given in specs:
@@ -196,7 +196,7 @@ def compared_specs(text: str, budget: str | None, profile: str | None = None) ->
 
 
 def _has_profile(method: str, profile: str) -> bool:
-    """Return True for a method that reads profiles itself, or that this one has parameters of; see held_parameters."""
+    """Return whether a method reads profiles, or this one has parameters for it; see held_parameters."""
     info = method_info(method)
     held = info.takes_profile or held_parameters(info, load_profile(profile)) is not None
     return "profile" in info.parameters and held

@@ -1,4 +1,4 @@
-"""`kvsieve store`: look after a prefix cache; and `--store` of other commands."""
+"""`kvsieve store`: maintenance of a prefix cache; and `--store` of other commands."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ Place = Annotated[str, typer.Argument(metavar="DIR", help="Prefix-cache director
 
 
 def check_store(path: str | None, protect: list[str] | None = None) -> None:
-    """Raise InputError for a --store that is a file, or that would keep tokens which others may not want kept."""
+    """Raise InputError for a --store that is a file, or that would store tokens protected from it."""
     check_folder("--store", path)
     if path is not None and protect:
         raise InputError("--protect keeps tokens that others may not want kept, so it goes without --store")
 
 
 def check_existing(path: str, keys: list[str] | None = None) -> None:
-    """Raise InputError where there is no directory, or for what can be no key, before anything heavy is imported."""
+    """Raise InputError for a missing directory or an invalid key, before heavy imports."""
     if not os.path.isdir(path):
         raise InputError(f"there is no store at {path!r}; name the directory of one")
     for key in keys or ():
@@ -48,7 +48,7 @@ def check_existing(path: str, keys: list[str] | None = None) -> None:
 
 
 def check_stored_plans(path: str | None, plans: Iterable[Plan]) -> None:
-    """Raise InputError where --store is given, and a plan cannot use one."""
+    """Raise InputError if a plan cannot use the given --store."""
     if path is not None:
         from kvsieve.hf.reuse import check_plans
 
@@ -57,7 +57,7 @@ def check_stored_plans(path: str | None, plans: Iterable[Plan]) -> None:
 
 @contextlib.contextmanager
 def opened_store(path: str | None) -> Iterator[PrefixStore | None]:
-    """The store of --store, written and closed in the end; None without one."""
+    """Open the store of --store, then write and close it; None without one."""
     if path is None:
         yield None
         return

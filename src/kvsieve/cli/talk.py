@@ -1,4 +1,4 @@
-"""The loop of `kvsieve chat`: messages and commands from a terminal or a pipe, answers as they come."""
+"""The loop of `kvsieve chat`: messages and commands from a terminal or a pipe, and streamed answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _SHOWN = 6
 class Talk:
     """The loop over messages and commands.
 
-    In a terminal errors are printed and the chat continues; with messages from a pipe it ends the command.
+    Errors are printed in a terminal, where the chat continues; they end the command when messages come from a pipe.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Talk:
         self.commands = commands or self.interactive
         self.watched = sys.stderr.isatty()
         self.styled = self.watched and not os.environ.get("NO_COLOR")
-        # What /undo goes back to, and the text that was still to be read then.
+        # States for /undo, with their unprefilled text.
         self.before: tuple[ChatSnapshot, str | None] | None = None
         # Messages of this session, as they were written.
         self.said: list[str] = []
@@ -69,7 +69,7 @@ class Talk:
         self.printed: set[str] = set()
 
     def run(self) -> None:
-        """Raises typer.Exit when what --save asks for could not be written in the end."""
+        """Run the loop. Raises typer.Exit if --save failed in the end."""
         ended = False
         try:
             for line in typed_messages() if self.interactive else piped_messages(self.commands):
@@ -87,7 +87,7 @@ class Talk:
         say(text, dim=self.styled)
 
     def _do(self, line: str) -> bool:
-        """Do what a line says; True when the talk is over."""
+        """Execute a line; return True at the end of the chat."""
         if not line.strip():
             return False
         try:
@@ -97,7 +97,7 @@ class Talk:
         except KeyboardInterrupt:
             if not self.interactive:
                 raise
-            # _turn reports a stopped answer; this was a file being written, which is all or nothing.
+            # _turn reports a stopped answer; here a file was being written, atomically.
             say("\nerror: interrupted, not saved" if self.unsaved else "\ninterrupted")
         except KvsieveError as error:
             if not self.interactive:
@@ -162,7 +162,7 @@ class Talk:
         self._save_here()
 
     def _turn(self, line: str, again: bool = False) -> None:
-        """Say `line` and print the answer, or another answer to the last line, `again`."""
+        """Send `line` and print the answer or, with `again`, another answer to the last line."""
         message = line if self.context is None else f"{self.context}\n\n{line}"
         before, turns = (self.chat.snapshot(), self.context), self.chat.turns
         try:
@@ -190,7 +190,7 @@ class Talk:
         self._save_here()
 
     def _tell_notes(self) -> None:
-        """Tell what did not go as asked in the last turn: each kind of it once, but every cut answer."""
+        """Print the last turn's notes: each kind once per session, but every cut answer."""
         for note in self.chat.turns[-1].notes:
             kind = re.sub(r"\d+", "", note)
             if kind not in self.printed or note.startswith("the answer was cut"):
@@ -198,12 +198,12 @@ class Talk:
             self.printed.add(kind)
 
     def _answer(self, message: str | None) -> Reply:
-        """Print the answer as it comes; message: None for the last one again."""
+        """Stream the answer; message: None to repeat the last one."""
         words = Words(shutil.get_terminal_size((80, 24)).columns if self.interactive else None)
         reading = True
 
         def show_status(text: str) -> None:
-            """Replace what stands in the line until the answer begins."""
+            """Replace the line's text until the answer begins."""
             if reading and self.watched:
                 print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
@@ -259,7 +259,7 @@ class Talk:
 
 
 def _cost(chat: Chat) -> str:
-    """A turn in one line."""
+    """Return a turn's costs in one line."""
     stats, entries, seen = chat.turns[-1], chat.cache.entries(), chat.cache.conversation.caller_length_and_mask()[0]
     parts = [f"{stats.new_tokens} tokens", f"first after {stats.ttft_s:.2f} s"]
     if stats.tpot_s:

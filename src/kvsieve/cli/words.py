@@ -1,4 +1,4 @@
-"""A text that comes in pieces, with its lines broken between words and not within."""
+"""Line breaking between words for streamed text."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from rich.cells import cell_len
 
 
 class Words:
-    """Where to put what comes next in a terminal of `width` columns; None breaks no line.
+    """Breaks streamed text into lines for a terminal of `width` columns; None breaks no line.
 
-    A word is held back until white space follows it, since the next piece may go on with it.
+    A word is buffered until white space follows, since the next piece may continue it.
     """
 
     def __init__(self, width: int | None) -> None:
@@ -18,21 +18,21 @@ class Words:
         self._column, self._held = 0, ""
 
     def add(self, piece: str) -> str:
-        """Take a piece; returns what can be shown now."""
+        """Add a piece; return the text to show."""
         if self.width is None:
             return piece
         *words, self._held = re.findall(r"\s*\S+|\s+$", self._held + piece) or [""]
         out = "".join(map(self._placed, words))
-        # What fills a line is broken anyhow.
+        # A piece that fills a line is broken in any case.
         return out + self.rest() if cell_len(self._held.strip()) >= self.width else out
 
     def rest(self) -> str:
-        """Release what was held back."""
+        """Return the buffered word."""
         word, self._held = self._held, ""
         return self._placed(word)
 
     def _placed(self, word: str) -> str:
-        """A word with the white space before it, which becomes a new line where the word would not end in this one."""
+        """Return a word with the white space before it, or with a line break if it would not fit the line."""
         if self.width is None:
             return word
         bare = word.lstrip()

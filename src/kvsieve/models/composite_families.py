@@ -1,4 +1,4 @@
-"""Multimodal models as published: a decoder for text, a tower that reads images, and what joins them."""
+"""Multimodal models as published: a text decoder, an image tower, and their connection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvsieve.models.family import (
     Family,
 )
 
-# Random prompts of the tests leave the ids from 120 on out: they stand for images and videos.
+# Random prompts of the tests use ids below 120: the others are image and video tokens.
 _IMAGE_ID: dict[str, Any] = {"image_token_id": 120}
 _IMAGE_INDEX: dict[str, Any] = {"image_token_index": 120}
 _VIDEO_IDS: dict[str, Any] = _IMAGE_ID | {"video_token_id": 121}
@@ -37,7 +37,7 @@ _MUSE_TOWER: dict[str, Any] = _TOWER | {"pos_emb_height": 4, "pos_emb_width": 4,
 
 
 def _axes(*section: int) -> dict[str, Any]:
-    """Rotary positions on several axes; section: how many frequencies turn with each."""
+    """Return a config of rotary positions on several axes; section: frequencies per axis."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(section)}}
 
 
@@ -61,7 +61,7 @@ COMPOSITE: tuple[Family, ...] = (
     ),
     Family("mistral3", "Mistral Small 3", HEAD | {"model_type": "mistral", "sliding_window": None}, _PIXTRAL),
     Family("mistral3:ministral", "Ministral 3 with vision", HEAD | {"model_type": "ministral3"}, _PIXTRAL),
-    # As well, and positions have several axes.
+    # The same, with positions on several axes.
     Family(
         "qwen2_vl",
         "Qwen2-VL",
@@ -88,7 +88,7 @@ COMPOSITE: tuple[Family, ...] = (
         HEAD | _axes(2, 2, 2, 2),
         _IMAGE_ID | {"vision_config": _TOWER | {"out_hidden_size": 64, "text_hidden_size": 64}},
     ),
-    # Sliding windows take turns with full attention, layers share keys and values, chunked attention.
+    # Sliding windows alternate with full attention, layers share keys and values, chunked attention.
     Family(
         "gemma3",
         "Gemma 3 4B to 27B",
@@ -145,7 +145,7 @@ COMPOSITE: tuple[Family, ...] = (
         },
         broken="5.24.0",
     ),
-    # Linear attention or convolutions take turns with full attention.
+    # Linear attention or convolutions alternate with full attention.
     Family("qwen3_5", "Qwen3.5, Qwen3.6", HEAD | DELTA, _QWEN_IDS | {"vision_config": _QWEN_TOWER}),
     Family(
         "qwen3_5_moe",
@@ -169,7 +169,7 @@ COMPOSITE: tuple[Family, ...] = (
         _QWEN_IDS | {"vision_config": _TOWER | {"num_key_value_heads": 2}, "projector_hidden_size": 32},
         since="5.23",
     ),
-    # Latent attention, and attention that chooses what it reads.
+    # Latent attention, and sparse attention.
     Family("mistral3:latent", "Mistral Small 4", LATENT | ROUTED | {"model_type": "mistral4"}, _PIXTRAL),
     Family(
         "kimi_k25",

@@ -33,17 +33,17 @@ MANIFEST = "manifest.json"
 
 
 def load_demo(dtype: torch.dtype | Literal["auto"] = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """SmolLM2-135M-Instruct and its tokenizer, without touching the network.
+    """Load SmolLM2-135M-Instruct and its tokenizer, without using the network.
 
-    Llama architecture, 30 layers, 9 query and 3 key/value heads of 64, 8192 positions, vocabulary 49152.  The first
-    call converts the GGUF file (see `find_gguf`) into a bfloat16 checkpoint in `cache_dir`, later calls load that; a
-    damaged checkpoint is converted anew with a warning.  `dtype` is the dtype of the weights and of the computation:
-    every dtype starts from the same bfloat16 values.  "auto" is what suits the CPU (`kvsieve.devices.auto_dtype`).
+    Llama architecture, 30 layers, 9 query and 3 key/value heads of 64, 8192 positions, vocabulary 49152. The first call
+    converts the GGUF file (see `find_gguf`) into a bfloat16 checkpoint in `cache_dir`, later calls load that; a damaged
+    checkpoint is converted again with a warning. `dtype` is that of weights and computation; the values are the
+    bfloat16 ones in every dtype. "auto" suits the CPU (`kvsieve.devices.auto_dtype`).
 
     Returns:
         model: on the CPU, in eval mode, attention implementation "sdpa"; it ends a turn with ``<|im_end|>``.
-        tokenizer: with SmolLM2's chat template, eos ``<|im_end|>``, pad ``<|endoftext|>``, padding on the left, no
-            bos added to a text.
+        tokenizer: with SmolLM2's chat template, eos ``<|im_end|>``, pad ``<|endoftext|>``, padding on the left, and no
+            bos.
 
     Raises:
         ModelLoadError: no GGUF file and no checkpoint, a file that cannot be converted, the ``gguf`` package missing
@@ -65,14 +65,14 @@ def load_demo(dtype: torch.dtype | Literal["auto"] = "auto") -> tuple[PreTrained
 
 
 def demo_place() -> tuple[Path | None, str, Path]:
-    """Return the GGUF file, its hash, and the directory of what it is converted to. Raises ModelLoadError."""
+    """Return the GGUF file, its hash, and the directory for its conversion. Raises ModelLoadError."""
     gguf = find_gguf()
     digest = gguf_sha256(gguf) if gguf else GGUF_SHA256
     return gguf, digest, cache_dir() / f"{MODEL_NAME}-{digest[:12]}-v{CHECKPOINT_VERSION}"
 
 
 def demo_checkpoint() -> Path:
-    """Return the directory of the demo model, which is converted first where it has to be. Raises ModelLoadError."""
+    """Return the directory of the demo model, converting it if needed. Raises ModelLoadError."""
     gguf, digest, target = demo_place()
     if problem := checkpoint_problem(target):
         _rebuild(gguf, digest, target, problem)
@@ -80,7 +80,7 @@ def demo_checkpoint() -> Path:
 
 
 def checkpoint_problem(target: Path, thorough: bool = False) -> str | None:
-    """Describe what is wrong with a checkpoint by its files' sizes and, if `thorough`, hashes; None if nothing."""
+    """Describe a defect of a checkpoint by its files' sizes and, if `thorough`, hashes; None if intact."""
     try:
         files = json.loads((target / MANIFEST).read_text())["files"]
         for name, want in files.items():
@@ -97,7 +97,7 @@ def checkpoint_problem(target: Path, thorough: bool = False) -> str | None:
 
 
 def no_gguf(target: Path, problem: str) -> str:
-    """Say what to do about a checkpoint with this problem, or none at all, where there is no GGUF file."""
+    """Return advice for a checkpoint with this problem, or a missing one, without a GGUF file."""
     if target.exists():
         return (
             f"the checkpoint {target} is damaged ({problem}) and there is no GGUF file to convert again; "
@@ -110,7 +110,7 @@ def no_gguf(target: Path, problem: str) -> str:
 
 
 def _rebuild(gguf: Path | None, digest: str, target: Path, problem: str) -> None:
-    """Convert `gguf` to `target`, unless another process did so meanwhile; `target` appears whole or not at all."""
+    """Convert `gguf` to `target` atomically, unless another process has done so."""
     damaged = target.exists()
     if gguf is None:
         raise ModelLoadError(no_gguf(target, problem))
@@ -149,7 +149,7 @@ def _load_checkpoint(target: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
                 target, dtype=dtype, attn_implementation="sdpa", local_files_only=True, output_loading_info=True
             )
         model, info = loaded
-        # transformers only warns of these, and fills what is missing with random numbers.
+        # transformers only warns of these, and fills missing weights with random numbers.
         if wrong := {kind: sorted(map(str, keys)) for kind, keys in info.items() if keys}:
             raise ValueError(f"its tensors do not fit the model: {wrong}")
     except Exception as exc:
@@ -161,7 +161,7 @@ def _load_checkpoint(target: Path, dtype: torch.dtype) -> tuple[PreTrainedModel,
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """No progress bars and no warnings from transformers inside the block; its settings are put back after it."""
+    """Silence progress bars and warnings of transformers inside the block."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
     from transformers.utils import logging
 

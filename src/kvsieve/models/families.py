@@ -1,10 +1,9 @@
 """Tiny random models, one per architecture family of transformers.
 
-FAMILIES is the single place that says which families kvsieve knows of: the tests run over it, and
-`docs/models.md` and `kvsieve models` are made from it. A family here need not be supported; it must build
-from a config alone, at once, with no download, and compute in float64. Every decoder is 64 channels wide, and most have
-4 layers, 4 query heads, 2 KV heads and 16 channels per head. Families that mix local and full attention alternate the
-two, with a window of 16 tokens.
+FAMILIES is the only list of the families that kvsieve knows: the tests run over it, and `docs/models.md` and `kvsieve
+models` are generated from it. A family need not be supported; it must build from a config alone, fast and without
+download, and compute in float64. Every decoder is 64 channels wide, and most have 4 layers, 4 query heads, 2 KV heads
+and 16 channels per head. Families that mix local and full attention alternate the two, with a window of 16 tokens.
 """
 
 from __future__ import annotations
@@ -36,23 +35,22 @@ class UnknownFamilyError(KeyError):
 
 FAMILIES = (*PLAIN, *SPECIAL, *COMPOSITE)
 
-# Values that a composite model's own configuration takes beside that of its text part.
+# Values of a composite model's own configuration, besides those of its text part.
 _OF_BOTH = ("initializer_range", "tie_word_embeddings", "experts_implementation", "attn_implementation")
 
 
 def available() -> tuple[Family, ...]:
-    """The families that the installed transformers has."""
+    """Return the families of the installed transformers."""
     import transformers
 
     return tuple(family for family in FAMILIES if family.why_not_in(transformers.__version__) is None)
 
 
 def build(family_name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
-    """A tiny random model of the family, on CPU and in eval mode, with SDPA attention where the family has it.
+    """Return a tiny random model of the family, on CPU, in eval mode, with SDPA attention if available.
 
-    The same seed gives the same weights (within one transformers release: some change the order of initialisation), and
-    the caller's random state is left alone. `overrides` are config values laid over the family's own;
-    `attn_implementation` is one of them.
+    The same seed gives the same weights within one transformers release, and the caller's random state does not change.
+    `overrides` replace values of the family's config, including `attn_implementation`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
@@ -63,7 +61,7 @@ def build(family_name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     if family.parts:
         both = {name: values[name] for name in _OF_BOTH if name in values}
         values = {**both, **family.parts, "text_config": values}
-    # Copied, because some configurations write into what they are given.
+    # Copied, because some configurations modify their arguments.
     config = AutoConfig.for_model(family.model_type, **copy.deepcopy(values))
     auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     # Mistral 4 alone is a text model that is not in the mapping of causal ones.

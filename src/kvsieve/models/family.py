@@ -1,4 +1,4 @@
-"""An architecture family with its tiny configuration, and the pieces that configurations are made of."""
+"""An architecture family with its tiny configuration, and parts of configurations."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# initializer_range and tie_word_embeddings keep greedy tokens apart: at the usual 0.02 a model this narrow gives nearly
-# flat logits, and an output layer tied to the embedding makes it repeat its last token. The default implementation of
-# mixtures of experts knows no float64.
+# initializer_range and tie_word_embeddings keep greedy tokens distinct: at the usual 0.02 a model this narrow gives
+# nearly flat logits, and an output layer tied to the embedding makes it repeat its last token. The default
+# implementation of mixtures of experts does not support float64.
 BASE: Mapping[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -32,11 +32,11 @@ class Family:
 
     Attributes:
         name: the transformers `model_type`, or `model_type:variant`.
-        title: models people know it by.
-        config: laid over BASE; of the text part where the model has other parts too.
-        parts: the other parts of a composite model, such as `vision_config`, and ids of the tokens that stand for them.
-        since: the release of transformers that brought it, such as "5.19"; "" where every supported one has it.
-        broken: a release whose own code for it fails, such as "5.24.0"; "" where none is known.
+        title: well-known models.
+        config: values on top of BASE; of the text part if the model has others.
+        parts: other parts of a composite model, such as `vision_config`, and the ids of their tokens.
+        since: first release of transformers that has it, such as "5.19"; "" if all supported ones do.
+        broken: a release with broken code for it, such as "5.24.0"; "" if none is known.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Family:
         return self.name.partition(":")[0]
 
     def why_not_in(self, version: str) -> str | None:
-        """One clause saying why a release of transformers, such as "5.23.0", cannot run it; None when it can."""
+        """Return why a release of transformers, such as "5.23.0", cannot run it, as a clause, or None."""
         if version == self.broken:
             return f"transformers {version} cannot run it itself"
         return f"needs {self.since} or later" if self.since and _numbers(version) < _numbers(self.since) else None

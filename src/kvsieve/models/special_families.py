@@ -51,7 +51,7 @@ SPECIAL: tuple[Family, ...] = (
         | {"swa_v_head_dim": 16},
         since="5.23",
     ),
-    # Latent attention takes turns with linear attention.
+    # Latent attention alternates with linear attention.
     Family("kimi_linear", "Kimi Linear", LATENT | ROUTED | MLP_TYPES | KIMI_DELTA, since="5.17"),
     Family(
         "bailing_hybrid",
@@ -97,7 +97,7 @@ SPECIAL: tuple[Family, ...] = (
         | {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16}
         | {"indexer_budget": 16, "indexer_compress_ratio": 4},
     ),
-    # Linear attention, state spaces and convolutions, alone or taking turns with full attention.
+    # Linear attention, state spaces and convolutions, alone or alternating with full attention.
     Family("qwen3_next", "Qwen3-Next", HEAD | SPARSE | DELTA | {"shared_expert_intermediate_size": 32}),
     Family("qwen3_5_text", "Qwen3.5, text part", HEAD | DELTA),
     Family(

@@ -1,7 +1,7 @@
 """Profiles: the parameters and arrays that `kvsieve calibrate` found for one model, as one small JSON file.
 
-A profile gives methods their parameters for that model (``plan("fastkv", profile="profile.json")``) and holds the
-arrays some methods need: retrieval scores of heads, filters. Profiles of some models are shipped, by name.
+A profile gives methods their parameters for that model (``plan("fastkv", profile="profile.json")``) and the arrays that
+some methods need: retrieval scores of heads, filters. Profiles of some models are shipped, by name.
 """
 
 from kvsieve.profiles.files import (

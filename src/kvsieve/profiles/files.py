@@ -1,4 +1,4 @@
-"""Where profiles are found: shipped with kvsieve, in the user's own directory, or in a file that is named."""
+"""Lookup of profiles: shipped with kvsieve, in the user's own directory, or in a named file."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _FOLDER = Path(__file__).parent
 
 
 def shipped_profiles() -> list[str]:
-    """Names of the profiles that come with kvsieve."""
+    """Return the names of the profiles that come with kvsieve."""
     return sorted(file.stem for file in _FOLDER.glob("*.json"))
 
 
 def load_profile(source: Profile | str | os.PathLike[str]) -> Profile:
-    """A profile from its file, by the name of one that is shipped, or as it is. Raises PlanError."""
+    """Return a profile given as a file, the name of a shipped one, or the profile itself. Raises PlanError."""
     if isinstance(source, Profile):
         return source
     if not isinstance(source, (str, os.PathLike)):
@@ -47,7 +47,7 @@ def load_profile(source: Profile | str | os.PathLike[str]) -> Profile:
 
 
 def profiles_dir() -> Path:
-    """Directory of the user's own profiles, in which `attach` looks; it need not exist yet.
+    """Return the directory of the user's own profiles, which `attach` searches; it need not exist.
 
     ``$KVSIEVE_HOME/profiles``, else ``$XDG_DATA_HOME/kvsieve/profiles``, else ``~/.local/share/kvsieve/profiles``. An
     empty variable counts as unset, and so does a relative ``XDG_DATA_HOME``.
@@ -69,17 +69,17 @@ def profiles_dir() -> Path:
 
 
 def own_profile(model: Fingerprint) -> Path:
-    """The file in `profiles_dir` in which a model's profile is kept, one for each name and shape."""
+    """Return the file in `profiles_dir` for a model's profile, by its name and shape."""
     return profiles_dir() / f"{_plain_name(model)}-{model.digest}.json"
 
 
 def _plain_name(model: Fingerprint) -> str:
-    """A checkpoint's own name, without its owner or folder, as a file may be called."""
+    """Return a checkpoint's name without its owner or folder, usable as a file name."""
     return re.sub(r"[^a-z0-9.]+", "-", Path(model.name).name.lower()).strip("-.") or "model"
 
 
 def keep_profile(profile: Profile) -> Path:
-    """Save a profile where `attach` finds it, in place of an earlier one of this model; its file. Raises OSError."""
+    """Save a profile where `attach` finds it, replacing this model's earlier one; return its file. Raises OSError."""
     file = own_profile(profile.fingerprint)
     file.parent.mkdir(parents=True, exist_ok=True)
     profile.save(file)
@@ -87,13 +87,13 @@ def keep_profile(profile: Profile) -> Path:
 
 
 def profiles_of(model: Fingerprint) -> Iterator[tuple[str, Profile]]:
-    """Profiles of models of this shape, and what to call each: the user's own, then those that are shipped.
+    """Yield the profiles of models of this shape with their names: the user's own, then the shipped ones.
 
-    Of the user's own, one of the model's name comes first, then those saved last. A file that cannot be read is left
-    out with a KvsieveWarning.
+    The user's profile with the model's name comes first, then the newest. Unreadable files are skipped with a
+    KvsieveWarning.
     """
     found, files = [], []
-    # Whoever has no home, or one that cannot be read, has no profiles there.
+    # A user without a readable home has no profiles there.
     with contextlib.suppress(InputError, OSError):
         files = list(profiles_dir().glob(f"*-{model.digest}.json"))
     for file in files:
@@ -112,9 +112,9 @@ def profiles_of(model: Fingerprint) -> Iterator[tuple[str, Profile]]:
 
 
 def array_of(part: str, method: str, source: Profile | str | os.PathLike[str] | None) -> tuple[Any, Fingerprint | None]:
-    """The array a method takes from a profile, "heads" or "q_filters", and the profile's model; () and None without.
+    """Return the array "heads" or "q_filters" of a profile, and the profile's model; () and None without a profile.
 
-    Raises PlanError for a profile that does not hold it.
+    Raises PlanError for a profile without it.
     """
     if source is None:
         return (), None

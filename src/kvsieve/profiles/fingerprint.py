@@ -1,4 +1,4 @@
-"""The shape of a model, by which a profile is known to fit it."""
+"""The shape of a model, which determines whether a profile fits it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The shape of a model, which tells whether a profile fits it. `name` is for messages and is not compared."""
+    """Shape of a model, which determines whether a profile fits it. `name` is for messages and is not compared."""
 
     model_type: str
     layers: int
@@ -25,16 +25,16 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: Any, name: str = "") -> Fingerprint:
-        """That of a model of transformers, from its config. name: by default that of its checkpoint."""
+        """Return the fingerprint of a transformers model. name: default: its checkpoint's."""
         return cls.of_config(model.config, name)
 
     @classmethod
     def of_config(cls, config: Any, name: str = "") -> Fingerprint:
-        """That of the models with this config of transformers."""
+        """Return the fingerprint of models with this transformers config."""
         config = config.get_text_config(decoder=True)
 
         def of(name: str) -> int:
-            # Where layers differ, transformers refuses to tell one number.
+            # If layers differ, transformers refuses to give one number.
             with contextlib.suppress(RuntimeError):
                 return getattr(config, name, None) or 0
             return 0
@@ -62,7 +62,7 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """12 hex digits that models of one shape share."""
+        """Return 12 hex digits shared by models of one shape."""
         shape = [getattr(self, each.name) for each in fields(self) if each.compare]
         return hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:12]
 

@@ -1,4 +1,4 @@
-"""One model's profile: what it holds, checked when it is read, and the JSON it is written as."""
+"""A model's profile: its fields, their validation, and its JSON."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ HOW_TO_MAKE = "`kvsieve calibrate MODEL --out profile.json`"
 class Profile:
     """Parameters and arrays that calibration found for one model.
 
-    fingerprint: the model. parameters: method -> parameter -> value, defaults of `plan(method, profile=...)`.
-    heads: [layers][KV heads] retrieval scores in [0, 1], 0 for a head that fetches nothing from far back.
-    q_filters: [layers][KV heads][D], unit vectors. Both are None where that part was not calibrated.
-    measured: part -> the numbers behind it. text: what was read. environment: where.
+    fingerprint: the model. parameters: method -> parameter -> value, defaults of `plan(method, profile=...)`. heads:
+    [layers][KV heads] retrieval scores in [0, 1], 0 for a head that retrieves nothing. q_filters: [layers][KV
+    heads][D], unit vectors. Both are None where that part was not calibrated. measured: part -> its raw numbers. text:
+    the prompts. environment: the stamp.
     """
 
     fingerprint: Fingerprint
@@ -41,7 +41,7 @@ class Profile:
         return self.fingerprint.name
 
     def for_method(self, method: str) -> dict[str, Any]:
-        """Parameters of the method of this name. Raises PlanError when the profile holds none for it."""
+        """Return the parameters for a method. Raises PlanError if the profile has none."""
         if method not in self.parameters:
             holds = ", ".join(self.parameters) or "none"
             raise PlanError(
@@ -51,14 +51,14 @@ class Profile:
         return dict(self.parameters[method])
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; `from_dict` reads it back."""
+        """Return a JSON-ready dict; `from_dict` reads it."""
         parts = {each.name: getattr(self, each.name) for each in fields(self)}
         parts["fingerprint"] = asdict(self.fingerprint)
         return {"format": FORMAT, **{name: part for name, part in parts.items() if part is not None}}
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "the profile") -> Profile:
-        """The inverse of `to_dict`. Raises PlanError for something else; `where` names it."""
+        """Parse the result of `to_dict`. Raises PlanError for anything else; `where` names it."""
         if not isinstance(data, dict) or "format" not in data:
             raise PlanError(f"{where} is not a profile of kvsieve: it has no format; make one with {HOW_TO_MAKE}")
         if data["format"] != FORMAT:
@@ -86,7 +86,7 @@ class Profile:
         return cls(**parts)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON; the file appears whole or not at all. Raises OSError."""
+        """Write it as JSON, atomically. Raises OSError."""
         target = Path(path)
         part = target.with_name(f"{target.name}.part")
         part.write_text(_json(self.to_dict()) + "\n", encoding="utf-8")
@@ -94,7 +94,10 @@ class Profile:
 
 
 def numbers(nested: Any, depth: int) -> Any:
-    """Lists in lists of finite numbers as tuples of floats, `depth` levels deep. Raises ValueError or TypeError."""
+    """Convert nested lists of finite numbers to tuples of floats, `depth` levels deep.
+
+    Raises ValueError or TypeError.
+    """
     if depth == 0:
         if isinstance(nested, bool) or not isinstance(nested, (int, float)) or not abs(nested) < float("inf"):
             raise ValueError(f"{nested!r} is not a number")
@@ -105,7 +108,7 @@ def numbers(nested: Any, depth: int) -> Any:
 
 
 def _json(value: Any, indent: str = "") -> str:
-    """JSON with lists of numbers, and objects in lists, on one line each."""
+    """Format as JSON with lists of numbers, and objects in lists, on one line each."""
     inner = indent + " "
     if isinstance(value, Mapping) and value:
         lines = [f"{inner}{json.dumps(str(name))}: {_json(each, inner)}" for name, each in value.items()]

@@ -1,1 +1,1 @@
-"""Shared by everything that reports: tables, pictures, pieces of HTML, and the stamp of where a number was measured."""
+"""Shared parts of reports: tables, pictures, pieces of HTML, and the environment stamp of measurements."""

@@ -1,4 +1,4 @@
-"""The stamp that every measured number carries, and the one writer of results."""
+"""The environment stamp of every measurement, and the writer of results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def environment(model: Any = None) -> dict[str, Any]:
     In a copy of a checkout without its history the variable KVSIEVE_COMMIT names the commit.
 
     Args:
-        model: the model measured, or the directory or file it was loaded from; None where none was.
+        model: the model measured, or its directory or file; None for none.
     """
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -49,7 +49,7 @@ def environment(model: Any = None) -> dict[str, Any]:
 
 
 def _command() -> str:
-    """Return the command line of this process, folders left out of its paths."""
+    """Return this process's command line without folders in its paths."""
     return " ".join(Path(each).name if os.path.isabs(each) else each for each in sys.argv)
 
 
@@ -60,8 +60,8 @@ def weights_digest(model: Any) -> str:
         model: a transformers model, or the directory or file of its checkpoint.
 
     Returns:
-        "NAME sha256:HEX", comma-separated; a hub id with its revision where the files are not at hand; "random" for a
-        model that no checkpoint was loaded into.
+        "NAME sha256:HEX", comma-separated; a hub id with its revision if there are no local files; "random" for a model
+        without a checkpoint.
     """
     config = None if isinstance(model, (str, os.PathLike)) else model.config
     source = str(model if config is None else config._name_or_path or "")
@@ -76,14 +76,14 @@ def weights_digest(model: Any) -> str:
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a measurement as JSON, whole or not at all.
+    """Write a measurement as JSON, atomically.
 
     Args:
-        path: the file; its folder is made.
-        result: JSON-ready, with the settings in full and at least one `environment()`.
+        path: the file; its folder is created.
+        result: JSON-ready, with full settings and at least one `environment()`.
 
     Raises:
-        ValueError: no part of it carries a stamp.
+        ValueError: no part of it has a stamp.
         OSError: it cannot be written.
     """
     if not list(stamps(result)):
@@ -95,7 +95,7 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def stamps(result: Any) -> Iterator[dict[str, Any]]:
-    """Yield every stamp within a result, however deep."""
+    """Yield every stamp within a result, at any depth."""
     if isinstance(result, dict) and {"kvsieve", "commit"} <= result.keys():
         yield result
     elif isinstance(result, (dict, list)):
@@ -110,7 +110,7 @@ def _sha256(file: Path) -> str:
 
 @functools.cache
 def _digest(file: Path, size: int, changed: int) -> str:
-    """size, changed: of the file now, so that another one is read again."""
+    """Hash a file. size, changed: its current state, so that the cached digest of an older file is not used."""
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -125,7 +125,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with "+" when tracked files of the package differ from it; None outside a checkout."""
+    """Return the checkout's commit, with "+" if tracked files of the package were changed; None outside a checkout."""
     if "KVSIEVE_COMMIT" in os.environ:
         return os.environ["KVSIEVE_COMMIT"]
 

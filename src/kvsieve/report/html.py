@@ -1,4 +1,4 @@
-"""Pieces of HTML: the page with its style, tables, pictures. Everything they are given is escaped."""
+"""Pieces of HTML: the page with its style, tables, pictures. All inputs are escaped."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ footer { padding: 2rem 1.25rem; }
 @media print { .scroll, figure { overflow: visible; break-inside: avoid; } }
 """
 
-# Characters that HTML has no place for, and Unicode's "not a character" for each.
+# Characters not allowed in HTML, and their replacement, Unicode's "not a character".
 _UNPRINTABLE = dict.fromkeys([*range(9), 11, *range(14, 32), 127], "\ufffd")
 
 
@@ -72,13 +72,13 @@ def page(
     end: str = "",
     made_by: str = "kvsieve report",
 ) -> str:
-    """Put a page together; it needs no network.
+    """Return a complete page, which needs no network.
 
     Args:
         title: the page's heading.
         sections: (id, heading, HTML) of each.
         intro: HTML above the sections.
-        style: CSS beside that of all pages.
+        style: additional CSS.
         end: HTML at the end of the page.
         made_by: the command that made it.
     """
@@ -119,7 +119,7 @@ def table(data: Table, name: str = "") -> str:
 
 
 def _row(data: Table, number: int) -> str:
-    """A method's name stands once for all its budgets."""
+    """Return a row of the table; a method's name spans all its budgets."""
     row, parts = data.rows[number], []
     for index, entry in enumerate(row):
         content = f"<strong>{text(entry.text)}</strong>" if entry.best else text(entry.text)
@@ -136,7 +136,7 @@ def _row(data: Table, number: int) -> str:
 
 
 def text_table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table of words: left-aligned, wrapped."""
+    """Return a table of words: left-aligned, wrapped."""
     heads = "".join(f'<th scope="col" class="name">{text(header)}</th>' for header in headers)
     lines = "\n".join(f"<tr>{_text_row(row)}</tr>" for row in rows)
     return (
@@ -161,7 +161,7 @@ def figure(picture: Picture) -> str:
 
 
 def figures(pictures: Sequence[Picture]) -> str:
-    """The first one, and the others on request."""
+    """Show the first picture, and the others on request."""
     if not pictures:
         return ""
     rest = "\n".join(f"<details><summary>{text(each.title)}</summary>{figure(each)}</details>" for each in pictures[1:])

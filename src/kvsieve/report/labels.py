@@ -1,4 +1,4 @@
-"""Names and orders that tables and pictures share: full KV first, budgets from small to large."""
+"""Names and order of plans in tables and pictures: full KV first, budgets from small to large."""
 
 from __future__ import annotations
 

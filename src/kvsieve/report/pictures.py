@@ -1,4 +1,4 @@
-"""A drawn picture with what a page says about it."""
+"""A drawn picture with its texts for a page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SVG_LIMIT = 300_000
 
 @dataclass(frozen=True)
 class Picture:
-    """kind: which picture it is, for the report's sections. alt: what a reader who does not see it should know."""
+    """A picture. kind: its section in the report. alt: description for readers who cannot see it."""
 
     name: str
     kind: str
@@ -22,7 +22,7 @@ class Picture:
 
     @property
     def inline(self) -> tuple[str, bytes]:
-        """MIME type and content, for the report."""
+        """Return the MIME type and content for the report."""
         if self.png is not None and len(self.svg) > SVG_LIMIT:
             return "image/png", self.png
         return "image/svg+xml", self.svg

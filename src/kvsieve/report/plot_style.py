@@ -34,7 +34,7 @@ _SETTINGS: dict[Any, Any] = {
     "legend.fontsize": 8.5,
     "legend.frameon": False,
     "figure.facecolor": "white",
-    "svg.hashsalt": "kvsieve",  # the same input gives the same bytes
+    "svg.hashsalt": "kvsieve",  # makes bytes reproducible
 }
 PNG_DPI = 144
 
@@ -57,7 +57,7 @@ def require_matplotlib() -> None:
 
 @contextlib.contextmanager
 def style() -> Iterator[None]:
-    """matplotlib's settings of whoever calls us do not matter inside, and are as before afterwards."""
+    """Isolate drawing from the caller's matplotlib settings, and restore them afterwards."""
     require_matplotlib()
     import matplotlib
 
@@ -78,7 +78,7 @@ def wrap(text: str, width: int = 26, lines: int = 4) -> str:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Inches."""
+    """Return a figure of this size in inches."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -88,7 +88,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def legend_height(names: Sequence[str]) -> float:
-    """Inches that `add_legend` needs for these names."""
+    """Return the height in inches that `add_legend` needs for these names."""
     return 0.3 + sum(0.155 * (wrap(name).count("\n") + 1) + 0.05 for name in names)
 
 
@@ -99,7 +99,7 @@ def add_legend(figure: Figure, handles: Sequence[Any], names: Sequence[str]) -> 
 
 
 def budget_places(budgets: Sequence[str | None]) -> dict[str, float]:
-    """Places on an axis: the logarithm where all are shares or all are entries, otherwise one after another."""
+    """Return positions on an axis: logarithmic if all are shares or all are entries, otherwise one after another."""
     given = sorted((budget for budget in budgets if budget is not None), key=budget_order)
     orders = [budget_order(budget) for budget in given]
     if len({order[0] for order in orders}) == 1 and orders[0][0] < 3 and all(order[1] > 0 for order in orders):
@@ -118,14 +118,14 @@ def set_budget_axis(axes: Axes, places: dict[str, float]) -> None:
 
 
 def svg_bytes(figure: Figure) -> bytes:
-    """Without the time it was made."""
+    """Return SVG without its creation time."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()
 
 
 def png_bytes(figure: Figure) -> bytes:
-    """In 256 colours: a third of the size, and no other picture to the eye."""
+    """Return a PNG in 256 colours: a third of the size, with no visible difference."""
     from PIL import Image
 
     drawn, buffer = io.BytesIO(), io.BytesIO()

@@ -17,7 +17,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """names: how many of the first columns are names and not numbers."""
+    """A table. names: how many of the first columns are names, not numbers."""
 
     title: str
     headers: list[str]

@@ -1,4 +1,4 @@
-"""Tasks that are generated without a download: those of kvsieve and those of installed packages."""
+"""Generated tasks, which need no download: kvsieve's and those of installed packages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _ruler(text: str) -> list[Task]:
 
 
 def all_tasks(haystack: str = "topics") -> dict[str, Task]:
-    """Return every generated task by name, over the given haystack (see `load_haystack`, which raises InputError)."""
+    """Return every generated task by name, over this haystack. Raises InputError, see `load_haystack`."""
     text = load_haystack(haystack)
     tasks: list[Task] = [
         Needle(text),
@@ -68,7 +68,7 @@ GROUPS = {"ruler": "ruler_", "all": ""}
 
 
 def chosen_tasks(names: Sequence[str], haystack: str = "topics") -> list[Task]:
-    """The tasks of these names; "ruler" stands for its 13, "all" for every one. Raises InputError."""
+    """Return the tasks of these names; "ruler" stands for its 13, "all" for every one. Raises InputError."""
     known = all_tasks(haystack)
     chosen: dict[str, Task] = {}
     for name in names:

@@ -14,7 +14,7 @@ BOTH = ("visible", "hidden")
 
 @dataclass(frozen=True)
 class Generated:
-    """A task whose samples are made, not downloaded. Subclasses give `build`.
+    """Base of tasks with generated samples. Subclasses implement `build`.
 
     text: the haystack's text. modes: see Task.
     """
@@ -25,11 +25,11 @@ class Generated:
     modes: tuple[str, ...] = BOTH
 
     def sample(self, index: int, length: int, seed: int, count: Count) -> Sample:
-        """See Task.sample. Raises InputError for a length the task cannot be fitted to."""
+        """See Task.sample. Raises InputError for a length that the task cannot be fitted to."""
         return self.build(draw(seed, self.name, length, index), index, length, count)
 
     def document(self, index: int) -> int:
-        """See Task.document: every sample is made with a text of its own."""
+        """See Task.document: every sample has its own text."""
         return index
 
     def build(self, rng: random.Random, index: int, length: int, count: Count) -> Sample:

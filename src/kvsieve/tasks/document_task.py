@@ -1,4 +1,4 @@
-"""Documents of a public benchmark and the questions about them, as a task."""
+"""Tasks of questions about documents, for public benchmarks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,21 @@ Cut = Callable[[str, int], str]
 
 
 def keep_beginning(text: str, size: int) -> str:
-    """The first `size` characters."""
     return text[:size]
 
 
 def keep_end(text: str, size: int) -> str:
-    """The last `size` characters."""
     return text[len(text) - size :]
 
 
 def keep_ends(text: str, size: int) -> str:
-    """The first and the last half of `size` characters: the middle goes."""
+    """Drop the middle of the text, keeping `size` characters."""
     return text[: size - size // 2] + text[len(text) - size // 2 :]
 
 
 @dataclass(frozen=True)
 class DocumentQuestion:
-    """One question about a document, as a file has it.
+    """A question about a document.
 
     Attributes:
         lead: instruction before the text, never cut.
@@ -50,15 +48,15 @@ class DocumentQuestion:
 class DocumentTask:
     """Questions about documents, each question a sample; questions about one text share a document.
 
-    Samples are numbered in rounds, one question of every document, then a second of each that has one, and so on: the
-    first N are spread evenly over the documents, and a sample stays the same whatever N is. Each document begins with
-    another of its questions, since a file may ask all its documents the same ones in the same order.
+    Samples are numbered in rounds: one question of every document, then a second of each that has one, and so on. The
+    first N are thus spread evenly over the documents, and do not depend on N. Each document begins with another of its
+    questions, since a file may ask all its documents the same ones in the same order.
     """
 
     def __init__(
         self, name: str, title: str, asked: Sequence[DocumentQuestion], cut: Cut | None, file: Path | None
     ) -> None:
-        """cut: the rule for documents that are too long; None refuses them. file: None for rows that are in none."""
+        """cut: truncation rule for long documents; None refuses them. file: source of the rows, or None."""
         self.name, self.title, self.modes = name, title, BOTH
         self.files = () if file is None else (file,)
         self._cut = cut
@@ -78,14 +76,13 @@ class DocumentTask:
         return len(self._samples)
 
     def document(self, index: int) -> int:
-        """See Task.document."""
         return self._place(index)[0]
 
     def sample(self, index: int, length: int, seed: int, count: Count) -> Sample:
-        """Question `index` about its document, cut to `length` tokens where it is longer; `seed` changes nothing.
+        """Return question `index` about its document, cut to `length` tokens if needed; `seed` is ignored.
 
-        The cut leaves room for the document's longest question, so that all of them are asked about the same context.
-        `meta` tells how many tokens of the document went ("cut").
+        The cut leaves room for the document's longest question, so that all questions share one context. `meta` has the
+        number of tokens cut ("cut").
 
         Raises:
             InputError: no such question, or a document that cannot be cut to `length`.
@@ -100,12 +97,12 @@ class DocumentTask:
         return Sample(context, (asked.turn,), meta=meta)
 
     def tokens(self, count: Count) -> int:
-        """Return the length of the longest prompt with no document cut."""
+        """Return the length of the longest prompt without cuts."""
         return max(count(Sample(each.lead + each.text, (each.turn,))) for own in self._documents for each in own)
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens of the longest answer that is allowed."""
+        """Return the most tokens of any answer."""
         return max(each.turn.max_new_tokens for own in self._documents for each in own)
 
     def _place(self, index: int) -> tuple[int, int]:
@@ -114,7 +111,7 @@ class DocumentTask:
         return self._samples[index]
 
     def _context(self, number: int, length: int, count: Count) -> tuple[str, int]:
-        """The document with its lead, cut to what `length` leaves for it, and how many of its tokens went."""
+        """Return the document with its lead, cut to the room in `length`, and how many of its tokens were cut."""
         questions = self._documents[number]
         lead, text, cut = questions[0].lead, questions[0].text, self._cut
         longest = max((each.turn for each in questions), key=lambda turn: count(Sample(".", (turn,))))

@@ -18,7 +18,7 @@ _PRIZES = "medal of the academy,silver compass,state prize,golden feather,city c
 
 @dataclass(frozen=True)
 class Documents(Generated):
-    """Numbered documents about people and towns; asked: one fact (`hops` 1), or one that joins two documents (2)."""
+    """Numbered documents about people and towns; questions on one fact (`hops` 1), or one joining two documents (2)."""
 
     hops: int = 1
 

@@ -1,4 +1,4 @@
-"""Files of public benchmarks: finding a task's file, reading its rows, and naming the row and field that is wrong."""
+"""Files of public benchmarks: finding a task's file, reading its rows, and naming the wrong row and field."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from kvsieve.errors import InputError, short
 
 SUFFIXES = (".jsonl", ".jsonl.gz")
-# Fields that tell a benchmark's rows from the others'.
+# Fields that identify a benchmark's rows.
 _SIGNS = {
     "L-Eval": {"instructions", "outputs", "input"},
     "LongBench": {"context", "input", "answers", "all_classes"},
@@ -26,10 +26,10 @@ _SIGNS = {
 
 @dataclass(frozen=True)
 class FileRow:
-    """One row of a file, checked.
+    """A checked row of a file.
 
     Attributes:
-        line: where it stands, from 1.
+        line: its number, from 1.
         values: by field.
     """
 
@@ -38,16 +38,16 @@ class FileRow:
     values: Mapping[str, Any]
 
     def wrong(self, what: str) -> InputError:
-        """An error that names the row."""
+        """Return an error that names the row."""
         return InputError(f"{self.file}, line {self.line}: {what}")
 
 
 def find_file(data: str | Path, names: Sequence[str], task: str) -> Path:
-    """The file of a task.
+    """Return the file of a task.
 
     Args:
-        data: that file itself, or a directory with it somewhere below.
-        names: paths it may have, relative to any directory below `data`; the first that is found counts.
+        data: that file itself, or a directory that contains it at any depth.
+        names: paths it may have, relative to any directory below `data`; the first match counts.
         task: for messages.
 
     Raises:
@@ -70,15 +70,15 @@ def find_file(data: str | Path, names: Sequence[str], task: str) -> Path:
 
 
 def read_rows(file: Path, fields: Mapping[str, tuple[type, ...]], benchmark: str) -> list[FileRow]:
-    """Every row of a JSONL file, plain or gzip.
+    """Read every row of a JSONL file, plain or gzip.
 
     Args:
-        file: gzip where its name ends in .gz.
-        fields: those that each row must have, and what each may be.
-        benchmark: the one that such rows belong to, for messages.
+        file: gzip if its name ends in .gz.
+        fields: required fields of each row, with their types.
+        benchmark: the rows' benchmark, for messages.
 
     Raises:
-        InputError: the file cannot be read, is empty, or has a line that is no such row: named with line and field.
+        InputError: the file cannot be read, is empty, or has an invalid line: named with line and field.
     """
     rows = [_row(file, line, text, fields, benchmark) for line, text in _lines(file)]
     if not rows:
@@ -94,7 +94,7 @@ def _lines(file: Path) -> list[tuple[int, str]]:
         raise InputError(
             f"cannot read {file}: {error}; expected JSON lines in UTF-8, gzip where it ends in .gz"
         ) from error
-    # Not splitlines: texts may hold line separators that JSON leaves as they are.
+    # Not splitlines: texts may contain line separators that JSON does not escape.
     return [(line, part) for line, part in enumerate(text.split("\n"), 1) if part.strip()]
 
 
@@ -108,7 +108,7 @@ def _row(file: Path, line: int, text: str, fields: Mapping[str, tuple[type, ...]
 
 
 def checked_row(row: FileRow, values: Any, fields: Mapping[str, tuple[type, ...]], benchmark: str) -> FileRow:
-    """Return a row with its values; see `read_rows`. Raises InputError for values that are no such row."""
+    """Return a row with its values; see `read_rows`. Raises InputError for invalid values."""
     if not isinstance(values, dict):
         raise row.wrong(f"expected an object, got {short(values)}; {_expected(fields, benchmark)}")
     for name, kinds in fields.items():

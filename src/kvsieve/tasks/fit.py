@@ -1,4 +1,4 @@
-"""Making a prompt as long as asked."""
+"""Fitting of prompts to a length."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ Count = Callable[[Sample], int]
 
 
 def fit(make: Callable[[int], Sample], count: Count, length: int, name: str) -> tuple[Sample, int]:
-    """The longest ``make(n)`` of at most `length` tokens, and its n. ``make`` must grow with n.
+    """Return the longest ``make(n)`` of at most `length` tokens, and its n. ``make`` must grow with n.
 
-    Raises InputError when even ``make(0)`` is longer.
+    Raises InputError if even ``make(0)`` is longer.
     """
     low, low_tokens = 0, count(make(0))
     if low_tokens > length:
@@ -39,7 +39,7 @@ def fit(make: Callable[[int], Sample], count: Count, length: int, name: str) -> 
 
 
 def fit_padded(make: Callable[[int, str], Sample], count: Count, length: int, name: str) -> Sample:
-    """Fit units too long to hit a length, as `fit` does: what is missing is filled with noise.
+    """Fit units too coarse to hit a length, as `fit` does, and fill the rest with noise.
 
     make: (units, filler text) -> sample.
     """

@@ -1,4 +1,4 @@
-"""Long texts to hide things in: repeated noise, help texts that kvsieve ships, or the files of a folder."""
+"""Long texts to hide facts in: repeated noise, help texts shipped with kvsieve, or the files of a folder."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SUFFIXES = (".txt", ".md", ".rst")
 
 
 def load_haystack(source: str) -> str:
-    """The text that `source` names: "topics" (help texts of Python 3.11.7), "noise", or a folder or file of the user's.
+    """Return the text named `source`: "topics" (help texts of Python 3.11.7), "noise", or the user's folder or file.
 
-    A folder's .txt, .md and .rst files are read in the order of their names. Raises InputError when there is nothing.
+    A folder's .txt, .md and .rst files are read in the order of their names. Raises InputError if there is no text.
     """
     if source == "noise":
         return NOISE[0] + " "
@@ -54,27 +54,27 @@ def _read(file: Path) -> str:
 
 @functools.cache
 def _topics() -> str:
-    """The shipped text, since the help of the running Python differs between its releases."""
+    """Return the shipped text; the running Python's help differs between releases."""
     return gzip.decompress(Path(__file__).with_name("topics.txt.gz").read_bytes()).decode()
 
 
 def text_digest(text: str) -> str:
-    """Return 16 digits that tell a haystack's text from others."""
+    """Return 16 digits that identify a haystack's text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @functools.lru_cache(maxsize=4)
 def _pieces(text: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Words with the white space after them, and the indices that begin a paragraph."""
+    """Return words with the white space after them, and the indices that begin a paragraph."""
     words = tuple(re.findall(r"\S+\s*", text.strip() + "\n\n"))
     starts = (0, *(i + 1 for i, word in enumerate(words[:-1]) if "\n\n" in word))
     return words, starts
 
 
 def passage(text: str, start: float, count: int) -> list[str]:
-    """`count` words, with the white space after each, from the paragraph nearest to the share `start` of the text on.
+    """Return `count` words with their white space, from the paragraph nearest to the share `start` of the text.
 
-    Where the text ends it begins again.
+    The text repeats after its end.
     """
     words, starts = _pieces(text)
     first = starts[min(int(start * len(starts)), len(starts) - 1)]
@@ -82,7 +82,7 @@ def passage(text: str, start: float, count: int) -> list[str]:
 
 
 def hide(words: Sequence[str], needles: Sequence[str], depths: Sequence[float]) -> str:
-    """The words as text, with each needle as a sentence of its own behind the sentence end nearest to its depth.
+    """Return the words as text, with each needle as a sentence after the sentence end nearest to its depth.
 
     depths: shares of the words, 0 the beginning, 1 the end; one per needle.
     """
@@ -107,10 +107,10 @@ def _ends_sentence(word: str) -> bool:
 
 
 def noise_words(count: int) -> str:
-    """`count` words of noise, to fill a prompt up to its length."""
+    """Return `count` words of noise, to fill a prompt up to its length."""
     return "".join(passage(NOISE[0], 0, count)).strip()
 
 
 def draw(seed: int, task: str, length: int, index: int) -> random.Random:
-    """A source of random numbers for one sample, the same everywhere."""
+    """Return a random generator for one sample, the same everywhere."""
     return random.Random(f"{seed}/{task}/{length}/{index}")

@@ -33,8 +33,8 @@ class _Part:
     """One of InfiniteBench's tasks.
 
     Attributes:
-        prompt: {context}, {input}, {options}, and what `_filled` takes out of the input.
-        prefix: put into the model's mouth, as the prompt's last words are meant.
+        prompt: {context}, {input}, {options}, and the words of the input that `_filled` extracts.
+        prefix: start of the answer, as the prompt's last words suggest.
         score: compares the answer with the label.
         max_new_tokens: longest answer.
     """
@@ -111,10 +111,10 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def infinitebench(name: str, data: str | Path) -> DocumentTask:
-    """A task of InfiniteBench: "infinitebench_passkey" is passkey.jsonl.
+    """Return a task of InfiniteBench: "infinitebench_passkey" is passkey.jsonl.
 
     Raises:
-        InputError: no such task, or a file that is not there or is not InfiniteBench's.
+        InputError: no such task, or a missing or different file.
     """
     known = name.removeprefix("infinitebench_")
     part = _PARTS.get(known)
@@ -146,7 +146,7 @@ def _filled(template: str, values: Mapping[str, str]) -> str:
 
 
 def _values(row: FileRow, part: _Part) -> dict[str, str]:
-    """The fields of a prompt, some of them words of the row's input."""
+    """Return the fields of a prompt, including words of the row's input."""
     asked = row.values["input"]
     values = {"input": asked}
     whole = part.prompt + part.prefix

@@ -1,4 +1,4 @@
-"""Tasks of other packages, found by entry points of the group `kvsieve.tasks`."""
+"""Tasks of other packages, by entry points of the group `kvsieve.tasks`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTRY_POINTS = "kvsieve.tasks"
 
 
 def installed_tasks(text: str, taken: Collection[str]) -> list[Task]:
-    """Return the tasks of other packages; one that cannot be used is left out with a KvsieveWarning.
+    """Return the tasks of other packages; unusable ones are skipped with a KvsieveWarning.
 
     Args:
         text: the haystack's.
@@ -37,7 +37,7 @@ def installed_tasks(text: str, taken: Collection[str]) -> list[Task]:
 
 
 def _problem(task: object, point: metadata.EntryPoint, taken: Collection[str]) -> str | None:
-    """Return why a task cannot be used, in a clause; None for one that can."""
+    """Return why a task cannot be used, as a clause, or None."""
     if not isinstance(task, Task):
         return f"{point.value} returns {short(task)}, expected a task with name, title, modes, sample() and document()"
     if task.name != point.name:

@@ -1,4 +1,4 @@
-"""Do instructions survive eviction? They stand far from the question and nothing else points at them."""
+"""Instructions far from the question, which no other text points at: do they survive eviction?"""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvsieve.tasks.words import FIRST_NAMES, TOWNS
 
 @dataclass(frozen=True)
 class Instructions(Generated):
-    """Two instructions before a long text, to be followed in the answer to a question after it.
+    """Two instructions before a long text, for the answer to a question after it.
 
-    where: "user", at the beginning of the message, or "system", in the system prompt.
+    where: "user", at the start of the message, or "system", in the system prompt.
     """
 
     where: str = "user"

@@ -1,6 +1,6 @@
 """L-Eval (arXiv 2307.11088): several instructions on each long document, from its published JSONL files.
 
-Prompts say what the benchmark's say, in words of our own; scores are written after its definitions.
+Prompts paraphrase the benchmark's; scores follow its definitions.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _CHOICE = "Below is a long document. Answer the multiple-choice question that fo
 
 @dataclass(frozen=True)
 class _Form:
-    """One way in which L-Eval asks and scores.
+    """A way in which L-Eval asks and scores.
 
     Attributes:
         lead, after: around the document and the instruction.
         score: compares the answer with the expected one.
-        max_new_tokens: longest answer; None for three tokens per word of the expected one, which the prompt names.
+        max_new_tokens: longest answer; None for three tokens per word of the expected one, as named in the prompt.
     """
 
     lead: str
@@ -112,12 +112,12 @@ NAMES = tuple(
 
 
 def leval(name: str, data: str | Path) -> DocumentTask:
-    """A file of L-Eval as a task: "leval_quality" is quality.jsonl or quality.jsonl.gz.
+    """Return a file of L-Eval as a task: "leval_quality" is quality.jsonl or quality.jsonl.gz.
 
-    Rows that L-Eval has judged by a model or by people are left out, as in its own automatic evaluation.
+    Rows that L-Eval has judged by a model or by people are skipped, as in its own automatic evaluation.
 
     Raises:
-        InputError: the file is not there, or is not L-Eval's.
+        InputError: a missing file, or one that is not L-Eval's.
     """
     part = name.removeprefix("leval_")
     file = find_file(data, [part + suffix for suffix in SUFFIXES], name)
@@ -161,7 +161,7 @@ def _turn(row: FileRow, form: _Form, question: str, answer: str) -> QuestionAnsw
 
 
 def _expected(row: FileRow, form: _Form, answer: str) -> Any:
-    """Text that the score compares with: the letter of a choice, the verdict of a statement, else the answer."""
+    """Return the expected text for the score: the letter of a choice, the verdict of a statement, else the answer."""
     if form.score in (choice_letter, choice_letters):
         letters = re.match(r"\W*([A-D]+)(?![\w'])", answer)
         if letters is None:

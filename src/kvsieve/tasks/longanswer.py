@@ -1,4 +1,4 @@
-"""A long answer whose second half repeats its first, which is what its score compares it with."""
+"""A long answer with a second half that repeats the first; the score compares the two."""
 
 from __future__ import annotations
 

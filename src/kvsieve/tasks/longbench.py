@@ -29,10 +29,10 @@ class _Dataset:
     """One of LongBench's datasets.
 
     Attributes:
-        prompt: with {context} and {input} in it.
-        score: None for the share of classes named that are right.
+        prompt: with {context} and {input}.
+        score: None for the share of named classes that are right.
         max_new_tokens: longest answer.
-        first_line: the score looks at no more of an answer.
+        first_line: score only the answer's first line.
     """
 
     prompt: str
@@ -168,10 +168,10 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def longbench(name: str, data: str | Path) -> DocumentTask:
-    """A dataset of LongBench as a task: "longbench_qasper" is qasper.jsonl, "longbench_qasper_e" that of LongBench-E.
+    """Return a dataset of LongBench: "longbench_qasper" is qasper.jsonl, "longbench_qasper_e" that of LongBench-E.
 
     Raises:
-        InputError: no such dataset, or a file that is not there or is not LongBench's.
+        InputError: no such dataset, or a missing or different file.
     """
     part = name.removeprefix("longbench_")
     dataset = _DATASETS.get(part.removesuffix("_e"))

@@ -1,4 +1,4 @@
-"""Scores of public benchmarks: (answer, expected) -> metrics, written after their public definitions."""
+"""Scores of public benchmarks: (answer, expected) -> metrics, after their public definitions."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvsieve.tasks.samples import Score
 
 
 def contains(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when one of `expected` stands in the answer, letter by letter."""
+    """1 if the answer contains one of `expected`, letter by letter."""
     return {"score": float(any(each in answer for each in expected))}
 
 
 def first_number(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when the first number of the answer is the expected one."""
+    """1 if the first number of the answer is the expected one."""
     got = re.search(r"-?\d+(?:\.\d+)?", answer)
     return {"score": float(got is not None and float(got.group()) == float(expected[0]))}
 
 
 def choice_letter(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when the answer's letter is the expected one: after "answer is" or "option", else the first on its own."""
+    """1 if the answer's letter is the expected one: after "answer is" or "option", else the first single letter."""
     announced = re.search(r"(?i:answer(?: is)?|option(?: is)?)\s*[:*(\s]*([A-D])\b", answer)
     alone = re.search(r"(?<![\w'])([B-D]|A(?!\s+[a-z]))(?![\w'])", answer)
     got = announced or alone
@@ -35,7 +35,7 @@ def choice_letter(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 
 def choice_letters(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when the answer's letters are all of the expected ones and no others; a quarter for some of them (L-Eval)."""
+    """1 if the answer's letters are exactly the expected ones; a quarter for some of them (L-Eval)."""
     got = set(
         re.sub(r"[^A-D]", "", " ".join(re.findall(r"(?<![\w'])[A-D](?:[,\s&]*(?:and )?[A-D])*(?![\w'])", answer)))
     )
@@ -44,19 +44,19 @@ def choice_letters(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 
 def named(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when the answer's first line names what is expected, case and spaces aside (L-Eval's exact match)."""
+    """1 if the answer's first line names the expected text, ignoring case and spaces (L-Eval's exact match)."""
     line = next((each for each in answer.split("\n") if len(each) > 1), answer)
     return {"score": float(any(_bare(each) in _bare(line) for each in expected))}
 
 
 def verdict(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when the first of "true" and "false" in the answer is the expected one."""
+    """1 if the first of "true" and "false" in the answer is the expected one."""
     got = re.search(r"true|false", answer.lower())
     return {"score": float(got is not None and got.group() == expected[0].lower())}
 
 
 def final_number(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when the number after "the answer is", else the last one of the first paragraph, is the expected one."""
+    """1 if the number after "the answer is", else the last one of the first paragraph, is the expected one."""
     stated = re.search(rf"(?i:the answer is)[^\d\n-]*({_NUMBER})", answer)
     found = stated.group(1) if stated else next(iter(reversed(re.findall(_NUMBER, answer.split("\n\n")[0]))), None)
     wanted = re.search(_NUMBER, expected[0])
@@ -65,7 +65,7 @@ def final_number(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 
 def says_last(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when what is expected stands at the end of the answer, three words aside, or after "the final output"."""
+    """1 if the expected text ends the answer, up to three words, or follows "the final output"."""
     wanted, got = _value_text(expected[0]), _value_text(answer)
     most = len(wanted.split()) + 3
     words = got.split("the final output")[-1].split()[:most] if "the final output" in got else got.split()[-most:]
@@ -73,7 +73,7 @@ def says_last(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 
 def label_match(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when the answer begins with the expected label; for a label such as (B), when it is the first one named."""
+    """1 if the answer begins with the expected label; for a label such as (B), if it is the first one named."""
     label = expected[0].strip().lower()
     if re.fullmatch(r"\([a-z]\)", label):
         got = re.search(r"\([a-z]\)", answer.lower())
@@ -82,23 +82,23 @@ def label_match(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 
 def exact(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when the answer has the words of one of `expected` and no others, case, articles and punctuation aside."""
+    """1 if the answer has exactly the words of one of `expected`, ignoring case, articles and punctuation."""
     return {"score": float(any(_words(answer) == _words(each) for each in expected))}
 
 
 def english_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """Best word F1 over `expected`, articles and punctuation aside; `contains` is the looser match of the authors."""
+    """Best word F1 over `expected`, ignoring articles and punctuation; `contains` is the authors' looser match."""
     best = max(_f1(_words(answer), _words(each)) for each in expected)
     return {"score": best, "contains": float(any(each.lower() in answer.lower() for each in expected))}
 
 
 def chinese_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """Best character F1 over `expected`, punctuation and spaces aside."""
+    """Best character F1 over `expected`, ignoring punctuation and spaces."""
     return {"score": max(_f1(_characters(answer), _characters(each)) for each in expected)}
 
 
 def rouge_l(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """Best ROUGE-L F-measure over `expected`, lower case and without stemming; ROUGE-1 and ROUGE-2 of the same one."""
+    """Best ROUGE-L F-measure over `expected`, lower case and without stemming, with its ROUGE-1 and ROUGE-2."""
     return _rouge("rougeL", answer, expected)
 
 
@@ -108,12 +108,12 @@ def rouge_lsum(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 
 def chinese_rouge_l(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """Best ROUGE-L F-measure over `expected`, of the words that jieba finds."""
+    """Best ROUGE-L F-measure over `expected`, on jieba's words."""
     return _rouge("rougeL", answer, expected, chinese=True)
 
 
 def chinese_word_f1(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """Best F1 over `expected` of the words that jieba finds, punctuation aside."""
+    """Best F1 over `expected` on jieba's words, ignoring punctuation."""
     return {"score": max(_f1(_chinese_words(answer), _chinese_words(each)) for each in expected)}
 
 
@@ -134,33 +134,33 @@ def number_share(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 
 def first_integer(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when the answer's first run of digits is the first one expected, digit by digit."""
+    """1 if the answer's first run of digits is the first one expected, digit by digit."""
     got = re.search(r"\d+", answer)
     return {"score": float(got is not None and got.group() == expected[0])}
 
 
 def last_integer(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when the answer's last word is the whole number expected."""
+    """1 if the answer's last word is the expected whole number."""
     words = re.sub(r"[\n.`'\":]", " ", answer).split()
     return {"score": float(bool(words) and words[-1] == expected[0])}
 
 
 def leading_numbers(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """Share of the expected numbers that the answer gives, up to its first wrong one (InfiniteBench)."""
+    """Share of the expected numbers in the answer, up to its first wrong one (InfiniteBench)."""
     got = re.findall(r"\d+", answer)
     right = next((i for i, each in enumerate(expected) if i >= len(got) or got[i] != each), len(expected))
     return {"score": right / len(expected)}
 
 
 def whole_word(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when one of `expected` stands in the answer as a word, case aside."""
+    """1 if one of `expected` occurs in the answer as a word, ignoring case."""
     found = (re.search(rf"(?<!\w){re.escape(each)}(?!\w)", answer, re.IGNORECASE) for each in expected)
     return {"score": float(any(found))}
 
 
 @functools.cache
 def one_of(classes: tuple[str, ...]) -> Score:
-    """Score of a classification: 1 over the classes that the answer names, if the right one is among them (LongBench).
+    """Return a classification's score: 1 over the number of classes named, if the right one is among them (LongBench).
 
     A class whose name is only a part of the right one's does not count.
     """
@@ -175,15 +175,14 @@ def one_of(classes: tuple[str, ...]) -> Score:
 
 @functools.cache
 def first_line(score: Score) -> Score:
-    """`score` of an answer's first line."""
     return lambda answer, expected: score(answer.lstrip("\n").split("\n")[0], expected)
 
 
 def same_function(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when the answer's code is at least 0.8 like expected[0], and no other of `expected` is more alike.
+    """1 if the answer's code is at least 0.8 similar to expected[0], and less similar to all others of `expected`.
 
-    An approximation: likeness is difflib's ratio over words, where RepoQA parses the code and takes BLEU; the other
-    functions asked for in the same row stand for all of the repository's.
+    An approximation: similarity is difflib's ratio over words, where RepoQA parses the code and takes BLEU; the other
+    functions of the row stand for all of the repository's.
     """
     block = re.search(r"```[^\n]*\n(.*?)(?:```|\Z)", answer, re.DOTALL)
     code = (block.group(1) if block else answer).split()
@@ -245,11 +244,11 @@ def _bare(text: str) -> str:
 
 
 def _value_text(text: str) -> str:
-    """Printed values without what is only their layout: commas, quotes, backslashes and ".0"."""
+    """Return printed values without layout: commas, quotes, backslashes and ".0"."""
     return re.sub(r"[,'\\\\]|\.0", "", " ".join(text.split()))
 
 
-# Packages of the extra "benchmarks" that a score needs.
+# Packages of the extra "benchmarks" by score.
 _PACKAGES: dict[Score, tuple[str, ...]] = {
     rouge_l: ("rouge_score",),
     rouge_lsum: ("rouge_score",),
@@ -260,7 +259,7 @@ _PACKAGES: dict[Score, tuple[str, ...]] = {
 
 
 def check_packages(task: str, scores: Iterable[Score]) -> None:
-    """Raise InputError where a package is not installed that the scores of `task` need."""
+    """Raise InputError if a package that the scores of `task` need is not installed."""
     for package in sorted({package for score in scores for package in _PACKAGES.get(score, ())}):
         if importlib.util.find_spec(package) is None:
             raise InputError(

@@ -1,4 +1,4 @@
-"""One sentence in a long text: the needle grid, and a number of 64 digits (LagKV, section 5)."""
+"""One fact in a long text: the needle grid, and a 64-digit number (LagKV, section 5)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEPTHS = 11
 
 @dataclass(frozen=True)
 class Needle(Generated):
-    """A seven-digit number at depths 0, 10, ... 100%, one after another."""
+    """A seven-digit number at depths 0, 10, ... 100%, in turn."""
 
     name: str = "needle"
     title: str = "Needle in a haystack"
@@ -37,7 +37,7 @@ class Needle(Generated):
 
 @dataclass(frozen=True)
 class PassKey(Generated):
-    """A number of 64 digits, said twice: long enough that eviction shows in it."""
+    """A 64-digit number, given twice: long enough to show eviction."""
 
     name: str = "passkey64"
     title: str = "64-digit passkey"

@@ -1,6 +1,6 @@
 """NoLiMa (arXiv 2502.05167): needles without words in common with the question, from its needle sets and books.
 
-Prompts are those of the user's needle set; nothing of the benchmark is in here.
+Prompts come from the user's needle set; nothing of the benchmark is included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvsieve.tasks.samples import QuestionAnswer, Sample
 DEPTHS = 26
 NAMES = ("nolima", "nolima_hard")
 _MOST = 192
-# Where a needle set brings no template of its own.
+# Default for needle sets without a template.
 _TEMPLATE = (
     "Here is a part of a book. A question about it follows.\n\n{haystack}\n\nUse what the part of the book says or "
     "clearly implies.\n\nQuestion: {question}\n\nGive the answer only, without an explanation."
@@ -32,12 +32,12 @@ _TEMPLATE = (
 
 @dataclass(frozen=True)
 class _NeedleTest:
-    """One needle and one question about it, {CHAR} still open.
+    """A needle and a question about it, with {CHAR} open.
 
     Attributes:
-        system, template: as the needle set has them.
-        characters: names that may take the place of {CHAR}, one of which is the answer.
-        answers: expected where there is no {CHAR}.
+        system, template: as in the needle set.
+        characters: names for {CHAR}, which are the answers.
+        answers: expected if there is no {CHAR}.
     """
 
     name: str
@@ -52,8 +52,8 @@ class _NeedleTest:
 class NoLiMa:
     """A needle set over the books of a haystack: every needle and question at 26 depths of every book.
 
-    Samples are numbered in rounds over needles, each round at other depths and in other books, so that the first N are
-    spread over all three.
+    Samples are numbered in rounds over needles, each round with other depths and books, so that the first N are spread
+    over all three.
     """
 
     def __init__(self, name: str, data: str | Path) -> None:
@@ -64,7 +64,7 @@ class NoLiMa:
             data: the benchmark's directory, with needlesets/ and haystack/rand_shuffle/ in it or below.
 
         Raises:
-            InputError: a file that is not there or is not NoLiMa's.
+            InputError: a missing file, or one that is not NoLiMa's.
         """
         part = name.removeprefix("nolima")
         file = find_file(data, [f"needle_set{part}.json"], name)
@@ -79,11 +79,11 @@ class NoLiMa:
         return len(self._needles) * DEPTHS * len(self._books)
 
     def document(self, index: int) -> int:
-        """See Task.document: every sample has its needle elsewhere."""
+        """See Task.document: every sample has its own needle's place."""
         return index
 
     def sample(self, index: int, length: int, seed: int, count: Count) -> Sample:
-        """Sample `index`: as much of its book as `length` has room for. `seed` chooses the character.
+        """Return sample `index`: as much of its book as `length` has room for. `seed` chooses the character.
 
         Raises:
             InputError: no such sample, or a length too small for the question.
@@ -108,7 +108,7 @@ class NoLiMa:
 
 
 def _hidden(text: str, fact: str, depth: float) -> str:
-    """`text` with `fact` as a line of its own, at the line end nearest to the depth."""
+    """Insert `fact` as a line at the line end nearest to the depth."""
     place = round(depth * len(text))
     before, behind = text.rfind("\n", 0, place) + 1, text.find("\n", place) + 1 or len(text)
     at = before if place - before <= behind - place else behind

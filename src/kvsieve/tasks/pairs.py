@@ -16,7 +16,7 @@ from kvsieve.tasks.words import numbers, word_keys
 
 @dataclass(frozen=True)
 class KeyValue(Generated):
-    """A JSON object of word keys and seven-digit values; asked: the value of one key."""
+    """A JSON object of word keys and seven-digit values, with a question for one value."""
 
     name: str = "kv"
     title: str = "Key-value retrieval"
@@ -39,7 +39,7 @@ class KeyValue(Generated):
 
 @dataclass(frozen=True)
 class MultiQuestion(Generated):
-    """Several facts in one text and one question for each: in one conversation, or each on its own (shared context)."""
+    """Several facts in one text and a question for each: in one conversation, or on copies of the context."""
 
     independent: bool = False
     questions: int = 4

@@ -1,4 +1,4 @@
-"""From samples to token ids: the chat template, where the context ends, what ends an answer."""
+"""Conversion of samples to token ids: chat template, end of the context, stop tokens."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Encoded:
     """A sample as token ids.
 
     Attributes:
-        context: int64 [1, N]; with `question`, the prompt of the first turn. The split falls between tokens, so both
-            ways of asking feed the same ids.
+        context: int64 [1, N]; with `question`, the prompt of the first turn. The split is between tokens, so both ways
+            of asking feed the same ids.
         question: int64 [1, N].
-        followups: what each later turn adds to the conversation, the right answer to the turn before it included; with
+        followups: additions of each later turn to the conversation, including the right answer to the turn before; with
             independent turns, each turn's own question.
     """
 
@@ -36,19 +36,19 @@ class Encoded:
 
 
 class Prompter:
-    """Renders samples for one model. Control tokens that a sample's text spells are text."""
+    """Renders samples for one model. Control tokens spelled in a sample's text are treated as text."""
 
     def __init__(self, tokenizer: Any, stops: Any = None) -> None:
-        """stops: the model's own end tokens (an id, a list or None); the template's end of turn is added."""
+        """stops: the model's end tokens (an id, a list or None); the template's end of turn is added."""
         self.tokenizer = tokenizer
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
-        # A template writes its own; plain text gets what the tokenizer puts before any text.
+        # A template writes its own; plain text gets the tokenizer's special tokens.
         starts = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
         self.bos = tokenizer.bos_token if starts and not self.has_template else ""
         self.stops = stop_ids(tokenizer, stops)
 
     def encode(self, sample: Sample) -> Encoded:
-        """Raises InputError when the chat template changes the context or rewrites earlier turns."""
+        """Tokenize a sample. Raises InputError if the chat template changes the context or rewrites earlier turns."""
         context, question = self._split(sample, 0)
         if sample.independent:
             others = [self._split(sample, turn)[1] for turn in range(1, len(sample.turns))]
@@ -56,7 +56,7 @@ class Prompter:
         known, followups = context + question, []
         for turn in range(1, len(sample.turns)):
             whole = self._render(self._messages(sample, turn)) + self._lead(sample.turns[turn].prefix)
-            # The prefix of the answer before stands in the conversation as the beginning of the right answer.
+            # The conversation has the prefix of the previous answer as the start of the right answer.
             if not whole.startswith(known):
                 raise InputError("the model's chat template rewrites earlier turns, so a conversation cannot go on")
             followups.append(self._ids(whole[len(known) :]))
@@ -64,11 +64,11 @@ class Prompter:
         return Encoded(self._ids(context), self._ids(question), tuple(followups))
 
     def count(self, sample: Sample) -> int:
-        """Tokens of the prompt up to the first answer."""
+        """Return the tokens of the prompt up to the first answer."""
         return sum(len(token_ids(self.tokenizer, part)) for part in self._split(sample, 0))
 
     def answer(self, tokens: list[int]) -> tuple[str, int]:
-        """The text up to the end of the turn, and how many tokens that are, the end included."""
+        """Return the text up to the end of the turn, and its number of tokens including the end."""
         for used, token in enumerate(tokens):
             if token in self.stops:
                 return self.decode(tokens[:used]), used + 1
@@ -78,7 +78,7 @@ class Prompter:
         return text_of(self.tokenizer, tokens).strip()
 
     def _split(self, sample: Sample, turn: int) -> tuple[str, str]:
-        """The rendered prompt of a turn asked first, cut behind the context."""
+        """Return the rendered prompt of a turn asked first, split after the context."""
         asked = sample.turns[turn]
         text, context = self._render(self._first(sample, turn)), escaped(self.tokenizer, sample.context)
         at = text.find(context)
@@ -99,7 +99,7 @@ class Prompter:
         return messages
 
     def _lead(self, prefix: str) -> str:
-        """A template's generation prompt ends a line or a header, so the prefix needs no space before it."""
+        """Return the prefix; a template's generation prompt ends a line or a header, so no space precedes it."""
         prefix = escaped(self.tokenizer, prefix)
         return prefix if self.has_template or not prefix else f" {prefix}"
 

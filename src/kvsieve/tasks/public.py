@@ -1,4 +1,4 @@
-"""Tasks of public benchmarks, by name, from files of the user's."""
+"""Tasks of public benchmarks, by name, from the user's files."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ _LOADERS: dict[str, Callable[[str, str | Path], Task]] = {
 
 
 def is_public(name: str) -> bool:
-    """Tell a public benchmark's task from those that are generated."""
+    """Return whether a task is a public benchmark's, not a generated one."""
     return name.startswith(("scbench", *_LOADERS))
 
 
 def recorded(task: str, answers: Sequence[str]) -> list[str]:
-    """Right answers as results hold them: those of a public benchmark as a digest, so that its data stays out."""
+    """Return right answers for results: for a public benchmark as a digest, so that its data is not published."""
     if not is_public(task):
         return list(answers)
     return [hashlib.sha256(json.dumps(list(answers)).encode()).hexdigest()[:16]]
 
 
 def public_task(name: str, data: str | Path | None, scbench_mode: str = "multi-turn") -> Task:
-    """A public benchmark's task, its file read and checked.
+    """Return a public benchmark's task with its file read and checked.
 
     Args:
         name: as on the command line, for example "leval_quality".
-        data: its file, or a directory that holds it; None for SCBench from the hub.
+        data: its file, or a directory that contains it; None for SCBench from the hub.
         scbench_mode: "multi-turn" or "shared".
 
     Raises:
-        InputError: a file that is not there or is not of the benchmark's format.
+        InputError: a missing file, or one in another format.
     """
     if name.startswith("scbench"):
         return SCBench(name, data, scbench_mode)
@@ -56,7 +56,7 @@ def public_task(name: str, data: str | Path | None, scbench_mode: str = "multi-t
 
 
 def data_digests(tasks: Iterable[Task]) -> dict[str, str]:
-    """Return by task a digest of its files, or of the haystack's text that its samples are made of."""
+    """Return by task a digest of its files, or of its haystack's text."""
     found = {}
     for task in tasks:
         if isinstance(task, Generated):
@@ -68,7 +68,7 @@ def data_digests(tasks: Iterable[Task]) -> dict[str, str]:
 
 
 def public_tasks() -> list[tuple[str, str]]:
-    """Names of the tasks that kvsieve knows, and what they are."""
+    """Return the names and titles of the tasks of public benchmarks."""
     files = {
         "L-Eval": leval.NAMES,
         "LongBench": longbench.NAMES,

@@ -1,4 +1,4 @@
-"""Rows of context, question and answer as a task, and the scores that they can have."""
+"""Rows of context, question and answer as a task, and their scores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvsieve.tasks.samples import QuestionAnswer, Score
 from kvsieve.tasks.scoring import match_any
 
 SCORES: dict[str, Score] = {"contains": match_any, "exact": exact, "f1": english_f1, "rouge": rouge_l}
-# Of the names of such tasks: no other task begins so.
+# Prefix of these tasks' names, which no other task has.
 PREFIX = "own_"
 _FIELDS: dict[str, tuple[type, ...]] = {"context": (str,), "question": (str,)}
 _ANSWER_TOKENS = 64
@@ -35,17 +35,17 @@ def rows_task(
 ) -> DocumentTask:
     """Return the task of rows with "context", "question" and "answer" (or "answers": any of them is right).
 
-    Questions about one context share it. A row may have "max_new_tokens", the longest answer that is allowed.
+    Questions about one context share it. A row may limit its answer by "max_new_tokens".
 
     Args:
-        source: a file of JSON lines, gzip where its name ends in .gz; or the rows.
+        source: a file of JSON lines, gzip if its name ends in .gz; or the rows.
         score: a name of `SCORES`; a function (answer, expected texts) that returns a number from 0 to 1, or metrics
-            with such a "score"; or where to import it from, as "package.module:function".
-        answer_tokens: longest answer of rows that do not say.
-        owner: who reads the rows, for messages.
+            with such a "score"; or its import path, "package.module:function".
+        answer_tokens: longest answer of rows without "max_new_tokens".
+        owner: the reader of the rows, for messages.
 
     Raises:
-        InputError: a file or score that is not there, or a row without these fields, named with its line.
+        InputError: a missing file or score, or a row without these fields, named with its line.
     """
     name, scored = chosen_score(score)
     file = Path(os.path.expanduser(source)) if isinstance(source, (str, Path)) else None
@@ -80,7 +80,7 @@ def chosen_score(score: str | Callable[..., Any]) -> tuple[str, Score]:
 
 
 def _imported(text: str) -> Callable[..., Any]:
-    """Import "package.module:function"; modules of the current directory are found too."""
+    """Import "package.module:function", also from the current directory."""
     module, _, name = text.partition(":")
     here = os.getcwd()
     sys.path.insert(0, here)
@@ -98,7 +98,7 @@ def _imported(text: str) -> Callable[..., Any]:
 
 
 def _checked(name: str, function: Callable[..., Any]) -> Score:
-    """Wrap a user's function, so that it returns metrics and a wrong result is named."""
+    """Wrap a user's function to return metrics and to name a wrong result."""
 
     def score(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
         found = function(answer, expected)
@@ -125,7 +125,7 @@ def _rows(source: Path | Sequence[Mapping[str, Any]], owner: str) -> list[FileRo
 
 
 def _answers(row: FileRow) -> tuple[str, ...]:
-    """Return the right answers of a row, any of which will do. Raises InputError."""
+    """Return the right answers of a row. Raises InputError."""
     if "answer" not in row.values and "answers" not in row.values:
         raise row.wrong("'answer' is missing; expected a text, or a list of texts of which any is right")
     given = row.values["answer"] if "answer" in row.values else row.values["answers"]

@@ -1,8 +1,8 @@
-"""The 13 task types of RULER (arXiv 2404.06654), made here: its needles, its parameters, its scores.
+"""The 13 task types of RULER (arXiv 2404.06654), generated here with its needles, parameters and scores.
 
-Differences from its data: instructions in our own words; the essays are the haystack's text; the two question
-answering types ask about generated documents instead of SQuAD and HotpotQA; a sample's length is that of the whole
-prompt, chat template included, without the tokens of the answer.
+Differences from its data: instructions in our own words; the haystack's text for the essays; generated documents for
+question answering instead of SQuAD and HotpotQA; a sample's length covers the whole prompt, chat template included,
+without the tokens of the answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLACES = 40
 
 
 def spread(rng: random.Random, count: int) -> list[float]:
-    """`count` of 40 evenly spaced depths, in ascending order."""
+    """Return `count` of 40 evenly spaced depths, in ascending order."""
     return sorted(place / (_PLACES - 1) for place in rng.sample(range(_PLACES), count))
 
 
@@ -34,7 +34,7 @@ def _listed(items: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Niah(Generated):
-    """Needles: `keys` of them, each with `values` values, `queries` of them asked for.
+    """Needles: `keys` of them, each with `values` values, and `queries` of them requested.
 
     haystack: "noise", "text", or "needles" (nothing but distractors). key_kind: "words" or "uuids"; value_kind:
     "numbers" or "uuids".
@@ -103,7 +103,7 @@ class Niah(Generated):
         return {"words": word_keys, "numbers": numbers, "uuids": uuids}[kind](rng, count)
 
     def _many(self, rng: random.Random, kind: str, count: int) -> list[str]:
-        """Like `_draw`, but the first ones do not depend on how many follow."""
+        """Draw like `_draw`, such that the first ones do not depend on how many follow."""
         if kind == "uuids":
             return uuids(rng, count)
         return [self._draw(rng, kind, 1)[0] for _ in range(count)]
@@ -111,7 +111,7 @@ class Niah(Generated):
 
 @dataclass(frozen=True)
 class VariableTracking(Generated):
-    """One chain of assignments of `hops` hops in noise; asked: all variables that hold its value."""
+    """One chain of assignments of `hops` hops in noise; the answer: all variables with its value."""
 
     hops: int = 4
 
@@ -149,7 +149,7 @@ class VariableTracking(Generated):
 
 @dataclass(frozen=True)
 class CommonWords(Generated):
-    """A numbered list of words; asked: the 10 that stand in it 30 times each, where the others stand 3 times."""
+    """A numbered list of words; the answer: the 10 that occur 30 times each, the others 3 times."""
 
     common: int = 10
     often: int = 30
@@ -186,7 +186,7 @@ class CommonWords(Generated):
 
 @dataclass(frozen=True)
 class FrequentWords(Generated):
-    """Coded words whose frequencies follow a zeta distribution; asked: the three most frequent."""
+    """Coded words with frequencies of a zeta distribution; the answer: the three most frequent."""
 
     alpha: float = 2.0
     vocabulary: int = 2000

@@ -1,4 +1,4 @@
-"""Samples, which tasks hand to the evaluator, in plain text."""
+"""Samples in plain text, which tasks give to the evaluator."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Score = Callable[[str, tuple[str, ...]], dict[str, float]]
 
 @dataclass(frozen=True)
 class QuestionAnswer:
-    """One question and what counts as its answer.
+    """A question and its answers.
 
     question: follows the context in the user's message; the whole message in a later turn.
-    answers: what `score` compares with; a wrong one may be listed where the score knows what to do with it.
-    score: the scoring function. max_new_tokens: longest answer. prefix: put into the model's mouth before it answers.
-    spread: distances to full KV are taken throughout the answer, not over its beginning; for long answers.
-    golden: the answer that stands in the conversation when a later turn follows; by default the answers, joined.
+    answers: references for `score`; may include wrong ones if the score uses them.
+    score: the scoring function. max_new_tokens: longest answer. prefix: start of the answer, given to the model.
+    spread: measure distances to full KV throughout the answer, not over its beginning; for long answers.
+    golden: the answer in the conversation when a later turn follows (default: the answers, joined).
     """
 
     question: str
@@ -31,7 +31,7 @@ class QuestionAnswer:
 
     @property
     def reply(self) -> str:
-        """The right answer, as the assistant's message in a conversation."""
+        """Return the right answer as the assistant's message in a conversation."""
         right = ", ".join(self.answers) if self.golden is None else self.golden
         return f"{self.prefix} {right}".strip()
 
@@ -41,7 +41,7 @@ class Sample:
     """One prompt: a long context and one or more questions about it.
 
     turns: one question; or several, asked one after another in one conversation, or, with `independent`, each on its
-    own copy of the context ("shared context"). meta: what plots need, JSON-ready, for example {"depth": 0.5}.
+    own copy of the context ("shared context"). meta: JSON-ready values for plots, for example {"depth": 0.5}.
     """
 
     context: str
@@ -56,7 +56,7 @@ class Task(Protocol):
     """A named source of samples.
 
     name: as on the command line. title: for tables and plots. modes: which of "visible" and "hidden" make sense:
-    whether a method sees the question when it chooses what to keep.
+    whether a method sees the question when it chooses entries.
     """
 
     @property
@@ -69,15 +69,15 @@ class Task(Protocol):
     def modes(self) -> tuple[str, ...]: ...
 
     def sample(self, index: int, length: int, seed: int, count: Callable[[Sample], int]) -> Sample:
-        """Sample `index`, the same for the same arguments, of at most `length` prompt tokens and close to it.
+        """Return sample `index`, reproducibly, of at most `length` prompt tokens and close to it.
 
-        count: prompt tokens of a sample, chat template and question included.
+        count: returns the prompt tokens of a sample, chat template and question included.
         """
         ...
 
     def document(self, index: int) -> int:
-        """Number of the document that sample `index` asks about: samples of one document have the same `context`.
+        """Return the number of the document of sample `index`: samples of one document have the same `context`.
 
-        Samples of one document are run one after another, and the document is read once.
+        Samples of one document run one after another and share its prefill.
         """
         ...

@@ -1,7 +1,7 @@
 """SCBench (arXiv 2412.10319, hub id microsoft/SCBench): several questions on one long context.
 
-Rows come from the hub through `datasets`, or from a local copy. Instructions and scores are written for kvsieve after
-the benchmark's public definitions: numbers are comparable between methods here, not with published ones to the digit.
+Rows come from the hub through `datasets`, or from a local copy. Instructions and scores follow the benchmark's public
+definitions: numbers are comparable between methods here, but not exactly with published ones.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HUB_ID = "microsoft/SCBench"
 
 @dataclass(frozen=True)
 class _Kind:
-    """One kind of question: the way it is asked and scored."""
+    """A kind of question: its wording and score."""
 
     title: str
     score: Score
@@ -73,7 +73,7 @@ _KINDS = {
     "scbench_summary_with_needles": replace(_SUMMARY, title="summary and passkeys", max_new_tokens=800),
     "scbench_repoqa_and_kv": replace(_REPO, title="functions and key-value pairs", instruction=""),
 }
-# What the turns of a mixed subset name as their own task.
+# Task names in the turns of a mixed subset.
 _MIXED = {
     "scbench_summary_with_needles": {
         "scbench_summary": _KINDS["scbench_summary_with_needles"],
@@ -85,9 +85,9 @@ SUBSETS = tuple(_KINDS)
 
 
 class SCBench:
-    """One of SCBench's subsets as a task.
+    """A subset of SCBench as a task.
 
-    Rows are checked when it is made; a hub's are checked one by one, as they are asked for.
+    Rows of a file are checked at once, those of the hub one by one on access.
     """
 
     def __init__(self, subset: str, source: str | Path | None = None, mode: str = "multi-turn") -> None:
@@ -100,7 +100,7 @@ class SCBench:
                 copy of the context.
 
         Raises:
-            InputError: an unknown subset or mode, or rows that cannot be had or are not of SCBench's schema.
+            InputError: an unknown subset or mode, or missing or invalid rows.
         """
         if subset not in _KINDS:
             raise InputError(f"SCBench has no subset {subset!r}{did_you_mean(subset, list(SUBSETS))}")
@@ -130,9 +130,9 @@ class SCBench:
         return len(self.rows)
 
     def sample(self, index: int, length: int, seed: int, count: Callable[[Sample], int]) -> Sample:
-        """Row `index`, the middle of its context cut out where the prompt is longer than `length` tokens.
+        """Return row `index`, with the middle of its context cut if the prompt exceeds `length` tokens.
 
-        `seed` changes nothing; `meta` tells how many tokens of the context went ("cut").
+        `seed` is ignored; `meta` has the number of tokens cut ("cut").
 
         Raises:
             InputError: an index past the last row, a row that lacks a field, or questions longer than `length`.

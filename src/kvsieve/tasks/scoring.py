@@ -10,22 +10,22 @@ from kvsieve.tasks.samples import Score
 
 
 def match_all(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """Share of the expected strings that occur in the answer, case ignored (RULER, its "string match all")."""
+    """Share of the expected strings that occur in the answer, ignoring case (RULER, its "string match all")."""
     text = answer.lower()
     return {"score": sum(each.lower() in text for each in expected) / len(expected)}
 
 
 def match_any(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when any of the expected strings occurs in the answer, case ignored (RULER, its "string match part")."""
+    """1 if any of the expected strings occurs in the answer, ignoring case (RULER, its "string match part")."""
     text = answer.lower()
     return {"score": float(any(each.lower() in text for each in expected))}
 
 
 def digits(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """Score a long number by its digits, against the answer's longest number.
+    """Compare a long number, digit by digit, with the answer's longest number.
 
-    The share of them that stand at their place ("partial", the score, after LagKV section 5), all of them right
-    ("exact"), and the first one right ("first_digit").
+    "partial", the score: the share of digits that are right at their place (after LagKV section 5); "exact": all are
+    right; "first_digit": the first one is.
     """
     wanted = expected[0]
     got = max(re.findall(r"\d+", answer), key=len, default="")
@@ -40,24 +40,22 @@ def digits(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
 
 
 def first_word(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when the answer's first word is one of those expected, case and punctuation ignored."""
+    """1 if the answer's first word is one of those expected, ignoring case and punctuation."""
     words = re.findall(r"\w+", answer.lower())
     return {"score": float(bool(words) and words[0] in {each.lower() for each in expected})}
 
 
 def first_number(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-    """1 when the first whole number in the answer is the one expected."""
+    """1 if the first whole number in the answer is the expected one."""
     found = re.search(r"-?\d+", re.sub(r"(?<=\d),(?=\d{3})", "", answer))
     return {"score": float(found is not None and int(found.group()) == int(expected[0]))}
 
 
 def repeated_choices(people: Sequence[str]) -> Score:
-    """Score "name: choice" lines in two parts, the second headed "Part 2": each person's choice must come again.
+    """Score "name: choice" lines in two parts, the second headed "Part 2": each person's choice must be repeated.
 
-    Names count as the model writes them.
-
-    The score is the share of people who have a choice of their own, the same both times. "first_half" is the share of
-    those who have one of their own in the first part, "second_half" the share of these who have it again.
+    Names count as the model writes them. The score is the share of people with a unique choice, the same both times.
+    "first_half" is the share with a unique choice in the first part, "second_half" the share of these who repeat it.
     """
 
     def chosen(part: str) -> dict[str, str]:
@@ -68,7 +66,7 @@ def repeated_choices(people: Sequence[str]) -> Score:
         return found
 
     def score(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
-        # The beginning of the first line was put into the model's mouth.
+        # The prompt gave the model the start of the first line.
         first, _, second = f"{people[0]}: {answer}".partition("Part 2")
         choices, again = chosen(first), chosen(second)
         often = Counter(choices.values())
@@ -87,7 +85,7 @@ Check = Callable[[str], bool]
 
 
 def instructions(checks: dict[str, Check]) -> Callable[[str, tuple[str, ...]], dict[str, float]]:
-    """Per-instruction pass rates and their mean (IFEval's instruction level); "all" is its prompt level."""
+    """Return pass rates per instruction and their mean (IFEval's instruction level); "all" is its prompt level."""
 
     def score(answer: str, expected: tuple[str, ...]) -> dict[str, float]:
         passed = {name: float(check(answer)) for name, check in checks.items()}

@@ -1,6 +1,6 @@
-"""Tasks whose context is examples: many-shot classification and arithmetic.
+"""Tasks with contexts of examples: many-shot classification and arithmetic.
 
-Studies of KV compression find that arithmetic and many-shot learning suffer where retrieval looks fine.
+Studies of KV compression find that these suffer where retrieval does not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _THINGS = "apples stamps marbles books coins shells buttons pencils".split()
 
 @dataclass(frozen=True)
 class ManyShot(Generated):
-    """Sentences about four topics, labelled with words that mean nothing; the label of a new one is asked."""
+    """Sentences about four topics with meaningless labels; the answer: the label of a new one."""
 
     name: str = "manyshot"
     title: str = "Many-shot classification"
@@ -75,7 +75,7 @@ def _sentence(rng: random.Random, topic: str) -> str:
 
 @dataclass(frozen=True)
 class Arithmetic(Generated):
-    """Worked sums in words; a new one is asked."""
+    """Worked sums in words, then a new one."""
 
     name: str = "arithmetic"
     title: str = "Many-shot arithmetic"
@@ -100,7 +100,7 @@ class Arithmetic(Generated):
 
 
 def _sum(rng: random.Random) -> tuple[str, str, str, int]:
-    """A story, its question, the term that answers it and the term's value."""
+    """Return a story, its question, the answering term and the term's value."""
     name, thing = rng.choice(FIRST_NAMES), rng.choice(_THINGS)
     first, second = rng.randrange(2, 10), rng.randrange(1, 10)
     asked = f"How many {thing} does {name} have now?"

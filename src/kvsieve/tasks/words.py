@@ -1,4 +1,4 @@
-"""Words that generated tasks draw names and keys from."""
+"""Words for names and keys in generated tasks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ COUNTRIES = tuple("Austrania Borlund Cestonia Dalvaria Elvonia Feronia Galdania 
 
 
 def word_keys(rng: random.Random, count: int) -> list[str]:
-    """`count` different "adjective-noun" keys."""
+    """Return `count` different "adjective-noun" keys."""
     size = len(ADJECTIVES) * len(NOUNS)
     picked = rng.sample(range(size), min(count, size))
     keys = [f"{ADJECTIVES[each // len(NOUNS)]}-{NOUNS[each % len(NOUNS)]}" for each in picked]
@@ -45,11 +45,11 @@ def word_keys(rng: random.Random, count: int) -> list[str]:
 
 
 def numbers(rng: random.Random, count: int, figures: int = 7) -> list[str]:
-    """`count` different numbers of `figures` digits."""
+    """Return `count` different numbers of `figures` digits."""
     return [str(each) for each in rng.sample(range(10 ** (figures - 1), 10**figures), count)]
 
 
 def uuids(rng: random.Random, count: int) -> list[str]:
-    """`count` random identifiers in the form of a UUID."""
+    """Return `count` random UUIDs."""
     drawn = (f"{rng.getrandbits(128):032x}" for _ in range(count))
     return [f"{each[:8]}-{each[8:12]}-{each[12:16]}-{each[16:20]}-{each[20:]}" for each in drawn]
