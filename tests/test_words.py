@@ -74,7 +74,6 @@ MOST_BY_PACKAGE = {
     "kept": 32,
     "methods": 19,
     "roles": 18,
-    "serve": 29,
     "store": 37,
     "vllm": 25,
 }

@@ -1,1 +1,1 @@
-"""A server for one machine that speaks OpenAI's protocol; docs/serving.md."""
+"""OpenAI-compatible server for one machine; docs/serving.md."""

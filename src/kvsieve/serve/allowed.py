@@ -1,4 +1,4 @@
-"""Plans that requests may ask for."""
+"""Plans that requests may select."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from kvsieve.specs import split_specs
 
 @dataclass(frozen=True)
 class AllowedPlans:
-    """Plans within what the operator allows.
+    """Plans within the operator's limits.
 
     Attributes:
-        own: the plan of requests that ask for none.
-        method: how its method is written, without its budget.
-        budget: of it, None for a method without.
-        others: methods that requests may name besides, each as it is written on the command line.
-        codecs: True where requests may name a codec.
-        check: returns a plan with nothing left open, or raises where it cannot run on the model.
+        own: the default plan.
+        method: its method in command-line syntax, without its budget.
+        budget: its budget, or None.
+        others: further methods that requests may name, in command-line syntax.
+        codecs: True if requests may name a codec.
+        check: returns a fully specified plan, or raises if it cannot run on the model.
     """
 
     own: Plan
@@ -35,14 +35,14 @@ class AllowedPlans:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Methods that requests may name, as they are written."""
+        """Methods that requests may name."""
         return tuple(dict.fromkeys((self.method, *self.others)))
 
     def of(self, asked: KVOptions | None) -> Plan:
-        """Make the plan that a request asks for.
+        """Return the plan of a request.
 
         Raises:
-            PlanError: what the operator does not allow, or what cannot be honoured.
+            PlanError: the operator does not allow it, or it cannot be honoured.
         """
         if asked is None or (asked.method, asked.budget, asked.codec) == (None, None, None):
             return self.check(self.own)

@@ -1,4 +1,4 @@
-"""An answer in progress: its cache, its tokens, and its text up to a stop."""
+"""An answer in progress: its cache, tokens, and text up to a stop."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvsieve.serve.ticket import AnswerPart, ChosenToken, Order
 
 
 class Answer:
-    """One answer to a request, a row of the passes that decode.
+    """An answer to a request, a row of the decode passes.
 
     Attributes:
         number: among the answers to the request.
         cache: of its conversation.
         tokens: chosen so far.
-        times: when each was.
-        finish: why it has ended, None while it goes on.
+        times: when each was chosen.
+        finish: why it has ended; None while it is in progress.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Answer:
         self._length = 0
 
     def add(self, logits: Tensor) -> None:
-        """Choose the next token by logits [V] on the CPU, and tell the text that it completes."""
+        """Choose the next token by logits [V] on the CPU, and send the text that it completes."""
         chosen = self._sampler.choose(logits)
         token = chosen.own.id
         self.tokens.append(token)
@@ -61,7 +61,7 @@ class Answer:
         self._tell()
 
     def cut(self) -> None:
-        """End it where it is."""
+        """End it at its current length."""
         self.finish = "length"
         self._tell()
 
@@ -73,7 +73,7 @@ class Answer:
         text = self._text.take(last=self.finish is not None)
         self._length += len(text)
         if self._text.stopped:
-            # Tokens of the stop are no part of the answer.
+            # The answer does not include tokens of the stop.
             self._untold = [token for token in self._untold if token.offset < self._length]
         wanted = self.order.sampling.logprobs is not None
         if text or self.finish is not None:
@@ -82,13 +82,13 @@ class Answer:
 
 
 class StopText:
-    """Text up to the first of some stops; what may be the beginning of one is held back."""
+    """Text up to the first of some stops; a possible beginning of a stop is buffered."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self.stops, self.stopped, self._held = stops, False, ""
 
     def add(self, text: str) -> None:
-        """Take in what comes next; nothing more once stopped."""
+        """Append text; ignored after a stop."""
         if self.stopped:
             return
         self._held += text
@@ -97,7 +97,7 @@ class StopText:
             self._held, self.stopped = self._held[: min(found)], True
 
     def take(self, *, last: bool) -> str:
-        """Return the text that is final by now. last: nothing comes any more."""
+        """Return the text that is final. last: the answer has ended."""
         keep = 0
         if not (last or self.stopped):
             longest = max(map(len, self.stops), default=1) - 1

@@ -1,4 +1,4 @@
-"""The HTTP application: OpenAI's endpoints, what the operator looks at, and the page."""
+"""The HTTP application: OpenAI's endpoints, the operator's endpoints, and the page."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ _TOKENS = 5
 
 @dataclass(frozen=True)
 class Service:
-    """All that the endpoints use.
+    """Dependencies of the endpoints.
 
     Attributes:
         scheduler: runs requests.
         preparer: makes them.
-        plans: those that requests may ask for.
-        keys: who may ask.
+        plans: plans that requests may select.
+        keys: authorized API keys.
         model: name of the model.
         created: when it was loaded, in seconds since 1970.
-        hosts: names that requests may have in their Host header; none for any.
-        origins: those of web pages that may ask besides this server's own.
+        hosts: allowed names in Host headers; none for any.
+        origins: allowed web pages besides this server's own.
         log_prompts: write prompts to the log.
     """
 
@@ -79,7 +79,6 @@ class Service:
 
 
 def create_app(service: Service) -> FastAPI:
-    """Make the application."""
     app = _Application(title="kvsieve", version=kvsieve.__version__, docs_url=None, redoc_url=None)
     metrics, limits = Metrics(service.scheduler), service.preparer.limits
     app.state.service, app.state.metrics, app.state.bodies = service, metrics, Bodies(limits)
@@ -104,10 +103,10 @@ def create_app(service: Service) -> FastAPI:
 
 
 class _Application(FastAPI):
-    """Describes the bodies that `_parsed` reads as FastAPI does those that it reads itself."""
+    """FastAPI that describes the bodies read by `_parsed` like those it reads itself."""
 
     def openapi(self) -> dict[str, Any]:
-        """Return the schema, made at the first call."""
+        """Return the schema, cached."""
         made = self.openapi_schema is None
         schema: dict[str, Any] = super().openapi()
         if made:
@@ -126,7 +125,7 @@ _BEARER = HTTPBearer(auto_error=False, description="An API key, where the server
 
 
 def _owner(request: Request, bearer: Annotated[object, Depends(_BEARER)]) -> str:
-    """Whose request it is. bearer: puts API keys into the schema; the header is read by Keys."""
+    """Return the owner of a request. bearer: puts API keys into the schema; Keys reads the header."""
     owner: str | None = request.app.state.service.keys.owner(request.headers.get("authorization"))
     if owner is None:
         raise Failure(401, "an API key is needed: send the header 'Authorization: Bearer KEY'", code="invalid_api_key")
@@ -140,7 +139,7 @@ _Body = TypeVar("_Body", bound=Strict)
 
 
 def _parsed(kind: type[_Body]) -> Callable[..., Awaitable[_Body]]:
-    """Return the dependency that reads and checks a body, once its key is known, in a thread of its own."""
+    """Return the dependency that reads and checks a body in a separate thread, after its key is checked."""
 
     def validated(data: bytes) -> _Body:
         try:
@@ -149,7 +148,7 @@ def _parsed(kind: type[_Body]) -> Callable[..., Awaitable[_Body]]:
             raise failure_of(error) from None
 
     async def parsed(request: Request, owner: Owner) -> _Body:
-        # Anything else a web page may send without asking first.
+        # A web page may send other types without a preflight request.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise Failure(415, "the body is JSON: send the header 'Content-Type: application/json'")
         async with request.app.state.bodies.read(request) as data:
@@ -218,7 +217,7 @@ def _add_completions(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
 
 async def _events(chunks: AsyncIterator[dict[str, Any]], exchange: Exchange) -> AsyncGenerator[str, None]:
-    """Yield chunks as JSON, an error as the last of them, and the sign of the end."""
+    """Yield chunks as JSON, an error as the last of them, and the end mark."""
     try:
         async for chunk in chunks:
             yield json_text(chunk)
@@ -226,7 +225,7 @@ async def _events(chunks: AsyncIterator[dict[str, Any]], exchange: Exchange) -> 
         failure = failure_of(error)
         if failure.status == 500:
             _log.error("a stream failed: %s", type(error).__name__, exc_info=error)
-        # The status is sent already.
+        # The status has been sent.
         yield json_text(failure.body)
     finally:
         exchange.cancel()
@@ -236,14 +235,14 @@ async def _events(chunks: AsyncIterator[dict[str, Any]], exchange: Exchange) -> 
 async def _whole(
     request: Request, exchange: Exchange, reply: Coroutine[Any, Any, Callable[[], dict[str, Any]]]
 ) -> Response:
-    """Wait for a reply for as long as its client does."""
+    """Wait for a reply, as long as its client does."""
     answering, leaving = asyncio.ensure_future(reply), asyncio.ensure_future(left(request.receive))
     try:
         await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not answering.done():
             return Response(status_code=499)
         made = answering.result()
-        # Likelihoods are long. Written token by token, so that nobody waits for all of them.
+        # Log-probabilities are long, and written token by token so that other threads can run.
         text = await asyncio.to_thread(lambda: json_text(made(), _TOKENS))
         return Response(text, media_type="application/json")
     finally:
@@ -255,7 +254,7 @@ async def _whole(
 def _add_views(app: FastAPI, service: Service, metrics: Metrics) -> None:
     scheduler = service.scheduler
 
-    # Those that look at the store wait for it in threads of their own.
+    # Endpoints that read the store wait for it in separate threads.
     @app.get("/v1/models", responses=ERRORS)
     async def models(owner: Owner) -> ModelsReply:
         return ModelsReply(object="list", data=[_model(service)])

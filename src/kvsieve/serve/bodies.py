@@ -1,4 +1,4 @@
-"""Bodies of requests: bounded while they arrive, before anything is parsed."""
+"""Bodies of requests, bounded while they arrive, before parsing."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NO_BRACKETS = bytes(each for each in range(256) if each not in _STEPS)
 # As values, where others write them.
 _NO_NUMBER = re.compile(rb"(?<![^\s:,\[])-?(NaN|Infinity)(?![^\s,\]}])")
-# Bytes that are looked at at once.
+# Bytes examined at a time.
 _PIECE = 1 << 16
 
-# Values of a body (a token id is one), its members, lists and objects together, and lists and objects in each other.
+# Most values of a body (a token id is one), members, lists plus objects, and levels of nesting.
 MOST_VALUES, MOST_MEMBERS, DEEPEST = 1_000_000, 50_000, 64
 
 
 class JsonShape:
-    """Count of the values, members and nesting of a JSON text, found in its bytes as they come.
+    """Counts values, members and nesting of a JSON text in its bytes as they arrive.
 
     Parsed, a value of two bytes takes forty, and a member of six takes hundreds.
     """
@@ -38,12 +38,12 @@ class JsonShape:
         self._inside = 0
 
     def add(self, data: bytes) -> None:
-        """Count what comes next. Raises Failure for more than a request needs."""
+        """Count more bytes. Raises Failure for more than a request needs."""
         for begin in range(0, len(data), _PIECE):
             self._add(data[begin : begin + _PIECE])
 
     def _add(self, data: bytes) -> None:
-        # A parser ends at the first backslash outside of strings, so what stands behind it needs no right count.
+        # A parser stops at the first backslash outside of strings, so the count after it does not matter.
         data = data[1:] if self._escaped else data
         data = data.replace(rb"\\", b"").replace(rb"\"", b"")
         self._escaped = data.endswith(b"\\")
@@ -70,7 +70,7 @@ class JsonShape:
 
 
 class Bodies:
-    """Reads the bodies of requests, within the limits of a server and in the time that a request has."""
+    """Reads the bodies of requests, within a server's limits and a request's time."""
 
     def __init__(self, limits: ServerLimits) -> None:
         self.limits = limits
@@ -78,10 +78,10 @@ class Bodies:
 
     @contextlib.asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Yield the body of a request; its bytes count among those of all requests inside the block.
+        """Yield a request's body; inside the block its bytes count towards the total of all requests.
 
         Raises:
-            Failure: it is too long, too late, too much beside the others, or cut off.
+            Failure: it is too long, too late, too much with all others, or cut off.
         """
         got, most = bytearray(), self.limits.body_bytes
         declared = request.headers.get("content-length", "").lstrip("0")

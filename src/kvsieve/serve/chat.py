@@ -1,4 +1,4 @@
-"""/v1/chat/completions: answers to a chat, whole or as they come."""
+"""/v1/chat/completions: answers to a chat, complete or streamed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvsieve.serve.tools import MARK, CallForm, split_calls
 async def chat_reply(
     request: ChatRequest, order: Order, exchange: Exchange, spelled: TokenBytes
 ) -> Callable[[], dict[str, Any]]:
-    """Wait for all answers, and return what makes the reply, in any thread."""
+    """Wait for all answers, and return a function that builds the reply in any thread."""
     texts, tokens = [""] * order.answers, [list[ChosenToken]() for _ in range(order.answers)]
     ends = ["stop"] * order.answers
     async for _, part in exchange.parts():
@@ -56,7 +56,7 @@ def _choices(
 async def chat_chunks(
     request: ChatRequest, order: Order, exchange: Exchange, spelled: TokenBytes
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield chunks of all answers as they come."""
+    """Yield chunks of all answers as they are generated."""
     envelope, held = (
         Envelope("chatcmpl", request.model, True),
         [HeldText(order.calls) for _ in range(order.answers)],
@@ -77,15 +77,15 @@ async def chat_chunks(
 
 
 class HeldText:
-    """Text of an answer that may turn out to be a tool call, held back until that is known."""
+    """Text of an answer that may be a tool call, buffered until that is known."""
 
     def __init__(self, form: CallForm | None) -> None:
         self._form, self._text, self._tokens = form, "", list[ChosenToken]()
-        # A bare object is a call only where nothing was said before it.
+        # A bare object is a call only if no text precedes it.
         self._begun = False
 
     def deltas(self, part: AnswerPart) -> list[tuple[dict[str, Any], list[ChosenToken], str | None]]:
-        """Return the deltas that are final by now, their tokens, and how the answer has ended."""
+        """Return the final deltas so far, their tokens, and the finish reason."""
         self._text += part.text
         self._tokens += part.tokens
         if self._form is not None and not part.finish:
@@ -115,7 +115,7 @@ def _ends_like_mark(text: str) -> bool:
 
 
 def _progress(progress: PromptProgress) -> dict[str, int]:
-    """Return the progress of a prefill in llama.cpp's form."""
+    """Return a prefill's progress in llama.cpp's form."""
     return {
         "total": progress.total,
         "cache": progress.cached,

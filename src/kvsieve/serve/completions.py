@@ -14,7 +14,7 @@ from kvsieve.serve.ticket import ChosenToken, Order
 async def completion_reply(
     request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, spelled: TokenBytes
 ) -> Callable[[], dict[str, Any]]:
-    """Wait for all answers, and return what makes the reply, in any thread."""
+    """Wait for all answers, and return a function that builds the reply in any thread."""
     each = orders[0].answers
     texts = [order.echo for order in orders for _ in range(each)]
     tokens, ends = [list[ChosenToken]() for _ in texts], ["stop"] * len(texts)
@@ -37,7 +37,7 @@ async def completion_reply(
 async def completion_chunks(
     request: CompletionRequest, orders: Sequence[Order], exchange: Exchange, spelled: TokenBytes
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield parts of all answers as they come."""
+    """Yield parts of all answers as they are generated."""
     envelope, each = Envelope("cmpl", request.model, True), orders[0].answers
     wanted = request.stream_options is not None and request.stream_options.include_usage
     none = {"usage": None} if wanted else {}

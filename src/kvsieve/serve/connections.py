@@ -1,4 +1,4 @@
-"""Connections of clients: bounded in number, and ended where no request comes or no reply is taken."""
+"""Connections of clients: bounded in number, and closed if no request arrives or no reply is read."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-# Name in a request's scope of what ends its connection without a reply.
+# Key in a request's scope of the function that closes its connection without a reply.
 ABORT = "kvsieve.abort"
 
 
 class _BoundedConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's protocol of a connection, with the bounds of `bounded_connections`."""
+    """uvicorn's protocol with the bounds of `bounded_connections`."""
 
     most: int
     patience: float
@@ -61,7 +61,7 @@ class _BoundedConnection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._reader.cancel()
 
     def _watch(self) -> None:
-        """Give the client its time for a request where none is answered, whatever else it sends meanwhile."""
+        """Start the client's time for a request when none is being answered, whatever it sends meanwhile."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._unwatch()
         elif self not in self.waiting and self in self.connections:
@@ -78,10 +78,9 @@ def bounded_connections(most: int, patience: float = 10.0, reading: float = 60.0
     """Return uvicorn's protocol of a connection with bounds.
 
     Args:
-        most: connections at once. For one more, the one that has waited longest for a request is ended.
-        patience: seconds that a client may take from its coming, or from the end of a reply, to the complete head of
-            a request.
-        reading: seconds that it may read nothing while a reply waits to be sent.
+        most: connections at once. A further one closes the one that has waited longest for a request.
+        patience: seconds from a connection, or from the end of a reply, to the complete head of a request.
+        reading: seconds that a client may pause reading a reply.
     """
     bounds = {"most": most, "patience": patience, "reading": reading, "waiting": {}}
     return type("BoundedConnection", (_BoundedConnection,), bounds)

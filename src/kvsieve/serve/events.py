@@ -1,4 +1,4 @@
-"""Replies that come in pieces, as events, and clients that go away."""
+"""Streamed replies as server-sent events, and detection of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import AsyncGenerator
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-# Seconds of silence after which a comment is sent, so that no proxy takes the connection for dead.
+# Seconds of silence after which a comment is sent, so that no proxy closes the connection.
 _SILENCE = 15.0
 
 
 async def left(receive: Receive) -> None:
-    """Return once the client has gone away; the request's body must have been read."""
+    """Return when the client has disconnected; the request's body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -21,7 +21,7 @@ async def left(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """A reply of server-sent events, each with the data of one item of an iterator.
 
-    The iterator is left at once where the client goes away, also between two items.
+    The iterator is closed as soon as the client disconnects, also between two items.
     """
 
     media_type = "text/event-stream"

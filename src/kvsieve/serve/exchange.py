@@ -1,4 +1,4 @@
-"""Events of the scheduler's thread, in an event loop."""
+"""The scheduler's events, forwarded to an event loop."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from kvsieve.serve.ticket import AnswerPart, Event, Order, Summary, Ticket
 
 
 class Exchange:
-    """Orders of one request, and what comes of them.
+    """Orders of one request and their events.
 
     Attributes:
-        summaries: of each order, once it has ended.
+        summaries: of each order that has ended.
     """
 
     def __init__(
         self, scheduler: Scheduler, orders: Sequence[Order], note: Callable[[Summary], None] = lambda summary: None
     ) -> None:
-        """Submit the orders, all or none; `note` is called with each that ends. Raises what Scheduler.submit raises."""
+        """Submit the orders, all or none; `note` is called with each summary. Raises the errors of Scheduler.submit."""
         self._note = note
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
@@ -40,16 +40,16 @@ class Exchange:
             self._loop.call_soon_threadsafe(self._events.put_nowait, (number, event))
 
     def cancel(self) -> None:
-        """Stop what has not ended."""
+        """Stop the orders in progress."""
         for ticket, summary in zip(self._jobs, self.summaries, strict=False):
             if summary is None:
                 ticket.cancel()
 
     async def parts(self) -> AsyncIterator[tuple[int, AnswerPart]]:
-        """Yield parts of answers with the number of their order; whoever leaves early stops the rest.
+        """Yield parts of answers with the number of their order; leaving early stops the others.
 
         Raises:
-            Exception: the first that an order ends with.
+            Exception: the first error of an order.
         """
         try:
             while None in self.summaries:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's protocol has them."""
+"""Errors in OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from kvsieve.errors import InputError, KvsieveError, PlanError, UnsupportedModelError, UnsupportedOptionError
 from kvsieve.serve.ticket import BusyError, ClosingError, StoppedError, TooLargeError
 
-# Characters of a message, and of a parameter's name, beyond which both are cut: clients choose much of them.
+# Most characters of a message and of a parameter's name, which clients can make long.
 _MESSAGE, _PARAM = 1000, 200
 # Characters of a refused value beyond which it is not repeated.
 _SHORT = 40
@@ -24,7 +24,7 @@ _KIND = re.compile(r"^(str|int|float|bool)$|^constrained-|[\[(]")
 
 
 class Failure(Exception):
-    """An error as the client gets it: the status, OpenAI's code and the parameter at fault."""
+    """An error as sent to the client: status, OpenAI's code and the parameter at fault."""
 
     def __init__(
         self,
@@ -43,20 +43,19 @@ class Failure(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """Body that is sent."""
+        """Return the body."""
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers beside it."""
         out = {**self._headers} if self.retry is None else {"Retry-After": str(self.retry)}
         return {**out, "WWW-Authenticate": "Bearer"} if self.status == 401 else out
 
 
 def failure_of(error: Exception) -> Failure:
-    """Return an error as clients get it, without details if it is not one of kvsieve's own."""
+    """Return the failure for an error; errors that are not kvsieve's get no details."""
     if isinstance(error, Failure):
         return error
     if isinstance(error, HTTPException):
@@ -93,7 +92,7 @@ def _invalid(error: ValidationError | RequestValidationError) -> Failure:
         first = error.errors()[0]
     place = [str(each) for each in first["loc"] if each != "body"]
     if first["type"] != "extra_forbidden":
-        # Kinds that a value could have had, and names of a dict's keys, are pydantic's own.
+        # Types of a union, and names of a dict's keys, are pydantic's.
         place = [each for each in place if not _KIND.search(each)]
     param = ".".join(place) or None
     if first["type"] == "extra_forbidden":
@@ -105,7 +104,7 @@ def _invalid(error: ValidationError | RequestValidationError) -> Failure:
 
 
 def _got(fault: Mapping[str, Any]) -> str:
-    """Say which number, truth value or short text was refused; nothing of others."""
+    """Return which number, truth value or short text was refused; "" for others."""
     value = fault["input"]
     if fault["type"] in ("json_invalid", "missing") or not isinstance(value, (bool, int, float, str, NoneType)):
         return ""
@@ -115,5 +114,5 @@ def _got(fault: Mapping[str, Any]) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """Return a text, or its two ends where it is longer than that."""
+    """Return a text, or its two ends if it is longer than `most`."""
     return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"

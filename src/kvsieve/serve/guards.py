@@ -1,4 +1,4 @@
-"""Guards before the endpoints: names of this server, requests at once, and replies before a body has arrived."""
+"""Guards before the endpoints: host names, concurrent requests, and replies before a body has arrived."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvsieve.serve.connections import ABORT
 from kvsieve.serve.events import left
 from kvsieve.serve.failures import Failure
 
-# Seconds that a client gets to send the rest of a body that nobody reads, before it is answered, and that it may pause.
+# Seconds for a client to send the rest of an ignored body before the answer, and for its pauses.
 _LONGEST, _PAUSE = 10.0, 2.0
 _ALWAYS = ("/health", "/metrics")
 
 
 class Edge:
-    """Refuses requests by another name than this server's, and those beyond so many at once; answers HEAD as GET.
+    """Refuses requests for other host names or beyond the limit on concurrent ones; answers HEAD as GET.
 
     Args:
         app: the application.
         most: requests at once; /health and /metrics are always answered.
-        hosts: names that the Host header may have, none for any.
+        hosts: allowed names in the Host header, none for any.
     """
 
     def __init__(self, app: ASGIApp, most: int, hosts: Sequence[str] = ()) -> None:
@@ -63,24 +63,24 @@ class Edge:
 
 
 def host_name(header: str) -> str:
-    """Return the name in a Host header, without its port: lower case, no dot at the end, no brackets."""
+    """Return the name in a Host header without its port: lower case, no final dot, no brackets."""
     name = header.strip().lower()
     name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
     return name.rstrip(".")
 
 
 class _Upload:
-    """The body of a request on its way: a reply before its end waits a little for the rest, and ends the connection.
+    """A request's body in transit: a reply before its end waits briefly for the rest, then closes the connection.
 
-    A client that is still sending would else lose the reply with the connection, or hold the connection for good. One
-    that has stopped in the middle of its body reads no reply either: it loses the connection, as it does by nginx.
+    A client that is still sending would otherwise lose the reply with the connection, or keep the connection forever.
+    One that stops within its body reads no reply either and loses the connection, as with nginx.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         self._receive, self._send = receive, send
         self._open = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-        # Such a client sends nothing before it is asked to, and is not asked where nobody reads.
+        # Such a client waits for 100-continue before sending, and does not get it for an ignored body.
         self._asks = headers.get("expect", "").lower() == "100-continue"
         self._abort: Callable[[], None] | None = scope.get(ABORT)
         self._begun = False
@@ -103,7 +103,7 @@ class _Upload:
         await self._send(message)
 
     async def _rest_stops(self) -> bool:
-        """Let the rest come for a while; True where it stops before its end."""
+        """Receive the rest for a while; return True if it stops before its end."""
         end = time.monotonic() + _LONGEST
         while self._open and time.monotonic() < end:
             try:
@@ -114,5 +114,5 @@ class _Upload:
 
 
 def json_error(failure: Failure) -> Any:
-    """Return the response that tells of a failure."""
+    """Return the response for a failure."""
     return JSONResponse(failure.body, failure.status, failure.headers)

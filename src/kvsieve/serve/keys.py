@@ -1,4 +1,4 @@
-"""API keys: who may ask, and whose requests are whose."""
+"""API keys: authorization, and ownership of requests."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ENVIRONMENT = "KVSIEVE_API_KEYS"
 
 
 class Keys:
-    """Keys that requests come with, held as their digests.
+    """API keys, stored as digests.
 
     Args:
         keys: the keys.
-        needed: requests need a key, also where there is none. Default None: where there is one.
+        needed: requests need a key, even if there is none. Default None: if there is one.
     """
 
     def __init__(self, keys: Iterable[str] = (), needed: bool | None = None) -> None:
@@ -29,11 +29,11 @@ class Keys:
         self._needed = bool(self._digests) if needed is None else needed
 
     def __bool__(self) -> bool:
-        """Tell whether requests need a key."""
+        """Return whether requests need a key."""
         return self._needed
 
     def check(self) -> None:
-        """Raise InputError where requests need a key and there is none."""
+        """Raise InputError if requests need a key and there is none."""
         if self._needed and not self._digests:
             raise InputError(
                 f"{ENVIRONMENT} is set and has no key: write keys with commas between them, or unset it for a server "
@@ -41,22 +41,22 @@ class Keys:
             )
 
     def owner(self, header: str | None) -> str | None:
-        """Return a name for whose key an Authorization header has, "" where none is needed; None for a wrong one."""
+        """Return an owner's name for an Authorization header, "" if no key is needed; None for a wrong key."""
         if not self._needed:
             return ""
         kind, _, key = (header or "").partition(" ")
         given = hashlib.sha256(key.strip().encode()).digest()
-        # All are compared, so that the time tells nothing.
+        # All are compared, so that the time reveals nothing.
         found = [hmac.compare_digest(given, each) for each in self._digests]
         return given.hex()[:16] if kind.lower() == "bearer" and any(found) else None
 
 
 def read_keys(path: str | None) -> Keys:
-    """Read keys from a file with one a line, and from the environment (comma between them).
+    """Read keys from a file with one per line, and from the environment (comma-separated).
 
-    A variable that is set and has no key lets nobody ask; see Keys.check.
+    A variable that is set but has no key authorizes no client; see Keys.check.
 
-    Raises InputError for a file that cannot be read or has none, and for a key that no header can carry.
+    Raises InputError for an unreadable or empty file, and for a key that no header can contain.
     """
     named = os.environ.get(ENVIRONMENT)
     found = [key.strip() for key in (named or "").split(",") if key.strip()]
@@ -77,14 +77,14 @@ def read_keys(path: str | None) -> Keys:
 
 
 def is_local(host: str) -> bool:
-    """Tell whether only this machine reaches an address."""
+    """Return whether only this machine can reach an address."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host.lower() == "localhost"
 
 
 def check_reach(keys: Keys, host: str, is_open: bool, origins: Iterable[str]) -> None:
-    """Raise InputError for a server that all can ask and are not said to, and for one that nobody can ask."""
+    """Raise InputError for a server that is open to all without being declared so, or that no client can use."""
     keys.check()
     if not (keys or is_open or is_local(host)):
         raise InputError(

@@ -1,4 +1,4 @@
-"""Limits that the operator sets."""
+"""The operator's limits."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits of requests and of what runs at once.
+    """Limits of requests and of concurrency.
 
     Attributes:
         running: answers that are generated at once.
-        queue: requests that wait.
+        queue: waiting requests.
         seconds: from a request to its end.
         max_tokens: of an answer.
         answers: to one request.
         chunk: prompt tokens per pass.
-        gap: how many times as long the gap between tokens of running answers may be while prompts are read.
-        kv_bytes: of all conversations that run; None for no limit.
+        gap: factor by which prefills may lengthen the time between tokens of running answers.
+        kv_bytes: of all running conversations; None for no limit.
         body_bytes: of a request.
-        uploads: bodies of the longest kind that are held at once.
+        uploads: bodies of the longest kind in memory at once.
         messages: of a chat.
         stops: texts that end an answer.
     """
@@ -39,5 +39,5 @@ class ServerLimits:
 
     @property
     def requests(self) -> int:
-        """Requests at once: those that run or wait, and as many as come and go beside them."""
+        """Requests at once: running, waiting, and as many in transit."""
         return self.running + self.queue + 64

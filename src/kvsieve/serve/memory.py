@@ -1,4 +1,4 @@
-"""Memory that requests take: estimated before they are let in, and what there is for it."""
+"""Memory of requests: an estimate for admission, and the default limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHARE = 0.5
 
 
 class KVBytes:
-    """Bytes that a model's entries and states take, by the shapes of its layers; all zero where they are not known."""
+    """Bytes of a model's entries and states, by the shapes of its layers; all zero if unknown."""
 
     def __init__(self, model: Any) -> None:
         element = model.dtype.itemsize
@@ -31,12 +31,12 @@ class KVBytes:
         self._state = sum(s.state_elements * element + s.wide_state_elements * _WIDE_BYTES for s in shapes)
 
     def of(self, tokens: int) -> int:
-        """Bytes of a conversation of so many tokens, all kept."""
+        """Return the bytes of a conversation of `tokens` tokens without eviction."""
         return self._state + sum(each * (tokens if span is None else min(tokens, span)) for span, each in self._windows)
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that conversations may take by default: half of the device's free memory; None if that is unknown."""
+    """Return the default bytes for conversations: half of the device's free memory; None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * _SHARE)
     meminfo = Path("/proc/meminfo")

@@ -1,4 +1,4 @@
-"""Parts of messages, tools and calls in the form of chat templates."""
+"""Messages, tools and calls in the form of chat templates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KINDS = {"image": "images", "audio": "audio parts", "video": "videos", "file": 
 
 
 def all_texts(part: Any) -> Iterator[str]:
-    """Yield all texts of a message or a tool, names of an object's members included."""
+    """Yield all texts of a message or a tool, including names of an object's members."""
     if isinstance(part, str):
         yield part
     elif isinstance(part, dict):
@@ -28,7 +28,7 @@ def all_texts(part: Any) -> Iterator[str]:
 
 
 def part_text(part: ContentPart) -> str:
-    """Text of a part. Raises InputError for an image or the like."""
+    """Return the text of a part. Raises InputError for an image or the like."""
     text = {"text": part.text, "refusal": part.refusal}.get(part.type)
     if text is not None:
         return text
@@ -41,13 +41,13 @@ def part_text(part: ContentPart) -> str:
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:
-    """A tool as chat templates take it: null in its parameters stays."""
+    """Return a tool for chat templates, with null in its parameters unchanged."""
     function = {name: value for name, value in tool.function.model_dump().items() if value is not None}
     return {"type": tool.type, "function": function}
 
 
 def template_call(call: ToolCall) -> dict[str, Any]:
-    """A call as chat templates take it: arguments as an object where they are one, beside their text."""
+    """Return a call for chat templates, with arguments as an object, if they are one, besides their text."""
     text = (call.function.arguments or "").strip() or "{}"
     arguments: Any = text
     with contextlib.suppress(ValueError, RecursionError):

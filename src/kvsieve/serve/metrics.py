@@ -1,4 +1,4 @@
-"""Counts of the server, as Prometheus reads it."""
+"""Metrics of the server for Prometheus."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics(Collector):
-    """Counts of a scheduler and its store, read when they are asked for, and times of its requests."""
+    """Counts of a scheduler and its store, read on demand, and times of its requests."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -47,12 +47,12 @@ class Metrics(Collector):
         return Histogram(f"kvsieve_{name}_seconds", text, registry=self.registry, buckets=_SECONDS)
 
     def note(self, summary: Summary) -> None:
-        """Take in what a request took."""
+        """Add a request's times."""
         self._ttft.observe(summary.ttft_s)
         self._whole.observe(summary.seconds)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what is counted elsewhere."""
+        """Yield the counts of the scheduler and the store."""
         counts, state = self.scheduler.counts, self.scheduler.state()
         for name, text in _COUNTS.items():
             yield CounterMetricFamily(f"kvsieve_{name}", text, value=counts[name])
@@ -62,5 +62,5 @@ class Metrics(Collector):
             yield GaugeMetricFamily(f"kvsieve_store_{name}", f"The store's {name.replace('_', ' ')}", value=value)
 
     def text(self) -> bytes:
-        """Return all, in Prometheus' form."""
+        """Return all metrics in Prometheus' format."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""Time for reading prompts between two tokens of running answers, by the clock, on any processor."""
+"""Time for prefill between two tokens of running answers, measured by the clock, on any processor."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from torch import nn
 
 from kvsieve.hf.forward.pieces import COUNTS
 
-# Passes over the next token that tell how long one takes.
+# Decode passes that estimate how long one takes.
 _PASSES = 9
-# Seconds of a pass that nobody waits for.
+# Seconds of a pass while no request waits.
 _PASS = 4.0
-# The longest step is forgotten by so much with each further one.
+# Decay of the longest step's time with each further step.
 _FADE = 0.9
 
 
 class ReadingPace:
-    """Divides time between running answers and prompts that are read.
+    """Divides time between running answers and prefills.
 
-    Reading consists of steps, parts of a layer over one chunk. It stops where the next step would make the gap between
-    two tokens of an answer longer than `gap` times a pass over the next tokens alone, but never before one step.
-    Which tokens a pass reads does not depend on it, so neither does any answer.
+    A prefill consists of steps, parts of a layer over one chunk. It pauses before a step that would make the gap
+    between two tokens of an answer longer than `gap` times a decode pass alone, but only after at least one step. The
+    tokens of a pass, and thus the answers, do not depend on it.
 
     Args:
-        gap: how many times as long the gap between tokens may be while prompts are read; infinite for whole chunks.
-        clock: tells seconds.
-        finish: waits until the device has done what it was given; None where it has when a call returns.
+        gap: factor by which prefills may lengthen the gap between tokens; infinite for undivided chunks.
+        clock: returns seconds.
+        finish: waits for the device; None if calls return when it is done.
     """
 
     def __init__(
@@ -49,26 +49,26 @@ class ReadingPace:
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Note how long a pass over the next tokens takes."""
+        """Time a decode pass."""
         began = self._clock()
         yield
         self._passes.append(self._clock() - began)
 
     def begin(self, *, waits: bool, alone: Callable[[], bool] | None = None) -> None:
-        """Begin to read.
+        """Start a share of prefill.
 
         Args:
             waits: answers wait for their next token meanwhile.
-            alone: tells that no other request is there; None where there is one already.
+            alone: returns whether there is no other request; None if there is one already.
         """
         self._at, self._alone = self._clock(), None if waits else alone
         limited = waits and self._passes and self.gap != math.inf
         self._until = self._at + (self.gap - 1) * statistics.median(self._passes) if limited else None
 
     def chunks(self, joins: Callable[[], bool]) -> int:
-        """Return how many chunks the next pass is to take: one, or what takes a few seconds where nobody waits.
+        """Return the number of chunks for the next pass: one, or a few seconds' worth if no request waits.
 
-        joins: tells whether results stay the same; asked only where several are quick enough.
+        joins: returns whether results stay the same; called only if several chunks are fast enough.
         """
         found = max(n for n in COUNTS if n == 1 or n * self._per_chunk <= _PASS)
         if self._alone is None or not self._alone() or found == 1 or not joins():
@@ -77,7 +77,7 @@ class ReadingPace:
         return found
 
     def over(self, *, ends_pass: bool = False) -> bool:
-        """Note that a step was read, and tell whether to stop here. ends_pass: it was the last of its pass."""
+        """Note the end of a step and return whether to pause. ends_pass: it was the last of its pass."""
         if ends_pass and self._joined:
             self._per_chunk = (self._clock() - self._pass_began) / self._joined
         if self._until is None:
@@ -91,21 +91,21 @@ class ReadingPace:
 
     @property
     def late(self) -> bool:
-        """True where a single step took more than all the time there was."""
+        """True if a single step exceeded all the time available."""
         return self._until is not None and self._at > self._until
 
 
 def pace_on(device: torch.device, gap: float) -> ReadingPace:
-    """Return the pace of a scheduler whose model is on a device."""
+    """Return the pace for a model on a device."""
     return ReadingPace(gap, finish=functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else None)
 
 
 class Coroutine(greenlet):
-    """A coroutine that a prompt is read in, beside other code of the same thread.
+    """Coroutine that prefills a prompt, alternating with other code of the same thread.
 
     Args:
-        run: what runs in it.
-        pace: tells when to let others go on.
+        run: its function.
+        pace: decides when to pause.
     """
 
     def __init__(self, run: Callable[[], None], pace: ReadingPace) -> None:
@@ -113,13 +113,13 @@ class Coroutine(greenlet):
         self._pace = pace
 
     def rest(self, *, ends_pass: bool = False) -> None:
-        """Let whoever runs this go on, if it is time."""
+        """Pause, if it is time. ends_pass: after the last step of a pass."""
         if self._pace.over(ends_pass=ends_pass) and self.parent is not None:
             self.parent.switch()
 
 
 def pause_within(layers: Sequence[nn.Module]) -> list[torch.utils.hooks.RemovableHandle]:
-    """Let coroutines rest before the larger parts of layers; returns the hooks' handles."""
+    """Let coroutines pause before the larger parts of layers; return the hooks' handles."""
     parts = [part for layer in layers for part in layer.children() if next(part.children(), None) is not None]
     return [part.register_forward_pre_hook(_rest) for part in parts or layers]
 

@@ -1,4 +1,4 @@
-"""The chat page: its files, served under a policy that lets it load nothing from elsewhere."""
+"""The chat page: its files, served under a policy that blocks loading from other servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attached model under the plans that requests ask for."""
+"""The attached model under the plans of requests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvsieve.plans import Plan
 
 
 class PlanSieves:
-    """The attached model under the plans used last. For one thread.
+    """Cache of sieves for the plans used last. For one thread.
 
     Args:
         sieve: attached for any plan.
-        most: plans that are remembered.
+        most: plans in the cache.
     """
 
     def __init__(self, sieve: Sieve, most: int = 64) -> None:
@@ -28,7 +28,7 @@ class PlanSieves:
         return len(self._known)
 
     def of(self, plan: Plan) -> Sieve:
-        """Return the model under a plan. Raises PlanError or UnsupportedModelError where it cannot run."""
+        """Return the model under a plan. Raises PlanError or UnsupportedModelError if it cannot run."""
         key = plan_key(plan)
         if key not in self._known:
             self._known[key] = under(self._sieve, plan)
@@ -39,7 +39,7 @@ class PlanSieves:
 
 
 def plan_key(plan: Plan) -> Hashable:
-    """Return a key that two plans share only if they do the same and are reported alike."""
+    """Return a key that two plans share only if they have the same effect and description."""
     return _key(plan), plan.name, str(plan.filled)
 
 
@@ -55,6 +55,6 @@ def _key(value: Any) -> Hashable:
     try:
         hash(value)
     except TypeError:
-        # An array or the like: alive for as long as the plan that is remembered with it.
+        # An array or the like, kept alive by the cached plan.
         return type(value), id(value)
     return type(value), value

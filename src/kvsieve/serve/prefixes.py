@@ -1,4 +1,4 @@
-"""Prefixes of prompts that were read before, as the scheduler asks for them."""
+"""Prefix cache of the server, as the scheduler uses it."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from kvsieve.store import PrefixStore
 from kvsieve.store.rules import acts_at_end, reuse_of
 
 _log = logging.getLogger(__name__)
-# Tokens below which reading is quicker than finding, and nodes that are listed.
+# Tokens below which prefill is faster than a lookup, and most nodes listed.
 _LEAST = 32
 _SHOWN = 200
 
 
 class Prefixes(Protocol):
-    """Store of what was read before."""
+    """Interface of a prefix cache."""
 
     def find(self, sieve: Sieve, order: Order, chunk: int) -> SieveCache | None:
-        """Return a cache that has read a beginning of the prompt; None where there is none.
+        """Return a cache with a prefix of the prompt, or None.
 
-        chunk: tokens per pass that the prompt is read with.
+        chunk: tokens per pass of the prompt's prefill.
         """
 
     def at_border(self, reading: PromptReader, left: int) -> None:
-        """Take in the beginning of a prompt, of which `left` tokens are not read yet."""
+        """Store the beginning of a prompt with `left` tokens not prefilled."""
 
     def add(self, reading: PromptReader) -> None:
-        """Take in a prompt that was read."""
+        """Store a prefilled prompt."""
 
     def add_answer(self, reading: PromptReader, answer: Answer) -> None:
-        """Take in an answer to it."""
+        """Store an answer to it."""
 
     def to_dict(self) -> dict[str, int]:
-        """Count what is stored and what was found."""
+        """Count entries and hits."""
 
     def nodes(self, owner: str) -> list[dict[str, Any]]:
-        """Tell of what is stored for an owner."""
+        """List the entries of an owner."""
 
     def close(self) -> None:
-        """Write what is not written yet."""
+        """Write pending entries."""
 
 
 class NoPrefixes:
-    """Keeps nothing."""
+    """Stores nothing."""
 
     def find(self, sieve: Sieve, order: Order, chunk: int) -> SieveCache | None:
         return None
@@ -77,15 +77,15 @@ class NoPrefixes:
 
 
 class StoredPrefixes:
-    """A PrefixStore, as the scheduler uses it.
+    """Prefix cache backed by a PrefixStore.
 
-    A request without a session is one prompt, whatever was read before: what is found is a beginning that was read in
-    the same way, so the answer is that of the prompt read anew. With a session it goes on with the conversation of that
-    name, on what the plan left of earlier turns, as a chat does.
+    A request without a session is a single prompt: a prefix hit was prefilled in the same way, so the answer is the
+    same as without the cache. A request with a session continues the conversation of that name, on the entries that the
+    plan left of earlier turns, as a chat does.
 
     Args:
-        store: where all is.
-        share: let all owners find what was read for any.
+        store: the entries.
+        share: let all owners reuse the prefixes of others.
     """
 
     def __init__(self, store: PrefixStore, share: bool) -> None:
@@ -102,7 +102,7 @@ class StoredPrefixes:
         order, cache, chunk = reading.ticket.order, reading.cache, reading.chunk
         if order.session is not None or not _findable(order) or cache.num_seen < _LEAST:
             return
-        # The last border serves all shorter beginnings, where no state has moved on.
+        # Without recurrent states, the last border serves all shorter prefixes.
         often = cache.has_state and cache.num_seen // chunk % STATES == 0
         if often or (left <= chunk and (cache.forgets or acts_at_end(reading.sieve.plan))):
             self._add(reading, order.ids)
@@ -123,7 +123,7 @@ class StoredPrefixes:
             if order.session is not None or reuse.serves_anew:
                 self.store.add(sieve, ids, cache, reading.seconds, self._owner(order), chunk=reading.chunk)
         except (KvsieveError, OSError) as error:
-            # The answer is none the worse for it.
+            # The answer does not depend on it.
             _log.warning("not stored: %s", error)
 
     def _owner(self, order: Order) -> str:
@@ -144,12 +144,12 @@ class StoredPrefixes:
 
 
 def _findable(order: Order) -> bool:
-    """Tell that a prompt may be found again: its caller puts no constraints on it that others do not have."""
+    """Return whether a prompt may be stored and reused: it has no constraints that others do not share."""
     return order.constraints == PromptConstraints()
 
 
 def open_prefixes(path: str | None, memory: str, disk: str, share: bool) -> Prefixes | None:
-    """Open the store of a server; None for none. Raises InputError for a directory that cannot be used."""
+    """Open the server's prefix store, or return None if disabled. Raises InputError for an unusable directory."""
     if memory.strip() in ("0", "none") and path is None:
         return None
     return StoredPrefixes(PrefixStore(None if path is None else os.path.expanduser(path), memory, disk), share)

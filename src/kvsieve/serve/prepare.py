@@ -1,4 +1,4 @@
-"""Requests become orders to the scheduler: checked, rendered by the chat template, tokenized."""
+"""Preparation of requests: checking, chat template, tokenizing."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from kvsieve.serve.ticket import Order, Sampling
 from kvsieve.serve.tools import form_of
 from kvsieve.turns import plain_ids, render, stop_ids, token_ids
 
-# Temperatures below which only the likeliest token has any likelihood, and quotients leave float32.
+# Temperatures below which only the likeliest token has a probability above 0, and logits overflow float32.
 _COLD = 1e-4
-# The context that bounds texts of models without one, characters per token of a text that the context could hold, and
-# characters that are tokenized at once.
+# Context that bounds texts for models without a limit, most characters per token, and characters tokenized at a time.
 _ENDLESS, _CHARACTERS, _PIECE = 1 << 18, 16, 1 << 14
 
 
 class Preparer:
-    """Makes orders of requests. Safe to be used by several threads.
+    """Makes the scheduler's orders from requests, in any thread.
 
     Attributes:
-        token_bytes: gives a token's bytes; needs no lock.
+        token_bytes: returns a token's bytes; needs no lock.
 
     Args:
-        model: of transformers, for what it says of generating.
-        tokenizer: its.
-        plans: those that requests may ask for.
+        model: of transformers, with its generation config.
+        tokenizer: of the model.
+        plans: plans that requests may select.
         limits: of requests.
-        context: tokens of the model's context, None where it has no end.
+        context: tokens of the model's context, None if unlimited.
     """
 
     def __init__(
         self, model: Any, tokenizer: Any, plans: AllowedPlans, limits: ServerLimits, context: int | None = None
     ) -> None:
-        # Tokenizing changes settings of the tokenizer for a moment, so what decodes has another one and waits for none.
+        # Tokenizing briefly changes settings of the tokenizer, so decoding uses a copy without a lock.
         self.tokenizer, self.plans, self.limits = copy.deepcopy(tokenizer), plans, limits
         self.token_bytes, self._text_of = token_bytes(tokenizer), partial(text_of, tokenizer)
         config = model.generation_config
@@ -60,7 +59,7 @@ class Preparer:
         self._lock = threading.Lock()
 
     def chat(self, request: ChatRequest, owner: str) -> Order:
-        """Make the order of a chat. Raises InputError, PlanError."""
+        """Return the order of a chat. Raises InputError, PlanError."""
         limits = self.limits
         if len(request.messages) > limits.messages:
             raise InputError(f"messages: at most {limits.messages} are taken here, got {len(request.messages)}")
@@ -85,7 +84,7 @@ class Preparer:
         return replace(order, constraints=constraints, calls=calls, progress=bool(request.return_progress))
 
     def completion(self, request: CompletionRequest, owner: str) -> list[Order]:
-        """Make the orders of a completion, one per prompt. Raises InputError, PlanError."""
+        """Return the orders of a completion, one per prompt. Raises InputError, PlanError."""
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise InputError("best_of: answers are not ranked here; leave it out, or give what n is")
         if request.echo and request.logprobs is not None:
@@ -108,7 +107,7 @@ class Preparer:
         return orders
 
     def _prompt_ids(self, prompt: str | list[int] | None, parse_special: bool) -> list[int]:
-        """Token ids of a completion's prompt."""
+        """Return the token ids of a completion's prompt."""
         if isinstance(prompt, str):
             self._check_length(prompt)
             with self._lock:
@@ -120,14 +119,14 @@ class Preparer:
         return [token for token in begins if token is not None][:1]
 
     def tokens(self, request: TokenizeRequest) -> list[int]:
-        """Return a text's token ids, as a completion has them. Raises InputError."""
+        """Return a text's token ids, as in a completion. Raises InputError."""
         if request.add_special_tokens is not False:
             return self._prompt_ids(request.prompt, parse_special=True)
         self._check_length(request.prompt)
         return self._ids(request.prompt)
 
     def text(self, ids: tuple[int, ...]) -> str:
-        """Write tokens as text, special ones left out."""
+        """Decode tokens without special ones."""
         return self._text_of(ids)
 
     def _rendered(self, messages: list[dict[str, Any]], tools: Any, ask: bool = True) -> str:
@@ -139,9 +138,9 @@ class Preparer:
             return token_ids(self.tokenizer, text)
 
     def _check_length(self, text: str) -> None:
-        """Raise InputError for a text far longer than the context, before more than twice its tokens are made.
+        """Raise InputError for a text far beyond the context, before more than twice the context's tokens are made.
 
-        Meanwhile a token takes hundreds of bytes, and a word without an end as many for each of its characters.
+        While tokenizing, a token takes hundreds of bytes, as does each character of an endless word.
         """
         context = self._context or _ENDLESS
         most = 2 * context
@@ -182,7 +181,7 @@ class Preparer:
             sampling=self._sampling(request, logprobs),
             answers=answers,
             stops=(*stops, *self._stop_texts),
-            # No text of an answer has control tokens in it.
+            # Texts of answers have no control tokens.
             stop_ids=self._stops.union(self._controls[stop] for stop in stops if stop in self._controls),
             owner=owner,
             session=None if kv is None else kv.session,
@@ -211,7 +210,7 @@ class Preparer:
     def _spans(
         self, request: ChatRequest, messages: list[dict[str, Any]], tools: Any, text: str
     ) -> tuple[list[tuple[int, int]] | None, int | None]:
-        """Spans of the messages to protect, and tokens of the question that the plan is not to see."""
+        """Return the spans of protected messages, and the tokens of the question hidden from the plan."""
         kv = request.kv
         if kv is None or (kv.protect is None and not kv.question):
             return None, None
@@ -246,7 +245,7 @@ def _plain_constraints(request: CompletionRequest) -> tuple[list[tuple[int, int]
 
 
 def _message(message: ChatMessage) -> dict[str, Any]:
-    """A message as chat templates take it."""
+    """Return a message for chat templates."""
     content = message.content if message.content is not None else message.refusal
     if content is None and not message.tool_calls:
         raise InputError(f"messages: the {message.role}'s message has no content")

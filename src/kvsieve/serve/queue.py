@@ -1,4 +1,4 @@
-"""Requests that wait: in turn by owner, and in the order they came for each."""
+"""Queue of waiting requests: round-robin over owners, in order of arrival for each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvsieve.serve.ticket import Ticket
 
 
 class FairQueue:
-    """A queue that owners take turns in, so that one with many requests does not make the others wait for all."""
+    """Queue with turns of owners, so that one with many requests does not delay all others."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[Ticket]] = {}
@@ -25,11 +25,11 @@ class FairQueue:
         self._waiting.setdefault(ticket.order.owner, deque()).append(ticket)
 
     def first(self) -> Ticket | None:
-        """Return whose turn it is, who stays; None where nobody waits."""
+        """Return the next ticket without removing it, or None."""
         return next((tickets[0] for tickets in self._waiting.values()), None)
 
     def take(self) -> Ticket:
-        """Take out whose turn it is; the owner is behind the others then."""
+        """Remove and return the next ticket; its owner moves to the end."""
         owner, tickets = next(iter(self._waiting.items()))
         ticket = tickets.popleft()
         del self._waiting[owner]
@@ -38,7 +38,7 @@ class FairQueue:
         return ticket
 
     def drop(self, gone: Callable[[Ticket], bool]) -> list[Ticket]:
-        """Take out those of which `gone` says so."""
+        """Remove and return the tickets that `gone` selects."""
         out = [ticket for ticket in self if gone(ticket)]
         for owner in list(self._waiting):
             left = deque(ticket for ticket in self._waiting[owner] if ticket not in out)

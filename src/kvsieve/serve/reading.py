@@ -1,4 +1,4 @@
-"""Reading a prompt a little at a time, so that others get their turn meanwhile."""
+"""Prefill in small steps, so that other requests can run in between."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from kvsieve.serve.ticket import AnswerPart, PromptProgress, Ticket
 
 
 class PromptReader:
-    """A prompt that is being read, by the driver that ``generate`` reads prompts with, in a coroutine of its own.
+    """A prefill in progress, by the driver of ``generate``, in a coroutine.
 
     Attributes:
-        ticket: whose prompt it is.
+        ticket: of the request.
         sieve: the model under the request's plan.
-        cache: what is read.
-        cached: tokens that the cache had read before.
-        logits: [V] of the prompt's last token on the CPU; None until all is read.
-        done: tokens read.
-        seconds: that reading took so far.
+        cache: filled by the prefill.
+        cached: tokens that the cache had before.
+        logits: [V] of the prompt's last token on the CPU; None until the end.
+        done: tokens prefilled.
+        seconds: of prefill so far.
         chunk: tokens per pass.
-        together: tells how many chunks the next pass may take; None for one.
+        together: returns how many chunks the next pass may take; None for one.
     """
 
     def __init__(
@@ -43,14 +43,14 @@ class PromptReader:
         pace: ReadingPace,
         border: Callable[[PromptReader, int], None] = lambda reading, left: None,
     ) -> None:
-        """Read the prompt of a ticket.
+        """Prefill the prompt of a ticket.
 
         Args:
             ticket: of the request.
             sieve: the model under its plan.
-            cache: what was read before.
+            cache: with a prefix of the prompt, or empty.
             chunk: tokens per pass.
-            pace: tells when others have their turn.
+            pace: decides when to pause.
             border: called between two passes with the number of tokens left.
         """
         self.ticket, self.sieve, self.cache = ticket, sieve, cache
@@ -63,14 +63,14 @@ class PromptReader:
         self._run = Coroutine(self._read, pace)
 
     def step(self) -> bool:
-        """Read on until others have their turn; True once all is read. Raises what reading raises."""
+        """Continue until the next pause; return True at the end. Raises the errors of the prefill."""
         began = time.perf_counter()
         self._run.switch()
         self.seconds += time.perf_counter() - began
         return self._run.dead
 
     def stop(self) -> None:
-        """Leave it half read; must be called in the thread that it runs in."""
+        """Abandon it; must be called in its own thread."""
         if self._run:
             with contextlib.suppress(GreenletExit):
                 self._run.throw(GreenletExit)
@@ -88,7 +88,7 @@ class PromptReader:
             together=self.together,
         )
         with closing():
-            # All are tokens of the prompt, those of the pad token's number too.
+            # All are tokens of the prompt, even those equal to the pad token.
             left, mask = read_prompt(sieve, ids, torch.ones_like(ids), cache, options)
             result = sieve.feed(cache, left[:, cache.num_seen :], mask, logits=1)
         assert result.logits is not None
@@ -102,7 +102,7 @@ class PromptReader:
         self._run.rest(ends_pass=True)
 
     def _report(self) -> None:
-        """Send the progress, if the request asks for it."""
+        """Send the progress, if requested."""
         order = self.ticket.order
         if order.progress:
             seconds = time.perf_counter() - self._began

@@ -1,4 +1,4 @@
-"""Answers as OpenAI's protocol has them."""
+"""Answers in OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST = -9999.0
 
 
 class Envelope:
-    """Head of all messages of one reply: id, time and model.
+    """Head of all messages of a reply: id, time and model.
 
     Args:
         kind: "chatcmpl" or "cmpl".
@@ -40,7 +40,7 @@ class Envelope:
 
 
 def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
-    """Tokens, and what was kept, of all prompts of a request."""
+    """Return tokens and kept entries of all prompts of a request."""
     prompt, made = (sum(each.prompt_tokens for each in summaries), sum(each.new_tokens for each in summaries))
     first = summaries[0]
     out: dict[str, Any] = {
@@ -70,7 +70,7 @@ def usage(summaries: Sequence[Summary]) -> dict[str, Any]:
 
 
 def chat_logprobs(tokens: Sequence[ChosenToken], spelled: TokenBytes) -> dict[str, Any]:
-    """Likelihoods of a chat's tokens. spelled: gives a token's bytes."""
+    """Return log-probabilities of a chat's tokens. spelled: returns a token's bytes."""
 
     def likelihood(each: TokenLikelihood) -> dict[str, Any]:
         data = spelled(each.id)
@@ -81,10 +81,10 @@ def chat_logprobs(tokens: Sequence[ChosenToken], spelled: TokenBytes) -> dict[st
 
 
 def completion_logprobs(tokens: Sequence[ChosenToken], spelled: TokenBytes) -> dict[str, Any]:
-    """Likelihoods of a completion's tokens. spelled: gives a token's bytes."""
+    """Return log-probabilities of a completion's tokens. spelled: returns a token's bytes."""
 
     def top(each: ChosenToken) -> dict[str, float]:
-        # The likelier of two that look alike stays.
+        # Of two with the same text, the likelier stays.
         return {_named(spelled(one.id)): _finite(one.logprob) for one in reversed(each.top)}
 
     return {
@@ -96,7 +96,7 @@ def completion_logprobs(tokens: Sequence[ChosenToken], spelled: TokenBytes) -> d
 
 
 def json_text(data: Any, depth: int = 0) -> str:
-    """Write JSON, the items of `depth` levels one by one: other threads wait for each call of the encoder."""
+    """Write JSON, the items of `depth` levels one by one: each call of the encoder blocks other threads."""
     if depth and isinstance(data, dict):
         return "{" + ",".join(f"{json_text(name)}:{json_text(each, depth - 1)}" for name, each in data.items()) + "}"
     if depth and isinstance(data, list):
@@ -105,7 +105,7 @@ def json_text(data: Any, depth: int = 0) -> str:
 
 
 def _shown(data: bytes) -> str:
-    r"""Write bytes as text, or as OpenAI writes those of a part of a character: ``\xf0\x9f``."""
+    r"""Decode bytes, with incomplete characters as OpenAI writes them: ``\xf0\x9f``."""
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -113,7 +113,7 @@ def _shown(data: bytes) -> str:
 
 
 def _named(data: bytes) -> str:
-    r"""Write bytes as completions have them, where a part of a character is marked: ``bytes:\xf0\x9f``."""
+    r"""Decode bytes, with incomplete characters marked as in completions: ``bytes:\xf0\x9f``."""
     text = _shown(data)
     return text if text.encode() == data else f"bytes:{text}"
 

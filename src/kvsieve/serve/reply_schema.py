@@ -1,4 +1,4 @@
-"""Bodies of replies, as the OpenAPI schema describes them."""
+"""Bodies of replies for the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvsieve.serve.schema import Strict, ToolCall
 
 
 class ErrorDetail(Strict):
-    """An error. param: the request's member that it is about."""
+    """An error. param: the request's member at fault."""
 
     message: str
     type: str
@@ -19,19 +19,19 @@ class ErrorDetail(Strict):
 
 
 class ErrorReply(Strict):
-    """Body of every error, as OpenAI's protocol has it."""
+    """Body of every error, as in OpenAI's protocol."""
 
     error: ErrorDetail
 
 
 class PromptTokensDetails(Strict):
-    """Tokens of a prompt. cached_tokens: those that were found in the store."""
+    """Tokens of a prompt. cached_tokens: those from the prefix cache."""
 
     cached_tokens: int
 
 
 class KVUsage(Strict):
-    """Entries that the first prompt's plan has left; see docs/serving.md."""
+    """Entries kept of the first prompt; see docs/serving.md."""
 
     method: str
     applied: bool
@@ -46,7 +46,7 @@ class KVUsage(Strict):
 
 
 class Usage(Strict):
-    """Tokens of a request, and what was kept."""
+    """Tokens of a request, and kept entries."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -64,13 +64,13 @@ class TopToken(Strict):
 
 
 class TokenLogprob(TopToken):
-    """A token of an answer, and the likeliest in its place."""
+    """A token of an answer, and the likeliest ones at its place."""
 
     top_logprobs: list[TopToken]
 
 
 class ChatLogprobs(Strict):
-    """Likelihoods of a chat's answer."""
+    """Log-probabilities of a chat's answer."""
 
     content: list[TokenLogprob]
     refusal: None
@@ -86,7 +86,7 @@ class AnswerMessage(Strict):
 
 
 class ChatChoice(Strict):
-    """An answer of a chat, and how it has ended."""
+    """An answer of a chat, with its finish reason."""
 
     index: int
     message: AnswerMessage
@@ -111,7 +111,7 @@ class ChatReply(AnyReply):
 
 
 class CompletionLogprobs(Strict):
-    """Likelihoods of a completion's tokens."""
+    """Log-probabilities of a completion's tokens."""
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -120,7 +120,7 @@ class CompletionLogprobs(Strict):
 
 
 class CompletionChoice(Strict):
-    """A continuation, and how it has ended."""
+    """A continuation, with its finish reason."""
 
     index: int
     text: str

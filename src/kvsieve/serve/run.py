@@ -1,4 +1,4 @@
-"""Running the server: model, scheduler, store and application together, from the start to the last answer."""
+"""Running of the server: model, scheduler, store and application, from the start to the last answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvsieve.serve.prepare import Preparer
 from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.signals import ended_by_signals, kept_signals
 
-# Seconds that running answers get once the server gets a signal to stop.
+# Seconds for running answers after a signal to stop.
 _GRACE = 20.0
 
 
@@ -36,24 +36,24 @@ class ServerOptions:
     """Options of a server; see `kvsieve serve --help`.
 
     Attributes:
-        plan: of requests that ask for none.
-        method: how its method is written, without its budget.
-        budget: of it.
-        others: methods that requests may name besides.
+        plan: default plan of requests.
+        method: its method in command-line syntax, without its budget.
+        budget: its budget.
+        others: further methods that requests may name.
         codecs: let requests name a codec.
         limits: of requests.
-        keys: who may ask.
-        store: directory of the store; None for memory alone.
-        store_memory: bytes of it in memory, such as "2GiB"; "0" for no store.
-        store_disk: bytes of the directory.
-        share: let all keys find what was read for any.
+        keys: authorized API keys.
+        store: directory of the prefix cache; None for memory alone.
+        store_memory: its bytes in memory, such as "2GiB"; "0" for no prefix cache.
+        store_disk: its bytes on disk.
+        share: share prefixes between API keys.
         host: address to listen at.
         port: port to listen at; 0 for a free one.
         open: serve every client that reaches the address, without a key.
-        hosts: names that a proxy calls this server by.
-        origins: those of web pages elsewhere that may ask; "*" for all.
+        hosts: further host names of this server, for a proxy.
+        origins: allowed web pages elsewhere; "*" for all.
         name: of the model in requests; None for the name it was loaded by.
-        decode: how tokens are generated; see `attach`.
+        decode: engine of the decoding steps; see `attach`.
         log_prompts: write prompts to the log.
     """
 
@@ -80,7 +80,7 @@ class ServerOptions:
 
 @contextlib.contextmanager
 def application(model: Any, tokenizer: Any, options: ServerOptions, name: str) -> Iterator[FastAPI]:
-    """Make the application with a scheduler that runs inside the block, and ends with it."""
+    """Make the application with a scheduler that runs inside the block."""
     limits = options.limits
     if limits.kv_bytes is None:
         limits = dataclasses.replace(limits, kv_bytes=free_bytes(model.device))
@@ -114,7 +114,7 @@ def _prefixes(options: ServerOptions) -> Prefixes | None:
 
 
 def _hosts(options: ServerOptions) -> tuple[str, ...]:
-    """Names that a request may call this server by: a page elsewhere could else reach one that has no keys."""
+    """Return the allowed host names; otherwise web pages elsewhere could reach a server without keys."""
     guarded = options.hosts or (is_local(options.host) and not options.keys)
     host = f"[{options.host}]" if ":" in options.host else options.host
     return ("localhost", "127.0.0.1", "[::1]", host, *options.hosts) if guarded else ()
@@ -123,7 +123,7 @@ def _hosts(options: ServerOptions) -> tuple[str, ...]:
 def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Callable[[str], None]) -> None:
     """Serve until a signal stops the process; then finish running answers and write the store.
 
-    Raises InputError for an address that cannot be listened at, or that others reach without a key.
+    Raises InputError for an address that is not available, or that others reach without a key.
     """
     check_reach(options.keys, options.host, options.open, options.origins)
     listening = listening_socket(options.host, options.port)
@@ -142,7 +142,7 @@ def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Ca
             ws="none",
             log_level="warning",
             access_log=False,
-            # The scheduler ends what runs; what has not been sent by then is not read.
+            # The scheduler ends running requests; text not sent by then is lost.
             timeout_graceful_shutdown=int(_GRACE) + 10,
             lifespan="off",
         )
@@ -150,7 +150,7 @@ def serve(model: Any, tokenizer: Any, options: ServerOptions, name: str, say: Ca
 
 
 class _Server(uvicorn.Server):
-    """Reports when it listens, and when it gets a signal to stop."""
+    """uvicorn's server that reports when it listens and when a signal stops it."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None], leaving: Callable[[], None]) -> None:
         super().__init__(config)
@@ -166,7 +166,7 @@ class _Server(uvicorn.Server):
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket bound to an address. Raises InputError where it cannot be."""
+    """Return a socket bound to an address. Raises InputError if that fails."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # By its protocol asyncio knows that small pieces are to be sent at once (TCP_NODELAY).
     made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)

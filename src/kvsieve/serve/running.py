@@ -1,4 +1,4 @@
-"""A request whose prompt is read, and what its answers came to."""
+"""A prefilled request with its answers and costs."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kvsieve.serve.ticket import Summary, Ticket
 
 
 class Running:
-    """A request whose prompt is read, and its answers, the first token of each chosen.
+    """A prefilled request and its answers, each with its first token.
 
     Attributes:
         ticket: the request.
-        reading: how its prompt was read.
-        answers: all of them, those that have ended included.
-        kept: the map of what was kept; see Summary.
+        reading: its prefill.
+        answers: all of them, including ended ones.
+        kept: map of kept entries; see Summary.
     """
 
     def __init__(self, ticket: Ticket, reading: PromptReader, logits: Tensor, tokenizer: Any) -> None:
@@ -52,17 +52,17 @@ class Running:
 
     @property
     def going(self) -> int:
-        """Answers that have not ended."""
+        """Answers in progress."""
         return sum(answer.finish is None for answer in self.answers)
 
     def cut(self) -> None:
-        """End all answers where they are."""
+        """End all answers at their current length."""
         for answer in self.answers:
             if answer.finish is None:
                 answer.cut()
 
     def summary(self) -> Summary:
-        """Return what the request cost, now that it has ended."""
+        """Return the costs of the ended request."""
         ticket, first, now = self.ticket, self.answers[0], time.perf_counter()
         stats = stats_of(self.reading.sieve, first.cache, first.times, ticket.came, None)
         return Summary(
@@ -77,10 +77,10 @@ class Running:
 
 
 def next_logits(sieve: Sieve, part: Sequence[tuple[Running, Answer]]) -> Tensor:
-    """Run a pass over the next token of some answers; logits [B, V] on the CPU.
+    """Run a decode pass for some answers; return logits [B, V] on the CPU.
 
-    Several go together, each under its own plan; one alone is run as its plan decodes. Where rotary tables change with
-    the next token, a conversation is read again as generate does.
+    Several share a pass, each under its own plan; a single one decodes as its plan says. If rotary tables change with
+    the next token, a conversation is prefilled again, as in generate.
     """
     at_border = [crosses(sieve, answer.cache) for _, answer in part]
     others = [each for each, at in zip(part, at_border, strict=True) if not at]

@@ -1,4 +1,4 @@
-"""Choosing the next token of an answer."""
+"""Sampling of an answer's next token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvsieve.errors import UnsupportedOptionError
 from kvsieve.hf.generate.config import check_config, config_in_effect, processors_of, who_says
 from kvsieve.serve.ticket import ChosenToken, Order, Sampling, TokenLikelihood
 
-# Attributes of a checkpoint's generation_config that calls of generate follow and answers here do not, and values of
-# each that ask for nothing.
+# Attributes of a checkpoint's generation_config that generate supports and the server does not, with their neutral
+# values.
 _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "num_beams": ("answers are not searched for with beams", (1,)),
     "guidance_scale": ("no second, unconditional pass is run", (1,)),
@@ -23,7 +23,7 @@ _REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 
 def check_generation_config(model: Any) -> None:
-    """Raise UnsupportedOptionError where a checkpoint's generation_config asks for what the server does not do."""
+    """Raise UnsupportedOptionError if a checkpoint's generation_config has settings that the server cannot honour."""
     config = config_in_effect(model)
     for name, (reason, nothing) in _REFUSED.items():
         value = getattr(config, name, None)
@@ -39,10 +39,9 @@ def check_generation_config(model: Any) -> None:
 
 
 def processors_for(model: Any, order: Order) -> LogitsProcessorList:
-    """Return the processors of an answer's logits, new for each answer, because some remember its tokens.
+    """Return new logits processors for an answer, because some remember its tokens.
 
-    They are those that ``model.generate`` would have: all that the checkpoint's generation_config says, and in its
-    place what the order says.
+    They are those of ``model.generate``: from the checkpoint's generation_config, overridden by the order.
     """
     rules, config = order.sampling, copy.deepcopy(model.generation_config)
     config.do_sample, config.temperature = rules.temperature > 0, rules.temperature or None
@@ -50,24 +49,24 @@ def processors_for(model: Any, order: Order) -> LogitsProcessorList:
         value = getattr(rules, name)
         if value is not None:
             setattr(config, name, value)
-    # A likelihood of at least 0 is what all tokens have.
+    # All tokens have a probability of at least 0.
     config.min_p = config.min_p or None
     config.max_new_tokens = order.max_tokens
     config.eos_token_id = None if order.ignore_eos else sorted(order.stop_ids) or None
     if config.eos_token_id is None:
-        # It raises the likelihood of the end, and nothing ends the answer.
+        # It raises the probability of the end token, which cannot end this answer.
         config.exponential_decay_length_penalty = None
     return processors_of(model, config, torch.tensor([order.ids]))
 
 
 class Sampler:
-    """Chooses the tokens of one answer.
+    """Samples the tokens of one answer.
 
     Args:
         rules: of sampling.
         ids: int64 [N], the prompt.
         processors: of the answer's logits, after logit_bias and the penalties that transformers does not have.
-        answer: number of the answer, by which those to one prompt differ.
+        answer: number of the answer, which distinguishes those to one prompt.
     """
 
     def __init__(self, rules: Sampling, ids: Tensor, processors: LogitsProcessorList, answer: int = 0) -> None:
@@ -83,7 +82,7 @@ class Sampler:
             self._generator.manual_seed((seed * 1000003 + answer) % 2**63)
 
     def choose(self, logits: Tensor) -> ChosenToken:
-        """Choose by logits [V]."""
+        """Sample by logits [V]."""
         scores = logits.float()
         log_probs = None if self.rules.logprobs is None else torch.log_softmax(scores, -1)
         if len(self._biased):

@@ -1,4 +1,4 @@
-"""The scheduler: one thread that owns the model, takes requests in turn and runs them together."""
+"""The scheduler: one thread that owns the model and runs requests together, in fair turns."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from kvsieve.serve.ticket import BusyError, ClosingError, Event, Order, StoppedE
 from kvsieve.serve.workload import Workload
 
 _log = logging.getLogger(__name__)
-# Seconds after which a server that closes may have been started again.
+# Seconds after which a closing server may have restarted.
 _RESTART = 30
 
 
 class Scheduler:
-    """Runs requests on one model. `submit`, `state` and `check_plan` are for any thread, all else is its own thread's.
+    """Runs requests on one model. `submit`, `state` and `check_plan` are thread-safe, all else is its own thread's.
 
-    An error of one request ends that request. Where the thread itself ends, all that wait are sent the reason, and
-    further requests are refused with it.
+    An error of one request ends that request. If the thread itself ends, all waiting requests fail with the reason, and
+    so do later ones.
 
     Args:
         sieve: attached for any plan (hf.attach.attached).
         tokenizer: of the model.
         limits: of requests.
-        prefixes: what was read before, to go on with.
+        prefixes: the prefix cache.
     """
 
     def __init__(self, sieve: Sieve, tokenizer: Any, limits: ServerLimits, prefixes: Prefixes | None = None) -> None:
@@ -62,13 +62,13 @@ class Scheduler:
         self._thread.start()
 
     def stop(self, seconds: float) -> None:
-        """End all requests after so long: those that have come by then are answered, as far as that goes."""
+        """End all requests after `seconds`; those submitted so far are answered if there is time."""
         with self._changed:
             self._closing = time.perf_counter() + seconds
             self._changed.notify()
 
     def close(self) -> None:
-        """Take no more requests, end those that run, and write the store."""
+        """Refuse new requests, end running ones, and write the store."""
         with self._changed:
             self._closed = True
         self.stop(0.0)
@@ -77,7 +77,7 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
-        """True while requests are taken."""
+        """True while requests are accepted."""
         return self._thread.is_alive() and self._closing is None and self._ended is None
 
     @property
@@ -86,12 +86,12 @@ class Scheduler:
         return self._work.counts
 
     def submit(self, order: Order, tell: Callable[[Event], None]) -> Ticket:
-        """Let a request wait for its turn; `tell` gets its events, in the scheduler's thread.
+        """Queue a request; `tell` gets its events, in the scheduler's thread.
 
         Raises:
             InputError: it is longer than the model's context.
             TooLargeError: it needs more memory than there is for all.
-            BusyError: too many wait already.
+            BusyError: too many requests wait.
             ClosingError: the server is closing.
             StoppedError: the scheduler's thread has ended.
         """
@@ -125,17 +125,17 @@ class Scheduler:
 
     @property
     def context(self) -> int | None:
-        """Tokens of the model's context, None where it has no end."""
+        """Tokens of the model's context, None if unlimited."""
         return context_of(self.sieve.config)
 
     def state(self) -> dict[str, int]:
-        """Count what is going on now, and bytes reserved."""
+        """Count current requests and reserved bytes."""
         with self._changed:
             queued = len(self._queue)
         return {"queued": queued, **self._work.state(), "kv_limit": self.limits.kv_bytes or 0}
 
     def check_plan(self, plan: Plan) -> Plan:
-        """Return a plan with nothing left open. Raises PlanError or UnsupportedModelError where it cannot run."""
+        """Return a fully specified plan. Raises PlanError or UnsupportedModelError if it cannot run."""
         return under(self.sieve, plan).plan
 
     def _patience(self) -> int:
@@ -165,13 +165,13 @@ class Scheduler:
                 _log.error("the store was not written: %s", type(error).__name__, exc_info=error)
 
     def _go_on(self) -> bool:
-        """Wait for work and do a step of it; False once the server is closed and nothing runs."""
+        """Wait for work and do one step of it; return False once the server is closed and idle."""
         with self._changed:
             while not (self._work or self._closed or len(self._queue)):
                 self._changed.wait()
         try:
             self._let_go()
-            # What came since then is dropped next time.
+            # Later cancellations are handled next time.
             if self._closed and not (self._work or len(self._queue)):
                 return False
             self._admit()
@@ -191,7 +191,7 @@ class Scheduler:
             self._work.fail(ticket, error)
 
     def _end(self, error: BaseException) -> None:
-        """Refuse what comes from here on, and tell all that wait."""
+        """Refuse later requests, and fail all waiting ones."""
         with self._changed:
             self._ended = error
         self._work.fail_all(_stopped(error))
@@ -202,7 +202,7 @@ class Scheduler:
         return self._closing is not None and time.perf_counter() >= self._closing
 
     def _let_go(self) -> None:
-        """Drop what nobody waits for, and what takes too long."""
+        """Drop cancelled requests, and those out of time."""
         now, late = time.perf_counter(), self._late()
 
         def over(ticket: Ticket) -> bool:
@@ -220,7 +220,7 @@ class Scheduler:
         self._work.let_go(over, refusal)
 
     def _admit(self) -> None:
-        """Begin to read what there is room for, in turn."""
+        """Start prefills while there is room, in turn."""
         while True:
             with self._changed:
                 ticket = self._queue.first()

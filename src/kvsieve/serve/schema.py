@@ -1,4 +1,4 @@
-"""Bodies of requests, as OpenAI's protocol has them, with what kvsieve adds in `kv`."""
+"""Bodies of requests in OpenAI's protocol, with kvsieve's additions in `kv`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvsieve.serve.bodies import JsonShape
 
 
 def _whole(value: Any) -> Any:
-    """Return a whole number that JSON writes with a point, such as 100.0, as the int that it is."""
+    """Return a whole number written with a point, such as 100.0, as int."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -28,7 +28,7 @@ Texts = Annotated[list[Text], Field(min_length=1, max_length=1024, fail_fast=Tru
 
 
 def _bounded(arguments: str) -> str:
-    """Check the text of a call's arguments as a body is checked, for it is parsed as well."""
+    """Check the text of a call's arguments like a body, because it is parsed, too."""
     if arguments.lstrip().startswith("{"):
         JsonShape().add(arguments.encode(errors="surrogatepass"))
     return arguments
@@ -38,25 +38,25 @@ Arguments = Annotated[Text, AfterValidator(_bounded)]
 
 
 class Strict(BaseModel):
-    """A body that has no other members than these, and no number as text, or as true and false.
+    """A body without unknown members, and without numbers as text or as true and false.
 
-    A whole number may be written with a point, 100.0 for 100, but for token ids.
+    A whole number, except a token id, may be written with a point: 100.0 for 100.
     """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, strict=True)
 
 
 class KVOptions(Strict):
-    """Wishes for what kvsieve does with this request's prompt, within what the operator allows.
+    """Options of kvsieve for this request's prompt, within the operator's limits.
 
     Attributes:
         method: one of those that /v1/kv lists.
         budget: entries kept per layer and KV head: a share such as "10%", or a number.
-        codec: holds entries in few bits, such as "kivi:bits=4"; "none" for none.
+        codec: quantizes entries, such as "kivi:bits=4"; "none" for none.
         protect: numbers of messages (of a chat), or spans of token numbers (of a completion), never evicted.
-        question: True where the plan is not to see the last message, or so many last tokens.
-        session: goes on with the conversation of this name as a chat does, on what the plan left of earlier turns.
-        map: parts of the prompt in a map of what was kept, returned in `usage.kv.map`.
+        question: True to hide the last message from the plan, or the number of last tokens to hide.
+        session: continue the conversation of this name, as a chat does, on the entries that the plan left.
+        map: number of parts of the prompt in a map of kept entries, returned in `usage.kv.map`.
     """
 
     method: Annotated[str, Field(max_length=100)] | None = None
@@ -76,9 +76,9 @@ class StreamOptions(Strict):
 
 
 class CommonRequest(Strict):
-    """Members that both kinds of requests have. Those that only OpenAI's services know have no effect.
+    """Members of both kinds of requests. Those specific to OpenAI's services have no effect.
 
-    Every member but `model`, `messages` and those of a message may be null, which is as if it were left out.
+    Every member but `model`, `messages` and those of a message may be null, the same as missing.
     """
 
     model: Annotated[str, Field(max_length=300)]
@@ -107,7 +107,7 @@ class CommonRequest(Strict):
 
 
 class FunctionCall(BaseModel):
-    """A function that the model has called."""
+    """A function called by the model."""
 
     name: Annotated[str, Field(max_length=200)]
     arguments: Arguments | None = None
@@ -122,7 +122,7 @@ class ToolCall(BaseModel):
 
 
 class ContentPart(BaseModel):
-    """A part of a message's content. Parts that are no text are refused by name, so what else they have is left out."""
+    """A part of a message's content. Parts other than text are refused by name, so their members are not listed."""
 
     type: Annotated[str, Field(max_length=40)]
     text: Text | None = None
@@ -160,7 +160,7 @@ class Tool(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """The form of the answer; only text is known here."""
+    """The form of the answer; only text is supported."""
 
     type: Literal["text"]
 
@@ -182,7 +182,7 @@ class ChatRequest(CommonRequest):
     response_format: ResponseFormat | None = None
     return_progress: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    # OpenAI's others, of which only the absence can be honoured.
+    # OpenAI's other members, which must be absent.
     audio: None = None
     function_call: None = None
     functions: None = None
@@ -215,7 +215,7 @@ class TokenizeRequest(Strict):
     """Body of /tokenize.
 
     Attributes:
-        add_special_tokens: false leaves out the tokens that the tokenizer puts around any text.
+        add_special_tokens: false omits the special tokens that the tokenizer adds to any text.
         count_only: return the number of tokens without their ids.
     """
 

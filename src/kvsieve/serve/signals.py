@@ -14,13 +14,13 @@ _KINDS = (signal.SIGTERM, signal.SIGINT, *_HANGUPS)
 
 @contextlib.contextmanager
 def ended_by_signals(say: Callable[[str], None]) -> Iterator[None]:
-    """Leave the block at SIGTERM and SIGHUP by SystemExit(0); behind it neither has an effect.
+    """Leave the block at SIGTERM and SIGHUP by SystemExit(0); after it both are ignored.
 
     uvicorn handles SIGTERM and SIGINT first, and raises them again once all replies are sent: by default that ends the
-    process, before the store is written. A SIGHUP that is ignored, as under nohup, stays so.
+    process before the store is written. A SIGHUP that is ignored, as under nohup, stays so.
 
     Args:
-        say: gets a line where a Ctrl-C behind the block is left without effect. One more interrupts.
+        say: gets a line if a Ctrl-C after the block is ignored. A second one interrupts.
     """
 
     def leave(*_: object) -> None:
@@ -50,7 +50,7 @@ def ended_by_signals(say: Callable[[str], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_signals() -> Iterator[None]:
-    """Handle the signals behind the block as before it."""
+    """Restore the handlers of signals after the block."""
     before = {kind: signal.getsignal(kind) for kind in _KINDS}
     try:
         yield

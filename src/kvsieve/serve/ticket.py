@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it: its orders, and the events of its answers."""
+"""A request in the scheduler: its order, and the events of its answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvsieve.serve.tools import CallForm
 
 
 class BusyError(KvsieveError):
-    """The server is full. retry_after: seconds after which it is worth asking again."""
+    """The server is full. retry_after: seconds after which to retry."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
@@ -23,33 +23,32 @@ class BusyError(KvsieveError):
 
 
 class ClosingError(BusyError):
-    """The server is closing, and a request was not begun or not read in the time that was left."""
+    """The server is closing, and had no time left for a request."""
 
 
 class StoppedError(KvsieveError):
-    """The scheduler's thread has ended, so no request is answered any more."""
+    """The scheduler's thread has ended, so no request can be answered."""
 
 
 class TooLargeError(KvsieveError):
-    """A request that this server never has room for."""
+    """A request that never fits this server's memory."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rules by which tokens are chosen.
+    """Rules of sampling.
 
     Attributes:
         temperature: 0 takes the likeliest token.
-        top_p: least share of likelihood that is chosen among; None for what the checkpoint's generation_config says,
-            as for the next three.
-        top_k: most tokens that are chosen among, 0 for all.
-        min_p: least likelihood, relative to the likeliest token's.
-        repetition_penalty: divides logits of tokens that occurred, the prompt's too.
-        presence_penalty: taken from logits of tokens that the answer has.
-        frequency_penalty: the same, for each time.
+        top_p: probability mass to sample from; None for the checkpoint's generation_config, also for the next three.
+        top_k: most tokens to sample from, 0 for all.
+        min_p: least probability, relative to the likeliest token's.
+        repetition_penalty: divides logits of tokens that occurred, including the prompt's.
+        presence_penalty: subtracted from logits of tokens in the answer.
+        frequency_penalty: the same, per occurrence.
         bias: added to logits, by token id.
-        seed: of the draws; None for one drawn at random.
-        logprobs: likeliest tokens to tell with each token; None tells no likelihood.
+        seed: of the draws; None for a random one.
+        logprobs: number of likeliest tokens to return with each token; None for no log-probabilities.
     """
 
     temperature: float = 0.0
@@ -66,7 +65,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TokenLikelihood:
-    """A token, and the logarithm of its likelihood before sampling rules."""
+    """A token, and its log-probability before sampling rules."""
 
     id: int
     logprob: float
@@ -74,10 +73,10 @@ class TokenLikelihood:
 
 @dataclass(frozen=True)
 class ChosenToken:
-    """A token that was chosen.
+    """A sampled token.
 
     Attributes:
-        own: it.
+        own: the token.
         top: the likeliest tokens.
         offset: characters of the answer before it.
     """
@@ -92,7 +91,7 @@ class PromptProgress:
     """Progress of a prefill.
 
     Attributes:
-        done: tokens whose KV exists, those from the store included.
+        done: tokens with KV, including those from the store.
         cached: tokens from the store.
         total: tokens of the prompt.
         seconds: since the prefill began.
@@ -110,9 +109,9 @@ class AnswerPart:
 
     Attributes:
         answer: number of the answer, 0 to n - 1.
-        text: may be empty, where a character is not complete yet.
-        tokens: chosen since the last piece, where likelihoods were asked for.
-        finish: "stop", "length", or None while the answer goes on.
+        text: may be empty, if a character is incomplete.
+        tokens: chosen since the last piece, if log-probabilities were requested.
+        finish: "stop", "length", or None while the answer is in progress.
         progress: of the prefill, in parts before the first token only.
     """
 
@@ -129,10 +128,10 @@ class Summary:
 
     Attributes:
         prompt_tokens: of the prompt.
-        cached_tokens: of those, found in the store.
+        cached_tokens: of those, from the store.
         new_tokens: of all answers.
         stats: of the first answer.
-        kept: share of layers and heads that held each part of the prompt at its end, where a map was asked for.
+        kept: share of layers and heads that kept each part of the prompt, if a map was requested.
         seconds: from the request to its end.
         ttft_s: from the request to the first token.
     """
@@ -151,25 +150,25 @@ Event = AnswerPart | Summary | Exception
 
 @dataclass(frozen=True)
 class Order:
-    """A request, checked.
+    """A checked request.
 
     Attributes:
         ids: the prompt's token ids.
-        plan: that it is read under.
+        plan: of the prompt.
         max_tokens: of an answer.
         sampling: rules.
-        answers: how many.
-        stops: texts that end an answer and are left out of it.
+        answers: their number.
+        stops: texts that end an answer and are not part of it.
         stop_ids: tokens that end an answer.
         constraints: on the prompt.
-        owner: whose request it is.
-        session: conversation that it goes on with; None for a prompt of its own.
-        bins: parts of the prompt in the map of what was kept; 0 for none.
-        ignore_eos: go on to `max_tokens` whatever the model writes.
-        notes: sent with the answer, beside the notes of its statistics.
-        continues: the answer goes on with the prompt's text, so it may begin with a space.
+        owner: of the request.
+        session: conversation to continue; None for none.
+        bins: parts of the prompt in the map of kept entries; 0 for none.
+        ignore_eos: generate `max_tokens` regardless of end tokens.
+        notes: sent with the answer, besides the notes of its statistics.
+        continues: the answer continues the prompt's text, so it may begin with a space.
         echo: text before the answers in the reply.
-        calls: the way in which an answer calls tools; None where it is text alone.
+        calls: form of tool calls; None for text alone.
         progress: report the progress of the prefill.
     """
 
@@ -194,13 +193,13 @@ class Order:
 
 @dataclass(eq=False)
 class Ticket:
-    """A request on its way through the scheduler.
+    """A request in the scheduler.
 
     Attributes:
         order: the request.
         tell: called with events, in the scheduler's thread; the last one is a Summary or an error.
         wake: called when the ticket was cancelled.
-        came: when it came, in seconds.
+        came: time of arrival, in seconds.
     """
 
     order: Order
@@ -211,10 +210,10 @@ class Ticket:
 
     @property
     def cancelled(self) -> bool:
-        """True once nobody waits for it any more."""
+        """True if the client has left."""
         return self._cancelled.is_set()
 
     def cancel(self) -> None:
-        """Let what it takes be freed at the next token border."""
+        """Free its memory at the next token border."""
         self._cancelled.set()
         self.wake()

@@ -1,4 +1,4 @@
-"""Tool calls in an answer's text, as the model's chat template has it write them."""
+"""Tool calls in an answer's text, in the form of the model's chat template."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from kvsieve.turns import render
 # Hermes' and Qwen's way.
 MARK, _END = "<tool_call>", "</tool_call>"
 _NAME = "kvsieve_probe"
-# Llama 3's way: the object by itself.
+# Llama 3's way: only the object.
 _BARE = re.compile(rf'(?<!\[)\s*\{{\s*"name"\s*:\s*"{_NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*\{{\s*\}}')
 _LETTERS = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
 class CallForm:
-    """The way in which a model writes calls of tools.
+    """The form in which a model writes tool calls.
 
     Attributes:
         marked: a JSON object between `<tool_call>` and `</tool_call>`.
-        bare: tools that an answer calls which is nothing but a JSON object.
+        bare: tools that an answer may call by consisting of a JSON object only.
     """
 
     marked: bool = True
     bare: frozenset[str] = frozenset()
 
     def may_begin(self, text: str) -> bool:
-        """Tell whether a text, or what it may become, is a call."""
+        """Return whether a text is, or may become, a call."""
         begun = text.lstrip()
         marks = [mark for mark, used in ((MARK, self.marked), ("{", bool(self.bare))) if used]
         return not begun or any(begun.startswith(each) or each.startswith(begun) for each in marks)
 
 
 def form_of(tokenizer: Any, names: Collection[str]) -> CallForm | None:
-    """Return the way in which a chat template writes calls, None where it writes none that are found in an answer.
+    """Return the form of a chat template's calls, or None if they cannot be found in an answer.
 
     Args:
         tokenizer: with a chat template.
@@ -66,15 +66,15 @@ def form_of(tokenizer: Any, names: Collection[str]) -> CallForm | None:
 
 
 def new_id() -> str:
-    """Return a call's id, of nine letters and digits, which are all that some templates take."""
+    """Return a call's id of nine letters and digits, the only ones that some templates accept."""
     return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 def split_calls(text: str, form: CallForm = CallForm()) -> tuple[str, list[dict[str, Any]]]:
-    """Take the tool calls out of an answer's text.
+    """Separate the tool calls from an answer's text.
 
     Returns:
-        What is left of the text, and the calls as OpenAI's protocol has them; a call that is no JSON stays text.
+        The rest of the text, and the calls in OpenAI's protocol; invalid JSON stays text.
     """
     if form.marked and MARK in text:
         parts = list(_marked(text))
@@ -87,7 +87,7 @@ def split_calls(text: str, form: CallForm = CallForm()) -> tuple[str, list[dict[
 
 
 def _marked(text: str) -> Iterator[str | dict[str, Any]]:
-    """Yield calls, and the text before, between and behind them."""
+    """Yield calls, and the text before, between and after them."""
     at = 0
     while (begin := text.find(MARK, at)) >= 0:
         yield text[at:begin]

@@ -1,4 +1,4 @@
-"""Requests that are read and answered: one step at a time, none of which an error of one request ends."""
+"""Requests in prefill and decode, run one step at a time; an error of one request does not end others."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _log = logging.getLogger(__name__)
 
 
 class Workload:
-    """Requests that are read and answered. All but `state` and `needs` is for the scheduler's thread.
+    """Requests in prefill and decode. All but `state` and `needs` is for the scheduler's thread.
 
     Attributes:
-        counts: what was done so far.
+        counts: totals so far.
         bytes: KV bytes by tokens.
         seconds: of the last requests, from each to its end.
     """
@@ -45,7 +45,7 @@ class Workload:
         prefixes: Prefixes,
         nobody_waits: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Begin with nothing to do. nobody_waits: tells that no request waits to be begun."""
+        """Start idle. nobody_waits: returns whether the queue is empty."""
         self.under, self.sieve, self.tokenizer, self.limits, self.prefixes = under, sieve, tokenizer, limits, prefixes
         self._nobody_waits = nobody_waits
         self.counts: collections.Counter[str] = collections.Counter()
@@ -60,7 +60,7 @@ class Workload:
         return bool(self._reading or self._running)
 
     def state(self) -> dict[str, int]:
-        """Count what is read and answered now, and bytes reserved."""
+        """Count current prefills and answers, and reserved bytes."""
         return {
             "reading": len(self._reading),
             "running": sum(each.going for each in list(self._running)),
@@ -73,7 +73,7 @@ class Workload:
         return self.bytes.of(len(order.ids)) + order.answers * self.bytes.of(order.max_tokens + room)
 
     def has_room(self, order: Order) -> bool:
-        """Tell that a request may begin beside those that are read and answered."""
+        """Return whether a request fits beside the current ones."""
         rows = sum(each.going for each in self._running) + sum(each.ticket.order.answers for each in self._reading)
         if rows and rows + order.answers > self.limits.running:
             return False
@@ -81,7 +81,7 @@ class Workload:
         return most is None or sum(self._held.values()) + self.needs(order) <= most
 
     def begin(self, ticket: Ticket) -> None:
-        """Begin to read a request's prompt, behind what the store has of it."""
+        """Start the prefill of a request after its prefix hit."""
         self._held[ticket] = self.needs(ticket.order)
         try:
             sieve = self.under.of(ticket.order.plan)
@@ -94,7 +94,7 @@ class Workload:
             self.fail(ticket, error)
 
     def step(self) -> None:
-        """Give every answer its next token, and read on in the prompt whose turn it is."""
+        """Decode a token of every answer, and continue the prefill that is next in turn."""
         if self._running:
             with self.pace.decoding():
                 self._decode()
@@ -102,7 +102,7 @@ class Workload:
             self._read()
 
     def let_go(self, over: Callable[[Ticket], bool], refusal: Callable[[str], BusyError]) -> None:
-        """End what nobody waits for, and what `over` tells to have taken too long; `refusal` makes the reason."""
+        """End cancelled requests, and those that `over` finds out of time, with the error of `refusal`."""
         for reading in [each for each in self._reading if each.ticket.cancelled or over(each.ticket)]:
             self._reading.remove(reading)
             self._stop(reading)
@@ -120,7 +120,7 @@ class Workload:
                     self._finish(running)
 
     def fail_all(self, error: Exception) -> int:
-        """End all requests that are read and answered with an error; returns how many there were."""
+        """End all current requests with an error; return their number."""
         reading, running = list(self._reading), list(self._running)
         self._reading.clear()
         self._running.clear()
@@ -139,7 +139,7 @@ class Workload:
         self.end(ticket, error)
 
     def end(self, ticket: Ticket, event: Event | None) -> None:
-        """Free what a ticket holds, and send its last event."""
+        """Free a ticket's memory, and send its last event."""
         self._held.pop(ticket, None)
         if event is None or ticket.cancelled:
             self.counts["cancelled"] += 1
@@ -151,7 +151,7 @@ class Workload:
             _log.error("nobody took the end of a request: %s", type(error).__name__, exc_info=error)
 
     def _read(self) -> None:
-        """Read the prompt whose turn it is, for as long as running answers can wait."""
+        """Continue the prefill that is next in turn, for as long as running answers can wait."""
         reading = self._reading.popleft()
         self.pace.begin(waits=bool(self._running), alone=None if self._reading else self._nobody_waits)
         try:
@@ -165,13 +165,13 @@ class Workload:
             self.fail(reading.ticket, error)
 
     def _joins(self) -> bool:
-        """Tell that passes over several chunks compute what passes over each do; found out once."""
+        """Return whether a pass over several chunks computes the same as one per chunk; tested once."""
         if self._rows_alone is None:
             self._rows_alone = rows_are_alone(self.sieve.decoder, self.limits.chunk)
         return self._rows_alone
 
     def _answer(self, reading: PromptReader) -> None:
-        """Choose the first tokens behind a prompt that is read."""
+        """Choose the first tokens after a prefill."""
         ticket, logits = reading.ticket, reading.logits
         assert logits is not None
         order = ticket.order
@@ -186,7 +186,7 @@ class Workload:
             self._finish(running)
 
     def _decode(self) -> None:
-        """Run one pass over the next token of every answer."""
+        """Run a decode pass for every answer."""
         going = [(running, answer) for running in self._running for answer in running.answers if not answer.finish]
         together = [each for each in going if joins(each[1].cache)]
         parts = [together] if together else []
@@ -198,11 +198,11 @@ class Workload:
                 self._finish(running)
 
     def _pass(self, part: Sequence[tuple[Running, Answer]]) -> None:
-        """Run one pass over the next token of some answers."""
+        """Run a decode pass for some answers."""
         try:
             logits = next_logits(self.sieve, part)
         except Exception as error:
-            # Caches that the pass has not begun to change go on alone, where only the answer at fault fails again.
+            # Caches that the pass has not changed continue alone, where only the answer at fault fails again.
             alone = [each for each in part if len(part) > 1 and each[1].cache.status == "ready"]
             left = [running for running, answer in part if (running, answer) not in alone]
             self._drop({id(running): running for running in left}.values(), error)
@@ -253,7 +253,7 @@ class Workload:
         self._store(self.prefixes.at_border, reading, left)
 
     def _store(self, put: Callable[..., None], *what: Any) -> None:
-        """Let the store take something in. The answer does not depend on it, so no error of the store ends one."""
+        """Store a prefix. The answer does not depend on it, so errors of the store do not end it."""
         try:
             put(*what)
         except Exception as error:
