@@ -34,7 +34,7 @@ import torch
 
 import kvsieve
 from kvsieve.bench.prompts import text_ids
-from kvsieve.hf.reuse import Stored
+from kvsieve.hf.reuse import StoredPrefixes
 from kvsieve.models.families import build
 from kvsieve.named import plan_without_floor
 from kvsieve.report.environment import environment, write_result
@@ -82,9 +82,9 @@ def document(given: argparse.Namespace) -> dict[str, Any]:
         with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve, store:
             sieve.generate(asked[:, :64], max_new_tokens=2, do_sample=False)
             if given.unbroken:
-                first = round(Stored(store).generate(sieve, asked, **how).stats.ttft_s, 3)
+                first = round(StoredPrefixes(store).generate(sieve, asked, **how).stats.ttft_s, 3)
             before = store.stats()
-            found = Stored(store).generate(sieve, ids, **how)
+            found = StoredPrefixes(store).generate(sieve, ids, **how)
             now = store.stats()
             anew = sieve.generate(ids, **how)
     return {
@@ -120,7 +120,7 @@ def fill(given: argparse.Namespace) -> None:
     plan = plan_without_floor(given.method, **METHODS[given.method])
     with kvsieve.attach(model, plan, tokenizer=tokenizer) as sieve:
         store = PrefixStore(given.folder)
-        result = Stored(store).generate(sieve, ids, chunk=CHUNK, **options(model, tokenizer, 16))
+        result = StoredPrefixes(store).generate(sieve, ids, chunk=CHUNK, **options(model, tokenizer, 16))
         assert store.flush()
         print(json.dumps(round(result.stats.ttft_s, 3)), flush=True)
         signal.pause()

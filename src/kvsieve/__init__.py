@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvsieve.budget import Budget
 from kvsieve.errors import KvsieveError, KvsieveWarning
+from kvsieve.loading import PROVIDED
 from kvsieve.version import __version__
 
 if TYPE_CHECKING:
@@ -59,6 +60,21 @@ _HOME = {
 
 # Who wants to see what is logged adds a handler, or calls logging.basicConfig.
 logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def _load_methods() -> None:
+    """Import kvsieve's own methods, which registers them."""
+    import kvsieve.methods  # noqa: F401
+
+
+def _settle(plan: Plan, model: Any, tokenizer: Any) -> Plan:
+    """See Plan.for_model."""
+    from kvsieve.hf.model.settle import plan_for
+
+    return plan_for(plan, model, tokenizer)
+
+
+PROVIDED.update(load_methods=_load_methods, settle=_settle)
 
 
 def __getattr__(name: str) -> Any:

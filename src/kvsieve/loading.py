@@ -1,25 +1,25 @@
-"""Loading by name of what is above: methods, also those of installed packages, and the sizes of models' caches."""
+"""Loading what registers itself: kvsieve's own methods, and those of installed packages."""
 
 from __future__ import annotations
 
-import importlib
 import threading
 import warnings
 from collections.abc import Callable
-from importlib import metadata
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from kvsieve.errors import KvsieveWarning
 
-# The package whose import registers kvsieve's own methods.
+if TYPE_CHECKING:
+    from importlib import metadata
+
+# The package whose methods are kvsieve's own.
 BUILT_IN = "kvsieve.methods"
-# The module that makes entries of budgets in bytes, for which transformers is needed.
-_MEMORY = "kvsieve.hf.model.memory"
-_PROVIDED: dict[str, Callable[..., Any]] = {}
 # Entry points of other packages: their names are those of methods, loading one registers it.
 ENTRY_POINTS = "kvsieve.methods"
 # The canonical name of every registered method -> the module that registered it.
 REGISTERED: dict[str, str] = {}
+# Functions of modules above, by what they do for those below: "load_methods", and "settle" for `Plan.for_model`.
+PROVIDED: dict[str, Callable[..., Any]] = {}
 _loading = threading.RLock()
 _loaded = False
 
@@ -36,10 +36,12 @@ def load_methods() -> None:
     """
     global _loaded
     with _loading:
-        importlib.import_module(BUILT_IN)
+        PROVIDED["load_methods"]()
         if _loaded:
             return
         _loaded = True
+        from importlib import metadata
+
         for point in metadata.entry_points(group=ENTRY_POINTS):
             why = _why_not_loaded(point)
             if why is not None:
@@ -54,28 +56,6 @@ def warn_left_out(what: str, point: metadata.EntryPoint, why: str) -> None:
         KvsieveWarning,
         stacklevel=4,
     )
-
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def provides(what: str) -> Callable[[F], F]:
-    """Return the decorator of a function that modules below call by what it does; see `provided`."""
-
-    def add(function: F) -> F:
-        _PROVIDED[what] = function
-        return function
-
-    return add
-
-
-def provided(what: str) -> Callable[..., Any]:
-    """Return the function that a module above provides: "settle" of a Plan's parameters, "fit_budgets" in bytes."""
-    if what == "fit_budgets":
-        importlib.import_module(_MEMORY)
-    else:
-        load_methods()
-    return _PROVIDED[what]
 
 
 def _why_not_loaded(point: metadata.EntryPoint) -> str | None:

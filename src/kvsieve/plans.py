@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvsieve.budget import Budget
 from kvsieve.display import brief, html_table
 from kvsieve.errors import PlanError, short
-from kvsieve.loading import load_methods, provided
+from kvsieve.loading import PROVIDED
+from kvsieve.plan_files import as_json, read_record, read_role
 from kvsieve.profiles import Fingerprint
 from kvsieve.roles import (
     ChunkedEvictor,
     Codec,
     DraftPropagator,
     Evictor,
-    Loaded,
     ProbingEvictor,
     Propagator,
     Reader,
@@ -26,8 +24,6 @@ from kvsieve.roles import (
     byte_budgets,
     check_together,
     floor_of,
-    role_class,
-    role_name,
 )
 from kvsieve.roles.codec import ASKED
 from kvsieve.unset import SettledParameters, Unset
@@ -40,11 +36,7 @@ ROLES: dict[str, type[Role]] = {
     "codec": Codec,
     "rest": Codec,
 }
-_READ: dict[str, Callable[[Any], Any]] = {
-    "name": str,
-    "profile": lambda value: _record(Fingerprint, value),
-    "unset": lambda value: _record(Unset, value),
-}
+_RECORDS: dict[str, type[Fingerprint] | type[Unset]] = {"profile": Fingerprint, "unset": Unset}
 _EXAMPLES = {
     "propagate": "propagate=TSP(rate=0.2)",
     "evict": "evict=SnapKV(budget=0.2)",
@@ -201,18 +193,14 @@ class Plan:
         role that was replaced, stays. Raises PlanError for a method that needs a profile where there is none, and for a
         profile whose parameters cannot be used. Budgets in bytes become entries; of a Fingerprint alone they stay.
         """
-        out = self
-        if self.budgets_in_bytes and not isinstance(model, Fingerprint):
-            out = provided("fit_budgets")(out, model)
-        if out.unset is not None:
-            out = provided("settle")(out, out.unset, model, tokenizer)
-        return out if tokenizer is None else out.for_tokenizer(tokenizer)
+        settled: Plan = PROVIDED["settle"](self, model, tokenizer)
+        return settled
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready description that `Plan.from_dict` reads back."""
         out: dict[str, Any] = {"name": self.name}
         for role in self.roles:
-            out[role] = _plain(getattr(self, role))
+            out[role] = as_json(getattr(self, role))
         if self.profile is not None:
             out["profile"] = dataclasses.asdict(self.profile)
         if self.unset is not None:
@@ -229,45 +217,12 @@ class Plan:
             raise PlanError(f"a plan is read from what Plan.to_dict() made, a dict, got {short(data)}")
         parts: dict[str, Any] = {}
         for key, value in data.items():
-            if key in _READ:
-                parts[key] = _READ[key](value)
-                continue
-            if key not in ROLES:
+            if key == "name":
+                parts[key] = str(value)
+            elif key in _RECORDS:
+                parts[key] = read_record(_RECORDS[key], value)
+            elif key in ROLES:
+                parts[key] = read_role(key, value)
+            else:
                 raise PlanError(f"cannot read a plan with {key}=: it is none of its roles, {', '.join(ROLES)}")
-            parts[key] = _made(key, value)
         return cls(**parts)
-
-
-def _record(kind: type[Any], value: Any) -> Any:
-    try:
-        return kind(**value)
-    except (TypeError, AttributeError) as error:
-        raise PlanError(f"cannot read a plan with the {kind.__name__.lower()} {short(value)}: {error}") from error
-
-
-def _plain(value: Any) -> Any:
-    """A role, its class under "type", or a field of one, as JSON has it."""
-    if isinstance(value, Budget):
-        return str(value)
-    if isinstance(value, Loaded):
-        return value.name
-    if dataclasses.is_dataclass(value):
-        fields = {each.name: _plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-        return {"type": role_name(type(value)), **fields}
-    return value
-
-
-def _made(name: str, value: Any) -> Any:
-    """The inverse of `_plain`, for the value of field `name`."""
-    if not isinstance(value, dict) or ("type" not in value and name not in ROLES):
-        return value
-    kind = value.get("type")
-    load_methods()
-    role = role_class(str(kind))
-    if role is None:
-        raise PlanError(f"cannot read a plan with {name}={kind!r}: not a role class of this version of kvsieve")
-    fields = {each: _made(each, given) for each, given in value.items() if each != "type"}
-    try:
-        return role(**fields)
-    except TypeError as error:
-        raise PlanError(f"cannot read a plan with {name}={short(value)}: {error}") from error

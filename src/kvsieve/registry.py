@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import typing
 from abc import ABC, abstractmethod
@@ -180,7 +179,7 @@ def register_method(
     def add(made: Made) -> Made:
         key = canonical(name)
         if not made.__module__.startswith(BUILT_IN):
-            importlib.import_module(BUILT_IN)
+            loading.PROVIDED["load_methods"]()
         if key in _METHODS:
             raise PlanError(f"a method named {name!r} is registered already, by {_METHODS[key].make.__module__}")
         make: Callable[..., Plan] = _maker(made, budget) if isinstance(made, type) else made

@@ -10,7 +10,6 @@ from typing import Any
 from kvsieve.budget import Budget
 from kvsieve.defaults import PAPER, digits_per_token, paper_model, published
 from kvsieve.errors import PlanError
-from kvsieve.loading import provides
 from kvsieve.parameters import inherited_fields
 from kvsieve.plans import ROLES, Plan
 from kvsieve.profiles import Fingerprint, Profile, load_profile, profiles_of
@@ -23,14 +22,16 @@ from kvsieve.registry import (
     shared_options,
 )
 from kvsieve.roles import Codec, DelegatingEvictor, Evictor, Role, SparsePrefill, with_floor
-from kvsieve.unset import SettledParameters, Unset
+from kvsieve.unset import SettledParameters
 
 _DERIVED = "the model's depth and tokenizer"
 
 
-@provides("settle")
-def _settle(plan: Plan, unset: Unset, model: Any, tokenizer: Any) -> Plan:
-    """Return a plan made by name with what comes with the model; see Plan.for_model."""
+def settled(plan: Plan, model: Any, tokenizer: Any) -> Plan:
+    """Return a plan with the parameters that come with the model, if it was made by name; see Plan.for_model."""
+    unset = plan.unset
+    if unset is None:
+        return plan
     shape = model if isinstance(model, Fingerprint) else Fingerprint.of(model)
     info, given = method_info(unset.method), unset.given
     before, after = plan_of(info, given), _on_model(info, given, shape, digits_per_token(tokenizer))

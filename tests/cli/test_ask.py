@@ -239,10 +239,10 @@ def test_full_kv_in_the_store_serves_longer_documents(cli, model_dir, document, 
 @pytest.mark.parametrize(
     ("command", "method", "told"),
     [
-        ("ask", "full,gemfilter", "a store has nothing for gemfilter: it does not go on"),
-        ("ask", "full,xattention", "a store has nothing for xattention: it does not go on from a prefill"),
+        ("ask", "full,gemfilter", "the store cannot serve this prompt: gemfilter reads the whole conversation again"),
         ("run", "gemfilter", "the store cannot serve this prompt: gemfilter reads the whole conversation again"),
         ("chat", "gemfilter", "the store cannot serve this prompt: gemfilter reads the whole conversation again"),
+        ("serve", "gemfilter", "the store cannot serve this prompt: gemfilter reads the whole conversation again"),
     ],
 )
 def test_what_no_store_can_serve_is_refused_before_a_model_is_loaded(
@@ -253,6 +253,7 @@ def test_what_no_store_can_serve_is_refused_before_a_model_is_loaded(
         "ask": (document, "--question", "w1", "--model", model_dir, "--methods", method),
         "run": (model_dir, "--prompt-file", document, "--method", method),
         "chat": (model_dir, "--method", method),
+        "serve": (model_dir, "--method", method),
     }[command]
     code, _, err = cli(command, *prompt, "--store", tmp_path / "store")
     assert code == 2 and told in err

@@ -8,6 +8,7 @@ import json
 import pytest
 
 import kvsieve
+from kvsieve.hf.runtime import AttachedModel
 from kvsieve.models.families import build
 from toy_words import word_tokenizer
 
@@ -67,6 +68,28 @@ def test_many_prompts_are_answered_as_each_alone(cli, model_dir, tmp_path):
         alone = single(cli, model_dir, texts[row["index"]])
         assert row["answer"] == alone["answer"] and row["parameters"] == alone["parameters"]
         assert row["stats"]["kv_entries"] == [16] * 4 and row["label"] == "snapkv:window=4:budget=16"
+
+
+def test_long_prompts_share_their_prefills(cli, model_dir, tmp_path, monkeypatch):
+    texts, fed = [words(90), words(120, 3)], []
+    alone = [single(cli, model_dir, text)["answer"] for text in texts]
+    (tmp_path / "prompts.txt").write_text("\n".join(texts))
+    feed = AttachedModel.feed
+    monkeypatch.setattr(
+        AttachedModel,
+        "feed",
+        lambda self, cache, ids, *a, **k: fed.append(ids.shape[1]) or feed(self, cache, ids, *a, **k),
+    )
+    given = ("run", model_dir, "--prompts-file", tmp_path / "prompts.txt", *OPTIONS, "--compare", "full")
+    for least, order in ((1024, [(0, 0), (1, 0), (0, 1), (1, 1)]), (100, [(0, 0), (0, 1), (1, 0), (1, 1)])):
+        del fed[:]
+        monkeypatch.setattr("kvsieve.cli.answers._LONG", least)
+        found = rows(cli(*given)[1])
+        assert [(row["index"], int(row["method"] == "snapkv")) for row in found] == order
+        assert [row["answer"] for row in found if row["method"] == "snapkv"] == alone
+        assert all(row.get("shared_prefill_s") for row in found) == (least == 100)
+    # Each prompt once, and its last 32 tokens under both methods.
+    assert sum(fed) <= 90 + 120 + 4 * 32 + 2 * 32
 
 
 def test_prompts_as_lines_of_json(cli, tmp_path, monkeypatch):

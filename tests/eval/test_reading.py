@@ -12,6 +12,7 @@ from kvsieve.eval.reading import DocumentReader
 from kvsieve.hf.prompt.options import ReadOptions
 from kvsieve.hf.shared import read_alone
 from kvsieve.models.families import build
+from kvsieve.store import PrefixStore
 from small import plan_of, stored
 
 FULL = kvsieve.plan("full")
@@ -118,3 +119,18 @@ def test_methods_generate_from_one_beginning_as_each_alone(model):
         assert torch.equal(shared.sequences, alone[name].sequences), name
         assert shared.stats.kv_entries == alone[name].stats.kv_entries, name
     assert set(alone) == set(KINDS.split())
+
+
+def test_a_stored_conversation_is_the_beginning_of_a_document(model):
+    """Its turns are none of the prompt that goes on from it."""
+    plans, document = [FULL, plan_of("snapkv", model)], tokens(90, 1)
+    with PrefixStore() as store:
+        with kvsieve.attach(model, FULL) as sieve:
+            cache = sieve.prefill(document[:, :30])
+            store.add(sieve, document[0, :58], sieve.prefill(document[:, :58], cache=cache), 1.0)
+        reader = DocumentReader(model, None, store)
+        state = reader.after_context(plans, document, 8)[1]
+    alone = DocumentReader(model, None).after_context(plans, document, 8)[1]
+    assert reader.prefix.stored == 58
+    same(state, alone.cache, alone.logits, "snapkv")
+    assert state.cache.conversation.acted == alone.cache.conversation.acted == ((0, 90),)

@@ -381,7 +381,7 @@ def test_pieces_are_whole_characters(text):
 def test_a_retry_ends_as_if_the_first_answer_had_not_been(model, tokenizer, name):
     plan = kvsieve.plan(name, **PLANS[name]).for_tokenizer(tokenizer)
     with kvsieve.attach(model, plan) as sieve:
-        chat, other = (sieve.chat(tokenizer, "w9", **PLAIN) for _ in range(2))
+        chat, other = (sieve.chat(tokenizer, "w9", retry=retry, **PLAIN) for retry in (True, False))
         for one in (chat, other):
             one.ask(words(1, 60))
         chat.ask(words(2, 60), max_new_tokens=5)
@@ -400,7 +400,7 @@ def test_a_retry_ends_as_if_the_first_answer_had_not_been(model, tokenizer, name
 
 
 def test_a_retry_draws_anew_and_needs_a_turn(tokenizer, full, tmp_path):
-    chat = full.chat(tokenizer, **PLAIN)
+    chat = full.chat(tokenizer, retry=True, **PLAIN)
     chat.read(words(1))
     with pytest.raises(InputError, match="no turn to answer again"):
         chat.retry()
@@ -411,7 +411,7 @@ def test_a_retry_draws_anew_and_needs_a_turn(tokenizer, full, tmp_path):
     assert len({tuple(chat.retry(do_sample=True).tokens) for _ in range(4)}) > 1
     assert chat.messages[0] == message and len(chat.messages) == 2 and chat.context is None
     chat.save(tmp_path / "chat")
-    for none in (chat.fork(), full.chat(tokenizer, load=tmp_path / "chat")):
+    for none in (chat.fork(), full.chat(tokenizer, load=tmp_path / "chat", retry=True)):
         with pytest.raises(InputError, match="loaded or forked"):
             none.retry()
     chat.read("w2")
@@ -586,8 +586,10 @@ def test_many_turns_with_forks_and_rollbacks(tokenizer, name):
         assert chat.cache.entries() == straight.cache.entries() and len(chat.turns) == MANY
         assert chat.cache.nbytes() == straight.cache.nbytes()
         gc.collect()
-        # The chat's own state, and that before its last turn, for `retry`.
-        assert not [each for each in gone if each() is not None] and len(chat.cache._snapshots) == 2
+        # The chat's own state, and no other.
+        assert not [each for each in gone if each() is not None] and len(chat.cache._snapshots) == 1
+        with pytest.raises(InputError, match="make the chat with sieve.chat"):
+            chat.retry()
         if name == "rocketkv-mt":
             return
         if name == "snapkv":

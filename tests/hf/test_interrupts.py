@@ -47,7 +47,7 @@ def sieve():
 
 @pytest.fixture
 def chat(sieve):
-    made = sieve.chat(chat_tokenizer(), **OPTIONS)
+    made = sieve.chat(chat_tokenizer(), retry=True, **OPTIONS)
     made.ask("w1 w2 w3 w4 w5 w6 w7 w8 w9 w10 w11 w12 w13")
     return made
 

@@ -17,7 +17,7 @@ from kvsieve.plans import Plan
 from kvsieve.serve import workload
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.plan_sieves import PlanSieves, plan_key
-from kvsieve.serve.prefixes import NoPrefixes
+from kvsieve.serve.prefixes import Prefixes
 from kvsieve.serve.run import ServerOptions, application
 from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.ticket import ClosingError, Sampling, StoppedError, Summary
@@ -49,7 +49,7 @@ def scheduler(sieve):
         one.close()
 
 
-class FailingStore(NoPrefixes):
+class FailingStore(Prefixes):
     """A store one of whose doings fails."""
 
     def __init__(self, doing: str, error: Exception) -> None:

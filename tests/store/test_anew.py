@@ -11,7 +11,7 @@ import kvsieve
 from kvsieve import Plan
 from kvsieve import methods as m
 from kvsieve.hf import reuse
-from kvsieve.hf.reuse import Stored
+from kvsieve.hf.reuse import StoredPrefixes
 from kvsieve.models.families import build
 from kvsieve.store import PrefixStore
 from kvsieve.store.rules import Request, reuse_of
@@ -130,7 +130,7 @@ def test_stored_prompts_end_chunks_where_others_do(model, name, monkeypatch):
     prompts = [tokens(6, 100), torch.cat([tokens(6, 100)[:, :90], tokens(7, 20)], 1), tokens(6, 100)]
     with kvsieve.attach(model, NEXT_TURNS[name][0]) as sieve, PrefixStore() as store:
         for ids in prompts:
-            answer = Stored(store).generate(sieve, ids, chunk=16, **GREEDY)
+            answer = StoredPrefixes(store).generate(sieve, ids, chunk=16, **GREEDY)
             assert torch.equal(answer.sequences, sieve.generate(ids, chunk=16, **GREEDY).sequences)
         assert store.stats().hits == (0 if name == "codec" else 2)
 
@@ -152,7 +152,7 @@ def test_rotary_tables_of_another_length(name):
     with kvsieve.attach(model, NEXT_TURNS[name][0]) as sieve, PrefixStore() as store:
         for count in (40, 150, 50):
             ids = tokens(18, count)
-            answer = Stored(store).generate(sieve, ids, chunk=16, **GREEDY)
+            answer = StoredPrefixes(store).generate(sieve, ids, chunk=16, **GREEDY)
             assert torch.equal(answer.sequences, sieve.generate(ids, chunk=16, **GREEDY).sequences)
         assert store.stats().added == 0 and store.stats().refused > 0
 

@@ -9,7 +9,7 @@ import torch
 
 import kvsieve
 from kvsieve.cli.main import run_cli
-from kvsieve.errors import InputError
+from kvsieve.errors import InputError, KvsieveWarning
 from kvsieve.models.families import build
 from kvsieve.store import PrefixStore
 from toy_chats import chat_tokenizer
@@ -64,13 +64,18 @@ def test_a_document_that_is_read_ahead(model, tokenizer):
                 answers.append([chat.ask(each).text for each in QUESTIONS])
             assert store.stats().hits == 1 and answers[0] == answers[1]
             before = store.stats().added
-            # What its caller wants kept is nobody else's.
-            sieve.chat(tokenizer, store=store, **PLAIN).ask(DOCUMENT, protect=[(0, 4)])
+            # What its caller wants kept is nobody else's, and the turn says so.
+            left_out = "the store was left out: protect= makes its reading the caller's own"
+            chat = sieve.chat(tokenizer, store=store, **PLAIN)
+            assert chat.ask(DOCUMENT, protect=[(0, 4)]).stats.notes.count(left_out) == 1
+            with pytest.warns(KvsieveWarning, match=left_out):
+                sieve.chat(tokenizer, store=store, **PLAIN).read(DOCUMENT, protect=[(0, 4)])
             assert store.stats().added == before
+            with pytest.raises(InputError, match="the store cannot serve this prompt: protect="):
+                sieve.chat(tokenizer, store=store, protect=[(0, 4)], **PLAIN)
     with kvsieve.attach(model, kvsieve.plan("finch", budget=60, question_tokens=3), tokenizer=tokenizer) as sieve:
-        with PrefixStore() as store:
-            assert sieve.chat(tokenizer, store=store, **PLAIN).ask(DOCUMENT).text
-            assert store.stats().added == 0
+        with PrefixStore() as store, pytest.raises(InputError, match="the store cannot serve this prompt: finch"):
+            sieve.chat(tokenizer, store=store, **PLAIN)
         with pytest.raises(InputError, match="store= takes a kvsieve.store.PrefixStore"):
             sieve.chat(tokenizer, store="folder")
 

@@ -7,7 +7,7 @@ import torch
 
 import kvsieve
 from kvsieve.hf import reuse
-from kvsieve.hf.reuse import Stored
+from kvsieve.hf.reuse import StoredPrefixes
 from kvsieve.models.families import build
 from kvsieve.store import PrefixStore, held
 from kvsieve.store.forest import Forest
@@ -111,10 +111,14 @@ def test_borders_are_not_compared_with_what_came_before(sieve, monkeypatch):
 
 
 def test_borders_of_a_long_prompt(sieve, monkeypatch):
-    """Twice as long a prompt has one border more: all of them together are less than twice the last."""
+    """Twice as long a prompt has one border more, and what each of them copies is what is new."""
     monkeypatch.setattr(reuse, "LAST", 8)
-    for count, borders in ((100, 5), (200, 6)):
+    copied = counting(monkeypatch, held, "_own")
+    for count, borders in ((100, 3), (200, 4)):
+        del copied[:]
         with PrefixStore() as store:
-            Stored(store).generate(sieve, tokens(6, count), chunk=8, max_new_tokens=1, do_sample=False)
+            StoredPrefixes(store).generate(sieve, tokens(6, count), chunk=8, max_new_tokens=1, do_sample=False)
             # The last is the end of the turn.
             assert store.stats().added - 1 == borders
+        keys = [part for (part,) in copied if part.ndim == 4]
+        assert sum(part.shape[2] for part in keys) == count * 2 * sieve.num_layers

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _WARM_UP_TOKENS = 16
 # Tokens of an answer that a shared prefill reserves room for, as a separate one does.
 _ROOM = 64
+# Mean tokens of prompts from which methods share the prefill of each, and are not run on batches of them.
+_LONG = 1024
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Generation:
         seed: set before each method; None does not change torch's random state.
         kept: also return the tokens in the cache; for one prompt at a time.
         store: directory of a prefix cache, with which prompts are prefilled one at a time; None without.
-        share: prefill a single prompt once for all methods that can continue from it.
+        share: prefill a prompt once for all methods that can continue from it, unless it is one of many short ones.
     """
 
     chunk: int
@@ -122,7 +124,9 @@ def run_batches(
     *,
     warm: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield answers, method by method and `batch` prompts at a time, with the statistics of the batch.
+    """Yield answers, with the statistics of the batch: by method and `batch` prompts at a time, or prompt by prompt.
+
+    Methods share the prefill of each prompt if `how` says so and prompts are long; see `_shares`.
 
     Each is ``{"index", "method", "label", "parameters", "answer", "tokens", "stats"}``, with "kept" if requested. If
     methods share a prefill, "shared_prefill_s" is its seconds, None for a method that does not use it.
@@ -134,7 +138,7 @@ def run_batches(
     import torch
 
     import kvsieve
-    from kvsieve.eval.reading import ALONE
+    from kvsieve.eval.reading import DocumentReader
     from kvsieve.hf.generate.config import check_single_answer
     from kvsieve.hf.model.support import check_model
     from kvsieve.hf.model.tables import RotaryTables
@@ -150,39 +154,54 @@ def run_batches(
     batch = batch if how.store is None and not RotaryTables(model).depend else 1
     options = {"chunk": how.chunk, "max_new_tokens": how.max_new_tokens, **how.sampling}
     with opened_store(how.store) as store:
-        shared = _shared_prefill(model, tokenizer, asked[0].ids, runs, how, store) if how.share else None
-        for run in runs:
-            if how.seed is not None:
-                torch.manual_seed(how.seed)
-            with kvsieve.attach(model, run.plan, decode=how.decode) as sieve:
-                sieve.use_tokenizer(tokenizer)
-                for first in range(0, len(asked), batch):
-                    rows = asked[first : first + batch]
-                    place = f", prompts {first} to {first + len(rows) - 1} of {len(asked)}" if len(asked) > 1 else ""
-                    with prefill_progress(f"{run.label}{place}") as progress:
-                        answers, result = _answer(sieve, rows, store, shared, progress=progress, **options)
-                    facts = {"method": run.name, "label": run.label, "parameters": run.parameters}
-                    more: dict[str, Any] = {"kept": result.kept} if how.kept else {}
-                    if shared is not None and shared.prefix is not None:
-                        goes_on = ALONE not in result.stats.notes
-                        more["shared_prefill_s"] = shared.prefix.seconds if goes_on else None
-                    for index, tokens in enumerate(answers, first):
-                        text = text_of(tokenizer, tokens).strip()
-                        yield {"index": index, **facts, "answer": text, "tokens": tokens, "stats": result.stats, **more}
+        reader = None
+        if _shares(asked, batch, how):
+            reader = DocumentReader(model, how.chunk, store, tokenizer, room=min(how.max_new_tokens, _ROOM))
+        groups = [(0, asked)] if reader is None else [(number, [prompt]) for number, prompt in enumerate(asked)]
+        for start, prompts in groups:
+            if reader is not None:
+                with prefill_progress(f"prompt{_place(start, 1, asked)}") as progress:
+                    reader.open([run.plan for run in runs], prompts[0].ids.to(model.device), progress)
+            for run in runs:
+                if how.seed is not None:
+                    torch.manual_seed(how.seed)
+                with kvsieve.attach(model, run.plan, decode=how.decode) as sieve:
+                    sieve.use_tokenizer(tokenizer)
+                    for first in range(0, len(prompts), batch):
+                        rows = prompts[first : first + batch]
+                        with prefill_progress(f"{run.label}{_place(start + first, len(rows), asked)}") as progress:
+                            answers, result = _answer(sieve, rows, store, reader, progress=progress, **options)
+                        for index, tokens in enumerate(answers, start + first):
+                            yield {"index": index, **_facts(run, tokenizer, tokens, result, how, reader)}
 
 
-def _shared_prefill(
-    model: Any, tokenizer: Any, ids: Tensor, runs: Sequence[MethodRun], how: Generation, store: PromptStore | None
-) -> DocumentReader:
-    """Prefill a prompt int64 [1, N] without its last tokens, for all runs that can continue from it."""
-    from kvsieve.eval.reading import DocumentReader
-    from kvsieve.hf.prefix import PrefixNodes
+def _shares(asked: Sequence[EncodedPrompt], batch: int, how: Generation) -> bool:
+    """Return True if methods share a prefill of each prompt, which is answered alone then; short ones go in batches."""
+    tokens = sum(prompt.ids.shape[1] for prompt in asked)
+    return how.share and (len(asked) == 1 or batch == 1 or tokens >= _LONG * len(asked))
 
-    stored = None if store is None else PrefixNodes(store, tokenizer)
-    reader = DocumentReader(model, how.chunk, stored, room=min(how.max_new_tokens, _ROOM))
-    with prefill_progress("prompt") as progress:
-        reader.open([run.plan for run in runs], ids.to(model.device), progress)
-    return reader
+
+def _place(first: int, count: int, asked: Sequence[EncodedPrompt]) -> str:
+    """Return which of several prompts are prefilled."""
+    return f", prompts {first} to {first + count - 1} of {len(asked)}" if len(asked) > 1 else ""
+
+
+def _facts(
+    run: MethodRun,
+    tokenizer: Any,
+    tokens: list[int],
+    result: GenerateResult,
+    how: Generation,
+    shared: DocumentReader | None,
+) -> dict[str, Any]:
+    """Return an answer with what it cost; see `run_batches`."""
+    from kvsieve.eval.reading import ALONE
+
+    more: dict[str, Any] = {"kept": result.kept} if how.kept else {}
+    if shared is not None and shared.prefix is not None:
+        more["shared_prefill_s"] = None if ALONE in result.stats.notes else shared.prefix.seconds
+    facts = {"method": run.name, "label": run.label, "parameters": run.parameters}
+    return {**facts, "answer": text_of(tokenizer, tokens).strip(), "tokens": tokens, "stats": result.stats, **more}
 
 
 def _warm_up(model: Any, prompt: Tensor) -> None:
@@ -202,7 +221,7 @@ def _answer(
     shared: the shared prefill of a single prompt, or None.
     """
     from kvsieve.eval.reading import ALONE
-    from kvsieve.hf.reuse import Begun, answer
+    from kvsieve.hf.reuse import ReadPrefix, answer
     from kvsieve.turns import stop_ids
 
     longest = max(each.ids.shape[1] for each in rows)
@@ -226,7 +245,7 @@ def _answer(
         if cache is None:
             stats = replace(stats, notes=[*stats.notes, ALONE])
         else:
-            stats = Begun(shared.prefix.stored, shared.prefix.seconds, 0.0).with_reuse(stats)
+            stats = ReadPrefix(shared.prefix.stored, shared.prefix.seconds).with_reuse(stats)
         # The shared prefill is in memory too, so the peak does not belong to one method.
         result = replace(result, stats=replace(stats, peak_bytes=None))
     # Rows that ended earlier are padded.

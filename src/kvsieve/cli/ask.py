@@ -36,7 +36,7 @@ from kvsieve.cli.output import JsonOption, check_writable, emit_json, prefill_pr
 from kvsieve.cli.prompts import read_text
 from kvsieve.cli.run_tables import as_full
 from kvsieve.cli.specs import BudgetOption, MethodRun, compared_methods, make_run
-from kvsieve.cli.store import StoreOption, check_store, opened_store
+from kvsieve.cli.store import StoreOption, check_store, check_stored_plans, opened_store
 from kvsieve.display import mebibytes
 from kvsieve.errors import InputError, KvsieveError
 
@@ -89,10 +89,7 @@ def ask_command(
     text = read_documents(files)
     check_model_name(model)
     plans = {run.label: run.plan for run in runs}
-    if store is not None:
-        from kvsieve.eval.reading import check_stored
-
-        check_stored(plans)
+    check_stored_plans(store, plans.values())
     check_device(device)
     loaded, tokenizer = load_model(model, dtype, device)
 

@@ -50,7 +50,7 @@ from kvsieve.cli.specs import (
     parse_rests,
 )
 from kvsieve.cli.store import StoreOption, check_store, check_stored_plans, opened_store
-from kvsieve.cli.talk import Talk
+from kvsieve.cli.talk import Talk, is_interactive
 from kvsieve.errors import InputError
 from kvsieve.hf.persist.cache_file import is_ours
 from kvsieve.plans import Plan
@@ -140,6 +140,7 @@ def chat_command(
         torch.manual_seed(seed)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "chunk": chunk, "max_context": longest, **sampling}
     options |= {"protect": [*roles, *spans]} if protect else {}
+    options["retry"] = commands or is_interactive(as_json)
     attached = kvsieve.attach(loaded, plan, decode=decode, tokenizer=tokenizer)
     with opened_store(store) as prompts, attached as sieve:
         chat = sieve.chat(tokenizer, system, load=load, store=prompts, **options)

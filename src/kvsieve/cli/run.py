@@ -145,7 +145,7 @@ def run_command(
         kept=show_kept is not None or bool(texts),
         store=store,
         # The shared prefill would take memory besides each method's own cache.
-        share=len(runs) > 1 and prompts_file is None and memory is None,
+        share=len(runs) > 1 and memory is None,
     )
     if prompts_file is not None:
         check_lengths(loaded, asked)

@@ -34,7 +34,7 @@ from kvsieve.cli.options import (
 )
 from kvsieve.cli.output import say
 from kvsieve.cli.specs import BudgetOption, CodecOption, chosen_spec, make_runs, method_specs, parse_codecs, spec
-from kvsieve.cli.store import check_store
+from kvsieve.cli.store import check_store, check_stored_plans
 from kvsieve.errors import InputError
 from kvsieve.quantities import parse_bytes
 from kvsieve.serve.keys import check_reach, read_keys
@@ -116,6 +116,7 @@ def serve_command(
     check_reach(keys, host, open_, allow_origin or ())
     check_model_name(model)
     runs = make_runs([chosen], codecs)
+    check_stored_plans(store, [runs[0].plan])
     check_device(device)
     given = {key: value for key, value in runs[0].given.items() if key not in ("budget", "codec")}
 

@@ -56,7 +56,7 @@ class Talk:
     ) -> None:
         self.chat, self.context, self.save_to, self.force, self.as_json = chat, context, save, force, as_json
         self.wide = wide
-        self.interactive = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+        self.interactive = is_interactive(as_json)
         self.commands = commands or self.interactive
         self.watched = sys.stderr.isatty()
         self.styled = self.watched and not os.environ.get("NO_COLOR")
@@ -164,7 +164,7 @@ class Talk:
     def _turn(self, line: str, again: bool = False) -> None:
         """Send `line` and print the answer or, with `again`, another answer to the last line."""
         message = line if self.context is None else f"{self.context}\n\n{line}"
-        before, turns = (self.chat.snapshot(), self.context), self.chat.turns
+        before, turns = (self.chat.snapshot(), self.context) if self.commands else None, self.chat.turns
         try:
             reply = self._answer(None if again else message)
         except KeyboardInterrupt:
@@ -256,6 +256,11 @@ class Talk:
         for number, stats in enumerate(self.chat.turns, 1):
             for note in stats.notes:
                 self.aside(f"note: turn {number}: {note}")
+
+
+def is_interactive(as_json: bool) -> bool:
+    """Return True if a person types the messages and reads the answers."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and not as_json
 
 
 def _cost(chat: Chat) -> str:

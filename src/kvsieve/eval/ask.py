@@ -14,13 +14,12 @@ from torch import Tensor
 from kvsieve.detokenize import Detokenizer
 from kvsieve.errors import InputError
 from kvsieve.eval.evaluator import Evaluator
-from kvsieve.eval.reading import DocumentReader, check_stored
+from kvsieve.eval.reading import DocumentReader
 from kvsieve.hf.attach import attached
 from kvsieve.hf.generate.acted import entries_after_prompt, what_ran
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.model.support import check_model
-from kvsieve.hf.prefix import PrefixNodes
-from kvsieve.hf.reuse import PromptStore, check_servable, check_store
+from kvsieve.hf.reuse import PromptStore, check_plans, check_servable, check_store
 from kvsieve.plans import Plan
 from kvsieve.turns import prompt_ids
 
@@ -108,12 +107,11 @@ class Asker:
         self._evaluator = Evaluator(model, tokenizer, chunk=chunk)
         check_store(store)
         if store is not None:
-            check_stored(plans)
+            check_plans(plans.values())
             with attached(model, Plan()) as sieve:
                 check_servable(sieve, {})
-        stored = None if store is None else PrefixNodes(store, tokenizer)
         # Room that is not needed would count as memory of full KV.
-        self._evaluator.documents = DocumentReader(model, chunk, stored, room=0)
+        self._evaluator.documents = DocumentReader(model, chunk, store, tokenizer, room=0)
         self.plans = {label: plan.for_model(model, tokenizer) for label, plan in plans.items()}
         for plan in self.plans.values():
             check_model(model, plan)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsieve.errors import InputError
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.model.tables import RotaryTables
 from kvsieve.hf.prefix import PrefixNodes, SharedPrefix, read_prefix
 from kvsieve.hf.prompt.chunks import keeps_to_chunks
 from kvsieve.hf.prompt.options import Progress, ReadOptions
+from kvsieve.hf.reuse import PromptStore
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.hf.shared import read_alone, read_shared
 from kvsieve.plans import Plan
@@ -76,13 +76,16 @@ class DocumentReader:
     Args:
         model: of transformers.
         chunk: see ReadOptions.
-        stored: store of the beginnings that it reads; None for none.
+        store: kvsieve.store.PrefixStore of what it prefills; None for none.
+        tokenizer: of the model, for the store.
         room: tokens that buffers leave room for behind a context; where more follow, they are copied.
     """
 
-    def __init__(self, model: Any, chunk: int | None, stored: PrefixNodes | None = None, room: int = _ROOM) -> None:
-        self.model, self.chunk, self.tables = model, chunk, RotaryTables(model)
-        self.stored, self.room = stored, room
+    def __init__(
+        self, model: Any, chunk: int | None, store: PromptStore | None = None, tokenizer: Any = None, room: int = _ROOM
+    ) -> None:
+        self.model, self.chunk, self.tables, self.room = model, chunk, RotaryTables(model), room
+        self.stored = None if store is None else PrefixNodes(store, tokenizer)
         self._document: _Document | None = None
 
     def forget(self) -> None:
@@ -229,13 +232,3 @@ def _can_go_on(plan: Plan) -> bool:
     if plan.drafts or plan.prefill is not None:
         return False
     return evictor is None or not (evictor.when.chunks or isinstance(evictor, ChunkedEvictor))
-
-
-def check_stored(plans: Mapping[str, Plan]) -> None:
-    """Raise InputError for plans, by their labels, that do not begin with what full KV reads of a document."""
-    alone = [label for label, plan in plans.items() if plan.shortens_prompt or plan.drafts or keeps_to_chunks(plan)]
-    if alone:
-        raise InputError(
-            f"a store has nothing for {', '.join(alone)}: it does not go on from a prefill of the documents in full; "
-            "leave the method out, or --store"
-        )

@@ -18,6 +18,7 @@ from kvsieve.hf.compat import attention_of, check_version, decoder_of, is_compil
 from kvsieve.hf.forward import attention, passes
 from kvsieve.hf.generate.generate import with_stats
 from kvsieve.hf.model.parallel import ranks_of
+from kvsieve.hf.model.settle import plan_for
 from kvsieve.hf.model.support import check_model
 from kvsieve.hf.model.weights import why_out_of_reach
 from kvsieve.hf.prompt.draft import load_draft
@@ -120,7 +121,7 @@ def attached(
     with contextlib.ExitStack() as stack:
         if hasattr(model, "config"):
             stack.enter_context(_alone(model))
-        plan = plan.for_model(model, tokenizer)
+        plan = plan_for(plan, model, tokenizer)
         check_model(model, plan)
         reason = why_out_of_reach(model) or _why_compiled(model)
         if reason is not None:
@@ -198,7 +199,7 @@ def under(sieve: Sieve, plan: Plan) -> Sieve:
         )
     other = object.__new__(Sieve)
     vars(other).update(vars(sieve))
-    other.plan = plan.for_model(sieve.model, sieve.tokenizer)
+    other.plan = plan_for(plan, sieve.model, sieve.tokenizer)
     check_model(sieve.model, other.plan)
     other.context = dataclasses.replace(sieve.context, ranks=ranks_of(sieve.model, other.plan))
     return other

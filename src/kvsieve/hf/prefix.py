@@ -22,7 +22,7 @@ from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import Conversation, DeferredChunk, Turn
 from kvsieve.hf.forward.request import PassRequest
 from kvsieve.hf.prompt.options import Progress
-from kvsieve.hf.reuse import PromptStore
+from kvsieve.hf.reuse import PromptStore, StoredPrefixes
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 from kvsieve.roles import Evictor, Propagator
@@ -117,7 +117,7 @@ class PrefixNodes:
         waiting: dict[int, list[DeferredChunk]] = {}
         learned: dict[tuple[int, Evictor], dict[str, Any]] = {}
         for reader in self._readers(model, plans):
-            found = self.store.find(reader, ids, turns=(len(ids),), leave=leave)
+            found = StoredPrefixes(self.store).find(reader, ids, None, leave)
             if found is None or ((waiting or learned) and found.cache.num_seen < len(ids) - leave):
                 # Parts of different lengths do not make one beginning.
                 return None
@@ -139,7 +139,7 @@ class PrefixNodes:
             cache = prefix.begins(reader, reader.plan.propagate, reader.plan.evict)
             # A prefill under this plan alone would have left the same.
             cache.owner = reader.new_cache().owner
-            self.store.add(reader, context[0].tolist(), cache, prefix.seconds)
+            StoredPrefixes(self.store).add(reader, context[0].tolist(), cache, prefix.seconds, None)
 
     def _readers(self, model: Any, plans: Sequence[Plan]) -> Iterator[AttachedModel]:
         """Yield the model under each plan that nodes are stored for; full KV comes last."""

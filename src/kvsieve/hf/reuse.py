@@ -1,4 +1,4 @@
-"""Reading prompts whose beginning a store of prompts may have, and leaving it what was read.
+"""Going on from stored prefixes: the one policy of library, chats, command line and server.
 
 The store itself is `kvsieve.store`; here is what of it is used.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -25,14 +25,16 @@ from kvsieve.plans import Plan
 
 # Last tokens of a prompt in front of which its last border lies: another question on the same document begins before.
 LAST = 128
-# Chunks between two borders that are stored of a model with recurrent state, whose shorter beginnings are lost.
+# Chunks between two borders of a model with recurrent state, whose shorter prefixes cannot be cut from longer ones.
 STATES = 4
-# What makes a reading its caller's own, which others cannot go on from.
+# Tokens below which prefilling is quicker than finding.
+LEAST = 32
+# Options that make a prefill its caller's own, which others cannot go on from.
 _OWN = ("protect", "quotas", "question_tokens", "cache")
 
 
 class FoundPrompt(Protocol):
-    """The beginning of a prompt that was found; see kvsieve.store.Found."""
+    """A stored prefix of a prompt; see kvsieve.store.Found."""
 
     @property
     def cache(self) -> SieveCache: ...
@@ -51,93 +53,112 @@ class PromptStore(Protocol):
     @property
     def add(self) -> Callable[..., object]: ...
 
-
-class Begins(Protocol):
-    """The part of a Sieve that is used here."""
-
-    plan: Plan
-
-    def new_cache(self) -> SieveCache: ...
-
     @property
-    def begin(self) -> Callable[..., SieveCache]: ...
-
-    @property
-    def generate(self) -> Callable[..., GenerateResult]: ...
+    def add_prompt(self) -> Callable[..., object]: ...
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The beginning of a prompt, found and read.
+class ReadPrefix:
+    """A prefix of a prompt, found and prefilled.
 
     Attributes:
         found: tokens that came from the store.
-        seconds: what reading the tokens takes, or took, which the cache has read now.
-        took: seconds that it took now.
+        seconds: time that prefilling all of it takes.
+        took: seconds that it took this time.
     """
 
-    found: int
-    seconds: float
-    took: float
+    found: int = 0
+    seconds: float = 0.0
+    took: float = 0.0
 
     def with_reuse(self, stats: Stats) -> Stats:
-        """Return statistics of the call that has read the rest as those of both."""
+        """Return the statistics of the call that has prefilled the rest as those of both."""
         note = f"{self.found} of {stats.prompt_tokens} tokens came from the store"
         notes = [*stats.notes, note] if self.found else stats.notes
         return dataclasses.replace(stats, ttft_s=stats.ttft_s + self.took, notes=notes)
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A store, for the prompts of one attached model. owner: whose prompts they are."""
+class StoredPrefixes:
+    """A prefix store, for the prompts of one owner.
+
+    A prompt goes on from the longest stored prefix that was prefilled as it would be itself, so the answer is that of
+    a new prefill. Whoever reads one calls `find` first, and `add` at each border and at the end of prompt or turn.
+
+    Attributes:
+        store: of prefixes.
+        owner: whose prefixes they are.
+        session: go on with the owner's conversation, on what the plan has left of its earlier turns, as a chat does on
+            its cache.
+    """
 
     store: PromptStore
     owner: str = ""
+    session: bool = False
 
-    def suits(self, sieve: Any, options: dict[str, Any]) -> bool:
-        """Tell that a prompt under a plan, with options of `generate`, may be read this way."""
-        return _unserved(sieve, options) is None
+    def find(self, sieve: Any, ids: Sequence[int], chunk: int | None, leave: int = 1) -> FoundPrompt | None:
+        """Return the longest stored prefix of a prompt, or None.
+
+        Args:
+            sieve: the attached model.
+            ids: the prompt's tokens.
+            chunk: tokens per forward pass, None for all at once.
+            leave: tokens that must be left to read; 0 for a prompt that is only read.
+        """
+        turns = None if self.session else (len(ids),)
+        return self.store.find(sieve, ids, self.owner, turns=turns, leave=leave, chunk=chunk)
+
+    def is_border(self, cache: SieveCache, chunk: int | None, last: bool) -> bool:
+        """Return True if the prefix that a cache has read is to be stored: the last one, or where chunks have doubled.
+
+        So an interrupted prompt has half of itself stored, and storing all borders costs at most twice the last one.
+
+        Args:
+            cache: between two passes over a prompt.
+            chunk: tokens per forward pass, None for all at once.
+            last: True in front of the prompt's last pass.
+        """
+        chunks = 0 if chunk is None else cache.num_seen // chunk
+        doubled = chunks > 0 and chunks & (chunks - 1) == 0
+        often = cache.has_state and chunks > 0 and chunks % STATES == 0
+        return (last or doubled or often) and cache.num_seen >= LEAST and not self.session
+
+    def add(
+        self, sieve: Any, ids: Sequence[int], cache: SieveCache, seconds: float, chunk: int | None, *, anew: bool = True
+    ) -> None:
+        """Store what a cache has read; by default only where a longer prompt may go on from it."""
+        add = self.store.add_prompt if anew and not self.session else self.store.add
+        add(sieve, ids, cache, seconds, self.owner, chunk=chunk)
 
     def begin(
         self,
-        sieve: Begins,
+        sieve: Any,
         ids: Tensor,
         cache: SieveCache,
         chunk: int | None,
         progress: Progress | None,
         leave: int = 1,
-    ) -> Begun:
-        """Read a prompt but for its last tokens, of which a cache that is empty takes from the store what that has.
-
-        Borders are left in the store: the last one, and one each time that the tokens read have doubled.
+    ) -> ReadPrefix:
+        """Prefill a prompt but for its last tokens, from the longest stored prefix if the cache is empty.
 
         Args:
             sieve: the attached model.
             ids: int64 [1, N], the whole conversation.
-            cache: of the sieve; it has read the beginning, or nothing.
+            cache: of the sieve; it has read a prefix, or nothing.
             chunk: tokens per forward pass, None for all at once.
             progress: called with (tokens read, tokens in all).
-            leave: tokens that are left to read; 0 for a prompt that is only read.
-
-        Returns:
-            What was found and read.
+            leave: see `find`.
         """
-        known, total, before, began = ids[0].tolist(), ids.shape[1], 0.0, time.perf_counter()
-        if not cache.num_seen:
-            found = self.store.find(sieve, known, self.owner, turns=(total,), leave=leave, chunk=chunk)
-            if found is not None:
-                cache.become(found.cache)
-                before = found.seconds
+        known, total, began = ids[0].tolist(), ids.shape[1], time.perf_counter()
+        found = None if cache.num_seen else self.find(sieve, known, chunk, leave)
+        if found is not None:
+            cache.become(found.cache)
+        before = 0.0 if found is None else found.seconds
         start, searched = cache.num_seen, time.perf_counter()
 
-        stored = start
-
         def border(done: int, length: int) -> None:
-            nonlocal stored
-            often = cache.has_state and chunk is not None and done // chunk % STATES == 0
-            if done == length or often or start + done >= 2 * stored:
-                stored = start + done
-                self.store.add(sieve, known, cache, before + time.perf_counter() - searched, self.owner, chunk=chunk)
+            if self.is_border(cache, chunk, last=done == length):
+                self.add(sieve, known, cache, before + time.perf_counter() - searched, chunk)
             if progress is not None:
                 progress(start + done, total)
 
@@ -146,31 +167,44 @@ class Stored:
         if end > start:
             sieve.begin(ids[:, :end], cache=cache, chunk=chunk, progress=border)
         now = time.perf_counter()
-        return Begun(start if before else 0, before + now - searched, now - began)
+        return ReadPrefix(0 if found is None else start, before + now - searched, now - began)
 
-    def generate(self, sieve: Begins, ids: Tensor, **options: Any) -> GenerateResult:
-        """Answer a prompt int64 [1, N] as ``Sieve.generate`` does, beginning with what the store has of it."""
-        cache, progress, total = sieve.new_cache(), options.pop("progress", None), ids.shape[1]
-        begun = self.begin(sieve, ids, cache, options.get("chunk"), progress)
-        rest = shifted(progress, cache.num_seen, total)
+    def generate(self, sieve: Any, ids: Tensor, **options: Any) -> GenerateResult:
+        """Answer a prompt int64 [1, N] as ``Sieve.generate`` does, from the longest stored prefix."""
+        cache, progress, chunk = sieve.new_cache(), options.pop("progress", None), options.get("chunk")
+        begun = self.begin(sieve, ids, cache, chunk, progress)
+        rest = shifted(progress, cache.num_seen, ids.shape[1])
         result = sieve.generate(ids, torch.ones_like(ids), cache=cache, progress=rest, **options)
-        self.end(sieve, result.sequences, cache, begun.seconds + result.stats.ttft_s, options.get("chunk"))
+        self.add(sieve, result.sequences[0].tolist(), cache, begun.seconds + result.stats.ttft_s, chunk)
         return dataclasses.replace(result, stats=begun.with_reuse(result.stats))
 
-    def end(self, sieve: Begins, ids: Tensor, cache: SieveCache, seconds: float, chunk: int | None) -> None:
-        """Leave the store a conversation as it is at the end of a turn, read in so many seconds, `chunk` at a time."""
-        self.store.add(sieve, ids[0].tolist(), cache, seconds, self.owner, chunk=chunk)
-
     def prefill(self, sieve: Any, ids: Tensor, cache: SieveCache, options: dict[str, Any]) -> None:
-        """Read a prompt and answer nothing yet; options of ``Sieve.prefill``."""
-        if not self.suits(sieve, options):
-            sieve.prefill(ids, torch.ones_like(ids), cache=cache, **options)
-            return
-        begun = self.begin(sieve, ids, cache, options.get("chunk"), options.get("progress"), leave=0)
+        """Prefill a prompt int64 [1, N] as ``Sieve.prefill`` does with options, from the longest stored prefix."""
+        chunk = options.get("chunk")
+        begun = self.begin(sieve, ids, cache, chunk, options.get("progress"), leave=0)
         if cache.num_seen < ids.shape[1]:
             began = time.perf_counter()
             sieve.prefill(ids, torch.ones_like(ids), cache=cache, **options)
-            self.end(sieve, ids, cache, begun.seconds + time.perf_counter() - began, options.get("chunk"))
+            seconds = begun.seconds + time.perf_counter() - began
+            # The same text may be read ahead again.
+            self.add(sieve, ids[0].tolist(), cache, seconds, chunk, anew=False)
+
+
+def answer(sieve: Any, ids: Tensor, options: dict[str, Any], store: PromptStore | None) -> GenerateResult:
+    """Answer a prompt int64 [1, N] as ``Sieve.generate`` does, from the longest prefix in a store.
+
+    Raises InputError where the store cannot serve it.
+    """
+    check_store(store)
+    if store is None:
+        return sieve.generate(ids, torch.ones_like(ids), **options)
+    check_servable(sieve, options)
+    return StoredPrefixes(store).generate(sieve, ids, **options)
+
+
+def acts_at_end(plan: Plan) -> bool:
+    """Return True if the end of a prompt matters to a plan: it drops, encodes or chooses then what is read."""
+    return plan.drops or plan.is_view or plan.codec is not None or plan.prefill is not None
 
 
 def why_not(model: AttachedModel) -> str | None:
@@ -186,21 +220,17 @@ def why_not(model: AttachedModel) -> str | None:
     return None
 
 
-def answer(sieve: Any, ids: Tensor, options: dict[str, Any], store: PromptStore | None) -> GenerateResult:
-    """Answer a prompt int64 [1, N] as ``Sieve.generate`` does, beginning with what a store has of it.
-
-    Raises InputError where the store cannot serve it.
-    """
-    check_store(store)
-    if store is None:
-        return sieve.generate(ids, torch.ones_like(ids), **options)
-    check_servable(sieve, options)
-    return Stored(store).generate(sieve, ids, **options)
+def unserved(sieve: Any, options: Mapping[str, Any]) -> str | None:
+    """Return why a store cannot serve a prompt under a plan with options of `generate`, one clause; None if it can."""
+    own = [name for name in _OWN if options.get(name) is not None] + ["reduce"] * (not options.get("reduce", True))
+    if own:
+        return f"{own[0]}= makes its reading the caller's own"
+    return _plan_unserved(sieve.plan) or why_not(sieve)
 
 
-def check_servable(sieve: AttachedModel, options: Mapping[str, Any]) -> None:
-    """Raise InputError where a store cannot serve a prompt under a plan, with options of `generate`."""
-    _refuse(_unserved(sieve, options))
+def check_servable(sieve: Any, options: Mapping[str, Any]) -> None:
+    """Raise InputError where a store cannot serve a prompt; see `unserved`."""
+    _refuse(unserved(sieve, options))
 
 
 def check_plans(plans: Iterable[Plan]) -> None:
@@ -209,28 +239,20 @@ def check_plans(plans: Iterable[Plan]) -> None:
         _refuse(_plan_unserved(plan))
 
 
-def _refuse(reason: str | None) -> None:
-    if reason is not None:
-        raise InputError(f"the store cannot serve this prompt: {reason}; leave the store out")
-
-
-def _unserved(sieve: AttachedModel, options: Mapping[str, Any]) -> str | None:
-    """Return why a store cannot serve a prompt, one clause; None where it can."""
-    own = [name for name in _OWN if options.get(name) is not None] + ["reduce"] * (not options.get("reduce", True))
-    if own:
-        return f"{own[0]}= makes its reading the caller's own"
-    return _plan_unserved(sieve.plan) or why_not(sieve)
-
-
-def _plan_unserved(plan: Plan) -> str | None:
-    if plan.shortens_prompt:
-        return f"{plan.name} reads the whole conversation again in every turn"
-    return f"{plan.name} chooses among the tokens of the whole prompt" if plan.drafts else None
-
-
 def check_store(store: Any) -> None:
     """Raise InputError unless `store` is None or a store of prompts."""
     if store is not None and not isinstance(store, PromptStore):
         raise InputError(
             f"store= takes a kvsieve.store.PrefixStore, got {short(store)}; open one with PrefixStore(path)"
         )
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise InputError(f"the store cannot serve this prompt: {reason}; leave the store out")
+
+
+def _plan_unserved(plan: Plan) -> str | None:
+    if plan.shortens_prompt:
+        return f"{plan.name} reads the whole conversation again in every turn"
+    return f"{plan.name} chooses among the tokens of the whole prompt" if plan.drafts else None

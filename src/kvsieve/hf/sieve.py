@@ -278,9 +278,11 @@ class Sieve(AttachedModel):
             store: `kvsieve.store.PrefixStore` of prompts' beginnings.
             max_new_tokens: longest answer.
             chunk: prompt tokens per forward pass.
-            **options: `max_context`, tokens in all (default: the model's), and generate's; greedy by default.
+            **options: `max_context`, tokens in all (default: the model's); `retry=True` holds the state before the last
+                turn for ``chat.retry``; and generate's, greedy by default.
 
-        Raises InputError where the tokenizer has no chat template, UnsupportedOptionError for beams.
+        Raises InputError where the tokenizer has no chat template or the store cannot serve the plan,
+        UnsupportedOptionError for beams.
         """
         self._check_attached()
         self.use_tokenizer(tokenizer)

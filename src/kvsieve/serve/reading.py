@@ -29,7 +29,8 @@ class PromptReader:
         cached: tokens that the cache had before.
         logits: [V] of the prompt's last token on the CPU; None until the end.
         done: tokens prefilled.
-        seconds: of prefill so far.
+        seconds: time that prefilling what the cache holds takes.
+        notes: sent with the answer.
         chunk: tokens per pass.
         together: returns how many chunks the next pass may take; None for one.
     """
@@ -57,6 +58,7 @@ class PromptReader:
         self.cached = self.done = cache.conversation.caller_length_and_mask()[0]
         self.logits: Tensor | None = None
         self.seconds = 0.0
+        self.notes: list[str] = []
         self._began = 0.0
         self.chunk, self._border = chunk, border
         self.together: Callable[[], int] | None = None

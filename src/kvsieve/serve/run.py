@@ -109,7 +109,7 @@ def application(model: Any, tokenizer: Any, options: ServerOptions, name: str) -
             scheduler.close()
 
 
-def _prefixes(options: ServerOptions) -> Prefixes | None:
+def _prefixes(options: ServerOptions) -> Prefixes:
     return open_prefixes(options.store, options.store_memory, options.store_disk, options.share)
 
 

@@ -69,7 +69,7 @@ class Running:
             prompt_tokens=len(ticket.order.ids),
             cached_tokens=self.reading.cached,
             new_tokens=sum(len(answer.tokens) for answer in self.answers),
-            stats=replace(stats, notes=[*ticket.order.notes, *stats.notes]),
+            stats=replace(stats, notes=[*ticket.order.notes, *self.reading.notes, *stats.notes]),
             kept=self.kept,
             seconds=now - ticket.came,
             ttft_s=first.times[0] - ticket.came,

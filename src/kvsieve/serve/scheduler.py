@@ -20,7 +20,7 @@ from kvsieve.plans import Plan
 from kvsieve.serve.limits import ServerLimits
 from kvsieve.serve.pace import pause_within
 from kvsieve.serve.plan_sieves import PlanSieves
-from kvsieve.serve.prefixes import NoPrefixes, Prefixes
+from kvsieve.serve.prefixes import Prefixes
 from kvsieve.serve.queue import FairQueue
 from kvsieve.serve.ticket import BusyError, ClosingError, Event, Order, StoppedError, Ticket, TooLargeError
 from kvsieve.serve.workload import Workload
@@ -45,7 +45,7 @@ class Scheduler:
 
     def __init__(self, sieve: Sieve, tokenizer: Any, limits: ServerLimits, prefixes: Prefixes | None = None) -> None:
         self.sieve, self.limits = sieve, limits
-        self.prefixes: Prefixes = NoPrefixes() if prefixes is None else prefixes
+        self.prefixes = Prefixes() if prefixes is None else prefixes
         self._under = PlanSieves(sieve)
         self._work = Workload(self._under, sieve, tokenizer, limits, self.prefixes, lambda: not len(self._queue))
         if sieve.new_cache().has_state:

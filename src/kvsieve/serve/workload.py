@@ -10,9 +10,9 @@ from typing import Any
 
 from kvsieve.cache.base import MIN_ROOM
 from kvsieve.errors import KvsieveError
-from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.forward.pieces import rows_are_alone
 from kvsieve.hf.forward.rows import joins
+from kvsieve.hf.reuse import FoundPrompt
 from kvsieve.hf.sieve import Sieve
 from kvsieve.serve.answer import Answer
 from kvsieve.serve.limits import ServerLimits
@@ -85,8 +85,13 @@ class Workload:
         self._held[ticket] = self.needs(ticket.order)
         try:
             sieve = self.under.of(ticket.order.plan)
-            cache = self._found(sieve, ticket.order) or sieve.new_cache()
+            found = self._found(sieve, ticket.order)
+            cache = sieve.new_cache() if found is None else found.cache
             reader = PromptReader(ticket, sieve, cache, self.limits.chunk, self.pace, self._at_border)
+            if found is not None:
+                reader.seconds = found.seconds
+            if (reason := self.prefixes.why_not(sieve, ticket.order)) is not None:
+                reader.notes.append(f"the prefix store was left out: {reason}")
             reader.together = functools.partial(self.pace.chunks, self._joins)
             # Whoever reads a long prompt alone was stopped in the middle of a long pass.
             self._reading.appendleft(reader)
@@ -242,7 +247,7 @@ class Workload:
         except Exception as error:
             _log.error("a prompt was not left in order: %s", type(error).__name__, exc_info=error)
 
-    def _found(self, sieve: Sieve, order: Order) -> SieveCache | None:
+    def _found(self, sieve: Sieve, order: Order) -> FoundPrompt | None:
         try:
             return self.prefixes.find(sieve, order, self.limits.chunk)
         except Exception as error:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections import ChainMap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -130,7 +131,7 @@ class Directory:
         ids = torch.from_numpy(node.ids)[None]
         tensor = {"tensor": "ids", "host": False, "dtype": "I64", "shape": list(ids.shape)}
         header: dict[str, Any] = {**node.identity.header, **held.facts, "ids": tensor, "extra": {"store": node.extra()}}
-        write_cache(path, header, WithIds(held, ids))
+        write_cache(path, header, ChainMap({"ids": ids}, cast("dict[str, Any]", Whole(held))))
         return path, path.stat().st_size
 
     def used(self, node: Node) -> None:
@@ -153,18 +154,6 @@ class Directory:
             with contextlib.suppress(OSError):
                 (self.path / _ASIDE).mkdir(mode=0o700, exist_ok=True)
                 os.replace(path, self.path / _ASIDE / path.name)
-
-
-class WithIds(Whole):
-    """The tensors of a node's file: what it holds, and its tokens."""
-
-    def __init__(self, held: Held, ids: Any) -> None:
-        super().__init__(held)
-        self._ids = ids
-        self._names.append("ids")
-
-    def __getitem__(self, name: str) -> Any:
-        return self._ids if name == "ids" else super().__getitem__(name)
 
 
 def name_of(node: Node) -> str:

@@ -187,6 +187,22 @@ class PrefixStore:
             self._counts["added"] += 1
             return node.info(self._tiers.own_bytes(node))
 
+    def add_prompt(
+        self,
+        sieve: AttachedModel,
+        token_ids: Sequence[int],
+        cache: SieveCache,
+        seconds: float,
+        owner: str = "",
+        *,
+        chunk: int | None = None,
+    ) -> NodeInfo | None:
+        """Do as `add`, but store nothing that no `find` with `turns` for a longer prompt returns."""
+        servable = cache.num_seen > 0 and why_not(sieve, cache) is None
+        if servable and not reuse_of(sieve, cache, length=len(_tokens(token_ids)), chunk=chunk).serves_anew:
+            return None
+        return self.add(sieve, token_ids, cache, seconds, owner, chunk=chunk)
+
     def pin(self, key: str, pinned: bool = True) -> None:
         """Keep a node from being evicted, or no longer. Raises InputError for a key that is none."""
         with self._lock:

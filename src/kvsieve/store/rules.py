@@ -17,6 +17,7 @@ from kvsieve.hf.cache.latent import LatentLayer
 from kvsieve.hf.cache.layer import SieveLayer
 from kvsieve.hf.cache.states import CacheLayer, EmptyLayer
 from kvsieve.hf.prompt.chunks import keeps_to_chunks, shared_end
+from kvsieve.hf.reuse import acts_at_end
 from kvsieve.hf.runtime import AttachedModel
 from kvsieve.plans import Plan
 
@@ -116,11 +117,6 @@ class Request:
         need = max(leave, 1, plan.queries(length), 2 if model.new_cache().has_state else 1)
         given = None if turns is None else tuple(turns)
         return cls(leave, need, given, leave == 0 and not acts_at_end(plan), chunk if keeps_to_chunks(plan) else None)
-
-
-def acts_at_end(plan: Plan) -> bool:
-    """Return True if the end of a prompt matters to a plan: it drops, encodes or chooses then what is read."""
-    return plan.drops or plan.is_view or plan.codec is not None or plan.prefill is not None
 
 
 def tells_answers_apart(plan: Plan) -> bool:

@@ -53,13 +53,13 @@ class Chat(Forked):
         **options: Any,
     ) -> None:
         """See Sieve.chat."""
-        max_context = options.pop("max_context", None)
+        max_context, self._retries = options.pop("max_context", None), options.pop("retry", False)
         if system is not None:
             check_text("system", system)
         self.sieve, self.tokenizer = sieve, tokenizer
         self.options: dict[str, Any] = {**options, "max_new_tokens": max_new_tokens, "chunk": chunk}
         check_chat_options(self.options, sieve.model)
-        self._maker, self._store = TurnMaker(sieve, tokenizer, store, max_context), store
+        self._maker, self._store = TurnMaker(sieve, tokenizer, store, self.options, max_context), store
         self._cache, start = sieve.new_cache(), () if system is None else ({"role": "system", "content": system},)
         ids = torch.zeros(1, 0, dtype=torch.int64, device=sieve.model.device)
         self._state = ChatState(Transcript(ids, start), self._cache.snapshot())
@@ -139,9 +139,8 @@ class Chat(Forked):
     def retry(self, on_text: Callable[[str], None] | None = None, **options: Any) -> Reply:
         """Answer the last message again, as if its first answer had not been: other draws where answers are sampled.
 
-        options: as for `ask`; those that the first answer had for its turn only are to be given again. One that does
-        not end well leaves the first answer. Raises InputError where no turn was made since the chat began, was loaded
-        or forked, or `read`, and what `ask` raises.
+        Of a chat made with retry=True. options: as for `ask`; those of the first answer alone are to be given again.
+        A failure leaves the first answer. Raises InputError where no turn can be answered again, and what `ask` raises.
         """
         return self._alone(lambda: self._take(self._answer(True, "", on_text, options, lambda: None)))
 
@@ -194,7 +193,7 @@ class Chat(Forked):
         """A copy that goes its own way. Raises CacheStateError in the middle of a turn."""
 
         def work() -> Chat:
-            other = Chat(self.sieve, self.tokenizer, store=self._store, **self.options)
+            other = Chat(self.sieve, self.tokenizer, store=self._store, retry=self._retries, **self.options)
             other._maker, other._cache = self._maker, self._cache.fork()
             other._state = other._at = dataclasses.replace(self._state, cache=other._cache.snapshot(), before=None)
             return other
@@ -248,7 +247,8 @@ class Chat(Forked):
         if again:
             self._cache.rollback(self._start(again).cache)
         reply, after = self._maker.answer(self._start(again).transcript, question, self._cache, on_text, check)
-        return reply, ChatState(after, self._cache.snapshot(), dataclasses.replace(self._start(again), before=None))
+        before = dataclasses.replace(self._start(again), before=None) if self._retries else None
+        return reply, ChatState(after, self._cache.snapshot(), before)
 
     def _take(self, made: tuple[Reply, ChatState]) -> Reply:
         reply, state = made
@@ -259,10 +259,10 @@ class Chat(Forked):
         """Where a turn begins, which no caller keeps in a variable; see `_transcript`. Raises InputError."""
         start = self._state.before if again else self._state
         if start is None:
-            raise InputError(
-                "there is no turn to answer again: none was made since the chat began, was loaded or forked, or has "
-                "read ahead; ask a message first"
-            )
+            why = "none was made since the chat began, was loaded or forked, or has read ahead; ask a message first"
+            if not self._retries:
+                why = "the chat does not hold the state before it; make the chat with sieve.chat(tokenizer, retry=True)"
+            raise InputError(f"there is no turn to answer again: {why}")
         return start
 
     def _last_message(self) -> str:

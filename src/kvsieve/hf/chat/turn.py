@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from kvsieve.errors import InputError, short
+from kvsieve.errors import InputError, KvsieveWarning, short
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.chat.options import check_chat_options, complete_options
 from kvsieve.hf.chat.pieces import Pieces
@@ -20,7 +21,7 @@ from kvsieve.hf.generate.result import GenerateResult
 from kvsieve.hf.inputs import check_callable, check_text
 from kvsieve.hf.model.context import context_of
 from kvsieve.hf.persist.saved import Saved
-from kvsieve.hf.reuse import Begun, PromptStore, Stored, check_store
+from kvsieve.hf.reuse import PromptStore, ReadPrefix, StoredPrefixes, check_servable, check_store, unserved
 from kvsieve.plans import Plan
 from kvsieve.segments import role_spans
 from kvsieve.turns import Turns, stop_ids
@@ -80,14 +81,21 @@ class TurnMaker:
     """Makes the turns of a conversation. Keeps nothing of it, and changes nothing but the cache it is given."""
 
     def __init__(
-        self, sieve: ChatBackend, tokenizer: Any, store: PromptStore | None = None, max_context: int | None = None
+        self,
+        sieve: ChatBackend,
+        tokenizer: Any,
+        store: PromptStore | None,
+        options: Mapping[str, Any],
+        max_context: int | None = None,
     ) -> None:
-        """max_context: tokens of the conversation; None for the model's context."""
+        """options: of the chat. max_context: tokens of the conversation; None for the model's context."""
         check_store(store)
+        if store is not None:
+            check_servable(sieve, options)
         if max_context is not None and (type(max_context) is not int or max_context < 2):
             raise InputError(f"max_context must be a number of tokens, at least 2, got {short(max_context)}")
         self.sieve, self.tokenizer, self.max_context = sieve, tokenizer, max_context
-        self.stored = None if store is None else Stored(store)
+        self.prefixes = None if store is None else StoredPrefixes(store)
         self.turns = Turns(tokenizer)
         self.stops = stop_ids(tokenizer, sieve.model.generation_config.eos_token_id)
 
@@ -154,10 +162,10 @@ class TurnMaker:
                 progress(min(done + skipped, size), size)
 
         pieces = Pieces(self.tokenizer, question.stops, on_text, check)
-        stored = self.stored if self.stored is not None and self.stored.suits(self.sieve, question.options) else None
-        begun = Begun(0, 0.0, 0.0)
-        if stored is not None:
-            begun = stored.begin(self.sieve, ids, cache, question.options["chunk"], shown)
+        prefixes, left_out = self._prefixes(question.options)
+        begun = ReadPrefix()
+        if prefixes is not None:
+            begun = prefixes.begin(self.sieve, ids, cache, question.options["chunk"], shown)
             skipped = cache.num_seen - start
         result = self.sieve.generate(
             ids,
@@ -168,30 +176,39 @@ class TurnMaker:
             progress=shown,
             **question.options,
         )
-        if stored is not None:
+        if prefixes is not None:
             seconds = begun.seconds + result.stats.ttft_s
-            stored.end(self.sieve, result.sequences, cache, seconds, question.options["chunk"])
+            prefixes.add(self.sieve, result.sequences[0].tolist(), cache, seconds, question.options["chunk"])
         new = result.sequences[:, ids.shape[1] :]
-        made, stats = new[0].tolist(), begun.with_reuse(result.stats)
-        ended = made[-1] in question.stops
-        if most < wanted and len(made) == most and not ended:
-            note = (
+        tokens, stats = new[0].tolist(), begun.with_reuse(result.stats)
+        ended = tokens[-1] in question.stops
+        notes = [*stats.notes, *left_out]
+        if most < wanted and len(tokens) == most and not ended:
+            notes.append(
                 f"the answer was cut at {most} tokens, where {self._named(context)} ends: start a new "
                 "chat, or go back to an earlier snapshot"
             )
-            stats = dataclasses.replace(stats, notes=[*stats.notes, note])
+        stats = dataclasses.replace(stats, notes=notes)
         exchange = {"role": "user", "content": question.message}, {"role": "assistant", "content": pieces.text}
         after = Transcript(
             torch.cat([ids, new.to(ids)], 1), (*before.messages, *exchange), (*before.turns, stats), ended=ended
         )
-        return Reply(pieces.text, made, ended, stats), after
+        return Reply(pieces.text, tokens, ended, stats), after
 
     def read(self, ids: Tensor, cache: SieveCache, options: dict[str, Any]) -> None:
         """Read the conversation int64 [1, N] with the beginning of a message; options of ``Sieve.prefill``."""
-        if self.stored is None:
+        prefixes, left_out = self._prefixes(options)
+        for note in left_out:
+            warnings.warn(note, KvsieveWarning, stacklevel=5)
+        if prefixes is None:
             self.sieve.prefill(ids, torch.ones_like(ids), cache=cache, **options)
         else:
-            self.stored.prefill(self.sieve, ids, cache, options)
+            prefixes.prefill(self.sieve, ids, cache, options)
+
+    def _prefixes(self, options: dict[str, Any]) -> tuple[StoredPrefixes | None, list[str]]:
+        """Return the store for a turn with options, or None and what to say of that."""
+        reason = None if self.prefixes is None else unserved(self.sieve, options)
+        return (self.prefixes, []) if reason is None else (None, [f"the store was left out: {reason}"])
 
     def beginning(self, before: Transcript, text: str) -> Transcript:
         """Return the conversation with the beginning of the next user message, which gets no answer yet."""

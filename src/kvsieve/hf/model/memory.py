@@ -13,7 +13,6 @@ from kvsieve.cache.base import window_room
 from kvsieve.cache.ragged import LANES
 from kvsieve.errors import PlanError, UnsupportedModelError
 from kvsieve.hf.model.shapes import LayerShape, layer_shapes, meta_model
-from kvsieve.loading import provides
 from kvsieve.plans import Plan
 from kvsieve.quantities import format_bytes
 from kvsieve.roles import Codec, byte_budgets, with_entries
@@ -24,7 +23,6 @@ _INDEX_BYTES = _WIDE_BYTES = 4
 _SHAPES: dict[str, tuple[LayerShape, ...]] = {}
 
 
-@provides("fit_budgets")
 def fit_model(plan: Plan, model: Any) -> Plan:
     """Return a plan whose budgets in bytes have become entries on a model of transformers; see `fit`."""
     try:

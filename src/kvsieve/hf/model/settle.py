@@ -1,0 +1,20 @@
+"""Settling a plan for a model: budgets in bytes, parameters that were not given, and the tokenizer's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvsieve.plans import Plan
+from kvsieve.profiles import Fingerprint
+from kvsieve.settled import settled
+
+
+def plan_for(plan: Plan, model: Any, tokenizer: Any = None) -> Plan:
+    """Return a plan with nothing left open; see `Plan.for_model`."""
+    if plan.budgets_in_bytes and not isinstance(model, Fingerprint):
+        # Of transformers, without which a Fingerprint does.
+        from kvsieve.hf.model.memory import fit_model
+
+        plan = fit_model(plan, model)
+    plan = settled(plan, model, tokenizer)
+    return plan if tokenizer is None else plan.for_tokenizer(tokenizer)
