@@ -6,6 +6,42 @@ import ast
 
 from source_tree import modules
 
+# Where attention is computed, and chosen how.
+OF_ATTENTION = ("kvsieve.kernels", "kvsieve.core", "kvsieve.attention")
+# Questions whether something computes a request, or faster.
+ASKING = {"usable", "serves", "faster_here", "faster_for_token", "why_not_compiled", "why_not_kernel", "is_thin"}
+# Functions of the table that may ask them, beside those that say why not.
+ASKED_BY = {"attend", "explain", "measured", "has_kernel", "foresee", "compile", "_is_thin"}
+
+
+def outside(*names: str) -> list[tuple[str, ast.Module]]:
+    return [(module, tree) for module, (_, tree) in modules().items() if not module.startswith(names)]
+
+
+def test_few_outside_attention_know_what_a_model_adds_to_it():
+    """A cap and learned sinks travel with the queries; 57 modules once handed them on."""
+    found = set()
+    for module, tree in outside(*OF_ATTENTION, "kvsieve.vllm"):
+        for node in ast.walk(tree):
+            names = [getattr(node, name, None) for name in ("attr", "arg", "id")]
+            if {"softcap", "sinks_of"} & set(names) or (
+                "sinks" in names and ast.unparse(node) in ("asked.sinks", "ctx.sinks")
+            ):
+                found.add(module)
+    assert len(found) <= 8, found
+
+
+def test_the_table_alone_asks_what_computes_attention():
+    for module, tree in outside("kvsieve.kernels", "kvsieve.core", "kvsieve.vllm"):
+        for function in ast.walk(tree):
+            if not isinstance(function, ast.FunctionDef) or "why_not" in function.name:
+                continue
+            calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+            asks = {ast.unparse(call) for call in calls if ast.unparse(call).rpartition(".")[2] in ASKING}
+            asks |= {name for name in map(ast.unparse, calls) if name in ("kernels.why_not", "native.why_not")}
+            in_table = module.startswith("kvsieve.attention") and function.name in ASKED_BY
+            assert in_table or not asks, (module, function.name, asks)
+
 
 def test_one_policy_goes_on_from_stored_prefixes():
     """One module looks prefixes up and stores them, whoever reads the prompts."""

@@ -74,7 +74,7 @@ FIELDS = {
     "Stats": """
         method applied prompt_tokens deep_tokens kv_entries kv_asked kv_bytes ttft_s tpot_s new_tokens peak_bytes notes
         report traffic storage decoding compressed_layers kv_share growing_layers codec prompt_density
-        prompt_recall
+        prompt_recall executors
     """,
 }
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvsieve.hf.forward import request
+from kvsieve.attention import AttentionRequest, DenseEntries
+from kvsieve.hf.forward import sparse_prompt
 
 LIMIT = 4 * 2**30
 LEAST = 64
@@ -55,17 +56,16 @@ class Memory:
 @contextlib.contextmanager
 def remembering(model: Any, memory: Memory) -> Iterator[None]:
     """Patch the model's layers and kvsieve's causal attention; models whose layers have no `mlp` share less."""
-    attend = request.dense_attention
+    attend = sparse_prompt.attend
 
-    def attention(query: Tensor, keys: Tensor, values: Tensor, **given: Any) -> Tensor:
-        if (
-            query.shape[2] < max(LEAST, keys.shape[2])
-            or given.get("valid") is not None
-            or given.get("terms") is not None
-        ):
-            return attend(query, keys, values, **given)
-        key = ("attention", given["scale"], *((each.shape, memory.digest(each)) for each in (query, keys, values)))
-        return memory(key, lambda: attend(query, keys, values, **given))
+    def attention(request: AttentionRequest[Any, Any]) -> Tensor:
+        asked, stored = request.asked, request.stored
+        known = type(stored) is DenseEntries and request.sees is None and stored.valid is None and asked.is_plain
+        if not known or asked.query.shape[2] < max(LEAST, stored.keys.shape[2]):
+            return attend(request)
+        parts = (asked.query, stored.keys, stored.values)
+        key = ("attention", asked.scale, *((each.shape, memory.digest(each)) for each in parts))
+        return memory(key, lambda: attend(request))
 
     patched = [module for name, module in model.named_modules() if _is_one(name, module)]
 
@@ -81,11 +81,11 @@ def remembering(model: Any, memory: Memory) -> Iterator[None]:
 
     for number, module in enumerate(patched):
         patch(number, module)
-    request.dense_attention = attention
+    sparse_prompt.attend = attention
     try:
         yield
     finally:
-        request.dense_attention = attend
+        sparse_prompt.attend = attend
         for module in patched:
             del module.forward
 

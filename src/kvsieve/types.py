@@ -6,34 +6,69 @@ dimension, W observation window.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class AttentionTerms:
-    """Terms of a layer's attention beside queries, keys and values.
+class AttentionQueries:
+    """Queries of a layer, and how the model makes attention weights of their products with keys.
 
     Attributes:
+        query: [B, Hq, L, D]; [X, G, D] where they are those of KV rows.
+        scale: factor of the products.
         softcap: logits become softcap * tanh(logits / softcap), after the scale and before masks. Default None: they
             stay as they are.
-        sinks: [Hq], a logit per query head that takes part in the softmax and has no value; [X, G] where queries are
-            those of KV rows. Default None: weights of real entries sum to one.
+        sinks: [Hq], a logit per query head that takes part in the softmax and has no value; [X, G] for KV rows.
+            Default None: weights of real entries sum to one.
     """
 
+    query: Tensor
+    scale: float
     softcap: float | None = None
     sinks: Tensor | None = None
 
-    def per_kv_row(self, batch: int, heads: int) -> AttentionTerms:
-        """Terms for the queries [X, G, D] of `batch` rows' KV heads, in order."""
-        return self if self.sinks is None else AttentionTerms(self.softcap, self.sinks.view(heads, -1).repeat(batch, 1))
+    @property
+    def is_plain(self) -> bool:
+        """True without cap and sinks."""
+        return self.softcap is None and self.sinks is None
 
-    def at(self, kv_rows: Tensor) -> AttentionTerms:
-        """Terms for some KV rows, of terms for all."""
-        return self if self.sinks is None else AttentionTerms(self.softcap, self.sinks[kv_rows])
+    @property
+    def stored(self) -> AttentionQueries:
+        """Return it with queries as they are matched with what is stored."""
+        return self
+
+    def output(self, mixed: Tensor) -> Tensor:
+        """Attention's result [B, Hq, L, Dv] of what was mixed of stored values."""
+        return mixed
+
+    def part(self, columns: slice) -> Self:
+        """Return it with the queries of a slice of the columns."""
+        return replace(self, query=self.query[:, :, columns])
+
+    def of(self, query: Tensor) -> AttentionQueries:
+        """Return it with other queries of the same heads."""
+        return AttentionQueries(query, self.scale, self.softcap, self.sinks)
+
+    def heads(self, which: slice) -> AttentionQueries:
+        """Return it for some query heads, queries of which are the second dimension."""
+        sinks = None if self.sinks is None else self.sinks[which]
+        return AttentionQueries(self.query[:, which], self.scale, self.softcap, sinks)
+
+    def per_kv_row(self, heads: int) -> AttentionQueries:
+        """Return it for the KV rows [B * heads] of one token, in order."""
+        batch, query_heads, _, dim = self.query.shape
+        query = self.query.reshape(batch * heads, query_heads // heads, dim)
+        sinks = None if self.sinks is None else self.sinks.view(heads, -1).repeat(batch, 1)
+        return AttentionQueries(query, self.scale, self.softcap, sinks)
+
+    def at(self, kv_rows: Tensor) -> AttentionQueries:
+        """Return it for some KV rows, of all."""
+        sinks = None if self.sinks is None else self.sinks[kv_rows]
+        return AttentionQueries(self.query[kv_rows], self.scale, self.softcap, sinks)
 
 
 @dataclass(frozen=True)
@@ -204,7 +239,7 @@ class LayerContext:
             an evictor that names "hidden" in `needs`.
         output: [B, Hq, L, Dv], what each head's attention made of them; as `hidden`.
         ranks: the processes that have the other heads, if Hq and H are not all there are; see roles.Traits.heads.
-        terms: cap and sinks of the layer's attention, which weights are to be computed with; None for neither.
+        softcap: as in AttentionQueries, like `sinks`: [Hq].
     """
 
     layer_idx: int
@@ -228,7 +263,12 @@ class LayerContext:
     hidden: Tensor | None = None
     output: Tensor | None = None
     ranks: Ranks = ALONE
-    terms: AttentionTerms | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    def asks(self, query: Tensor) -> AttentionQueries:
+        """Return queries [B, Hq, T, D] with all that this layer makes weights by."""
+        return AttentionQueries(query, self.scale, self.softcap, self.sinks)
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.attention import dense_attention, prompt
-from kvsieve.attention.blocked import blocked_attention
-from kvsieve.attention.causal import causal_attention
+from attend import AttentionTerms, asking, dense_attention
+from kvsieve.attention import AttentionRequest, DenseEntries, blocked, causal, prompt
 from kvsieve.attention.prompt import why_torch
 from kvsieve.kernels.cpu import prompt as compiled
-from kvsieve.types import AttentionTerms
+
+
+def attended(query, keys, values, *, scale=0.2, terms=None, valid=None, torch_only=False):
+    """By the C kernel, or by torch's products where it refuses."""
+    request = AttentionRequest(asking(query, scale, terms), DenseEntries(keys, values, valid))
+    kernel = not torch_only and causal.why_not_kernel(request) is None
+    return causal.kernel_attention(request) if kernel else blocked.blocked_attention(request)
+
 
 here = pytest.mark.skipif(why_torch() is not None, reason="no processor or compiler for it")
 TERMS = {
@@ -46,8 +52,8 @@ def calls(monkeypatch):
 )
 def test_the_kernel_sees_all_earlier_entries_and_no_later_one(new, length, batch, terms, calls):
     query, keys, values = some(new, length, batch=batch)
-    found = causal_attention(query, keys, values, scale=0.2, terms=TERMS[terms])
-    exact = blocked_attention(*(part.double() for part in (query, keys, values)), scale=0.2, terms=TERMS[terms])
+    found = attended(query, keys, values, terms=TERMS[terms])
+    exact = attended(*(part.double() for part in (query, keys, values)), terms=TERMS[terms])
     assert calls == [new] and found.shape == exact.shape and found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), exact, atol=0.01, rtol=0.01)
 
@@ -56,7 +62,7 @@ def test_the_kernel_sees_all_earlier_entries_and_no_later_one(new, length, batch
 def test_a_key_that_is_not_a_number_spoils_what_sees_it(calls):
     query, keys, values = some(200, 300)
     keys[0, 1, 250, 3] = float("nan")
-    found = causal_attention(query, keys, values, scale=0.2)
+    found = attended(query, keys, values)
     # The query of entry n is number n - 100, and heads 2 and 3 are those of KV head 1.
     spoilt = torch.zeros(4, 200, dtype=torch.bool)
     spoilt[2:, 150:] = True
@@ -80,11 +86,11 @@ def test_what_the_kernel_does_not_take_is_computed_by_torch(case, calls, monkeyp
     valid = torch.ones(1, 1, 120, dtype=torch.bool) if case == "padded" else None
     if case == "elsewhere":
         monkeypatch.setattr(prompt, "why_torch", lambda: "it is for another processor")
-    found = causal_attention(query, keys, values, scale=0.2, valid=valid)
-    assert torch.equal(found, blocked_attention(query, keys, values, scale=0.2, valid=valid)) and not calls
+    found = attended(query, keys, values, valid=valid)
+    assert torch.equal(found, attended(query, keys, values, valid=valid, torch_only=True)) and not calls
 
 
 def test_a_gradient_is_refused_aloud():
     query, keys, values = some(80, 120)
     with pytest.raises(RuntimeError, match="requires grad|automatic differentiation"):
-        causal_attention(query.requires_grad_(), keys, values, scale=0.2)
+        attended(query.requires_grad_(), keys, values)

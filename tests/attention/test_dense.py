@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.attention import blocked, choice, dense
-from kvsieve.attention.chunk import can_split, chunk_attention
+from attend import asking, dense_attention
+from kvsieve.attention import AttentionRequest, DenseEntries, blocked, choice, dense
+from kvsieve.attention.chunk import chunk_attention, is_even
 from reference import reference_attention
 
 
@@ -23,7 +24,7 @@ def test_equals_the_reference(new, groups, padding, limit, monkeypatch):
     if padding is not None:
         valid = torch.rand(2, 1 if padding == "rows" else 2, 19) > 0.3
         valid[1, :, :4] = False
-    ours = dense.dense_attention(query, keys, values, scale=0.3, valid=valid)
+    ours = dense_attention(query, keys, values, scale=0.3, valid=valid)
     theirs = reference_attention(query, keys, values, scale=0.3, valid=valid)
     assert ours.isfinite().all()
     if padding == "rows" and new > 1:
@@ -46,7 +47,7 @@ def test_blocks_of_products_equal_the_reference(new, groups, padding, monkeypatc
     if padding is not None:
         valid = torch.rand(2, 1 if padding == "rows" else 2, 50) > 0.3
         valid[1, :, :20] = False
-    ours = blocked.blocked_attention(query, keys, values, scale=0.3, valid=valid)
+    ours = blocked.blocked_attention(AttentionRequest(asking(query, 0.3), DenseEntries(keys, values, valid)))
     theirs = reference_attention(query, keys, values, scale=0.3, valid=valid)
     torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=0)
 
@@ -58,8 +59,8 @@ def test_chunks_in_two_fused_calls_equal_the_reference(new, length, dtype):
     query = torch.randn(2, 6, new, 16, dtype=dtype)
     # As a store has them: views of longer buffers.
     keys, values = torch.randn(2, 2, 2, length + 9, 16, dtype=dtype)[..., :length, :]
-    assert can_split(query, values)
-    ours = chunk_attention(query, keys, values, scale=0.3)
+    assert is_even(query, values)
+    ours = chunk_attention(AttentionRequest(asking(query, 0.3), DenseEntries(keys, values)))
     theirs = reference_attention(query.double(), keys.double(), values.double(), scale=0.3)
     assert ours.dtype == dtype
     atol = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
@@ -72,11 +73,11 @@ def test_a_chunk_is_split_without_a_mask(monkeypatch):
 
     query, keys = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 12, 8)
     monkeypatch.setattr(dense.F, "scaled_dot_product_attention", refuse)
-    dense.dense_attention(query, keys, keys, scale=0.3)
+    dense_attention(query, keys, keys, scale=0.3)
     # Values of another size, which the kernel does not take, need none either.
-    dense.dense_attention(query, keys, torch.randn(1, 2, 12, 4), scale=0.3)
+    dense_attention(query, keys, torch.randn(1, 2, 12, 4), scale=0.3)
     with pytest.raises(AssertionError, match="mask"):  # its log-sum-exp has no gradient
-        dense.dense_attention(query.requires_grad_(), keys, keys, scale=0.3)
+        dense_attention(query.requires_grad_(), keys, keys, scale=0.3)
 
 
 def test_only_bfloat16_on_a_cpu_is_taken_apart_into_products():
@@ -98,7 +99,7 @@ def test_blocks_have_few_widths_and_one_block_is_held(new, monkeypatch):
         return product(logits, *given, **options)
 
     monkeypatch.setattr(torch, "baddbmm", noting)
-    ours = blocked.blocked_attention(query, keys, keys, scale=0.3)
+    ours = blocked.blocked_attention(AttentionRequest(asking(query, 0.3), DenseEntries(keys, keys)))
     assert len(widths) <= 9 and max(widths) == 700 and scratch == {2 * 4 * 700 * 4}
     whole = dense.F.scaled_dot_product_attention(
         query, keys, keys, attn_mask=torch.ones(new, 700, dtype=torch.bool).tril(700 - new), scale=0.3, enable_gqa=True
@@ -115,7 +116,7 @@ def test_a_token_by_products_equals_the_reference(padding):
     if valid is not None:
         mask = valid[:, :, None].clone()
         mask[..., -1] = True
-    ours = blocked.single_query_attention(query.view(2, 2, 3, 8), keys, values, mask, scale=0.3).view(2, 6, 1, 8)
+    ours = blocked.single_query_attention(asking(query.view(2, 2, 3, 8), 0.3), keys, values, mask).view(2, 6, 1, 8)
     torch.testing.assert_close(
         ours, reference_attention(query, keys, values, scale=0.3, valid=valid), atol=1e-12, rtol=0
     )
@@ -124,8 +125,8 @@ def test_a_token_by_products_equals_the_reference(padding):
 def test_a_pass_with_gradients_runs():
     """A plain call of the model without torch.no_grad()."""
     query, keys = torch.randn(1, 4, 5, 8, dtype=torch.bfloat16), torch.randn(1, 2, 12, 8, dtype=torch.bfloat16)
-    expected = dense.dense_attention(query, keys, keys, scale=0.3)
-    found = dense.dense_attention(query.requires_grad_(), keys, keys, scale=0.3)
+    expected = dense_attention(query, keys, keys, scale=0.3)
+    found = dense_attention(query.requires_grad_(), keys, keys, scale=0.3)
     found.sum().backward()
     assert query.grad is not None and query.grad.isfinite().all()
     torch.testing.assert_close(found.detach(), expected, atol=2e-2, rtol=0)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.attention import UpProjection, dense_attention, latent_attention
+from attend import AttentionTerms, asking, latent_attention
+from kvsieve import attention
+from kvsieve.attention import AttentionRequest, Latents, UpProjection
 from kvsieve.attention import latent as latent_module
-from kvsieve.types import AttentionTerms
 from reference import reference_attention
 
 RANK, ROTATED, PLAIN, WIDTH, HEADS, LENGTH = 12, 4, 6, 5, 3, 19
@@ -62,16 +63,16 @@ def test_latent_attention(new, padded, terms, rotated_first, monkeypatch):
         close(ours[:, :, real], expected[:, :, real])
 
 
-def test_few_queries_read_latents_and_many_expanded_keys(monkeypatch):
+def test_few_queries_read_latents_and_many_expanded_keys():
     seen = []
 
-    def spy(query, keys, values, **options):
-        seen.append(keys.shape[1:])
-        return dense_attention(query, keys, values, **options)
+    def spy(request):
+        seen.append(request.stored.keys.shape[1:])
+        return attention.attend(request)
 
-    monkeypatch.setattr(latent_module, "dense_attention", spy)
-    up = up_projection()
+    up, rows = up_projection(), latent_module.latent_rows(spy)
     for new in (1, LENGTH):
         query, entries = inputs(new)
-        latent_attention(query, entries, up, scale=0.3)
+        request = AttentionRequest(asking(query, 0.3), Latents(entries, up))
+        next(row for row in rows if row.why_not(request) is None).run(request)
     assert seen == [(1, LENGTH, RANK + ROTATED), (HEADS, LENGTH, PLAIN + ROTATED)]

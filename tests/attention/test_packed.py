@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attend import AttentionTerms, packed_attention
 from codecs_of_tests import Formats
-from kvsieve.attention import packed_attention
 from kvsieve.cache import DenseStore, PackedStore, keep
 from kvsieve.core.codes import CodeFormat
 from kvsieve.core.selection import pack_ragged
 from kvsieve.kernels.cpu import build
 from kvsieve.kernels.cpu import packed as native
 from kvsieve.roles import Codec
-from kvsieve.types import AttentionTerms
 from reference import reference_attention
 
 HEADS = 2

@@ -7,7 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from kvsieve.attention import CompiledReading, sparse_attention, why_not_compiled
+from attend import AttentionTerms, asking
+from kvsieve.attention import AttentionRequest, attend
+from kvsieve.attention.paged import CompiledReading, why_not_compiled
 from kvsieve.cache import DenseStore, group_rows, keep
 from kvsieve.cache.base import View
 from kvsieve.core.kv_rows import Choice
@@ -15,7 +17,6 @@ from kvsieve.core.selection import pack_ragged
 from kvsieve.kernels.cpu import reading as native
 from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
 from kvsieve.methods.readers import Setting
-from kvsieve.types import AttentionTerms
 
 pytestmark = pytest.mark.skipif(native.built().reason is not None, reason=str(native.built().reason))
 
@@ -50,19 +51,17 @@ def another(store) -> None:
 
 def by_torch(reader, grouped, store, query, scale, terms, whole=()):
     """What choosing and attending give, one group of KV rows after another."""
-    batch, query_heads, _, dim = query.shape
-    packed = query.view(batch * grouped.heads, -1, dim)
-    out = packed.new_empty(*packed.shape[:2], store.dims[1])
-    told = None if terms is None else terms.per_kv_row(batch, grouped.heads)
+    queries = asking(query, scale, terms).per_kv_row(grouped.heads)
+    out = query.new_empty(*queries.query.shape[:2], store.dims[1])
     for group in grouped.groups:
         mine = slice(None) if group.kv_rows is None else group.kv_rows
-        kv_rows, theirs = grouped.kv_rows(store, group), None if told is None else told.at(mine)
+        kv_rows, asked = grouped.kv_rows(store, group), queries.at(mine)
         if group.setting in whole:
             choice = Choice(kv_rows.span(0, kv_rows.size))
         else:
-            choice = reader.choose(packed[mine], kv_rows, group.state, scale, group.setting, theirs)
-        out[mine] = sparse_attention(packed[mine], kv_rows, choice, scale=scale, terms=theirs)
-    return out.view(batch, query_heads, 1, -1)
+            choice = reader.choose(asked, kv_rows, group.state, group.setting)
+        out[mine] = attend(AttentionRequest(asked, kv_rows, choice))
+    return out.view(*query.shape[:2], 1, -1)
 
 
 def compare(reader, settings, store, view=None, terms=None, whole=(), steps=3, close=1e-5) -> None:
@@ -75,11 +74,11 @@ def compare(reader, settings, store, view=None, terms=None, whole=(), steps=3, c
         query = torch.randn(len(store.lengths), heads, 1, store.dims[0]).to(store.buffers()[0].dtype)
         assert why_not_compiled(query, store, [each for each in recipes if each is not None]) is None
         wanted = by_torch(reader, wanted_of, store, query, 0.2, terms, whole)
-        found = ours.attend(query, store, 0.2, terms)
+        found = ours.attend(asking(query, 0.2, terms), store)
         assert found.dtype == query.dtype
         torch.testing.assert_close(found, wanted, atol=close, rtol=close)
         # Asked again about the same entries, it takes nothing in twice.
-        assert torch.equal(ours.attend(query, store, 0.2, terms), found)
+        assert torch.equal(ours.attend(asking(query, 0.2, terms), store), found)
         for group, other in zip(grouped.groups, wanted_of.groups, strict=True):
             assert group.state.keys() == other.state.keys()
             for mine, theirs in zip(group.state.values(), other.state.values(), strict=True):
@@ -155,7 +154,7 @@ def test_equal_weights_take_the_earliest():
     store.buffers()[1].copy_(torch.arange(store.capacity)[:, None].expand(-1, DIM))
     grouped = group_rows(store, None, [Setting(64, 10, 4)])
     ours = CompiledReading(store, grouped, [Quest(budget=64).recipe(Setting(64, 10, 4))], HEADS * GROUPS)
-    out = ours.attend(torch.ones(1, HEADS * GROUPS, 1, DIM), store, 0.2, None)
+    out = ours.attend(asking(torch.ones(1, HEADS * GROUPS, 1, DIM), 0.2), store)
     # The newest page's four, then six of the first.
     torch.testing.assert_close(out, torch.full_like(out, (sum(range(96, 100)) + sum(range(6))) / 10))
 

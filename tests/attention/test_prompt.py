@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attend import AttentionTerms, prompt_attention
 from kvsieve.attention import prompt as prompt_module
-from kvsieve.attention import prompt_attention
 from kvsieve.core.blocks import BlockGrid, covering
 from kvsieve.kernels.cpu import prompt as compiled
-from kvsieve.types import AttentionTerms
 from prompt_blocks import SHAPES, exact, problem
 
 TERMS = [

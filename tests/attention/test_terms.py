@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.attention import blocked, dense, masked_attention, ragged_attention, sparse_attention
+from attend import AttentionTerms, asking, dense_attention, masked_attention, ragged_attention, sparse_attention
+from kvsieve.attention import AttentionRequest, DenseEntries, blocked
 from kvsieve.attention import masked as masked_module
 from kvsieve.cache import DenseStore, keep
 from kvsieve.core.kv_rows import Choice, KVRows
 from kvsieve.core.selection import pack_ragged
-from kvsieve.types import AttentionTerms
 from reference import reference_attention
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0, 3.0, -4.0], dtype=torch.float64)
@@ -60,7 +60,7 @@ def test_the_definition_by_hand(terms):
 def test_dense(new, padding, terms):
     query, keys, values = inputs(new)
     valid = real(padding)
-    ours = dense.dense_attention(query, keys, values, scale=0.3, valid=valid, terms=terms)
+    ours = dense_attention(query, keys, values, scale=0.3, valid=valid, terms=terms)
     theirs = reference_attention(query, keys, values, scale=0.3, valid=valid, terms=terms)
     assert ours.isfinite().all()
     if padding == "rows" and new > 1:
@@ -76,7 +76,7 @@ def test_blocks_of_queries(padding, terms, monkeypatch):
     monkeypatch.setattr(blocked, "_ELEMENTS", 1)  # blocks of 16 queries, the fewest
     query, keys, values = inputs(37, 50)
     valid = real(padding, 50)
-    ours = blocked.blocked_attention(query, keys, values, scale=0.3, valid=valid, terms=terms)
+    ours = blocked.blocked_attention(AttentionRequest(asking(query, 0.3, terms), DenseEntries(keys, values, valid)))
     close(ours, reference_attention(query, keys, values, scale=0.3, valid=valid, terms=terms))
 
 
@@ -168,7 +168,10 @@ def test_a_blend_that_knows_the_shares_is_attention_over_everything(terms):
     close(ours.view(2, 2, 1, 8), reference_attention(query, keys, values, scale=0.3, terms=terms))
 
 
-def test_terms_of_kv_rows():
-    terms = AttentionTerms(0.7, SINKS).per_kv_row(batch=2, heads=2)
-    assert terms.softcap == 0.7 and terms.sinks.tolist() == [*SINKS.view(2, 3).tolist()] * 2
-    assert terms.at(torch.tensor([3, 0])).sinks.tolist() == [SINKS[3:].tolist(), SINKS[:3].tolist()]
+def test_queries_of_kv_rows():
+    query = torch.randn(2, 6, 1, 8)
+    rows = asking(query, 0.3, AttentionTerms(0.7, SINKS)).per_kv_row(heads=2)
+    assert rows.softcap == 0.7 and rows.sinks.tolist() == [*SINKS.view(2, 3).tolist()] * 2
+    some = rows.at(torch.tensor([3, 0]))
+    assert some.sinks.tolist() == [SINKS[3:].tolist(), SINKS[:3].tolist()]
+    assert torch.equal(some.query, torch.stack([query[1, 3:, 0], query[0, :3, 0]]))

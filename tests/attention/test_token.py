@@ -7,9 +7,8 @@ import shutil
 import pytest
 import torch
 
-from kvsieve.attention import dense_attention, ragged_attention
+from attend import AttentionTerms, dense_attention, ragged_attention
 from kvsieve.kernels.cpu import token
-from kvsieve.types import AttentionTerms
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="kernels are compiled, and there is no gcc")
 CLOSE = {torch.float32: {"atol": 1e-6, "rtol": 1e-5}, torch.bfloat16: {"atol": 2e-3, "rtol": 1e-2}}

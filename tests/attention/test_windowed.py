@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.attention import Window, masked_attention, window_attention
+from attend import AttentionTerms, masked_attention, window_attention
+from kvsieve.attention import Window
 from kvsieve.hf.cache.layer import WindowLayer
-from kvsieve.types import AttentionTerms
 
 WINDOWS = [Window(16), Window(16, chunked=True), Window(1), Window(5, chunked=True), Window(1000)]
 TERMS = {"plain": None, "cap and sinks": AttentionTerms(3.0, torch.linspace(-1, 2, 4).double())}

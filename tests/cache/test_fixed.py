@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.attention import packed_attention
+from attend import AttentionTerms, packed_attention
 from kvsieve.cache import DenseStore, FixedEntries, PackedStore, keep
 from kvsieve.core.kv_rows import DeviceLength
 from kvsieve.core.selection import pack_ragged
 from kvsieve.methods import FP8, KIVI, Int8, Outlier, Rotated
-from kvsieve.types import AttentionTerms
 
 BATCH, HEADS, DIM = 2, 2, 16
 PROMPT, NEW = 60, 40

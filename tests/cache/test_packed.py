@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attend import packed_attention
 from codecs_of_tests import Whole
-from kvsieve.attention import packed_attention
 from kvsieve.cache import DenseStore, PackedStore, keep
 from kvsieve.cache.encoded_rows import entries_at
 from kvsieve.cache.pool import BlockPool

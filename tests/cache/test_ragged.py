@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.attention import dense_attention, ragged_attention
+from attend import dense_attention, ragged_attention
 from kvsieve.cache import DenseStore, RaggedStore, keep
 from kvsieve.core.selection import pack_ragged
 from kvsieve.types import Selection

@@ -5,10 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.core.queries import query_mass
-from kvsieve.core.scoring import window_mass
+from attend import AttentionTerms, query_mass, window_mass
 from kvsieve.kernels.cpu import mass as kernel
-from kvsieve.types import AttentionTerms
 
 here = pytest.mark.skipif(kernel.reason() is not None, reason=str(kernel.reason()))
 TERMS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.core.queries import query_mass
+from attend import query_mass
 from spying import softmax_rows
 
 

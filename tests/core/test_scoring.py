@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvsieve.core.scoring import group_mean, pool, window_mass
+from attend import window_mass
+from kvsieve.core.scoring import group_mean, pool
 
 
 def golden(shape: tuple[int, ...], seed: int) -> torch.Tensor:

@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 
+from attend import AttentionTerms, asking, query_mass, window_mass, window_weights
 from kvsieve.core.kv_rows import DeviceLength
 from kvsieve.core.page_weights import page_softmax
-from kvsieve.core.queries import query_mass
-from kvsieve.core.scoring import pooled_mass, window_mass, window_weights
+from kvsieve.core.scoring import pooled_mass
 from kvsieve.core.softmax import softmax
-from kvsieve.types import AttentionTerms
 from layers import context
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0, 3.0, -4.0], dtype=torch.float64)
@@ -62,7 +61,7 @@ def test_window_mass(terms, block, padded):
         assert (mass.sum(-1) < 5).all()
     if not padded:
         ctx = context(query, keys, scale=0.3)
-        ctx.terms = terms
+        ctx.softcap, ctx.sinks = terms
         torch.testing.assert_close(pooled_mass(ctx, 5, 1, "avg"), wanted.sum(2)[..., :-5], atol=1e-12, rtol=0)
 
 
@@ -96,7 +95,7 @@ def test_page_softmax(terms, size, on_device):
     terms = AttentionTerms(terms.softcap, None if terms.sinks is None else SINKS.view(2, 3))
     scores = torch.randn(2, 3, 4, dtype=torch.float64)
     length = DeviceLength(torch.tensor(size)) if on_device else None
-    ours = page_softmax(scores.clone(), 12 if on_device else size, 3, length, terms)
+    ours = page_softmax(scores.clone(), 12 if on_device else size, 3, length, asking(scores, 1.0, terms))
     for row in range(2):
         for head in range(3):
             flat = None if terms.sinks is None else terms.sinks.flatten()

@@ -279,8 +279,8 @@ class Own(Reader):
     def reads_all(self, setting, size):
         return False
 
-    def choose(self, query, lines, state, scale, setting, terms=None):
-        return self.inner.choose(query, lines, state, scale, setting, terms)
+    def choose(self, asked, kv_rows, state, setting):
+        return self.inner.choose(asked, kv_rows, state, setting)
 
 
 REFUSED = {

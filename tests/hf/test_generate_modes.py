@@ -12,7 +12,7 @@ from transformers.generation import BaseStreamer, StoppingCriteria
 import kvsieve
 from kvsieve.errors import CacheStateError, InputError, UnsupportedOptionError
 from kvsieve.hf.compat import CACHE
-from kvsieve.hf.forward import passes, request
+from kvsieve.hf.forward import passes, sparse_prompt
 from kvsieve.hf.generate import peak_memory
 from kvsieve.models.families import build
 
@@ -325,7 +325,7 @@ def test_an_interrupt_in_the_middle_of_a_pass_leaves_nothing_behind(monkeypatch)
         wanted = sieve.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, eos_token_id=None).sequences
         cache = sieve.new_cache()
         with monkeypatch.context() as broken:
-            broken.setattr(request, "dense_attention", interrupt)
+            broken.setattr(sparse_prompt, "attend", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 sieve.generate(ids, cache=cache, max_new_tokens=4, pad_token_id=0)
         assert passes.current() is None and cache.status == "broken"

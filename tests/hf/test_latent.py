@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 import kvsieve
+from attend import window_weights
+from kvsieve.attention import LatentQueries
 from kvsieve.cache import LatentStore
-from kvsieve.core.scoring import window_weights
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.cache.batching import can_stack
-from kvsieve.hf.forward.latent import AskedLatents
+from kvsieve.hf.forward import sparse_prompt
 from kvsieve.hf.model import support
 from kvsieve.hf.model.support import why_unsupported
 from kvsieve.hf.shared import read_shared
@@ -81,13 +82,14 @@ def test_what_is_stored_are_latents(model, prompt):
 
 def test_snapkv_chooses_for_all_heads_by_the_keys_the_model_attends_to(model, prompt, monkeypatch):
     seen = {}
-    attend = AskedLatents.attend
+    attend = sparse_prompt.attend
 
-    def spy(asked, store):
-        seen[len(seen)] = asked
-        return attend(asked, store)
+    def spy(request):
+        assert isinstance(request.asked, LatentQueries)
+        seen[len(seen)] = request.asked
+        return attend(request)
 
-    monkeypatch.setattr(AskedLatents, "attend", spy)
+    monkeypatch.setattr(sparse_prompt, "attend", spy)
     ids = prompt[0][:1]
     evictor = SnapKV(budget=16, window=4, kernel=1)
     with kvsieve.attach(model, Plan(evict=evictor)) as sieve:

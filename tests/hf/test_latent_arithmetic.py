@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, DynamicCache
 
-from kvsieve.attention import latent_attention
+from attend import latent_attention
 from kvsieve.errors import UnsupportedModelError
 from kvsieve.hf.compat import CACHE
 from kvsieve.hf.model.latent import candidates, up_projection

@@ -91,9 +91,9 @@ class _Always(Reader):
     def reads_all(self, setting, size):
         return False
 
-    def choose(self, query, kv_rows, state, scale, setting, terms=None):
+    def choose(self, asked, kv_rows, state, setting):
         setting = dataclasses.replace(setting, count=kv_rows.size)
-        return self.inner.choose(query, kv_rows, state, scale, setting, terms)
+        return self.inner.choose(asked, kv_rows, state, setting)
 
 
 @pytest.mark.parametrize("name", READERS)

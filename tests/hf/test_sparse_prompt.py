@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvsieve
+from attend import masked_attention
 from kvsieve.bench.estimate import estimate
 from kvsieve.bench.geometry import geometry
 from kvsieve.cli.specs import compared_specs, make_runs, parse_prefills
@@ -85,22 +86,24 @@ def test_a_padded_row_is_the_row_alone(model, prompts, method):
 
 def test_skipping_is_masking_in_every_layer(model, prompts, monkeypatch):
     """The first layer's output under the plan is that of dense attention under the chosen blocks' mask."""
-    from kvsieve.attention import masked_attention
     from kvsieve.hf.forward import sparse_prompt
 
     ids, seen = prompts[0][:1], []
-    exact = sparse_prompt.prompt_attention
+    exact = sparse_prompt.attend
 
-    def spied(query, keys, values, chosen, grid, **options):
-        out = exact(query, keys, values, chosen, grid, **options)
+    def spied(request):
+        out, stored, sees = exact(request), request.stored, request.sees
+        if sees is None:
+            return out
+        query, chosen, grid = request.asked.query, sees.chosen, sees.grid
         blocks = chosen.repeat_interleave(grid.queries, 2).repeat_interleave(grid.block, 3)
         mask = blocks[:, :, : grid.new, grid.pad : grid.pad + grid.length]
         mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)
         mask = mask & (torch.arange(grid.length) <= torch.arange(grid.length - grid.new, grid.length)[:, None])
-        seen.append((out, masked_attention(query, keys, values, mask, scale=options["scale"])))
+        seen.append((out, masked_attention(query, stored.keys, stored.values, mask, scale=request.asked.scale)))
         return out
 
-    monkeypatch.setattr(sparse_prompt, "prompt_attention", spied)
+    monkeypatch.setattr(sparse_prompt, "attend", spied)
     answered(model, full(SPARSE), ids, chunk=70)
     # Two chunks of four layers: what is left of a prompt behind them has less than a block.
     assert len(seen) == 8

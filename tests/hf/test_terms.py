@@ -10,10 +10,10 @@ import torch
 from transformers import logging
 
 import kvsieve
+from attend import AttentionTerms, dense_attention, masked_attention
 from eager import exact_eager
-from kvsieve.attention import dense_attention, masked_attention
 from kvsieve.errors import UnsupportedModelError
-from kvsieve.hf.forward.attention import _terms
+from kvsieve.hf.forward.attention import _check_sinks
 from kvsieve.hf.model.support import why_unsupported
 from kvsieve.kernels.interpreter import interpreted
 from kvsieve.methods import HSA, ExactTopK, Quest, SparQ
@@ -110,9 +110,9 @@ def test_each_layers_attention_is_transformers_eager_attention(name, monkeypatch
     found = []
     for query, key, value, mask, scale, kwargs, wanted in seen:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
-        terms = _terms(name, query, kwargs.get("softcap"), kwargs.get("s_aux"))
-        found.append(terms)
-        if terms is None:
+        terms = AttentionTerms(kwargs.get("softcap"), kwargs.get("s_aux"))
+        found.append(any(each is not None for each in terms))
+        if not found[-1]:
             continue
         ours = masked_attention(query, key, value, mask, scale=scale, terms=terms).transpose(1, 2)
         torch.testing.assert_close(ours, wanted, atol=1e-6, rtol=1e-6)
@@ -166,9 +166,9 @@ class Whole(Reader):
     def reads_all(self, setting, size):
         return False
 
-    def choose(self, query, kv_rows, state, scale, setting, terms=None):
+    def choose(self, asked, kv_rows, state, setting):
         setting = dataclasses.replace(setting, count=kv_rows.size)
-        return self.inner.choose(query, kv_rows, state, scale, setting, terms)
+        return self.inner.choose(asked, kv_rows, state, setting)
 
 
 @pytest.mark.parametrize("reader", [ExactTopK(budget=16), SparQ(budget=16), Quest(budget=16), HSA(budget=16)], ids=repr)
@@ -207,4 +207,4 @@ def test_refusals():
     assert why_unsupported(build("granite_swa", **FULL), kvsieve.plan("expected_attention")) is None
     query = torch.zeros(1, 4, 1, 8)
     with pytest.raises(UnsupportedModelError, match=r"s_aux= of shape \(3,\).*4 query heads"):
-        _terms("layer 0", query, None, torch.zeros(3))
+        _check_sinks("layer 0", query, torch.zeros(3))

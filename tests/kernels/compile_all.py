@@ -26,7 +26,7 @@ from kvsieve.kernels.packed import exact_decode, packed_decode
 from kvsieve.kernels.paged import paged_choice, paged_scores
 from kvsieve.kernels.pages import page_bounds, page_scores, update_pages
 from kvsieve.kernels.window import pooled, window_mass
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 
 def pretend(capability: int, half: int | None, **facts: object) -> None:
@@ -73,7 +73,7 @@ def call_all(dtype: torch.dtype, groups: int, dim: int, value_dim: int) -> None:
     valid = torch.ones(1, 1, length, dtype=torch.bool)
     decode_attention(query, keys, values, scale=0.1)
     decode_attention(query, keys, values, scale=0.1, length=count, valid=valid)
-    terms = AttentionTerms(50.0, torch.zeros(heads * groups, dtype=dtype))
+    terms = AttentionQueries(query, 0.1, 50.0, torch.zeros(heads * groups, dtype=dtype))
     decode_attention(query, keys, values, scale=0.1, length=count, valid=valid, terms=terms)
     bias = torch.zeros(1, heads, length, dtype=dtype)
     ragged_decode(query, keys[0, :1], values[0, :1], bias, scale=0.1)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attend import AttentionTerms, prompt_attention
 from kvsieve.attention import prompt as prompt_module
-from kvsieve.attention import prompt_attention
 from kvsieve.kernels import blocks as module
-from kvsieve.types import AttentionTerms
 from prompt_blocks import SHAPES, exact, problem
 
 # Tiles of part of a block of queries; blocks of keys in several steps, of no whole step, and smaller than one.
@@ -20,7 +19,7 @@ def small(monkeypatch):
     """Nothing but the kernel, in tiles of 16 queries and 16 keys."""
     monkeypatch.setattr(module, "_QUERY_BYTES", 16)
     monkeypatch.setattr(module, "_KEY_BYTES", 16)
-    monkeypatch.setattr(prompt_module, "_by_products", None)
+    monkeypatch.setattr(prompt_module, "_Items", None)
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], *SHAPES[3:], *MORE], ids=str)

@@ -7,13 +7,12 @@ import dataclasses
 import pytest
 import torch
 
+from attend import AttentionTerms, dense_attention, ragged_attention, sparse_attention
 from kvsieve import kernels
-from kvsieve.attention import dense_attention, ragged_attention, sparse_attention
 from kvsieve.cache import DenseStore, keep
 from kvsieve.core.kv_rows import Choice, DeviceLength, KVRows
 from kvsieve.core.selection import pack_ragged
 from kvsieve.kernels import decode, launch
-from kvsieve.types import AttentionTerms
 from reference import reference_attention
 
 # Types with numbers of query heads per KV row.

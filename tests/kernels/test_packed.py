@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attend import AttentionTerms, packed_attention
 from codecs_of_tests import Formats
 from kvsieve import kernels
-from kvsieve.attention import packed_attention
 from kvsieve.cache import DenseStore, FixedEntries, PackedStore, keep
 from kvsieve.core.codes import CodeFormat
 from kvsieve.core.kv_rows import DeviceLength
 from kvsieve.core.selection import pack_ragged
 from kvsieve.kernels import packed
-from kvsieve.types import AttentionTerms
 from reference import reference_attention
 
 HEADS = 2

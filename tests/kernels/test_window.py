@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attend import AttentionTerms, window_mass
 from kvsieve import kernels
-from kvsieve.core.scoring import group_mean, pool, pooled_mass, window_mass
+from kvsieve.core.scoring import group_mean, pool, pooled_mass
 from kvsieve.kernels import window as module
-from kvsieve.types import AttentionTerms
 from layers import context
 
 # Types with numbers of query heads per KV head and queries of the window.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.attention import packed_attention
+from attend import packed_attention
 from kvsieve.cache import DenseStore, PackedStore
 from kvsieve.cache.body import Body
 from kvsieve.cache.pool import BlockPool

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvsieve
+from attend import asking
 from kvsieve.core.blocks import BlockGrid, BlockLines, PromptContext
 from kvsieve.errors import PlanError
 from kvsieve.methods import AShape
@@ -39,7 +40,7 @@ def context(length=200, new=200, strong=None, heads=2, sparse=None):
     if strong is not None:
         keys[:, :, strong] += 2 * looked_for
     grid = BlockGrid(new, length, BLOCKS["queries"], BLOCKS["block"])
-    return PromptContext(3, 6, query, keys, 0.25, grid)
+    return PromptContext(3, 6, asking(query, 0.25), keys, grid)
 
 
 @pytest.mark.parametrize("name", SPARSE)
@@ -67,7 +68,7 @@ def test_heads_choose_alone(name):
     """As they must under tensor parallelism."""
     ctx = context(heads=2)
     both = role(name, **({} if name == "a-shape" else {"local": 8})).select(ctx)
-    part = PromptContext(3, 6, ctx.query[:, 2:], ctx.keys[:, 1:], ctx.scale, ctx.grid)
+    part = PromptContext(3, 6, ctx.asked.heads(slice(2, None)), ctx.keys[:, 1:], ctx.grid)
     alone = role(name, **({} if name == "a-shape" else {"local": 8})).select(part)
     assert torch.equal(both[:, -alone.shape[1] :], alone)
     assert role(name).traits.heads == "own"

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvsieve
-from kvsieve.attention import sparse_attention
+from attend import asking, sparse_attention
 from kvsieve.core.kv_rows import KVRows, ReadFacts
 from kvsieve.core.page_weights import best_entries
 from kvsieve.errors import PlanError
@@ -28,7 +28,7 @@ def read(reader, query, keys, values, setting, scale=None):
     """entries and output [X, G, D] of one step from nothing."""
     kv_rows = kv_rows_of(keys, values)
     scale = keys.shape[-1] ** -0.5 if scale is None else scale
-    choice = reader.choose(query, kv_rows, {}, scale, setting)
+    choice = reader.choose(asking(query, scale), kv_rows, {}, setting)
     return choice, sparse_attention(query, kv_rows, choice, scale=scale)
 
 
@@ -268,7 +268,8 @@ def test_quest_at_131072_entries_and_its_own_budget_depends_on_the_query():
     setting = reader.setting(ReadFacts(0, 30, 131000, 72, 8))
     assert setting == Setting(512, 256, 512)
     chosen = [
-        set(reader.choose(q, kv_rows_of(keys, keys), {}, 1.0, setting).entries[0].tolist()) for q in (query, -query)
+        set(reader.choose(asking(q, 1.0), kv_rows_of(keys, keys), {}, setting).entries[0].tolist())
+        for q in (query, -query)
     ]
     assert all(131071 in each and len(each) == 256 for each in chosen) and len(chosen[0] & chosen[1]) == 128
 

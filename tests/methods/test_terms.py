@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvsieve.attention import sparse_attention
+from attend import AttentionTerms, asking, sparse_attention
 from kvsieve.calibrate.heads import RetrievalScores
 from kvsieve.core.kv_rows import KVRows
 from kvsieve.methods import (
@@ -37,7 +37,6 @@ from kvsieve.methods.cake import CakeScores
 from kvsieve.methods.h2o import received_mass
 from kvsieve.methods.pyramidinfer import _tail_mass
 from kvsieve.methods.readers import Setting
-from kvsieve.types import AttentionTerms
 from layers import context
 
 N, NEW, CAP = 24, 12, 1.5
@@ -48,7 +47,7 @@ def layer(logits, terms=None):
     """A layer of 4 query heads and 2 KV heads whose last queries have the logits [1, 4, L, N]."""
     keys = torch.eye(logits.shape[-1], dtype=torch.float64).expand(1, 2, -1, -1)
     ctx = context(logits, keys, values=torch.ones_like(keys), scale=1.0)
-    ctx.terms = terms
+    ctx.softcap, ctx.sinks = terms or (None, None)
     return ctx
 
 
@@ -150,7 +149,7 @@ def chosen(name, logits, terms=None):
     reader = dataclasses.replace(reader, newest=False)
     keys = torch.eye(N, dtype=torch.float64).repeat(len(logits), 1)
     kv_rows = KVRows(keys, keys, None, torch.arange(len(logits)) * N, 1, N)
-    choice = reader.choose(logits, kv_rows, {}, 1.0, setting, terms)
+    choice = reader.choose(asking(logits, 1.0, terms), kv_rows, {}, setting)
     return kv_rows, dataclasses.replace(choice, entries=choice.entries.sort(-1).values)
 
 
@@ -178,7 +177,7 @@ def test_what_sparq_blends_in_leaves_the_sink_its_part(terms):
     reader, setting = READERS["sparq"]
     keys, values = torch.eye(N, dtype=torch.float64).repeat(2, 1), torch.ones(2 * N, 3, dtype=torch.float64)
     kv_rows = KVRows(keys, values, None, torch.arange(2) * N, 1, N)
-    choice = reader.choose(logits, kv_rows, {}, 1.0, setting, terms)
+    choice = reader.choose(asking(logits, 1.0, terms), kv_rows, {}, setting)
     out = sparse_attention(logits, kv_rows, choice, scale=1.0, terms=terms)
     bent = logits if terms.softcap is None else CAP * torch.tanh(logits / CAP)
     held = bent.exp().sum(-1)

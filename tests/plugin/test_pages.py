@@ -11,6 +11,7 @@ from kvsieve.kernels.cpu import pages as compiled
 from kvsieve.methods.hsa import HSA
 from kvsieve.methods.quest import Quest
 from kvsieve.methods.readers import Setting
+from kvsieve.types import AttentionQueries
 from kvsieve.vllm import pages
 from kvsieve.vllm.pages import (
     PageBounds,
@@ -118,7 +119,7 @@ def test_pages_are_those_whose_entries_kvsieves_own_readers_read(way, reader):
         kv_rows = KVRows(rows, rows, None, torch.arange(HEADS) * size, 1, size)
         # As many entries as the pages have; the newest page's, of which these readers take only some, are left out.
         setting = Setting(size, count * PAGE, PAGE, channels)
-        entries = reader.choose(asking, kv_rows, {}, 0.25, setting).entries
+        entries = reader.choose(AttentionQueries(asking, 0.25), kv_rows, {}, setting).entries
         newest = (size - 1) // PAGE
         for read, expected in zip(pages_read, entries, strict=True):
             assert read == sorted(read) and read[-1] == newest

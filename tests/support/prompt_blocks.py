@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvsieve.attention import masked_attention
+from attend import AttentionTerms, masked_attention
 from kvsieve.core.blocks import BlockGrid
-from kvsieve.types import AttentionTerms
 
 # Rows, query heads, KV heads, new, stored, queries and keys of a block, sets.
 SHAPES = [

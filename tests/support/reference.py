@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsieve.types import AttentionTerms
+from attend import AttentionTerms
 
 
 def reference_attention(

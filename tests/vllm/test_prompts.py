@@ -20,13 +20,13 @@ def ours(monkeypatch):
     """Let chunks of 24 tokens and more go to kvsieve's attention; lists [new tokens, entries] of each call."""
     from kvsieve.vllm import attention, cpu_backend
 
-    calls, attend = [], attention.causal_attention
+    calls, attend = [], attention.attend
 
-    def counted(query, keys, values, **given):
-        calls.append((query.shape[2], keys.shape[2]))
-        return attend(query, keys, values, **given)
+    def counted(request):
+        calls.append((request.asked.query.shape[2], request.stored.keys.shape[2]))
+        return attend(request)
 
-    monkeypatch.setattr(attention, "causal_attention", counted)
+    monkeypatch.setattr(attention, "attend", counted)
     monkeypatch.setattr(cpu_backend, "LONG", 24)
     monkeypatch.setattr(cpu_backend, "has_kernel", lambda dtype, dim: True)
     return calls

@@ -1,26 +1,34 @@
-"""Attention over stored entries. `reference` is the slow definition that every fast path is tested against."""
+"""Attention over stored entries: a request (`request`) is computed by the first executor that takes it (`table`)."""
 
-from kvsieve.attention.dense import dense_attention
-from kvsieve.attention.latent import UpProjection, latent_attention
-from kvsieve.attention.masked import masked_attention
-from kvsieve.attention.packed import packed_attention
-from kvsieve.attention.paged import CompiledReading, why_not_compiled
-from kvsieve.attention.prompt import prompt_attention
-from kvsieve.attention.ragged import ragged_attention
-from kvsieve.attention.sparse import sparse_attention
-from kvsieve.attention.windowed import Window, window_attention
+from kvsieve.attention.latent import LatentQueries, Latents, UpProjection
+from kvsieve.attention.reading import Reading, ReadRows
+from kvsieve.attention.request import (
+    AttentionRequest,
+    ChosenBlocks,
+    DenseEntries,
+    EncodedEntries,
+    FlatEntries,
+    Near,
+    Shown,
+    Window,
+)
+from kvsieve.attention.table import attend, executors, explain
 
 __all__ = [
-    "CompiledReading",
+    "AttentionRequest",
+    "ChosenBlocks",
+    "DenseEntries",
+    "EncodedEntries",
+    "FlatEntries",
+    "LatentQueries",
+    "Latents",
+    "Near",
+    "ReadRows",
+    "Reading",
+    "Shown",
     "UpProjection",
     "Window",
-    "dense_attention",
-    "latent_attention",
-    "masked_attention",
-    "packed_attention",
-    "prompt_attention",
-    "ragged_attention",
-    "sparse_attention",
-    "why_not_compiled",
-    "window_attention",
+    "attend",
+    "executors",
+    "explain",
 ]

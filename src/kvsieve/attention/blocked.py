@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsieve.attention.request import AttentionRequest, DenseEntries
 from kvsieve.core.softmax import cap, sinks_of, softmax
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 # Logits held at a time, and the most queries of a head in a block.
 _ELEMENTS = 1 << 24
@@ -15,21 +16,15 @@ _QUERIES = 128
 _WIDTHS = 32
 
 
-def blocked_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scale: float,
-    valid: Tensor | None = None,
-    terms: AttentionTerms | None = None,
-) -> Tensor:
-    """Causal attention of the last L of N entries over all N; arguments and result as in `dense_attention`.
+def blocked_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
+    """Attend block of queries by block: [B, Hq, L, Dv].
 
     A block's queries of all heads of a group are the rows of one product with the keys they may see, so keys are not
-    repeated and what lies behind the block is not computed. Weights take the place of their logits, so one block's
-    logits are all that is held. A block is as wide as the next of `_WIDTHS` marks, and what lies behind it is masked.
+    repeated and later keys are not computed. Weights overwrite their logits: those of one block are in memory at a
+    time. A block is as wide as the next of `_WIDTHS` marks; keys after it are masked.
     """
+    asked, valid = request.asked, request.stored.valid
+    query, keys, values = asked.query, request.stored.keys, request.stored.values
     batch, query_heads, new, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
     groups = query_heads // heads
@@ -42,7 +37,7 @@ def blocked_attention(
     # As the layer's output projection wants it: heads of a token side by side.
     out = query.new_empty(batch, new, query_heads, values.shape[-1]).transpose(1, 2)
     # Sinks are one more column of the logits.
-    sinks = sinks_of(terms, heads, groups, 1)
+    sinks = sinks_of(asked, heads, groups, 1)
     more = 0 if sinks is None else 1
     scratch = query.new_empty(min(most, new) * batch * query_heads * (length + more))
     for first in range(0, new, most):
@@ -51,9 +46,9 @@ def blocked_attention(
         width = min(-(-seen // step) * step, length)
         shape = batch * heads, groups * rows, width + more
         padded = scratch[: shape[0] * shape[1] * shape[2]].view(shape)
-        asked, logits = query[:, :, first:last].reshape(-1, groups * rows, dim), padded[..., :width]
-        torch.baddbmm(logits, asked, keys[..., :width], beta=0, alpha=scale, out=logits)
-        cap(logits, terms)
+        part, logits = query[:, :, first:last].reshape(-1, groups * rows, dim), padded[..., :width]
+        torch.baddbmm(logits, part, keys[..., :width], beta=0, alpha=asked.scale, out=logits)
+        cap(logits, asked)
         each = padded.view(batch, heads, groups, rows, -1)
         _hide(each[..., :width], seen - rows, later, valid)
         if sinks is not None:
@@ -63,34 +58,25 @@ def blocked_attention(
     return out
 
 
-def single_query_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    *,
-    scale: float,
-    terms: AttentionTerms | None = None,
-) -> Tensor:
+def single_query_attention(asked: AttentionQueries, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """Attention of one new token per row.
 
     The product with the keys is taken keys first, because a matrix of G rows is read badly.
 
     Args:
-        query: [B, H, G, D], the query heads of each KV head, or of each KV row with B or H of 1.
+        asked: queries [B, H, G, D], those of each KV head, or of each KV row with B or H of 1.
         keys: [B, H, N, D].
         values: [B, H, N, Dv].
         mask: bool, broadcastable to [B, H, G, N], False for entries that are hidden; None for none.
-        scale: factor of the query-key products.
-        terms: cap and sinks; None for neither.
 
     Returns:
         [B, H, G, Dv].
     """
-    logits = cap((keys @ query.transpose(2, 3)).transpose(2, 3) * scale, terms)
+    query = asked.query
+    logits = cap((keys @ query.transpose(2, 3)).transpose(2, 3) * asked.scale, asked)
     if mask is not None:
         logits = logits.masked_fill(~mask, float("-inf"))
-    return softmax(logits, sinks_of(terms, -1, *query.shape[1:3], 1)) @ values
+    return softmax(logits, sinks_of(asked, -1, *query.shape[1:3], 1)) @ values
 
 
 def _hide(logits: Tensor, before: int, later: Tensor, valid: Tensor | None) -> None:

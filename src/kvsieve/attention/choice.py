@@ -18,15 +18,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvsieve.attention.blocked import single_query_attention
-from kvsieve.attention.causal import causal_attention
+from kvsieve.attention.blocked import blocked_attention, single_query_attention
+from kvsieve.attention.causal import kernel_attention, why_not_kernel
 from kvsieve.attention.chunk import chunk_attention
+from kvsieve.attention.request import AttentionRequest, DenseEntries, Foreseen
 from kvsieve.devices import AVX512_BF16, cpu_kind
 from kvsieve.kernels.cpu.build import processor
 from kvsieve.kernels.cpu.cores import asked_threads
 from kvsieve.kernels.cpu.folder import kernel_folders
+from kvsieve.types import AttentionQueries
 
-# Entries from which on a decoded token's attention is faster as two products, where those pay at all.
+# DenseEntries from which on a decoded token's attention is faster as two products, where those pay at all.
 LONG = 1024
 # Of torch's kernel and products, the table's is left only for one that takes less than this share of its time: two
 # that are nearly as fast cannot be ranked on a busy machine.
@@ -68,9 +70,9 @@ class CpuPaths:
 
 
 def faster_here(query: Tensor) -> bool:
-    """Tell whether two matrix products are faster than torch's fused CPU kernel for many queries such as these.
+    """Return whether two matrix products are faster than torch's fused CPU kernel for many queries such as these.
 
-    In bfloat16 they are the C kernel's where there is one for the processor (`causal_attention`). Torch's round logits
+    In bfloat16 they are the C kernel's where there is one for the processor (`attention.causal`). Torch's round logits
     to bfloat16, as transformers' eager attention does; the model's output is as near to float32 as with the fused
     kernel (benchmarks/attention.py).
     """
@@ -78,11 +80,16 @@ def faster_here(query: Tensor) -> bool:
 
 
 def faster_for_token(query: Tensor, length: int) -> bool:
-    """Tell the same of a single query over `length` stored entries."""
+    """Return the same for a single query over `length` stored entries."""
     if length < LONG or not _asked(query):
         return False
     least = cpu_paths(query.dtype).token_products_from
     return least is not None and length >= least
+
+
+def foresee(keys: Tensor | None) -> Foreseen:
+    """Return the facts of this machine that attention of one token depends on; keys: [..., N, D], or None."""
+    return Foreseen(asked_threads(), keys is not None and faster_for_token(keys, keys.shape[-2]))
 
 
 def _asked(query: Tensor) -> bool:
@@ -92,7 +99,7 @@ def _asked(query: Tensor) -> bool:
 def cpu_paths(dtype: torch.dtype) -> CpuPaths:
     """Return the paths for a dtype, measuring them first where that has not been done: half a second, once per machine.
 
-    What was measured lies beside the compiled kernels (`kernels.cpu.folder`), by processor, version of torch, threads
+    Measurements are stored beside the compiled kernels (`kernels.cpu.folder`), by processor, version of torch, threads
     and dtype. ``KVSIEVE_ATTENTION=table`` measures nothing and goes by the kind of processor alone.
     """
     return _paths(dtype, asked_threads())
@@ -128,7 +135,7 @@ def _paths(dtype: torch.dtype, threads: int) -> CpuPaths:
 
 
 def table(kind: str, dtype: torch.dtype) -> CpuPaths:
-    """Return what is known of a kind of processor: products where the fused kernel lacks its bfloat16 instructions.
+    """Return the known paths of a kind of processor: products where the fused kernel lacks its bfloat16 instructions.
 
     Measured on AVX-512 BF16, and in float32 with AVX-512 and AVX2 (benchmarks/cpu_kinds.py). AMX and ARM have not been
     measured, and start from torch's own kernel.
@@ -156,7 +163,7 @@ def _better(products: bool, ratios: list[float]) -> bool:
 
 @torch.no_grad()
 def measured(dtype: torch.dtype) -> dict[str, list[float]]:
-    """Measure products over torch's kernel: 256 tokens behind 1,280, and a token over keys that no cache holds."""
+    """Measure products over torch's kernel: 256 tokens after 1,280, and a token over keys that no cache holds."""
     heads, groups, dim = 3, 3, 64
     scale = dim**-0.5
     source = torch.Generator().manual_seed(0)
@@ -164,18 +171,20 @@ def measured(dtype: torch.dtype) -> dict[str, list[float]]:
     def some(*shape: int) -> Tensor:
         return torch.rand(shape, generator=source).to(dtype)
 
-    query, token = some(1, heads * groups, 256, dim), some(1, heads, groups, dim)
+    query, token = some(1, heads * groups, 256, dim), AttentionQueries(some(1, heads, groups, dim), scale)
     stored = some(1, heads, 4096, dim)
-    keys, values = stored[:, :, :1536], stored[:, :, 1536:3072]
+    entries = DenseEntries(stored[:, :, :1536], stored[:, :, 1536:3072])
+    prompt: AttentionRequest[DenseEntries, None] = AttentionRequest(AttentionQueries(query, scale), entries)
+    products = kernel_attention if why_not_kernel(prompt) is None else blocked_attention
     layers = [(stored.clone(), stored.clone()) for _ in range(12)]
     pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         "prompt": (
-            lambda: causal_attention(query, keys, values, scale=scale),
-            lambda: chunk_attention(query, keys, values, scale=scale),
+            lambda: products(prompt),
+            lambda: chunk_attention(prompt),
         ),
         "token": (
-            lambda: [single_query_attention(token, k, v, None, scale=scale) for k, v in layers],
-            lambda: [F.scaled_dot_product_attention(token, k, v, scale=scale) for k, v in layers],
+            lambda: [single_query_attention(token, k, v, None) for k, v in layers],
+            lambda: [F.scaled_dot_product_attention(token.query, k, v, scale=scale) for k, v in layers],
         ),
     }
     return {name: _ratios(*pair) for name, pair in pairs.items()}

@@ -5,24 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsieve.attention.request import AttentionRequest, DenseEntries
 from kvsieve.core.softmax import sinks_of
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 
-def can_split(query: Tensor, values: Tensor) -> bool:
-    """Tell whether the fused CPU kernel takes these tensors."""
+def is_even(query: Tensor, values: Tensor) -> bool:
+    """Return whether torch's fused CPU kernel takes these tensors: it requires values as wide as keys."""
     return query.device.type == "cpu" and query.shape[-1] == values.shape[-1]
 
 
-def chunk_attention(
-    query: Tensor, keys: Tensor, values: Tensor, *, scale: float, terms: AttentionTerms | None = None
-) -> Tensor:
-    """Causal attention of the last L of N real entries over all N; arguments as in `dense_attention`.
+def chunk_attention(request: AttentionRequest[DenseEntries, None]) -> Tensor:
+    """Attend to entries that are all real, without a cap: [B, Hq, L, Dv].
 
-    Terms may have sinks, which get their part by the log-sum-exp, and no cap. The earlier N - L entries are seen by
-    every query, the last L causally; the two are merged by their log-sum-exp. Under a mask the kernel would also
-    compute what is hidden (benchmarks/cpu_kinds.py has the times).
+    Sinks get their part by the log-sum-exp. The earlier N - L entries are seen by every query, the last L causally; the
+    two are merged by their log-sum-exp. Under a mask the kernel would also compute hidden pairs
+    (benchmarks/cpu_kinds.py has the times).
     """
+    asked, keys, values = request.asked, request.stored.keys, request.stored.values
+    query, scale = asked.query, asked.scale
     batch, query_heads, new, dim = query.shape
     heads, before = keys.shape[1], keys.shape[2] - new
     groups = query_heads // heads
@@ -36,16 +37,17 @@ def chunk_attention(
         early_norm = early_norm.reshape(norm.shape)
         share = torch.sigmoid(early_norm - norm)[..., None]
         out = out + share * (earlier.reshape(out.shape) - out)
-        norm = norm if terms is None else torch.logaddexp(norm, early_norm)
-    return _beside_sinks(out, norm, sinks_of(terms, query_heads, 1)).to(query.dtype)
+        norm = norm if asked.is_plain else torch.logaddexp(norm, early_norm)
+    return _beside_sinks(out, norm, sinks_of(asked, query_heads, 1)).to(query.dtype)
 
 
-def token_attention(query: Tensor, keys: Tensor, values: Tensor, *, scale: float, terms: AttentionTerms) -> Tensor:
-    """Attention of queries [B, H, G, D], the query heads of each KV head, over all entries; terms have sinks only."""
-    out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=scale)
-    return _beside_sinks(out, norm, sinks_of(terms, *query.shape[1:3])).to(query.dtype)
+def token_attention(asked: AttentionQueries, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of queries [B, H, G, D], the query heads of each KV head, over all entries, beside sinks."""
+    query = asked.query
+    out, norm = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, keys, values, scale=asked.scale)
+    return _beside_sinks(out, norm, sinks_of(asked, *query.shape[1:3])).to(query.dtype)
 
 
 def _beside_sinks(out: Tensor, norm: Tensor, sinks: Tensor | None) -> Tensor:
-    """Leave sinks their part of a softmax whose entries have this log-sum-exp: out [..., Dv], norm [...]."""
+    """Scale an output [..., Dv], with the log-sum-exp `norm` [...] of its entries, by their share beside sinks."""
     return out if sinks is None else out * torch.sigmoid(norm - sinks)[..., None]

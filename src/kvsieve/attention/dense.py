@@ -1,6 +1,8 @@
-"""Attention over entries of equal number per head: torch's scaled_dot_product_attention, or whatever is faster."""
+"""Attention over entries of equal number per head: executors for one token, and for many."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -8,66 +10,188 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from kvsieve import kernels
-from kvsieve.attention.blocked import single_query_attention
-from kvsieve.attention.causal import causal_attention
+from kvsieve.attention import causal, chunk
+from kvsieve.attention.blocked import blocked_attention, single_query_attention
 from kvsieve.attention.choice import LONG, faster_for_token, faster_here
-from kvsieve.attention.chunk import can_split, chunk_attention, token_attention
+from kvsieve.attention.chunk import chunk_attention, is_even
+from kvsieve.attention.request import AttentionRequest, DenseEntries, Executor, learns, why_not_plain
 from kvsieve.kernels.cpu import token as native
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 # Elements of one boolean mask block; a prompt of any length needs no N x N mask.
 _MASK_ELEMENTS = 1 << 25
 
+_Request = AttentionRequest[DenseEntries, None]
 
-def dense_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    scale: float,
-    valid: Tensor | None = None,
-    terms: AttentionTerms | None = None,
-) -> Tensor:
-    """Causal attention of the last L of N stored entries over all N.
 
-    Entry j is visible to query i when j <= N - L + i and j is valid; every query sees itself. The output for padding is
-    finite and otherwise undefined. Keys and values are never repeated in memory while decoding.
+def _why_not_triton(request: _Request) -> str | None:
+    stored = request.stored
+    return kernels.why_not(request.asked.query, stored.keys, stored.values)
 
-    Args:
-        query: [B, Hq, L, D].
-        keys: [B, H, N, D].
-        values: [B, H, N, Dv].
-        scale: factor of the query-key products.
-        valid: bool [B, H or 1, N], False for padding; None when all entries are real.
-        terms: cap and sinks; None for neither. torch's kernels know neither, so attention with terms is two matrix
-            products, but for sinks alone on a CPU, where the fused kernel tells the log-sum-exp.
 
-    Returns:
-        [B, Hq, L, Dv].
-    """
-    batch, query_heads, new, _ = query.shape
-    length = keys.shape[2]
-    groups = query_heads // keys.shape[1]
-    if new == 1:
-        return _one_token(query, keys, values, scale, valid, terms)
-    if valid is not None and valid.shape[1] == 1:
-        return _rows_alone(query, keys, values, scale, valid, terms)
-    # Products into given buffers, and the kernel that tells its log-sum-exp, have no gradient.
-    plain = not (torch.is_grad_enabled() and any(each.requires_grad for each in (query, keys, values)))
-    if plain and _only_sinks(terms) and valid is None and can_split(query, values) and not faster_here(query):
-        return chunk_attention(query, keys, values, scale=scale, terms=terms)
-    if terms is not None or (plain and (faster_here(query) or _uneven(keys, values))):
-        return causal_attention(query, keys, values, scale=scale, valid=valid, terms=terms)
-    if new == length and valid is None:
-        return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1)
-    if plain and valid is None and can_split(query, values):
-        return chunk_attention(query, keys, values, scale=scale)
-    if query.is_cuda and valid is None and query.element_size() == 2:
-        # Flash attention aligns the causal mask to the last entry and needs none in memory.
-        last_ones = causal_lower_right(new, length)
-        return F.scaled_dot_product_attention(
-            query, keys, values, attn_mask=last_ones, scale=scale, enable_gqa=groups > 1
-        )
+def _triton(request: _Request) -> Tensor:
+    asked, stored = request.asked, request.stored
+    length = None if stored.length is None else stored.length.count
+    return kernels.decode_attention(
+        asked.query, stored.keys, stored.values, scale=asked.scale, length=length, valid=stored.valid, terms=asked
+    )
+
+
+def _why_not_c(request: _Request) -> str | None:
+    asked, stored = request.asked, request.stored
+    if (reason := why_not_plain(request)) is not None:
+        return reason
+    if stored.length is not None:
+        return "the device alone knows the length"
+    if asked.query.dtype == torch.float32 and _is_thin(request):
+        return "products are faster here"
+    return native.why_not(asked.query, stored.keys, stored.values, stored.keys.shape[0] * stored.keys.shape[1])
+
+
+def _c(request: _Request) -> Tensor:
+    asked, stored = request.asked, request.stored
+    return native.token_attention(asked.query, stored.keys, stored.values, scale=asked.scale, valid=stored.valid)
+
+
+def _why_not_beside_sinks(request: _Request) -> str | None:
+    asked, stored = request.asked, request.stored
+    if asked.softcap is not None or asked.sinks is None:
+        return "it is for sinks alone"
+    if stored.valid is not None or stored.length is not None:
+        return "entries are masked"
+    if not is_even(asked.query, stored.values):
+        return "it is for CPUs, and values as wide as keys"
+    return "products are faster here" if _is_thin(request) else None
+
+
+def _beside_sinks(request: _Request) -> Tensor:
+    asked, stored = _grouped(request), request.stored
+    return _by_head(request, chunk.token_attention(asked, stored.keys, stored.values))
+
+
+def _why_not_products(request: _Request) -> str | None:
+    return None if not request.asked.is_plain or _is_thin(request) else "torch's kernel is faster here"
+
+
+def _products(request: _Request) -> Tensor:
+    stored = request.stored
+    return _by_head(request, single_query_attention(_grouped(request), stored.keys, stored.values, _token_mask(stored)))
+
+
+def _torch(request: _Request) -> Tensor:
+    stored, asked = request.stored, _grouped(request)
+    mask = _token_mask(stored)
+    return _by_head(
+        request,
+        F.scaled_dot_product_attention(asked.query, stored.keys, stored.values, attn_mask=mask, scale=asked.scale),
+    )
+
+
+def _is_thin(request: _Request) -> bool:
+    """Return whether products are faster than torch's kernel for one token, or the only way."""
+    stored = request.stored
+    if stored.foreseen is not None:
+        return stored.foreseen.thin
+    length = stored.keys.shape[2]
+    return faster_for_token(request.asked.query, length) or (length >= LONG and _uneven(stored))
+
+
+def _uneven(stored: DenseEntries) -> bool:
+    """Return whether torch's fused CPU kernel does not take them and would allocate N x N."""
+    return stored.keys.device.type == "cpu" and stored.keys.shape[-1] != stored.values.shape[-1]
+
+
+def _grouped(request: _Request) -> AttentionQueries:
+    """Queries [B, H, G, D] of one token: those of a group are rows of one block, so keys are read once per KV head."""
+    query, heads = request.asked.query, request.stored.keys.shape[1]
+    return request.asked.of(query.reshape(query.shape[0], heads, query.shape[1] // heads, query.shape[3]))
+
+
+def _by_head(request: _Request, out: Tensor) -> Tensor:
+    return out.reshape(*request.asked.query.shape[:2], 1, out.shape[-1])
+
+
+def _token_mask(stored: DenseEntries) -> Tensor | None:
+    """Return the mask of the entries a token sees, bool [B or 1, H or 1, 1, N]; None for all."""
+    valid, length = stored.valid, stored.length
+    if length is not None:
+        real = length.real(stored.keys.shape[2])[None, None, None]
+        return real if valid is None else real & valid[:, :, None]
+    if valid is None:
+        return None
+    mask = valid[:, :, None, :].clone()
+    mask[..., -1] = True
+    return mask
+
+
+TOKEN = (
+    Executor("Triton", _why_not_triton, _triton),
+    Executor("C", _why_not_c, _c),
+    Executor("torch, beside sinks", _why_not_beside_sinks, _beside_sinks),
+    Executor("products", _why_not_products, _products),
+    Executor("torch", why_not_plain, _torch),
+)
+
+
+def _why_not_by_products(request: _Request) -> str | None:
+    if not request.asked.is_plain:
+        return None
+    if learns(request):
+        return "a gradient is wanted"
+    faster = faster_here(request.asked.query) or _uneven(request.stored)
+    return None if faster else "torch's kernel is faster here"
+
+
+def _why_not_prompt_in_c(request: _Request) -> str | None:
+    return _why_not_by_products(request) or causal.why_not_kernel(request)
+
+
+def _why_not_split(request: _Request) -> str | None:
+    if request.asked.softcap is not None:
+        return "logits are capped"
+    if request.stored.valid is not None:
+        return "padding differs by head"
+    if learns(request):
+        return "a gradient is wanted"
+    return None if is_even(request.asked.query, request.stored.values) else "it is for CPUs, and values as wide as keys"
+
+
+def _why_not_split_beside_sinks(request: _Request) -> str | None:
+    if request.asked.sinks is None:
+        return "it is for sinks alone"
+    return _why_not_split(request) or ("products are faster here" if faster_here(request.asked.query) else None)
+
+
+def _why_not_whole(request: _Request) -> str | None:
+    if request.stored.valid is not None:
+        return "padding differs by head"
+    if (reason := why_not_plain(request)) is not None:
+        return reason
+    return None if request.asked.query.shape[2] == request.stored.keys.shape[2] else "entries were stored before"
+
+
+def _whole(request: _Request) -> Tensor:
+    return _sdpa(request, None, is_causal=True)
+
+
+def _why_not_aligned(request: _Request) -> str | None:
+    query = request.asked.query
+    if request.stored.valid is not None:
+        return "padding differs by head"
+    if (reason := why_not_plain(request)) is not None:
+        return reason
+    return None if query.is_cuda and query.element_size() == 2 else "it is for GPUs, in 16 bits"
+
+
+def _aligned(request: _Request) -> Tensor:
+    """Flash attention aligns the causal mask to the last entry and needs none in memory."""
+    new, length = request.asked.query.shape[2], request.stored.keys.shape[2]
+    return _sdpa(request, causal_lower_right(new, length))
+
+
+def _masked(request: _Request) -> Tensor:
+    query, keys, values, valid = request.asked.query, request.stored.keys, request.stored.values, request.stored.valid
+    (batch, query_heads, new, _), length = query.shape, keys.shape[2]
     masks = 1 if valid is None else batch * query_heads
     block = max(16, min(1024, _MASK_ELEMENTS // (masks * length)))
     parts = []
@@ -78,63 +202,37 @@ def dense_attention(
         slots = torch.arange(seen, device=query.device)
         mask = (slots <= own)[None, None]
         if valid is not None:
-            real = valid[:, :, None, :seen].repeat_interleave(groups, 1)
+            real = valid[:, :, None, :seen].repeat_interleave(query_heads // valid.shape[1], 1)
             mask = (mask & real) | (slots == own)
-        parts.append(
-            F.scaled_dot_product_attention(
-                query[:, :, first:last],
-                keys[:, :, :seen],
-                values[:, :, :seen],
-                attn_mask=mask,
-                scale=scale,
-                enable_gqa=groups > 1,
-            )
-        )
+        stored = DenseEntries(keys[:, :, :seen], values[:, :, :seen])
+        part: _Request = AttentionRequest(request.asked.of(query[:, :, first:last]), stored)
+        parts.append(_sdpa(part, mask))
     return torch.cat(parts, 2)
 
 
-def _uneven(keys: Tensor, values: Tensor) -> bool:
-    """Tell that torch's fused CPU kernel does not take them: it wants values as wide as keys, and else holds N x N."""
-    return keys.device.type == "cpu" and keys.shape[-1] != values.shape[-1]
+def _sdpa(request: _Request, mask: Tensor | None, *, is_causal: bool = False) -> Tensor:
+    """Let torch attend to all entries."""
+    stored, asked = request.stored, request.asked
+    return F.scaled_dot_product_attention(
+        asked.query,
+        stored.keys,
+        stored.values,
+        attn_mask=mask,
+        is_causal=is_causal,
+        scale=asked.scale,
+        enable_gqa=asked.query.shape[1] > stored.keys.shape[1],
+    )
 
 
-def _only_sinks(terms: AttentionTerms | None) -> bool:
-    """Tell that a path whose log-sum-exp is known can follow these terms."""
-    return terms is not None and terms.softcap is None
+def _why_not_rows(request: _Request) -> str | None:
+    valid = request.stored.valid
+    return None if valid is not None and valid.shape[1] == 1 else "no row has padding"
 
 
-def _one_token(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, valid: Tensor | None, terms: AttentionTerms | None
-) -> Tensor:
-    """dense_attention of a single token, which sees all valid entries."""
-    batch, query_heads, _, dim = query.shape
-    heads, length = keys.shape[1], keys.shape[2]
-    groups = query_heads // heads
-    if kernels.usable(query, keys, values):
-        return kernels.decode_attention(query, keys, values, scale=scale, valid=valid, terms=terms)
-    thin = faster_for_token(query, length) or (length >= LONG and _uneven(keys, values))
-    products = terms is not None or (thin and query.dtype == torch.float32)
-    if not products and native.serves(query, keys, values, batch * heads):
-        return native.token_attention(query, keys, values, scale=scale, valid=valid)
-    # The query heads of a group become the rows of one query block: keys are read once per KV head.
-    packed = query.reshape(batch, heads, groups, dim)
-    mask = None
-    if valid is not None:
-        mask = valid[:, :, None, :].clone()
-        mask[..., -1] = True
-    if terms is not None and _only_sinks(terms) and mask is None and can_split(query, values) and not thin:
-        out = token_attention(packed, keys, values, scale=scale, terms=terms)
-    elif terms is not None or thin:
-        out = single_query_attention(packed, keys, values, mask, scale=scale, terms=terms)
-    else:
-        out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
-    return out.reshape(batch, query_heads, 1, values.shape[-1])
-
-
-def _rows_alone(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, valid: Tensor, terms: AttentionTerms | None
-) -> Tensor:
+def _rows(request: _Request, attend: Callable[[_Request], Tensor]) -> Tensor:
     """Attend row by row over the real entries only: no masks, and padding costs nothing."""
+    query, keys, values, valid = request.asked.query, request.stored.keys, request.stored.values, request.stored.valid
+    assert valid is not None
     batch, query_heads, new, _ = query.shape
     out = query.new_empty(batch, new, query_heads, values.shape[-1]).transpose(1, 2)
     reals, shown = valid[:, 0], valid[:, 0, -new:]
@@ -147,10 +245,23 @@ def _rows_alone(
             continue
         at = slice(begin, new) if begin + fresh == new else shown[row].nonzero()[:, 0]
         places = slice(first, None) if first + stored == keys.shape[2] else reals[row]
-        mine, theirs = (part[row, :, places] for part in (keys, values))
-        asked = query[row, :, at]
-        out[row, :, at] = dense_attention(asked[None], mine[None], theirs[None], scale=scale, terms=terms)[0]
+        entries = DenseEntries(keys[row, :, places][None], values[row, :, places][None])
+        out[row, :, at] = attend(AttentionRequest(request.asked.of(query[row, :, at][None]), entries))[0]
     return out
+
+
+def prompt_rows(attend: Callable[[_Request], Tensor]) -> tuple[Executor, ...]:
+    """Return the executors for many tokens; attend: computes the rows of a padded batch."""
+    return (
+        Executor("row by row", _why_not_rows, lambda request: _rows(request, attend)),
+        Executor("torch, in two parts beside sinks", _why_not_split_beside_sinks, chunk_attention),
+        Executor("C", _why_not_prompt_in_c, causal.kernel_attention),
+        Executor("products", _why_not_by_products, blocked_attention),
+        Executor("torch", _why_not_whole, _whole),
+        Executor("torch, in two parts", _why_not_split, chunk_attention),
+        Executor("torch, aligned", _why_not_aligned, _aligned),
+        Executor("torch, masked", why_not_plain, _masked),
+    )
 
 
 def real_entries(part: Tensor, real: Tensor) -> Tensor:

@@ -6,13 +6,15 @@ result, so one KV head of latents serves all query heads. Source: DeepSeek-V2 (a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from kvsieve.attention.dense import dense_attention
-from kvsieve.types import AttentionTerms
+from kvsieve.attention.request import AttentionRequest, DenseEntries, Executor
+from kvsieve.types import AttentionQueries
 
 # Elements of expanded keys and values held at a time.
 _ELEMENTS = 1 << 26
@@ -60,44 +62,78 @@ class UpProjection:
         return keys, latents @ self.values[heads].transpose(1, 2)
 
 
-def latent_attention(
-    query: Tensor,
-    entries: Tensor,
-    up: UpProjection,
-    *,
-    scale: float,
-    valid: Tensor | None = None,
-    terms: AttentionTerms | None = None,
-) -> Tensor:
-    """Causal attention of the last L of N tokens over all N, as `dense_attention` over their keys and values.
+@dataclass
+class Latents:
+    """Latents that a layer stores.
 
-    Many queries attend to keys and values that are expanded for some heads at a time, few to the latents themselves,
-    whichever is less to compute.
-
-    Args:
-        query: [B, Hq, L, D].
+    Attributes:
         entries: [B, 1, N, R + Dr], a latent and the rotated part of the key.
         up: the layer's up-projection.
-        scale: factor of the query-key products.
         valid: bool [B, 1, N], False for padding; None when all entries are real.
-        terms: cap and sinks; None for neither.
-
-    Returns:
-        [B, Hq, L, Dv].
     """
-    batch, query_heads, new, dim = query.shape
+
+    entries: Tensor
+    up: UpProjection
+    valid: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LatentQueries(AttentionQueries):
+    """Queries that a layer with latent attention brings.
+
+    Attributes:
+        up: the layer's up-projection.
+        keys: [B, Hq, L, D], the model's expansion of this pass's latents.
+        values: [B, Hq, L, Dv], as well.
+    """
+
+    up: UpProjection
+    keys: Tensor
+    values: Tensor
+
+    @cached_property
+    def stored(self) -> AttentionQueries:
+        return self.of(self.up.queries(self.query))
+
+    def output(self, mixed: Tensor) -> Tensor:
+        return self.up.outputs(mixed)
+
+
+_Request = AttentionRequest[Latents, None]
+_Attend = Callable[[AttentionRequest[DenseEntries, None]], Tensor]
+
+
+def _why_not_absorbed(request: _Request) -> str | None:
+    """Many queries attend to expanded keys and values, few to the latents: the way with fewer products is taken."""
+    stored, (new, dim) = request.stored, request.asked.query.shape[2:]
+    up = stored.up
     plain, width = up.keys.shape[1], up.values.shape[1]
-    more = entries.shape[-1] + up.rank - dim - width
-    if new * more <= up.rank * (plain + width):
-        mixed = dense_attention(
-            up.queries(query), entries, entries[..., : up.rank], scale=scale, valid=valid, terms=terms
-        )
-        return up.outputs(mixed)
-    step = max(1, _ELEMENTS // (batch * entries.shape[2] * (dim + width)))
+    more = stored.entries.shape[-1] + up.rank - dim - width
+    return None if new * more <= up.rank * (plain + width) else "it computes more for so many tokens"
+
+
+def _absorbed(request: _Request, attend: _Attend) -> Tensor:
+    asked, stored = request.asked, request.stored
+    entries = DenseEntries(stored.entries, stored.entries[..., : stored.up.rank], stored.valid)
+    return stored.up.outputs(attend(AttentionRequest(asked.of(stored.up.queries(asked.query)), entries)))
+
+
+def _expanded(request: _Request, attend: _Attend) -> Tensor:
+    """Attend to keys and values that are expanded for some heads at a time."""
+    asked, stored = request.asked, request.stored
+    batch, query_heads, _, dim = asked.query.shape
+    step = max(1, _ELEMENTS // (batch * stored.entries.shape[2] * (dim + stored.up.values.shape[1])))
     outs = []
     for first in range(0, query_heads, step):
         heads = slice(first, first + step)
-        keys, values = up.expand(entries, heads)
-        own = terms if terms is None or terms.sinks is None else AttentionTerms(terms.softcap, terms.sinks[heads])
-        outs.append(dense_attention(query[:, heads], keys, values, scale=scale, valid=valid, terms=own))
+        entries = DenseEntries(*stored.up.expand(stored.entries, heads), stored.valid)
+        outs.append(attend(AttentionRequest(asked.heads(heads), entries)))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
+
+def latent_rows(attend: _Attend) -> tuple[Executor, ...]:
+    """Return the executors for latents; attend: computes attention over entries."""
+    return (
+        Executor("latents", _why_not_absorbed, lambda request: _absorbed(request, attend)),
+        Executor("expanded latents", lambda request: None, lambda request: _expanded(request, attend)),
+    )

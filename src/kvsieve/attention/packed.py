@@ -1,15 +1,16 @@
-"""Attention of one new token over entries of which the older ones are encoded."""
+"""Attention of one new token over entries with the older ones encoded."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kvsieve import kernels
+from kvsieve.attention.join import Sums, joined
+from kvsieve.attention.request import AttentionRequest, EncodedEntries, Executor
 from kvsieve.cache.body import Body
 from kvsieve.cache.packed import PackedStore
 from kvsieve.cache.pool import BlockPool
@@ -19,7 +20,7 @@ from kvsieve.core.rotation import rotation
 from kvsieve.core.softmax import cap
 from kvsieve.kernels.cpu import packed as native
 from kvsieve.kernels.inputs import PackedBlocks
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 # Numbers that the plain path decodes at once: what caches hold; on GPUs in fewer launches.
 _AT_ONCE, _AT_ONCE_ON_GPUS = 1 << 20, 1 << 22
@@ -27,105 +28,90 @@ _AT_ONCE, _AT_ONCE_ON_GPUS = 1 << 20, 1 << 22
 # Exact entries that the kernel takes at a time where none are encoded.
 _TOKENS = 128
 
-# Weighted sums of values [R, S, G, Dv], the largest logit and the sum of weights relative to it [R, S, G].
-_Sums = tuple[Tensor, Tensor, Tensor]
+
+_Request = AttentionRequest[EncodedEntries, None]
 
 
-def packed_attention(
-    query: Tensor,
-    store: PackedStore,
-    *,
-    scale: float,
-    terms: AttentionTerms | None = None,
-    kernel: bool | None = None,
-    length: DeviceLength | None = None,
-) -> Tensor:
-    """Attention of each KV head's queries over that head's entries; no decoded copy outlives a block.
-
-    Args:
-        query: [B, Hq, 1, D].
-        store: what is stored, the token's own entry included.
-        scale: factor of the query-key products.
-        terms: cap and sinks; None for neither.
-        kernel: use a compiled kernel; None where there is one.
-        length: exact entries that are there, known on the device only; the C kernel does not run then. None: all.
-
-    Returns:
-        [B, Hq, 1, Dv].
-    """
-    batch, query_heads, _, dim = query.shape
-    rows = batch * store.heads
-    asked = query.reshape(rows, -1, dim).float() * scale
-    sinks = None if terms is None or terms.sinks is None else terms.sinks.float().view(store.heads, -1).repeat(batch, 1)
-    bodies = [body for body in store.bodies if body.width]
-    if kernel is not False and _fused(query, store, bodies):
-        exact = _exact_by_triton(query.reshape(rows, -1, dim), store, scale, terms, length)
-        out = _together([exact, *(_by_triton(asked, body, terms) for body in bodies)], sinks)
-    elif kernel or (kernel is None and length is None and query.device.type == "cpu" and native.reason() is None):
-        out = _by_kernel(asked, store, bodies, terms, sinks, narrow=query.dtype == torch.bfloat16)
-    else:
-        exact = _over_exact(asked, store, terms, length)
-        out = _together([exact, *(_plain(asked, body, terms) for body in bodies)], sinks)
-    return out.reshape(batch, query_heads, 1, -1).to(query.dtype)
+def _why_not_triton(request: _Request) -> str | None:
+    query, store = request.asked.query, request.stored.store
+    if (reason := kernels.why_not(query)) is not None:
+        return reason
+    if query.dtype != store.dtype:
+        return f"queries are in {query.dtype}, entries in {store.dtype}"
+    apart = any(part.form.apart for body in _bodies(store) for part in (body.keys, body.values))
+    return "some numbers are kept apart" if apart else None
 
 
-def _together(parts: Sequence[_Sums], sinks: Tensor | None) -> Tensor:
-    """Output [R, G, Dv] of all parts of the entries; sinks: [R, G]."""
-    acc, top, total = (torch.cat([part[i] for part in parts], 1) for i in range(3))
-    most = top.amax(1, keepdim=True)
-    if sinks is not None:
-        most = torch.maximum(most, sinks[:, None])
-    weight = (top - most).exp()
-    norm = (total * weight).sum(1)
-    if sinks is not None:
-        norm = norm + (sinks - most[:, 0]).exp()
-    return (acc * weight[..., None]).sum(1) / norm[..., None]
+def _triton(request: _Request) -> Tensor:
+    query = _rows(request)
+    bodies = [_by_triton(query, body, request.asked) for body in _bodies(request.stored.store)]
+    return _by_head(request, joined([_exact_by_triton(request), *bodies], _sinks(request)))
 
 
-def _by_kernel(
-    query: Tensor,
-    store: PackedStore,
-    bodies: list[Body],
-    terms: AttentionTerms | None,
-    sinks: Tensor | None,
-    *,
-    narrow: bool,
-) -> Tensor:
-    """In C; query [R, G, D] -> [R, G, Dv]. narrow: as in `native.AskedBlocks`."""
+def _why_not_c(request: _Request) -> str | None:
+    if request.stored.length is not None:
+        return "the device alone knows the length"
+    return native.reason() if request.asked.query.device.type == "cpu" else "it is for CPUs"
+
+
+def _c(request: _Request) -> Tensor:
+    """Attend in C; the products of bfloat16 queries are as in `native.AskedBlocks`."""
+    asked, store, query = request.asked, request.stored.store, _rows(request)
+    bodies, narrow = _bodies(store), asked.query.dtype == torch.bfloat16
     exact = native.AskedExact(query, store.exact.keys, store.exact.values, _seen(store))
-    cap, tokens = None if terms is None else terms.softcap, bodies[0].tokens if bodies else _TOKENS
+    cap, tokens, sinks = asked.softcap, bodies[0].tokens if bodies else _TOKENS, _sinks(request)
     if not bodies:
-        return native.attend(None, exact, tokens=tokens, cap=cap, sinks=sinks)
+        return _by_head(request, native.attend(None, exact, tokens=tokens, cap=cap, sinks=sinks))
     if len(bodies) == 1 and not bodies[0].values.turns:
-        return native.attend(_encoded(query, bodies[0], narrow), exact, tokens=tokens, cap=cap, sinks=sinks)
+        encoded = _encoded(query, bodies[0], narrow)
+        return _by_head(request, native.attend(encoded, exact, tokens=tokens, cap=cap, sinks=sinks))
     parts = [native.attend_in_parts(None, exact, tokens=tokens, cap=cap)]
     for body in bodies:
         acc, top, total = native.attend_in_parts(_encoded(query, body, narrow), None, tokens=body.tokens, cap=cap)
         parts.append((_turned_back(acc, total, body.values), top, total))
-    return _together(parts, sinks)
+    return _by_head(request, joined(parts, sinks))
 
 
-def _fused(query: Tensor, store: PackedStore, bodies: list[Body]) -> bool:
-    """Tell whether Triton's kernel does it: it knows of no numbers kept apart."""
-    if not kernels.usable(query) or query.dtype != store.dtype:
-        return False
-    return not any(part.form.apart for body in bodies for part in (body.keys, body.values))
+def _torch(request: _Request) -> Tensor:
+    query, store = _rows(request), request.stored.store
+    bodies = [_plain(query, body, request.asked) for body in _bodies(store)]
+    return _by_head(request, joined([_over_exact(query, request), *bodies], _sinks(request)))
 
 
-def _exact_by_triton(
-    query: Tensor, store: PackedStore, scale: float, terms: AttentionTerms | None, length: DeviceLength | None
-) -> _Sums:
-    exact, alone = store.exact, None if terms is None else AttentionTerms(terms.softcap)
-    count, keys, values = None if length is None else length.count, exact.keys, exact.values
-    out, norm = kernels.exact_decode(query, keys, values, scale=scale, length=count, valid=exact.valid, terms=alone)
+def _bodies(store: PackedStore) -> list[Body]:
+    return [body for body in store.bodies if body.width]
+
+
+def _rows(request: _Request) -> Tensor:
+    """Queries of each KV row, scaled: float32 [R, G, D]."""
+    query, rows = request.asked.query, len(request.asked.query) * request.stored.store.heads
+    return query.reshape(rows, -1, query.shape[-1]).float() * request.asked.scale
+
+
+def _sinks(request: _Request) -> Tensor | None:
+    sinks, batch = request.asked.sinks, len(request.asked.query)
+    return None if sinks is None else sinks.float().view(request.stored.store.heads, -1).repeat(batch, 1)
+
+
+def _by_head(request: _Request, out: Tensor) -> Tensor:
+    query = request.asked.query
+    return out.reshape(*query.shape[:2], 1, -1).to(query.dtype)
+
+
+def _exact_by_triton(request: _Request) -> Sums:
+    asked, exact, length = request.asked, request.stored.store.exact, request.stored.length
+    query = asked.query.reshape(len(asked.query) * request.stored.store.heads, -1, asked.query.shape[-1])
+    count, alone = None if length is None else length.count, AttentionQueries(query, asked.scale, asked.softcap)
+    out, norm = kernels.exact_decode(
+        query, exact.keys, exact.values, scale=asked.scale, length=count, valid=exact.valid, terms=alone
+    )
     return out.float()[:, None], norm[:, None], torch.ones_like(norm)[:, None]
 
 
-def _by_triton(query: Tensor, body: Body, terms: AttentionTerms | None) -> _Sums:
+def _by_triton(query: Tensor, body: Body, asked: AttentionQueries) -> Sums:
     query, base = _turned(query, body.keys)
     keys, values = (_blocks(pool, query.device) for pool in (body.keys, body.values))
-    softcap = None if terms is None else terms.softcap
-    out, norm = kernels.packed_decode(query, base, body.table, body.fills, keys, values, softcap)
+    out, norm = kernels.packed_decode(query, base, body.table, body.fills, keys, values, asked.softcap)
     total = torch.ones_like(norm)[:, None]
     return _turned_back(out[:, None], total, body.values), norm[:, None], total
 
@@ -152,9 +138,10 @@ def _seen(store: PackedStore, length: DeviceLength | None = None) -> Tensor | No
     return real
 
 
-def _over_exact(query: Tensor, store: PackedStore, terms: AttentionTerms | None, length: DeviceLength | None) -> _Sums:
+def _over_exact(query: Tensor, request: _Request) -> Sums:
+    store, length = request.stored.store, request.stored.length
     keys, values, real = store.exact.keys.flatten(0, 1), store.exact.values.flatten(0, 1), _seen(store, length)
-    logits = cap(query @ keys.float().transpose(1, 2), terms)
+    logits = cap(query @ keys.float().transpose(1, 2), request.asked)
     if real is not None:
         logits.masked_fill_(~real[:, None], float("-inf"))
     top = logits.amax(-1, keepdim=True)
@@ -163,7 +150,7 @@ def _over_exact(query: Tensor, store: PackedStore, terms: AttentionTerms | None,
 
 
 def _turned(query: Tensor, part: BlockPool) -> tuple[Tensor, Tensor | None]:
-    """Queries as encoded keys are matched with them, and what the keys' mean adds to every logit."""
+    """Return queries in the space of encoded keys, and the logit that the mean of the keys adds to all."""
     base = None if part.mean is None else (query @ part.mean[..., None])[..., 0]
     if part.root is not None:
         query = query * part.root[:, None]
@@ -189,7 +176,7 @@ def _turned_back(acc: Tensor, total: Tensor, part: BlockPool) -> Tensor:
 
 
 def _packed_part(pool: BlockPool) -> native.PackedPart:
-    """Addresses of a pool, found anew when its buffers change."""
+    """Return the addresses of a pool, cached until its buffers change."""
     codes, form = pool.codes, pool.form
     assert codes is not None
     known = _known.get(pool)
@@ -210,7 +197,7 @@ def _levels(levels: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor([*levels, *[0.0] * (16 - len(levels))], device=device)
 
 
-def _plain(query: Tensor, body: Body, terms: AttentionTerms | None) -> _Sums:
+def _plain(query: Tensor, body: Body, asked: AttentionQueries) -> Sums:
     """In plain torch, some blocks of all KV rows at a time."""
     block, rows = body.tokens, len(body.table)
     at_once = _AT_ONCE_ON_GPUS if query.is_cuda else _AT_ONCE
@@ -220,7 +207,7 @@ def _plain(query: Tensor, body: Body, terms: AttentionTerms | None) -> _Sums:
         table, fills = body.table[:, start : start + step], body.fills[:, start : start + step]
         numbers = torch.arange(rows, device=table.device).repeat_interleave(table.shape[1])
         keys, values = (part.blocks(table.flatten(), numbers) for part in (body.keys, body.values))
-        logits = cap(query @ keys.view(rows, -1, keys.shape[-1]).transpose(1, 2), terms)
+        logits = cap(query @ keys.view(rows, -1, keys.shape[-1]).transpose(1, 2), asked)
         real = torch.arange(block, device=table.device) < fills[..., None]
         logits.masked_fill_(~real.flatten(1)[:, None], float("-inf"))
         # A KV row with no entry here has no largest logit.
@@ -229,3 +216,11 @@ def _plain(query: Tensor, body: Body, terms: AttentionTerms | None) -> _Sums:
         out.append((weights @ values.view(rows, -1, values.shape[-1]), top[..., 0], weights.sum(-1)))
     acc, top, total = (torch.stack([part[i] for part in out], 1) for i in range(3))
     return acc, top, total
+
+
+# No decoded copy outlives a block.
+ENCODED = (
+    Executor("Triton", _why_not_triton, _triton),
+    Executor("C", _why_not_c, _c),
+    Executor("torch", lambda request: None, _torch),
+)

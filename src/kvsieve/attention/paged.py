@@ -11,7 +11,7 @@ from kvsieve import kernels
 from kvsieve.cache import DenseStore, LayerStore, RaggedStore, RowGroups
 from kvsieve.core.page_recipe import PageRecipe, page_table, value_mean
 from kvsieve.kernels.cpu import reading as native
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 
 def why_not_compiled(query: Tensor, store: LayerStore, recipes: Sequence[PageRecipe | None]) -> str | None:
@@ -19,13 +19,13 @@ def why_not_compiled(query: Tensor, store: LayerStore, recipes: Sequence[PageRec
 
     Args:
         query: of the token.
-        store: where they lie.
+        store: holds them.
         recipes: of each group of KV rows that is not read whole; None for a choice that is not described as data.
     """
     if not isinstance(store, (DenseStore, RaggedStore)):
         return "entries are encoded"
     keys, values, _ = store.buffers()
-    if kernels.usable(query, keys, values):
+    if kernels.why_not(query, keys, values) is None:
         return "Triton's kernels read"
     if keys.device.type != "cpu":
         return f"on {keys.device.type}"
@@ -39,7 +39,7 @@ def why_not_compiled(query: Tensor, store: LayerStore, recipes: Sequence[PageRec
 
 
 def compile_seconds() -> float:
-    """Seconds that compiling took in this process; 0 where what was compiled lay ready."""
+    """Seconds that compiling took in this process; 0 if the compiled file was there."""
     built = native.built()
     return built.seconds if built.compiled and built.seconds is not None else 0.0
 
@@ -48,7 +48,7 @@ class CompiledReading:
     """A layer's KV rows as the compiled call reads them, group by group as they were grouped.
 
     Args:
-        store: where they lie; asked again at every reading, since its buffers may be replaced.
+        store: holds them; its buffers are looked up at every reading, since they may be replaced.
         grouped: the KV rows.
         recipes: of each group, None where all of it is read.
         query_heads: of the layer.
@@ -69,23 +69,22 @@ class CompiledReading:
         self._tables: list[tuple[int, int, bool] | None] = [None] * len(grouped.groups)
         self._fill()
 
-    def attend(self, query: Tensor, store: LayerStore, scale: float, terms: AttentionTerms | None) -> Tensor:
-        """Attention of one token whose entry is stored: query [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
-        batch, query_heads = query.shape[:2]
+    def attend(self, asked: AttentionQueries, store: LayerStore) -> Tensor:
+        """Attend with a token that is stored already: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
+        batch, query_heads = asked.query.shape[:2]
         self._follow(store)
         for at, recipe in enumerate(self.recipes):
             if recipe is not None:
                 self._take_in(at, recipe, store)
-        sinks, cap = None, None if terms is None else terms.softcap
-        if terms is not None and terms.sinks is not None:
-            sinks = terms.per_kv_row(batch, self.grouped.heads).sinks
-            assert sinks is not None
-            sinks = sinks.float().contiguous()
+        sinks = asked.sinks
+        if sinks is not None:
+            sinks = sinks.view(self.grouped.heads, -1).repeat(batch, 1).float().contiguous()
         more = (store.size - self.grouped.stored) // self.grouped.stride
-        return self._job.run(query.contiguous(), more, scale, cap, sinks).view(batch, query_heads, 1, -1)
+        out = self._job.run(asked.query.contiguous(), more, asked.scale, asked.softcap, sinks)
+        return out.view(batch, query_heads, 1, -1)
 
     def _fill(self) -> None:
-        """Tell what stays as it is while an answer is read."""
+        """Fill in the facts that stay fixed during an answer."""
         for start, group, recipe in zip(self._starts, self.grouped.groups, self.recipes, strict=True):
             numbers = range(len(group.row)) if group.kv_rows is None else group.kv_rows.tolist()
             body = group.body
@@ -100,7 +99,7 @@ class CompiledReading:
                     row.page, row.channels, row.count = recipe.page, recipe.channels, recipe.count
 
     def _follow(self, store: LayerStore) -> None:
-        """Tell where keys and values lie, where that is not as before."""
+        """Update the addresses of keys and values if they have changed."""
         keys, values, _ = store.buffers()
         where = keys.data_ptr(), values.data_ptr(), store.capacity
         if where == self._where:
@@ -114,7 +113,7 @@ class CompiledReading:
                     setattr(row_fields, name, buffer.data_ptr() + row * step)
 
     def _take_in(self, at: int, recipe: PageRecipe, store: LayerStore) -> None:
-        """See to it that what a group remembers lacks the newest entry at most, and has room for it."""
+        """Bring the metadata of a group up to all but the newest entry, with room for it."""
         group = self.grouped.groups[at]
         size = self.grouped.entries(store, group)
         table = page_table(group.state, recipe.page)

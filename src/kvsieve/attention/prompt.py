@@ -1,68 +1,37 @@
-"""Attention of a prompt that skips blocks of keys: the one executor of all methods that choose such blocks."""
+"""Attention of a prompt that skips blocks of keys: the executors for all methods that choose blocks.
+
+The result equals attention under a mask of these blocks, to the precision of the dtype; other blocks are not computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvsieve import kernels
+from kvsieve.attention.request import AttentionRequest, ChosenBlocks, DenseEntries, Executor, learns
 from kvsieve.core.blocks import BlockGrid
 from kvsieve.core.softmax import cap, sinks_of
 from kvsieve.devices import AVX512_BF16, cpu_kind
 from kvsieve.kernels.cpu import prompt as compiled
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 # Logits held at a time, so that they stay near the processor.
 _ELEMENTS = 1 << 21
 
-
-def prompt_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    chosen: Tensor,
-    grid: BlockGrid,
-    *,
-    scale: float,
-    terms: AttentionTerms | None = None,
-) -> Tensor:
-    """Causal attention of the last L of N entries over those of the chosen blocks.
-
-    It is what attention under a mask of these blocks is, to the precision of the dtype; what is skipped is not
-    computed. GPUs have a Triton kernel, processors with AVX-512 BF16 one in C, and all else takes torch's operations.
-
-    Args:
-        query: [B, Hq, L, D].
-        keys: [B, H, N, D], all of them real.
-        values: [B, H, N, Dv].
-        chosen: bool [B, H or Hq, query blocks, key blocks], a set for each KV head or for each query head; of blocks
-            before the diagonal, which is always computed.
-        grid: the blocks.
-        scale: factor of the query-key products.
-        terms: cap and sinks; None for neither.
-
-    Returns:
-        [B, Hq, L, Dv].
-    """
-    before = chosen & ~grid.diagonal(chosen.device) & grid.visible(chosen.device)
-    lists, counts = _listed(before)
-    # Kernels have no gradient; torch refuses one where it is wanted.
-    learns = torch.is_grad_enabled() and any(each.requires_grad for each in (query, keys, values))
-    if learns:
-        return _by_products(query, keys, values, lists, counts, grid, scale, terms)
-    if kernels.usable(query, keys, values):
-        return kernels.block_attention(query, keys, values, lists, counts, grid, scale=scale, terms=terms)
-    if is_compiled(query, values, grid, scale):
-        return compiled.block_attention(query, keys, values, lists, counts, grid, scale=scale, terms=terms)
-    return _by_products(query, keys, values, lists, counts, grid, scale, terms)
+_Request = AttentionRequest[DenseEntries, ChosenBlocks]
 
 
-def is_compiled(query: Tensor, values: Tensor, grid: BlockGrid, scale: float) -> bool:
-    """Tell whether the C kernel computes attention of these on a CPU."""
-    return query.device.type == "cpu" and compiled.takes(query, values, grid, scale) and why_torch() is None
+def why_not_compiled(asked: AttentionQueries, stored: DenseEntries, grid: BlockGrid) -> str | None:
+    """Reason why the C kernel does not compute attention of these; None where it does."""
+    if asked.query.device.type != "cpu":
+        return "it is for CPUs"
+    if not compiled.takes(asked.query, stored.values, grid, asked.scale):
+        return "it takes bfloat16, in sizes that fill vectors"
+    return why_torch()
 
 
 def why_torch() -> str | None:
@@ -72,32 +41,43 @@ def why_torch() -> str | None:
     return compiled.reason()
 
 
-def _by_products(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lists: Tensor,
-    counts: Tensor,
-    grid: BlockGrid,
-    scale: float,
-    terms: AttentionTerms | None,
-) -> Tensor:
-    """Compute `prompt_attention` by torch's operations; lists and counts as `_listed` gives them."""
+def _why_not_triton(request: _Request) -> str | None:
+    stored = request.stored
+    if learns(request):
+        return "a gradient is wanted"
+    return kernels.why_not(request.asked.query, stored.keys, stored.values)
+
+
+def _why_not_c(request: _Request) -> str | None:
+    if learns(request):
+        return "a gradient is wanted"
+    return why_not_compiled(request.asked, request.stored, request.sees.grid)
+
+
+def _by_lists(attend: Callable[..., Tensor], request: _Request) -> Tensor:
+    """Call a kernel with the numbers of the chosen blocks."""
+    asked, stored = request.asked, request.stored
+    parts = asked.query, stored.keys, stored.values, *_listed(request.sees), request.sees.grid
+    return attend(*parts, scale=asked.scale, terms=asked)
+
+
+def _products(request: _Request) -> Tensor:
+    asked, grid = request.asked, request.sees.grid
+    query, keys, values = asked.query, request.stored.keys, request.stored.values
+    lists, counts = _listed(request.sees)
     batch, query_heads, new, dim = query.shape
     sets, blocks = counts.shape[1], grid.query_blocks
     each = query_heads // sets
     shape = (batch, sets, each, blocks, grid.queries)
-    asked = grid.padded_queries(query).reshape(*shape, dim).transpose(2, 3).reshape(-1, each * grid.queries, dim)
-    sinks = sinks_of(terms, sets, 1, each, 1)
+    rows = grid.padded_queries(query).reshape(*shape, dim).transpose(2, 3).reshape(-1, each * grid.queries, dim)
+    sinks = sinks_of(asked, sets, 1, each, 1)
     if sinks is not None:
         sinks = sinks.expand(batch, sets, blocks, each, grid.queries).reshape(-1, each * grid.queries).to(query.dtype)
-    items = _Items(
-        asked, *_blocks_of(grid, keys, values), _with_own(grid, lists, keys.shape[1]), grid, scale, terms, sinks
-    )
-    out = query.new_empty(*asked.shape[:2], values.shape[-1])
+    items = _Items(rows, *_blocks_of(grid, keys, values), _with_own(grid, lists, keys.shape[1]), grid, asked, sinks)
+    out = query.new_empty(*rows.shape[:2], values.shape[-1])
     order = counts.flatten().argsort(descending=True)
     listed = counts.flatten()[order].tolist()
-    for first, last in _batches(listed, asked.shape[1] * grid.block, grid.own):
+    for first, last in _batches(listed, rows.shape[1] * grid.block, grid.own):
         which = order[first:last]
         out[which] = items.attend(which, listed[first:last])
     out = (
@@ -113,37 +93,35 @@ class _Items:
     """Blocks of queries, each an item with the blocks of keys that it attends to.
 
     Attributes:
-        asked: [items, rows, D], the queries of all heads that share a set, one head after another.
+        query: [items, rows, D], the queries of all heads that share a set, one head after another.
         keys: [KV rows * blocks of one, block, D].
         values: [KV rows * blocks of one, block, Dv].
         lists: int64 [items, own + key blocks], which of these: those of the diagonal, the chosen ones, the others.
         grid: the blocks.
-        scale: factor of the query-key products.
-        terms: cap and sinks; None for neither.
+        asked: the queries that they are part of, for scale and cap.
         sinks: [items, rows], each query's; None for none.
     """
 
-    asked: Tensor
+    query: Tensor
     keys: Tensor
     values: Tensor
     lists: Tensor
     grid: BlockGrid
-    scale: float
-    terms: AttentionTerms | None
+    asked: AttentionQueries
     sinks: Tensor | None
 
     def attend(self, which: Tensor, counts: list[int]) -> Tensor:
         """Attention [T, rows, Dv] of T items with so many chosen blocks each, the first of them with the most."""
-        grid, asked = self.grid, self.asked[which]
-        rows, width = asked.shape[1], (grid.own + counts[0]) * grid.block
+        grid, query = self.grid, self.query[which]
+        rows, width = query.shape[1], (grid.own + counts[0]) * grid.block
         lists = self.lists[which, : grid.own + counts[0]]
         keys, values = (part[lists.flatten()].view(len(which), width, -1) for part in (self.keys, self.values))
         more = 0 if self.sinks is None else 1
-        padded = asked.new_empty(len(which), rows, width + more)
+        padded = query.new_empty(len(which), rows, width + more)
         logits = padded[..., :width]
-        torch.baddbmm(logits, asked, keys.transpose(1, 2), beta=0, alpha=self.scale, out=logits)
-        cap(logits, self.terms)
-        later = torch.ones(grid.queries, grid.queries, dtype=torch.bool, device=asked.device).triu(1)
+        torch.baddbmm(logits, query, keys.transpose(1, 2), beta=0, alpha=self.asked.scale, out=logits)
+        cap(logits, self.asked)
+        later = torch.ones(grid.queries, grid.queries, dtype=torch.bool, device=query.device).triu(1)
         logits[..., : grid.queries].unflatten(1, (-1, grid.queries)).masked_fill_(later, float("-inf"))
         if grid.pad:
             self._hide_before_first(logits, lists)
@@ -155,7 +133,7 @@ class _Items:
         return padded.softmax(-1)[..., :width] @ values
 
     def _hide_before_first(self, logits: Tensor, lists: Tensor) -> None:
-        """Mask the places of a KV row's first block that lie before its first entry."""
+        """Mask the places before the first entry in the first block of a KV row."""
         items, places = (lists % self._blocks == 0).nonzero(as_tuple=True)
         for item, place in zip(items.tolist(), places.tolist(), strict=True):
             start = place * self.grid.block
@@ -174,8 +152,10 @@ def _blocks_of(grid: BlockGrid, keys: Tensor, values: Tensor) -> tuple[Tensor, T
     return tuple(parts)  # type: ignore[return-value]
 
 
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Number the chosen blocks of each row of [..., blocks], in order, then the last one, and count them: int32."""
+def _listed(sees: ChosenBlocks) -> tuple[Tensor, Tensor]:
+    """Number the blocks before the diagonal that each row has chosen, in order, then the last; count them: int32."""
+    grid, device = sees.grid, sees.chosen.device
+    chosen = sees.chosen & ~grid.diagonal(device) & grid.visible(device)
     blocks = chosen.shape[-1]
     place = chosen.cumsum(-1, dtype=torch.int32)
     # What is not chosen goes to a place of its own.
@@ -204,3 +184,10 @@ def _batches(counts: list[int], each: int, own: int) -> Iterator[tuple[int, int]
             last += 1
         yield first, last
         first = last
+
+
+CHOSEN_BLOCKS = (
+    Executor("Triton", _why_not_triton, lambda request: _by_lists(kernels.block_attention, request)),
+    Executor("C", _why_not_c, lambda request: _by_lists(compiled.block_attention, request)),
+    Executor("products", lambda request: None, _products),
+)

@@ -8,60 +8,62 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.attention.blocked import single_query_attention
+from kvsieve.attention.request import AttentionRequest, Executor, FlatEntries, why_not_plain
 from kvsieve.kernels.cpu import token as native
 from kvsieve.kernels.cpu.cores import asked_threads
-from kvsieve.types import AttentionTerms
 
 # Slots below which a part of its own is not worth a thread.
 _LEAST = 256
 
+_Request = AttentionRequest[FlatEntries, None]
 
-def ragged_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    bias: Tensor,
-    *,
-    scale: float,
-    threads: int | None = None,
-    terms: AttentionTerms | None = None,
-) -> Tensor:
-    """Attention of each KV head's queries over that head's entries of a flat buffer.
 
-    One call for all heads: a head's queries meet the other heads' entries too and are masked there, which costs
-    arithmetic, of which decoding has plenty, and reads every key and value once. torch gives such a call one thread per
-    row, so on a CPU the buffer is cut into as many equal parts as there are threads, merged by their log-sum-exp. Where
-    there is a compiler, a kernel in C reads each head's own entries alone.
+def _why_not_triton(request: _Request) -> str | None:
+    stored = request.stored
+    return kernels.why_not(request.asked.query, stored.keys, stored.values, stored.bias)
 
-    Args:
-        query: [B, Hq, 1, D].
-        keys: [B, T, D], all heads' entries.
-        values: [B, T, Dv].
-        bias: [B, H, T] in the keys' dtype, 0 for a head's own entries and the dtype's least number for the others.
-        scale: factor of the query-key products.
-        threads: CPU threads; None asks torch, which a compiled pass cannot do.
-        terms: cap and sinks; None for neither.
 
-    Returns:
-        [B, Hq, 1, Dv].
+def _triton(request: _Request) -> Tensor:
+    asked, stored = request.asked, request.stored
+    return kernels.ragged_decode(asked.query, stored.keys, stored.values, stored.bias, scale=asked.scale, terms=asked)
+
+
+def _why_not_c(request: _Request) -> str | None:
+    asked, stored = request.asked, request.stored
+    if (reason := why_not_plain(request)) is not None:
+        return reason
+    if stored.foreseen is not None:
+        return "it asks for threads, which a compiled pass cannot"
+    return native.why_not(asked.query, stored.keys, stored.values, stored.bias.shape[0] * stored.bias.shape[1])
+
+
+def _c(request: _Request) -> Tensor:
+    asked, stored = request.asked, request.stored
+    return native.ragged_token_attention(asked.query, stored.keys, stored.values, stored.bias, scale=asked.scale)
+
+
+def _products(request: _Request) -> Tensor:
+    asked, stored = request.asked, request.stored
+    own = (stored.bias == 0).repeat_interleave(asked.query.shape[1] // stored.bias.shape[1], 1)[:, None]
+    rows, keys, values = asked.of(asked.query.transpose(1, 2)), stored.keys[:, None], stored.values[:, None]
+    return single_query_attention(rows, keys, values, own).transpose(1, 2)
+
+
+def _torch(request: _Request) -> Tensor:
+    """Attend by one call for all heads.
+
+    A head's queries meet the other heads' entries too and are masked there, which costs arithmetic that decoding
+    has to spare, and reads every key and value once. torch gives such a call one thread per row, so on a CPU the buffer
+    is cut into as many equal parts as there are threads, merged by their log-sum-exp.
     """
-    if kernels.usable(query, keys, values, bias):
-        return kernels.ragged_decode(query, keys, values, bias, scale=scale, terms=terms)
-    if terms is None and threads is None and native.serves(query, keys, values, bias.shape[0] * bias.shape[1]):
-        return native.ragged_token_attention(query, keys, values, bias, scale=scale)
+    stored, query, scale = request.stored, request.asked.query, request.asked.scale
     batch, query_heads, _, dim = query.shape
-    heads, slots = bias.shape[1:]
-    if terms is not None:
-        own = (bias == 0).repeat_interleave(query_heads // heads, 1)[:, None]
-        asked = query.transpose(1, 2)
-        return single_query_attention(asked, keys[:, None], values[:, None], own, scale=scale, terms=terms).transpose(
-            1, 2
-        )
-    threads = asked_threads() if threads is None else threads
-    parts = _parts(batch, slots, threads) if query.device.type == "cpu" and dim == values.shape[-1] else 1
+    heads, slots = stored.bias.shape[1:]
+    threads = asked_threads() if stored.foreseen is None else stored.foreseen.threads
+    parts = _parts(batch, slots, threads) if query.device.type == "cpu" and dim == stored.values.shape[-1] else 1
     packed = query.reshape(batch, 1, query_heads, dim).expand(-1, parts, -1, -1)
-    keys, values = (part.unflatten(1, (parts, -1)) for part in (keys, values))
-    mask = bias.unflatten(2, (parts, -1)).transpose(1, 2).repeat_interleave(query_heads // heads, 2)
+    keys, values = (part.unflatten(1, (parts, -1)) for part in (stored.keys, stored.values))
+    mask = stored.bias.unflatten(2, (parts, -1)).transpose(1, 2).repeat_interleave(query_heads // heads, 2)
     if parts == 1:
         out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
     else:
@@ -69,7 +71,7 @@ def ragged_attention(
             packed, keys, values, attn_mask=mask, scale=scale
         )
         out = (out * norm.softmax(1)[..., None]).sum(1).to(out.dtype)
-    return out.reshape(batch, query_heads, 1, values.shape[-1])
+    return out.reshape(batch, query_heads, 1, stored.values.shape[-1])
 
 
 def _parts(batch: int, slots: int, threads: int) -> int:
@@ -79,3 +81,11 @@ def _parts(batch: int, slots: int, threads: int) -> int:
     while parts * 2 <= wanted and slots % (parts * 2) == 0:
         parts *= 2
     return parts
+
+
+FLAT = (
+    Executor("Triton", _why_not_triton, _triton),
+    Executor("C", _why_not_c, _c),
+    Executor("products", lambda request: "torch's kernel is faster" if request.asked.is_plain else None, _products),
+    Executor("torch", why_not_plain, _torch),
+)

@@ -1,4 +1,7 @@
-"""Attention of one new token over the entries that a reader has chosen."""
+"""Attention of one new token over KV rows: all of their entries, or those that a reader has chosen.
+
+The chosen keys and values are copied first, where no kernel reads them in place.
+"""
 
 from __future__ import annotations
 
@@ -7,66 +10,93 @@ from torch import Tensor
 
 from kvsieve import kernels
 from kvsieve.attention.blocked import single_query_attention
+from kvsieve.attention.request import AttentionRequest, Executor, why_not_plain
 from kvsieve.core.kv_rows import Choice, KVRows
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap
-from kvsieve.types import AttentionTerms
+
+_Request = AttentionRequest[KVRows, Choice | None]
 
 
-def sparse_attention(
-    query: Tensor, kv_rows: KVRows, choice: Choice, *, scale: float, terms: AttentionTerms | None = None
-) -> Tensor:
-    """Attention over the chosen entries only.
+def _why_not_triton(request: _Request) -> str | None:
+    if not request.stored.in_buffers:
+        return "entries are encoded"
+    return _why_not_products(request) or kernels.why_not(request.asked.query)
 
-    The chosen keys and values are copied first, where no kernel reads them in place.
 
-    Args:
-        query: [X, G, D], the G query heads of each KV row.
-        kv_rows: what the entries were chosen from.
-        choice: the chosen entries.
-        scale: factor of the query-key products.
-        terms: cap and sinks, [X, G]; None for neither. Where the choice blends something in, sinks get what they would
-            beside all entries: the chosen ones are `weight` of those.
+def _triton(request: _Request) -> Tensor:
+    asked, entries = request.asked, None if request.sees is None else request.sees.entries
+    out = kernels.kv_row_attention(asked.query, request.stored, entries, scale=asked.scale, terms=asked)
+    return _blended(out, request)
 
-    Returns:
-        [X, G, Dv].
+
+def _torch(request: _Request) -> Tensor:
+    query, keys, values, real = _read(request)
+    out = F.scaled_dot_product_attention(query, keys, values, attn_mask=real, scale=request.asked.scale)
+    return _blended(out.reshape(*request.asked.query.shape[:2], -1), request)
+
+
+def _products(request: _Request) -> Tensor:
+    query, keys, values, real = _read(request)
+    out = single_query_attention(request.asked.of(query), keys, values, real)
+    return _blended(out.reshape(*request.asked.query.shape[:2], -1), request)
+
+
+def _read(request: _Request) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Queries [X, 1, G, D] and entries [X, 1, k, D], or [X, G, 1, D] and [X, G, k, D], for a set per query head.
+
+    With a length that the device knows, all entries there can be, and which of them are there, bool [1, N].
     """
-    entries, blend = choice.entries, choice.blend
-    if blend is not None and terms is not None and terms.sinks is not None:
-        return _blended_beside_sinks(query, kv_rows, choice, scale, terms)
-    if kv_rows.in_buffers and kernels.usable(query):
-        out = kernels.kv_row_attention(query, kv_rows, entries, scale=scale, terms=terms)
-    else:
-        asked, keys, values = _read(query, kv_rows, entries)
-        if terms is None:
-            out = F.scaled_dot_product_attention(asked, keys, values, scale=scale)
-        else:
-            out = single_query_attention(asked, keys, values, None, scale=scale, terms=terms)
-        out = out.reshape(*query.shape[:2], -1)
-    return out if blend is None else _blended(out, blend).to(query.dtype)
-
-
-def _read(query: Tensor, kv_rows: KVRows, entries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries [X, 1, G, D] and entries [X, 1, k, D], or [X, G, 1, D] and [X, G, k, D], for a set per query head."""
+    query, kv_rows, choice = request.asked.query, request.stored, request.sees
+    entries = kv_rows.span(0, kv_rows.size) if choice is None else choice.entries
+    real = kv_rows.length.real(kv_rows.size)[None] if choice is None and kv_rows.length is not None else None
     keys, values = kv_rows.read(entries)
     if entries.ndim == 2:
-        return query[:, None], keys[:, None], values[:, None]
-    return query[:, :, None], keys, values
+        return query[:, None], keys[:, None], values[:, None], real
+    return query[:, :, None], keys, values, real
 
 
-def _blended_beside_sinks(
-    query: Tensor, kv_rows: KVRows, choice: Choice, scale: float, terms: AttentionTerms
-) -> Tensor:
-    """Blend what is beside the sinks, and leave them what they have of all entries' log-sum-exp."""
-    assert choice.blend is not None and terms.sinks is not None
-    asked, keys, values = _read(query, kv_rows, choice.entries)
-    logits = cap(asked.to(score_dtype(query.dtype)) @ keys.to(score_dtype(query.dtype)).transpose(2, 3) * scale, terms)
-    out = (logits.softmax(-1).to(values.dtype) @ values).reshape(*query.shape[:2], -1)
-    norm = logits.logsumexp(-1).reshape(query.shape[:2]) - choice.blend[0].log()
-    return (_blended(out, choice.blend) * (norm - terms.sinks).sigmoid()[..., None]).to(query.dtype)
+def _blends_beside_sinks(request: _Request) -> bool:
+    return request.sees is not None and request.sees.blend is not None and request.asked.sinks is not None
 
 
-def _blended(out: Tensor, blend: tuple[Tensor, Tensor]) -> Tensor:
+def _why_not_blended_beside_sinks(request: _Request) -> str | None:
+    return None if _blends_beside_sinks(request) else "nothing is blended in beside sinks"
+
+
+def _why_not_products(request: _Request) -> str | None:
+    return "something is blended in beside sinks" if _blends_beside_sinks(request) else None
+
+
+def _blended_beside_sinks(request: _Request) -> Tensor:
+    """Blend entries and vector, and give sinks the share that they have beside all entries.
+
+    The chosen entries hold `weight` of the attention to all.
+    """
+    asked, choice = request.asked, request.sees
+    assert choice is not None and choice.blend is not None and asked.sinks is not None
+    query, keys, values, _ = _read(request)
+    shape, dtype = asked.query.shape[:2], score_dtype(query.dtype)
+    logits = cap(query.to(dtype) @ keys.to(dtype).transpose(2, 3) * asked.scale, asked)
+    out = (logits.softmax(-1).to(values.dtype) @ values).reshape(*shape, -1)
+    norm = logits.logsumexp(-1).reshape(shape) - choice.blend[0].log()
+    return (_blend(out, choice.blend) * (norm - asked.sinks).sigmoid()[..., None]).to(query.dtype)
+
+
+def _blended(out: Tensor, request: _Request) -> Tensor:
+    choice = request.sees
+    return out if choice is None or choice.blend is None else _blend(out, choice.blend).to(request.asked.query.dtype)
+
+
+def _blend(out: Tensor, blend: tuple[Tensor, Tensor]) -> Tensor:
     weight, vector = blend
     weight = weight[..., None]
     return weight * out + (1 - weight) * vector[:, None]
+
+
+KV_ROWS = (
+    Executor("torch, blended beside sinks", _why_not_blended_beside_sinks, _blended_beside_sinks),
+    Executor("Triton", _why_not_triton, _triton),
+    Executor("torch", why_not_plain, _torch),
+    Executor("products", _why_not_products, _products),
+)

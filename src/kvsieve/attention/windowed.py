@@ -2,72 +2,64 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsieve.attention.dense import dense_attention, real_entries
-from kvsieve.attention.masked import masked_attention
-from kvsieve.types import AttentionTerms
+from kvsieve.attention.dense import real_entries
+from kvsieve.attention.request import AttentionRequest, DenseEntries, Executor, Near, Shown
 
 # Queries of a block; its keys are as many and a window's.
 _QUERIES = 512
 
-
-@dataclass(frozen=True)
-class Window:
-    """Stretch of the tokens before that a token sees.
-
-    Attributes:
-        span: positions of a window, its own among them, or of a chunk.
-        chunked: True for chunks, which begin at multiples of `span`.
-    """
-
-    span: int
-    chunked: bool = False
-
-    def sees(self, asking: Tensor, stored: Tensor) -> Tensor:
-        """Tell which stored positions a token sees, bool of the shape that both have together."""
-        near = asking // self.span == stored // self.span if self.chunked else stored > asking - self.span
-        return near & (stored <= asking)
+_Request = AttentionRequest[DenseEntries, Near]
+_Attend = Callable[[AttentionRequest[DenseEntries, Any]], Tensor]
 
 
-def window_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    window: Window,
-    *,
-    scale: float,
-    valid: Tensor | None = None,
-    terms: AttentionTerms | None = None,
-) -> Tensor:
-    """Causal attention of the last L of N stored entries over those of the N that their window shows them.
+def _why_not_rows(request: _Request) -> str | None:
+    return None if request.stored.valid is not None else "there is no padding"
 
-    Args:
-        query: [B, Hq, L, D].
-        keys: [B, H, N, D].
-        values: [B, H, N, Dv].
-        positions: int [B, N], of the stored entries, ascending in each row among its real ones.
-        window: what a token sees.
-        scale: factor of the query-key products.
-        valid: bool [B, N], False for padding; None when all entries are real. The output for padding is finite and
-            otherwise undefined.
-        terms: further terms of the logits, None for none.
 
-    Returns:
-        [B, Hq, L, Dv].
-    """
+def _rows(request: _Request, attend: _Attend) -> Tensor:
+    """Attend row by row over the real entries only; the output for padding is finite and otherwise undefined."""
+    asked, near, valid = request.asked, request.sees, request.stored.valid
+    assert valid is not None
+    query, keys, values = asked.query, request.stored.keys, request.stored.values
+    groups, new = query.shape[1] // keys.shape[1], query.shape[2]
+    out = values[:, :, -new:].repeat_interleave(groups, 1)
+    for row, real in enumerate(valid[:, 0]):
+        fresh = real[-new:]
+        if bool(fresh.any()):
+            part = asked.of(real_entries(query[row], fresh)[None])
+            stored = DenseEntries(real_entries(keys[row], real)[None], real_entries(values[row], real)[None])
+            sees = Near(near.window, near.positions[row : row + 1, real])
+            out[row, :, fresh.nonzero()[:, 0]] = attend(AttentionRequest(part, stored, sees))[0]
+    return out
+
+
+def _why_not_everything(request: _Request) -> str | None:
+    window, positions = request.sees.window, request.sees.positions
+    if request.stored.valid is not None:
+        return "there is padding"
+    if window.chunked:
+        return "chunks begin anywhere"
+    few = request.stored.keys.shape[2] <= window.span
+    close = few and bool((positions[:, -1] - positions[:, 0] < window.span).all())
+    return None if close else "some entries are behind the window"
+
+
+def _why_not_blocks(request: _Request) -> str | None:
+    return None if request.stored.valid is None else "there is padding"
+
+
+def _blocks(request: _Request, attend: _Attend) -> Tensor:
+    """Attend block of queries by block, under masks."""
+    asked, window = request.asked, request.sees.window
+    query, keys, values = asked.query, request.stored.keys, request.stored.values
     new, length = query.shape[2], keys.shape[2]
-    if valid is not None:
-        return _rows_alone(query, keys, values, positions, window, scale, valid, terms)
-    if length <= window.span and not window.chunked:
-        close = positions[:, -1] - positions[:, 0] < window.span
-        if bool(close.all()):
-            return dense_attention(query, keys, values, scale=scale, terms=terms)
-    positions = positions.long()
+    positions = request.sees.positions.long()
     parts = []
     for first in range(0, new, _QUERIES):
         last = min(first + _QUERIES, new)
@@ -75,31 +67,19 @@ def window_attention(
         low, seen = max(length - new + first - window.span + 1, 0), length - new + last
         asking = positions[:, length - new + first : seen]
         mask = window.sees(asking[:, :, None], positions[:, None, low:seen])[:, None]
-        part = query[:, :, first:last], keys[:, :, low:seen], values[:, :, low:seen]
-        parts.append(masked_attention(*part, mask, scale=scale, terms=terms))
+        stored = DenseEntries(keys[:, :, low:seen], values[:, :, low:seen])
+        parts.append(attend(AttentionRequest(asked.of(query[:, :, first:last]), stored, Shown(mask))))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def _rows_alone(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    positions: Tensor,
-    window: Window,
-    scale: float,
-    valid: Tensor,
-    terms: AttentionTerms | None,
-) -> Tensor:
-    """Attend row by row over the real entries only; see `dense_attention`."""
-    groups, new = query.shape[1] // keys.shape[1], query.shape[2]
-    out = values[:, :, -new:].repeat_interleave(groups, 1)
-    for row, real in enumerate(valid):
-        fresh = real[-new:]
-        if bool(fresh.any()):
-            asked = real_entries(query[row], fresh)[None]
-            mine, theirs = (real_entries(part[row], real)[None] for part in (keys, values))
-            found = window_attention(
-                asked, mine, theirs, positions[row : row + 1, real], window, scale=scale, terms=terms
-            )
-            out[row, :, fresh.nonzero()[:, 0]] = found[0]
-    return out
+def near_rows(attend: _Attend) -> tuple[Executor, ...]:
+    """Return the executors for windows; attend: computes their parts."""
+    return (
+        Executor("row by row", _why_not_rows, lambda request: _rows(request, attend)),
+        Executor(
+            "as without a window",
+            _why_not_everything,
+            lambda request: attend(AttentionRequest(request.asked, request.stored)),
+        ),
+        Executor("masked blocks", _why_not_blocks, lambda request: _blocks(request, attend)),
+    )

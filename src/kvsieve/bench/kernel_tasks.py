@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsieve import kernels
-from kvsieve.attention import dense_attention, prompt_attention, ragged_attention, sparse_attention
+from kvsieve.attention import AttentionRequest, ChosenBlocks, DenseEntries, FlatEntries, attend
 from kvsieve.bench.kernel_task import KernelTask, Shape
 from kvsieve.bench.page_tasks import best, bounds, estimates, update
 from kvsieve.core.blocks import BlockGrid
@@ -18,17 +18,22 @@ from kvsieve.core.kv_rows import Choice, KVRows
 from kvsieve.core.scoring import window_mass
 from kvsieve.kernels.inputs import PackedBlocks
 from kvsieve.methods.hsa import hsa_setting
+from kvsieve.types import AttentionQueries
 
 # Tokens of sparse prompts, and the part of their blocks that is computed.
 PROMPTS = ((8192, 0.25), (32768, 0.25), (32768, 0.1), (32768, 1.0))
 LLAMA = {"heads": 8, "groups": 4, "dim": 128}
 
 
+def _asked(shape: Shape, query: Tensor) -> AttentionQueries:
+    return AttentionQueries(query, shape.dim**-0.5)
+
+
 def dense(shape: Shape, batch: int, length: int) -> KernelTask:
     """A token's attention over all entries."""
 
     def run(query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return dense_attention(query, keys, values, scale=shape.dim**-0.5)
+        return attend(AttentionRequest(_asked(shape, query), DenseEntries(keys, values)))
 
     def tensors() -> tuple[Tensor, ...]:
         query = shape.random(batch, shape.heads * shape.groups, 1, shape.dim)
@@ -43,7 +48,7 @@ def ragged(shape: Shape, batch: int, length: int) -> KernelTask:
     slots = length * shape.heads
 
     def run(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        return ragged_attention(query, keys, values, bias, scale=shape.dim**-0.5)
+        return attend(AttentionRequest(_asked(shape, query), FlatEntries(keys, values, bias)))
 
     def tensors() -> tuple[Tensor, ...]:
         query = shape.random(batch, shape.heads * shape.groups, 1, shape.dim)
@@ -72,7 +77,7 @@ def chosen(shape: Shape, batch: int, length: int, count: int) -> KernelTask:
 
     def run(query: Tensor, keys: Tensor, values: Tensor, tail: Tensor, entries: Tensor) -> Tensor:
         among = KVRows(keys, values, None, tail, 1, length)
-        return sparse_attention(query, among, Choice(entries), scale=shape.dim**-0.5)
+        return attend(AttentionRequest(_asked(shape, query), among, Choice(entries)))
 
     def tensors() -> tuple[Tensor, ...]:
         entries = torch.rand(kv_rows, length, device=shape.device).argsort(-1)[:, :count].contiguous()
@@ -86,7 +91,7 @@ def mass(shape: Shape, batch: int, length: int, window: int) -> KernelTask:
     """Attention mass of a prompt's last `window` queries."""
 
     def run(query: Tensor, keys: Tensor) -> Tensor:
-        return window_mass(query, keys, shape.dim**-0.5)
+        return window_mass(_asked(shape, query), keys)
 
     def tensors() -> tuple[Tensor, ...]:
         query = shape.random(batch, shape.heads * shape.groups, window, shape.dim)
@@ -137,7 +142,7 @@ def prompt(shape: Shape, batch: int, grid: BlockGrid, density: float) -> KernelT
     heads, scale = shape.heads * shape.groups, shape.dim**-0.5
 
     def run(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor) -> Tensor:
-        return prompt_attention(query, keys, values, chosen, grid, scale=scale)
+        return attend(AttentionRequest(_asked(shape, query), DenseEntries(keys, values), ChosenBlocks(chosen, grid)))
 
     def plain(query: Tensor, keys: Tensor, values: Tensor, chosen: Tensor) -> Tensor:
         seen = (chosen & grid.visible(chosen.device)) | grid.diagonal(chosen.device)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvsieve.core.scoring import group_mean, window_mass
+from kvsieve.core.scoring import group_mean, mass_of
 from kvsieve.types import LayerContext
 
 # Last queries whose attention the check compares with.
@@ -63,7 +63,7 @@ def correlation(ctx: LayerContext, filters: Tensor) -> list[float]:
     from those queries.
     """
     window = min(CHECKED, ctx.query.shape[2] // 2)
-    mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)
+    mass = mass_of(ctx, -window)
     mass = group_mean(mass, ctx.keys.shape[1])[0, :, :-window].double().cpu()
     keys = ctx.keys[0, :, :-window].to("cpu", torch.float64)
     scores = (keys @ filters[:, :, None]).squeeze(-1)

@@ -41,9 +41,9 @@ class RetrievalScores:
         dtype = score_dtype(ctx.query.dtype)
         query = ctx.query[0, :, -count:].to(dtype).unflatten(0, (ctx.keys.shape[1], -1))
         logits = query @ ctx.keys[0, :, None].to(dtype).transpose(-1, -2) * ctx.scale
-        sinks = sinks_of(ctx.terms, *query.shape[:2], 1, 1)
+        sinks = sinks_of(ctx, *query.shape[:2], 1, 1)
         later = torch.ones(count, size, dtype=torch.bool, device=logits.device).triu(size - count + 1)
-        weights = softmax(cap(logits, ctx.terms).masked_fill(later, float("-inf")), sinks)[..., middle]
+        weights = softmax(cap(logits, ctx).masked_fill(later, float("-inf")), sinks)[..., middle]
         for sums, part in ((self.beyond, weights), (self.scores, weights * copied.to(weights.device))):
             share = part.sum(-1).mean((1, 2)).double().cpu()
             sums[ctx.layer_idx] = sums.get(ctx.layer_idx, torch.zeros_like(share)) + share

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvsieve.core.softmax import cap
 from kvsieve.lazy import Tensor, torch
 from kvsieve.lazy import functional as F
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 
 @dataclass(frozen=True)
@@ -107,22 +107,32 @@ class PromptContext:
     Attributes:
         layer_idx: index of the layer.
         num_layers: layers of the model.
-        query: [B, Hq, L, D], of the last L entries.
+        asked: queries [B, Hq, L, D], of the last L entries.
         keys: [B, H, N, D].
-        scale: factor of query-key products.
         grid: the blocks to choose among.
-        terms: cap and sinks of the layer's attention; None for neither.
         ends: the last of these queries are the end of the prompt.
     """
 
     layer_idx: int
     num_layers: int
-    query: Tensor
+    asked: AttentionQueries
     keys: Tensor
-    scale: float
     grid: BlockGrid
-    terms: AttentionTerms | None = None
     ends: bool = True
+
+    @property
+    def query(self) -> Tensor:
+        """Queries [B, Hq, L, D]."""
+        return self.asked.query
+
+    @property
+    def scale(self) -> float:
+        """Factor of query-key products."""
+        return self.asked.scale
+
+    def logits(self, products: Tensor, shrink: float = 1) -> Tensor:
+        """Scale products of queries and keys, and cap them where the model does; shrink: a divisor of the scale."""
+        return cap(products * (self.scale / shrink), self.asked)
 
     @property
     def groups(self) -> int:
@@ -168,8 +178,7 @@ class BlockLines:
         """Measure the lines of the last `queries` queries."""
         grid, new = ctx.grid, min(queries, ctx.grid.new)
         asked = ctx.query[:, :, -new:].reshape(len(ctx.query), ctx.keys.shape[1], -1, ctx.keys.shape[3])
-        logits = (asked @ ctx.keys.transpose(2, 3)).float() * ctx.scale
-        logits = cap(logits, ctx.terms).view(*ctx.query.shape[:2], new, grid.length)
+        logits = ctx.logits((asked @ ctx.keys.transpose(2, 3)).float()).view(*ctx.query.shape[:2], new, grid.length)
         logits[..., grid.length - new :].masked_fill_(
             torch.ones(new, new, dtype=torch.bool, device=logits.device).triu(1), float("-inf")
         )

@@ -9,7 +9,7 @@ from kvsieve.core.kv_rows import DeviceLength, KVRows
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap, softmax
 from kvsieve.lazy import Tensor, torch
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 
 def largest(sizes: Tensor, count: int) -> Tensor:
@@ -56,7 +56,7 @@ def page_softmax(
     size: int,
     page: int,
     length: DeviceLength | None = None,
-    terms: AttentionTerms | None = None,
+    asked: AttentionQueries | None = None,
 ) -> Tensor:
     """Return the softmax over entries that all have the score of their page.
 
@@ -65,14 +65,14 @@ def page_softmax(
         size: entries in all.
         page: entries per page.
         length: entries that exist, where the device knows; pages beyond the end get 0.
-        terms: cap and sinks [...] of the layer's attention; None for neither.
+        asked: what the scores are for, sinks of the scores' shape [...]; None where logits have neither cap nor sinks.
 
     Returns:
         `page` times the weight of one entry of each page, [..., pages].
     """
-    scores = cap(scores, terms)
+    scores = scores if asked is None else cap(scores, asked)
     # A page counts once, not once per entry, and so must a sink.
-    sinks = None if terms is None or terms.sinks is None else terms.sinks[..., None] - math.log(page)
+    sinks = None if asked is None or asked.sinks is None else asked.sinks[..., None] - math.log(page)
     if length is not None:
         part = length.occupancy(page, scores.shape[-1]).part.to(scores.dtype)
         return softmax(scores + part.log(), sinks) / part.clamp_min(1 / page)
@@ -87,7 +87,7 @@ def page_softmax(
 
 
 def entries_of_pages(
-    scores: Tensor, kv_rows: KVRows, page: int, count: int, newest: bool, terms: AttentionTerms | None = None
+    scores: Tensor, kv_rows: KVRows, page: int, count: int, newest: bool, asked: AttentionQueries | None = None
 ) -> Tensor:
     """Choose the entries of the pages with the highest `page_softmax`, summed over a group's query heads.
 
@@ -97,17 +97,18 @@ def entries_of_pages(
         page: entries per page.
         count: entries to choose.
         newest: see `best_entries`.
-        terms: cap and sinks [X, G, 1] of the layer's attention; None for neither.
+        asked: as in `page_softmax`.
 
     Returns:
         int64 [X, count], unordered.
     """
     length = kv_rows.length
     fits = scores.shape[-1] <= kernels.MOST_PAGES
-    if terms is None and scores.dtype == torch.float32 and kernels.usable(scores) and fits:
+    plain = asked is None or asked.is_plain
+    if plain and scores.dtype == torch.float32 and kernels.usable(scores) and fits:
         on_device = None if length is None else length.count
         return kernels.page_entries(scores, page, count, newest, kv_rows.size, on_device)
-    weights = page_softmax(scores, kv_rows.size, page, length, terms).sum(1)
+    weights = page_softmax(scores, kv_rows.size, page, length, asked).sum(1)
     return best_entries(weights, kv_rows.size, page, count, newest, length)
 
 

@@ -8,7 +8,7 @@ from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap, sinks_of, softmax
 from kvsieve.kernels.cpu import mass as compiled
 from kvsieve.lazy import Tensor, torch
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 # Logits of one block of queries, [B, Hq, T', N] in float32, stay under about 128 MiB.
 _BLOCK_ELEMENTS = 1 << 25
@@ -16,35 +16,32 @@ _KEYS = 1 << 14
 
 
 def query_mass(
-    query: Tensor,
+    asked: AttentionQueries,
     keys: Tensor,
-    scale: float,
     visible: Tensor,
     *,
     weights: Tensor | None = None,
     reduce: Literal["sum", "max"] = "sum",
     entries: int | None = None,
-    terms: AttentionTerms | None = None,
 ) -> Tensor:
     """Return the softmax attention of T queries over N entries, reduced over the queries.
 
     Args:
-        query: [B, Hq, T, D], post-RoPE.
+        asked: queries [B, Hq, T, D], post-RoPE.
         keys: [B, H, N, D], post-RoPE.
-        scale: factor of the query-key products.
         visible: bool, broadcastable to [B, H, T, N], entries that each query attends to; a query that sees none
             contributes nothing.
         weights: factors of the queries, broadcastable to [B, H, T]; None for 1.
         reduce: "sum" or "max" over the queries.
         entries: return only the first so many entries; None for all.
-        terms: cap and sinks of the layer's attention; None for neither.
 
     Returns:
         [B, Hq, entries] in float32 (float64 for float64 inputs).
     """
+    query, scale = asked.query, asked.scale
     if compiled.takes(query, keys, scale):
         return compiled.query_mass(
-            query, keys, scale, visible, weights=weights, largest=reduce == "max", entries=entries, terms=terms
+            query, keys, scale, visible, weights=weights, largest=reduce == "max", entries=entries, terms=asked
         )
     batch, query_heads, count, _ = query.shape
     heads, length = keys.shape[1], keys.shape[2]
@@ -53,13 +50,13 @@ def query_mass(
     block = max(1, _BLOCK_ELEMENTS // max(1, batch * query_heads * length))
     out = torch.zeros(batch, heads, groups, length, dtype=dtype, device=keys.device)
     grouped = query.unflatten(1, (heads, groups))
-    sinks = sinks_of(terms, heads, groups, 1, 1)
+    sinks = sinks_of(asked, heads, groups, 1, 1)
     for first in range(0, count, block):
         part = (grouped[:, :, :, first : first + block].to(dtype) * scale).flatten(2, 3)
         spans = (keys[:, :, start : start + _KEYS] for start in range(0, length, _KEYS))
         logits = torch.cat([part @ span.to(dtype).transpose(-1, -2) for span in spans], -1).unflatten(2, (groups, -1))
         seen = visible[:, :, None, first : first + block]
-        mass = softmax(cap(logits, terms).masked_fill_(~seen, float("-inf")), sinks)
+        mass = softmax(cap(logits, asked).masked_fill_(~seen, float("-inf")), sinks)
         mass = mass.masked_fill_(~seen.any(-1, keepdim=True), 0)
         if weights is not None:
             mass = mass * weights[:, :, None, first : first + block, None]

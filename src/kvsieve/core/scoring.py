@@ -11,7 +11,7 @@ from kvsieve.core.softmax import cap, sinks_of, softmax
 from kvsieve.kernels.cpu import mass as compiled
 from kvsieve.lazy import Tensor, torch
 from kvsieve.lazy import functional as F
-from kvsieve.types import AttentionTerms, LayerContext
+from kvsieve.types import AttentionQueries, LayerContext
 
 Pool = Literal["avg", "max"]
 Kernel = int | Literal["auto"]
@@ -34,13 +34,7 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def window_mass(
-    query: Tensor,
-    keys: Tensor,
-    scale: float,
-    *,
-    valid: Tensor | None = None,
-    block: int | None = None,
-    terms: AttentionTerms | None = None,
+    asked: AttentionQueries, keys: Tensor, *, valid: Tensor | None = None, block: int | None = None
 ) -> Tensor:
     """Return the softmax attention mass that a window of queries gives to every stored entry, summed over the window.
 
@@ -50,22 +44,38 @@ def window_mass(
     Source: SnapKV (arXiv 2404.14469), and the observation windows of FastKV, ASL, PyramidKV, Ada-KV and RocketKV.
 
     Args:
-        query: [B, Hq, W, D], post-RoPE; the queries of the last W of the N entries.
+        asked: queries [B, Hq, W, D], post-RoPE, of the last W of the N entries.
         keys: [B, H, N, D], post-RoPE.
-        scale: factor of the query-key products.
         valid: bool [B, H or 1, N]; padding receives and gives no mass. None: no padding.
         block: entries scored at a time; None chooses it so that no N x N matrix is allocated.
-        terms: cap and sinks of the layer's attention; None for neither.
 
     Returns:
         [B, Hq, N] in float32 (float64 for float64 inputs).
     """
+    query, scale = asked.query, asked.scale
     if block is None and kernels.usable(query, keys):
-        return kernels.window_mass(query, keys, scale, valid, terms)
+        return kernels.window_mass(query, keys, scale, valid, asked)
     if block is None and compiled.takes(query, keys, scale):
-        return compiled.query_mass(query, keys, scale, _seen(query, keys, valid), terms=terms)
-    parts = [weights.sum(2) for weights in window_weights(query, keys, scale, valid=valid, block=block, terms=terms)]
+        return compiled.query_mass(query, keys, scale, _seen(query, keys, valid), terms=asked)
+    parts = [weights.sum(2) for weights in window_weights(asked, keys, valid=valid, block=block)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+def mass_of(ctx: LayerContext, start: int, stop: int | None = None) -> Tensor:
+    """Mass [B, Hq, M] that queries start ... stop - 1 of a pass give to the M entries up to the last of them.
+
+    ctx: the layer; `start` and `stop` as in a slice of its queries.
+    """
+    query, keys, valid = ctx.query[:, :, start:stop], ctx.keys, ctx.valid
+    if stop is not None:
+        seen = keys.shape[2] - ctx.query.shape[2] + stop
+        keys, valid = keys[:, :, :seen], None if valid is None else valid[:, :, :seen]
+    return window_mass(ctx.asks(query), keys, valid=valid)
+
+
+def weights_of(ctx: LayerContext, window: int) -> Iterator[Tensor]:
+    """Yield the weights that the last queries of a pass give to entries, see `window_weights`."""
+    return window_weights(ctx.asks(ctx.query[:, :, -window:]), ctx.keys, valid=ctx.valid)
 
 
 def _seen(query: Tensor, keys: Tensor, valid: Tensor | None) -> Tensor:
@@ -77,18 +87,13 @@ def _seen(query: Tensor, keys: Tensor, valid: Tensor | None) -> Tensor:
 
 
 def window_weights(
-    query: Tensor,
-    keys: Tensor,
-    scale: float,
-    *,
-    valid: Tensor | None = None,
-    block: int | None = None,
-    terms: AttentionTerms | None = None,
+    asked: AttentionQueries, keys: Tensor, *, valid: Tensor | None = None, block: int | None = None
 ) -> Iterator[Tensor]:
     """Yield the softmax weights that `window_mass` sums, [B, Hq, W, block], block by block of entries.
 
     Queries that are padding have weight 0. Arguments as in `window_mass`.
     """
+    query, scale = asked.query, asked.scale
     batch, query_heads, window, dim = query.shape
     heads, length = keys.shape[1], keys.shape[2]
     groups = query_heads // heads
@@ -100,11 +105,11 @@ def window_weights(
     corner = length - window
     rows = torch.arange(corner, length, device=keys.device).repeat(groups)[:, None]
     padding = None if valid is None else ~valid[:, :, corner:].repeat(1, 1, groups).unsqueeze(-1)
-    sinks = sinks_of(terms, heads, groups, 1)
+    sinks = sinks_of(asked, heads, groups, 1)
     sinks = None if sinks is None else sinks.to(dtype).expand(-1, -1, window).reshape(heads, -1, 1)
 
     def logits(start: int, end: int) -> Tensor:
-        part = cap(packed @ keys[:, :, start:end].to(dtype).transpose(-1, -2), terms)
+        part = cap(packed @ keys[:, :, start:end].to(dtype).transpose(-1, -2), asked)
         first = max(start, corner)
         if first < end:
             hidden = torch.arange(first, end, device=keys.device) > rows
@@ -204,7 +209,7 @@ def pooled_mass(ctx: LayerContext, window: int, kernel: Width, pooling: Pool, he
         [B, Hq, N - w], or [B, heads, N - w].
     """
     window = min(window, ctx.query.shape[2])
-    mass = window_mass(ctx.query[:, :, -window:], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)
+    mass = mass_of(ctx, -window)
     mass, valid = mass[..., :-window], ctx.valid
     if heads is not None and isinstance(kernel, int) and kernels.usable(mass):
         by_kernel = functools.partial(kernels.pooled, heads=heads, kernel=kernel, pooling=pooling)

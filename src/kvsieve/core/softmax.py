@@ -1,22 +1,25 @@
-"""Softmax of attention with the extra terms of some models: capped logits and learned sinks."""
+"""Softmax of attention with the extra terms of some models: capped logits and learned sinks.
+
+`asked` has both: queries (types.AttentionQueries), or the context of a method.
+"""
 
 from __future__ import annotations
 
+from kvsieve.kernels.inputs import Terms
 from kvsieve.lazy import Tensor
 from kvsieve.lazy import functional as F
-from kvsieve.types import AttentionTerms
 
 
-def cap(logits: Tensor, terms: AttentionTerms | None) -> Tensor:
+def cap(logits: Tensor, asked: Terms) -> Tensor:
     """Cap scaled logits of any shape in place, before masks; do nothing without a cap."""
-    if terms is None or terms.softcap is None:
+    if asked.softcap is None:
         return logits
-    return logits.div_(terms.softcap).tanh_().mul_(terms.softcap)
+    return logits.div_(asked.softcap).tanh_().mul_(asked.softcap)
 
 
-def sinks_of(terms: AttentionTerms | None, *shape: int) -> Tensor | None:
+def sinks_of(asked: Terms, *shape: int) -> Tensor | None:
     """View the sinks in `shape`, such as (H, G, 1, 1) for logits [B, H, G, L, N]; None without sinks."""
-    return None if terms is None or terms.sinks is None else terms.sinks.view(shape)
+    return None if asked.sinks is None else asked.sinks.view(shape)
 
 
 def softmax(logits: Tensor, sinks: Tensor | None) -> Tensor:

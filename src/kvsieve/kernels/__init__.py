@@ -47,11 +47,20 @@ def dtypes() -> tuple[torch.dtype, ...]:
     return torch.bfloat16, torch.float16, torch.float32
 
 
+def why_not(*tensors: Tensor) -> str | None:
+    """Return the reason why kernels do not run on these tensors; None on a GPU that `reason` accepts, in `dtypes`."""
+    if not (_interpreted or tensors[0].is_cuda):
+        return "it is for GPUs"
+    if any(each.dtype not in dtypes() for each in tensors):
+        return "it takes bfloat16, float16 and float32"
+    if _interpreted:
+        return None
+    return reason(tensors[0].device) if all(each.is_cuda for each in tensors) else "some tensors are not on the GPU"
+
+
 def usable(*tensors: Tensor) -> bool:
-    """Return whether kernels run on these tensors: all on a GPU that `reason` accepts, in `dtypes`."""
-    if not (_interpreted or tensors[0].is_cuda) or any(each.dtype not in dtypes() for each in tensors):
-        return False
-    return _interpreted or (all(each.is_cuda for each in tensors) and reason(tensors[0].device) is None)
+    """Return whether kernels run on these tensors; see `why_not`."""
+    return why_not(*tensors) is None
 
 
 @functools.cache

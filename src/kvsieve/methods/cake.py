@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvsieve import defaults
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import Kernel, Pool, group_mean, pool, score_dtype, window_weights
+from kvsieve.core.scoring import Kernel, Pool, group_mean, pool, score_dtype, weights_of
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.allocators import Cascade, observed
@@ -57,7 +57,7 @@ def _statistics(ctx: LayerContext, window: int) -> _Statistics:
     number = real.sum(2)
     entropy = real.new_zeros(query.shape[0])
     means, variances, start = [real.new_zeros(*query.shape[:2], 0)], [real.new_zeros(*query.shape[:2], 0)], 0
-    for weights in window_weights(query, ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms):
+    for weights in weights_of(ctx, window):
         part = weights[..., : max(before - start, 0)]
         start += weights.shape[-1]
         means.append(part.sum(2) / number.clamp_min(1))

@@ -14,10 +14,10 @@ from typing import Any
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.scoring import score_dtype
 from kvsieve.core.softmax import cap
-from kvsieve.lazy import Tensor, torch
+from kvsieve.lazy import torch
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.registry import register_method
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 
 @register_method(
@@ -39,26 +39,18 @@ class ExactTopK(BudgetReader, static_shapes=True):
     def parameters(self, tokens: int, facts: ReadFacts) -> Setting:
         return Setting(tokens, tokens)
 
-    def choose(
-        self,
-        query: Tensor,
-        kv_rows: KVRows,
-        state: dict[str, Any],
-        scale: float,
-        setting: Setting,
-        terms: AttentionTerms | None = None,
-    ) -> Choice:
+    def choose(self, asked: AttentionQueries, kv_rows: KVRows, state: dict[str, Any], setting: Setting) -> Choice:
         keys = kv_rows.keys_at(kv_rows.span(0, kv_rows.size))
-        dtype = score_dtype(query.dtype)
-        logits = query.to(dtype) @ keys.to(dtype).transpose(1, 2) * scale
+        query, dtype = asked.query, score_dtype(asked.query.dtype)
+        logits = query.to(dtype) @ keys.to(dtype).transpose(1, 2) * asked.scale
         if self.per_group:
-            logits = cap(logits, terms)
+            logits = cap(logits, asked)
         if kv_rows.length is not None:
             logits.masked_fill_(~kv_rows.length.real(kv_rows.size), float("-inf"))
         if self.per_group:
             norm = logits.logsumexp(-1, keepdim=True)
-            if terms is not None and terms.sinks is not None:
-                norm = torch.logaddexp(norm, terms.sinks[..., None].to(norm.dtype))
+            if asked.sinks is not None:
+                norm = torch.logaddexp(norm, asked.sinks[..., None].to(norm.dtype))
             logits = (logits - norm).logsumexp(1)
         if self.newest:
             last = kv_rows.newest()[0]

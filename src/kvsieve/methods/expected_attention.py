@@ -126,7 +126,7 @@ class ExpectedAttention(ScoredEvictor, needs=("rotary", "uncapped"), heads="own"
         sinks = first_real(ctx, self.sinks)
         hidden = sinks if ctx.valid is None else sinks | ~ctx.valid
         logits = torch.cat(parts, -1).masked_fill(hidden[:, :, None], float("-inf"))
-        expected = softmax(logits, sinks_of(ctx.terms, heads, -1, 1))
+        expected = softmax(logits, sinks_of(ctx, heads, -1, 1))
         scores = group_mean(expected.flatten(1, 2), heads)
         if self.use_vnorm:
             scores = scores * ctx.values.to(dtype).norm(dim=-1)

@@ -69,7 +69,7 @@ class Finch(ChunkedEvictor, needs=("rotary",), heads="own", takes_quotas=True, q
         asking = visible.any(-1)
         weights = visible.sum(-1) / asking.sum(-1, keepdim=True).clamp_min(1)
         query, before = ctx.query[:, :, -count:], length - count
-        mass = query_mass(query, ctx.keys, ctx.scale, visible, weights=weights, entries=before, terms=ctx.terms)
+        mass = query_mass(ctx.asks(query), ctx.keys, visible, weights=weights, entries=before)
         return group_mean(mass, ctx.keys.shape[1])
 
     def select(self, ctx: LayerContext, counts: tuple[int, ...]) -> Selection:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsieve.core.blocks import PromptContext
-from kvsieve.core.softmax import cap
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.block_prefill import BlockPrefill, check_share
 from kvsieve.registry import register_method
@@ -61,7 +60,7 @@ class FlashPrefill(BlockPrefill, heads="own"):
             last = min(first + some, grid.query_blocks)
             seen = min(grid.first + last * grid.own, grid.key_blocks)
             part = asked[:, :, first * self.queries : last * self.queries].reshape(batch, heads, -1, dim)
-            logits = cap((part @ means[..., :seen]).float() * ctx.scale, ctx.terms)
+            logits = ctx.logits((part @ means[..., :seen]).float())
             logits = logits.view(batch, query_heads, -1, self.queries, seen)
             weights = logits.masked_fill_(hidden[first:last, :, :seen], float("-inf")).softmax(-1)
             if last == grid.query_blocks:

@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsieve.core.blocks import BlockLines, PromptContext, covering
-from kvsieve.core.softmax import cap
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.block_prefill import BlockPrefill, check_share
 from kvsieve.registry import register_method
@@ -62,7 +61,7 @@ class FlexPrefill(BlockPrefill, heads="own"):
         sizes = torch.full((grid.query_blocks,), float(self.queries), device=asked.device)
         sizes[-1] = grid.new - (grid.query_blocks - 1) * self.queries
         asked = (asked / sizes[:, None]).reshape(batch, heads, -1, asked.shape[-1])
-        logits = cap(asked @ grid.means(ctx.keys).transpose(2, 3) * ctx.scale, ctx.terms)
+        logits = ctx.logits(asked @ grid.means(ctx.keys).transpose(2, 3))
         logits = logits.view(batch, ctx.query.shape[1], grid.query_blocks, grid.key_blocks)
         return logits.masked_fill_(~grid.visible(logits.device), float("-inf")).softmax(-1)
 

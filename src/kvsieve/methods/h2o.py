@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.core.scoring import group_mean, window_mass
+from kvsieve.core.scoring import group_mean, mass_of
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
@@ -31,12 +31,10 @@ def received_mass(ctx: LayerContext) -> Tensor:
     total: Tensor | None = None
     for start in range(0, new, _BLOCK):
         stop = min(start + _BLOCK, new)
-        seen = length - new + stop
-        valid = None if ctx.valid is None else ctx.valid[:, :, :seen]
-        mass = window_mass(ctx.query[:, :, start:stop], ctx.keys[:, :, :seen], ctx.scale, valid=valid, terms=ctx.terms)
+        mass = mass_of(ctx, start, stop)
         if total is None:
             total = mass.new_zeros(*mass.shape[:2], length)
-        total[..., :seen] += mass
+        total[..., : mass.shape[-1]] += mass
     assert total is not None
     return group_mean(total, ctx.keys.shape[1])
 

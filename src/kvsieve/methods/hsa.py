@@ -23,11 +23,10 @@ from kvsieve.budget import Budget
 from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.page_recipe import PageRecipe, page_table
 from kvsieve.core.page_weights import entries_of_pages, largest_channels
-from kvsieve.lazy import Tensor
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.plans import Plan
 from kvsieve.registry import register_method
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 
 def stored_entries(length: int, new_tokens: int, tokens: int) -> int:
@@ -70,21 +69,13 @@ class HSA(BudgetReader, static_shapes=True):
     def recipe(self, setting: Setting) -> PageRecipe | None:
         return PageRecipe(setting.page, setting.count, self.newest, setting.channels)
 
-    def choose(
-        self,
-        query: Tensor,
-        kv_rows: KVRows,
-        state: dict[str, Any],
-        scale: float,
-        setting: Setting,
-        terms: AttentionTerms | None = None,
-    ) -> Choice:
+    def choose(self, asked: AttentionQueries, kv_rows: KVRows, state: dict[str, Any], setting: Setting) -> Choice:
         table = page_table(state, setting.page)
         table.update(kv_rows)
-        weights, at = largest_channels(query, setting.channels, scale, table.halves)
+        weights, at = largest_channels(asked.query, setting.channels, asked.scale, table.halves)
         scores, metadata_bytes = table.scores(weights, at, kv_rows)
         count = min(setting.count, kv_rows.size)
-        entries = entries_of_pages(scores, kv_rows, setting.page, count, self.newest, terms)
+        entries = entries_of_pages(scores, kv_rows, setting.page, count, self.newest, asked)
         return Choice(entries, metadata_bytes=metadata_bytes)
 
 

@@ -157,7 +157,7 @@ class KVzip(ProbingEvictor, heads="all", ragged=True, takes_quotas=True, query_a
         visible = torch.cat([before, causal.expand(*before.shape[:2], -1, -1)], -1)
         among = torch.cat([keys, ctx.keys[:, :, stored:]], 2)
         asked = slots.shape[-1]
-        mass = query_mass(ctx.query, among, ctx.scale, visible, reduce="max", entries=asked, terms=ctx.terms)
+        mass = query_mass(ctx.asks(ctx.query), among, visible, reduce="max", entries=asked)
         best = mass.unflatten(1, (keys.shape[1], -1)).amax(2)
         best = best.masked_fill(~inside.gather(2, slots), 0)
         mine = scores.setdefault(ctx.layer_idx, best.new_zeros(index.shape))

@@ -146,7 +146,7 @@ def _tail_mass(ctx: LayerContext, weights: Tensor) -> Tensor:
     batch, query_heads, _, dim = ctx.query.shape
     heads, length = ctx.keys.shape[1:3]
     groups = query_heads // heads
-    sinks = sinks_of(ctx.terms, heads, groups, 1)
+    sinks = sinks_of(ctx, heads, groups, 1)
     first = length - weights.shape[1]
     keys = ctx.keys.to(dtype).transpose(-1, -2)
     out = torch.zeros(batch, length, dtype=dtype, device=keys.device)
@@ -154,7 +154,7 @@ def _tail_mass(ctx: LayerContext, weights: Tensor) -> Tensor:
     for start in range(first, length, block):
         end = min(start + block, length)
         rows = ctx.query[:, :, start - length :][:, :, : end - start].to(dtype) * ctx.scale
-        logits = cap(rows.reshape(batch, heads, -1, dim) @ keys[..., :end], ctx.terms)
+        logits = cap(rows.reshape(batch, heads, -1, dim) @ keys[..., :end], ctx)
         slots = torch.arange(start, end, device=keys.device)
         logits[..., start:].masked_fill_(slots > slots.repeat(groups)[:, None], float("-inf"))
         if ctx.valid is not None:

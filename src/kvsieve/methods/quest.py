@@ -27,11 +27,10 @@ from kvsieve.core.page_recipe import PageRecipe, page_table
 from kvsieve.core.page_weights import best_entries, entries_of_pages
 from kvsieve.core.scoring import score_dtype
 from kvsieve.errors import PlanError
-from kvsieve.lazy import Tensor
 from kvsieve.methods.base import check_int
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.registry import register_method
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 
 @register_method(
@@ -79,22 +78,14 @@ class Quest(BudgetReader, static_shapes=True):
             return None
         return PageRecipe(setting.page, setting.count, self.newest)
 
-    def choose(
-        self,
-        query: Tensor,
-        kv_rows: KVRows,
-        state: dict[str, Any],
-        scale: float,
-        setting: Setting,
-        terms: AttentionTerms | None = None,
-    ) -> Choice:
+    def choose(self, asked: AttentionQueries, kv_rows: KVRows, state: dict[str, Any], setting: Setting) -> Choice:
         table = page_table(state, setting.page, self.means)
         table.update(kv_rows)
-        scores, metadata_bytes = table.bound(query.to(score_dtype(query.dtype)) * scale, kv_rows)
+        scores, metadata_bytes = table.bound(asked.query.to(score_dtype(asked.query.dtype)) * asked.scale, kv_rows)
         count = min(setting.count, kv_rows.size)
         if self.per_query_head:
             # A cap bends bounds as it bends logits, so they stay bounds, and each query head's order as it is.
             entries = best_entries(scores, kv_rows.size, setting.page, count, self.newest, kv_rows.length)
         else:
-            entries = entries_of_pages(scores, kv_rows, setting.page, count, self.newest, terms)
+            entries = entries_of_pages(scores, kv_rows, setting.page, count, self.newest, asked)
         return Choice(entries, metadata_bytes=metadata_bytes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.core.scoring import group_mean, window_mass
+from kvsieve.core.scoring import group_mean, mass_of
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import ScoredEvictor, check_int, first_real, keep_best, last_real, skips
@@ -74,7 +74,7 @@ class SageKV(ScoredEvictor, heads="own", query_aware=True):
         if start is not None:
             scores = age.masked_fill(ctx.index < start[..., None], float("inf"))
         else:
-            mass = window_mass(ctx.query[:, :, -1:], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)
+            mass = mass_of(ctx, -1)
             scores = group_mean(mass, heads)
             scores = torch.where(self._window(ctx, kept), age.to(scores.dtype), scores)
         return scores.masked_fill(first_real(ctx, self.sinks), float("inf"))

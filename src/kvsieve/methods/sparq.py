@@ -22,10 +22,10 @@ from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
 from kvsieve.core.page_recipe import PageRecipe, page_table, value_mean
 from kvsieve.core.page_weights import best_entries, held_part, largest, largest_channels, page_softmax
 from kvsieve.core.scoring import score_dtype
-from kvsieve.lazy import Tensor, torch
+from kvsieve.lazy import torch
 from kvsieve.methods.readers import BudgetReader, Setting
 from kvsieve.registry import register_method
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 
 
 @register_method(
@@ -56,15 +56,8 @@ class SparQ(BudgetReader, static_shapes=True):
             return None
         return PageRecipe(1, setting.count, self.newest, setting.channels, blend=self.mean_value)
 
-    def choose(
-        self,
-        query: Tensor,
-        kv_rows: KVRows,
-        state: dict[str, Any],
-        scale: float,
-        setting: Setting,
-        terms: AttentionTerms | None = None,
-    ) -> Choice:
+    def choose(self, asked: AttentionQueries, kv_rows: KVRows, state: dict[str, Any], setting: Setting) -> Choice:
+        query, scale = asked.query, asked.scale
         table = page_table(state, 1)
         table.update(kv_rows)
         count, groups = min(setting.count, kv_rows.size), query.shape[1]
@@ -81,12 +74,12 @@ class SparQ(BudgetReader, static_shapes=True):
         else:
             weights, at = largest_channels(query, setting.channels, scale, table.halves)
             logits, metadata_bytes = table.scores(weights, at, kv_rows)
-        estimates = page_softmax(logits, kv_rows.size, 1, kv_rows.length, terms)
+        estimates = page_softmax(logits, kv_rows.size, 1, kv_rows.length, asked)
         summed = estimates.clone() if self.per_query_head else estimates.sum(1)
         entries = best_entries(summed, kv_rows.size, 1, count, self.newest, kv_rows.length)
         blend = None
         if self.mean_value:
-            if terms is not None and terms.sinks is not None:
+            if asked.sinks is not None:
                 # Shares among entries alone.
                 estimates = estimates / estimates.sum(-1, keepdim=True).clamp_min(torch.finfo(estimates.dtype).tiny)
             held = estimates.gather(2, entries if self.per_query_head else entries[:, None].expand(-1, groups, -1))

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from kvsieve.budget import Budget
-from kvsieve.core.scoring import WIDEST, pool, window_mass
+from kvsieve.core.scoring import WIDEST, mass_of, pool
 from kvsieve.core.selection import select_top
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
@@ -88,7 +88,7 @@ class SpecPrefill(DraftPropagator, heads="all", query_aware=True):
         return replace(self, own=Loaded(None, None, tokenizer))
 
     def observe(self, ctx: LayerContext, prompt: int, seen: dict[int, Any]) -> None:
-        mass = window_mass(ctx.query[:, :, -1:], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)
+        mass = mass_of(ctx, -1)
         best = pool(mass[..., :prompt], self.smooth, "avg").amax(1)[0].float()
         query = ctx.keys.shape[2] - prompt
         seen[query] = torch.maximum(seen[query], best) if query in seen else best

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvsieve.core.scoring import window_mass
+from kvsieve.core.scoring import mass_of
 from kvsieve.lazy import Tensor
 from kvsieve.methods.base import ScoredEvictor
 from kvsieve.registry import register_method
@@ -37,5 +37,5 @@ class TOVA(ScoredEvictor, heads="all", query_aware=True):
         return 1
 
     def scores(self, ctx: LayerContext) -> Tensor:
-        mass = window_mass(ctx.query[:, :, -1:], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)
+        mass = mass_of(ctx, -1)
         return ctx.ranks.mean(mass.mean(1, keepdim=True)).expand(-1, ctx.keys.shape[1], -1)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvsieve.core.blocks import PromptContext, covering
-from kvsieve.core.softmax import cap
 from kvsieve.errors import PlanError
 from kvsieve.lazy import Tensor, torch
 from kvsieve.methods.base import check_int
@@ -68,7 +67,7 @@ class XAttention(BlockPrefill, heads="own"):
             seen = (grid.first + last * grid.own) * tiles
             part = asked[:, :, first * rows : last * rows]
             logits = part.reshape(batch, heads, -1, keys.shape[2]) @ keys[..., :seen]
-            logits = cap(logits.float() * (ctx.scale / stride), ctx.terms).view(*part.shape[:3], seen)
+            logits = ctx.logits(logits.float(), stride).view(*part.shape[:3], seen)
             at = torch.arange(first * rows, last * rows, device=keys.device)[:, None] + grid.first * tiles
             places = torch.arange(seen, device=keys.device)
             logits.masked_fill_((places > at) | (places < grid.pad // stride), float("-inf"))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvsieve.budget import Budget
 from kvsieve.core.allocation import tokens_reaching
-from kvsieve.core.scoring import window_mass
+from kvsieve.core.scoring import mass_of
 from kvsieve.errors import PlanError
 from kvsieve.methods.allocators import Cascade, observed
 from kvsieve.methods.base import ScoredEvictor, scored_by_name
@@ -51,7 +51,7 @@ class ZigZagKV(Cascade, heads="all", query_aware=True):
         return int(budget * self.floor)
 
     def weigh(self, ctx: LayerContext) -> list[float]:
-        mass = window_mass(ctx.query[:, :, -self.window :], ctx.keys, ctx.scale, valid=ctx.valid, terms=ctx.terms)
+        mass = mass_of(ctx, -self.window)
         return ctx.ranks.mean(tokens_reaching(mass, self.target)).tolist()
 
 

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 from kvsieve.roles.base import Role
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvsieve.core.kv_rows import Choice, KVRows, ReadFacts
     from kvsieve.core.page_recipe import PageRecipe
-    from kvsieve.types import AttentionTerms
+    from kvsieve.types import AttentionQueries
 
 
 class Reader(Role):
@@ -42,25 +40,15 @@ class Reader(Role):
         """Return True if KV rows of `size` entries are read completely."""
 
     @abstractmethod
-    def choose(
-        self,
-        query: Tensor,
-        kv_rows: KVRows,
-        state: dict[str, Any],
-        scale: float,
-        setting: Any,
-        terms: AttentionTerms | None = None,
-    ) -> Choice:
+    def choose(self, asked: AttentionQueries, kv_rows: KVRows, state: dict[str, Any], setting: Any) -> Choice:
         """Choose the entries of each KV row that a query reads.
 
         Args:
-            query: [X, G, D], the G query heads of each KV row.
+            asked: queries [X, G, D], the G query heads of each KV row, with all that weights are to be computed by.
             kv_rows: the KV rows.
             state: scratch of these KV rows: what is derived from their entries (tensors with a row per KV row, or
                 objects with a method all_tensors() that gives their tensors), which between calls only grow.
-            scale: factor of query-key products.
             setting: what `setting` returned.
-            terms: cap and sinks [X, G] of the layer's attention, for what weights are estimated; None for neither.
         """
 
     def recipe(self, setting: Any) -> PageRecipe | None:

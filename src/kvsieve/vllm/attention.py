@@ -17,9 +17,9 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvsieve.attention.causal import causal_attention
+from kvsieve.attention import AttentionRequest, DenseEntries, attend
 from kvsieve.errors import CacheStateError, UnsupportedModelError
-from kvsieve.types import AttentionTerms
+from kvsieve.types import AttentionQueries
 from kvsieve.vllm.batch import GroupFacts, StepPlanner
 from kvsieve.vllm.blocks import RetainedSpec, spec_for
 from kvsieve.vllm.calls import PagedCall, PlannedStep, PromptCall, SegmentEnd, SparseCall
@@ -227,9 +227,9 @@ class PlannedAttention(AttentionImpl):
         query, key, value = (each[rows].transpose(0, 1) for each in new)
         if prompt.stored > key.shape[1]:
             key, value = self._read_entries(layer, kv_cache, prompt.pages, prompt.stored)
-        terms = AttentionTerms(self.logits_soft_cap) if self.logits_soft_cap else None
         into = output[rows]
-        out = causal_attention(query[None], key[None], value[None], scale=self.scale, terms=terms)
+        asked = AttentionQueries(query[None], self.scale, self.logits_soft_cap or None)
+        out = attend(AttentionRequest(asked, DenseEntries(key[None], value[None])))
         into.copy_(out[0].transpose(0, 1).reshape(into.shape))
         return key, value
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsieve.errors import CacheStateError
 from kvsieve.roles import Evictor
-from kvsieve.types import AttentionTerms, LayerContext, Step
+from kvsieve.types import LayerContext, Step
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def choose_entries(evictor: Evictor, layer: LayerFacts, offered: Offered, kept: 
         stored=(size,),
         state=offered.state,
         protected=index >= size - tail if tail else None,
-        terms=None if layer.softcap is None else AttentionTerms(layer.softcap),
+        softcap=layer.softcap,
     )
     selection = evictor.select(ctx, (kept + tail,))
     if isinstance(selection, dict) or selection is None or selection.indices.shape != (1, heads, kept + tail):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ class Reads:
         sparse: reads that took less than everything.
         whole_bytes: bytes that reading all entries would have taken.
         not_compiled: why the last sparse read was torch's operations; None where it was one compiled call.
+        executors: what computed attention, by layer, when it first did.
     """
 
     tokens: int = 0
@@ -30,6 +31,7 @@ class Reads:
     upkeep_bytes: int = 0
     whole_bytes: int = 0
     not_compiled: str | None = None
+    executors: dict[int, str] = field(default_factory=dict)
 
     @property
     def all_bytes(self) -> int:
@@ -70,19 +72,21 @@ class Passes:
 
 @dataclass
 class PromptBlocks:
-    """Counts of the blocks of a turn's prompt under a plan that reads prompts sparsely.
+    """Counts of attention to a turn's prompt; blocks are counted under a plan that reads prompts sparsely.
 
     Attributes:
         computed: pairs of a block of queries and one of keys that were computed, of all layers, heads and rows.
         causal: pairs there were.
         recall: sum, over sampled queries, of the part of their attention that the computed blocks hold.
         sampled: sampled queries.
+        executors: what computed attention, by layer, when it first did.
     """
 
     computed: int = 0
     causal: int = 0
     recall: float = 0.0
     sampled: int = 0
+    executors: dict[int, str] = field(default_factory=dict)
 
     def add_computed(self, pairs: Tensor) -> None:
         self.computed += int(pairs)

@@ -19,7 +19,7 @@ from kvsieve.types import Selection
 
 
 class StoreLayer(CacheLayerMixin):
-    """Entries of one layer in a store of ours.
+    """DenseEntries of one layer in a store of ours.
 
     `update` only stages new keys and values and returns them untouched; the attention function takes them, stores
     them and attends. What `update` was given must be what attention receives, or the model is refused.
@@ -192,7 +192,7 @@ class SieveLayer(StoreLayer):
 
 
 class WindowLayer(StoreLayer):
-    """Entries that tokens to come can still see, of a layer that looks back no further than a window or chunk.
+    """DenseEntries that tokens to come can still see, of a layer that looks back no further than a window or chunk.
 
     The store's index holds positions here (padding not counted), by which the window goes: tokens that were dropped on
     the way to this layer leave holes.

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kvsieve import kernels
-from kvsieve.attention import packed_attention, ragged_attention
-from kvsieve.attention.blocked import single_query_attention
-from kvsieve.attention.choice import faster_for_token
+from kvsieve.attention import (
+    AttentionRequest,
+    DenseEntries,
+    EncodedEntries,
+    FlatEntries,
+    Reading,
+    ReadRows,
+    attend,
+    explain,
+)
+from kvsieve.attention.choice import foresee
 from kvsieve.cache import FixedEntries, LayerStore, PackedStore
 from kvsieve.cache.row_groups import Group
 from kvsieve.core.kv_rows import DeviceLength, IncrementalMetadata
 from kvsieve.hf.cache.counts import Reads
 from kvsieve.hf.cache.layer import SieveLayer
-from kvsieve.hf.forward.request import Asked
-from kvsieve.hf.forward.sparse_read import Reading, count_all
-from kvsieve.kernels.cpu.cores import asked_threads
+from kvsieve.hf.forward.sparse_read import count, count_all
+from kvsieve.types import AttentionQueries
 
 
 class Numbers(Protocol):
@@ -66,9 +71,8 @@ class RecordedLayer(SieveLayer):
         self.tensors = layer.store.tensors
         self.encoded = FixedEntries(layer.store) if isinstance(layer.store, PackedStore) else None
         # Asked here because torch.compile cannot.
-        self.threads = asked_threads()
-        keys = self.tensors[0]
-        self.thin = keys is not None and faster_for_token(keys, keys.shape[-2])
+        self.foreseen = foresee(self.tensors[0])
+        self.executor: str | None = None
         self.remembered = self._remembered()
         self.places = self.count(layer, counters)
         self.slots, *self.lengths = self.places
@@ -144,51 +148,38 @@ class RecordedLayer(SieveLayer):
     def _remembered(self) -> list[Tensor]:
         return [part for each in self.metadata() for part in each.tensors()]
 
-    def attend(self, asked: Asked, key: Tensor, value: Tensor, numbers: Numbers) -> Tensor:
+    def attend(self, asked: AttentionQueries, key: Tensor, value: Tensor, numbers: Numbers) -> Tensor:
         """Store a token's entry, and attend: queries [B, Hq, 1, D] -> [B, Hq, 1, Dv]."""
-        store = self.store
-        store.put(key, value, numbers.values[self.slots])
-        lengths = [numbers.length(at) for at in self.lengths]
+        self.store.put(key, value, numbers.values[self.slots])
+        request: AttentionRequest[Any, None] = AttentionRequest(
+            asked, self._stored([numbers.length(at) for at in self.lengths])
+        )
+        if self.executor is None and not torch.compiler.is_compiling():
+            self.executor = explain(request)
+        return attend(request)
+
+    def _stored(self, lengths: list[DeviceLength]) -> DenseEntries | FlatEntries | EncodedEntries | ReadRows:
+        """Return the first of all slots, as many as the lengths tell."""
         if self.encoded is not None:
-            terms, length = asked.terms, lengths[0]
-            return packed_attention(asked.query, self.encoded.store, scale=asked.scale, terms=terms, length=length)
+            return EncodedEntries(self.encoded.store, lengths[0])
         if self.reading is not None:
-            return self.reading.attend(store, asked, lengths)[0]
+            return ReadRows(self.reading, self.store, lengths)
         keys, values, _, valid = self.tensors[:4]
         assert keys is not None and values is not None
-        if store.is_ragged:
-            assert valid is not None
-            return ragged_attention(
-                asked.query, keys, values, valid, scale=asked.scale, threads=self.threads, terms=asked.terms
-            )
-        return self._dense(asked, keys, values, lengths[0], valid)
-
-    def _dense(self, asked: Asked, keys: Tensor, values: Tensor, length: DeviceLength, valid: Tensor | None) -> Tensor:
-        """Attention of one token over the first `length` of all slots; see dense_attention."""
-        query, scale, terms = asked.query, asked.scale, asked.terms
-        if kernels.usable(query, keys, values):
-            return kernels.decode_attention(
-                query, keys, values, scale=scale, length=length.count, valid=valid, terms=terms
-            )
-        batch, query_heads, _, dim = query.shape
-        heads, size = keys.shape[1:3]
-        mask = length.real(size)[None, None, None]
-        if valid is not None:
-            mask = mask & valid[:, :, None]
-        packed = query.reshape(batch, heads, query_heads // heads, dim)
-        if self.thin or terms is not None:
-            out = single_query_attention(packed, keys, values, mask, scale=scale, terms=terms)
-        else:
-            out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask, scale=scale)
-        return out.reshape(batch, query_heads, 1, values.shape[-1])
+        if not self.store.is_ragged:
+            return DenseEntries(keys, values, valid, lengths[0], self.foreseen)
+        assert valid is not None
+        return FlatEntries(keys, values, valid, self.foreseen)
 
     def advance_host_lengths(self, layer: SieveLayer, reads: Reads) -> None:
         """Count what a pass has done to `layer` and what it has read."""
         layer.store.advance_host_length()
+        if self.executor is not None and self.index not in reads.executors:
+            reads.executors[self.index] = self.executor
         if self.reading is None:
             count_all(layer.store, reads)
             return
-        self.reading.count(layer.store, reads)
+        count(self.reading, layer.store, reads)
         for each in self.metadata():
             each.size += 1
 

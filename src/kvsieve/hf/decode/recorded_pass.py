@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsieve.attention import Reading
 from kvsieve.cache import PackedStore
 from kvsieve.core.kv_rows import DeviceLength
 from kvsieve.errors import UnsupportedModelError
@@ -24,7 +25,7 @@ from kvsieve.hf.decode.recorders import Refused
 from kvsieve.hf.forward import passes as forward
 from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.session import Session
-from kvsieve.hf.forward.sparse_read import Reading, reading_of
+from kvsieve.hf.forward.sparse_read import reading_of
 
 
 class RecordedCache(Cache):

@@ -29,15 +29,14 @@ from kvsieve.hf.forward.rows import RowsSession
 from kvsieve.hf.forward.session import Session
 from kvsieve.hf.forward.shared_kv import attend_shared
 from kvsieve.kernels.cpu import cores
-from kvsieve.types import AttentionTerms
 
 # transformers tests implementation names for substrings: none of flash, sdpa, flex, paged or "/" may occur in it.
 NAME = "kvsieve"
 
 # Arguments of an attention function that do not change a causal layer's result in inference.
 _HARMLESS = frozenset({"dropout", "position_ids", "logits_to_keep"})
-# Arguments that AttentionTerms are made of.
-_TERMS = frozenset({"softcap", "s_aux"})
+# Arguments that AttentionQueries are made of.
+_TAKEN = frozenset({"softcap", "s_aux"})
 
 
 def attention_function(
@@ -89,7 +88,7 @@ def _attend(
         # Other arguments of attention (biases, indices ...) would change its result and cannot be dropped;
         # flags and objects, such as generate's tokenizer, only pass through.
         telling = isinstance(extra, (Tensor, int, float, list, tuple)) and not isinstance(extra, bool)
-        if telling and name not in _HARMLESS | _TERMS:
+        if telling and name not in _HARMLESS | _TAKEN:
             raise UnsupportedModelError(f"{who} attends with {name}=, which kvsieve does not support yet")
     if kwargs.get("is_causal") is False:
         raise UnsupportedModelError(f"{who} attends to later tokens; kvsieve supports causal attention only")
@@ -99,7 +98,9 @@ def _attend(
             "ways; only padding masks are supported"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    asked = Asked(query, scale, _terms(who, query, kwargs.get("softcap"), kwargs.get("s_aux")))
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    _check_sinks(who, query, sinks)
+    asked = Asked(query, scale, softcap, None if sinks is None else sinks.detach())
     if isinstance(layer, LatentLayer):
         if torch.is_autocast_enabled(query.device.type):
             raise UnsupportedOptionError(
@@ -151,22 +152,19 @@ def _heads_together(asked: Asked, repeats: int) -> Asked:
     """Order query heads so that those of a KV head stand together, where the model repeats all KV heads in turn."""
     if repeats == 1:
         return asked
-    if asked.terms is not None and asked.terms.sinks is not None:
+    if asked.sinks is not None:
         raise UnsupportedModelError("its KV heads are repeated in turn, and it has learned sinks: not supported")
     query = asked.query.unflatten(1, (repeats, -1)).transpose(1, 2).flatten(1, 2)
     return replace(asked, query=query)
 
 
-def _terms(who: str, query: Tensor, softcap: float | None, sinks: Tensor | None) -> AttentionTerms | None:
-    """Terms that the attention function was given; None where there are none."""
-    if softcap is None and sinks is None:
-        return None
+def _check_sinks(who: str, query: Tensor, sinks: Tensor | None) -> None:
+    """Raise UnsupportedModelError unless there is one sink for each query head, or none at all."""
     if sinks is not None and sinks.shape != query.shape[1:2]:
         raise UnsupportedModelError(
             f"{who} attends with s_aux= of shape {tuple(sinks.shape)}; kvsieve supports one sink for each of its "
             f"{query.shape[1]} query heads"
         )
-    return AttentionTerms(softcap, None if sinks is None else sinks.detach())
 
 
 def mask_function(*, mask_function: Any = causal_mask_function, **kwargs: Any) -> Tensor | None:

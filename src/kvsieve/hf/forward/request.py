@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from kvsieve.attention import dense_attention
-from kvsieve.types import ALONE, AttentionTerms, LayerContext, ModelFacts, Ranks, Selection
+from kvsieve.types import ALONE, AttentionQueries, LayerContext, ModelFacts, Ranks, Selection
 
 if TYPE_CHECKING:
-    from kvsieve.cache import LayerStore
     from kvsieve.hf.model.tables import RotaryTables
     from kvsieve.plans import Plan
 
@@ -66,34 +64,7 @@ class PassResult:
     report: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Asked:
-    """Queries that a layer's attention brings, and what it makes of their products with keys.
-
-    Attributes:
-        query: [B, Hq, L, D].
-        scale: factor of the products.
-        terms: cap and sinks; None for neither.
-    """
-
-    query: Tensor
-    scale: float
-    terms: AttentionTerms | None = None
-
-    @property
-    def stored(self) -> Asked:
-        """Return it with queries as they are matched with what is stored."""
-        return self
-
-    def attend(self, store: LayerStore) -> Tensor:
-        """Causal attention of the last L tokens over all that is stored: [B, Hq, L, Dv]."""
-        return dense_attention(
-            self.query, store.keys, store.values, scale=self.scale, valid=store.valid, terms=self.terms
-        )
-
-    def output(self, mixed: Tensor) -> Tensor:
-        """Attention's result [B, Hq, L, Dv] of what was mixed of stored values."""
-        return mixed
+Asked = AttentionQueries
 
 
 @dataclass(frozen=True)

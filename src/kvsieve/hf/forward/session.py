@@ -200,7 +200,8 @@ class Session:
             model=self.model.facts,
             layers=tuple(self.cache.sieve_layers),
             ranks=ranks,
-            terms=asked.terms,
+            softcap=asked.softcap,
+            sinks=asked.sinks,
         )
 
     def _reduce(self, index: int, layer: SieveLayer, asked: Asked) -> None:

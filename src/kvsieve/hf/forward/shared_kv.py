@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ def attend_shared(session: Session, index: int, source: int, asked: Asked, key: 
         return attend_stored(session.plan.prefill, session.cache.turn, session.step, where, asked, lent.store)
     outs, new = [], asked.query.shape[2]
     for at in range(new):
-        alone = replace(asked, query=asked.query[:, :, at : at + 1])
+        alone = asked.part(slice(at, at + 1))
         layer = _without_last(lent, new - 1 - at)
         outs.append(read_token(session.plan.read, session.cache, layer, index, session.model.num_layers, alone))
     return outs[0] if new == 1 else torch.cat(outs, 2)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvsieve.attention import dense_attention, prompt_attention
+from kvsieve.attention import AttentionRequest, ChosenBlocks, DenseEntries, LatentQueries, Latents, attend, explain
 from kvsieve.attention.dense import real_entries
 from kvsieve.cache import LayerStore
 from kvsieve.core.blocks import BlockGrid, PromptContext
@@ -17,16 +18,20 @@ from kvsieve.core.softmax import cap
 from kvsieve.errors import PlanError
 from kvsieve.hf.cache.counts import PromptBlocks
 from kvsieve.hf.cache.records import Turn
-from kvsieve.hf.forward.request import Asked
 from kvsieve.roles import SparsePrefill
-from kvsieve.types import AttentionTerms, Step
+from kvsieve.types import AttentionQueries, Step
 
 # One query in so many is sampled to estimate the recall.
 _SAMPLED = 1024
 
 
 def attend_stored(
-    role: SparsePrefill | None, turn: Turn, step: Step, where: tuple[int, int], asked: Asked, store: LayerStore
+    role: SparsePrefill | None,
+    turn: Turn,
+    step: Step,
+    where: tuple[int, int],
+    asked: AttentionQueries,
+    store: LayerStore,
 ) -> Tensor:
     """Attention of a pass's tokens, the last ones stored, over all that is stored, or over what a role chooses of it.
 
@@ -44,13 +49,13 @@ def attend_stored(
     Returns:
         [B, Hq, L, Dv].
     """
-    if role is None or not turn.acts or step.phase != "prefill":
-        return asked.attend(store)
     record, new = turn.record.blocks, asked.query.shape[2]
+    if role is None or not turn.acts or step.phase != "prefill":
+        return _densely(record, where[0], asked, store)
     length = store.size if store.valid is None else max(store.lengths)
     if not role.acts_in(*where) or length < role.least or new < role.queries:
         _count(record, None, BlockGrid(new, length, role.queries, role.block), asked.query)
-        return asked.attend(store)
+        return _densely(record, where[0], asked, store)
     query, keys, values = asked.query, store.keys, store.values
     if store.valid is None:
         return _sparsely(role, (*where, step.is_last_chunk), asked, keys, values, record)
@@ -62,10 +67,30 @@ def attend_stored(
         if not bool(fresh.any()):
             continue
         mine = slice(heads.start * groups, heads.stop * groups)
-        part = Asked(real_entries(query[row, mine], fresh)[None], asked.scale, _terms_of(asked.terms, mine))
+        part = asked.heads(mine).of(real_entries(query[row, mine], fresh)[None])
         theirs, worth = (real_entries(each[row, heads], real)[None] for each in (keys, values))
         out[row, mine, fresh.nonzero()[:, 0]] = _sparsely(role, ended, part, theirs, worth, record)[0]
     return out
+
+
+def _densely(record: PromptBlocks, index: int, asked: AttentionQueries, store: LayerStore) -> Tensor:
+    """Attention over all that a layer stores."""
+    request: AttentionRequest[Any, None]
+    if not isinstance(asked, LatentQueries):
+        request = AttentionRequest(asked, DenseEntries(store.keys, store.values, store.valid))
+    elif store.size == asked.keys.shape[2]:
+        # Nothing was stored before: the model has expanded all there is.
+        request = AttentionRequest(asked, DenseEntries(asked.keys, asked.values, store.valid))
+    else:
+        request = AttentionRequest(asked, Latents(store.keys, asked.up, store.valid))
+    return _noted(record, index, request)
+
+
+def _noted(record: PromptBlocks, index: int, request: AttentionRequest[Any, Any]) -> Tensor:
+    """Attend, and note by which executor, once per layer."""
+    if index not in record.executors:
+        record.executors[index] = explain(request)
+    return attend(request)
 
 
 def _parts(valid: Tensor, heads: int) -> Iterator[tuple[int, slice, Tensor]]:
@@ -75,22 +100,23 @@ def _parts(valid: Tensor, heads: int) -> Iterator[tuple[int, slice, Tensor]]:
             yield row, slice(0, heads) if len(each) == 1 else slice(head, head + 1), real
 
 
-def _terms_of(terms: AttentionTerms | None, heads: slice) -> AttentionTerms | None:
-    return terms if terms is None or terms.sinks is None else AttentionTerms(terms.softcap, terms.sinks[heads])
-
-
 def _sparsely(
-    role: SparsePrefill, where: tuple[int, int, bool], asked: Asked, keys: Tensor, values: Tensor, record: PromptBlocks
+    role: SparsePrefill,
+    where: tuple[int, int, bool],
+    asked: AttentionQueries,
+    keys: Tensor,
+    values: Tensor,
+    record: PromptBlocks,
 ) -> Tensor:
     """Attention over real entries, of which blocks are skipped; over all, where they are too few."""
-    query, terms = asked.query.detach(), asked.terms
+    query = asked.query.detach()
     batch, query_heads, new, _ = query.shape
     heads, length = keys.shape[1:3]
     grid = BlockGrid(new, length, role.queries, role.block)
     if length < role.least or new < role.queries:
         _count(record, None, grid, query)
-        return dense_attention(asked.query, keys, values, scale=asked.scale, terms=terms)
-    chosen = role.select(PromptContext(*where[:2], query, keys, asked.scale, grid, terms, bool(where[2])))
+        return _noted(record, where[0], AttentionRequest(asked, DenseEntries(keys, values)))
+    chosen = role.select(PromptContext(*where[:2], asked.of(query), keys, grid, bool(where[2])))
     sets, blocks = chosen.shape[1:2], (grid.query_blocks, grid.key_blocks)
     if chosen.shape != (batch, *sets, *blocks) or sets[0] not in (heads, query_heads):
         raise PlanError(
@@ -103,7 +129,7 @@ def _sparsely(
     recalled = _sampled_recall(asked, keys, chosen, grid)
     record.sampled += recalled.numel()
     tell(recalled.sum(), record.add_recall)
-    return prompt_attention(asked.query, keys, values, chosen, grid, scale=asked.scale, terms=terms)
+    return _noted(record, where[0], AttentionRequest(asked, DenseEntries(keys, values), ChosenBlocks(chosen, grid)))
 
 
 def _count(record: PromptBlocks, chosen: Tensor | None, grid: BlockGrid, query: Tensor) -> None:
@@ -117,13 +143,13 @@ def _count(record: PromptBlocks, chosen: Tensor | None, grid: BlockGrid, query: 
         tell(chosen.sum() * (query_heads // chosen.shape[1]), record.add_computed)
 
 
-def _sampled_recall(asked: Asked, keys: Tensor, chosen: Tensor, grid: BlockGrid) -> Tensor:
+def _sampled_recall(asked: AttentionQueries, keys: Tensor, chosen: Tensor, grid: BlockGrid) -> Tensor:
     """Part of the attention of one query in `_SAMPLED` that chosen blocks hold: [B, Hq, samples]."""
     batch, query_heads = asked.query.shape[:2]
     heads = keys.shape[1]
     at = torch.arange(min(_SAMPLED, grid.new) // 2, grid.new, _SAMPLED, device=keys.device)
     logits = asked.query[:, :, at].reshape(batch, heads, -1, keys.shape[-1]).float() @ keys.float().transpose(2, 3)
-    logits = cap(logits * asked.scale, asked.terms).view(batch, query_heads, len(at), -1)
+    logits = cap(logits * asked.scale, asked).view(batch, query_heads, len(at), -1)
     places = torch.arange(grid.length, device=keys.device)
     logits.masked_fill_(places > (grid.length - grid.new + at)[:, None], float("-inf"))
     weights = pad(logits.softmax(-1), (grid.pad, grid.key_blocks * grid.block - grid.pad - grid.length))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvsieve.attention import window_attention
+from kvsieve.attention import AttentionRequest, DenseEntries, Near, attend
 from kvsieve.hf.cache.layer import WindowLayer
 from kvsieve.hf.forward.request import Asked
 from kvsieve.hf.forward.travel import Tokens
@@ -32,8 +32,5 @@ def attend_window(
 def attend_stored_window(layer: WindowLayer, asked: Asked) -> Tensor:
     """Attention of the last tokens stored over what their window shows them."""
     store = layer.store
-    valid = None if store.valid is None else store.valid[:, 0]
-    keys, values, positions = store.keys, store.values, store.index[:, 0]
-    return window_attention(
-        asked.query, keys, values, positions, layer.window, scale=asked.scale, valid=valid, terms=asked.terms
-    )
+    stored, sees = DenseEntries(store.keys, store.values, store.valid), Near(layer.window, store.index[:, 0])
+    return attend(AttentionRequest(asked, stored, sees))

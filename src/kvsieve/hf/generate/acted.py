@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvsieve.cache import PackedStore
 from kvsieve.hf.cache.cache import SieveCache
 from kvsieve.hf.cache.records import TurnRecord
@@ -96,3 +98,9 @@ def codec_text(plan: Plan, cache: SieveCache) -> str | None:
     forms = codec.keys(dims[0]), codec.values(dims[1])
     bits = sum(dim * form.bits_per_number(dim, codec.block) for dim, form in zip(dims, forms, strict=True)) / sum(dims)
     return f"{type(codec).__name__} at {bits:.2f} bits a number"
+
+
+def executors_of(record: TurnRecord) -> dict[str, dict[str, int]]:
+    """Count, for prompt and answer, the layers with growing KV by executor and by why no faster one ran at first."""
+    phases = {"prompt": record.blocks.executors, "answer": record.reads.executors}
+    return {phase: dict(Counter(executors.values())) for phase, executors in phases.items()}

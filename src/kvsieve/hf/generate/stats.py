@@ -13,14 +13,14 @@ from kvsieve.hf.cache.counts import Passes, Reads
 from kvsieve.hf.cache.layer import StoreLayer
 from kvsieve.hf.cache.states import EmptyLayer, StateLayer
 from kvsieve.hf.decode.engine import Engine
-from kvsieve.hf.generate.acted import codec_text, entries_after_prompt, prompt_blocks, what_ran
+from kvsieve.hf.generate.acted import codec_text, entries_after_prompt, executors_of, prompt_blocks, what_ran
 from kvsieve.hf.kinds import describe_kinds
 from kvsieve.hf.runtime import AttachedModel
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Entries and bytes that a token after the prompt read on average, counted from the tensors that were touched.
+    """DenseEntries and bytes that a token after the prompt read on average, counted from the tensors that were touched.
 
     Not counted are what an evictor that acts while decoding reads to rank entries, and room that passes of fixed shapes
     mask.
@@ -120,6 +120,7 @@ class Stats:
         codec: what encodes entries, and the bits of a number with its scales; None where nothing does.
         prompt_density: share of the prompt's causal blocks that was computed; None for prompts read in full.
         prompt_recall: share of the attention of sampled queries (one in 1024) that these blocks hold.
+        executors: how attention to the "prompt" and of the "answer" was computed, with the number of layers.
     """
 
     method: str
@@ -144,6 +145,7 @@ class Stats:
     codec: str | None = None
     prompt_density: float | None = None
     prompt_recall: float | None = None
+    executors: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -183,7 +185,7 @@ class Stats:
         return f"{percent(self.prompt_density or 0.0)} of the prompt's attention computed{recall}"
 
     def _growing(self) -> list[int]:
-        """Entries of the layers that plans act on."""
+        """DenseEntries of the layers that plans act on."""
         layers = range(len(self.kv_entries)) if self.growing_layers is None else self.growing_layers
         return [self.kv_entries[index] for index in layers]
 
@@ -241,6 +243,7 @@ def stats_of(model: AttachedModel, cache: SieveCache, times: list[float], began:
         kv_share=round(share, 4),
         growing_layers=list(cache.sieve_layers),
         codec=codec_text(plan, cache),
+        executors=executors_of(record),
         **prompt_blocks(plan, cache),
     )
 

@@ -33,8 +33,8 @@ def built() -> Library:
     return library("token")
 
 
-def serves(query: Tensor, keys: Tensor, values: Tensor, rows: int) -> bool:
-    """Return whether the kernel computes this, and fast.
+def why_not(query: Tensor, keys: Tensor, values: Tensor, rows: int) -> str | None:
+    """Return the reason why the kernel does not compute this, or not fast; None if it does.
 
     It does on a CPU, in one dtype of _DTYPES, without gradients, if entries are adjacent in memory.
 
@@ -42,13 +42,16 @@ def serves(query: Tensor, keys: Tensor, values: Tensor, rows: int) -> bool:
     """
     dtype = query.dtype
     if not (query.is_cpu and dtype in _DTYPES and keys.dtype == dtype and values.dtype == dtype):
-        return False
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and query.requires_grad) or built().reason is not None:
-        return False
+        return "it is for CPUs, in float32 or bfloat16"
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and query.requires_grad):
+        return "a gradient is wanted, or the pass is compiled"
+    if (reason := built().reason) is not None:
+        return reason
     if keys.shape[-2] >= _LONG and rows < asked_threads():
-        return False
+        return "there are fewer KV rows than threads"
     apart = keys.stride()
-    return apart == values.stride() and apart[-1] == 1 and apart[-2] == keys.shape[-1] == values.shape[-1]
+    beside = apart == values.stride() and apart[-1] == 1 and apart[-2] == keys.shape[-1] == values.shape[-1]
+    return None if beside else "entries do not stand side by side"
 
 
 def token_attention(
@@ -110,4 +113,4 @@ def _kernel() -> Callable[..., None]:
     return function("token", "attend")
 
 
-__all__ = ["built", "ragged_token_attention", "serves", "token_attention"]
+__all__ = ["built", "ragged_token_attention", "token_attention", "why_not"]

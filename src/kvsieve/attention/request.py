@@ -1,0 +1,169 @@
+"""A request for attention: queries, stored entries, and which of these the queries see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from kvsieve.cache.packed import PackedStore
+from kvsieve.core.blocks import BlockGrid
+from kvsieve.core.kv_rows import DeviceLength
+from kvsieve.types import AttentionQueries
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """Facts of this machine that attention of one token depends on, which a compiled pass cannot ask for.
+
+    Attributes:
+        threads: CPU threads.
+        thin: products are faster than torch's kernel.
+    """
+
+    threads: int
+    thin: bool
+
+
+@dataclass
+class DenseEntries:
+    """DenseEntries of equal number per head.
+
+    Attributes:
+        keys: [B, H, N, D].
+        values: [B, H, N, Dv].
+        valid: bool [B, H or 1, N], False for padding, visible only to its own query; None when all are real.
+        length: how many of the N there are, known on the device only, in a recorded pass; None: all.
+        foreseen: facts of this machine that a pass asks before it is compiled; None: not asked yet.
+    """
+
+    keys: Tensor
+    values: Tensor
+    valid: Tensor | None = None
+    length: DeviceLength | None = None
+    foreseen: Foreseen | None = None
+
+
+@dataclass
+class FlatEntries:
+    """DenseEntries that heads keep in different numbers, in one buffer.
+
+    Attributes:
+        keys: [B, T, D], all heads' entries.
+        values: [B, T, Dv].
+        bias: [B, H, T] in the keys' dtype, 0 for a head's own entries and the dtype's least number for the others.
+        foreseen: as in DenseEntries.
+    """
+
+    keys: Tensor
+    values: Tensor
+    bias: Tensor
+    foreseen: Foreseen | None = None
+
+
+@dataclass
+class EncodedEntries:
+    """DenseEntries with the older ones encoded.
+
+    Attributes:
+        store: of the layer, the token's own entry included.
+        length: exact entries that there are, known on the device only; None: all.
+    """
+
+    store: PackedStore
+    length: DeviceLength | None = None
+
+
+@dataclass
+class Shown:
+    """DenseEntries that a mask shows: bool, broadcastable to [B, Hq, L, N], four dimensions."""
+
+    mask: Tensor
+
+
+@dataclass
+class ChosenBlocks:
+    """Blocks of keys that the queries of a prompt attend to.
+
+    Attributes:
+        chosen: bool [B, H or Hq, query blocks, key blocks], a set for each KV head or for each query head; of blocks
+            before the diagonal, which is always computed.
+        grid: the blocks.
+    """
+
+    chosen: Tensor
+    grid: BlockGrid
+
+
+@dataclass(frozen=True)
+class Window:
+    """Stretch of the tokens before that a token sees.
+
+    Attributes:
+        span: positions of a window, its own among them, or of a chunk.
+        chunked: True for chunks, which begin at multiples of `span`.
+    """
+
+    span: int
+    chunked: bool = False
+
+    def sees(self, asking: Tensor, stored: Tensor) -> Tensor:
+        """Return which stored positions a token sees, bool of the shape that both have together."""
+        near = asking // self.span == stored // self.span if self.chunked else stored > asking - self.span
+        return near & (stored <= asking)
+
+
+@dataclass
+class Near:
+    """DenseEntries that a window shows by their positions: int [B, N], ascending in each row among its real ones."""
+
+    window: Window
+    positions: Tensor
+
+
+Stored = TypeVar("Stored")
+Seen = TypeVar("Seen")
+
+
+@dataclass
+class AttentionRequest(Generic[Stored, Seen]):
+    """Attention of the last L stored tokens; an executor of `attention.table` computes it.
+
+    Attributes:
+        asked: the queries, [B, Hq, L, D]; [X, G, D] over `KVRows`.
+        stored: entries of the layer, or a tuple of parts of them, which are seen as one.
+        sees: `Near`, `Shown`, `ChosenBlocks`, or of KV rows a `Choice`; None: the last L of N see all before them.
+    """
+
+    asked: AttentionQueries
+    stored: Stored
+    sees: Seen = None  # type: ignore[assignment]
+
+
+def learns(request: AttentionRequest[DenseEntries, Any]) -> bool:
+    """Return whether a gradient is required, which kernels, and products into given buffers, do not have."""
+    stored = request.stored
+    parts = (request.asked.query, stored.keys, stored.values)
+    return torch.is_grad_enabled() and any(part.requires_grad for part in parts)
+
+
+def why_not_plain(request: AttentionRequest[Any, Any]) -> str | None:
+    """Refuse a cap and sinks, which torch's kernels do not support."""
+    return None if request.asked.is_plain else "logits are capped, or there are sinks"
+
+
+class Executor(NamedTuple):
+    """A way to compute attention.
+
+    Attributes:
+        name: in statistics.
+        why_not: reason why it does not compute a request; None where it does.
+        run: compute it: [B, Hq, L, Dv], or [X, G, Dv] for KV rows.
+    """
+
+    name: str
+    why_not: Callable[[Any], str | None]
+    run: Callable[[Any], Tensor]

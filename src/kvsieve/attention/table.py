@@ -1,0 +1,79 @@
+"""The executors of attention in order, the faster ones first: every pass asks this table.
+
+An executor that does not know a fact of a request (a cap, sinks, padding, a length that the device alone knows ...)
+refuses it and says why. `reference` comes last for all kinds of requests and takes everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from kvsieve.attention.dense import TOKEN, prompt_rows
+from kvsieve.attention.latent import Latents, latent_rows
+from kvsieve.attention.masked import SHOWN
+from kvsieve.attention.packed import ENCODED
+from kvsieve.attention.prompt import CHOSEN_BLOCKS
+from kvsieve.attention.ragged import FLAT
+from kvsieve.attention.reading import ReadRows, read_rows
+from kvsieve.attention.reference import REFERENCE
+from kvsieve.attention.request import (
+    AttentionRequest,
+    ChosenBlocks,
+    DenseEntries,
+    EncodedEntries,
+    Executor,
+    FlatEntries,
+    Near,
+    Shown,
+)
+from kvsieve.attention.sparse import KV_ROWS
+from kvsieve.attention.windowed import near_rows
+from kvsieve.core.kv_rows import Choice, KVRows
+
+
+def attend(request: AttentionRequest[Any, Any]) -> Tensor:
+    """Let the first executor that takes it compute a request: [B, Hq, L, Dv], or [X, G, Dv] for KV rows."""
+    for executor in executors(request):
+        if executor.why_not(request) is None:
+            return executor.run(request)
+    raise AssertionError("the reference takes everything")
+
+
+def executors(request: AttentionRequest[Any, Any]) -> tuple[Executor, ...]:
+    """Return the executors for requests of this kind, in order."""
+    if request.sees is None and type(request.stored) is DenseEntries and request.asked.query.shape[2] == 1:
+        return _TOKEN
+    return _TABLE.get((type(request.stored), type(request.sees)), (REFERENCE,))
+
+
+def explain(request: AttentionRequest[Any, Any]) -> str:
+    """Return the name of the executor that computes a request, and why those before it do not."""
+    refused: list[str] = []
+    for executor in executors(request):
+        reason = executor.why_not(request)
+        if reason is None:
+            return f"{executor.name} ({'; '.join(refused)})" if refused else executor.name
+        refused.append(f"{executor.name}: {reason}")
+    raise AssertionError("the reference takes everything")
+
+
+_NONE: type = type(None)
+_DENSE: tuple[type, type] = (DenseEntries, _NONE)
+_TOKEN = (*TOKEN, REFERENCE)
+_TABLE: dict[tuple[type, type], tuple[Executor, ...]] = {
+    kind: (*rows, REFERENCE)
+    for kind, rows in {
+        _DENSE: prompt_rows(attend),
+        (DenseEntries, ChosenBlocks): CHOSEN_BLOCKS,
+        (DenseEntries, Near): near_rows(attend),
+        (DenseEntries, Shown): SHOWN,
+        (FlatEntries, _NONE): FLAT,
+        (EncodedEntries, _NONE): ENCODED,
+        (Latents, _NONE): latent_rows(attend),
+        (KVRows, Choice): KV_ROWS,
+        (KVRows, _NONE): KV_ROWS,
+        (ReadRows, _NONE): read_rows(attend),
+    }.items()
+}
