@@ -5,7 +5,7 @@
 A trace is a family, a plan (each method, with and without codecs and views), a chunk length and some requests: fresh
 prompts, prompts asked again, beginnings with another end, conversations that go on. It goes one of four ways:
 
-- library: `Stored.generate`, as `kvsieve run` and a chat's first turn do; expected: `sieve.generate` on a new cache
+- library: `StoredPrefixes.generate`, as `kvsieve run` and a chat's first turn do; expected: `sieve.generate` anew
 - server: the scheduler without a session, two requests at once; expected: the same
 - session: the scheduler with one; expected: the same turns on one cache
 - turns: `PrefixStore.find(turns=)` in conversations with answers; expected: the turns read anew
@@ -38,12 +38,12 @@ from kvsieve import Plan, methods
 from kvsieve.errors import KvsieveError, PlanError
 from kvsieve.hf import reuse
 from kvsieve.hf.attach import attached
-from kvsieve.hf.reuse import Stored
+from kvsieve.hf.reuse import StoredPrefixes, unserved
 from kvsieve.hf.sieve import Sieve
 from kvsieve.models.families import build
 from kvsieve.registry import list_methods
 from kvsieve.serve.limits import ServerLimits
-from kvsieve.serve.prefixes import StoredPrefixes
+from kvsieve.serve.prefixes import ServerPrefixes
 from kvsieve.serve.scheduler import Scheduler
 from kvsieve.serve.ticket import AnswerPart, Order, Sampling
 from kvsieve.store import PrefixStore
@@ -119,10 +119,10 @@ def answered(trace: Trace, ids: Ids, cache: Any, new: int) -> Ids:
 
 
 def library(trace: Trace, store: PrefixStore) -> None:
-    stored, sieve, options = Stored(store), trace.sieve, {"chunk": trace.chunk, **GREEDY}
+    stored, sieve, options = StoredPrefixes(store), trace.sieve, {"chunk": trace.chunk, **GREEDY}
     for _ in range(trace.draw.randint(3, 6)):
         ids, new = trace.prompt(), trace.draw.randint(1, 6)
-        if not stored.suits(sieve, options):
+        if unserved(sieve, options) is not None:
             return
         before = store.stats().tokens_reused
         result = stored.generate(sieve, row(ids), max_new_tokens=new, **options)
@@ -134,7 +134,7 @@ def library(trace: Trace, store: PrefixStore) -> None:
 def serving(trace: Trace, store: PrefixStore) -> Iterator[Callable[..., Callable[[], tuple[Ids, int]]]]:
     """Yield a function that sends a request to a scheduler and returns one that waits for its answer."""
     with attached(twin(trace.sieve.model.config.model_type), Plan(), "eager", any_plan=True) as many:
-        scheduler = Scheduler(many, word_tokenizer(), ServerLimits(chunk=trace.chunk), StoredPrefixes(store, False))
+        scheduler = Scheduler(many, word_tokenizer(), ServerLimits(chunk=trace.chunk), ServerPrefixes(store, False))
         scheduler.start()
 
         def send(ids: Ids, new: int, session: str | None = None) -> Callable[[], tuple[Ids, int]]:
